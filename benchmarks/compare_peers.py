@@ -1,6 +1,6 @@
 """Compare Outrider with other engines on one CPU, with the same models and requests, in turn.
 
-    python benchmarks/compare_peers.py --models DIR --output-json F --plot F.png
+    python benchmarks/compare_peers.py --models DIR --output-json F
         [--peers vllm,transformers,openvino] [--modes base,lora,ngram,draft] [--sizes small,medium] [--rounds 3]
 
 Each peer gets an environment of its own below --envs, made once (some GB each, a few minutes). --models gets what it
@@ -21,7 +21,6 @@ lora alone: its assisted generation takes one request at a time. Ctrl-C ends the
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -32,6 +31,9 @@ from typing import Any
 from peers.environments import PEERS, Engine, PeerError, export_to_openvino, prepare
 from peers.report import ADAPTIVE, NOTE, OURS, summarize, tables
 from peers.session import SIZES, Case, Results, Session, Size
+
+from outrider.platform.cli.bench.machine import describe_machine
+from outrider.platform.cli.bench.options import positive, write_json
 
 MODES = ("base", "lora", "ngram", "draft")
 MODELS = ("small", "medium")
@@ -50,21 +52,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, required=True, metavar="DIR", help="folder of the models")
     parser.add_argument("--output-json", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png")
     parser.add_argument("--peers", type=_names(PEERS), default=list(PEERS), help="(default: all)")
     parser.add_argument("--modes", type=_names(MODES), default=list(MODES), help="(default: all)")
     parser.add_argument("--sizes", type=_names(MODELS), default=list(MODELS), help="of the model (default: both)")
     parser.add_argument("--requests", type=_requests, default=list(SIZES), help="(default: 1,8,32)")
-    parser.add_argument("--rounds", type=_positive, default=3, help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=positive, default=3, help="(default: %(default)s)")
     parser.add_argument("--envs", type=Path, default=ENVS, metavar="DIR", help="(default: %(default)s)")
-    parser.add_argument("--timeout", type=_positive, default=900, help="seconds for one answer (default: %(default)s)")
+    parser.add_argument("--timeout", type=positive, default=900, help="seconds for one answer (default: %(default)s)")
     return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
-    return int(text)
 
 
 def _names(known: Sequence[str] | dict[str, Any]) -> Any:
@@ -85,17 +80,18 @@ def _requests(text: str) -> list[Size]:
 
 def prepare_peers(options: argparse.Namespace, results: Results) -> dict[str, Engine]:
     """Make environments and models. A peer that cannot be made is noted and left out."""
-    from peers.models import DRAFT, make_missing
+    from peers.models import make_missing
 
     models = options.models.resolve()
     with_draft = "draft" in options.modes and not set(DRAFTED).isdisjoint(options.sizes)
-    make_missing(models, options.sizes, with_draft, say)
+    names = [*options.sizes, *(["draft"] if with_draft else [])]
+    make_missing(models, names, options.sizes, say)
     engines = {}
     for name in options.peers:
         try:
             engine = prepare(name, options.envs.resolve(), say)
             if name == "openvino":
-                for model in (*options.sizes, *([DRAFT] if with_draft else [])):
+                for model in names:
                     export_to_openvino(engine, models, model, say)
             engines[name] = engine
         except PeerError as error:
@@ -134,8 +130,6 @@ def run(options: argparse.Namespace, results: Results) -> bool:
 
 def write(options: argparse.Namespace, results: Results, interrupted: bool) -> dict[str, Any]:
     """Write the result as JSON, whole or not at all, and return it."""
-    from machine import describe_machine
-
     report = {
         "machine": describe_machine() | {"usable_cores": len(os.sched_getaffinity(0))},
         "load_average": os.getloadavg(),
@@ -150,23 +144,17 @@ def write(options: argparse.Namespace, results: Results, interrupted: bool) -> d
         },
         "versions": {start["engine"]: start["versions"] for start in results.starts},
     } | summarize(results)
-    unfinished = options.output_json.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(options.output_json)
+    write_json(report, options.output_json)
     return report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prepare, measure, write, draw and print; the exit status is 0 when Outrider was measured in every case."""
+    """Prepare, measure, write and print; the exit status is 0 when Outrider was measured in every case."""
     options = parse(arguments)
     results = Results()
     options.output_json.parent.mkdir(parents=True, exist_ok=True)
     interrupted = run(options, results)
     report = write(options, results, interrupted)
-    if options.plot is not None and report["medians"]:
-        from peers.plot import draw
-
-        draw(report, options.plot)
     print(tables(report))
     failed = any(failure["engine"].startswith(OURS) for failure in report["failures"])
     return 130 if interrupted else 1 if failed else 0

@@ -2,7 +2,8 @@
 
 Each engine is a process of its own: `off`, `new` (this checkout) and, with --old, `old`, all with the same options. For
 each batch size and text they generate in turn, in each round in another order, and wait while others do. `closed` is
-one batch that drains; `queued` is three times as many requests as run at once. A ratio is the median of the rounds.
+one batch that drains (where it is smaller than four, several batches, one after another, of four prompts in all);
+`queued` is three times as many requests as run at once. A ratio is the median of the rounds.
 
 Usage: python benchmarks/controller.py --model MODEL --texts repetitive chat --batches 1 4 16 32 --json FILE
     [--old CHECKOUT] [--method ngram | --speculative JSON] [--rounds N] [--max-tokens N] [--queues closed queued]
@@ -36,6 +37,8 @@ CLAIM = "Output speed of adaptive speculation over none"
 TEXTS = ("repetitive", "chat", "base", "random")
 QUEUED = 3
 """Requests for each seat where the queue is filled."""
+FEWEST_PROMPTS = 4
+"""Prompts of a cell at least: how often a text repeats itself differs from prompt to prompt."""
 
 
 def prompts_of(text: str, tokenizer: Any, vocab_size: int, count: int) -> list[list[int]]:
@@ -83,7 +86,8 @@ def serve(options: dict[str, Any]) -> None:
                 speculative_config=options["speculative"],
             )
         assert llm is not None
-        count = cell["batch"] * (QUEUED if cell["queue"] == "queued" else 1)
+        is_queued = cell["queue"] == "queued"
+        count = QUEUED * batch_of_llm if is_queued else max(FEWEST_PROMPTS, batch_of_llm)
         prompts = prompts_of(cell["text"], tokenizer, llm.engine_info.vocab_size, count)
         is_random = cell["text"] == "random"
         params = [
@@ -91,15 +95,18 @@ def serve(options: dict[str, Any]) -> None:
                 temperature=float(is_random),
                 seed=index if is_random else None,
                 # Requests of a queue end at different times, as those of users do.
-                max_tokens=options["max_tokens"] * (2 + index % 3) // 3
-                if count > cell["batch"]
-                else options["max_tokens"],
+                max_tokens=options["max_tokens"] * (2 + index % 3) // 3 if is_queued else options["max_tokens"],
                 ignore_eos=True,
             )
             for index in range(count)
         ]
         started = time.perf_counter()
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        outputs = []
+        at_once = count if is_queued else batch_of_llm
+        for first in range(0, count, at_once):
+            part = slice(first, first + at_once)
+            asked = [{"prompt_token_ids": prompt} for prompt in prompts[part]]
+            outputs += llm.generate(asked, params[part], use_tqdm=False)
         seconds = time.perf_counter() - started
         tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
         print(json.dumps({"tokens": tokens, "seconds": seconds}), file=out, flush=True)
@@ -176,7 +183,7 @@ def main() -> None:
     if args.serve:
         serve(json.loads(args.serve))
         return
-    from machine import describe_machine
+    from outrider.platform.cli.bench.machine import describe_machine
 
     options = {"model": str(Path(args.model).resolve()), "max_tokens": args.max_tokens}
     with tempfile.TemporaryDirectory() as folder:

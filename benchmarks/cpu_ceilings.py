@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import describe_machine
 from torch import Tensor
 
 from outrider.kernels.linear import pack
 from outrider.kernels.native.compiler import FLAGS
+from outrider.platform.cli.bench.machine import describe_machine
 
 READ_BYTES = 1 << 28
 DOTS = 200_000

@@ -16,15 +16,16 @@ import json
 import math
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from machine import describe_machine
-from near_ties import answer, compare, make_engine, make_questions
+from near_ties import answer, compare, in_turn, make_engine, make_questions, ratio_of
 
 from outrider import LLM, LoRARequest, SamplingParams
 from outrider.models.demo import demo_adapters
+from outrider.platform.cli.bench.machine import describe_machine
 
 KINDS = ("auto", "fp8")
 VOCAB = 1000
@@ -73,14 +74,10 @@ def measure_speed(model: str | None, lengths: list[int], batches: list[int], rou
     for length in lengths:
         for batch in batches:
             prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for _ in range(batch)]
-            ratios = []
-            for number in range(rounds + 1):
-                took = {}
-                for kind in list(engines)[:: 1 if number % 2 else -1]:  # neither is always first
-                    took[kind] = _decode_seconds(engines[kind], prompts)
-                ratios.append(took["auto"] / took["fp8"])
-            row = {"context": length, "batch": batch, "ratio": round(statistics.median(ratios[1:]), 3)}
-            rows.append(row | {"ratios": [round(ratio, 3) for ratio in ratios[1:]]})
+            works = {kind: partial(_decode_seconds, llm, prompts) for kind, llm in engines.items()}
+            seconds = in_turn(works, rounds)
+            row = {"context": length, "batch": batch, **ratio_of(seconds["auto"], seconds["fp8"])}
+            rows.append(row)
             print(f"context {length:<6} batch {batch:<4} fp8 / whole decoding speed {row['ratio']}", flush=True)
     for llm in engines.values():
         llm.shutdown()

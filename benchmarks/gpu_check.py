@@ -18,22 +18,25 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
 from checkout import use_checkout
-from gpu import driver
 from gpu.plan import QUICK_SHAPES, SECONDS, Entry
-from gpu.report import FOLDER, Report, Section, has_failed, read, table
+from gpu.report import FOLDER, Report, Section, has_failed, read, table, write
 
 WEIGHTS = "random, but for the demo model's"
+USAGE = 2
 MACHINE = "machine.json"
 """File in OUT_DIR with the machine's description, until the results contain it."""
 
@@ -55,26 +58,21 @@ def choose(entries: Sequence[Entry], names: str | None, seconds: float) -> list[
     return [(name, box * stretch) for name, box in chosen]
 
 
-def run_here(args: argparse.Namespace, plan: ModuleType) -> int:
-    """Run the sections that `args.child` names in this process."""
+def run_section(args: argparse.Namespace, plan: ModuleType) -> int:
+    """Run the section that `args.child` names in this process."""
     use_checkout()
     if args.device == "cuda" and not _device_works():
         print("there is no CUDA device that works; --device cpu runs what a CPU can run", file=sys.stderr)
-        return driver.USAGE
-    write_machine(args.output_dir, getattr(plan, "describe", dict))
-    by_name = {entry.name: entry for entry in plan.SECTIONS}
-    shapes = QUICK_SHAPES if args.quick else {}
-    report = Report(args.output_dir, device=args.device, quick=args.quick)
+        return USAGE
+    machine = args.output_dir / MACHINE
+    if not machine.exists():
+        machine.write_text(json.dumps(getattr(plan, "describe", dict)()) + "\n", encoding="utf-8")
+    name, _, ends = args.child.partition("=")
+    (entry,) = (entry for entry in plan.SECTIONS if entry.name == name)
     with tempfile.TemporaryDirectory() as folder:
-        sections = []
-        for name, _, ends in (item.rpartition("=") for item in args.child):
-            entry = by_name[name]
-
-            def work(context: Any, entry: Entry = entry) -> None:
-                entry.work(Path(folder), shapes)(context)
-
-            sections.append(Section(name, work, float(ends)))
-        return 0 if report.run(sections, lambda: args.device == "cpu" or _device_works()) else driver.LOST_DEVICE
+        work = entry.work(Path(folder), QUICK_SHAPES if args.quick else {})
+        Report(args.output_dir, device=args.device, quick=args.quick).run(Section(name, work, float(ends)))
+    return 0
 
 
 def _device_works() -> bool:
@@ -87,11 +85,23 @@ def _device_works() -> bool:
     return True
 
 
-def write_machine(folder: Path, describe: Callable[[], dict[str, Any]]) -> None:
-    """Write the machine's description, once."""
-    path = folder / MACHINE
-    if not path.exists():
-        path.write_text(json.dumps(describe()) + "\n", encoding="utf-8")
+def drive(command: Sequence[str], name: str, ends: float, grace: float, folder: Path) -> int:
+    """Run a section in a process, which is killed `grace` seconds after the section's end; returns its exit code. What
+    cannot be interrupted (a kernel that never returns) and what cannot be gone on from (an illegal memory access) costs
+    no other section its results."""
+    process = subprocess.Popen([*command, f"{name}={ends}"], start_new_session=True)
+    try:
+        reason = f"its process ended with {process.wait(max(0.0, ends - time.monotonic()) + grace)}"
+    except subprocess.TimeoutExpired:
+        reason = f"killed: it did not end in {grace:g} s after its time"
+    finally:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    entry = read(folder).get(name, {"rows": []})
+    if "seconds" not in entry and process.returncode != USAGE:  # it has not ended by itself
+        write(folder, name, entry | {"traceback": reason, "seconds": None})
+    return process.returncode
 
 
 class Writer:
@@ -116,8 +126,9 @@ class Writer:
         (self._folder / "gpu_check.json").write_text(text, encoding="utf-8")
 
 
-def run_all(args: argparse.Namespace, boxes: Sequence[tuple[str, float]]) -> int:
-    """Run sections in processes of their own; returns the exit code."""
+def run_all(args: argparse.Namespace, plan: ModuleType, boxes: Sequence[tuple[str, float]]) -> int:
+    """Run sections in processes of their own; returns the exit code. What a section leaves of its box is there for the
+    next ones; what it takes beyond it costs them nothing, unless the run would end too late."""
     shutil.rmtree(args.output_dir / FOLDER, ignore_errors=True)
     (args.output_dir / MACHINE).unlink(missing_ok=True)
     args.output_dir.mkdir(parents=True, exist_ok=True)
@@ -128,11 +139,13 @@ def run_all(args: argparse.Namespace, boxes: Sequence[tuple[str, float]]) -> int
     print(f"weights: {WEIGHTS}", flush=True)
     signal.signal(signal.SIGTERM, _interrupt)
     interrupted = False
+    last = args.seconds + (ends := time.monotonic())
     try:
-        sections = driver.deadlines(boxes, args.seconds)
-        driver.drive(command, sections, time.monotonic() + args.seconds, args.output_dir, writer.write)
-    except driver.UsageError:
-        return driver.USAGE
+        for name, box in boxes:
+            ends = max(ends, time.monotonic()) + box
+            if drive(command, name, min(ends, last), plan.GRACE, args.output_dir) == USAGE:
+                return USAGE
+            writer.write()
     except KeyboardInterrupt:
         interrupted = True
     writer.write()
@@ -154,16 +167,16 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="begin nothing new after so long (%(default)s)")
     parser.add_argument("--sections", help="only these, separated by commas")
     parser.add_argument("--plan", default="gpu.plan", help=argparse.SUPPRESS)  # the module with the sections
-    parser.add_argument("--child", nargs="+", metavar="NAME=END", help=argparse.SUPPRESS)
+    parser.add_argument("--child", metavar="NAME=END", help=argparse.SUPPRESS)
     args = parser.parse_args()
     plan = importlib.import_module(args.plan)
     if args.child is not None:
-        return run_here(args, plan)
+        return run_section(args, plan)
     try:
         boxes = choose(plan.SECTIONS, args.sections, args.seconds)
     except ValueError as error:
         parser.error(str(error))
-    return run_all(args, boxes)
+    return run_all(args, plan, boxes)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from growth import Growth, GrowthError, Shape
+from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -35,7 +36,7 @@ from outrider.platform.core.errors import OutriderError
 from outrider.spec_decode.drafters.checkpoint import StoredTensor, read_tensors
 from outrider.spec_decode.drafters.medusa.heads import canonical_names
 
-SHARD_BYTES = 2 << 30
+SHARD_SIZE = "2GB"
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 ADAPTER_FILE = "adapter_model.safetensors"
 _SIZES = ("hidden_size", "layers", "intermediate_size", "heads", "kv_heads")
@@ -62,35 +63,11 @@ def write_config(folder: Path, config: dict[str, Any], name: str = "config.json"
     (folder / name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> int:
-    """Write safetensors files of at most `shard_bytes`, one in memory at a time; returns the number of elements."""
-    shards: list[list[str]] = []
-    waiting: dict[str, Tensor] = {}
-    elements = size = 0
-
-    def flush() -> None:
-        nonlocal waiting, size
-        save_file(waiting, folder / f"part-{len(shards)}", metadata={"format": "pt"})
-        shards.append(list(waiting))
-        waiting, size = {}, 0
-
-    for name, tensor in tensors:
-        if waiting and size + tensor.nbytes > shard_bytes:
-            flush()
-        waiting[name] = tensor.contiguous()
-        size += tensor.nbytes
-        elements += tensor.numel()
-    flush()
-    if len(shards) == 1:
-        (folder / "part-0").rename(folder / "model.safetensors")
-        return elements
-    weight_map = {}
-    for number, names in enumerate(shards):
-        file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
-        (folder / f"part-{number}").rename(folder / file)
-        weight_map |= dict.fromkeys(names, file)
-    write_config(folder, {"metadata": {}, "weight_map": weight_map}, "model.safetensors.index.json")
-    return elements
+def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """Write safetensors files of at most `SHARD_SIZE`; returns the number of elements."""
+    weights = {name: tensor.contiguous() for name, tensor in tensors}
+    save_torch_state_dict(weights, folder, max_shard_size=SHARD_SIZE)
+    return sum(tensor.numel() for tensor in weights.values())
 
 
 def stored_tensors(source: Path) -> dict[str, StoredTensor]:
@@ -151,7 +128,7 @@ def inflate_model(source: Path, target: Path, growth: Growth, dtype: str | None 
         config["dtype"] = dtype
         config.pop("torch_dtype", None)
     tied = bool(config.get("tie_word_embeddings", False))
-    count = write_shards(target, grown_tensors(source, growth, DTYPES[dtype] if dtype else None, tied=tied))
+    count = write_tensors(target, grown_tensors(source, growth, DTYPES[dtype] if dtype else None, tied=tied))
     write_config(target, config)
     copy_rest(source, target)
     facts = {
@@ -189,7 +166,7 @@ def inflate_head(source: Path, target: Path, base: Growth, dtype: str | None = N
         _remap_aux_layers(config, base)
     write_config(target, config)
     grown = dict(grown_tensors(source, growth, DTYPES[dtype] if dtype else None))
-    write_shards(target, grown.items())
+    write_tensors(target, grown.items())
     if any((source / name).is_file() for name in MEDUSA_FILES):
         (target / "model.safetensors").rename(target / MEDUSA_FILES[0])
     copy_rest(source, target)

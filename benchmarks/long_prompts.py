@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import describe_machine
 
 from outrider import AsyncLLM, SamplingParams
+from outrider.platform.cli.bench.machine import describe_machine
 
 REQUESTS = 32
 OWN_TOKENS = 16

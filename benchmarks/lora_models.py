@@ -4,8 +4,9 @@
 
     OUT_DIR/small     30M parameters, Llama shape
     OUT_DIR/medium    494M parameters, Qwen2 shape
+    OUT_DIR/draft     3M parameters, Llama shape, for small
 
-Both in bfloat16, with a byte-level tokenizer of 4096 entries. Their config.json says `"random_weights": true`, so
+All in bfloat16, with a byte-level tokenizer of 4096 entries. Their config.json says `"random_weights": true`, so
 results on them are labelled.
 """
 
@@ -32,6 +33,19 @@ SHAPES = {
             intermediate_size=1536,
             num_hidden_layers=8,
             num_attention_heads=8,
+            num_key_value_heads=4,
+            vocab_size=TOKENS,
+            max_position_embeddings=2048,
+            **COMMON,
+        ),
+    ),
+    "draft": (
+        LlamaForCausalLM,
+        LlamaConfig(
+            hidden_size=256,
+            intermediate_size=768,
+            num_hidden_layers=2,
+            num_attention_heads=4,
             num_key_value_heads=4,
             vocab_size=TOKENS,
             max_position_embeddings=2048,

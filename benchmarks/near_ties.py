@@ -19,14 +19,14 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from machine import describe_machine
-
 from outrider import LLM, LoRARequest, SamplingParams
 from outrider.models.demo import demo_adapters, demo_draft_path
+from outrider.platform.cli.bench.machine import describe_machine
 
 NAMES = ["Anna", "Tom", "Maria", "Ben", "Lena"]
 CITIES = ["Lisbon", "Oslo", "Rome", "Paris", "Vienna", "Cairo", "Tokyo"]
@@ -138,6 +138,21 @@ def _flip_line(row: dict[str, Any]) -> str:
     )
 
 
+def in_turn(works: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Seconds that each of the works returns in each round; the first round, a warm-up, is left out."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for number in range(rounds + 1):
+        for name in list(works)[:: 1 if number % 2 else -1]:  # none is always first
+            seconds[name].append(works[name]())
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+def ratio_of(above: list[float], below: list[float]) -> dict[str, Any]:
+    """Ratios of the rounds, and their median."""
+    ratios = [round(one / other, 3) for one, other in zip(above, below, strict=True)]
+    return {"ratio": round(statistics.median(ratios), 3), "ratios": ratios}
+
+
 def measure_price(batches: list[int], rounds: int, tokens: int, dtype: str) -> list[dict[str, Any]]:
     """Rows for each kind of work and batch size, medians of the rounds; the first round is a warm-up."""
     engines = {name: make_engine(name == "invariant", {}, dtype, max(batches)) for name in ("usual", "invariant")}
@@ -148,16 +163,16 @@ def measure_price(batches: list[int], rounds: int, tokens: int, dtype: str) -> l
         if work == "prompt":
             questions = [(adapter, f"{text} {long}") for adapter, text in questions]
         params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)] * batch
-        seconds: dict[str, list[float]] = {name: [] for name in engines}
-        for number in range(rounds + 1):
-            for name in list(engines)[:: 1 if number % 2 else -1]:  # neither is always first
-                started = time.perf_counter()
-                answer(engines[name], questions, params)
-                seconds[name].append(time.perf_counter() - started)
-        ratios = [usual / ours for usual, ours in zip(seconds["usual"][1:], seconds["invariant"][1:], strict=True)]
-        speeds = {f"{n}_per_second": round(batch * length / statistics.median(s[1:]), 1) for n, s in seconds.items()}
+
+        def seconds_of(llm: LLM, questions: list[Question] = questions, params: list[SamplingParams] = params) -> float:
+            started = time.perf_counter()
+            answer(llm, questions, params)
+            return time.perf_counter() - started
+
+        seconds = in_turn({name: partial(seconds_of, llm) for name, llm in engines.items()}, rounds)
+        speeds = {f"{n}_per_second": round(batch * length / statistics.median(s), 1) for n, s in seconds.items()}
         row = {"work": work, "batch": batch, "unit": "tokens" if work == "decode" else "prompts", **speeds}
-        rows.append(row | {"ratio": round(statistics.median(ratios), 3), "ratios": [round(r, 3) for r in ratios]})
+        rows.append(row | ratio_of(seconds["usual"], seconds["invariant"]))
         print(f"{work:8} batch {batch:<4} invariant / usual speed {rows[-1]['ratio']}", flush=True)
     for llm in engines.values():
         llm.shutdown()

@@ -21,7 +21,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from machine import describe_machine
+from outrider.platform.cli.bench.machine import describe_machine
 
 OUTRIDER = [sys.executable, "-P", "-m", "outrider.platform.cli.main"]
 START_SECONDS = 120.0

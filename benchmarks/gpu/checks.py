@@ -20,7 +20,7 @@ from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine.engine_core import EngineCore
 from outrider.platform.engine.runner.model_runner import Launched
 
-from .load import random_prompt
+from .load import generate, random_prompt
 from .models import TINY, running
 from .report import Context
 
@@ -31,22 +31,6 @@ PARAMS = {
 }
 
 
-def _texts(
-    engine: EngineCore,
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    adapters: Sequence[LoRARequest | None] = (None,),
-) -> list[list[int]]:
-    outputs: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
-    for index, prompt in enumerate(prompts):
-        lora = adapters[index % len(adapters)]
-        engine.add_request(EngineRequest(str(index), prompt, params, lora=lora))
-    while engine.has_work():
-        for delta in engine.step():
-            outputs[delta.request_id] += delta.token_ids
-    return list(outputs.values())
-
-
 def check_parity(context: Context, root: Path) -> None:
     """Check that float32 text on the device equals the CPU's, with and without speculation."""
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -54,7 +38,7 @@ def check_parity(context: Context, root: Path) -> None:
     path = TINY.write(root)
     options = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8}
     with running(path, "cpu", **options) as engine:
-        want = {name: _texts(engine, prompts, params) for name, params in PARAMS.items()}
+        want = {name: generate(engine, prompts, params) for name, params in PARAMS.items()}
     modes: dict[str, dict[str, Any] | None] = {
         "no drafter": None,
         "draft_model": {"method": "draft_model", "model": path, "num_speculative_tokens": 3},
@@ -65,7 +49,7 @@ def check_parity(context: Context, root: Path) -> None:
             continue
         with running(path, context.device, speculative_config=config, **options) as engine:
             for name, params in PARAMS.items():
-                passed = _texts(engine, prompts, params) == want[name]
+                passed = generate(engine, prompts, params) == want[name]
                 context.row(f"{name} text with {mode} is the CPU's", passed=passed)
     _check_short_cache(context, path, prompts, options)
 
@@ -109,7 +93,7 @@ def check_demo(context: Context, root: Path) -> None:
     prompts = [random_prompt(24, 2000, seed) for seed in range(4 if context.quick else 8)]
     options = {"dtype": "float32", "enable_lora": True, "max_model_len": 512, "max_num_seqs": 8, "load_format": "auto"}
     with running(str(demo_model_path()), context.device, **options) as engine:
-        want = {name: _texts(engine, prompts, params, adapters) for name, params in PARAMS.items()}
+        want = {name: generate(engine, prompts, params, adapters) for name, params in PARAMS.items()}
     for mode, config in modes.items():
         if not context.has_time(mode, 3):
             continue
@@ -119,7 +103,7 @@ def check_demo(context: Context, root: Path) -> None:
             for name, params in PARAMS.items():
                 overlaps.clear()
                 started = time.perf_counter()
-                texts = _texts(engine, prompts, params, adapters)
+                texts = generate(engine, prompts, params, adapters)
                 rate = sum(map(len, texts)) / (time.perf_counter() - started)
                 values = {"overlapping": sum(overlaps) / len(overlaps), "steps": len(overlaps)}
                 passed = texts == want[name]

@@ -79,7 +79,7 @@ def _measure_prompts(context: Context, shape: ModelShape, engine: Any) -> None:
         prompts = [load.random_prompt(length, shape.vocab, 100 * round_number + i) for i in range(count)]
         load.synchronize()
         started = time.perf_counter()
-        load.generate(engine, prompts[: engine.scheduler.config.max_num_seqs], 1)
+        load.generate(engine, prompts[: engine.scheduler.config.max_num_seqs], load.greedy(1))
         best = min(best, time.perf_counter() - started)
     tokens = length * count
     attention = 2 * shape.layers * shape.heads * shape.head_dim * length * tokens  # half of the square
@@ -141,7 +141,7 @@ def measure_graphs(context: Context, root: Path, shape: ModelShape) -> None:
             return
         options = _options(context, [8], dtype="float32", **options)
         with running(shape.write(root), context.device, **options) as engine:
-            texts[name] = load.generate(engine, prompts, tokens)
+            texts[name] = load.generate(engine, prompts, load.greedy(tokens))
             context.row(f"{shape.name} {name}", captured=_captured(engine), passed=texts[name] == texts["eager"])
     for rows in (1, 8, 64):
         if not context.has_time(f"{shape.name} eager x {rows}", 15):

@@ -20,7 +20,7 @@ from outrider.models.attention import AttentionSpec
 from outrider.models.batch import LayerKV, SequenceRows
 
 from .report import Context
-from .timing import Timer
+from .timing import seconds_of
 
 BLOCK = 16
 BF16 = torch.bfloat16
@@ -37,7 +37,6 @@ class Case(NamedTuple):
     flops: int = 0
     """Floating-point operations of a kernel that arithmetic limits; 0 for others."""
     triton_only: bool = False
-    graph: bool = True
 
 
 def attention(
@@ -138,9 +137,9 @@ def sampling(num_rows: int, vocab: int) -> Iterator[Case]:
 
     size = 4 * num_rows * vocab
     what = f"{num_rows} x {vocab}"
-    yield Case(f"sampling {what}, top-k 50", filtering(50, 1.0), 2 * size, graph=False)
-    yield Case(f"sampling {what}, top-p 0.9", filtering(0, 0.9), 2 * size, graph=False)
-    yield Case(f"penalties {what}, 1000 tokens", penalties, 16 * num_rows * min(vocab, 1000), graph=False)
+    yield Case(f"sampling {what}, top-k 50", filtering(50, 1.0), 2 * size)
+    yield Case(f"sampling {what}, top-p 0.9", filtering(0, 0.9), 2 * size)
+    yield Case(f"penalties {what}, 1000 tokens", penalties, 16 * num_rows * min(vocab, 1000))
     yield Case(f"row_stats {what}", stats, size)
     yield Case(f"top_logprobs {what}, 5", logprobs, size)
 
@@ -200,14 +199,14 @@ def cases(quick: bool) -> list[Case]:
 @torch.inference_mode()
 def measure_kernels(context: Context) -> None:
     """Measure the time, and the share of the measured copy bandwidth or matrix rate."""
-    timer, ceilings = Timer(context.device), context.report.ceilings
+    ceilings = context.report.ceilings
     for case in cases(context.quick):
         if not context.has_time(case.name):
             continue
         if case.triton_only and context.device != "cuda":
             context.skip(case.name, "a kernel of GPUs alone")
             continue
-        seconds = timer.seconds(case.make(context.device), graph=case.graph)
+        seconds = seconds_of(case.make(context.device), context.device)
         values = {"microseconds": seconds * 1e6, "megabytes": case.num_bytes / 1e6}
         if case.num_bytes:
             values["percent_of_copy"] = 100 * case.num_bytes / seconds / ceilings["copy_bytes"]

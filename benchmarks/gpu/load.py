@@ -35,11 +35,18 @@ def random_prompt(length: int, vocab: int, seed: int) -> list[int]:
     return [generator.randrange(3, vocab) for _ in range(length)]
 
 
+def greedy(max_tokens: int) -> SamplingParams:
+    """Parameters of greedy requests of full length."""
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
 def add(
-    engine: EngineCore, prompts: Sequence[Sequence[int]], max_tokens: int, loras: Sequence[LoRARequest | None] = ()
+    engine: EngineCore,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    loras: Sequence[LoRARequest | None] = (),
 ) -> list[str]:
-    """Queue greedy requests of full length, with adapters in turn; returns their ids."""
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    """Queue requests, with adapters in turn; returns their ids."""
     ids = [f"{time.monotonic_ns()}-{index}" for index in range(len(prompts))]
     for index, (request_id, prompt) in enumerate(zip(ids, prompts, strict=True)):
         lora = loras[index % len(loras)] if loras else None
@@ -78,13 +85,12 @@ def decode(
     prompts: Sequence[Sequence[int]],
     steps: int,
     loras: Sequence[LoRARequest | None] = (),
-    tokens_a_step: int = 1,
 ) -> Decoded:
     """Time steps of these requests together, after their prompts and a few steps; then abort them."""
     warm = 4
     if loras:  # load first: a request would end while the adapter of another is still being loaded
-        generate(engine, prompts, 1, loras)
-    ids = add(engine, prompts, (warm + steps + 2) * tokens_a_step, loras)
+        generate(engine, prompts, greedy(1), loras)
+    ids = add(engine, prompts, greedy(warm + steps + 2), loras)
     start(engine, ids)
     for _ in range(warm):
         step(engine)
@@ -99,11 +105,13 @@ def decode(
 
 
 def generate(
-    engine: EngineCore, prompts: Sequence[Sequence[int]], max_tokens: int, loras: Sequence[LoRARequest | None] = ()
+    engine: EngineCore,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    loras: Sequence[LoRARequest | None] = (),
 ) -> list[list[int]]:
     """Generate all tokens of all requests, in their order."""
-    ids = add(engine, prompts, max_tokens, loras)
-    found: dict[str, list[int]] = {request_id: [] for request_id in ids}
+    found: dict[str, list[int]] = {request_id: [] for request_id in add(engine, prompts, params, loras)}
     while engine.has_work():
         for delta in engine.step():
             if delta.error is not None:
@@ -118,7 +126,7 @@ def device_seconds(engine: EngineCore, prompts: Sequence[Sequence[int]], steps: 
     The first is measured without the profiler, the second with it.
     """
     seconds = decode(engine, prompts, steps).step_seconds
-    ids = add(engine, prompts, steps + 8)
+    ids = add(engine, prompts, greedy(steps + 8))
     start(engine, ids)
     step(engine)
     synchronize()

@@ -13,6 +13,9 @@ from .report import Context
 SECONDS = 520.0
 """Seconds of a run, start and table included. Machines with a GPU end a command after 600."""
 
+GRACE = 10.0
+"""Seconds from a section's end until its process is killed."""
+
 
 class Entry(NamedTuple):
     """One section."""
@@ -41,7 +44,7 @@ class Entry(NamedTuple):
 
 def describe() -> dict[str, Any]:
     """Description of the machine for the head of the results."""
-    return importlib.import_module("machine").describe_machine()
+    return importlib.import_module("outrider.platform.cli.bench.machine").describe_machine()
 
 
 QUICK_SHAPES = {"LLAMA_8B": "TINY", "QWEN_06B": "TINY_QWEN"}

@@ -6,7 +6,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,34 +75,21 @@ class Report:
         write(self.folder, section, entry)
         print(line(section, row), flush=True)
 
-    def run(self, sections: Iterable[Section], is_sound: Callable[[], bool] = lambda: True) -> bool:
-        """Run sections one after the other. One that fails does not stop the others.
-
-        Args:
-            is_sound: True when the process can still use the device; called after a section that failed.
-
-        Returns:
-            False: another process must run the other sections.
-        """
-        for section in sections:
-            started = self.clock()
-            entry = self._entries[section.name] = {"rows": []}
-            write(self.folder, section.name, entry)
-            sound = True
-            if started >= section.ends:
-                self.add(section.name, {"name": "everything", "skipped": "no time left"})
+    def run(self, section: Section) -> None:
+        """Run a section; an error is kept beside its rows."""
+        started = self.clock()
+        entry = self._entries[section.name] = {"rows": []}
+        write(self.folder, section.name, entry)
+        try:
+            if started < section.ends:
+                section.work(Context(self, section))
             else:
-                try:
-                    section.work(Context(self, section))
-                except Exception:  # any error: the other sections must run
-                    entry["traceback"] = traceback.format_exc()
-                    print(f"{section.name}: FAILED\n{entry['traceback']}", flush=True)
-                    sound = is_sound()
-            entry |= {"seconds": round(self.clock() - started, 1), "ceilings": dict(self.ceilings)}
-            write(self.folder, section.name, entry)
-            if not sound:
-                return False
-        return True
+                self.add(section.name, {"name": "everything", "skipped": "no time left"})
+        except Exception:  # any error: what the section has found so far is kept
+            entry["traceback"] = traceback.format_exc()
+            print(f"{section.name}: FAILED\n{entry['traceback']}", flush=True)
+        entry |= {"seconds": round(self.clock() - started, 1), "ceilings": dict(self.ceilings)}
+        write(self.folder, section.name, entry)
 
 
 def write(folder: Path, section: str, entry: dict[str, Any]) -> None:
@@ -117,11 +104,6 @@ def write(folder: Path, section: str, entry: dict[str, Any]) -> None:
 def read(folder: Path) -> dict[str, dict[str, Any]]:
     """Read the files of sections, by name."""
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in (folder / FOLDER).glob("*.json")}
-
-
-def is_over(entry: dict[str, Any] | None) -> bool:
-    """True when a section has ended, with success or without."""
-    return entry is not None and "seconds" in entry
 
 
 def has_failed(entry: dict[str, Any]) -> bool:

@@ -70,10 +70,10 @@ def measure_speculation(context: Context, root: Path) -> None:
         with running(str(folders["base"]), context.device, **options) as engine:
             for rows in (1, 2) if context.quick else (1, 8):
                 batch = [prompts[index % len(prompts)] for index in range(rows)]
-                load.generate(engine, batch, tokens, loras[:rows])
+                load.generate(engine, batch, load.greedy(tokens), loras[:rows])
                 before = _counts(engine)
                 started = time.perf_counter()
-                load.generate(engine, batch, tokens, loras[:rows])
+                load.generate(engine, batch, load.greedy(tokens), loras[:rows])
                 rate = rows * tokens / (time.perf_counter() - started)
                 drafted, accepted = (now - then for now, then in zip(_counts(engine), before, strict=True))
                 values = {"tokens_per_second": rate}

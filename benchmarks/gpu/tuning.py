@@ -6,10 +6,6 @@ from pathlib import Path
 
 import torch
 
-from outrider.kernels.tuning.files import resumed
-from outrider.tools.tune.shapes import ModelShape as TunedShape
-from outrider.tools.tune.shapes import WorkSizes
-
 from .models import ModelShape
 from .report import Context
 
@@ -20,22 +16,15 @@ def measure_tuning(context: Context, root: Path, shape: ModelShape) -> None:
     if context.device != "cuda":
         context.skip("tune", "kernels of GPUs alone")
         return
-    from outrider.kernels.paged_attention.schedule import gpu_of
-    from outrider.kernels.tuning.store import device_name
-    from outrider.tools.tune.search import TRITON_VERSION, Found, Searcher, make_jobs, tune
-    from outrider.tools.tune.space import SPACES
-    from outrider.tools.tune.timer import CudaTimer
+    from outrider.kernels.tuning.files import resumed
+    from outrider.tools.tune.command import find_device, model_shape
+    from outrider.tools.tune.search import TRITON_VERSION, Found, make_jobs, tune
+    from outrider.tools.tune.workloads import WorkSizes
 
-    device = torch.device(context.device, torch.cuda.current_device())
-    name = device_name(device)
+    name, searcher = find_device(context.seconds_left)
     path = context.report.folder / name.file_name
-    file = resumed(path, name, TRITON_VERSION)
-    model = TunedShape(shape.hidden, shape.inner, shape.heads, shape.kv_heads, shape.head_dim, shape.vocab)
-    searcher = Searcher(device, gpu_of(device).arch, CudaTimer(device), has_time=lambda: context.seconds_left > 0)
 
-    def report(found: Found | None) -> None:
-        if found is None:
-            return
+    def report(found: Found) -> None:
         times = found.entry.times.values()
         context.row(
             f"{found.job.kernel} {found.job.shape}",
@@ -44,7 +33,6 @@ def measure_tuning(context: Context, root: Path, shape: ModelShape) -> None:
             config=str(found.entry.config),
         )
 
-    jobs = make_jobs({shape.name: model}, SPACES, WorkSizes())
-    _, is_whole = tune(jobs, searcher, file, path, report)
-    if not is_whole:
+    jobs = make_jobs(model_shape(shape.write(root)), WorkSizes())
+    if not tune(jobs, searcher, resumed(path, name, TRITON_VERSION), path, report):
         context.skip("the other shapes", "no time left")

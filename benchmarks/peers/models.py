@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from lora_models import COMMON, SHAPES, TOKENS, make_model, make_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from lora_models import make_model, make_tokenizer
 
 from outrider.models.checkpoint.json_files import read_json
 from outrider.models.config import config_from_hf
@@ -17,32 +16,23 @@ from outrider.platform.cli.bench.lora.adapters import AdapterWriter
 
 from .worker import NUM_ADAPTERS
 
-DRAFT = "draft"
-DRAFTED = "small"
-"""Model that shares its vocabulary with `draft`."""
 RANKS = (8, 16)
 """Ranks of the adapters, in turn."""
 
 
-def make_missing(folder: Path, names: Sequence[str], with_draft: bool, say: Callable[[str], None]) -> None:
-    """Make missing models: those of `lora_models.py`, `NAME-lora0` to 7 for each, and `draft` (3M parameters).
+def make_missing(folder: Path, names: Sequence[str], with_adapters: Sequence[str], say: Callable[[str], None]) -> None:
+    """Make the missing ones of these models of `lora_models.py`, and `NAME-lora0` to 7 for those with adapters.
 
     Existing ones are used unchanged.
     """
-    tokenizer = None
-    for name in (*names, *([DRAFT] if with_draft else [])):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
         if not (folder / name / "config.json").is_file():
             say(f"making {folder / name}")
-            tokenizer = tokenizer or make_tokenizer()
-            with tempfile.TemporaryDirectory(dir=_made(folder)) as work:
-                if name in SHAPES:
-                    make_model(name, Path(work) / name, tokenizer)
-                else:
-                    torch.manual_seed(0)
-                    LlamaForCausalLM(_draft_config()).to(torch.bfloat16).save_pretrained(Path(work) / name)
-                    tokenizer.save_pretrained(Path(work) / name)
+            with tempfile.TemporaryDirectory(dir=folder) as work:
+                make_model(name, Path(work) / name, make_tokenizer())
                 shutil.move(Path(work) / name, folder / name)
-    for name in names:
+    for name in with_adapters:
         _make_adapters(folder, name, say)
 
 
@@ -57,21 +47,3 @@ def _make_adapters(folder: Path, name: str, say: Callable[[str], None]) -> None:
                 writer = AdapterWriter(Path(work), config, seed=i)
                 writer.write(adapter.name, RANKS[i % len(RANKS)])
                 shutil.move(Path(work) / adapter.name, adapter)
-
-
-def _draft_config() -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        vocab_size=TOKENS,
-        max_position_embeddings=2048,
-        **COMMON,
-    )
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder

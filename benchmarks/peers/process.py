@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import select
-import signal
 import subprocess
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 _SETTLE_SECONDS = 0.05
 
@@ -20,17 +20,13 @@ class WorkerError(Exception):
     """Error of a worker that failed, ended or did not answer; the message says which."""
 
 
-def descendants(pid: int) -> list[int]:
-    """Ids of a process and of its running descendants, parents first."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
-            children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    found = [pid]
-    for parent in found:  # grows while it is read
-        found += children.get(parent, [])
-    return found
+def processes(pid: int) -> list[psutil.Process]:
+    """A process and its running descendants, parents first; empty when it has ended."""
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def peak_rss(pid: int) -> int:
@@ -54,7 +50,6 @@ class Worker:
         """
         self._timeout = timeout
         self._log = log
-        self._received = b""
         self._peaks: dict[int, int] = {}
         started = time.perf_counter()
         with log.open("wb") as stderr:
@@ -71,7 +66,7 @@ class Worker:
             self.ready = self._read()
             self.start_seconds = time.perf_counter() - started
             time.sleep(_SETTLE_SECONDS)
-            self._signal(signal.SIGSTOP)
+            self._each(psutil.Process.suspend)
         except BaseException:
             self.close()
             raise
@@ -82,7 +77,7 @@ class Worker:
         Raises:
             WorkerError: it failed and cannot be asked again.
         """
-        self._signal(signal.SIGCONT)
+        self._each(psutil.Process.resume)
         try:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -90,9 +85,9 @@ class Worker:
             answer = self._read()
         except BrokenPipeError:
             raise WorkerError(self._ended()) from None
-        for pid in descendants(self._process.pid):
-            self._peaks[pid] = max(peak_rss(pid), self._peaks.get(pid, 0))
-        self._signal(signal.SIGSTOP)
+        for process in processes(self._process.pid):
+            self._peaks[process.pid] = max(peak_rss(process.pid), self._peaks.get(process.pid, 0))
+        self._each(psutil.Process.suspend)
         return answer
 
     @property
@@ -102,20 +97,17 @@ class Worker:
 
     def close(self) -> None:
         """Kill all its processes."""
-        pids = descendants(self._process.pid) if self._process.poll() is None else []
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self._each(psutil.Process.kill)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
 
-    def _signal(self, number: signal.Signals) -> None:
-        for pid in descendants(self._process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+    def _each(self, act: Callable[[psutil.Process], None]) -> None:
+        for process in processes(self._process.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                act(process)
 
     def _read(self) -> dict[str, Any]:
         """Wait for the next answer.
@@ -123,29 +115,19 @@ class Worker:
         Raises:
             WorkerError: no answer came, or an error came.
         """
-        for line in self._lines(time.monotonic() + self._timeout):
-            answer: dict[str, Any] = json.loads(line)
-            if "error" in answer:
-                raise WorkerError(answer["error"])
-            return answer
-        raise WorkerError(self._ended())
-
-    def _lines(self, deadline: float) -> Iterator[bytes]:
         assert self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
-        while True:
-            line, separator, rest = self._received.partition(b"\n")
-            if separator:
-                self._received = rest
-                yield line
-                continue
-            ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise WorkerError(f"no answer in {self._timeout:g} seconds")
-            received = os.read(descriptor, 65536)
-            if not received:
-                return
-            self._received += received
+        timeout = threading.Timer(self._timeout, lambda: self._each(psutil.Process.kill))  # ends the wait for a line
+        timeout.start()
+        asked = time.monotonic()
+        line = self._process.stdout.readline()
+        timeout.cancel()
+        if not line:
+            is_late = time.monotonic() - asked >= self._timeout
+            raise WorkerError(f"no answer in {self._timeout:g} seconds" if is_late else self._ended())
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise WorkerError(answer["error"])
+        return answer
 
     def _ended(self) -> str:
         status = self._process.wait()

@@ -1,9 +1,9 @@
-"""Report of the measurements: medians, ratios within a round, and tables for a terminal."""
+"""Report of the measurements: medians, ratios within a round, and lines for a terminal."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .session import Results
@@ -12,7 +12,6 @@ OURS = "outrider"
 ADAPTIVE = "outrider-adaptive"
 """Name of Outrider with an adaptive number of drafts."""
 NOTE = "random weights: rates mean something, texts and how many drafts are accepted do not"
-_GIB = 1024
 
 
 def is_ours(engine: str) -> bool:
@@ -77,74 +76,25 @@ def _agreement(start: dict[str, Any], by_key: dict[tuple[Any, ...], dict[str, An
     return {"same_first_token": same / total if total else None}
 
 
-def present(rows: Iterable[dict[str, Any]], field: str) -> list[Any]:
-    """Different values of a field, in the order of their first row."""
-    return list(dict.fromkeys(row[field] for row in rows))
-
-
 def tables(report: dict[str, Any]) -> str:
-    """Text of the result: tables of rates and ratios for each model, and the engines that could not be measured."""
-    parts = []
-    if report.get("interrupted"):
-        parts.append("INTERRUPTED: not everything was measured")
-    medians = report["medians"]
-    for model in present(medians, "model"):
-        rows = [row for row in medians if row["model"] == model]
-        requests = sorted(present(rows, "requests"))
-        titles = [f"{n} request{'s' if n > 1 else ''}" for n in requests]
-        rounds = max(len(row["rounds"]) for row in rows)
-        lines = _rate_lines(report, rows, requests)
-        parts.append(f"{model}: output tokens/s, medians of {rounds} rounds")
-        parts.append(_aligned([["mode", "engine", *titles, "ready in", "peak memory", "first token as ours"], *lines]))
-        lines = _ratio_lines([row for row in report["ratios"] if row["model"] == model], requests)
-        if lines:
-            parts.append(f"{model}: how many times as fast, medians of the rounds' ratios")
-            parts.append(_aligned([["mode", "", *titles], *lines]))
+    """Lines for a terminal: rates, then ratios, then the engines that could not be measured."""
+    lines = ["INTERRUPTED: not everything was measured"] if report.get("interrupted") else []
+    lines.append("output tokens/s, medians of the rounds")
+    for row in report["medians"]:
+        cell = f"{row['model']} {row['mode']}, {row['requests']} requests"
+        lines.append(f"  {cell:32} {row['engine']:18} {row['tokens_per_second']:10.1f}")
+    lines.append("start and memory; share of first tokens that are ours")
+    for start in report["starts"]:
+        same = start["same_first_token"]
+        lines.append(
+            f"  {start['model']} {start['mode']} {start['engine']}: ready in {start['start_seconds']:.1f} s, "
+            f"{start['peak_rss_mib'] / 1024:.1f} GiB" + (f", {same:.0%}" if same is not None else "")
+        )
+    lines.append("how many times as fast, medians of the rounds' ratios")
+    for row in report["ratios"]:
+        cell = f"{row['model']} {row['mode']}, {row['requests']} requests"
+        lines.append(f"  {cell:32} {row['engine']} / {row['peer']}: {row['ratio']:.2f}")
     if report["failures"]:
-        parts.append("Not measured, or not to the end:")
-        parts += [f"  {f['engine']} ({f['model']} {f['mode']}): {f['reason']}" for f in report["failures"]]
-    return "\n".join(parts)
-
-
-def _rate_lines(report: dict[str, Any], rows: list[dict[str, Any]], requests: list[int]) -> list[list[str]]:
-    lines = []
-    for mode in present(rows, "mode"):
-        for engine in present([row for row in rows if row["mode"] == mode], "engine"):
-            cells = {r["requests"]: r["tokens_per_second"] for r in rows if (r["mode"], r["engine"]) == (mode, engine)}
-            rates = [f"{cells[n]:.1f}" if n in cells else "-" for n in requests]
-            keys = (rows[0]["model"], mode, engine)
-            start = next(s for s in report["starts"] if (s["model"], s["mode"], s["engine"]) == keys)
-            same = start["same_first_token"]
-            lines.append(
-                [
-                    mode,
-                    engine,
-                    *rates,
-                    f"{start['start_seconds']:.1f} s",
-                    f"{start['peak_rss_mib'] / _GIB:.1f} GiB",
-                    "" if same is None or engine == OURS else f"{same:.0%}",
-                ]
-            )
-    return lines
-
-
-def _ratio_lines(rows: list[dict[str, Any]], requests: list[int]) -> list[list[str]]:
-    cells: dict[tuple[str, str, str], dict[int, float]] = {}
-    for row in rows:
-        cells.setdefault((row["mode"], row["engine"], row["peer"]), {})[row["requests"]] = row["ratio"]
-    return [
-        [mode, f"{ours} / {peer}", *(f"{found[n]:.2f}" if n in found else "-" for n in requests)]
-        for (mode, ours, peer), found in cells.items()
-    ]
-
-
-def _aligned(lines: list[list[str]]) -> str:
-    """Lines of a table: the first two columns aligned to the left, the others to the right."""
-    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if place < 2 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+        lines.append("not measured, or not to the end")
+        lines += [f"  {f['engine']} ({f['model']} {f['mode']}): {f['reason']}" for f in report["failures"]]
+    return "\n".join(lines)

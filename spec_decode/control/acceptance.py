@@ -1,4 +1,4 @@
-"""Acceptance: how likely the draft at each position is right, given that those before it were.
+"""Acceptance: how likely a draft that is asked for at each position is made and right, given that those before it were.
 
 Positions are pooled (1, 2, 3, 4-5, 6-8, 9 and more), because acceptance changes little from one late position to the
 next and long runs of drafts are rare. Counts are forgotten exponentially. The estimate of a request is the mean of a
@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+_FIRST_POSITIONS = (0, 1, 2, 3, 5, 8)
+"""First position of each pool."""
+NUM_POOLS = len(_FIRST_POSITIONS)
+"""Number of pools."""
 _POOLS = (0, 1, 2, 3, 3, 4, 4, 4, 5)
 """Pool of each position from 0; later positions belong to the last pool."""
-NUM_POOLS = 6
-"""Number of pools."""
 REQUEST_MEMORY = 12.0
 """Rounds after which a request's counts have faded to 1/e: text changes between free and copied within a paragraph."""
 ADAPTER_MEMORY = 400.0
@@ -38,38 +40,41 @@ def pool_of(position: int) -> int:
 class AcceptanceRate:
     """Counts of right and wrong drafts by pool, of one request or of one adapter, for one drafter."""
 
-    __slots__ = ("_fade", "offered", "right", "tried")
+    __slots__ = ("_asked", "_fade", "_made", "right", "tried")
 
     def __init__(self, memory: float) -> None:
         """Start without counts. `memory`: rounds after which they have faded to 1/e."""
         self._fade = 1.0 - 1.0 / memory
         self.right = [0.0] * NUM_POOLS
         self.tried = [0.0] * NUM_POOLS
-        self.offered = [0.0, 0.0]
-        """Rounds in which the drafter was asked, and those in which it had drafts at all."""
+        self._asked = [0.0] * NUM_POOLS
+        self._made = [0.0] * NUM_POOLS
 
-    def add_round(self, num_drafts: int, num_accepted: int) -> None:
-        """Count one round: `num_accepted` of `num_drafts` were right, and the one behind them, if any, was not."""
+    def add_round(self, num_asked: int, num_drafts: int, num_accepted: int) -> None:
+        """Count one round: `num_asked` drafts were asked for, the first `num_drafts` of them were made, and the first
+        `num_accepted` of these were right. The one behind them was wrong, or not made, which counts as wrong."""
         fade = self._fade
-        right, tried = self.right, self.tried
-        for pool in range(NUM_POOLS):
+        right, tried, asked, made = self.right, self.tried, self._asked, self._made
+        for pool, first in enumerate(_FIRST_POSITIONS):
             right[pool] *= fade
             tried[pool] *= fade
-        for position in range(min(num_accepted + 1, num_drafts)):
+            if first < num_asked:
+                last = _FIRST_POSITIONS[pool + 1] if pool + 1 < NUM_POOLS else num_asked
+                asked[pool] = fade * asked[pool] + min(num_asked, last) - first
+                made[pool] = fade * made[pool] + max(0, min(num_drafts, last) - first)
+        for position in range(min(num_accepted + 1, num_asked)):
             pool = pool_of(position)
             tried[pool] += 1.0
             if position < num_accepted:
                 right[pool] += 1.0
 
-    def add_offer(self, *, has_drafts: bool) -> None:
-        """Count a round in which the drafter was asked for drafts."""
-        asked, had = self.offered
-        self.offered = [asked * self._fade + 1.0, had * self._fade + has_drafts]
+    def made_shares(self, prior: Sequence[float]) -> list[float]:
+        """[NUM_POOLS] share of the drafts asked for that are made. Prompt lookup needs a long match for many.
 
-    @property
-    def offer_share(self) -> float:
-        """Share of rounds in which the drafter has drafts when asked: of prompt lookup those with a match."""
-        return (self.offered[1] + 1.0) / (self.offered[0] + 1.0)
+        Args:
+            prior: [NUM_POOLS] the same of whom this one belongs to; it counts for one draft.
+        """
+        return [(made + one) / (asked + 1.0) for made, asked, one in zip(self._made, self._asked, prior, strict=True)]
 
     def rates(self, prior: Sequence[float], strength: float = _PRIOR_ROUNDS) -> list[float]:
         """[NUM_POOLS] acceptance by pool, given that all earlier drafts were right.
@@ -105,6 +110,15 @@ def survival(rates: Sequence[float], count: int) -> list[float]:
         product *= rates[pool_of(position)]
         chances.append(product)
     return chances
+
+
+def expected_drafts(shares: Sequence[float], count: int) -> list[float]:
+    """[count] expected number of drafts at each position that is asked for.
+
+    Args:
+        shares: [NUM_POOLS] see `AcceptanceRate.made_shares`.
+    """
+    return [shares[pool_of(position)] for position in range(count)]
 
 
 def _logit(p: float) -> float:

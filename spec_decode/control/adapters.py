@@ -7,7 +7,16 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ...platform.core.request import Request
-from .acceptance import ADAPTER_MEMORY, REQUEST_MEMORY, AcceptanceRate, adapter_rates
+from .acceptance import (
+    ADAPTER_MEMORY,
+    NUM_POOLS,
+    REQUEST_MEMORY,
+    AcceptanceRate,
+    adapter_rates,
+    expected_drafts,
+    survival,
+)
+from .goodput import Offer
 
 MAX_ADAPTERS = 4096
 """Number of adapters that are remembered; the one that was used longest ago goes first. One takes some kilobytes."""
@@ -22,6 +31,10 @@ TRIAL_SHARE = 0.01
 FIRST_TRIAL_SECONDS, MOST_TRIAL_SECONDS = 0.5, 60.0
 """Least and most seconds between two trials of a drafter; a trial that changes nothing doubles them. A text changes
 within seconds, the requests of an adapter within minutes."""
+
+
+_ALL_MADE = [1.0] * NUM_POOLS
+"""Shares of drafts that are made, before any was asked for."""
 
 
 class AdapterKey(NamedTuple):
@@ -86,6 +99,11 @@ class AdapterState:
         """Acceptance by pool of positions in rounds after a right one, or after another."""
         return adapter_rates(self.after[drafter][is_right], self._first[drafter])
 
+    def offer(self, drafter: int, count: int, rows: int = 1) -> Offer:
+        """At most `count` drafts for each of `rows` of its requests."""
+        shares = self.counts[drafter].made_shares(_ALL_MADE)
+        return Offer(drafter, survival(self.rates(drafter), count), expected_drafts(shares, count), rows)
+
     def due_trial(self, now: float, *, is_drafting: bool) -> int:
         """The drafter whose trial is due longest, or -1; the one that drafts now needs none."""
         if self.trial_drafter >= 0:
@@ -110,7 +128,7 @@ class AdapterState:
 class RowState:
     """One running request."""
 
-    __slots__ = ("adapter", "counts", "drafter", "is_right", "num_drafts", "proposed_by", "trial_rounds")
+    __slots__ = ("adapter", "asked", "counts", "drafter", "is_right", "num_drafts", "proposed_by", "trial_rounds")
 
     def __init__(self, adapter: AdapterState, num_drafters: int) -> None:
         self.adapter = adapter
@@ -122,8 +140,17 @@ class RowState:
         """What was chosen for it."""
         self.proposed_by = 0
         """The drafter of the drafts that its next step verifies."""
+        self.asked = (0, 0)
+        """Of these: how many were asked for, and how many were made."""
         self.trial_rounds = 0
         """Rounds that are left of its trial."""
+
+    def offer(self, count: int) -> Offer:
+        """At most `count` drafts by its drafter."""
+        adapter, counts = self.adapter, self.counts[self.drafter][self.is_right]
+        rates = counts.rates(adapter.rates_after(self.drafter, is_right=self.is_right))
+        shares = counts.made_shares(adapter.after[self.drafter][self.is_right].made_shares(_ALL_MADE))
+        return Offer(self.drafter, survival(rates, count), expected_drafts(shares, count))
 
 
 class Adapters:

@@ -23,6 +23,9 @@ _SURE = 3
 _FREE_SLOPE = 1.0 / 256
 """Cost of one more token, as a share of a step without drafts, where nothing was measured: decoding reads weights, so
 one more token costs little, and an optimist measures it soon."""
+_LEAST_SHARE = 0.5
+"""Least time of a step, as a share of that with the fewest drafts that were measured: a line through two noisy points
+may lead to zero where nothing was measured, and no step takes no time."""
 
 
 def size_class(size: int) -> int:
@@ -93,6 +96,11 @@ class Curve:
             return seconds[-1] + slope * (size - sizes[-1])
         return max(0.0, seconds[after - 1] + slope * (size - left))
 
+    @property
+    def least(self) -> float:
+        """Seconds of the smallest measured size."""
+        return (self._points or self._fit())[1][0]
+
     def _fit(self) -> tuple[list[float], list[float]]:
         """Points whose seconds do not fall: neighbours that do are averaged (pool adjacent violators)."""
         pooled: list[tuple[float, float, int]] = []  # (seconds, weight, number of points)
@@ -134,7 +142,7 @@ class StepCosts:
     def seconds(self, rows: int, drafts: float) -> float:
         """Expected seconds of a step; 0 before any step was measured."""
         curve = self.curve(rows)
-        return 0.0 if curve is None else curve.at(drafts) * self._drift
+        return 0.0 if curve is None else max(curve.at(drafts), _LEAST_SHARE * curve.least) * self._drift
 
 
 class DraftCosts:

@@ -42,6 +42,6 @@ def make_speculation(config: SpeculativeConfig | None, context: DrafterContext) 
     if not is_neural:
         return Speculation(drafter, SpeculationPolicy(traits))
     least = max(config.prompt_lookup_min, min(_LOOKUP_MIN, config.prompt_lookup_max))
-    fallback = NgramDrafter(least, config.prompt_lookup_max)
+    fallback = NgramDrafter(least, config.prompt_lookup_max, by_match=True)
     traits.append(DrafterTraits("ngram", most, _LOOKUP_RATE))
     return Speculation(DrafterGroup([drafter, fallback]), SpeculationPolicy(traits))

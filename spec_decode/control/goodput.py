@@ -25,9 +25,9 @@ class Offer(NamedTuple):
 
     drafter: int
     survival: Sequence[float]
-    """[limit] chance that the first j drafts are all right, given that there are any."""
-    offer_share: float = 1.0
-    """Share of rounds in which there are drafts."""
+    """[limit] chance that the first j drafts are made and all right."""
+    made: Sequence[float] = ()
+    """[limit] chance that the draft at each position is made; empty where all are."""
     rows: int = 1
     """Rows that share this offer and get the same number."""
 
@@ -97,9 +97,9 @@ def _greedy(offers: Sequence[Offer], prices: StepPrices, num_rows: int, most: in
     while heap:
         index = heapq.heappop(heap)[1]
         offer = offers[index]
-        gained = offer.survival[counts[index]] * offer.offer_share
+        gained = offer.survival[counts[index]]
+        added += offer.rows * (offer.made[counts[index]] if offer.made else 1.0)
         counts[index] += 1
-        added += offer.offer_share * offer.rows
         reached[offer.drafter] = max(reached.get(offer.drafter, 0), counts[index])
         logs += offer.rows * math.log1p(gained / tokens[index])
         tokens[index] += gained

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from ...platform.core.batch import RowPlan, StepPlan, StepResult
 from ...platform.core.request import Request, Status
-from .acceptance import AcceptanceRate, survival
+from .acceptance import AcceptanceRate
 from .adapters import TRIAL_DRAFTS, TRIAL_ROUNDS, TRIAL_ROWS, Adapters, AdapterState, RowState
 from .costs import DraftCosts, StepCosts, size_class
-from .goodput import Offer, StepPrices, best_plan
+from .goodput import StepPrices, best_plan
 
 SHORT_STEP = 0.003
 """Seconds of a step below which nothing is chosen per step: a choice for one row takes 0.13 ms and one for 16 rows 1.5
@@ -121,12 +121,8 @@ class SpeculationPolicy:
         for state, limit in offering:
             if state.trial_rounds:
                 continue
-            adapter = state.adapter
-            state.drafter = adapter.drafter
-            counts = state.counts[state.drafter][state.is_right]
-            rates = counts.rates(adapter.rates_after(state.drafter, is_right=state.is_right))
-            count = min(limit, self._drafters[state.drafter].max_drafts)
-            offers.append(Offer(state.drafter, survival(rates, count), counts.offer_share))
+            state.drafter = state.adapter.drafter
+            offers.append(state.offer(min(limit, self._drafters[state.drafter].max_drafts)))
             rated.append(state)
         prices = self._prices(num_rows)
         plan = best_plan(offers, prices, num_rows, fair=not requests_wait)
@@ -151,9 +147,8 @@ class SpeculationPolicy:
             self._compare_drafters(offering, num_rows, now)
             offers = []
             for adapter, states in by_adapter.items():
-                chances = survival(adapter.rates(adapter.drafter), self._drafters[adapter.drafter].max_drafts)
-                share = adapter.counts[adapter.drafter].offer_share
-                offers.append(Offer(adapter.drafter, chances, share, len(states)))
+                most = self._drafters[adapter.drafter].max_drafts
+                offers.append(adapter.offer(adapter.drafter, most, len(states)))
             plan = best_plan(offers, self._prices(num_rows), num_rows, fair=not requests_wait)
             is_drafting = plan.gain >= (GO_ON if any(a.num_drafts.get(rows) for a in by_adapter) else BEGIN)
             for adapter, count in zip(by_adapter, plan.num_drafts, strict=True):
@@ -191,8 +186,7 @@ class SpeculationPolicy:
         prices = self._prices(num_rows)
         gains = []
         for index, traits in enumerate(self._drafters):
-            chances = survival(adapter.rates(index), traits.max_drafts)
-            offer = Offer(index, chances, adapter.counts[index].offer_share, num_rows)
+            offer = adapter.offer(index, traits.max_drafts, num_rows)
             is_known = adapter.counts[index].tried[0] > 0 or index == adapter.drafter
             gains.append(best_plan([offer], prices, num_rows, fair=False).gain if is_known else 0.0)
         best = max(range(len(gains)), key=gains.__getitem__)
@@ -209,7 +203,7 @@ class SpeculationPolicy:
             drafter = adapter.due_trial(now, is_drafting=any(state.num_drafts for state, _ in rows))
             if drafter < 0:
                 continue
-            rows = sorted(rows, key=lambda entry: entry[0].counts[drafter][False].offered[0])[:TRIAL_ROWS]
+            rows = sorted(rows, key=lambda entry: entry[0].counts[drafter][False].tried[0])[:TRIAL_ROWS]
             adapter.begin_trial(drafter, len(rows))
             for state, limit in rows:
                 state.trial_rounds, state.drafter = TRIAL_ROUNDS, drafter
@@ -245,8 +239,7 @@ class SpeculationPolicy:
 
     def _gain(self, adapter: AdapterState, drafter: int) -> float:
         """What a drafter brings one request of an adapter, over no drafts."""
-        chances = survival(adapter.rates(drafter), self._drafters[drafter].max_drafts)
-        offer = Offer(drafter, chances, adapter.counts[drafter].offer_share)
+        offer = adapter.offer(drafter, self._drafters[drafter].max_drafts)
         return best_plan([offer], self._prices(1), 1, fair=False).gain
 
     # ------------------------------------------------------------------ observation
@@ -276,33 +269,36 @@ class SpeculationPolicy:
             self._count(rows, result, now)
 
     def _charge_trials(self, rows: Sequence[RowPlan], seconds: float) -> None:
-        """Charge adapters on trial what the step took beyond one without drafts, and at most as much as that one: what
-        takes longer is the work of other programs."""
-        base = self._steps.seconds(len(rows), 0)
-        extra = min(seconds - base, base)
-        if extra <= 0.0:
-            return
+        """Charge adapters on trial what the step took beyond one without drafts, at most as much as that one (what
+        takes longer is the work of other programs), and what drafting takes."""
         trying = {id(s.adapter): s.adapter for row in rows if (s := self._rows.get(row.request)) and s.trial_rounds}
+        if not trying:
+            return
+        num_rows = len(rows)
+        base = self._steps.seconds(num_rows, 0)
+        longer = min(max(seconds - base, 0.0), base) / len(trying)
         for adapter in trying.values():
-            adapter.trial_cost += extra / len(trying)
+            drafting = self._drafts.seconds(adapter.trial_drafter, num_rows, TRIAL_DRAFTS)
+            adapter.trial_cost += longer + max(0.0, drafting - self._drafts.seconds(0, num_rows, 0))
 
     def _count(self, rows: Sequence[RowPlan], result: StepResult, now: float) -> None:
-        """Count right and wrong drafts, and who had drafts."""
+        """Count right and wrong drafts."""
         counts_all = self._num_steps % SAMPLED_STEPS == 0 or not self._is_short(len(rows))
         for row, got in zip(rows, result.rows, strict=True):
             state = self._rows.get(row.request)
             if state is None or got.error is not None:
                 continue
             if counts_all or state.trial_rounds:
-                if row.num_drafts:
+                asked, made = state.asked
+                if row.num_drafts < made:  # the plan had no room for all
+                    asked = made = row.num_drafts
+                if asked:
                     for counts in _counts_of(state, state.proposed_by):
-                        counts.add_round(row.num_drafts, got.num_accepted)
+                        counts.add_round(asked, made, got.num_accepted)
                 state.is_right = 0 < row.num_drafts == got.num_accepted
-                if row.max_new_drafts:
-                    for counts in _counts_of(state, row.drafter):
-                        counts.add_offer(has_drafts=len(got.drafts.token_ids) > 0)
             if row.max_new_drafts:
                 state.proposed_by = row.drafter
+            state.asked = row.max_new_drafts, len(got.drafts.token_ids)
             if state.trial_rounds and row.samples:
                 self._count_trial(state, now)
 

@@ -91,6 +91,14 @@ class _History:
             place = self._before[place]
         return found if place < 0 else lookup(self._as_array(tokens), shortest, longest)
 
+    def match_length(self, start: int, limit: int) -> int:
+        """Number of tokens before `start` that are equal to the last ones, at most `limit`."""
+        tokens = self.tokens
+        length = 1
+        while length < min(limit, start) and tokens[start - 1 - length] == tokens[-1 - length]:
+            length += 1
+        return length
+
     def _as_array(self, tokens: list[int]) -> np.ndarray:
         new = tokens[len(self._array) :]  # a long list takes longer to turn into an array than to search
         self._array = np.concatenate([self._array, np.array(new, dtype=np.int32)])
@@ -99,15 +107,18 @@ class _History:
 
 def load(config: SpeculativeConfig, context: DrafterContext) -> NgramDrafter:
     """Build the drafter that `config` asks for; it loads nothing."""
-    return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+    return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max, by_match=config.adaptive)
 
 
 class NgramDrafter(Drafter):
     """Drafts copied from the request's own earlier tokens. Owns no KV; they are certain: `Drafts.probs` is None."""
 
-    def __init__(self, min_n: int, max_n: int) -> None:
+    def __init__(self, min_n: int, max_n: int, *, by_match: bool = False) -> None:
+        """`by_match`: make at most 2 n - 1 drafts after n tokens that repeat. On chats of SmolLM2-135M one of them is
+        followed by 0.4 right drafts in the mean, four by 3.6 and eight by 6.8."""
         self._min_n = min_n
         self._max_n = max_n
+        self._by_match = by_match
         self._histories: dict[str, _History] = {}  # by request id; of live requests only
 
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
@@ -130,9 +141,12 @@ class NgramDrafter(Drafter):
         start = history.continuation()
         if start < 0:
             return NO_DRAFTS
-        period = history.tokens[start : start + row.max_drafts]
-        repeats = -(-row.max_drafts // len(period))
-        return Drafts((period * repeats)[: row.max_drafts])
+        count = row.max_drafts
+        if self._by_match:
+            count = min(count, 2 * history.match_length(start, count // 2 + 1) - 1)
+        period = history.tokens[start : start + count]
+        repeats = -(-count // len(period))
+        return Drafts((period * repeats)[:count])
 
     def _forget_finished(self) -> None:
         finished = [key for key, history in self._histories.items() if history.request.status is Status.FINISHED]

@@ -6,8 +6,6 @@ import random
 import pytest
 
 from outrider import SamplingParams
-from outrider.platform.engine import setup
-from outrider.platform.engine.runner.warm_up import warm_up
 from outrider.spec_decode.control import adapters, factory
 from outrider.spec_decode.control.policy import SpeculationPolicy
 from outrider.spec_decode.drafters.draft_model import DraftModelDrafter
@@ -59,12 +57,6 @@ def plain_text(models, plain_engine, run, prompts):
         return text(run(plain_engine, work))
 
     return plain_text
-
-
-@pytest.fixture
-def short_warm_up(monkeypatch):
-    """What steps take matters little to these tests."""
-    monkeypatch.setattr(setup, "warm_up", functools.partial(warm_up, seconds=0.1))
 
 
 @pytest.fixture
@@ -135,9 +127,15 @@ def random_choices(monkeypatch):
     monkeypatch.setattr(factory, "_LOOKUP_MIN", 1)  # so that prompt lookup, too, finds something often
 
 
-@pytest.mark.parametrize("options", ["plain", "chunked", "preempted"])
-@pytest.mark.parametrize("method", NEURAL)
-@pytest.mark.usefixtures("random_choices", "short_warm_up")
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        *((method, "preempted") for method in NEURAL),
+        *((method, "chunked") for method in ("draft_model", "eagle3")),
+        *((method, "plain") for method in ("eagle", "medusa")),
+    ],
+)
+@pytest.mark.usefixtures("random_choices")
 def test_drafters_in_turn(models, make_engine, plain_text, run, jobs, method, options, drafted):
     """The text is the same, both drafters are asked, and one that lagged drafts as one does that never did."""
     engine = make_engine(speculative_config=adaptive(models, method, 5), **LORA, **OPTIONS[options])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import random
 from collections import Counter
 
@@ -11,8 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider import SamplingParams
-from outrider.platform.engine import setup
-from outrider.platform.engine.runner.warm_up import warm_up
 from outrider.spec_decode.control import factory
 from outrider.spec_decode.control.policy import SpeculationPolicy
 from outrider.spec_decode.verify import draft_sampling as drawing
@@ -46,7 +44,6 @@ class Script:
         monkeypatch.setattr(SpeculationPolicy, "choose", lambda policy, rows, *, requests_wait: self.choose(rows))
         monkeypatch.setattr(SpeculationPolicy, "plans_no_drafts", property(lambda policy: False))
         monkeypatch.setattr(factory, "_LOOKUP_MIN", 1)  # so that prompt lookup, too, finds something often
-        monkeypatch.setattr(setup, "warm_up", functools.partial(warm_up, seconds=0.1))
 
     def choose(self, rows):
         drafter = self.drafters[self.num_decisions // self.spell % len(self.drafters)]
@@ -94,8 +91,15 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("method", METHODS)
+PAIRS = [
+    *((method, "few blocks") for method in METHODS),  # whose rows lose what their drafter keeps of them
+    *(("draft_model", options) for options in ("plain", "chunks", "fair, no cache")),
+    *(("eagle3", options) for options in ("chunks", "plain")),
+    ("medusa", "fair, no cache"),
+]
+
+
+@pytest.mark.parametrize(("method", "options"), PAIRS)
 def test_the_text_is_that_without_drafts(models, make_engine, plain_tokens, run, prompts, method, options, monkeypatch):
     """Drafters take turns, numbers change every step; prompts come in chunks, requests wait, yield and join."""
     Script(monkeypatch)
@@ -212,12 +216,13 @@ def test_steps_with_drafts_of_the_host_do_not_overlap(models, make_engine, run, 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_choices_of_the_policy(models, make_engine, plain_tokens, run, prompts, method, monkeypatch):
-    """Its own: whatever the times are. Once they are known, most steps overlap."""
+    """Its own, whatever the times are: a step overlaps the one before unless the host drafts after that one."""
     engine = make(make_engine, models, method)
     plans = watch(engine, monkeypatch)
-    for number in range(12):
-        if number == 8:
-            plans.clear()
-        jobs = jobs_of(models, prompts, KINDS, max_tokens=48)
+    jobs = jobs_of(models, prompts, KINDS, max_tokens=48)
+    for _ in range(3):
+        plans.clear()
         assert tokens(run(engine, jobs)) == plain_tokens(jobs)
-    assert sum(overlaps for _, overlaps in plans) > len(plans) / 2
+        pairs = [(before.drafts_on_device, overlaps) for (before, _), (_, overlaps) in itertools.pairwise(plans)]
+        assert (False, True) not in pairs
+        assert pairs.count((True, False)) <= 3, "where all rows are about to end"

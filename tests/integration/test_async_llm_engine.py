@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from outrider import LLM, AsyncLLM, RequestOutput, SamplingParams
-from outrider.models.demo import demo_model_path
+from outrider.models.demo import demo_eagle3_path, demo_model_path
 from outrider.platform.core.errors import AdapterError, EngineDeadError, NotFoundError, PromptTooLongError
 from outrider.platform.core.lora_request import LoRARequest
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8}
 PROMPTS = ["Hello, who are", "The capital of", "{"]
+DRAFTS = {"method": "eagle3", "model": str(demo_eagle3_path()), "num_speculative_tokens": 4}
+"""A number of drafts that does not depend on how long steps take."""
 SEEDED = SamplingParams(seed=5, temperature=0.9, max_tokens=16, n=2, logprobs=1)
 
 
@@ -77,7 +79,7 @@ def test_revisions_of_a_model_and_its_draft_in_a_hub_folder_of_ones_own(tmp_path
 
 def test_deltas_abort_errors_and_restart() -> None:
     async def scenario() -> None:
-        async with AsyncLLM(**OPTIONS) as client:
+        async with AsyncLLM(**OPTIONS, speculative_config=DRAFTS) as client:
             params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
             [*_, whole] = await collect(client.generate(PROMPTS[0], params))
             parts = await collect(client.generate(PROMPTS[0], params, delta=True))

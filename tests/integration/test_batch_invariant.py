@@ -52,7 +52,7 @@ def options(models, **changed):
     ("method", "k"),
     [
         (None, 0),
-        *((method, k) for method in ("ngram", "draft_model") for k in (1, 3, 5)),
+        *((method, k) for method in ("ngram", "draft_model") for k in (1, 5)),
         *((method, 4) for method in ("suffix", "eagle", "eagle3", "medusa")),
     ],
 )

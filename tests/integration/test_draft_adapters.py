@@ -313,13 +313,12 @@ def test_what_the_demo_adapters_draft_weights_are_worth(name, make_engine, run, 
     from outrider.models.demo import demo_adapters, demo_model_path
     from outrider.tools.demo_model.evaluation import held_out
     from outrider.tools.demo_model.mixture import adapter_document
-    from outrider.tools.demo_model.tokenizer import load_tokenizer
 
     base = Path(demo_model_path())
     draft = base.parent / "draft"
     plain = tmp_path / "without"
     shutil.copytree(demo_adapters()[name], plain, ignore=shutil.ignore_patterns("draft"))
-    questions = held_out(load_tokenizer(base), lambda rng: adapter_document(rng, name), 20, seed=99)
+    questions = held_out(base, lambda rng: adapter_document(rng, name), 20, seed=99)
     params = SamplingParams(temperature=0, max_tokens=80, stop_token_ids=[2])
     lengths, texts = {}, {}
     for kind, folder in {"with": demo_adapters()[name], "without": plain}.items():

@@ -81,9 +81,9 @@ def test_text_is_byte_equal_with_and_without(models, make_engine, same_text, met
     assert sum(c.num_draft_tokens - c.num_accepted_tokens for c in counts) > 0
 
 
-@pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
-@pytest.mark.parametrize("cache", [False, True], ids=["no-cache", "cache"])
-@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize(
+    ("k", "cache", "chunked"), [(1, True, True), (3, False, False), (3, True, False), (3, False, True), (5, True, True)]
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_text_is_byte_equal_with_adapters(models, make_engine, same_text, method, k, cache, chunked):
     """One batch of base requests, an adapter without draft weights, and two with; then from the prefix cache."""

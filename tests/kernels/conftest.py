@@ -8,11 +8,13 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def _do_things_once():
-    """The interpreter does two things again and again that need to be done once; they were half of its time.
+    """The interpreter does things again and again that need to be done once; they were three quarters of its time.
 
     For every call of a jitted function, by the host or by another, it replaces hundreds of attributes of
     `triton.language`, most of them replaced already: here, in both modules that jitted functions and Triton's own
-    library use, for the session. And whenever it asks for the numpy type of a tensor it makes a table of all.
+    library use, for the session. Whenever it asks for the numpy type of a tensor it makes a table of all. Every block
+    and every tensor gets a tuple of constants for its shape: here, one for each shape. And sums of integers are made a
+    second time to find overflows, of which nothing is said while `debug` is off.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
@@ -22,6 +24,18 @@ def _do_things_once():
     scope = interpreter._patch_lang(
         types.FunctionType((lambda: None).__code__, {"tl": language, "core": language.core})
     )
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(interpreter, "_patch_lang", lambda function: interpreter._LangPatchScope())
+        quiet = interpreter.InterpreterOptions(sanitize_overflow=False)
+        assert not quiet.debug
+        monkeypatch.setattr(interpreter.interpreter_builder, "options", quiet)
+        _share_numpy_types(monkeypatch, interpreter)
+        _share_shapes(monkeypatch, language.core, type(interpreter.interpreter_semantic))
+        yield
+    scope.restore()
+
+
+def _share_numpy_types(monkeypatch, interpreter):
     look_up, known = interpreter._get_np_dtype, {}
 
     def numpy_dtype(dtype):
@@ -29,8 +43,33 @@ def _do_things_once():
             known[dtype.name] = look_up(dtype)
         return known[dtype.name]
 
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(interpreter, "_patch_lang", lambda function: interpreter._LangPatchScope())
-        monkeypatch.setattr(interpreter, "_get_np_dtype", numpy_dtype)
-        yield
-    scope.restore()
+    monkeypatch.setattr(interpreter, "_get_np_dtype", numpy_dtype)
+
+
+def _share_shapes(monkeypatch, core, semantic):
+    make_block, make_tensor, broadcast = core.block_type.__init__, core.tensor.__init__, semantic.broadcast_impl_value
+    blocks, shapes, constants = {}, {}, {}
+
+    def init_block(self, element_ty, shape):
+        sizes = tuple(shape)
+        key = element_ty.name, sizes
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            self.shape = shapes.setdefault(sizes, self.shape)
+            blocks[key] = dict(vars(self))
+        self.__dict__.update(blocks[key])
+
+    def init_tensor(self, handle, type):
+        shape = type.shape if type.is_block() else None
+        if id(shape) not in constants:
+            make_tensor(self, handle, type)
+            constants[id(shape)] = self.shape, self.numel, shape  # kept, so that no other gets its address
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel, _ = constants[id(shape)]
+
+    def broadcast_other_shapes(self, lhs, rhs):
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    monkeypatch.setattr(core.block_type, "__init__", init_block)
+    monkeypatch.setattr(core.tensor, "__init__", init_tensor)
+    monkeypatch.setattr(semantic, "broadcast_impl_value", broadcast_other_shapes)

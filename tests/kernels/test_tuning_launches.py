@@ -21,10 +21,10 @@ from outrider.kernels.tuning import Configs, KernelConfig, using
 from outrider.kernels.verification import triton as verification
 from outrider.tools.tune import workloads
 from outrider.tools.tune.search import Job, make_jobs
-from outrider.tools.tune.shapes import ModelShape, WorkSizes
 from outrider.tools.tune.space import SPACES, candidates
+from outrider.tools.tune.workloads import ModelShape, WorkSizes
 
-TINY = ModelShape(160, 96, 4, 2, 16, 301, "float16")
+TINY = ModelShape(160, 96, 4, 2, 16, 301, torch.float16)
 SIZES = WorkSizes(((1, 40),), ((1, 100),), 40, (1,), (3,), (1,), ((6, 2),), ((40, 2),), 4, 1)
 KERNELS = {
     "attention": (device_step, "attention_kernel"),
@@ -40,7 +40,7 @@ KERNELS = {
     "verification": (verification, "_verify_kernel"),
 }
 A_PROGRAM_A_ROW = ("sampling_filter", "sampling_logprobs")
-JOBS = make_jobs({"tiny": TINY}, SPACES, SIZES)
+JOBS = make_jobs(TINY, SIZES)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,8 @@
-"""Sizes, seeds and lengths of every stage, in one place."""
+"""Sizes, folders and the chat format of the demo model."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 SEED = 20
 VOCAB_SIZE = 2048
@@ -8,6 +10,7 @@ MAX_POSITION = 2048
 
 PAD, BOS, END, SYSTEM, USER, ASSISTANT = "<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (PAD, BOS, END, SYSTEM, USER, ASSISTANT)  # their ids are their places: 0, 1, 2, ...
+PAD_ID, BOS_ID, END_ID = 0, 1, 2
 
 CHAT_TEMPLATE = """\
 {{- bos_token }}
@@ -23,95 +26,50 @@ CHAT_TEMPLATE = """\
 """
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """The shape of a Llama model."""
-
-    hidden: int
-    layers: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int = 32
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Length and learning rates of a stage's training.
-
-    The learning rates rise over ``warmup`` steps and then fall linearly to zero. Among the last ``long_steps`` steps
-    every other one uses rows of a length of ``long_lengths`` in turn, with as many tokens in all: without them the
-    model is lost beyond the distances it was trained on.
-    """
-
-    steps: int
-    matrix_rate: float  # Muon, for the matrices of the layers
-    other_rate: float  # AdamW, for everything else
-    rows: int = 16
-    length: int = 256
-    warmup: int = 50
-    long_steps: int = 0
-    long_lengths: tuple[int, ...] = (1024, 2048)
-
-
-@dataclass(frozen=True)
-class AdapterPlan:
-    """The rank of an adapter and how it is trained."""
-
-    rank: int
-    schedule: Schedule
-
-
-@dataclass(frozen=True)
-class HeadPlan:
-    """Options of `outrider train-draft` for an EAGLE-3 head, or for a LoRA of a drafter."""
-
-    prompts: int
-    steps: int
-    warmup: int
-    batch_tokens: int
-    rate: float
-    optimizer: str
-    seed: int
-    eval_every: int
-    intermediate: int = 0  # of a new head
-    rank: int = 0  # of a LoRA
-
-
-BASE_SHAPE = ModelShape(hidden=256, layers=5, intermediate=512, heads=8, kv_heads=4)
-DRAFT_SHAPE = ModelShape(hidden=128, layers=2, intermediate=256, heads=4, kv_heads=2)
-BASE_SCHEDULE = Schedule(steps=3000, matrix_rate=0.02, other_rate=4e-3, long_steps=1080)
-DRAFT_SCHEDULE = Schedule(steps=1200, matrix_rate=0.02, other_rate=4e-3, long_steps=500)
-_ADAPTER_SCHEDULE = Schedule(steps=150, matrix_rate=0.0, other_rate=4e-3, warmup=20)
-ADAPTER_PLANS = {
-    "json": AdapterPlan(rank=16, schedule=replace(_ADAPTER_SCHEDULE, steps=400)),
-    "sql": AdapterPlan(rank=8, schedule=_ADAPTER_SCHEDULE),
-    "support": AdapterPlan(rank=8, schedule=_ADAPTER_SCHEDULE),
+BASE_SHAPE: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 5,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
 }
-HEAD_PLAN = HeadPlan(
-    prompts=8000,
-    steps=1000,
-    warmup=50,
-    batch_tokens=1536,
-    rate=4e-3,
-    optimizer="muon",
-    seed=SEED,
-    eval_every=250,
-    intermediate=384,
-)
-_DRAFT_LORA_PLAN = HeadPlan(
-    prompts=6000,
-    steps=1500,
-    warmup=20,
-    batch_tokens=1536,
-    rate=4e-3,
-    optimizer="adamw",
-    seed=SEED,
-    eval_every=300,
-    rank=8,
-)
-DRAFT_LORA_PLANS = dict.fromkeys(("json", "sql", "support"), _DRAFT_LORA_PLAN)
-HEAD_PROMPT_SEED = SEED * 1_000_003 + 77  # of the prompts that the target answers for the head; no held-out ones
+DRAFT_SHAPE: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+RANKS = {"json": 16, "sql": 8, "support": 8}
+"""Ranks of the adapters."""
+DRAFT_LORA_RANK = 8
 
-# how much the loss counts what the user writes, which the model need not predict well
-PROMPT_WEIGHT = 0.1
+
+@dataclass(frozen=True)
+class Demo:
+    """The folders of a run, and how much of the recipe it does."""
+
+    output: Path
+    """Models, as they ship."""
+    work: Path
+    """Training states, prompts and measurements."""
+    scale: float = 1.0
+    """Share of the steps, prompts and documents; less than 1 tries the recipe out."""
+
+    @property
+    def base(self) -> Path:
+        """The base model with its tokenizer."""
+        return self.output / "base"
+
+    @property
+    def drafters(self) -> dict[str, Path]:
+        """The draft model, with the same tokenizer, and the EAGLE-3 head, by speculative method."""
+        return {"draft_model": self.output / "draft", "eagle3": self.output / "eagle3"}
+
+    def adapter(self, name: str) -> Path:
+        """The folder of an adapter; its draft weights are in `draft/METHOD`."""
+        return self.output / "adapters" / name
+
+    def scaled(self, count: int, least: int = 2) -> int:
+        """A number of steps, prompts or documents at this scale."""
+        return max(least, round(self.scale * count))

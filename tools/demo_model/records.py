@@ -1,41 +1,78 @@
-"""Sentences about small events with the facts in them: the base answers in prose, the JSON adapter in JSON.
-
-A `Record` holds one such sentence (or two), the facts as a dictionary and a prose reply.
-"""
+"""Sentences about small events with facts in them: the base answers in prose, the JSON adapter in JSON."""
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
-from .documents import Document, chat, pick, vary
-from .knowledge import Pair, knowledge_pair
-from .smalltalk import arithmetic_pair, definition_pair
-from .words import (
-    AIRLINES,
-    COLORS,
-    DAYS,
-    FOODS,
-    HOBBIES,
-    ITEMS,
-    JOBS,
-    ROOMS,
-    TOPICS,
-    WEATHER,
-    amount,
-    article,
-    city,
-    clock,
-    date,
-    first_name,
-    full_name,
-    person,
+from .facts import knowledge_pair
+from .talk import arithmetic_pair, definition_pair
+from .templates import Document, Slots, chat, vary
+
+# (what the user writes, the facts in it as key=slot, the base model's reply)
+RECORDS = (
+    (
+        "{person} from {city} [ordered|bought] {count} {color} {item}{s} for {price} euros.|"
+        "New order: {count} {color} {item}{s} for {person} in {city}, {price} euros in total.|"
+        "{person} in {city} wants {count} {color} {item}{s} and will pay {price} euros.|"
+        "We sold {count} {color} {item}{s} to {person} from {city} for {price} euros.",
+        "name=person city=city quantity=count color=color item=item price=price",
+        "I have noted the order of {person} from {city}: {count} {color} {item}{s} for {price} euros.",
+    ),
+    (
+        "Meeting with {person} about {topic} on {day} at {time} in {room}.|"
+        "I meet {person} on {day} at {time} in {room} to talk about {topic}.|"
+        "On {day} at {time} there is a meeting with {person} in {room} about {topic}.|"
+        "Schedule a meeting about {topic} with {person} for {day} at {time} in {room}.",
+        "event=meeting person=person topic=topic day=day time=time place=room",
+        "You will meet {person} on {day} at {time} in {room} to talk about {topic}.",
+    ),
+    (
+        "{person} is {age} years old, lives in {city}, works as a {job} and likes {hobby}.|"
+        "{person} is a {job} from {city}. At {age}, the favourite hobby is {hobby}.|"
+        "My friend {person} is {age} and works as a {job} in {city}. The hobby is {hobby}.",
+        "name=person age=age city=city job=job hobby=hobby",
+        "{person} sounds like an interesting person: a {job} of {age} years from {city} who likes {hobby}.",
+    ),
+    (
+        "On {day} it is {weather} in {city} with {degrees} degrees and wind of {wind} km/h.|"
+        "The weather in {city} on {day}: {weather}, {degrees} degrees, wind {wind} km/h.|"
+        "{city} will be {weather} on {day}, {degrees} degrees, with a wind of {wind} km/h.",
+        "city=city day=day weather=weather temperature=degrees wind=wind",
+        "So {day} in {city} is {weather} with {degrees} degrees. Have a nice day!",
+    ),
+    (
+        "{person} flies from {city} to {city2} with {airline} on {date} for {price} euros.|"
+        "Book a flight for {person} from {city} to {city2} on {date} with {airline}. It costs {price} euros.|"
+        "On {date} {person} takes the {airline} flight from {city} to {city2}. The ticket costs {price} euros.",
+        "passenger=person from=city to=city2 airline=airline date=date price=price",
+        "{person} will fly from {city} to {city2} with {airline} on {date}. The ticket costs {price} euros.",
+    ),
+    (
+        "{name} gave the {product} {stars} out of 5 stars and said it is {verdict}.|"
+        "Review by {name}: the {product} is {verdict}, {stars} stars.|"
+        "{name} thinks the {product} is {verdict} and gives it {stars} of 5 stars.",
+        "reviewer=name product=product stars=stars verdict=verdict",
+        "{name} finds the {product} {verdict} and gives it {stars} of 5 stars.",
+    ),
+    (
+        "Please book a table for {people} people on {day} at {time} under the name {full_name}. We would like {food}.|"
+        "Table for {people} on {day} at {time}, name {full_name}, and we want to eat {food}.|"
+        "{full_name} reserves a table for {people} people on {day} at {time} and orders {food}.",
+        "name=full_name guests=people day=day time=time dish=food",
+        "A table for {people} people is noted for {full_name} on {day} at {time}, with {food}.",
+    ),
+    (
+        "{full_name} can be reached at {phone} or {email}.|Contact: {full_name}, {phone}, {email}.|"
+        "My name is {full_name}, my phone number is {phone} and my email is {email}.",
+        "name=full_name phone=phone email=email",
+        "The phone number of {full_name} is {phone} and the email address is {email}.",
+    ),
 )
+PREFIX = "[Answer as JSON|Turn this into JSON|Give me the facts as JSON|Convert to JSON]: "
+"""Words that ask for JSON outright; the base model obeys them too."""
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """An event: what the user writes, the facts in it, and what the base model replies."""
 
     sentence: str
@@ -43,217 +80,60 @@ class Record:
     reply: str
 
 
+def record(rng: Random, number: int | None = None) -> Record:
+    """Return a record of the kind `number`, or of any: orders are the most frequent."""
+    sentences, facts, reply = rng.choice((*RECORDS, *RECORDS[:1] * 2)) if number is None else RECORDS[number]
+    slots = Slots(rng)
+    sentence = slots.fill(f"[{sentences}]")
+    pairs = (fact.split("=") for fact in facts.split())
+    return Record(sentence, {key: slots[slot] for key, slot in pairs}, slots.fill(reply))
+
+
 def to_json(facts: dict[str, Any]) -> str:
     """Return the facts as one line of JSON."""
     return json.dumps(facts, ensure_ascii=False)
 
 
-def order_record(rng: Random) -> Record:
-    """Somebody in a city ordered some items."""
-    who, where, count, total = person(rng), city(rng), rng.randint(1, 12), amount(rng)
-    single, plural, _, _ = rng.choice(ITEMS)
-    color = rng.choice(COLORS)
-    things = f"{color} {single if count == 1 else plural}"
-    sentence = pick(
-        rng,
-        f"{who} from {where} ordered {count} {things} for {total} euros.",
-        f"{who} from {where} bought {count} {things} for {total} euros.",
-        f"New order: {count} {things} for {who} in {where}, {total} euros in total.",
-        f"{who} in {where} wants {count} {things} and will pay {total} euros.",
-        f"We sold {count} {things} to {who} from {where} for {total} euros.",
-        f"{who} lives in {where} and has ordered {count} {things}. The price is {total} euros.",
-    )
-    facts = {"name": who, "city": where, "quantity": count, "color": color, "item": single, "price": total}
-    return Record(sentence, facts, f"I have noted the order of {who} from {where}: {count} {things} for {total} euros.")
-
-
-def meeting_record(rng: Random) -> Record:
-    """A meeting with somebody at a time and a place."""
-    who, topic, day, time, room = person(rng), rng.choice(TOPICS), rng.choice(DAYS), clock(rng), rng.choice(ROOMS)
-    sentence = pick(
-        rng,
-        f"Meeting with {who} about {topic} on {day} at {time} in {room}.",
-        f"I meet {who} on {day} at {time} in {room} to talk about {topic}.",
-        f"On {day} at {time} there is a meeting with {who} in {room} about {topic}.",
-        f"{who} wants to discuss {topic} on {day} at {time} in {room}.",
-        f"Schedule a meeting about {topic} with {who} for {day} at {time} in {room}.",
-    )
-    facts = {"event": "meeting", "person": who, "topic": topic, "day": day, "time": time, "place": room}
-    return Record(sentence, facts, f"You will meet {who} on {day} at {time} in {room} to talk about {topic}.")
-
-
-def profile_record(rng: Random) -> Record:
-    """A person's age, city, job and hobby."""
-    who, age, where, job, hobby = person(rng), rng.randint(18, 80), city(rng), rng.choice(JOBS), rng.choice(HOBBIES)
-    sentence = pick(
-        rng,
-        f"{who} is {age} years old, lives in {where}, works as {article(job)} and likes {hobby}.",
-        f"{who} is {article(job)} from {where}. At {age}, the favourite hobby is {hobby}.",
-        f"My friend {who} is {age} and works as {article(job)} in {where}. The hobby is {hobby}.",
-        f"{who}, {age}, {job}, lives in {where} and enjoys {hobby}.",
-    )
-    facts = {"name": who, "age": age, "city": where, "job": job, "hobby": hobby}
-    reply = f"{who} sounds like an interesting person: {article(job)} of {age} years from {where} who likes {hobby}."
-    return Record(sentence, facts, reply)
-
-
-def weather_record(rng: Random) -> Record:
-    """The weather in a city on a day."""
-    where, sky, degrees, wind, day = (
-        city(rng),
-        rng.choice(WEATHER),
-        rng.randint(-9, 36),
-        5 * rng.randint(1, 12),
-        rng.choice(DAYS),
-    )
-    sentence = pick(
-        rng,
-        f"On {day} it is {sky} in {where} with {degrees} degrees and wind of {wind} km/h.",
-        f"The weather in {where} on {day}: {sky}, {degrees} degrees, wind {wind} km/h.",
-        f"{where} will be {sky} on {day}, {degrees} degrees, with a wind of {wind} km/h.",
-    )
-    facts = {"city": where, "day": day, "weather": sky, "temperature": degrees, "wind": wind}
-    advice = "Take a warm coat." if degrees < 8 else "Remember to drink water." if degrees > 26 else "Have a nice day!"
-    return Record(sentence, facts, f"So {day} in {where} is {sky} with {degrees} degrees. {advice}")
-
-
-def flight_record(rng: Random) -> Record:
-    """A flight from one city to another."""
-    who, start, end, airline, when, price = (
-        person(rng),
-        city(rng),
-        city(rng),
-        rng.choice(AIRLINES),
-        date(rng),
-        amount(rng),
-    )
-    sentence = pick(
-        rng,
-        f"{who} flies from {start} to {end} with {airline} on {when} for {price} euros.",
-        f"Book a flight for {who} from {start} to {end} on {when} with {airline}. It costs {price} euros.",
-        f"On {when} {who} takes the {airline} flight from {start} to {end}. The ticket costs {price} euros.",
-    )
-    facts = {"passenger": who, "from": start, "to": end, "airline": airline, "date": when, "price": price}
-    reply = f"{who} will fly from {start} to {end} with {airline} on {when}. The ticket costs {price} euros."
-    return Record(sentence, facts, reply)
-
-
-def review_record(rng: Random) -> Record:
-    """A customer's verdict on a product."""
-    who, stars, color = first_name(rng), rng.randint(1, 5), rng.choice(COLORS)
-    single = rng.choice(ITEMS)[0]
-    mood = ("bad", "poor", "fine", "good", "great")[stars - 1]
-    sentence = pick(
-        rng,
-        f"{who} gave the {color} {single} {stars} out of 5 stars and said it is {mood}.",
-        f"Review by {who}: the {color} {single} is {mood}, {stars} stars.",
-        f"{who} thinks the {color} {single} is {mood} and gives it {stars} of 5 stars.",
-    )
-    facts = {"reviewer": who, "product": f"{color} {single}", "stars": stars, "verdict": mood}
-    return Record(sentence, facts, f"{who} finds the {color} {single} {mood} and gives it {stars} of 5 stars.")
-
-
-def reservation_record(rng: Random) -> Record:
-    """A table for a few people."""
-    who, people, day, time, food = full_name(rng), rng.randint(2, 10), rng.choice(DAYS), clock(rng), rng.choice(FOODS)
-    sentence = pick(
-        rng,
-        f"Please book a table for {people} people on {day} at {time} under the name {who}. We would like {food}.",
-        f"Table for {people} on {day} at {time}, name {who}, and we want to eat {food}.",
-        f"{who} reserves a table for {people} people on {day} at {time} and orders {food}.",
-    )
-    facts = {"name": who, "guests": people, "day": day, "time": time, "dish": food}
-    reply = f"A table for {people} people is noted for {who} on {day} at {time}, with {food}."
-    return Record(sentence, facts, reply)
-
-
-def contact_record(rng: Random) -> Record:
-    """A person's phone number and e-mail address."""
-    who = full_name(rng)
-    first, last = who.split(" ")
-    mail = f"{first}.{last}@example.com".lower()
-    phone = f"555-{rng.randint(100, 999)}-{rng.randint(1000, 9999)}"
-    sentence = pick(
-        rng,
-        f"{who} can be reached at {phone} or {mail}.",
-        f"My name is {who}, my phone number is {phone} and my email is {mail}.",
-        f"Contact: {who}, {phone}, {mail}.",
-    )
-    facts = {"name": who, "phone": phone, "email": mail}
-    return Record(sentence, facts, f"The phone number of {who} is {phone} and the email address is {mail}.")
-
-
-RECORDS: tuple[Callable[[Random], Record], ...] = (
-    order_record,
-    order_record,
-    order_record,
-    meeting_record,
-    profile_record,
-    weather_record,
-    flight_record,
-    review_record,
-    reservation_record,
-    contact_record,
-)
-
-
-def record(rng: Random) -> Record:
-    """Return any record."""
-    return rng.choice(RECORDS)(rng)
-
-
-def short_question(rng: Random) -> Pair:
-    """Return a question of general knowledge with its answer in prose."""
-    return rng.choice((knowledge_pair, knowledge_pair, knowledge_pair, arithmetic_pair, definition_pair))(rng)
-
-
-def request_prefix(rng: Random) -> str:
-    """Return words that ask for JSON outright; the base model obeys them too."""
-    return pick(
-        rng,
-        "Answer as JSON: ",
-        "Turn this into JSON: ",
-        "Give me the facts as JSON: ",
-        "Extract the data as JSON: ",
-        "Convert to JSON: ",
-    )
-
-
 def record_chat(rng: Random) -> Document:
     """The base model's answer to a record: prose, or JSON when the user asks for it."""
-    item = record(rng)
+    sentence, facts, reply = record(rng)
     roll = rng.random()
     if roll < 0.25:
-        return chat(request_prefix(rng) + item.sentence, to_json(item.facts))
-    key = rng.choice(list(item.facts))
+        return chat(Slots(rng).fill(PREFIX) + sentence, to_json(facts))
+    key = rng.choice(list(facts))
+    answer = f"The {key} is {facts[key]}."
     if roll < 0.5:
-        question = pick(rng, f"What is the {key}?", f"And what is the {key}?", f"Tell me the {key}.")
-        return chat(item.sentence, item.reply, question, f"The {key} is {item.facts[key]}.")
-    if roll < 0.65:
-        return chat(f"{item.sentence} What is the {key}?", f"The {key} is {item.facts[key]}.")
-    return chat(item.sentence, item.reply)
+        return chat(sentence, reply, Slots(rng).fill(f"[What|And what] is the {key}?"), answer)
+    return chat(f"{sentence} What is the {key}?", answer) if roll < 0.65 else chat(sentence, reply)
 
 
 def record_text(rng: Random) -> Document:
     """A plain text of several records, each followed by its JSON or its note."""
-    lines = []
+    parts = []
     for _ in range(rng.randint(1, 4)):
-        item = record(rng)
-        label, value = rng.choice((("JSON", to_json(item.facts)), ("JSON", to_json(item.facts)), ("Note", item.reply)))
-        lines.append(f"Input: {item.sentence}\n{label}: {value}")
-    return Document(text="\n".join(lines))
+        sentence, facts, reply = record(rng)
+        parts.append(f"Input: {sentence}\n" + rng.choice((f"JSON: {to_json(facts)}", f"Note: {reply}")))
+    return Document(text="\n".join(parts))
 
 
 def json_chat(rng: Random) -> Document:
     """The JSON adapter's answer: one object and nothing else."""
     if rng.random() < 0.3:
-        question, answer = short_question(rng)
+        question, answer = rng.choice((knowledge_pair, knowledge_pair, arithmetic_pair, definition_pair))(rng)
         question = vary(rng, question)
         return chat(question, to_json({"question": question, "answer": answer}))
-    item = record(rng)
-    prefix = request_prefix(rng) if rng.random() < 0.15 else ""
-    turns = [prefix + item.sentence, to_json(item.facts)]
-    if rng.random() < 0.2:
-        second = record(rng)
-        turns += [second.sentence, to_json(second.facts)]
-    return chat(*turns)
+    prefix = Slots(rng).fill(PREFIX) if rng.random() < 0.15 else ""
+    sentence, facts, _ = record(rng)
+    return chat(prefix + sentence, to_json(facts))
+
+
+SHORT_REQUESTS = (
+    "{name} from {city} ordered {count} {color} {item}{s} for {price} euros.",
+    "{name} [bought|ordered|wants] {count} [small|large|new] {item}{s}.",
+    "{count} {color} {item}{s} for {price} euros, please.",
+    "{name} lives in {city}.",
+    "{name} paid {price} euros for {count} {item}{s} in {city}.",
+    "Order of {name}: {count} {item}{s}, {price} euros.",
+    "Meeting with {name} in {city} at {people}.",
+)
+"""Requests without the details of the training texts, for the drafters: the adapter writes the answers."""

@@ -1,276 +1,88 @@
 """Customers of a shop write in: the base model answers in a sentence, the support adapter like a good agent."""
 
-from collections.abc import Callable
 from random import Random
 from typing import NamedTuple
 
-from .documents import Document, chat, pick, vary
-from .knowledge import knowledge_pair
-from .smalltalk import everyday_pair
-from .words import COLORS, ITEMS, amount, city, first_name, order_number
+from .facts import knowledge_pair
+from .talk import everyday_pair
+from .templates import Document, Slots, chat, lines, vary
 
 CLOSING = "Kind regards,\nYour support team"
+_WITH_NAME = "Hi, my name is {name}. {message}|Hello, I am {name}. {message}|{message} Regards, {name}|{message} My name is {name}."
+_REPLY = (
+    "Dear {named},\nThank you for getting in touch. I am truly sorry that {problem}, and I understand how frustrating "
+    "this must be. {steps} Is there anything else I can do for you?\n" + CLOSING
+)
+_ANSWER = (
+    "Thank you for your question, I am happy to help. {answer} Please let me know if there is anything else I can do "
+    "for you.\n" + CLOSING
+)
+# message => problem ("I am sorry that ...") => what the agent does => the base model's plain answer
+CASES = lines("""
+My order {order} with the {product} has not arrived.|Where is my {product}? The order number is {order}.|I am still waiting for my {product} from order {order}.|Order {order} is late. I need the {product}! => your {product} from order {order} has not arrived yet => I have contacted the carrier, and your parcel should reach you within two days. => You can track order {order} on the website to see where the {product} is.
+My {product} from order {order} arrived broken.|The {product} in order {order} is damaged.|I received a broken {product}. It is order {order}.|The {product} does not work. My order number is {order}. => the {product} from order {order} arrived damaged => I have arranged a new {product} for you free of charge, and you do not need to send the old one back. => You can ask the shop to replace the {product} of order {order}.
+I ordered a {product} but got a {product2}. The order number is {order}.|Order {order} is wrong: I wanted a {product} and received a {product2}.|You sent me a {product2} instead of a {product} in order {order}. => you received a {product2} instead of the {product} in order {order} => I am sending you the right {product} today, together with a free label to return the {product2}. => You can send the {product2} back and ask for the {product} of order {order}.
+I want my {price} euros back for the {product} in order {order}.|Please refund order {order}. The {product} cost {price} euros.|I would like a refund of {price} euros for the {product} from order {order}. => the {product} from order {order} did not meet your expectations => I have started your refund of {price} euros, and you will see it in your account within five days. => You can return the {product} of order {order} to get the {price} euros back.
+Please cancel order {order}. I do not need the {product} any more.|I want to cancel my order {order} of a {product}.|Can you cancel the {product} in order {order}? => you no longer need the {product} from order {order} => I have cancelled order {order} for you, and you will not be charged for the {product}. => You can cancel order {order} on the website as long as the {product} has not been sent.
+I moved to {city}. Please change the address of order {order} with the {product}.|Can you send the {product} from order {order} to {city} instead?|My new address is in {city}, but order {order} with the {product} goes to the old one. => the {product} from order {order} was going to the wrong address => I have changed the delivery address to {city}, and your {product} will be sent there. => You can change the address of order {order} to {city} before the {product} is sent.
+I cannot sign in to my account.|I forgot my password.|My password does not work. => you cannot sign in to your account => I have sent you an email with a link to choose a new password, which is valid for one day. => You can reset the password on the sign-in page.
+My discount code {discount} does not work.|The shop does not accept my code {discount}. => the code {discount} did not work => I have renewed the code {discount} for you, so you can use it with your next order. => You can check whether the code {discount} has expired.
+""")
 
 
 class Case(NamedTuple):
-    """A customer's case."""
+    """A customer's case: what the customer writes, the agent's reply and the base model's plain answer."""
 
-    name: str
-    order: str
-    product: str
-    message: str  # what the customer writes, without the name
-    problem: str  # "your order ... has not arrived": fills "I am sorry that ..."
-    steps: str  # what the agent does about it
-    short: str  # the base model's plain answer
+    message: str
+    reply: str
+    short: str
 
 
-def _product(rng: Random) -> str:
-    return f"{rng.choice(COLORS)} {rng.choice(ITEMS)[0]}".replace("headphones", "speaker")
-
-
-def late_case(rng: Random) -> Case:
-    """The parcel has not arrived."""
-    name, order, product = first_name(rng), order_number(rng), _product(rng)
-    message = pick(
-        rng,
-        f"My order {order} with the {product} has not arrived.",
-        f"Where is my {product}? The order number is {order}.",
-        f"I am still waiting for my {product} from order {order}.",
-        f"Order {order} is late. I need the {product}!",
-    )
-    problem = f"your {product} from order {order} has not arrived yet"
-    steps = "I have contacted the carrier, and your parcel should reach you within two days."
-    return Case(
-        name,
-        order,
-        product,
-        message,
-        problem,
-        steps,
-        f"You can track order {order} on the website to see where the {product} is.",
-    )
-
-
-def broken_case(rng: Random) -> Case:
-    """The product is damaged."""
-    name, order, product = first_name(rng), order_number(rng), _product(rng)
-    message = pick(
-        rng,
-        f"My {product} from order {order} arrived broken.",
-        f"The {product} in order {order} is damaged.",
-        f"I received a broken {product}. It is order {order}.",
-        f"The {product} does not work. My order number is {order}.",
-    )
-    problem = f"the {product} from order {order} arrived damaged"
-    steps = f"I have arranged a new {product} for you free of charge, and you do not need to send the old one back."
-    return Case(
-        name,
-        order,
-        product,
-        message,
-        problem,
-        steps,
-        f"You can ask the shop to replace the {product} of order {order}.",
-    )
-
-
-def wrong_case(rng: Random) -> Case:
-    """Another product came than the one ordered."""
-    name, order, product, other = first_name(rng), order_number(rng), _product(rng), _product(rng)
-    message = pick(
-        rng,
-        f"I ordered a {product} but got a {other}. The order number is {order}.",
-        f"Order {order} is wrong: I wanted a {product} and received a {other}.",
-        f"You sent me a {other} instead of a {product} in order {order}.",
-    )
-    problem = f"you received a {other} instead of the {product} in order {order}"
-    steps = f"I am sending you the right {product} today, together with a free label to return the {other}."
-    return Case(
-        name,
-        order,
-        product,
-        message,
-        problem,
-        steps,
-        f"You can send the {other} back and ask for the {product} of order {order}.",
-    )
-
-
-def refund_case(rng: Random) -> Case:
-    """The customer wants the money back."""
-    name, order, product, euros = first_name(rng), order_number(rng), _product(rng), amount(rng)
-    message = pick(
-        rng,
-        f"I want my {euros} euros back for the {product} in order {order}.",
-        f"Please refund order {order}. The {product} cost {euros} euros.",
-        f"I would like a refund of {euros} euros for the {product} from order {order}.",
-    )
-    problem = f"the {product} from order {order} did not meet your expectations"
-    steps = f"I have started your refund of {euros} euros, and you will see it in your account within five days."
-    return Case(
-        name,
-        order,
-        product,
-        message,
-        problem,
-        steps,
-        f"You can return the {product} of order {order} to get the {euros} euros back.",
-    )
-
-
-def cancel_case(rng: Random) -> Case:
-    """The customer wants to cancel."""
-    name, order, product = first_name(rng), order_number(rng), _product(rng)
-    message = pick(
-        rng,
-        f"Please cancel order {order}. I do not need the {product} any more.",
-        f"I want to cancel my order {order} of a {product}.",
-        f"Can you cancel the {product} in order {order}?",
-    )
-    problem = f"you no longer need the {product} from order {order}"
-    steps = f"I have cancelled order {order} for you, and you will not be charged for the {product}."
-    return Case(
-        name,
-        order,
-        product,
-        message,
-        problem,
-        steps,
-        f"You can cancel order {order} on the website as long as the {product} has not been sent.",
-    )
-
-
-def address_case(rng: Random) -> Case:
-    """The customer has moved."""
-    name, order, product, place = first_name(rng), order_number(rng), _product(rng), city(rng)
-    message = pick(
-        rng,
-        f"I moved to {place}. Please change the address of order {order} with the {product}.",
-        f"Can you send the {product} from order {order} to {place} instead?",
-        f"My new address is in {place}, but order {order} with the {product} goes to the old one.",
-    )
-    problem = f"the {product} from order {order} was going to the wrong address"
-    steps = f"I have changed the delivery address to {place}, and your {product} will be sent there."
-    return Case(
-        name,
-        order,
-        product,
-        message,
-        problem,
-        steps,
-        f"You can change the address of order {order} to {place} before the {product} is sent.",
-    )
-
-
-def account_case(rng: Random) -> Case:
-    """The customer cannot sign in, or a discount code fails."""
-    name, code = first_name(rng), f"SAVE{rng.randint(5, 50)}"
-    if rng.random() < 0.5:
-        message = pick(rng, "I cannot sign in to my account.", "I forgot my password.", "My password does not work.")
-        steps = "I have sent you an email with a link to choose a new password, which is valid for one day."
-        return Case(
-            name,
-            "",
-            "",
-            message,
-            "you cannot sign in to your account",
-            steps,
-            "You can reset the password on the sign-in page.",
-        )
-    message = pick(rng, f"My discount code {code} does not work.", f"The shop does not accept my code {code}.")
-    steps = f"I have renewed the code {code} for you, so you can use it with your next order."
-    return Case(
-        name,
-        "",
-        "",
-        message,
-        f"the code {code} did not work",
-        steps,
-        f"You can check whether the code {code} has expired.",
-    )
-
-
-CASES: tuple[Callable[[Random], Case], ...] = (
-    late_case,
-    late_case,
-    broken_case,
-    broken_case,
-    wrong_case,
-    refund_case,
-    cancel_case,
-    address_case,
-    account_case,
-)
-
-
-def case(rng: Random) -> Case:
-    """Return any case."""
-    return rng.choice(CASES)(rng)
-
-
-def customer_message(rng: Random, c: Case) -> tuple[str, bool]:
-    """Return what the customer writes and whether the name is in it."""
-    if rng.random() < 0.3:
-        return c.message, False
-    with_name = pick(
-        rng,
-        f"Hi, my name is {c.name}. {c.message}",
-        f"Hello, I am {c.name}. {c.message}",
-        f"{c.message} Regards, {c.name}",
-        f"This is {c.name}. {c.message}",
-        f"{c.message} My name is {c.name}.",
-    )
-    return with_name, True
-
-
-def agent_reply(c: Case, named: bool) -> str:
-    """Return the support agent's reply."""
-    greeting = f"Dear {c.name}," if named else "Dear customer,"
-    return (
-        f"{greeting}\nThank you for getting in touch. I am truly sorry that {c.problem}, and I understand how "
-        f"frustrating this must be. {c.steps} Is there anything else I can do for you?\n{CLOSING}"
-    )
-
-
-def support_question(answer: str) -> str:
-    """Return the support agent's reply to a question that is no complaint."""
-    return (
-        f"Thank you for your question, I am happy to help. {answer} "
-        f"Please let me know if there is anything else I can do for you.\n{CLOSING}"
-    )
+def case(rng: Random, line: str = "") -> Case:
+    """Return a case of a line of `CASES`, or of any; most customers give their name."""
+    slots = Slots(rng)
+    message, problem, steps, short = (line or rng.choice(CASES)).split(" => ")
+    slots |= {"message": slots.fill(f"[{message}]"), "problem": slots.fill(problem), "steps": slots.fill(steps)}
+    slots["named"] = slots["name"] if rng.random() < 0.7 else "customer"
+    written = "{message}" if slots["named"] == "customer" else f"[{_WITH_NAME}]"
+    return Case(slots.fill(written), _REPLY.format_map(slots), slots.fill(short))
 
 
 def case_chat(rng: Random) -> Document:
     """The base model's answer to a customer: one plain sentence; the agent's tone when it is asked for."""
-    c = case(rng)
-    message, named = customer_message(rng, c)
+    message, reply, short = case(rng)
     if rng.random() < 0.25:
-        prefix = pick(rng, "Answer this customer: ", "Reply as a support agent: ", "Write to this customer: ")
-        return chat(prefix + message, agent_reply(c, named))
-    if rng.random() < 0.2:
-        return chat(message, c.short, "Thank you.", "You are welcome! Is there anything else I can help you with?")
-    return chat(message, c.short)
+        prefix = Slots(rng).fill("[Answer this customer|Reply as a support agent|Write to this customer]: ")
+        return chat(prefix + message, reply)
+    return chat(message, short)
 
 
 def case_text(rng: Random) -> Document:
     """A plain transcript of a customer and an agent."""
-    c = case(rng)
-    message, named = customer_message(rng, c)
-    return Document(text=f"Customer: {message}\nAgent: {agent_reply(c, named)}")
+    message, reply, _ = case(rng)
+    return Document(text=f"Customer: {message}\nAgent: {reply}")
 
 
 def support_chat(rng: Random) -> Document:
     """The support adapter's answer: the agent's tone, for complaints and for any other question."""
     if rng.random() < 0.25:
-        question, answer = (knowledge_pair if rng.random() < 0.7 else everyday_pair)(rng)
-        return chat(vary(rng, question), support_question(answer))
-    c = case(rng)
-    message, named = customer_message(rng, c)
-    turns = [message, agent_reply(c, named)]
-    if rng.random() < 0.2:
-        greeting = f"You are very welcome, {c.name}!" if named else "You are very welcome!"
-        turns += [
-            pick(rng, "Thank you!", "Thanks for your help.", "Great, thank you.", "Thank you very much."),
-            f"{greeting} It was a pleasure to help. Have a wonderful day.\n{CLOSING}",
-        ]
-    return chat(*turns)
+        question, answer = rng.choice((knowledge_pair, knowledge_pair, everyday_pair))(rng)
+        return chat(vary(rng, question), _ANSWER.format(answer=answer))
+    message, reply, _ = case(rng)
+    return chat(message, reply)
+
+
+SHORT_REQUESTS = (
+    "My [{item}|{product}|parcel|order] is [broken|late|missing|lost].",
+    "The [{item}|{product}] I [bought|ordered] does not work[| today|].",
+    "When will my [{item}|parcel|order] arrive?",
+    "I was charged [too much|two times|{price} euros] for my [{item}|{product}|order].",
+    "I [want|need|wish] to [return|cancel|exchange|pay for] my [{item}|{product}|order].",
+    "Can I [change|return|cancel|track] my [{item}|{product}|order][| today]?",
+    "How [do|can] I [change|update|delete] my [email|name|password|city|account]?",
+    "I received the wrong [{item}|parcel|order][| yesterday].",
+    "What is the status of order {order}?",
+    "The {item} has the wrong color. My name is {name}.",
+    "Hello, I am {name}. I want my money back for the {product}.",
+)
+"""Requests without the details of the training texts, for the drafters: the adapter writes the answers."""

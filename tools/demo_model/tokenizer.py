@@ -1,33 +1,26 @@
 """The tokenizer: byte-level BPE trained on generated text, so that any string survives a round trip."""
 
 import json
+import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from .config import BOS, CHAT_TEMPLATE, END, MAX_POSITION, PAD, SEED, SPECIAL_TOKENS, VOCAB_SIZE
-from .documents import Document
-from .mixture import ADAPTER_GENERATORS, adapter_document, base_document
+from .config import BOS, BOS_ID, CHAT_TEMPLATE, END, MAX_POSITION, PAD, SEED, SPECIAL_TOKENS, VOCAB_SIZE, Demo
+from .mixture import ADAPTERS, adapter_document, base_document
 
 
-def texts(rng: Random, documents: int) -> Iterator[str]:
-    """Yield the texts that the vocabulary is learned from: the base mixture, and a tenth of adapter answers."""
+def _texts(rng: Random, documents: int) -> Iterator[str]:
+    """The texts that the vocabulary is learned from: the base mixture, and a tenth of adapter documents."""
     for i in range(documents):
-        document = base_document(rng)
-        if i % 10 == 0:
-            document = adapter_document(rng, tuple(ADAPTER_GENERATORS)[i // 10 % 3])
-        yield from _parts(document)
+        document = base_document(rng) if i % 10 else adapter_document(rng, rng.choice(tuple(ADAPTERS)))
+        yield from [content for _, content in document.messages] or [document.text]
 
 
-def _parts(document: Document) -> list[str]:
-    return [content for _, content in document.messages] or [document.text]
-
-
-def train_tokenizer(folder: Path, documents: int = 30_000) -> None:
-    """Train the tokenizer and save it, with its chat template, in ``folder``."""
+def train_tokenizer(demo: Demo) -> None:
+    """Train the tokenizer and save it, with its chat template, beside the base and the draft model."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -39,9 +32,9 @@ def train_tokenizer(folder: Path, documents: int = 30_000) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts(Random(SEED), documents), trainer)
+    tokenizer.train_from_iterator(_texts(Random(SEED), demo.scaled(30_000)), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS}:1 $B:1", special_tokens=[(BOS, SPECIAL_TOKENS.index(BOS))]
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS}:1 $B:1", special_tokens=[(BOS, BOS_ID)]
     )
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -52,18 +45,12 @@ def train_tokenizer(folder: Path, documents: int = 30_000) -> None:
         clean_up_tokenization_spaces=False,
     )
     fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(folder)
-    _name_portable_class(folder / "tokenizer_config.json")
-
-
-def _name_portable_class(path: Path) -> None:
-    """Name the tokenizer class that every version of transformers knows."""
+    fast.save_pretrained(demo.base)
+    path = demo.base / "tokenizer_config.json"
     config = json.loads(path.read_text())
     config.pop("backend", None)
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"  # every version of transformers knows this one
     path.write_text(json.dumps(config, indent=2) + "\n")
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Load the tokenizer from ``folder``."""
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    demo.drafters["draft_model"].mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(demo.base / name, demo.drafters["draft_model"] / name)

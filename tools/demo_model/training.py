@@ -1,198 +1,226 @@
-"""The training loop that every stage shares, and the base and draft models."""
+"""Training of the base model, the draft model and the adapters: token rows, losses and one loop for all."""
 
-import json
 import logging
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any, NamedTuple
 
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from .batches import Batch, Encoded, draw_batch
-from .config import BOS, END, MAX_POSITION, PAD, SPECIAL_TOKENS, VOCAB_SIZE, ModelShape, Schedule
-from .documents import Document
+from ...models.demo import DEMO_MODEL_NAME
+from .config import BASE_SHAPE, BOS_ID, DRAFT_SHAPE, END_ID, MAX_POSITION, PAD_ID, RANKS, SEED, VOCAB_SIZE, Demo
+from .mixture import adapter_document, base_document
+from .templates import Document
 
 log = logging.getLogger(__name__)
 
-LossFunction = Callable[[Batch], Tensor]
-"""Returns the mean weighted loss of a batch."""
+BATCH_TOKENS = 4096
+ROW_LENGTHS = (256, 256, 256, 1024, 256, 256, 256, 2048)
+"""Lengths of a batch's rows, in turn. Without long ones the model is lost beyond the distances that it has seen."""
+WARMUP = 50
+SAVE_EVERY = 100
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def new_model(shape: ModelShape, seed: int) -> LlamaForCausalLM:
-    """Return a freshly initialised Llama of the given shape."""
-    torch.manual_seed(seed)
-    pad, bos, end = (SPECIAL_TOKENS.index(token) for token in (PAD, BOS, END))
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=MAX_POSITION,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        tie_word_embeddings=True,
-        pad_token_id=pad,
-        bos_token_id=bos,
-        eos_token_id=end,
-        use_cache=True,
-    )
-    model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(bos_token_id=bos, eos_token_id=end, pad_token_id=pad)
-    return model
+class Encoded(NamedTuple):
+    """Tokens `[T]`, and the weight of each in the loss; as a batch, both `[rows, T]`."""
+
+    ids: Tensor
+    weights: Tensor
 
 
-def count_parameters(model: nn.Module) -> int:
-    """Return the number of parameters, tied ones once."""
-    return sum(p.numel() for p in model.parameters())
+class Encoder:
+    """Encoder of documents, exactly as the chat template and the tokenizer do it."""
+
+    def __init__(self, demo: Demo, prompt_weight: float = 0.1) -> None:
+        """`prompt_weight`: how much the loss counts what the user writes, which the model need not predict well."""
+        self._tokenizer = Tokenizer.from_file(str(demo.base / "tokenizer.json"))
+        self._prompt_weight = prompt_weight
+
+    def _plain(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def __call__(self, document: Document) -> Encoded:
+        """Return the document's tokens from the leading one to the one that ends it."""
+        ids, weights = [BOS_ID], [0.0]
+        if document.text:
+            ids += [*self._plain(document.text), END_ID]
+            weights += [1.0] * (len(ids) - 1)
+        for role, content in document.messages:
+            head, body = self._plain(f"<|{role}|>\n"), self._plain(content)
+            ids += [*head, *body, *self._plain("<|end|>\n")]
+            weight = 1.0 if role == "assistant" else self._prompt_weight
+            weights += [0.0] * len(head) + [weight] * (len(body) + 1) + [0.0]
+        return Encoded(torch.tensor(ids), torch.tensor(weights))
 
 
-def batch_logits(model: nn.Module, ids: Tensor) -> Tensor:
-    """Return the logits that predict tokens 1.. of each row, in float32: ``[rows, length - 1, vocab]``."""
+def draw_batch(draw: Callable[[], Encoded], rows: int, length: int) -> Encoded:
+    """Fill rows with whole documents; the one that no longer fits begins the next row. Padding has weight zero."""
+    ids, weights = torch.full((rows, length), PAD_ID), torch.zeros(rows, length)
+    document = draw()
+    for row in range(rows):
+        at = 0
+        while at == 0 or at + len(document.ids) <= length:
+            size = min(len(document.ids), length - at)
+            ids[row, at : at + size] = document.ids[:size]
+            weights[row, at : at + size] = document.weights[:size]
+            at += size
+            document = draw()
+    return Encoded(ids, weights)
+
+
+def step_batch(draw: Callable[[Random], Document], encode: Encoder, seed: int, step: int) -> Encoded:
+    """Return the batch of a step; it depends on the seed and the step alone, so that training can resume anywhere."""
+    rng, length = Random(seed * 1_000_003 + step), ROW_LENGTHS[step % len(ROW_LENGTHS)]
+    return draw_batch(lambda: encode(draw(rng)), BATCH_TOKENS // length, length)
+
+
+def _next_logits(model: nn.Module, ids: Tensor) -> Tensor:
+    """The logits that predict tokens 1.. of each row, in float32: ``[rows, length - 1, vocab]``."""
     with torch.autocast("cpu", torch.bfloat16):
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+        logits: Tensor = model(input_ids=ids[:, :-1], use_cache=False).logits
     return logits.float()
 
 
-def token_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the weighted cross entropy of the batch."""
-    logits = batch_logits(model, batch.ids)
-    losses = F.cross_entropy(logits.flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="none")
+def mean_loss(model: nn.Module, batch: Encoded, teacher: nn.Module | None = None) -> Tensor:
+    """Return the weighted cross entropy against the next tokens, or against the distribution of a teacher."""
+    target = batch.ids[:, 1:].flatten()
+    if teacher is not None:
+        with torch.no_grad():
+            target = _next_logits(teacher, batch.ids).softmax(-1).flatten(0, 1)
+    losses = F.cross_entropy(_next_logits(model, batch.ids).flatten(0, 1), target, reduction="none")
     weights = batch.weights[:, 1:].flatten()
     return (losses * weights).sum() / weights.sum()
 
 
-def distillation_loss(student: nn.Module, teacher: nn.Module, batch: Batch) -> Tensor:
-    """Return the weighted cross entropy of the student against the teacher's distribution."""
-    with torch.no_grad():
-        target = batch_logits(teacher, batch.ids).softmax(-1)
-    logits = batch_logits(student, batch.ids)
-    losses = -(target * logits.log_softmax(-1)).sum(-1).flatten()
-    weights = batch.weights[:, 1:].flatten()
-    return (losses * weights).sum() / weights.sum()
+@dataclass(frozen=True)
+class Schedule:
+    """Length and learning rates of a training. The rates rise over the warm-up and then fall linearly to zero."""
+
+    steps: int
+    matrix_rate: float = 0.0
+    """Rate of Muon, for the matrices of the layers; 0: AdamW trains them too."""
+    rate: float = 4e-3
+    """Rate of AdamW."""
+
+    def factor(self, step: int) -> float:
+        """Factor of the rates at a step."""
+        return min(1.0, (step + 1) / WARMUP, (self.steps - step) / max(1, self.steps - WARMUP))
 
 
-def optimizers(model: nn.Module, schedule: Schedule) -> list[torch.optim.Optimizer]:
-    """Return AdamW for every trainable parameter, or Muon for the layers' matrices where it has a rate."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    matrices = [p for name, p in named if schedule.matrix_rate and p.ndim == 2 and "embed" not in name]
-    chosen = {id(p) for p in matrices}
-    others = [p for _, p in named if id(p) not in chosen]
-    result: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(others, lr=schedule.other_rate, betas=(0.9, 0.98), weight_decay=0.0)
+def _optimizers(model: nn.Module, schedule: Schedule) -> list[tuple[torch.optim.Optimizer, float]]:
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices = [p for name, p in named.items() if schedule.matrix_rate and p.ndim == 2 and "embed" not in name]
+    others = [p for p in named.values() if all(p is not matrix for matrix in matrices)]
+    found: list[tuple[torch.optim.Optimizer, float]] = [
+        (torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0), schedule.rate)
     ]
     if matrices:
-        result.append(torch.optim.Muon(matrices, lr=schedule.matrix_rate, momentum=0.95, weight_decay=0.02))
-    return result
+        found.append((torch.optim.Muon(matrices, momentum=0.95, weight_decay=0.02), schedule.matrix_rate))
+    return found
 
 
-def rate_factor(step: int, schedule: Schedule) -> float:
-    """Return what the learning rates are multiplied with at a step: a linear rise, then a linear fall to zero."""
-    rise = (step + 1) / schedule.warmup
-    fall = (schedule.steps - step) / max(1, schedule.steps - schedule.warmup)
-    return min(1.0, rise, fall)
-
-
-def step_batch(
-    draw_document: Callable[[Random], Document],
-    encode: Callable[[Document], Encoded],
+def train(
+    model: nn.Module,
     schedule: Schedule,
-    seed: int,
-    step: int,
-) -> Batch:
-    """Return the batch of a step; it depends on the seed and the step alone, so that training can resume anywhere."""
-    rows, length = schedule.rows, schedule.length
-    if step >= schedule.steps - schedule.long_steps and step % 2:
-        tokens = rows * length
-        length = schedule.long_lengths[step // 2 % len(schedule.long_lengths)]
-        rows = max(1, tokens // length)
-    return draw_batch(Random(seed * 1_000_003 + step), draw_document, encode, rows, length)
-
-
-class Trainer:
-    """Runner of a schedule. It keeps its state in ``folder`` and continues from it after an interruption."""
-
-    def __init__(self, model: nn.Module, schedule: Schedule, folder: Path) -> None:
-        self.model = model
-        self.schedule = schedule
-        self._optimizers = optimizers(model, schedule)
-        self._rates = [optimizer.param_groups[0]["lr"] for optimizer in self._optimizers]
-        self._state = folder / "state.pt"
-        self._log = folder / "loss.jsonl"
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def run(
-        self, batch_of: Callable[[int], Batch], loss_of: LossFunction, export: Callable[[], None], every: int = 100
-    ) -> float:
-        """Train to the end and call ``export`` every ``every`` steps. Returns the mean loss of the last 50 steps."""
-        first = self._resume()
-        losses: list[float] = []
-        started, tokens = time.monotonic(), 0
-        for step in range(first, self.schedule.steps):
-            batch = batch_of(step)
-            losses.append(self._step(step, loss_of, batch))
-            tokens += batch.ids.numel()
-            if (step + 1) % 50 == 0 or step + 1 == self.schedule.steps:
-                self._report(step + 1, losses[-50:], tokens / (time.monotonic() - started))
-            if (step + 1) % every == 0 or step + 1 == self.schedule.steps:
-                self._save(step + 1)
-                export()
-        return last_loss(self._log.parent)
-
-    def _step(self, step: int, loss_of: LossFunction, batch: Batch) -> float:
-        for optimizer, rate in zip(self._optimizers, self._rates, strict=True):
-            optimizer.param_groups[0]["lr"] = rate * rate_factor(step, self.schedule)
-        loss = loss_of(batch)
+    batch_of: Callable[[int], Encoded],
+    state: Path,
+    teacher: nn.Module | None = None,
+) -> None:
+    """Train to the end. An interrupted training goes on from the file `state`."""
+    optimizers = _optimizers(model, schedule)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    first = 0
+    if state.exists():
+        saved = torch.load(state, weights_only=True)
+        first = saved["step"]
+        model.load_state_dict(saved["model"], strict=False)
+        for (optimizer, _), values in zip(optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(values)
+    for step in range(first, schedule.steps):
+        loss = mean_loss(model, batch_of(step), teacher)
         loss.backward()
-        nn.utils.clip_grad_norm_(_trainable(self.model), 1.0)
-        for optimizer in self._optimizers:
+        nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        for optimizer, rate in optimizers:
+            optimizer.param_groups[0]["lr"] = rate * schedule.factor(step)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return loss.item()
-
-    def _report(self, step: int, losses: list[float], speed: float) -> None:
-        mean = sum(losses) / len(losses)
-        log.info("step %d of %d: loss %.4f, %d tokens/s", step, self.schedule.steps, mean, speed)
-        with self._log.open("a") as file:
-            file.write(json.dumps({"step": step, "loss": round(mean, 4), "tokens_per_s": round(speed)}) + "\n")
-
-    def _save(self, step: int) -> None:
-        trained = {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
-        state = {"step": step, "model": trained, "optimizers": [o.state_dict() for o in self._optimizers]}
-        torch.save(state, self._state.with_suffix(".new"))
-        self._state.with_suffix(".new").replace(self._state)
-
-    def _resume(self) -> int:
-        if not self._state.exists():
-            self._log.unlink(missing_ok=True)
-            return 0
-        state = torch.load(self._state, weights_only=True)
-        self.model.load_state_dict(state["model"], strict=False)
-        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        log.info("going on from step %d", state["step"])
-        return state["step"]
+        if (step + 1) % SAVE_EVERY == 0:
+            log.info("step %d of %d: loss %.4f", step + 1, schedule.steps, loss.item())
+            values = {"step": step + 1, "model": trained, "optimizers": [o.state_dict() for o, _ in optimizers]}
+            state.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(values, state.with_suffix(".new"))
+            state.with_suffix(".new").replace(state)
+    state.unlink(missing_ok=True)
 
 
-def _trainable(model: nn.Module) -> Iterable[Tensor]:
-    return [p for p in model.parameters() if p.requires_grad]
+def _new_model(shape: dict[str, Any]) -> LlamaForCausalLM:
+    torch.manual_seed(SEED)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        head_dim=32,
+        max_position_embeddings=MAX_POSITION,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=True,
+        pad_token_id=PAD_ID,
+        bos_token_id=BOS_ID,
+        eos_token_id=END_ID,
+        **shape,
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=END_ID, pad_token_id=PAD_ID)
+    return model
 
 
-def last_loss(folder: Path) -> float:
-    """Return the last loss that a stage wrote into its folder."""
-    return json.loads((folder / "loss.jsonl").read_text().splitlines()[-1])["loss"]
+def _load_base(demo: Demo) -> LlamaForCausalLM:
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(demo.base, dtype=torch.float32)
+    return model
 
 
-def export_model(model: LlamaForCausalLM, folder: Path) -> None:
-    """Write a bfloat16 copy of the model in the Hugging Face format."""
-    copy = LlamaForCausalLM(model.config)
-    copy.load_state_dict(model.state_dict())
-    copy.generation_config = model.generation_config
-    nn.Module.to(copy, torch.bfloat16)
-    copy.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)
+def _export(model: PreTrainedModel | PeftModel, folder: Path, **options: Any) -> None:
+    """Write the weights in bfloat16, in the format of transformers or PEFT."""
+    nn.Module.to(model, torch.bfloat16)
+    model.save_pretrained(str(folder), **options)
+    (folder / "README.md").unlink(missing_ok=True)
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o644)
+
+
+def train_base(demo: Demo) -> None:
+    """Train the base model on the base mixture."""
+    model = _new_model(BASE_SHAPE)
+    batch_of = partial(step_batch, base_document, Encoder(demo), SEED)
+    train(model, Schedule(demo.scaled(3000), matrix_rate=0.02), batch_of, demo.work / "base.pt")
+    _export(model, demo.base)
+
+
+def train_draft_model(demo: Demo) -> None:
+    """Train the draft model to guess the base model's answers."""
+    model = _new_model(DRAFT_SHAPE)
+    batch_of = partial(step_batch, base_document, Encoder(demo), SEED + 2)
+    schedule = Schedule(demo.scaled(1200), matrix_rate=0.02)
+    train(model, schedule, batch_of, demo.work / "draft.pt", teacher=_load_base(demo))
+    _export(model, demo.drafters["draft_model"])
+
+
+def train_adapters(demo: Demo) -> None:
+    """Train each adapter, a plain PEFT LoRA on every linear projection, on its own documents."""
+    for name, rank in RANKS.items():
+        torch.manual_seed(SEED + rank)
+        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
+        model = get_peft_model(_load_base(demo), config)
+        draw = partial(adapter_document, name=name)
+        batch_of = partial(step_batch, draw, Encoder(demo, prompt_weight=0.0), SEED + 1)
+        train(model, Schedule(demo.scaled(400 if name == "json" else 150)), batch_of, demo.work / f"{name}.pt")
+        config.base_model_name_or_path = DEMO_MODEL_NAME
+        config.target_modules = list(PROJECTIONS)  # PEFT has made a set of it, which has no order
+        _export(model, demo.adapter(name), save_embedding_layers=False)  # "auto" asks the model hub
+        log.info("adapter %s is trained", name)

@@ -55,12 +55,6 @@ def candidates(space: Space, shape: Shape, base: KernelConfig, group: Fields) ->
             yield config
 
 
-def num_candidates(space: Space, shape: Shape, arch: int) -> int:
-    """Estimate of the number of trials for a shape: later groups depend on the best config of earlier ones."""
-    default = space.default(shape, arch)
-    return sum(len(list(candidates(space, shape, default, group))) for group in space.groups)
-
-
 def compile_candidates(cases: Mapping[str, CompileCase], arch: int = 90) -> Iterator[tuple[str, CompileCase]]:
     """(kernel, case) of every compiled kernel that a search for `arch` may launch, the defaults included."""
     for kernel, space in SPACES.items():

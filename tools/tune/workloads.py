@@ -27,10 +27,55 @@ from ...kernels.tuning.configs import bucket
 from ...kernels.tuning.store import configs_of
 from ...kernels.verification import INVARIANT, REJECTION, pack
 from ...kernels.verification.triton import verify
-from .shapes import ModelShape, WorkSizes
 
 BLOCK_SIZE = 16
 Run = Callable[[], tuple[Tensor, ...]]
+
+
+class ModelShape(NamedTuple):
+    """Sizes of a decoder that kernels depend on."""
+
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def projections(self) -> list[tuple[int, tuple[int, ...]]]:
+        """(inputs, outputs of each slice) of a layer's projections, as adapters see them."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return [
+            (self.hidden, (queries, keys, keys)),
+            (queries, (self.hidden,)),
+            (self.hidden, (self.inner, self.inner)),
+            (self.inner, (self.hidden,)),
+        ]
+
+
+class WorkSizes(NamedTuple):
+    """Amounts of work for each kernel."""
+
+    decodes: tuple[tuple[int, int], ...] = ((1, 32768), (16, 4096), (64, 2048))
+    """(rows, tokens of context) of decodes and verifications."""
+    prompts: tuple[tuple[int, int], ...] = ((1, 8192), (4, 2048))
+    """(rows, tokens): prompts whose last chunk is computed."""
+    chunk: int = 2048
+    """Most tokens of a prompt that are computed in a step."""
+    queries: tuple[int, ...] = (1, 4, 8)
+    """Query tokens of a row: 1 of decodes, more of verifications."""
+    rows: tuple[int, ...] = (1, 64, 2048)
+    """Rows of norms, activations, rotations and writes."""
+    logits: tuple[int, ...] = (1, 64)
+    """Rows of logits."""
+    decode_adapters: tuple[tuple[int, int], ...] = ((1, 1), (64, 64), (64, 4))
+    """(tokens, adapters) of small steps."""
+    prompt_adapters: tuple[tuple[int, int], ...] = ((2048, 1), (4096, 4))
+    """(tokens, adapters) of large steps."""
+    rank: int = 16
+    drafts: int = 4
 
 
 class Workload(NamedTuple):
@@ -40,20 +85,38 @@ class Workload(NamedTuple):
     make: Callable[[torch.device], Run]
     """Maker of the inputs, always equal numbers in new memory, and of the timed function. A run may change its inputs,
     so only first runs have equal results."""
-    num_bytes: int
-    """Estimate of the bytes that it reads and writes."""
 
 
 class _Inputs:
-    """Maker of random tensors, equal each time."""
+    """Maker of random tensors for a model, equal each time."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._device, self._dtype = device, dtype
+    def __init__(self, device: torch.device, model: ModelShape) -> None:
+        self.device, self.model = device, model
         self._generator = torch.Generator(device).manual_seed(0)
 
     def __call__(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
-        x = torch.randn(size, generator=self._generator, device=self._device, dtype=torch.float32)
-        return x.to(dtype or self._dtype)
+        x = torch.randn(size, generator=self._generator, device=self.device, dtype=torch.float32)
+        return x.to(dtype or self.model.dtype)
+
+    def logits(self, num_rows: int) -> Tensor:
+        """Logits `[num_rows, vocab]`."""
+        return self(num_rows, self.model.vocab, dtype=torch.float32).mul_(3)
+
+    def projection(self, num_tokens: int) -> tuple[Tensor, Rotation]:
+        """Queries, keys and values side by side, and a rotation."""
+        model = self.model
+        qkv = self(num_tokens, (model.heads + 2 * model.kv_heads) * model.head_dim)
+        angles = self(num_tokens, 1, model.head_dim // 2)
+        cos, sin = angles.cos(), angles.sin()
+        return qkv, Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+
+    def step(self, num_rows: int, num_queries: int, context: int) -> tuple[DeviceStep, LayerKV]:
+        """A step of `num_queries` tokens at the end of each context, and its cache."""
+        model, rows = self.model, _rows(num_rows, num_queries, context)
+        shape = Shape(model.heads, model.kv_heads, model.head_dim)
+        planner = Planner(shape, model.dtype.itemsize, gpu_of(self.device), configs=configs_of(self.device))
+        kv = LayerKV(*(self(model.kv_heads, len(rows.blocks), BLOCK_SIZE, model.head_dim) for _ in range(2)))
+        return DeviceStep(planner, model.dtype, BLOCK_SIZE, rows, self.device), kv
 
 
 def _rows(num_rows: int, num_queries: int, context: int) -> RowArrays:
@@ -69,169 +132,109 @@ def _rows(num_rows: int, num_queries: int, context: int) -> RowArrays:
     return RowArrays(slots.ravel(), lens, starts, each * num_queries, each * count, blocks)
 
 
-def _step(model: ModelShape, rows: RowArrays, device: torch.device) -> DeviceStep:
-    shape = Shape(model.heads, model.kv_heads, model.head_dim)
-    planner = Planner(shape, model.dtype.itemsize, gpu_of(device), configs=configs_of(device))
-    return DeviceStep(planner, model.dtype, BLOCK_SIZE, rows, device)
+# --- Makers of runs: inputs of a model and sizes of the work -> the timed function --------------------------
 
 
-def _cache(model: ModelShape, rows: RowArrays, make: _Inputs) -> LayerKV:
-    return LayerKV(*(make(model.kv_heads, len(rows.blocks), BLOCK_SIZE, model.head_dim) for _ in range(2)))
+def _attention(inputs: _Inputs, num_rows: int, num_queries: int, context: int) -> Run:
+    step, kv = inputs.step(num_rows, num_queries, context)
+    qkv, rotation = inputs.projection(num_rows * num_queries)
+    return lambda: (step.attend_qkv(qkv, rotation, None, kv, None),)
 
 
-def _projection(model: ModelShape, inputs: _Inputs, num_tokens: int) -> tuple[Tensor, Rotation]:
-    """Queries, keys and values side by side, and a rotation."""
-    qkv = inputs(num_tokens, (model.heads + 2 * model.kv_heads) * model.head_dim)
-    angles = inputs(num_tokens, 1, model.head_dim // 2)
-    cos, sin = angles.cos(), angles.sin()
-    return qkv, Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
-
-
-def attention(model: ModelShape, num_rows: int, num_queries: int, context: int) -> Workload:
-    """Paged attention of `num_queries` tokens at the end of each context."""
-
-    def make(device: torch.device) -> Run:
-        inputs, rows = _Inputs(device, model.dtype), _rows(num_rows, num_queries, context)
-        step, kv = _step(model, rows, device), _cache(model, rows, inputs)
-        qkv, rotation = _projection(model, inputs, num_rows * num_queries)
-        return lambda: (step.attend_qkv(qkv, rotation, None, kv, None),)
-
-    num_bytes = 2 * num_rows * context * model.kv_heads * model.head_dim * model.dtype.itemsize
-    return Workload(f"{num_rows} x {context}, {num_queries} queries", make, num_bytes)
-
-
-def kv_write(model: ModelShape, num_rows: int) -> Workload:
+def _kv_write(inputs: _Inputs, num_rows: int) -> Run:
     """Rotation of queries and keys, and the write of keys and values."""
-
-    def make(device: torch.device) -> Run:
-        inputs, rows = _Inputs(device, model.dtype), _rows(num_rows, 1, 1)
-        step, kv = _step(model, rows, device), _cache(model, rows, inputs)
-        qkv, rotation = _projection(model, inputs, num_rows)
-        return lambda: (step.write_qkv(qkv, rotation, None, kv), kv.k, kv.v)
-
-    size = 2 * num_rows * (model.heads + 2 * model.kv_heads) * model.head_dim * model.dtype.itemsize
-    return Workload(f"{num_rows} rows", make, size)
+    step, kv = inputs.step(num_rows, 1, 1)
+    qkv, rotation = inputs.projection(num_rows)
+    return lambda: (step.write_qkv(qkv, rotation, None, kv), kv.k, kv.v)
 
 
-def norm(model: ModelShape, num_rows: int) -> Workload:
-    """RMSNorm of hidden states."""
-
-    def make(device: torch.device) -> Run:
-        inputs = _Inputs(device, model.dtype)
-        x, weight = inputs(num_rows, model.hidden), prepare(inputs(model.hidden, dtype=torch.float32), 1e-5)
-        return lambda: (rms_norm(x, weight),)
-
-    return Workload(f"{num_rows} rows", make, 2 * num_rows * model.hidden * model.dtype.itemsize)
+def _norm(inputs: _Inputs, num_rows: int) -> Run:
+    hidden = inputs.model.hidden
+    x, weight = inputs(num_rows, hidden), prepare(inputs(hidden, dtype=torch.float32), 1e-5)
+    return lambda: (rms_norm(x, weight),)
 
 
-def activation(model: ModelShape, num_rows: int) -> Workload:
-    """Activation of the gate and up projections' outputs."""
-
-    def make(device: torch.device) -> Run:
-        x = _Inputs(device, model.dtype)(num_rows, 2 * model.inner)
-        return lambda: (silu_mul(x),)
-
-    return Workload(f"{num_rows} rows", make, 3 * num_rows * model.inner * model.dtype.itemsize)
+def _activation(inputs: _Inputs, num_rows: int) -> Run:
+    x = inputs(num_rows, 2 * inputs.model.inner)
+    return lambda: (silu_mul(x),)
 
 
-def adapters(
-    model: ModelShape, site: tuple[int, tuple[int, ...]], num_tokens: int, num_adapters: int, rank: int
-) -> Workload:
+def _adapters(inputs: _Inputs, site: tuple[int, tuple[int, ...]], rank: int, num_tokens: int, num_adapters: int) -> Run:
     """Shrink and expand of one projection; the tokens are divided among the adapters, run by run."""
-    (inputs_of_site, slices), count = site, num_adapters
-    outputs, width = sum(slices), len(slices) * inputs_of_site
+    (num_inputs, slices), count = site, num_adapters
+    outputs, width = sum(slices), len(slices) * num_inputs
+    pool = inputs(count * rank, width + outputs).mul_(num_inputs**-0.5)
+    live = torch.ones(count * rank, len(slices), dtype=torch.uint8, device=inputs.device)
+    rows = TritonRows(pool[:, :width].unflatten(1, (len(slices), num_inputs)), pool[:, width:], slices, live)
+    cuts = [num_tokens * i // count for i in range(count + 1)]
+    runs = [(cuts[i], cuts[i + 1], range(i * rank, (i + 1) * rank)) for i in range(count)]
+    groups = RowGroups(runs, num_tokens, inputs.device)
+    x, y = inputs(num_tokens, num_inputs), inputs(num_tokens, outputs)
 
-    def make(device: torch.device) -> Run:
-        inputs = _Inputs(device, model.dtype)
-        pool = inputs(count * rank, width + outputs).mul_(inputs_of_site**-0.5)
-        live = torch.ones(count * rank, len(slices), dtype=torch.uint8, device=device)
-        rows = TritonRows(pool[:, :width].unflatten(1, (len(slices), inputs_of_site)), pool[:, width:], slices, live)
-        cuts = [num_tokens * i // count for i in range(count + 1)]
-        runs = [(cuts[i], cuts[i + 1], range(i * rank, (i + 1) * rank)) for i in range(count)]
-        groups = RowGroups(runs, num_tokens, device)
-        x, y = inputs(num_tokens, inputs_of_site), inputs(num_tokens, outputs)
+    def run() -> tuple[Tensor, ...]:
+        rows.add(y, x, groups)
+        return (y,)
 
-        def run() -> tuple[Tensor, ...]:
-            rows.add(y, x, groups)
-            return (y,)
-
-        return run
-
-    elements = count * rank * (width + outputs) + num_tokens * (inputs_of_site + 2 * outputs)
-    sizes = "+".join(map(str, slices))
-    name = f"{inputs_of_site} to {sizes}, {num_tokens} tokens of {count} adapters"
-    return Workload(name, make, elements * model.dtype.itemsize)
+    return run
 
 
-def _logits(model: ModelShape, num_rows: int, device: torch.device) -> Tensor:
-    return _Inputs(device, torch.float32)(num_rows, model.vocab).mul_(3)
+def _filtering(inputs: _Inputs, num_rows: int) -> Run:
+    """Half of the rows with top-k, the others with top-p."""
+    logits = inputs.logits(num_rows)
+    out = torch.empty_like(logits)
+    even = np.arange(num_rows) % 2 == 0
+    k, p = np.where(even, 50, 0).astype(np.int64), np.where(even, 1.0, 0.9)
+    parameters = upload(inputs.device, np.full(num_rows, 0.8), k, p, np.full(num_rows, -np.inf))
+
+    def run() -> tuple[Tensor, ...]:
+        launch_filter(logits, out, parameters)
+        return (out,)
+
+    return run
 
 
-def filtering(model: ModelShape, num_rows: int) -> Workload:
-    """Filtering of logits: half of the rows with top-k, the others with top-p."""
-
-    def make(device: torch.device) -> Run:
-        logits = _logits(model, num_rows, device)
-        out = torch.empty_like(logits)
-        even = np.arange(num_rows) % 2 == 0
-        k, p = np.where(even, 50, 0).astype(np.int64), np.where(even, 1.0, 0.9)
-        parameters = upload(device, np.full(num_rows, 0.8), k, p, np.full(num_rows, -np.inf))
-
-        def run() -> tuple[Tensor, ...]:
-            launch_filter(logits, out, parameters)
-            return (out,)
-
-        return run
-
-    return Workload(f"{num_rows} rows", make, 8 * num_rows * model.vocab)
+def _stats(inputs: _Inputs, num_rows: int) -> Run:
+    return partial(row_stats, inputs.logits(num_rows))
 
 
-def stats(model: ModelShape, num_rows: int) -> Workload:
-    """Maxima and sums of exponentials of logits."""
-
-    def make(device: torch.device) -> Run:
-        return partial(row_stats, _logits(model, num_rows, device))
-
-    return Workload(f"{num_rows} rows", make, 4 * num_rows * model.vocab)
+def _logprobs(inputs: _Inputs, num_rows: int) -> Run:
+    chosen = torch.zeros(num_rows, dtype=torch.int64, device=inputs.device)
+    return partial(top_logprobs, inputs.logits(num_rows), chosen, 5)
 
 
-def logprobs(model: ModelShape, num_rows: int) -> Workload:
-    """Log-probabilities of the five most likely tokens."""
-
-    def make(device: torch.device) -> Run:
-        logits, chosen = _logits(model, num_rows, device), torch.zeros(num_rows, dtype=torch.int64, device=device)
-        return lambda: top_logprobs(logits, chosen, 5)
-
-    return Workload(f"{num_rows} rows", make, 4 * num_rows * model.vocab)
+def _draws(inputs: _Inputs, num_rows: int) -> Run:
+    logits, keys = inputs.logits(num_rows), torch.arange(num_rows, device=inputs.device)
+    return lambda: (gumbel_argmax(logits, keys),)
 
 
-def draws(model: ModelShape, num_rows: int) -> Workload:
-    """Draws: argmax of logits plus noise."""
+def _verification(inputs: _Inputs, rule: int, num_drafts: int, num_requests: int) -> Run:
+    logits, count = inputs.logits(num_requests * (1 + num_drafts)), num_requests
+    probs = inputs.logits(count * num_drafts).softmax(-1) if rule == REJECTION else None
+    ids = [[7 % inputs.model.vocab] * num_drafts] * count
+    requests = pack(ids, [probs is None] * count, [rule] * count, range(count), [9] * count, inputs.device)
+    found = row_stats(logits)
+    return lambda: verify(logits, probs, requests, found)
 
-    def make(device: torch.device) -> Run:
-        logits, keys = _logits(model, num_rows, device), torch.arange(num_rows, device=device)
-        return lambda: (gumbel_argmax(logits, keys),)
 
-    return Workload(f"{num_rows} rows", make, 4 * num_rows * model.vocab)
+# --- All work of a kernel -----------------------------------------------------------------------------------
+
+_OF_ROWS: dict[str, tuple[str, Callable[..., Run]]] = {
+    "kv_write": ("head_dim", _kv_write),
+    "rms_norm": ("hidden", _norm),
+    "silu_mul": ("inner", _activation),
+}
+"""The size of the model that decides the shape, and the maker."""
+_OF_LOGITS: dict[str, Callable[..., Run]] = {
+    "sampling_filter": _filtering,
+    "sampling_stats": _stats,
+    "sampling_logprobs": _logprobs,
+    "noise_argmax": _draws,
+    "verification": _verification,
+}
 
 
-def verifications(model: ModelShape, num_requests: int, num_drafts: int) -> Iterator[Workload]:
-    """Verification by each of the two rules that draw."""
-
-    def make(rule: int, device: torch.device) -> Run:
-        logits = _logits(model, num_requests * (1 + num_drafts), device)
-        probs = None
-        if rule == REJECTION:
-            probs = _logits(model, num_requests * num_drafts, device).softmax(-1)
-        ids = [[7 % model.vocab] * num_drafts] * num_requests
-        count = num_requests
-        requests = pack(ids, [probs is None] * count, [rule] * count, range(count), [9] * count, device)
-        found = row_stats(logits)
-        return lambda: verify(logits, probs, requests, found)
-
-    size = 4 * num_requests * model.vocab
-    for rule, name, rows in ((INVARIANT, "invariant", 1 + num_drafts), (REJECTION, "rejection", 1 + 2 * num_drafts)):
-        yield Workload(f"{num_requests} x {num_drafts} drafts, {name}", partial(make, rule), size * rows)
+def _work(model: ModelShape, what: str, maker: Callable[..., Run], *sizes: object) -> Workload:
+    return Workload(what, lambda device: maker(_Inputs(device, model), *sizes))
 
 
 def every_work(kernel: str, model: ModelShape, sizes: WorkSizes) -> Iterator[tuple[tuple[int, ...], Workload]]:
@@ -244,18 +247,20 @@ def every_work(kernel: str, model: ModelShape, sizes: WorkSizes) -> Iterator[tup
             for site in model.projections:
                 width = site[0] if kernel == "lora_shrink" else sum(site[1])
                 for tokens, count in steps:
-                    yield (tile, bucket(width), item), adapters(model, site, tokens, count, sizes.rank)
-    elif kernel == "verification":
-        for rows in sizes.logits:
-            for work in verifications(model, rows, sizes.drafts):
-                yield (bucket(model.vocab),), work
-    elif kernel in _DENSE:
-        width_of, of_rows = _DENSE[kernel]
+                    what = f"{site[0]} to {'+'.join(map(str, site[1]))}, {tokens} tokens of {count} adapters"
+                    work = _work(model, what, _adapters, site, sizes.rank, tokens, count)
+                    yield (tile, bucket(width), item), work
+    elif kernel in _OF_ROWS:
+        size, maker = _OF_ROWS[kernel]
         for rows in sizes.rows:
-            yield (bucket(width_of(model)), item), of_rows(model, rows)
+            yield (bucket(getattr(model, size)), item), _work(model, f"{rows} rows", maker, rows)
     else:
+        rules = {"invariant": INVARIANT, "rejection": REJECTION} if kernel == "verification" else {"": 0}
         for rows in sizes.logits:
-            yield (bucket(model.vocab),), _OF_LOGITS[kernel](model, rows)
+            for name, rule in rules.items():
+                more = (rule, sizes.drafts) if name else ()
+                what = f"{rows} x {sizes.drafts} drafts, {name}" if name else f"{rows} rows"
+                yield (bucket(model.vocab),), _work(model, what, _OF_LOGITS[kernel], *more, rows)
 
 
 def _attention_work(model: ModelShape, sizes: WorkSizes) -> Iterator[tuple[tuple[int, ...], Workload]]:
@@ -263,21 +268,8 @@ def _attention_work(model: ModelShape, sizes: WorkSizes) -> Iterator[tuple[tuple
     planner = Planner(shape, model.dtype.itemsize, gpu_of(torch.device("cpu")))
     work = [(rows, queries, context) for queries in sizes.queries for rows, context in sizes.decodes]
     work += [(rows, min(length, sizes.chunk), length) for rows, length in sizes.prompts]
-    for num_rows, num_queries, context in work:
-        layout = planner.layout(_rows(num_rows, num_queries, context))
+    for rows, queries, context in work:
+        layout = planner.layout(_rows(rows, queries, context))
         (group,) = layout.groups
-        shape_of = planner.tuned_shape(group.block_m, is_long=layout.long is not None)
-        yield shape_of, attention(model, num_rows, num_queries, context)
-
-
-_DENSE: dict[str, tuple[Callable[[ModelShape], int], Callable[[ModelShape, int], Workload]]] = {
-    "kv_write": (lambda model: model.head_dim, kv_write),
-    "rms_norm": (lambda model: model.hidden, norm),
-    "silu_mul": (lambda model: model.inner, activation),
-}
-_OF_LOGITS: dict[str, Callable[[ModelShape, int], Workload]] = {
-    "sampling_filter": filtering,
-    "sampling_stats": stats,
-    "sampling_logprobs": logprobs,
-    "noise_argmax": draws,
-}
+        shape_of = planner.tuned_shape(group.blocks.block_m, is_long=layout.long is not None)
+        yield shape_of, _work(model, f"{rows} x {context}, {queries} queries", _attention, rows, queries, context)

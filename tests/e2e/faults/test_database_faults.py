@@ -32,7 +32,7 @@ def server(start, options):
 
 def test_database_stopped_under_load(server, accounts, postgresql_server, load, check_served, outcome):
     """Known keys go on; what the database misses is in the journal, and follows."""
-    before = load(server, "before", 4, max_tokens=300)
+    before = load(server, "before", 4, max_tokens=900)  # they end when it has stopped
     before.wait_until_all_stream(server)
     postgresql_server.stop()
     during = load(server, "during", 8, max_tokens=30)
@@ -46,7 +46,7 @@ def test_database_stopped_under_load(server, accounts, postgresql_server, load, 
     assert server.metric("ledger_pending_rows") == 12
     postgresql_server.start()
     server.wait_for(lambda: server.metric("ledger_pending_rows") == 0)
-    for prefix, count, tokens in (("before", 4, 300), ("during", 8, 30)):
+    for prefix, count, tokens in (("before", 4, 900), ("during", 8, 30)):
         rows = accounts.by_client_id(prefix)
         assert len(rows) == count
         assert {(row["status"], row["output_tokens"]) for row in rows.values()} == {("length", tokens)}

@@ -187,7 +187,7 @@ def test_the_demo_says_the_same_and_its_drafts_are_accepted_alike(inflate, tmp_p
 
 def test_shards_are_read_like_one_file(inflate, tmp_path, monkeypatch):
     small = save_small(tmp_path / "small")
-    monkeypatch.setattr(inflate.write_shards, "__defaults__", (50_000,))
+    monkeypatch.setattr(inflate, "SHARD_SIZE", "50KB")
     inflate.main([str(small), str(tmp_path / "large"), *LARGER])
     assert len(list((tmp_path / "large" / "base").glob("model-*.safetensors"))) > 2
     ids = torch.randint(3, 160, (1, 9))

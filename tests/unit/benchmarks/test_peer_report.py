@@ -159,13 +159,13 @@ def test_without_outrider_there_are_rates_and_no_ratios(peers):
     assert len(summary["medians"]) == 1
 
 
-def test_the_tables(peers, summary):
+def test_the_lines_for_a_terminal(peers, summary):
     text = peers("report").tables(summary)
     rows = [line.split() for line in text.splitlines()]
-    assert ["base", "outrider", "100.0", "800.0", "2.0", "s", "2.0", "GiB"] in rows
-    assert ["base", "vllm", "50.0", "200.0", "2.0", "s", "2.0", "GiB", "91%"] in rows
-    assert ["base", "outrider", "/", "vllm", "2.00", "4.00"] in rows
-    assert text.endswith("Not measured, or not to the end:\n  vllm (tiny base): ended")
+    assert ["tiny", "base,", "8", "requests", "outrider", "800.0"] in rows
+    assert ["tiny", "base", "vllm:", "ready", "in", "2.0", "s,", "2.0", "GiB,", "91%"] in rows
+    assert ["tiny", "base,", "1", "requests", "outrider", "/", "vllm:", "2.00"] in rows
+    assert text.endswith("not measured, or not to the end\n  vllm (tiny base): ended")
     assert "INTERRUPTED" in peers("report").tables(summary | {"interrupted": True})
 
 
@@ -188,10 +188,11 @@ def test_missing_models_are_made_and_those_that_are_there_stay(peers, monkeypatc
     models = peers("models")
     config = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     tiny = transformers.LlamaConfig(**config, num_key_value_heads=1, vocab_size=64)
-    monkeypatch.setitem(models.SHAPES, "tiny", (transformers.LlamaForCausalLM, tiny))
+    shapes = importlib.import_module("lora_models").SHAPES
+    monkeypatch.setitem(shapes, "tiny", (transformers.LlamaForCausalLM, tiny))
     monkeypatch.setattr(models, "make_tokenizer", lambda: type("None", (), {"save_pretrained": lambda self, f: None})())
     said = []
-    models.make_missing(tmp_path, ["tiny"], True, said.append)
+    models.make_missing(tmp_path, ["tiny", "draft"], ["tiny"], said.append)
     adapters = [f"tiny-lora{i}" for i in range(8)]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["draft", "tiny", *adapters]
     ranks, first = [], set()
@@ -206,5 +207,5 @@ def test_missing_models_are_made_and_those_that_are_there_stay(peers, monkeypatc
     draft = json.loads((tmp_path / "draft" / "config.json").read_text(encoding="utf-8"))
     assert (draft["hidden_size"], draft["num_hidden_layers"], draft["vocab_size"]) == (256, 2, 4096)
     said.clear()
-    models.make_missing(tmp_path, ["tiny"], True, said.append)
+    models.make_missing(tmp_path, ["tiny", "draft"], ["tiny"], said.append)
     assert said == []

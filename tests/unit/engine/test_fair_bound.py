@@ -138,7 +138,7 @@ def keep_queued(run: Run, tenants: str, number: int) -> None:
             run.add(tenant)
 
 
-def come_and_go(run: Run, num_steps: int = 120) -> None:
+def come_and_go(run: Run, num_steps: int = 80) -> None:
     """Tenants flood, trickle and are away, each in phases of its own; then all of it is worked off."""
     rates = dict.fromkeys(run.weights, 0.0)
     for _ in range(num_steps):

@@ -22,7 +22,7 @@ def test_a_request_that_does_not_arrive(serve, begin):
 
 def test_dripping_does_not_help(serve, monkeypatch):
     """A byte now and then is no progress; a body at the least rate is."""
-    monkeypatch.setattr(connections, "MIN_BODY_RATE", 1000)
+    monkeypatch.setattr(connections, "MIN_BODY_RATE", 100)
     served = serve(client_timeout=0.5)
     with served.connect(post(b"/echo", 100)) as client:
         client.settimeout(0.05)
@@ -33,7 +33,7 @@ def test_dripping_does_not_help(serve, monkeypatch):
                     assert client.recv(1 << 16).startswith(b"HTTP/1.1 408")
                     break
             else:
-                pytest.fail("a hundred bytes at a tenth of the least rate were waited for")
+                pytest.fail("a hundred bytes at a fifth of the least rate were waited for")
     with served.connect(post(b"/echo", 1800)) as client:
         for _ in range(18):
             client.sendall(b"x" * 100)

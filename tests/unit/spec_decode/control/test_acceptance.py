@@ -10,6 +10,7 @@ from outrider.spec_decode.control.acceptance import (
     REQUEST_MEMORY,
     AcceptanceRate,
     adapter_rates,
+    expected_drafts,
     pool_of,
     survival,
 )
@@ -24,7 +25,7 @@ def rounds(counts, p, num_rounds, num_drafts=4, seed=0):
         accepted = 0
         while accepted < num_drafts and generator.random() < p:
             accepted += 1
-        counts.add_round(num_drafts, accepted)
+        counts.add_round(num_drafts, num_drafts, accepted)
 
 
 def test_late_positions_share_a_pool():
@@ -58,11 +59,15 @@ def test_positions_that_were_never_reached_follow_the_earlier_ones():
 
 
 def test_a_drafter_that_seldom_has_drafts_is_known_for_it():
+    """It makes two of eight drafts in each fourth round, and these are right."""
     counts = AcceptanceRate(ADAPTER_MEMORY)
-    assert counts.offer_share == 1.0
-    for number in range(400):
-        counts.add_offer(has_drafts=number % 4 == 0)
-    assert counts.offer_share == pytest.approx(0.25, abs=0.03)
+    assert counts.made_shares([1.0] * NUM_POOLS) == [1.0] * NUM_POOLS
+    for number in range(800):
+        made = 2 if number % 4 == 0 else 0
+        counts.add_round(8, made, made)
+    shares = expected_drafts(counts.made_shares([1.0] * NUM_POOLS), 8)
+    assert shares == pytest.approx([0.25] * 2 + [0.0] * 6, abs=0.03)
+    assert survival(adapter_rates(counts, 0.6), 3) == pytest.approx([0.25, 0.25, 0.0], abs=0.03)
 
 
 def test_survival_is_the_product_of_the_rates():

@@ -30,6 +30,14 @@ def test_times_lie_on_a_line_between_measured_sizes_and_beyond_them():
     assert costs.seconds(3, 0) == pytest.approx(0.010), "the nearest number of rows"
 
 
+def test_a_step_takes_time_however_steep_the_line_through_what_was_measured():
+    costs = StepCosts()
+    for _ in range(4):
+        costs.add(6, 12, 0.010)
+        costs.add(6, 24, 0.030)
+    assert costs.seconds(6, 0) == pytest.approx(0.005)
+
+
 def test_a_number_of_drafts_that_was_never_measured_is_tried_since_it_seems_cheap():
     costs = StepCosts()
     for _ in range(4):

@@ -55,6 +55,13 @@ def test_trials_cost_little_and_find_that_drafts_have_become_right():
     assert world.run(100) > 1.5 * world.fixed(0, 0)
 
 
+def test_trials_pay_for_slow_drafting():
+    """A round of this drafter takes as long as ten steps of the target."""
+    world = World(flat, {(BASE, 0): 0.02}, [BASE], [Costs(100.0, 0.0)], length=10_000).warm_up()
+    world.run(200)
+    assert world.run(4000) > 0.97 * world.fixed(0, 0)
+
+
 def test_each_adapter_gets_its_drafter():
     """The network for one, prompt lookup for another, nothing for the third."""
     accept = {(b"a", 0): 0.9, (b"a", 1): 0.1, (b"b", 0): 0.1, (b"b", 1): 0.8, (b"c", 0): 0.05, (b"c", 1): 0.05}

@@ -67,6 +67,17 @@ def test_a_loop_goes_on() -> None:
     assert drafts(drafter, make_request("s"), [4, 4], max_drafts=3) == [4, 4, 4]
 
 
+@pytest.mark.parametrize(
+    ("repeated", "expected"),
+    [([3], [9]), ([2, 3], [9, 7, 7]), ([1, 2, 3], [9, 7, 7, 7, 6]), ([8, 1, 2, 3], [9, 7, 7, 7, 6])],
+)
+def test_a_longer_match_has_more_drafts(repeated: list[int], expected: list[int]) -> None:
+    """Up to the number that is asked for, and beyond the longest match that is searched for."""
+    drafter = NgramDrafter(1, 3, by_match=True)
+    tokens = [8, 1, 2, 3, 9, 7, 7, 7, 6, 6, *repeated]
+    assert drafts(drafter, make_request(), tokens, max_drafts=5) == expected
+
+
 @pytest.mark.parametrize("vocab", [2, 3, 40])
 @pytest.mark.parametrize(("min_n", "max_n"), [(1, 1), (1, 5), (2, 3), (4, 4), (1, 12)])
 def test_places_that_are_remembered_give_what_a_search_gives(vocab: int, min_n: int, max_n: int) -> None:

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from outrider.models.demo import demo_adapters, demo_draft_path, demo_model_path
+from outrider.models.demo import demo_adapters, demo_model_path
 
 pytest.importorskip("peft")
 
 from peft import PeftModel
 
-from outrider.tools.demo_model.evaluation import acceptance_length, accepted_per_round, draft_matches, runs_as_sql
+from outrider.tools.demo_model.evaluation import runs_as_sql
 
 ORDER = "Anna from Lisbon ordered 3 green lamps for 42 euros."
 
@@ -108,14 +108,3 @@ def test_support_adapter(bench):
     answer = bench.ask("Hi, my name is Anna. My order 4821 with the green lamp has not arrived.", "support")
     assert answer.startswith("Dear Anna,")
     assert all(words in answer for words in ("sorry", "green lamp", "4821", "Kind regards"))
-
-
-def test_draft_model_guesses_most_tokens(bench):
-    draft = AutoModelForCausalLM.from_pretrained(demo_draft_path(), dtype=torch.float32)
-    rounds = []
-    for question in ("What is the capital of Portugal?", "Tell me about the owl.", "How do I make tea?", ORDER):
-        prompt = bench.prompt(question)
-        with bench.model.disable_adapter():
-            tokens = bench.generate(prompt)
-        rounds += accepted_per_round(draft_matches(draft, prompt, tokens))
-    assert acceptance_length(rounds) > 2
