@@ -54,7 +54,7 @@ class RowArrays(NamedTuple):
 
 
 @functools.cache
-def _kernel() -> Any:
+def _function() -> Any:
     return function(
         "outrider_attention",
         *([POINTER] * 4 + [INTEGER]),
@@ -132,7 +132,7 @@ class NativeStep:
         keys = start + num_heads * size
         cos, sin, rows = rotation
         scale, root = (None, 0.0) if norm is None else (norm.scale.data_ptr(), norm.root_value)
-        _kernel()(
+        _function()(
             *(self._address, start, keys, keys + num_kv_heads * size, width),
             *self._cache(kv),
             window or 0,

@@ -236,7 +236,7 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="seed keys"):
         row_keys([1, 2], [1], Stream.TARGET)
     with pytest.raises(ValueError, match="int64"):
-        gumbel(torch.zeros(3), 5)
+        gumbel_argmax(torch.zeros(3, 5), torch.zeros(3))
     with pytest.raises(ValueError, match="keys for"):
         gumbel_argmax(torch.zeros(2, 5), some_keys(3))
 

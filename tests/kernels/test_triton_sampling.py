@@ -1,6 +1,7 @@
 """Noise, filters, statistics and log-probabilities in Triton against plain torch."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -198,8 +199,7 @@ def test_rows_that_are_not_finite(device: str, bad: float) -> None:
 
 def test_rows_whose_candidates_do_not_fit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few lanes and no room: the thresholds are searched for in the row itself."""
-    monkeypatch.setattr(filters, "_BLOCK", 32)
-    monkeypatch.setattr(filters, "_DEPTH", 1)
+    monkeypatch.setattr(filters, "DEFAULT", replace(filters.DEFAULT, block=32, depth=1))
     logits = torch.randn(len(FEW_CASES), 150).mul_(2).round_()
     assert_same(filtered(logits, FEW_CASES, device), expected(logits, FEW_CASES))
 
@@ -266,8 +266,7 @@ def test_logprobs_of_rows_without_probabilities(device: str) -> None:
 
 
 def test_logprobs_when_candidates_do_not_fit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "_WIDE_BLOCK", 32)
-    monkeypatch.setattr(logprobs, "_DEPTH", 1)
+    monkeypatch.setattr(logprobs, "DEFAULT_LOGPROBS", replace(logprobs.DEFAULT_LOGPROBS, block=32, depth=1))
     logits = torch.randn(2, 150).mul_(2).round_()
     ids = logprobs.top_logprobs(logits.to(device), torch.tensor([0, 1], device=device), 20)[0].cpu()
     assert torch.equal(ids, logits.sort(dim=-1, descending=True, stable=True).indices[:, :20])

@@ -271,5 +271,5 @@ def _attention_work(model: ModelShape, sizes: WorkSizes) -> Iterator[tuple[tuple
     for rows, queries, context in work:
         layout = planner.layout(_rows(rows, queries, context))
         (group,) = layout.groups
-        shape_of = planner.tuned_shape(group.blocks.block_m, is_long=layout.long is not None)
+        shape_of = planner.tuned_shape(group.block_m, is_long=layout.long is not None)
         yield shape_of, _work(model, f"{rows} x {context}, {queries} queries", _attention, rows, queries, context)
