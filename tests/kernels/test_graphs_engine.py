@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -332,7 +333,8 @@ def test_nothing_of_sampling_is_left_to_compile_after_the_rehearsal(
     as_on_a_gpu(monkeypatch)
     for module in (kernels_noise, kernels_sampling, kernels_verification):
         monkeypatch.setattr(module, "use_triton", lambda x: True)
-    monkeypatch.setattr(kernels_sampling_triton, "_BLOCK", 128)  # which the interpreter is done with sooner
+    # The interpreter is done sooner with small blocks.
+    monkeypatch.setattr(kernels_sampling_triton, "DEFAULT", replace(kernels_sampling_triton.DEFAULT, block=128))
     call, launched = GridExecutor.__call__, set()
 
     def noted(executor: Any, *args: Any, **kwargs: Any) -> Any:
