@@ -32,8 +32,9 @@ from peers.environments import PEERS, Engine, PeerError, export_to_openvino, pre
 from peers.report import ADAPTIVE, NOTE, OURS, summarize, tables
 from peers.session import SIZES, Case, Results, Session, Size
 
+from outrider.platform.cli.bench.bench_options import write_json
 from outrider.platform.cli.bench.machine import describe_machine
-from outrider.platform.cli.bench.options import positive, write_json
+from outrider.platform.cli.options.option_types import positive
 
 MODES = ("base", "lora", "ngram", "draft")
 MODELS = ("small", "medium")

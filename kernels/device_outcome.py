@@ -86,9 +86,6 @@ class DeviceOutcome(NamedTuple):
     """[S + 1] int64: k - a, and a zero that rows use which follow none of these; None when there were no drafts."""
     overshoot: Tensor | None = None
     """[S] int64: number of positions by which the step's own rows start before their planned start; None: 0."""
-    most_overshoot: int = 0
-    most_rejected: int = 0
-    """Upper bound of `rejected`, as `most_overshoot` is of `overshoot`."""
     counts: Sequence[int] = ()
     """[S] 1 + k of each row, in sum R; empty: 1 each."""
 
@@ -136,15 +133,16 @@ def device_slots(
     starts: Sequence[int],
     counts: Sequence[int],
     block_size: int,
-    overshoot: tuple[Tensor | None, int],
+    overshoot: Tensor | None,
+    most: int,
     device: torch.device,
 ) -> Tensor:
     """Cache slots [T] int64 of B rows of consecutive positions [start - overshoot, start - overshoot + count).
 
     Args:
-        overshoot: [B] int64 on the device (None: 0), and its upper bound.
+        overshoot: [B] int64 on the device; None: 0.
+        most: An upper bound of it.
     """
-    early, most = overshoot
     first = np.maximum(np.asarray(starts) - most, 0) // block_size
     ends = -(-(np.asarray(starts) + np.asarray(counts)) // block_size)
     blocks = [
@@ -154,8 +152,8 @@ def device_slots(
     within = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
     shift = (np.cumsum(ends - first) - (ends - first) - first)[row]
     table, positions, at, of = upload(device, np.asarray(blocks), np.asarray(starts)[row] + within, shift, row)
-    if early is not None:
-        positions -= early.index_select(0, of)
+    if overshoot is not None:
+        positions -= overshoot.index_select(0, of)
     at += positions // block_size
     return table.index_select(0, at).mul_(block_size).add_(positions % block_size)
 

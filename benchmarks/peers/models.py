@@ -12,7 +12,7 @@ from lora_models import make_model, make_tokenizer
 
 from outrider.models.checkpoint.json_files import read_json
 from outrider.models.config import config_from_hf
-from outrider.platform.cli.bench.lora.adapters import AdapterWriter
+from outrider.platform.cli.bench.random_adapters import AdapterWriter
 
 from .worker import NUM_ADAPTERS
 

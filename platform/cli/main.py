@@ -12,9 +12,9 @@ from typing import Any
 from ... import __version__
 from ..core.errors import OutriderError
 from . import serve, train_draft
-from .admin import command as admin
-from .bench import command as bench
-from .chat import command as chat
+from .admin import admin_command as admin
+from .bench import bench_command as bench
+from .chat import chat_command as chat
 from .options.parser import Parser
 
 

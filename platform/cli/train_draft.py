@@ -8,7 +8,6 @@ import gc
 import json
 import sys
 import time
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,8 @@ from ...spec_decode.training.options import METHODS, TrainOptions, reason
 from ...spec_decode.training.progress import EVERY, Progress, duration
 from ...spec_decode.training.run_folder import GENERATED, GENERATED_EVAL, check_output, kept_files, prepare_output
 from ..core.errors import InvalidRequestError, OutriderError
+from .adapter_rank import largest_rank
+from .options.field_flags import add_field_flag, given_fields
 
 if TYPE_CHECKING:
     from ...spec_decode.training.data import Reader, Sample
@@ -61,37 +62,8 @@ def add_parser(commands: Any) -> None:
             continue
         title = field.metadata["group"]
         groups.setdefault(title, parser.add_argument_group(title))
-        _add_flag(groups[title], field, hints[field.name])
+        add_field_flag(groups[title], field, hints[field.name], field.metadata["help"], field.metadata.get("choices"))
     parser.set_defaults(run=run)
-
-
-def _add_flag(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
-    text = field.metadata["help"].replace("%", "%%")
-    if field.default is not None and field.default is not False and field.default is not True:
-        text += f" (default: {field.default})"
-    flag = "--" + field.name.replace("_", "-")
-    # No default: the namespace has what the user gave, and `TrainOptions` the rest.
-    common = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
-    kinds = (
-        [arg for arg in typing.get_args(hint) if arg is not type(None)] if isinstance(hint, types.UnionType) else [hint]
-    )
-    if kinds[0] is bool:
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
-    elif typing.get_origin(kinds[0]) is tuple:
-        group.add_argument(flag, type=_integers, metavar="N,N,N", **common)
-    elif "choices" in field.metadata:
-        group.add_argument(flag, choices=field.metadata["choices"], **common)
-    else:
-        name = "NAME" if field.name.endswith("_name") else "PATH"
-        group.add_argument(flag, type=kinds[0], metavar={int: "N", float: "X"}.get(kinds[0], name), **common)
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    """Parse integers with commas between them: an argparse type."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be integers with commas between, got {text!r}") from None
 
 
 def resolve(namespace: argparse.Namespace) -> TrainOptions:
@@ -100,8 +72,7 @@ def resolve(namespace: argparse.Namespace) -> TrainOptions:
     Raises:
         InvalidRequestError: an option is wrong.
     """
-    named = (field.name for field in dataclasses.fields(TrainOptions))
-    given: dict[str, Any] = {name: getattr(namespace, name) for name in named if hasattr(namespace, name)}
+    given = given_fields(TrainOptions, namespace)
     options = TrainOptions(**given)
     if options.model == DEMO_MODEL_NAME:
         options = dataclasses.replace(options, model=str(demo_model_path()))
@@ -124,7 +95,7 @@ def generate(options: TrainOptions, jobs: Mapping[Path, Sequence[list[int]]], be
     lora = None
     if options.adapter is not None:
         lora = LoRARequest("target", path=options.adapter)
-        engine |= {"enable_lora": True, "max_lora_rank": _rank_of(options.adapter)}
+        engine |= {"enable_lora": True, "max_lora_rank": largest_rank(Path(options.adapter))}
     with LLM(options.model, **engine) as llm:
         for name, prompts in zip(("data", "eval_data"), jobs.values(), strict=False):
             _check_lengths(prompts, llm.engine_info.max_model_len, name)
@@ -206,15 +177,6 @@ def _whole_lines(file: Path, *, cut: bool = False) -> int:
         with file.open("r+b") as opened:
             opened.truncate(end)
     return data.count(b"\n")
-
-
-def _rank_of(adapter: str) -> int:
-    """The largest rank in an adapter's configuration; errors of a broken one come from the engine."""
-    try:
-        config = json.loads((Path(adapter) / "adapter_config.json").read_text(encoding="utf-8"))
-        return max(int(config["r"]), *map(int, (config.get("rank_pattern") or {}).values()), 1)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return 64
 
 
 def _reader(options: TrainOptions) -> Reader:

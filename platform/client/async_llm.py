@@ -7,8 +7,9 @@ import contextlib
 import itertools
 import logging
 import uuid
+from collections import ChainMap
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Sequence
-from os import PathLike, fspath
+from os import PathLike
 from types import TracebackType
 from typing import Any, NamedTuple, Self, Unpack, cast
 
@@ -23,14 +24,14 @@ from .adapters.async_adapters import AsyncLLMAdapters
 from .adapters.methods import AsyncAdapterMethods
 from .adapters.sources import AdapterSources
 from .adapters.spelling import AnyLoRA
-from .async_requests import AsyncRequests
 from .engine_factory import DEFAULT_ENGINE, demo_lora_requests, engine_args, import_text_side, load_text_side
 from .input_processor import InputProcessor, Prompt, RequestOptions, check_request_id, text_of
 from .kernel_configs import use_kernel_configs
 from .output_processor import OutputProcessor, RequestState
 from .process.event_loops import Done, in_event_loop, run_in
 from .process.ipc import Abort, Add
-from .process.supervisor import Callbacks, EngineSpec, Supervisor
+from .process.supervisor import EngineSpec, Supervisor
+from .request_maker import RequestMaker
 from .sampling_defaults import SamplingDefaults
 from .stream_pacing import StreamPacer
 from .text.chat_template import ChatOptions
@@ -43,7 +44,7 @@ class _Started(NamedTuple):
     """The parts that need the engine's model."""
 
     info: EngineInfo
-    requests: AsyncRequests
+    requests: RequestMaker
     output_processor: OutputProcessor
 
 
@@ -70,7 +71,7 @@ class AsyncLLM(AsyncAdapterMethods):
         **options: Any,
     ) -> None:
         args = engine_args("AsyncLLM", model, options)
-        use_kernel_configs(None if kernel_configs is None else fspath(kernel_configs))
+        use_kernel_configs(kernel_configs)
         self._start_with(EngineSpec(args=args), sources)
 
     @classmethod
@@ -88,15 +89,13 @@ class AsyncLLM(AsyncAdapterMethods):
         return self
 
     def _start_with(self, spec: EngineSpec, sources: AdapterSources | None) -> None:
-        self._args = spec.args
+        self._args = args = spec.args
         self.sources = sources if sources is not None else AdapterSources()
-        args = self._args
         self.sampling_defaults = SamplingDefaults(args.generation_config, self.sources, args.override_generation_config)
         """Sampling parameters of requests that leave them out."""
         self.adapters = AsyncLLMAdapters(self.start, lambda: self._supervisor.ready_engine(), self.sources)
         self._supervisor = Supervisor(
-            spec,
-            Callbacks(on_deltas=self._on_deltas, on_death=self._on_death, on_restart=self.adapters.load_again),
+            spec, on_deltas=self._on_deltas, on_death=self._on_death, on_restart=self.adapters.load_again
         )
         self._starting: asyncio.Task[EngineInfo] | None = None
         self._ending: asyncio.Future[None] | Done | None = None
@@ -144,13 +143,9 @@ class AsyncLLM(AsyncAdapterMethods):
             await self._supervisor.stop()
             raise
         self._pacer.shares_cores = info.device == "cpu"
-        requests = AsyncRequests(
-            InputProcessor(tokenizer, info, eos_token_ids),
-            self.adapters.requests,
-            demo_lora_requests(self._args),
-            self.sources,
-            self.sampling_defaults,
-        )
+        known = ChainMap(self.adapters.requests, demo_lora_requests(self._args))
+        input_processor = InputProcessor(tokenizer, info, eos_token_ids)
+        requests = RequestMaker(input_processor, lambda: known, self.sources, self.sampling_defaults)
         self._started = _Started(info, requests, OutputProcessor(tokenizer))
         return info
 
@@ -236,7 +231,9 @@ class AsyncLLM(AsyncAdapterMethods):
         return self._ending
 
     async def _shutdown(self) -> None:
-        self._on_death(ShuttingDownError("the server is shutting down"))
+        error = ShuttingDownError("the server is shutting down")
+        self._on_death(error)
+        self.sources.fail_waiting(error)
         await self._supervisor.stop()
         if self._starting is not None:
             await asyncio.gather(self._starting, return_exceptions=True)
@@ -361,6 +358,12 @@ class AsyncLLM(AsyncAdapterMethods):
             with contextlib.suppress(EngineDeadError, ShuttingDownError):  # then nothing is running
                 self._supervisor.ready_engine().send(Abort(request_ids))
 
+    async def share_prefixes(self, prefixes: Iterable[Sequence[int]]) -> None:
+        """From then on share the KV of these beginnings of prompts (token ids) among all tenants, and of no others.
+        Requests with a `cache_salt` take no part. One call at a time. EngineDeadError before the first start."""
+        built = await asyncio.to_thread(SharedPrefixes, prefixes, self.info.block_size)
+        self.input_processor.shared_prefixes = built
+
     # --- what the supervisor tells --------------------------------------------------------------------------------
 
     def _on_deltas(self, deltas: list[TokenDelta]) -> None:
@@ -374,12 +377,6 @@ class AsyncLLM(AsyncAdapterMethods):
         failed: list[RequestState] = [] if self._started is None else self.output_processor.fail_all(error)
         for state in failed:
             self._pacer.wake(state.request_id)
-
-    async def share_prefixes(self, prefixes: Iterable[Sequence[int]]) -> None:
-        """From then on share the KV of these beginnings of prompts (token ids) among all tenants, and of no others.
-        Requests with a `cache_salt` take no part. One call at a time. EngineDeadError before the first start."""
-        built = await asyncio.to_thread(SharedPrefixes, prefixes, self.info.block_size)
-        self.input_processor.shared_prefixes = built
 
     # --- what LLM has too ------------------------------------------------------------------------------------------
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Protocol, cast
 
 from ...models.demo import demo_adapters
-from ..core.adapters import LocalAdapters
+from ..core.adapter_verbs import LocalAdapters
+from ..core.compat.foreign_options import take_foreign
 from ..core.compat.vllm_options import ENGINE, without_effect
 from ..core.config import EngineArgs
 from ..core.lora_request import LoRARequest
 from ..core.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
-from ..core.suggestions import did_you_mean
 from .demo_defaults import apply_demo_defaults, is_demo
 
 logger = logging.getLogger(__name__)
@@ -75,27 +75,17 @@ def own_options(who: str, options: dict[str, Any]) -> dict[str, Any]:
         InvalidRequestError: an option of vLLM that would have an effect and is not there.
     """
     fields = EngineArgs.__dataclass_fields__
-    foreign = {name: value for name, value in options.items() if name not in fields}
-    for name in foreign:
-        if name not in ENGINE:
-            known = ", ".join(sorted(fields))
-            raise TypeError(
-                f"{who}() got an unexpected option {name!r}{did_you_mean(name, [*fields, *ENGINE])}; known are {known}"
-            )
-    for name, why in without_effect(foreign, ENGINE, options.get("speculative_config")).items():
+    given = dict(options)
+    take_foreign(f"{who}()", given, ENGINE, fields)
+    for name, why in without_effect({}, ENGINE, given.get("speculative_config")).items():
         logger.warning("%s has no effect: %s", name, why)
     # vLLM writes None for the default of every option.
-    return {
-        name: value
-        for name, value in options.items()
-        if name in fields and (value is not None or fields[name].default is None)
-    }
+    return {name: value for name, value in given.items() if value is not None or fields[name].default is None}
 
 
 def load_engine(path: str) -> Callable[..., Engine]:
     """The callable `(args: EngineArgs, *, progress: bool) -> Engine` behind an import path "module:callable"."""
-    module, _, name = path.partition(":")
-    return cast(Callable[..., Engine], getattr(import_module(module), name))
+    return cast(Callable[..., Engine], resolve_name(path))
 
 
 def import_text_side(args: EngineArgs) -> None:

@@ -87,7 +87,6 @@ class Defaults(NamedTuple):
 class ParsedPrompt(NamedTuple):
     """A prompt, tokenized and checked."""
 
-    text: str | None
     token_ids: list[int]
     cache_salt: str
 
@@ -95,11 +94,7 @@ class ParsedPrompt(NamedTuple):
 class InputProcessor:
     """Makes engine requests for one model."""
 
-    def __init__(self, tokenizer: Any, info: EngineInfo, eos_token_ids: Sequence[int] | None = None) -> None:
-        if eos_token_ids is None:
-            from ...models.checkpoint.tokenizer import eos_token_ids as read_eos_token_ids
-
-            eos_token_ids = sorted(read_eos_token_ids(info.model, tokenizer))
+    def __init__(self, tokenizer: Any, info: EngineInfo, eos_token_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         # Some models name end tokens that their vocabulary lacks: those can never be said.
         self.eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < info.vocab_size]
@@ -198,7 +193,7 @@ class InputProcessor:
         if not ids:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         self._check_num_tokens(len(ids))
-        return ParsedPrompt(text, ids, cache_salt)
+        return ParsedPrompt(ids, cache_salt)
 
     def _check_num_tokens(self, num_tokens: int) -> None:
         limit = self._info.max_model_len
@@ -243,26 +238,6 @@ class InputProcessor:
         return ids
 
     # --- chat -----------------------------------------------------------------------------------------------------
-
-    def render_chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        tools: list[dict[str, Any]] | None = None,
-    ) -> list[int]:
-        """The token ids of a conversation; the template has written the special tokens itself."""
-        options = ChatOptions(
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-            chat_template_kwargs=chat_template_kwargs,
-            tools=tools,
-        )
-        return self.chat_prompt(messages, options)["prompt_token_ids"]
 
     def chat_prompt(self, messages: Sequence[dict[str, Any]], options: ChatOptions) -> dict[str, Any]:
         """A conversation as a prompt with both its text and its token ids."""
@@ -319,12 +294,14 @@ def text_of(prompt: Prompt) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def is_long(prompt: Prompt, params: SamplingParams | None) -> bool:
+def is_long(prompt: Prompt, params: object) -> bool:
     """True when checking a request takes more than about a millisecond, so that it belongs into a thread."""
     text = text_of(prompt)
     token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
     num_ids = len(token_ids) if text is None and isinstance(token_ids, Sequence) else 0
-    lists = () if params is None else (params.bad_words, params.allowed_token_ids, params.logit_bias)
+    lists: tuple[Any, ...] = ()
+    if isinstance(params, SamplingParams):
+        lists = (params.bad_words, params.allowed_token_ids, params.logit_bias)
     return (
         len(text or "") > _LONG_TEXT or num_ids > _MANY_IDS or any(len(value or ()) > _FEW_ENTRIES for value in lists)
     )

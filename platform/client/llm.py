@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from os import PathLike, fspath
+from os import PathLike
 from types import TracebackType
-from typing import Any, Self, TypeAlias, TypeVar, cast
+from typing import Any, Self, TypeAlias, cast
 
-from ..core.adapters import LocalAdapters
+from ..core.adapter_verbs import LocalAdapters
 from ..core.compat.foreign_options import take_foreign
 from ..core.compat.vllm_python import GENERATE
 from ..core.config import EngineArgs
@@ -22,7 +22,7 @@ from ..core.sampling_params import SamplingParams
 from .adapters.llm_adapters import LLMAdapters
 from .adapters.methods import SyncAdapterMethods
 from .adapters.sources import AdapterSources
-from .adapters.spelling import AnyLoRA, lora_of_each, resolve_lora
+from .adapters.spelling import AnyLoRA, for_each, lora_of_each
 from .engine_factory import (
     DEFAULT_ENGINE,
     demo_lora_requests,
@@ -31,15 +31,13 @@ from .engine_factory import (
     load_engine,
     load_text_side,
 )
-from .input_processor import Defaults, InputProcessor, Prompt, text_of
+from .input_processor import InputProcessor, Prompt, text_of
 from .kernel_configs import use_kernel_configs
 from .output_processor import OutputProcessor, RequestState
 from .progress import GenerationProgress
+from .request_maker import RequestMaker
 from .sampling_defaults import SamplingDefaults
-from .text.adapter_templates import adapter_chat_template
 from .text.chat_template import ChatOptions
-
-T = TypeVar("T")
 
 _OPTION_DEFAULTS: dict[str, Any] = {"priority": 0, "tenant": "", "weight": 1.0, "cache_salt": ""}
 
@@ -72,7 +70,7 @@ class LLM(SyncAdapterMethods):
         **options: Any,
     ) -> None:
         args = engine_args("LLM", model, options)
-        use_kernel_configs(None if kernel_configs is None else fspath(kernel_configs))
+        use_kernel_configs(kernel_configs)
         self._start(args, DEFAULT_ENGINE, sources)
 
     @classmethod
@@ -85,8 +83,8 @@ class LLM(SyncAdapterMethods):
         return self
 
     def _start(self, args: EngineArgs, engine: str, sources: AdapterSources | None) -> None:
-        self._sources = sources if sources is not None else AdapterSources()
-        self._defaults = SamplingDefaults(args.generation_config, self._sources, args.override_generation_config)
+        sources = sources if sources is not None else AdapterSources()
+        self._defaults = SamplingDefaults(args.generation_config, sources, args.override_generation_config)
         if args.prompt_pacing is None:
             args = replace(args, prompt_pacing=False)
         make_engine = load_engine(engine)
@@ -98,11 +96,12 @@ class LLM(SyncAdapterMethods):
         try:
             self._tokenizer, eos_token_ids = load_text_side(args, self._engine.info)
             self._defaults.read_model(self._engine.info.model)
-            self._input_processor = InputProcessor(self._tokenizer, self._engine.info, eos_token_ids)
+            input_processor = InputProcessor(self._tokenizer, self._engine.info, eos_token_ids)
         except BaseException:
             self._engine.shutdown()
             raise
-        self.adapters = LLMAdapters(self._open_adapters, self._sources, demo_lora_requests(args))
+        self.adapters = LLMAdapters(self._open_adapters, sources, demo_lora_requests(args))
+        self._requests = RequestMaker(input_processor, lambda: self.adapters.known, sources, self._defaults)
         self._output_processor = OutputProcessor(self._tokenizer)
         self._num_requests = 0
         self._closed = False
@@ -143,18 +142,16 @@ class LLM(SyncAdapterMethods):
         self._check_open()
         take_foreign("LLM.generate()", options, GENERATE, _OPTION_DEFAULTS)
         batch = _as_prompts(prompts)
-        params: list[SamplingParams | None] = _for_each("sampling_params", sampling_params, len(batch), None)
+        params: list[SamplingParams | None] = for_each("sampling_params", sampling_params, len(batch), None)
         loras = lora_of_each(lora_request, len(batch))
-        columns = [_for_each(name, options.get(name), len(batch), value) for name, value in _OPTION_DEFAULTS.items()]
+        columns = [for_each(name, options.get(name), len(batch), value) for name, value in _OPTION_DEFAULTS.items()]
         of_each = [dict(zip(_OPTION_DEFAULTS, row, strict=True)) for row in zip(*columns, strict=True)]
         work: list[tuple[str, str | None, list[EngineRequest]]] = []
         for prompt, one_params, lora, one_options in zip(batch, params, loras, of_each, strict=True):
             request_id = str(self._num_requests)
             self._num_requests += 1
-            local = self._sources.localize_now(resolve_lora(lora, lambda: self.adapters.known))
-            chosen = one_params if one_params is not None else Defaults(self._defaults.of_now(local))
-            requests = self._input_processor.process(request_id, prompt, chosen, lora=local, **one_options)
-            work.append((request_id, text_of(prompt), requests))
+            made = self._requests.make(prompt, one_params, request_id=request_id, lora_request=lora, **one_options)
+            work.append((request_id, text_of(prompt), made.result()))
         states: list[RequestState] = []
         try:
             for request_id, text, requests in work:
@@ -225,13 +222,7 @@ class LLM(SyncAdapterMethods):
         of_requests = {name: options.pop(name) for name in _OPTION_DEFAULTS if name in options}
         prompts: list[Prompt] = []
         for conversation, lora in zip(conversations, lora_of_each(lora_request, len(conversations)), strict=True):
-            if options.get("chat_template") is None:
-                local = self._sources.localize_now(resolve_lora(lora, lambda: self.adapters.known))
-                template = adapter_chat_template(local)
-            else:
-                template = options["chat_template"]
-            chat_options = cast(ChatOptions, {**options, "chat_template": template})
-            prompts.append(self._input_processor.chat_prompt(conversation, chat_options))
+            prompts.append(self._requests.chat_prompt(conversation, lora, cast(ChatOptions, options)).result())
         return self.generate(prompts, sampling_params, lora_request, use_tqdm, on_output, **of_requests)
 
     # --- the rest -------------------------------------------------------------------------------------------------
@@ -277,14 +268,3 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
     if prompts and all(isinstance(item, int) for item in prompts):
         return [list(prompts)]
     return list(prompts)
-
-
-def _for_each(name: str, value: Any, count: int, default: T) -> list[T]:
-    """`value` for each of `count` prompts: a list as it is, None as the default, anything else repeated."""
-    if value is None:
-        return [default] * count
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        if len(value) != count:
-            raise InvalidRequestError(f"{name} has {len(value)} entries for {count} prompts", param=name)
-        return list(value)
-    return [value] * count

@@ -15,7 +15,7 @@ from ..core.errors import InvalidRequestError, OutriderError, error_from_info
 from ..core.logs import trace_of
 from ..core.messages import EngineRequest, SpeculationCounts, TokenDelta
 from ..core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from .text.detokenizer import IncrementalDetokenizer, has_text_before
+from .text.detokenizer import IncrementalDetokenizer
 from .text.vocabulary import PromptLogprobs, TokenTexts, logprobs_without_text, vocabulary_of
 
 logger = logging.getLogger(__name__)
@@ -39,15 +39,16 @@ class SequenceState:
         self.speculation: SpeculationCounts | None = None
         self._include_stop = params.include_stop_str_in_output
         self._texts: TokenTexts | None = None
-        if params.detokenize and params.logprobs is not None:
-            at_start = not has_text_before(tokenizer, params, request.prompt_token_ids)
-            self._texts = TokenTexts(vocabulary_of(tokenizer), params.skip_special_tokens, at_start)
-        self._detokenizer = (
-            IncrementalDetokenizer(tokenizer, params, request.prompt_token_ids) if params.detokenize else None
-        )
+        self._detokenizer: IncrementalDetokenizer | None = None
+        if params.detokenize:
+            self._detokenizer = IncrementalDetokenizer(tokenizer, params, request.prompt_token_ids)
+            if params.logprobs is not None:
+                at_start = not self._detokenizer.has_text_before
+                self._texts = TokenTexts(vocabulary_of(tokenizer), params.skip_special_tokens, at_start)
         self._taken_tokens = 0
         self._taken_chars = 0
-        self._changed = False
+        self.has_changed = False
+        """True when anything has come since the last `take`."""
 
     def update(self, delta: TokenDelta) -> bool:
         """Append a delta. True when a stop string ended the sequence here and the engine does not know yet."""
@@ -78,7 +79,7 @@ class SequenceState:
                 self.cumulative_logprob = (self.cumulative_logprob or 0.0) + position.logprobs[0]
         if delta.speculation is not None:
             self.speculation = delta.speculation
-        self._changed = True
+        self.has_changed = True
         if finish_reason is not None:
             self.finish(finish_reason, stop_reason)
         return stopped_here
@@ -86,18 +87,13 @@ class SequenceState:
     def finish(self, finish_reason: str, stop_reason: int | str | None = None) -> None:
         """Complete the sequence: no token will follow."""
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
-        self._changed = True
+        self.has_changed = True
         if self._detokenizer is not None:
             self._detokenizer.finish()
 
-    @property
-    def has_changed(self) -> bool:
-        """True when anything has come since the last `take`."""
-        return self._changed
-
     def take(self, delta: bool) -> CompletionOutput | None:
         """The output since the last call (None when nothing is new), or everything so far."""
-        if delta and not self._changed:
+        if delta and not self.has_changed:
             return None
         detokenizer = self._detokenizer
         num_chars = detokenizer.num_safe_chars() if detokenizer is not None else 0
@@ -116,7 +112,7 @@ class SequenceState:
             drafted=self.drafted[first_token:],
             rejected_drafts=self.rejected_drafts[first_token:],
         )
-        self._taken_tokens, self._taken_chars, self._changed = len(self.token_ids), num_chars, False
+        self._taken_tokens, self._taken_chars, self.has_changed = len(self.token_ids), num_chars, False
         return output
 
 

@@ -21,6 +21,7 @@ from ...models.checkpoint.generation_config import (
 from ..core.errors import InvalidRequestError
 from ..core.lora_request import LoRA, LoRARequest
 from .adapters.sources import AdapterSources
+from .waiting import Waits, waits
 
 
 class SamplingDefaults:
@@ -52,26 +53,15 @@ class SamplingDefaults:
                 hint = "; with generation_config none the file is not read"
                 raise InvalidRequestError(error.message + hint, param=error.param) from error
 
-    async def of(self, lora: LoRA | None) -> dict[str, Any]:
+    @waits
+    def of(self, lora: LoRA | None) -> Waits[dict[str, Any]]:
         """Fields of `SamplingParams` for a request of this adapter, whose folder is local.
 
         Raises:
             AdapterError: the adapter's file has a wrong value.
         """
-        folder = self._folder(lora)
-        return self._with({} if folder is None else await self._sources.sampling_defaults(folder))
-
-    def of_now(self, lora: LoRA | None) -> dict[str, Any]:
-        """`of` without asyncio: the call waits for the file."""
-        folder = self._folder(lora)
-        return self._with({} if folder is None else self._sources.sampling_defaults_now(folder))
-
-    def _with(self, of_adapter: dict[str, Any]) -> dict[str, Any]:
+        requests = [] if lora is None else [lora] if isinstance(lora, LoRARequest) else [p.request for p in lora.parts]
+        if len(requests) != 1 or self._choice in NOTHING:
+            return self.of_model
+        of_adapter = yield from self._sources.sampling_defaults(requests[0].path)
         return {**self.of_model, **of_adapter, **self._override}
-
-    def _folder(self, lora: LoRA | None) -> str | None:
-        if lora is None or self._choice in NOTHING:
-            return None
-        if isinstance(lora, LoRARequest):
-            return lora.path
-        return lora.parts[0].request.path if len(lora.parts) == 1 else None

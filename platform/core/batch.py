@@ -1,6 +1,6 @@
 """One step: what the scheduler plans, and what the runner answers.
 
-Scheduler.schedule() -> StepPlan -> ModelRunner.run(plan) -> StepResult -> Scheduler.commit(plan, result)
+Scheduler.schedule() -> StepPlan -> ModelRunner.launch, collect -> StepResult -> Scheduler.commit, ModelRunner.draft
 
 A step may be planned while the one before it runs: then it is not known yet which tokens that one samples, and how many
 drafts it accepts. Such a row is planned as if all were right, and the device, which knows, puts it where it belongs
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from .errors import ErrorInfo
 from .messages import TokenLogprobs
-from .request import NO_DRAFTS, Drafts, Request
+from .request import Request
 
 
 @dataclass(slots=True)
@@ -50,14 +50,9 @@ class StepPlan:
     """One step's work. Rows are in the order in which they were scheduled."""
 
     rows: list[RowPlan] = field(default_factory=list)
-    drafts_on_device: bool = False
-    """Whether the device makes the drafts for the next step, if there are any, without the host, which may plan that
-    step meanwhile."""
-
-    @property
-    def asks_for_drafts(self) -> bool:
-        """Return whether any row gets drafts after this step."""
-        return any(row.max_new_drafts for row in self.rows)
+    is_followed: bool = False
+    """Whether the next step may be planned before the host knows what this one brings. Then the device makes the drafts
+    for that step, if there are any, without the host."""
 
     @property
     def num_tokens(self) -> int:
@@ -75,10 +70,6 @@ class RowResult(NamedTuple):
     """Aligned with `token_ids`, when asked for."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """For the prompt positions start+1 .. of this chunk, when asked for."""
-    drafts: Drafts = NO_DRAFTS
-    """For the next step."""
-    num_draft_computed: int = 0
-    """Leading positions whose KV is valid in the drafter's layers, provided that all of `drafts` are accepted."""
     error: ErrorInfo | None = None
     """Set when this sequence cannot go on; then nothing else is."""
 
@@ -89,4 +80,4 @@ class StepResult(NamedTuple):
     rows: list[RowResult]
     """Aligned with the plan's."""
     seconds: float = 0.0
-    """Duration of the step; 0 where nobody measured."""
+    """Duration of the target's forward pass, sampling and verification; 0 where nobody measured."""

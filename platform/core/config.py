@@ -7,7 +7,7 @@ machine, and a declared table of options that do not go together.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from .compat.vllm_options import plain_value
@@ -196,50 +196,38 @@ class EngineConfig:
     """True when a step is launched before the one before it has ended."""
 
 
-def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise InvalidRequestError(f"{name} must be one of {', '.join(allowed)}; got {value!r}", param=name)
-
-
-def _check_types(args: EngineArgs) -> None:
-    """Refuse values that are wrong for every model and machine."""
-    for name in _TEXTS:
-        if getattr(args, name) is not None:
-            check_text(name, getattr(args, name))
-    check_text("generation_config", args.generation_config)
-    for name in _BOOLEAN:
-        if not isinstance(getattr(args, name), bool) and not (name in _AUTOMATIC and getattr(args, name) is None):
-            raise InvalidRequestError(f"{name} must be true or false, got {getattr(args, name)!r}", param=name)
-    for name in _POSITIVE:
-        if getattr(args, name) is not None:
-            check_integer(name, getattr(args, name), 1)
-    for name in ("lora_memory", "max_cpu_lora_memory"):
-        if getattr(args, name) is not None:
-            parse_bytes(name, getattr(args, name))
-    check_integer("max_logprobs", args.max_logprobs, -1)
-    check_integer("seed", args.seed, -MAX_SEED - 1)
-    check_number("gpu_memory_utilization", args.gpu_memory_utilization, 0.0, 1.0, low_open=True)
-    for name in _FAIR_COSTS:
-        # Output must cost something: who is charged nothing is always next.
-        check_number(name, getattr(args, name), 0.0, _MAX_COST, low_open=name == "fair_output_cost")
-
-
-_TEXTS = ("model", "revision", "tokenizer", "tokenizer_revision", "download_dir", "served_model_name")
-_BOOLEAN = (
-    *("enable_prefix_caching", "enable_chunked_prefill", "prompt_pacing", "enable_lora", "enforce_eager"),
-    *("async_scheduling", "batch_invariant"),
-)
-_AUTOMATIC = ("prompt_pacing", "async_scheduling")
-"""Boolean options that may be None."""
-
-_POSITIVE = (
-    *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks_override"),
-    *("kv_cache_memory_bytes", "max_num_queued_reqs", "max_loras", "max_cpu_loras", "max_lora_rank"),
-    "tensor_parallel_size",
-)
-
-_FAIR_COSTS = ("fair_prompt_cost", "fair_output_cost", "fair_rejected_draft_cost")
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": DTYPES,
+    "device": ("auto", "cpu", "cuda"),
+    "load_format": ("auto", "dummy"),
+    "kv_cache_dtype": KV_CACHE_DTYPES,
+    "scheduling_policy": POLICIES,
+}
 _MAX_COST = 1e6
+
+
+def _check_value(name: str, kind: str, value: Any) -> None:
+    """Refuse a value that is wrong for every model and machine. `kind` is the field's type, as it is written."""
+    if value is None and "None" in kind:
+        return
+    if name in _CHOICES:
+        if value not in _CHOICES[name]:
+            raise InvalidRequestError(f"{name} must be one of {', '.join(_CHOICES[name])}; got {value!r}", param=name)
+    elif name in ("lora_memory", "max_cpu_lora_memory"):
+        parse_bytes(name, value)
+    elif kind.startswith("bool"):
+        if not isinstance(value, bool):
+            raise InvalidRequestError(f"{name} must be true or false, got {value!r}", param=name)
+    elif kind.startswith("int"):
+        check_integer(name, value, {"seed": -MAX_SEED - 1, "max_logprobs": -1}.get(name, 1))
+    elif kind.startswith("str"):
+        check_text(name, value)
+    elif name == "gpu_memory_utilization":
+        check_number(name, value, 0.0, 1.0, low_open=True)
+    elif kind == "float":
+        # Output must cost something: who is charged nothing is always next.
+        check_number(name, value, 0.0, _MAX_COST, low_open=name == "fair_output_cost")
+
 
 # (condition on the options, the field to name, what to say). Checked in order; the first that holds is raised.
 _INCOMPATIBLE: tuple[tuple[Callable[[EngineArgs], bool], str, str], ...] = (
@@ -272,12 +260,8 @@ _INCOMPATIBLE_WITH_DEVICE: tuple[tuple[Callable[[EngineArgs, Hardware], bool], s
 
 def check_args(args: EngineArgs) -> None:
     """Refuse options that are wrong whatever the model: `InvalidRequestError` with the option in `param`."""
-    _choice("dtype", args.dtype, DTYPES)
-    _choice("device", args.device, ("auto", "cpu", "cuda"))
-    _choice("load_format", args.load_format, ("auto", "dummy"))
-    _choice("kv_cache_dtype", args.kv_cache_dtype, KV_CACHE_DTYPES)
-    _choice("scheduling_policy", args.scheduling_policy, POLICIES)
-    _check_types(args)
+    for item in fields(args):
+        _check_value(item.name, str(item.type), getattr(args, item.name))
     for holds, name, message in _INCOMPATIBLE:
         if holds(args):
             raise InvalidRequestError(message, param=name)

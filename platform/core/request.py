@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
-from typing import Any, NamedTuple, TypeAlias, overload
+from typing import Any, NamedTuple
 
 from .lora_request import LoRA
 from .messages import SpeculationCounts, TokenLogprobs
@@ -31,55 +30,6 @@ class Drafts(NamedTuple):
 
 
 NO_DRAFTS = Drafts([])
-
-
-class Continued(Sequence[int]):
-    """A sequence's tokens as they are now, and some more: none is copied. The list that they stand in may grow
-    meanwhile, and is not changed otherwise."""
-
-    __slots__ = ("_more", "_num_known", "_tokens")
-
-    def __init__(self, tokens: list[int], more: list[int]) -> None:
-        self._tokens = tokens
-        self._num_known = len(tokens)
-        self._more = more
-
-    def __len__(self) -> int:
-        return self._num_known + len(self._more)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        known = self._num_known
-        if isinstance(index, slice):
-            start, end, step = index.indices(len(self))
-            if step != 1:
-                return list(self)[index]
-            if start >= known:
-                return self._more[start - known : max(end, start) - known]
-            return self._tokens[start : min(end, known)] + self._more[: max(end - known, 0)]
-        if index < 0:
-            index += len(self)
-        if 0 <= index < known:
-            return self._tokens[index]
-        if index < known:
-            raise IndexError("there are fewer tokens")
-        return self._more[index - known]
-
-    def __iter__(self) -> Iterator[int]:
-        return chain(islice(self._tokens, self._num_known), self._more)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, (list, Continued)) and len(self) == len(other) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]  # as of a list
-
-
-Tokens: TypeAlias = list[int] | Continued
 
 
 @dataclass(slots=True)
@@ -116,7 +66,8 @@ class Status(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence. Only `Scheduler.commit` moves `tokens` and `num_computed`."""
+    """One sequence. Only `Scheduler.commit` moves `tokens` and `num_computed`; `ModelRunner.draft` sets `drafts` after
+    it."""
 
     request_id: str
     tokens: list[int]

@@ -64,17 +64,18 @@ _NOT_FOR_METHOD: dict[str, tuple[str, ...]] = {
     "suffix": ("model", "revision", *_LOOKUP),
     **dict.fromkeys(MODEL_METHODS, (*_LOOKUP, *_SUFFIX)),
 }
-_INTEGERS = (
-    ("num_speculative_tokens", 1, 32),
-    ("prompt_lookup_max", 1, 64),
-    ("prompt_lookup_min", 1, 64),
-    ("suffix_decoding_max_tree_depth", 2, 256),
-    ("suffix_decoding_max_cached_requests", 0, 1_000_000),
-)
-_NUMBERS = (
-    ("suffix_decoding_max_spec_factor", 0.0, 32.0),
-    ("suffix_decoding_min_token_prob", 0.0, 1.0),
-)
+MAX_DRAFTS = 32
+"""Most drafts of a row in one step."""
+_RANGES: dict[str, tuple[float, float]] = {
+    "num_speculative_tokens": (1, MAX_DRAFTS),
+    "prompt_lookup_max": (1, 64),
+    "prompt_lookup_min": (1, 64),
+    "suffix_decoding_max_tree_depth": (2, 256),
+    "suffix_decoding_max_cached_requests": (0, 1_000_000),
+    "suffix_decoding_max_spec_factor": (0.0, 32.0),
+    "suffix_decoding_min_token_prob": (0.0, 1.0),
+}
+"""Least and largest values; fields with integers here take integers alone."""
 _WITHOUT_MODEL = ("ngram", "[ngram]", "suffix")
 """Methods that vLLM takes as `model` too."""
 _DEFAULT_DRAFTS = {"ngram": 3, "suffix": 8}
@@ -167,14 +168,10 @@ def _check_fit(config: SpeculativeConfig, given: Mapping[str, Any]) -> None:
 
 
 def _check_values(given: Mapping[str, Any]) -> None:
-    for name, low, high in _INTEGERS:
-        value = given.get(name, low)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise _wrong(f"{name} must be an integer in [{low}, {high}], got {value!r}")
-    for name, least, most in _NUMBERS:
-        value = given.get(name, least)
-        if not _is_number(value) or not least <= value <= most:
-            raise _wrong(f"{name} must be a number in [{least}, {most}], got {value!r}")
+    for name, (low, high) in _RANGES.items():
+        value, integer = given.get(name, low), isinstance(low, int)
+        if not _is_number(value) or (integer and not isinstance(value, int)) or not low <= value <= high:
+            raise _wrong(f"{name} must be {'an integer' if integer else 'a number'} in [{low}, {high}], got {value!r}")
     if not isinstance(given.get("adaptive", False), bool):
         raise _wrong(f"adaptive must be true or false, got {given['adaptive']!r}")
     rule = given.get("rejection_sample_method", "standard")

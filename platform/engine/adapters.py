@@ -1,4 +1,4 @@
-"""`EngineCore.adapters`: the verbs of `platform.core.adapters` for an engine in this process."""
+"""`EngineCore.adapters`: the verbs of `platform.core.adapter_verbs` for an engine in this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class EngineAdapters:
-    """Implements `core.adapters.LocalAdapters`; belongs to the engine's thread.
+    """Implements `core.adapter_verbs.LocalAdapters`; belongs to the engine's thread.
 
     `load` and `pin` take a further argument `read`, the result of `reader`. Without it they read files themselves, and
     a pinned adapter is on the device when they return.

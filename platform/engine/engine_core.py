@@ -35,7 +35,7 @@ class EngineCore:
         self._random = random.Random(args.seed)
         self._run_id = uuid4().hex
         self.adapters = EngineAdapters(parts.adapters, parts.scheduler)
-        """Loads, unloads and pins adapters; see `core.adapters`."""
+        """Loads, unloads and pins adapters; see `core.adapter_verbs`."""
         self._pipeline = Pipeline(parts.scheduler, parts.runner, parts.adapters.wait)
         self._speculation = SpeculationTotals()
         self._edit_tables: EditTables | None = None  # of the last request that had some: its sequences share them

@@ -5,7 +5,6 @@ The scheduler and the runner know none of them: they see the small protocols her
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +12,10 @@ from ...lora.tiers.stats import AdapterStats
 from ..core.errors import InvalidRequestError, NotFoundError
 from ..core.messages import AdapterInfo
 from ..core.request import Request
+from .queue.gates import Gate
 
 
-class NoAdapters:
+class NoAdapters(Gate):
     """Adapters when they are not enabled: a request that names one is refused, the rest cost nothing."""
 
     def resolve(self, request: Request) -> None:
@@ -29,15 +29,6 @@ class NoAdapters:
     def admit(self, request: Request) -> str | None:
         """Always ready."""
         return None
-
-    def prefetch(self, request: Request) -> None:
-        """Nothing is loaded."""
-
-    def release(self, request: Request) -> None:
-        """Nothing is held."""
-
-    def forget(self, request: Request) -> None:
-        """Nothing is held."""
 
     def wait(self, timeout: float) -> None:
         """Nothing is loading."""
@@ -86,7 +77,7 @@ class NoAdapters:
         """Nothing to check."""
 
 
-class PrefixNamespaces:
+class PrefixNamespaces(Gate):
     """Fixes each sequence's prefix-cache namespace when it is admitted: only then is its adapter's content known.
 
     Listed after the adapters' gate.
@@ -111,34 +102,3 @@ class PrefixNamespaces:
             request.namespace, request.shared_namespace = namespace, adapter
             request.block_hashes.clear()
         return None
-
-    def prefetch(self, request: Request) -> None:
-        """Nothing is loaded."""
-
-    def release(self, request: Request) -> None:
-        """Nothing is held."""
-
-    def forget(self, request: Request) -> None:
-        """Nothing is held."""
-
-
-class AdmissionTimes:
-    """Notes how long each sequence waited for its first step: the last time that it was let in, before any preemption.
-
-    Listed last.
-    """
-
-    def admit(self, request: Request) -> str | None:
-        """Always ready. Arrival is a time of the client's process: the monotonic clock is the machine's."""
-        if request.num_preemptions == 0 and request.arrival_time:
-            request.queue_seconds = max(0.0, time.monotonic() - request.arrival_time)
-        return None
-
-    def prefetch(self, request: Request) -> None:
-        """Nothing is loaded."""
-
-    def release(self, request: Request) -> None:
-        """Nothing is held."""
-
-    def forget(self, request: Request) -> None:
-        """Nothing is held."""

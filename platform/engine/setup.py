@@ -22,15 +22,15 @@ from ...spec_decode.drafters.factory import DrafterContext, draft_kv_bytes_per_t
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
-from ..core.speculative_config import SpeculativeConfig, parse_speculative
+from ..core.speculative_config import parse_speculative
 from ..core.threads import LARGE_WEIGHTS, beside_a_server, threads_for
-from .features import AdmissionTimes, NoAdapters, PrefixNamespaces
+from .features import NoAdapters, PrefixNamespaces
 from .hardware import find_hardware
 from .memory.block_pool import BlockPool
 from .memory.prefix_cache import PrefixCache
 from .queue.gates import DraftLimits
 from .queue.scheduler import Scheduler
-from .runner.device_queue import make_queue
+from .runner.device_queue import DeviceQueue
 from .runner.graphs import capture_ahead, make_graphs
 from .runner.model_runner import ModelRunner, RunnerParts
 from .runner.rehearsal import rehearse_adapter, rehearse_prompts
@@ -84,9 +84,9 @@ def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
             drafter,
             adapters.prepare,
             adapters.prepare_head,
+            DeviceQueue(device, asynchronous=config.async_scheduling),
             graphs,
             logits,
-            make_queue(device, asynchronous=config.async_scheduling),
             speculation.policy,
         )
     )
@@ -253,16 +253,16 @@ def _make_scheduler(
     short_context: int | None,
 ) -> Scheduler:
     pool = BlockPool(config.cache.num_blocks)
-    gates = [adapters, PrefixNamespaces(adapters.namespace, short_context), AdmissionTimes()]
-    limits = DraftLimits()
-    if config.speculative is not None:
-        limits = _draft_limits(config, config.speculative, speculation)
+    gates = [adapters, PrefixNamespaces(adapters.namespace, short_context)]
     cache = PrefixCache(pool, config.cache.block_size)
-    return Scheduler(config.scheduler, pool, cache, gates, limits, speculation.policy)
+    return Scheduler(config.scheduler, pool, cache, gates, _draft_limits(config, speculation), speculation.policy)
 
 
-def _draft_limits(config: EngineConfig, options: SpeculativeConfig, speculation: Speculation) -> DraftLimits:
-    needs, most = speculation.drafter.needs, options.num_speculative_tokens
+def _draft_limits(config: EngineConfig, speculation: Speculation) -> DraftLimits:
+    options, needs = config.speculative, speculation.drafter.needs
+    if options is None:
+        return DraftLimits(overlaps=config.async_scheduling)
+    most = options.num_speculative_tokens
     if speculation.policy is None:
         most = min(most, needs.max_drafts)
     return DraftLimits(

@@ -15,12 +15,12 @@ from ..core.errors import AuthenticationError, OutriderError
 from ..core.logs import current_request_id
 from ..tenancy.accounts.authenticator import Authenticator, StaticKeys
 from ..tenancy.accounts.principal import Principal
-from .adapters import routes as adapters
-from .config import ServerConfig
-from .console import routes as console
+from .adapters import adapter_routes
+from .console import console_routes
+from .console.statistics import Statistics
 from .observe import health
 from .observe.request_log import Observer
-from .openai import chat, completions, models, tokenize
+from .openai import chat, completions, model_routes, tokenize
 from .protect.error_responses import (
     ClientDisconnectedError,
     error_response,
@@ -28,7 +28,8 @@ from .protect.error_responses import (
     internal_error_response,
 )
 from .protect.paths import Paths
-from .serving import HELD_BODY, PRINCIPAL, Serving, valid_request_id
+from .server_config import ServerConfig
+from .serving_state import HELD_BODY, PRINCIPAL, Serving, valid_request_id
 
 if TYPE_CHECKING:
     from ..client.async_llm import AsyncLLM
@@ -47,7 +48,8 @@ def create_app(
     # No pages for the OpenAPI document: FastAPI's run scripts of other sites, beside the console.
     app = FastAPI(title="Outrider", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.serving = Serving(llm, config, tenancy)
-    for module in (chat, completions, models, adapters, tokenize, health, console):
+    app.state.statistics = Statistics(app.state.serving)
+    for module in (chat, completions, model_routes, adapter_routes, tokenize, health, console_routes):
         app.include_router(module.router)
     app.include_router(_admin_routes(tenancy))
     install_error_handlers(app)
@@ -65,7 +67,7 @@ def _admin_routes(tenancy: Tenancy | None) -> APIRouter:
     if tenancy is None:
         from .admin.no_tenants import router
     else:
-        from .admin.routes import router
+        from .admin.admin_routes import router
     return router
 
 

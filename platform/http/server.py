@@ -25,7 +25,7 @@ from ..core.errors import AdapterSourceError, EngineDeadError, InvalidRequestErr
 from ..core.logs import REQUEST_LOGGER, set_up_logging
 from ..core.lora_request import LoRARequest
 from ..core.text import shorten
-from .config import ServerConfig
+from .server_config import ServerConfig
 
 if TYPE_CHECKING:
     import uvicorn
@@ -172,14 +172,15 @@ class _Server:
 
     async def _open_tenancy(self, database: str) -> Tenancy:
         await asyncio.to_thread(importlib.import_module, "..tenancy.service", __package__)  # off the event loop
-        from ..tenancy.service import Tenancy, TenancyOptions
+        from ..tenancy.service import Tenancy
 
-        options = TenancyOptions(
+        opened = Tenancy.open(
+            database,
             admin_api_keys=self._config.admin_api_keys,
             journal=Path(self._config.journal) if self._config.journal else None,
             journal_max_bytes=self._config.journal_max_bytes,
         )
-        opening = asyncio.create_task(Tenancy.open(database, options))
+        opening = asyncio.create_task(opened)
         try:
             return cast("Tenancy", await self._unless(self._stop, opening))
         finally:
@@ -223,7 +224,7 @@ class _Server:
     def _uvicorn(self, app: FastAPI) -> uvicorn.Server:
         import uvicorn
 
-        from .observe.connection_metrics import ConnectionCollector
+        from .observe.metric_families import connection_families
         from .protect.connections import Admission, Connection, check_all
         from .protect.hardening import SECURITY_HEADERS, allow_connections, with_cors
 
@@ -243,7 +244,7 @@ class _Server:
         admission = Admission(
             max_connections=allow_connections(config.max_connections), client_timeout=config.client_timeout
         )
-        app.state.serving.metrics.register(ConnectionCollector(admission))
+        app.state.serving.metrics.register(lambda: connection_families(admission))
         options = uvicorn.Config(
             with_cors(app, config.cors_origins) if config.cors_origins else app,
             http=cast(Any, functools.partial(Connection, admission=admission)),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from .accounts.directory import Directory
@@ -18,18 +18,6 @@ from .limits.limiter import Limiter
 
 JOURNAL_MAX_BYTES = 64 << 20
 """Some 100,000 requests while the database is away."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TenancyOptions:
-    """Options of a server about tenants, beside the database's address."""
-
-    admin_api_keys: tuple[str, ...] = ()
-    """Keys of operators that are in no database."""
-    journal: Path | None = None
-    """Folder of the ledger's journal; None: see `default_journal`."""
-    journal_max_bytes: int = JOURNAL_MAX_BYTES
-    """Disk that it may take; when that is full, new requests are refused."""
 
 
 class Tenancy:
@@ -48,23 +36,34 @@ class Tenancy:
         self._opened = opened
 
     @classmethod
-    async def open(cls, url: str, options: TenancyOptions | None = None) -> Tenancy:
+    async def open(
+        cls,
+        url: str,
+        *,
+        admin_api_keys: Sequence[str] = (),
+        journal: Path | None = None,
+        journal_max_bytes: int = JOURNAL_MAX_BYTES,
+    ) -> Tenancy:
         """Connect, bring the tables up to date, read who there is, and replay the journal.
+
+        Args:
+            admin_api_keys: keys of operators that are in no database.
+            journal: folder of the ledger's journal; None: see `default_journal`.
+            journal_max_bytes: disk that it may take; when that is full, new requests are refused.
 
         Raises:
             InvalidRequestError: no such database, or one of a newer Outrider; or the journal's folder cannot be used.
             DatabaseUnavailableError: it cannot be reached.
         """
-        options = options or TenancyOptions()
         database = Database(parse_url(url))
         async with AsyncExitStack() as opened:
             opened.push_async_callback(asyncio.to_thread, database.close)
             await database.run(upgrade, database)
-            directory = Directory(database, options.admin_api_keys)
+            directory = Directory(database, admin_api_keys)
             opened.push_async_callback(directory.close)
             await directory.start()
-            folder = options.journal or default_journal(database)
-            ledger = await Ledger.open(database, folder, options.journal_max_bytes)
+            folder = journal or default_journal(database)
+            ledger = await Ledger.open(database, folder, journal_max_bytes)
             opened.push_async_callback(ledger.close)
             return cls(database, directory, ledger, Limiter(ledger.tokens_between), opened.pop_all())
 

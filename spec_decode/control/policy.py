@@ -260,7 +260,7 @@ class SpeculationPolicy:
         if seconds > 0.0 and rows and all(row.samples and row.num_tokens == 1 + row.num_drafts for row in rows):
             self._steps.add(len(rows), sum(row.num_drafts for row in rows), seconds)
             # Where the device drafts, what lies between two steps is the drafting after the first of them.
-            about = self._asked if plan.drafts_on_device else asked
+            about = self._asked if plan.is_followed else asked
             if about is not None and gap is not None and (gap < LONGEST_GAP or about[1]):
                 self._drafts.add(about[0], len(rows), about[1], gap)
             self._charge_trials(rows, seconds)
@@ -298,7 +298,7 @@ class SpeculationPolicy:
                 state.is_right = 0 < row.num_drafts == got.num_accepted
             if row.max_new_drafts:
                 state.proposed_by = row.drafter
-            state.asked = row.max_new_drafts, len(got.drafts.token_ids)
+            state.asked = row.max_new_drafts, len(row.request.drafts.token_ids)
             if state.trial_rounds and row.samples:
                 self._count_trial(state, now)
 

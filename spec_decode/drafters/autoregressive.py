@@ -19,7 +19,7 @@ import numpy as np
 from ...kernels.device_outcome import DeviceOutcome, DeviceTokens
 from ...kernels.staging import to_device
 from ...models.batch import SequenceRows
-from ...platform.core.request import NO_DRAFTS
+from ...platform.core.request import NO_DRAFTS, Status
 from ..verify.draft_sampling import Drafting, PassOutput, join_drafts, last_drafts
 from ..verify.verification import choose_rule
 from .base import DeviceStep, DraftRow, Proposal
@@ -153,7 +153,12 @@ def draft_rows(sequences: Sequence[Drafting], output: PassOutput, first_key: int
 def _drafting(row: DraftRow, limits: CatchUpLimits) -> Drafting:
     start = max(row.num_draft_valid, limits.first_position)
     rule = choose_rule(row.request, limits.invariant)
-    if row.request.params.max_drafts == 0 or (row.sampled and row.max_drafts == 0):  # maybe it never asks again
+    request = row.request
+    if (
+        request.params.max_drafts == 0
+        or request.status is Status.FINISHED
+        or (row.sampled and row.max_drafts == 0)  # maybe it never asks again
+    ):
         return Drafting(row, rule, start=start, end=start)
     room = min(len(row.block_table) * limits.block_size, limits.num_positions)
     num_tokens = len(row.tokens)
@@ -178,7 +183,7 @@ def _catch_up(
         if count > 0:
             budget -= count
             behind.append(sequence)
-            chunks.append(sequence.row.tokens[sequence.start : sequence.start + count])
+            chunks.append([*sequence.row.tokens[sequence.start : sequence.start + count]])
     if not behind:
         return None
     output = drafter.begin(behind, chunks)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from ...platform.core.request import NO_DRAFTS, Drafts, Request, Tokens
+from ...platform.core.request import NO_DRAFTS, Drafts, Request
 
 if TYPE_CHECKING:
     from ...kernels.device_outcome import DeviceOutcome
@@ -45,9 +45,9 @@ class DraftRow(NamedTuple):
     if every draft had been accepted."""
 
     request: Request
-    tokens: Tokens
-    """The sequence after this step: prompt, accepted tokens and the newly sampled one. For a row that did not reach its
-    end: all tokens of the request. Not to be changed. With `TargetOutput.on_device` only its length means anything."""
+    tokens: Sequence[int]
+    """The request's tokens after this step. Not to be changed. With `TargetOutput.on_device` only their number means
+    anything."""
     num_valid: int
     """Number of leading `tokens` that have valid KV in the target after this step."""
     num_draft_valid: int
@@ -74,13 +74,12 @@ class DraftRow(NamedTuple):
 
 
 class DeviceStep(NamedTuple):
-    """The outcome of a step, on the device. Every row lies at most `most_overshoot` positions before its `start`."""
+    """The outcome of a step, on the device."""
 
     outcome: DeviceOutcome | None
     """Tokens and accepted drafts of all rows, each of which reaches its end; None where no row may have drafts."""
     overshoot: Tensor | None
     """[B] int64, number of positions by which each row begins before `DraftRow.start`; None: all 0."""
-    most_overshoot: int
 
 
 class TargetOutput(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...platform.core.request import NO_DRAFTS, Drafts, Request, Status, Tokens
+from ...platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from ...platform.core.speculative_config import SpeculativeConfig
 from .base import Drafter, DraftRow, Proposal, TargetOutput
 from .factory import DrafterContext
@@ -60,7 +60,7 @@ class _History:
         self.tokens: list[int] = []
         self._array = np.empty(0, dtype=np.int32)  # made when it is needed
 
-    def update(self, new: Tokens) -> None:
+    def update(self, new: Sequence[int]) -> None:
         """Take in what `new` has beyond the tokens of the call before, which it extends."""
         tokens, last, before, n = self.tokens, self._last, self._before, self._min_n
         tokens += new[len(tokens) :]

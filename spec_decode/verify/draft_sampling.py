@@ -59,11 +59,9 @@ class Drafting:
 
     @property
     def new_tokens(self) -> tuple[Sequence[int], ...]:
-        """Tokens after the request's own, in parts: those of this step, which are not in the request yet (`seen` has
-        them, if it is set), and the drafts, which the host may not know."""
-        drafts = (DeviceIds(source, [place]) for source, place in self.device_ids)
-        sampled = self.row.tokens[len(self.row.request.tokens) :] if self.row.seen is None else []
-        return sampled, self.draft_ids, *drafts
+        """Tokens after the request's own, in parts: the drafts, which the host may not know. `DraftRow.seen` has those
+        that the device has sampled."""
+        return self.draft_ids, *(DeviceIds(source, [place]) for source, place in self.device_ids)
 
 
 class PassOutput(NamedTuple):

@@ -1,53 +1,75 @@
 """For each field of each route, the largest and the most numerous values that a body of 8 MiB can hold, right and wrong
 in type: a typed answer soon, no other client waits meanwhile, and the memory comes back.
 
-Routes and fields are those of the OpenAPI document, so a new one is covered by itself.
+Routes and fields are those of the OpenAPI document, and of the models that it leaves open, so a new one is covered by
+itself. Beside them stand the requests that once stalled a server.
 """
 
 import http.client
 import json
+import threading
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
 
+from outrider.platform.http.body.reader import documented
+from outrider.platform.http.openai.chat_messages import ChatMessage
+
 KEY = "operator"
 SIZE = (8 << 20) - 4096
-MAX_STALL_SECONDS = 0.3
+MAX_GAP_SECONDS = 0.3
+"""Gap of another client: 0.1 s on a machine of its own, three times that among other tests."""
 MAX_ANSWER_SECONDS = 2.0
 MAX_GROWTH = 64 << 20
 
 
-def repeated(item: bytes) -> bytes:
-    return item + (b"," + item) * (SIZE // (len(item) + 1) - 1)
+def repeated(item: bytes, count: int = 1 << 30) -> bytes:
+    """A list of `count` items, or of as many as fit."""
+    return b"[" + b",".join([item] * min(count, SIZE // (len(item) + 1))) + b"]"
 
 
-HUGE = {
-    "text": b'"' + b"1:+a" * (SIZE // 4) + b'"',
-    "numbers": b"[" + repeated(b"1") + b"]",
-    "texts": b"[" + repeated(b'"a"') + b"]",
-    "objects": b"[" + repeated(b'{"a":[]}') + b"]",
-    "names": b"{" + b",".join(b'"%d":1' % i for i in range(SIZE // 11)) + b"}",
-    "as many nulls as a body may hold": b"[" + b",".join([b"null"] * 262_000) + b"]",
-    "as many names": b"{" + b",".join(b'"%d":1' % i for i in range(65_000)) + b"}",
-}
-"""For a field."""
-LISTS = tuple(kind for kind in HUGE if kind != "text")
-"""One of them for each field, beside a text."""
-WHOLE = {
-    "unknown fields": b"{" + b",".join(b'"u%d":1' % i for i in range(SIZE // 12)) + b"}",
-    "long name": b'{"' + b"n" * SIZE + b'":1}',
-    "same name": b"{" + repeated(b'"u":1') + b"}",
-    "depth": b'{"n":' + b"[" * (SIZE // 2) + b"]" * (SIZE // 2) + b"}",
-    "digits": b'{"n":' + b"9" * SIZE + b"}",
-    "escapes": b'{"n":"' + b'\\"' * (SIZE // 2) + b'"}',
-    "not JSON": b"[" * SIZE,
-}
-"""Half of them for each route."""
-SMALL = {
+def named(count: int) -> bytes:
+    return b"{" + b",".join(b'"%06d":1' % i for i in range(count)) + b"}"
+
+
+@cache
+def huge_values() -> tuple[bytes, dict[str, bytes], dict[str, bytes]]:
+    """The longest text; the most of each kind, which are beyond the bounds of a body; as many as it may hold."""
+    most = {
+        "numbers": repeated(b"1"),
+        "texts": repeated(b'"a"'),
+        "lists": repeated(b"[]"),
+        "objects": repeated(b'{"a":[]}'),
+        "names": named(SIZE // 11),
+    }
+    within = {
+        "numbers": repeated(b"1", 262_000),
+        "texts": repeated(b'"a"', 65_000),
+        "objects": repeated(b"{}", 16_000),
+        "names": named(65_000),
+    }
+    return b'"' + b"1:+a" * (SIZE // 4) + b'"', most, within
+
+
+@cache
+def huge_bodies() -> dict[str, bytes]:
+    return {
+        "unknown fields": named(SIZE // 11),
+        "long name": b'{"' + b"n" * SIZE + b'":1}',
+        "same name": b"{" + repeated(b'"u":1')[1:-1] + b"}",
+        "depth": b'{"n":' + b"[" * (SIZE // 2) + b"]" * (SIZE // 2) + b"}",
+        "digits": b'{"n":' + b"9" * SIZE + b"}",
+        "escapes": b'{"n":"' + b'\\"' * (SIZE // 2) + b'"}',
+        "not JSON": b"[" * SIZE,
+    }
+
+
+SMALL: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a", "max_tokens": 1},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     "/tokenize": {"prompt": "a"},
@@ -65,13 +87,14 @@ class Case(NamedTuple):
     path: str
     name: str
     body: bytes
+    status: int = 0
+    """The one that is expected; 0: any below 500."""
 
 
 class Answer(NamedTuple):
     status: int
     content: bytes
     seconds: float
-    stall: float
 
 
 class Victim:
@@ -79,114 +102,264 @@ class Victim:
 
     def __init__(self, server) -> None:
         self.server = server
-        self._host = server.url.removeprefix("http://")
-        self._connection = http.client.HTTPConnection(self._host, timeout=60)
+        self._connection = self.connect()
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self.server.url.removeprefix("http://"), timeout=60)
+
+    def open(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes
+    ) -> http.client.HTTPResponse:
+        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+        connection.request(method, path, body, headers)
+        return connection.getresponse()
 
     def send(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-        self._connection.request(method, path, body, headers)
-        response = self._connection.getresponse()
+        response = self.open(self._connection, method, path, body)
         return response.status, response.read()
 
     def probe(self) -> dict[str, float]:
         return json.loads(self.send("GET", "/probe")[1])
 
     def answer(self, case: Case) -> Answer:
-        self.probe()
         start = time.monotonic()
         status, content = self.send(case.method, case.path, case.body)
-        seconds = time.monotonic() - start
-        return Answer(status, content, seconds, self.probe()["stall"])
+        return Answer(status, content, time.monotonic() - start)
+
+    def problem(self, *cases: Case) -> str:
+        """What is wrong with the answers, or happened to others meanwhile; "" for nothing."""
+        self.probe()
+        for case in cases:
+            problem = problem_of(self.answer(case), case.status)
+            if problem:
+                return f"{case.path} {case.name}: {problem}"
+        stall = self.probe()["stall"]
+        return "" if stall < MAX_GAP_SECONDS else f"{cases[0].path} {cases[0].name}: {stall:.3f} s of standstill"
 
     def memory(self) -> float:
         return self.probe()["memory"] + psutil.Process(self.server.engine().pid).memory_info().rss
 
+    def growth(self, before: float) -> float:
+        """Bytes more than `before`; what was freed is given back a little later."""
+        growth = self.memory() - before
+        for _ in range(6):
+            if growth > MAX_GROWTH / 2:
+                time.sleep(0.5)
+                growth = self.memory() - before
+        return growth
+
 
 @pytest.fixture(scope="module")
 def victim(start_server, fixed_drafts, tmp_path_factory) -> Victim:
+    """With a small KV cache that has been filled: the system counts its pages when they are first written."""
     database = tmp_path_factory.mktemp("hostile") / "outrider.db"
     options = ("--database", f"sqlite:///{database}", "--admin-api-key", KEY, "--log-level", "error")
-    return Victim(start_server(*options, *fixed_drafts, program="stall_server", PYTHONPATH=str(Path(__file__).parent)))
+    options += ("--num-gpu-blocks-override", "512")
+    server = start_server(*options, *fixed_drafts, program="stall_server", PYTHONPATH=str(Path(__file__).parent))
+    victim = Victim(server)
+    filling = {"prompt": [[token] * 2000 for token in range(5, 9)], "max_tokens": 8}
+    assert victim.send("POST", "/v1/completions", json.dumps(filling).encode())[0] == 200
+    return victim
 
 
-def cases(document: dict) -> Iterator[Case]:
-    for path, operations in document["paths"].items():
-        for method, operation in operations.items():
-            content = operation.get("requestBody", {}).get("content", {})
-            if "application/json" not in content:
-                continue
-            where = path.replace("{name}", "acme").replace("{key_id}", "none")
-            fields = content["application/json"]["schema"]["properties"]
-            for index, field in enumerate(fields):
-                rest = {name: value for name, value in SMALL.get(path, {}).items() if name != field}
-                for kind in ("text", LISTS[index % len(LISTS)]):
-                    body = b"%s%s%s:%s}" % (
-                        json.dumps(rest).encode()[:-1],
-                        b"," if rest else b"",
-                        json.dumps(field).encode(),
-                        HUGE[kind],
-                    )
-                    yield Case(method.upper(), where, f"{field}: {kind}", body)
-            for kind, body in list(WHOLE.items())[len(path) % 2 :: 2]:
-                yield Case(method.upper(), where, kind, body)
-
-
-def problem_of(answer: Answer) -> str:
-    if answer.status >= 500:
+def problem_of(answer: Answer, status: int) -> str:
+    if answer.status >= 500 or status not in (0, answer.status):
         return f"status {answer.status}"
     if answer.status >= 400:
         error = json.loads(answer.content)["error"]
         if len(answer.content) > 2000 or set(error) != {"message", "type", "param", "code"}:
             return f"error {answer.content[:200]!r}"
-    if answer.stall > MAX_STALL_SECONDS:
-        return f"the event loop stood still for {answer.stall:.3f} s"
     return f"{answer.seconds:.1f} s" if answer.seconds > MAX_ANSWER_SECONDS else ""
+
+
+# --- every field ---
+
+
+def schema_of(content: dict[str, Any]) -> dict[str, Any]:
+    return content["requestBody"]["content"]["application/json"]["schema"]
+
+
+def places(schema: dict[str, Any], around: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """The path of each field, of names and of "[]" for an item of a list, and its schema."""
+    for form in (schema, *schema.get("anyOf", ())):
+        for name, field in form.get("properties", {}).items():
+            if name == "messages":
+                field = {"type": "array", "items": schema_of(documented(ChatMessage))}
+            yield (*around, name), field
+            yield from places(field, (*around, name))
+        if "items" in form:
+            yield from places(form["items"], (*around, "[]"))
+
+
+def body_with(value: bytes, place: tuple[str, ...], rest: dict[str, Any]) -> bytes:
+    """A body with a value at a place, and all else that the route needs."""
+    for name in reversed(place):
+        value = b"[%s]" % value if name == "[]" else b"{%s:%s}" % (json.dumps(name).encode(), value)
+    others = {name: item for name, item in rest.items() if name != place[0]}
+    return json.dumps(others).encode()[:-1] + b"," + value[1:] if others else value
+
+
+def kind_of(schema: dict[str, Any]) -> str:
+    """The kind of `within` that is right in type for a field; "" for a field that is one value."""
+    for form in (schema, *schema.get("anyOf", ())):
+        if form.get("type") == "array":
+            return {"integer": "numbers", "string": "texts"}.get(form["items"].get("type"), "objects")
+        if form.get("type") == "object":
+            return "names"
+    return ""
+
+
+def cases(document: dict[str, Any]) -> Iterator[list[Case]]:
+    """The cases of each field, and of each route as a whole. A body beyond its bounds ends before its fields are known:
+    one field of each route stands for all."""
+    longest, most, within = huge_values()
+    kinds = list(within)
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            if "application/json" not in operation.get("requestBody", {}).get("content", {}):
+                continue
+            where = path.replace("{name}", "acme").replace("{key_id}", "none")
+            for index, (place, schema) in enumerate(places(schema_of(operation))):
+                chosen = {kinds[index % len(kinds)], kind_of(schema)} & within.keys()
+                values = {"text": longest} | {kind: within[kind] for kind in chosen}
+                if index == 0:
+                    values |= {f"most {kind}": value for kind, value in most.items()}
+                bodies = {kind: body_with(value, place, SMALL.get(path, {})) for kind, value in values.items()}
+                yield [Case(method.upper(), where, f"{'.'.join(place)}: {kind}", body) for kind, body in bodies.items()]
+            yield [Case(method.upper(), where, *whole) for whole in list(huge_bodies().items())[len(path) % 2 :: 2]]
 
 
 @pytest.mark.slow
 def test_each_field_of_each_route(victim):
     document = json.loads(victim.send("GET", "/openapi.json")[1])
-    victim.send("POST", "/v1/completions", b'{"prompt": "a", "max_tokens": 8}')
     before = victim.memory()
-    problems, seen = [], []
-    for case in cases(document):
-        answer = victim.answer(case)
-        if problem_of(answer):  # another process may have had the machine
-            answer = victim.answer(case)
-        if problem_of(answer):
-            problems.append(f"{case.method} {case.path} {case.name}: {problem_of(answer)}")
-        seen.append((answer.stall, answer.seconds, case.path, case.name, answer.status, answer.content[:150]))
-    growth = victim.memory() - before
-    for _ in range(5):  # what was freed is given back a little later
-        if growth > MAX_GROWTH / 2:
-            time.sleep(0.5)
-            growth = victim.memory() - before
-    print(f"{len(seen)} requests; memory grew by {growth / 2**20:.0f} MiB")
-    for line in sorted(seen, key=lambda line: line[0], reverse=True)[:12]:
-        print(line)
+    problems, fields, count = [], set(), 0
+    for field in cases(document):
+        count += len(field)
+        fields.add((field[0].path, field[0].name.partition(":")[0]))
+        if victim.problem(*field):  # another process may have had the machine
+            problems += filter(None, (victim.problem(case) and victim.problem(case) for case in field))
+    growth = victim.growth(before)
+    print(f"{count} requests for {len(fields)} fields; memory grew by {growth / 2**20:.0f} MiB")
     assert not problems, "\n".join(problems[:20])
-    assert len({path for _, _, path, *_ in seen}) >= len(SMALL)
+    assert {path for path, _ in fields} >= SMALL.keys()
+    chat = {name for path, name in fields if path == "/v1/chat/completions"}
+    assert {"messages", "messages.[].content", "messages.[].content.[].text", "adapters.[].name", "stop"} <= chat
     assert growth < MAX_GROWTH
 
 
-WORK = {
-    "log-probabilities": {"n": 16, "max_tokens": 60, "logprobs": 20, "return_token_ids": True},
-    "log-probabilities of a prompt": {"prompt": "a b " * 500, "echo": True, "logprobs": 20, "prompt_logprobs": 20},
+# --- requests that stalled a server ---
+
+
+def refused() -> Iterator[Case]:
+    def completion(**fields: bytes) -> Case:
+        values = b"".join(b',"%s":%s' % (name.encode(), value) for name, value in fields.items())
+        body = b'{"prompt":"a","max_tokens":1%s}' % values
+        return Case("POST", "/v1/completions", " ".join(fields), body, 400)
+
+    def post(path: str, body: bytes) -> Case:
+        return Case("POST", path, "", body, 400)
+
+    yield completion(bad_words=b'["%s"]' % (b"w" * 8_000_000))
+    yield completion(bad_words=repeated(b'"%s"' % (b"w" * 8000), 1000))
+    for wrong in (b"null", b"{}", b"1", b'"a"'):
+        for name in ("stop", "bad_words", "stop_token_ids", "adapters"):
+            yield completion(**{name: repeated(wrong)})
+        yield post("/detokenize", b'{"tokens":%s}' % repeated(wrong))
+    yield completion(allowed_token_ids=repeated(b"12", 2_600_000))
+    yield completion(logit_bias=named(600_000))
+    yield post("/v1/completions", b'{"prompt":%s}' % repeated(b"[5]", 1_900_000))
+    messages = repeated(b'{"role":"user","content":"a"}', 200_000)
+    yield post("/v1/chat/completions", b'{"messages":%s}' % messages)
+    parts = repeated(b'{"text":"a"}', 500_000)
+    yield post("/v1/chat/completions", b'{"messages":[{"role":"user","content":%s}]}' % parts)
+    yield post("/v1/completions", named(500_000))
+    for text in (b"a:1.+", b"+++++", b"11111"):
+        yield completion(model=b'"%s"' % (text * (SIZE // 5)))._replace(status=0)  # 400 or 404
+    for name in ("cache_salt", "user"):
+        yield completion(n=b"128", **{name: b'"%s"' % (b"s" * 8_000_000)})
+    for text in (b"a b ", b"aaaa"):
+        yield post("/tokenize", b'{"return_token_strs":true,"prompt":"%s"}' % (text * (SIZE // 4)))
+    for n in (b"16", b"128"):
+        for stop in (repeated(b'"%s"' % (b"s" * 10_000), 64), b'"%s"' % (b"s" * 4_000_000)):
+            yield completion(n=n, max_tokens=b"1500", stop=stop)
+        yield completion(n=n, bad_words=repeated(b'"bad word"', 2000))
+
+
+@pytest.mark.slow
+def test_what_stalled_a_server_is_refused(victim):
+    before = victim.memory()
+    for case in refused():
+        assert len(case.body) < 8 << 20
+        problem = victim.problem(case)
+        assert not (problem and victim.problem(case)), problem
+    assert victim.growth(before) < MAX_GROWTH
+
+
+LOGPROBS = {"max_tokens": 100, "logprobs": 20, "return_token_ids": True}
+COMPLETIONS: dict[str, dict[str, Any]] = {
+    "log-probabilities": {"n": 16} | LOGPROBS,
+    "log-probabilities of prompts": {"prompt": [[5] * 2000] * 8, "max_tokens": 0, "echo": True, "logprobs": 20},
+    "both": {"prompt": "a b " * 500, "echo": True, "logprobs": 20, "prompt_logprobs": 20},
     "stop strings": {"n": 16, "max_tokens": 60, "stop": ["e" * i + "b" * (128 - i) for i in range(64)]},
-    "bad words": {"prompt": ["a"] * 4, "bad_words": [f"bad {i}" for i in range(1000)]},
+    "bad words": {"n": 16, "max_tokens": 20, "bad_words": [f"bad {i}" for i in range(400)]},
+    "more bad words": {"n": 8, "max_tokens": 20, "bad_words": [f"bad {i}" for i in range(1000)]},
+    "bad words of prompts": {"prompt": ["a"] * 4, "bad_words": [f"bad {i}" for i in range(1000)]},
     "biases": {"prompt": ["a"] * 100, "logit_bias": {str(i): 1 for i in range(1024)}},
     "prompts": {"prompt": ["hello world"] * 300},
     "salts": {"n": 128, "cache_salt": "s" * 1024, "user": "u" * 1024},
 }
+CHATS: dict[str, dict[str, Any]] = {
+    "log-probabilities of a chat": {"n": 16, "max_tokens": 100, "logprobs": True, "top_logprobs": 20},
+    "messages": {"messages": [{"role": "user", "content": ""}] * 400, "max_tokens": 1},
+}
+SERVED = {name: ("/v1/completions", {"prompt": "a", "max_tokens": 2} | body) for name, body in COMPLETIONS.items()} | {
+    name: ("/v1/chat/completions", SMALL["/v1/chat/completions"] | body) for name, body in CHATS.items()
+}
+"""Large requests and answers. Prompts' log-probabilities are as many as 16 sequences of 1000 tokens have."""
+
+
+class Stream:
+    """Another client's stream, read in a thread: the longest time between two of its chunks."""
+
+    def __init__(self, victim: Victim) -> None:
+        self._connection = victim.connect()
+        body = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        self._response = victim.open(self._connection, "POST", "/v1/completions", json.dumps(body).encode())
+        self._response.readline()
+        self.gap = 0.0
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        since = time.monotonic()
+        while self._response.readline():
+            now = time.monotonic()
+            self.gap, since = max(self.gap, now - since), now
+
+    def close(self) -> float:
+        self._connection.sock and self._connection.sock.shutdown(2)
+        self._reader.join(10)
+        self._connection.close()
+        return self.gap
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WORK)
-def test_the_largest_that_is_served(victim, name):
-    body = {"prompt": "a", "max_tokens": 2, "ignore_eos": True} | WORK[name]
-    case = Case("POST", "/v1/completions", name, json.dumps(body).encode())
-    answer = victim.answer(case)
-    if answer.stall > MAX_STALL_SECONDS:
-        answer = victim.answer(case)
-    assert answer.status == 200, answer.content[:300]
-    assert answer.stall < MAX_STALL_SECONDS
+def test_the_largest_that_is_served(victim):
+    """Answers take as long as they need. The event loop and streams beside many sequences go on; memory comes back."""
+    before = victim.memory()
+    for name, (path, body) in SERVED.items():
+        gaps = []
+        for _ in range(3):  # another process may have had the machine
+            stream = Stream(victim) if "n" in body else None
+            victim.probe()
+            answer = victim.answer(Case("POST", path, name, json.dumps(body).encode()))
+            gaps.append((victim.probe()["stall"], 0.0 if stream is None else stream.close()))
+            assert answer.status == 200, (name, answer.content[:300])
+            if max(gaps[-1]) < MAX_GAP_SECONDS:
+                break
+        print(f"{name}: {answer.seconds:.1f} s, {len(answer.content) >> 10} KiB, gaps {gaps}")
+        assert max(gaps[-1]) < MAX_GAP_SECONDS, (name, gaps)
+    growth = victim.growth(before)
+    print(f"memory grew by {growth / 2**20:.0f} MiB")
+    assert growth < MAX_GROWTH

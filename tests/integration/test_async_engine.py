@@ -9,7 +9,7 @@ import pytest
 from outrider import SamplingParams
 from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine.runner import device_queue
-from outrider.platform.engine.runner.device_queue import make_queue
+from outrider.platform.engine.runner.device_queue import DeviceQueue, Stopwatch
 
 LENGTHS = {"max_tokens": 20, "ignore_eos": True}
 PLAIN = [
@@ -194,36 +194,28 @@ def test_the_seconds_of_a_step_are_those_of_its_work(make_engine, greedy, prompt
     monkeypatch.setattr(device_queue, "time", clock)
     forward = engine._runner._model.forward
     engine._runner._model.forward = lambda *args: (forward(*args), clock.move(3.0))[0]
-    before = engine._runner._queue.submit(lambda: (gate.wait(timeout=60), clock.move(100.0)))
+    engine._runner._queue.submit(lambda: (gate.wait(timeout=60), clock.move(100.0)))
     engine.add_request(EngineRequest("a", list(prompts[0]), greedy, [1]))
     plan = engine.scheduler.schedule()
     launched = engine._runner.launch(plan)
     gate.set()
     result = engine._runner.collect(launched)
-    assert (before.seconds(), launched.ticket.seconds()) == (100.0, 3.0)
     assert 3.0 <= result.seconds < 100.0
     engine.scheduler.commit(plan, result)
     engine.abort(["a"])
 
 
-@pytest.mark.parametrize("mark", [True, False])
-def test_what_work_does_after_its_mark_is_not_in_its_seconds(monkeypatch, mark):
+def test_a_stopwatch_ends_once(monkeypatch):
+    """What work does after its first `stop` is not in its seconds."""
     import torch
 
     clock = Clock()
     monkeypatch.setattr(device_queue, "time", clock)
-    queue = make_queue(torch.device("cpu"), asynchronous=True)
-
-    def work(marks):
-        clock.move(2.0)
-        if marks:
-            queue.mark()
-        clock.move(5.0)
-
-    tickets = [queue.submit(lambda: work(mark)), queue.submit(lambda: work(False))]
-    queue.drain()
-    queue.close()
-    assert [ticket.seconds() for ticket in tickets] == [2.0 if mark else 7.0, 7.0]
+    watch = Stopwatch(torch.device("cpu"))
+    for seconds in (2.0, 5.0):
+        clock.move(seconds)
+        watch.stop()
+    assert watch.seconds() == 2.0
 
 
 class Clock:
@@ -242,11 +234,11 @@ class Clock:
 def test_the_queue_follows_the_option():
     import torch
 
-    assert not make_queue(torch.device("cpu"), asynchronous=False).overlaps
-    queue = make_queue(torch.device("cpu"), asynchronous=True)
-    tickets = [queue.submit(lambda value=value: 1 // value) for value in (1, 0)]
-    assert tickets[0].value() == 1
+    assert not DeviceQueue(torch.device("cpu"), asynchronous=False).overlaps
+    queue = DeviceQueue(torch.device("cpu"), asynchronous=True)
+    pieces = [queue.submit(lambda value=value: 1 // value) for value in (1, 0)]
+    assert pieces[0].result() == 1
     with pytest.raises(ZeroDivisionError):
-        tickets[1].value()
+        pieces[1].result()
     queue.drain()
     queue.close()

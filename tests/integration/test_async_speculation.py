@@ -184,7 +184,7 @@ def test_a_step_is_launched_before_the_host_knows_what_the_one_before_accepted(
     event = threading.Event()
 
     def noted(plan, before=None):
-        if plan.drafts_on_device and before is None and not held:
+        if plan.is_followed and before is None and not held:
             held.append(True)
             engine._runner._queue.submit(lambda: seen.append(event.wait(timeout=60)))
         elif before is not None and any(row.num_drafts for row in plan.rows):
@@ -212,21 +212,20 @@ def test_who_decides_on_the_host_waits_for_it(models, make_engine, run, prompts,
     engine = make_engine(speculative_config=config, async_scheduling=True)
     plans = watch(engine, monkeypatch)
     run(engine, [(prompt, greedy) for prompt in prompts])
-    assert not any(plan.drafts_on_device or row.awaits_token for plan in plans for row in plan.rows)
+    assert not any(plan.is_followed or row.awaits_token for plan in plans for row in plan.rows)
 
 
 def note_drafts(engine):
     """What is drafted, by the request's name and its tokens."""
-    drafted, collect = {}, engine._runner.collect
+    drafted, draft = {}, engine._runner.draft
 
-    def noted(launched):
-        result = collect(launched)
-        for row, got in zip(launched.plan.rows, result.rows, strict=True):
-            key = row.request.seed_key, (*row.request.tokens, *got.token_ids)
-            drafted[key] = list(got.drafts.token_ids)
-        return result
+    def noted(launched, result):
+        seconds = draft(launched, result)
+        for row in launched.plan.rows:
+            drafted[row.request.seed_key, (*row.request.tokens,)] = list(row.request.drafts.token_ids)
+        return seconds
 
-    engine._runner.collect = noted
+    engine._runner.draft = noted
     return drafted
 
 

@@ -18,8 +18,9 @@ from outrider.kernels.device_outcome import (
     host_ids,
 )
 from outrider.kernels.verification import pack
+from outrider.platform.core.batch import RowResult
 from outrider.platform.core.request import Drafts, Request
-from outrider.platform.engine.sampling.sampler import Pending, Ready, Sampled, Sampler, SampleRow
+from outrider.platform.engine.sampling.sampler import Pending, Ready, Sampler, SampleRow
 from outrider.spec_decode.drafters.base import DraftRow
 from outrider.spec_decode.verify.draft_sampling import Drafting, draw, join_drafts, last_drafts
 from outrider.spec_decode.verify.verification import Rule, choose_rule
@@ -105,7 +106,7 @@ def test_new_tokens_are_given_without_waiting(source):
     one.device_ids = [(source, 2), (source, 3)]
     parts = one.new_tokens
     assert Counted.asked == 0
-    assert [token for part in parts for token in part] == [9, 12, 13]
+    assert [token for part in parts for token in part] == [12, 13]
 
 
 def test_the_next_tokens_are_written_for_the_step_after(device, request):
@@ -144,7 +145,7 @@ def test_the_outcome_on_the_device_is_what_the_host_is_told(device):
         assert out.accepted.tolist() == [got.num_accepted for got in sampled] == [1, 0, 1]
         assert out.rejected.tolist() == [2, 0, 1, 0]
         assert out.next_tokens.tolist() == [got.token_ids[-1] for got in sampled]
-        assert (out.most_rejected, out.unused.tolist(), out.total.tolist()) == (3, [2, 0, 1], [2, 0, 1])
+        assert (out.unused.tolist(), out.total.tolist()) == ([2, 0, 1], [2, 0, 1])
         tokens = out.tokens.tolist()
         for first, got in zip((0, 4, 5), sampled, strict=True):
             assert tokens[first : first + len(got.token_ids)] == got.token_ids
@@ -178,9 +179,9 @@ def test_slots_of_rows_whose_start_is_late(rows, size):
         for table, (start, count, _) in zip(tables, rows, strict=True)
         for at in range(start, start + count)
     ]
-    assert device_slots(tables, starts, counts, size, (over, 4), torch.device("cpu")).tolist() == want
+    assert device_slots(tables, starts, counts, size, over, 4, torch.device("cpu")).tolist() == want
     true = [start for start, _, _ in rows]
-    assert device_slots(tables, true, counts, size, (None, 0), torch.device("cpu")).tolist() == want
+    assert device_slots(tables, true, counts, size, None, 0, torch.device("cpu")).tolist() == want
 
 
 def test_a_row_whose_last_token_is_late_is_sampled_at_its_place():
@@ -199,7 +200,7 @@ def test_a_row_whose_last_token_is_late_is_sampled_at_its_place():
 
 
 def test_ready_rows_without_tokens_leave_a_zero():
-    out = Ready([Sampled([4, 6], 1), Sampled([], 0)], [3, 1], torch.device("cpu")).outcome(10)
+    out = Ready([RowResult([4, 6], 1), RowResult([])], [3, 1], torch.device("cpu")).outcome(10)
     assert out.next_tokens.tolist() == [6, 0]
     assert (out.tokens.tolist(), out.rejected.tolist()) == ([4, 6, 0, 0], [1, 0, 0])
 

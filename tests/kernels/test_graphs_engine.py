@@ -120,16 +120,16 @@ Drafted = dict[tuple[str, tuple[int, ...]], list[int]]
 def watch_drafts(engine: EngineCore, drafted: Drafted) -> None:
     """Keep what is drafted."""
     runner = engine._runner
-    collect = runner.collect
+    draft = runner.draft
 
-    def watched(launched: Any) -> Any:
-        result = collect(launched)
-        for row, got in zip(launched.plan.rows, result.rows, strict=True):
+    def watched(launched: Any, result: Any) -> float:
+        seconds = draft(launched, result)
+        for row in launched.plan.rows:
             if row.samples and row.max_new_drafts:
-                drafted[row.request.request_id, (*row.request.tokens, *got.token_ids)] = list(got.drafts.token_ids)
-        return result
+                drafted[row.request.request_id, tuple(row.request.tokens)] = list(row.request.drafts.token_ids)
+        return seconds
 
-    runner.collect = watched  # type: ignore[method-assign]
+    runner.draft = watched  # type: ignore[method-assign]
 
 
 def take(engine: EngineCore, outputs: dict[str, list[int]]) -> None:

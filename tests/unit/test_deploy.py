@@ -13,7 +13,7 @@ import yaml
 
 from outrider.platform.cli.main import build_parser
 from outrider.platform.cli.options.api_keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
-from outrider.platform.cli.options.tenancy import DATABASE_VARIABLE
+from outrider.platform.cli.options.database_option import DATABASE_VARIABLE
 
 VARIABLES = {DATABASE_VARIABLE, API_KEY_VARIABLE, ADMIN_API_KEY_VARIABLE, "OUTRIDER_OPTIONS"}
 FLUSH_SECONDS = 10

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ...kernels.dispatch import has_triton
 from ...kernels.tuning import VARIABLE, KernelConfigError
 from ...kernels.tuning.files import DeviceName, resumed
-from ...platform.cli.bench.options import positive_number
+from ...platform.cli.options.option_types import positive_number
 from ...platform.core.errors import InvalidRequestError, OutriderError
 
 if TYPE_CHECKING:

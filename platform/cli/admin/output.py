@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...tenancy.ledger.csv_table import to_csv
 from ...tenancy.times import format_time
+from ..text_tables import aligned
 
+FORMATS = ("table", "csv", "json")
 Row = Mapping[str, Any]
-
-
-def add_format(parser: argparse.ArgumentParser) -> None:
-    """Add `--format`."""
-    parser.add_argument(
-        "--format", choices=("table", "csv", "json"), default="table", help="of the output (default: %(default)s)"
-    )
 
 
 def print_rows(rows: Sequence[Row], columns: Sequence[str], form: str) -> None:
@@ -31,30 +25,22 @@ def print_rows(rows: Sequence[Row], columns: Sequence[str], form: str) -> None:
 
 def print_row(row: Row, form: str) -> None:
     """Print one object; a table has one line for each field."""
-    if form == "table":
-        width = max(map(len, row))
-        print(
-            "".join(f"{name:<{width}}  {_text(_plain(name, value))}".rstrip() + "\n" for name, value in row.items()),
-            end="",
-        )
-    elif form == "csv":
+    if form == "csv":
         print_rows([row], list(row), form)
-    else:
+    elif form == "json":
         print(json.dumps(row, indent=2))
+    else:
+        width = max(map(len, row))
+        for name, value in row.items():
+            print(f"{name:<{width}}  {_text(_plain(name, value))}".rstrip())
 
 
 def table(columns: Sequence[str], rows: Sequence[Row]) -> str:
-    """Lines of a table. Columns are as wide as their cells need; numbers are aligned to the right."""
-    cells = [[_text(row[column]) for column in columns] for row in rows]
-    widths = [max(len(line[i]) for line in [list(columns), *cells]) for i in range(len(columns))]
-    right = [bool(rows) and all(isinstance(row[column], int | float) for row in rows) for column in columns]
-    lines = [
-        "  ".join(
-            f"{cell:>{w}}" if r else f"{cell:<{w}}" for cell, w, r in zip(line, widths, right, strict=True)
-        ).rstrip()
-        for line in [[column.upper() for column in columns], *cells]
-    ]
-    return "".join(f"{line}\n" for line in lines)
+    """A table of the columns. Numbers are aligned to the right."""
+    is_right = {c: bool(rows) and all(isinstance(row[c], int | float) for row in rows) for c in columns}
+    cells = [{column.upper(): _text(row[column]) for column in columns} for row in rows]
+    left = [column.upper() for column in columns if not is_right[column]]
+    return "".join(f"{line}\n" for line in aligned(cells, left, [column.upper() for column in columns]))
 
 
 def _plain(column: str, value: Any) -> Any:

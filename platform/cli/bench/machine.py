@@ -1,4 +1,4 @@
-"""The machine, code, command and model of a result."""
+"""The head of a result: machine, code, command and model, and what is not real about it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,11 @@ from typing import Any
 import torch
 
 from .... import __version__
+from ....models.checkpoint.json_files import read_json
+from ....models.demo import DEMO_MODEL_NAME
+from ...core.errors import OutriderError
 from ...core.messages import EngineInfo
+from .bench_options import is_demo
 
 INFLATION_FILE = "inflation.json"
 """File beside a model, written by `benchmarks/inflate.py`: the model that it was made from."""
@@ -66,14 +71,45 @@ def _commit() -> str | None:
     return run.stdout.strip() or None
 
 
-def describe_model(info: EngineInfo, path: Path) -> dict[str, Any]:
-    """Facts about the measured model; `path` is the model's folder."""
+def describe_model(given: str | None, info: EngineInfo) -> dict[str, Any]:
+    """Facts about the measured model; `given` is the value of --model."""
     described: dict[str, Any] = {
+        "name": DEMO_MODEL_NAME if is_demo(given) else "/".join(Path(str(given)).parts[-2:]),
         "architecture": info.architecture,
         "dtype": info.dtype,
         "device": info.device,
         "num_parameters": info.num_parameters,
     }
-    if (path / INFLATION_FILE).is_file():
-        described["inflated_from"] = json.loads((path / INFLATION_FILE).read_text(encoding="utf-8")).get("source")
+    inflation = Path(info.model) / INFLATION_FILE
+    if inflation.is_file():
+        described["inflated_from"] = json.loads(inflation.read_text(encoding="utf-8")).get("source")
     return described
+
+
+def has_random_weights(folder: Path) -> bool:
+    """True when a model's config.json says that it was never trained."""
+    try:
+        return bool(read_json(folder / "config.json").get(RANDOM_WEIGHTS))
+    except OutriderError:
+        return False
+
+
+def labels(*, random_weights: bool, synthetic: Sequence[float] | None = None) -> list[str]:
+    """Warnings that text or acceptance are not real: the first lines of every output."""
+    found = []
+    if synthetic is not None:
+        rates = ", ".join(f"{rate:g}" for rate in synthetic)
+        found.append(f"SYNTHETIC ACCEPTANCE ({rates}): drafts are accepted whatever they are; the text is meaningless")
+    if random_weights:
+        found.append("RANDOM WEIGHTS: text and acceptance are meaningless")
+    return found
+
+
+def headline(report: dict[str, Any]) -> str:
+    """The model and the machine of a report in a line."""
+    model, machine = report["model"], report["machine"]
+    origin = f" (inflated from {model['inflated_from']})" if model.get("inflated_from") else ""
+    return (
+        f"{model['name']}{origin}, {model['num_parameters'] / 1e6:.3g}M parameters, {model['dtype']}, on "
+        f"{machine['gpu'] or machine['cpu']}, threads: {machine['threads']}"
+    )

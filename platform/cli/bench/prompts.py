@@ -1,4 +1,7 @@
-"""Prompts for the demo model and its adapters, the default without --prompts."""
+"""Prompts that are made up: texts for the demo model and its adapters, and random tokens."""
+
+import random
+from collections.abc import Collection
 
 DEMO_PROMPTS: dict[str, list[str]] = {
     "base": [
@@ -42,3 +45,13 @@ DEMO_PROMPTS: dict[str, list[str]] = {
         "Can I cancel my order from yesterday?",
     ],
 }
+"""Prompts by the adapter that they are for; those of "base" are for the base model."""
+
+
+def random_ids(generator: random.Random, length: int, vocab_size: int, special_ids: Collection[int] = ()) -> list[int]:
+    """Random token ids, none of them special."""
+    ids: list[int] = []
+    while len(ids) < length:
+        drawn = generator.choices(range(vocab_size), k=length - len(ids))
+        ids += [token for token in drawn if token not in special_ids]
+    return ids

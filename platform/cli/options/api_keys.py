@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 
 from ...core.errors import InvalidRequestError
 
@@ -28,7 +29,7 @@ def key(text: str) -> str:
     return text
 
 
-def given_keys(keys: list[str] | None, variable: str, option: str) -> tuple[str, ...]:
+def given_keys(keys: Sequence[str], variable: str, option: str) -> tuple[str, ...]:
     """The keys of an option, else the key of an environment variable, else none.
 
     Raises:

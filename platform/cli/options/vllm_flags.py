@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from ...core.compat.vllm_options import ALIASES, ENGINE, SERVER, without_effect
-from .engine import flag
+from .field_flags import flag
 from .parser import Parser, plain
 
 _TABLE = {**ENGINE, **SERVER}

@@ -32,7 +32,7 @@ class _Kept(NamedTuple):
 
 
 class AsyncLLMAdapters:
-    """The verbs of `core.adapters`, to be awaited in one event loop."""
+    """The verbs of `core.adapter_verbs`, to be awaited in one event loop."""
 
     def __init__(
         self, start: Callable[[], Awaitable[Any]], engine: Callable[[], EngineProcess], sources: AdapterSources
@@ -53,8 +53,8 @@ class AsyncLLMAdapters:
         await self._start()
         async with self._locks.setdefault(request.name, asyncio.Lock()):
             try:
-                local = await self._sources.localize_request(request, again=True)
-                info = await _load(self._engine(), local, load_inplace=load_inplace, pinned=pinned)
+                local = await self._sources.localize(request, again=True)
+                info: AdapterInfo = await self._call("load", request=local, load_inplace=load_inplace, pinned=pinned)
                 self._kept[request.name] = _Kept(True, pinned, info.digest)
                 self.requests[request.name] = local
             finally:
@@ -65,7 +65,7 @@ class AsyncLLMAdapters:
         """Fetch adapters and make them known by name."""
         await self._start()
         try:
-            local = [await self._sources.localize_request(request) for request in requests]
+            local = [await self._sources.localize(request) for request in requests]
             await self._call("register", requests=local)
             for request in local:
                 self._kept[request.name] = _Kept(False)
@@ -137,7 +137,7 @@ class AsyncLLMAdapters:
         if not kept.is_read:
             await engine.call("adapters.register", requests=[request])
             return
-        info = await _load(engine, request, pinned=kept.pinned)
+        info: AdapterInfo = await engine.call("adapters.load", request=request, pinned=kept.pinned)
         if kept.digest is not None and info.digest != kept.digest:
             logger.error("The files of adapter %r have changed; load it again with load_inplace", request.name)
             await engine.call("adapters.unload", name=request.name)
@@ -152,8 +152,3 @@ class AsyncLLMAdapters:
         """Keep only those fetched folders that the registered adapter was read from."""
         lora = self.requests.get(name)
         self._sources.restrict(name, () if lora is None else (lora.path, lora.draft_path))
-
-
-async def _load(engine: EngineProcess, request: LoRARequest, **options: bool) -> AdapterInfo:
-    info: AdapterInfo = await engine.call("adapters.load", request=request, **options)
-    return info

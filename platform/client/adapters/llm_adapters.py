@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ...core.adapters import LocalAdapters
+from ...core.adapter_verbs import LocalAdapters
 from ...core.errors import OutriderError
 from ...core.lora_request import LoRARequest
 from ...core.messages import AdapterInfo
@@ -13,7 +13,7 @@ from .sources import AdapterSources
 
 
 class LLMAdapters:
-    """The verbs of `core.adapters` for callers that may wait for files."""
+    """The verbs of `core.adapter_verbs` for callers that may wait for files."""
 
     def __init__(
         self, engine: Callable[[], LocalAdapters], sources: AdapterSources, demo: Mapping[str, LoRARequest]
@@ -30,7 +30,7 @@ class LLMAdapters:
         engine, name = self._engine(), request.name
         before = self._sources.folders_of(name)
         try:
-            local = self._sources.localize_request_now(request, again=True)
+            local = self._sources.localize(request, again=True).result()
             info = engine.load(local, load_inplace=load_inplace, pinned=pinned)
         except OutriderError:
             self._sources.restrict(name, before)
@@ -40,7 +40,7 @@ class LLMAdapters:
 
     def register(self, requests: Sequence[LoRARequest]) -> None:
         """Fetch adapters and make them known by name."""
-        self._engine().register([self._sources.localize_request_now(request) for request in requests])
+        self._engine().register([self._sources.localize(request).result() for request in requests])
 
     def unload(self, name: str, mode: str = "drain") -> None:
         """Forget an adapter."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 
-from ...core.adapters import Adapters, Info, Infos, Nothing
+from ...core.adapter_verbs import Adapters, Info, Infos, Nothing
 from ...core.compat.vllm_python import METHODS
 from ...core.lora_request import LoRARequest
 from ...core.messages import AdapterInfo

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import nsmallest
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from ...core.errors import InvalidRequestError, NotFoundError
 from ...core.lora_request import LoRA, LoRAMix, LoRARequest, mix_of, split_mix
@@ -19,6 +19,8 @@ from ...core.sampling_params import shown
 
 AnyLoRA: TypeAlias = LoRA | str | tuple[LoRARequest | str, float] | Sequence[tuple[LoRARequest | str, float]]
 """One request's adapter, in any spelling but None."""
+
+T = TypeVar("T")
 
 _MAX_SHOWN_NAMES = 20
 
@@ -50,13 +52,21 @@ def resolve_lora(lora: AnyLoRA | None, known: Callable[[], Mapping[str, LoRARequ
 def lora_of_each(value: Any, count: int) -> list[Any]:
     """The adapters of `count` prompts, each still as it was spelled: a list has one entry a prompt, unless all of its
     entries are adapters with weights. That is one mix, for every prompt."""
-    if not isinstance(value, Sequence) or isinstance(value, (str, LoRAMix)) or _is_part(value):
+    is_mix = isinstance(value, Sequence) and bool(value) and all(map(_is_part, value))
+    if is_mix or isinstance(value, LoRAMix) or _is_part(value):
         return [value] * count
-    if value and all(map(_is_part, value)):
-        return [value] * count
-    if len(value) != count:
-        raise InvalidRequestError(f"lora_request has {len(value)} entries for {count} prompts", param="lora_request")
-    return list(value)
+    return for_each("lora_request", value, count, None)
+
+
+def for_each(name: str, value: Any, count: int, default: T) -> list[T]:
+    """`value` for each of `count` prompts: a list as it is, None as the default, anything else repeated."""
+    if value is None:
+        return [default] * count
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if len(value) != count:
+            raise InvalidRequestError(f"{name} has {len(value)} entries for {count} prompts", param=name)
+        return list(value)
+    return [value] * count
 
 
 def _is_part(value: Any) -> bool:

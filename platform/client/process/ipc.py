@@ -2,11 +2,10 @@
 
 The Unix socket is in a folder that only this user can open.
 
-
     API process                        engine process
     ClientLink   DEALER  <----->  DEALER   EngineLink
-A message is two frames: one byte that says its type, and its fields. Every run of the engine process has a link of its
-own, so nothing from an earlier run can arrive.
+
+Every run of the engine process has a link of its own, so nothing from an earlier run can arrive.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from __future__ import annotations
 import shutil
 import tempfile
 from inspect import signature
-from typing import Any, NamedTuple, TypeAlias, cast, get_type_hints
+from typing import Any, NamedTuple, TypeAlias, get_type_hints
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from ...core.adapters import VERBS as ADAPTER_VERBS
-from ...core.adapters import Adapters, Info, Infos, Nothing
+from ...core.adapter_verbs import VERBS as ADAPTER_VERBS
+from ...core.adapter_verbs import Adapters, Info, Infos, Nothing
 from ...core.config import EngineArgs
 from ...core.errors import EngineDeadError, ErrorInfo, InvalidRequestError, OutriderError
 from ...core.logs import LogFormat
@@ -42,19 +41,19 @@ class ProcessConfig(msgspec.Struct):
     log_format: LogFormat = "text"
 
 
-class Add(msgspec.Struct):
+class Add(msgspec.Struct, tag=True):
     """Run these sequences."""
 
     requests: list[EngineRequest]
 
 
-class Abort(msgspec.Struct):
+class Abort(msgspec.Struct, tag=True):
     """Drop these sequences."""
 
     request_ids: list[str]
 
 
-class Call(msgspec.Struct):
+class Call(msgspec.Struct, tag=True):
     """Call a verb of the engine; answered by one `Reply`."""
 
     call_id: int
@@ -64,23 +63,23 @@ class Call(msgspec.Struct):
     """Arguments by name; plain data when the call has arrived, see `arguments_of`."""
 
 
-class Stop(msgspec.Struct):
+class Stop(msgspec.Struct, tag=True):
     """Shut the engine down and exit."""
 
 
-class Ready(msgspec.Struct):
+class Ready(msgspec.Struct, tag=True):
     """The engine has started."""
 
     info: EngineInfo
 
 
-class Deltas(msgspec.Struct):
+class Deltas(msgspec.Struct, tag=True):
     """The deltas of one step."""
 
     deltas: list[TokenDelta]
 
 
-class Reply(msgspec.Struct):
+class Reply(msgspec.Struct, tag=True):
     """The result of a `Call`, or its error."""
 
     call_id: int
@@ -88,7 +87,7 @@ class Reply(msgspec.Struct):
     error: ErrorInfo | None = None
 
 
-class Dying(msgspec.Struct):
+class Dying(msgspec.Struct, tag=True):
     """The last message of an engine that could not start or cannot go on."""
 
     error: ErrorInfo
@@ -114,7 +113,7 @@ _RESULTS = {Info: AdapterInfo, Infos: list[AdapterInfo], Nothing: None}
 
 
 def _adapter_verb(name: str) -> Verb:
-    """The types that `core.adapters` declares for a verb."""
+    """The types that `core.adapter_verbs` declares for a verb."""
     function = getattr(Adapters, name)
     hints = get_type_hints(function)
     result = _RESULTS[hints.pop("return")]
@@ -153,18 +152,6 @@ def arguments_of(call: Call) -> dict[str, Any]:
 
 Message: TypeAlias = Add | Abort | Call | Stop | Ready | Deltas | Reply | Dying
 
-_TYPES: dict[bytes, type[Any]] = {
-    b"A": Add,
-    b"X": Abort,
-    b"C": Call,
-    b"S": Stop,
-    b"I": Ready,
-    b"D": Deltas,
-    b"R": Reply,
-    b"E": Dying,
-}
-_KINDS = {message_type: kind for kind, message_type in _TYPES.items()}
-
 
 def _encode_other(value: object) -> object:
     """Numbers of numpy, which users put into sampling parameters."""
@@ -175,24 +162,16 @@ def _encode_other(value: object) -> object:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
-_decoders = {kind: msgspec.msgpack.Decoder(message_type) for kind, message_type in _TYPES.items()}
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+encode = _encoder.encode
+decode = _decoder.decode
 
 
-def encode(message: Message) -> list[bytes]:
-    """The frames of a message."""
-    return [_KINDS[type(message)], _encoder.encode(message)]
-
-
-def decode(frames: list[bytes]) -> Message:
-    """The message in these frames."""
-    kind, payload = frames
-    return cast(Message, _decoders[kind].decode(payload))
-
-
-def undecodable(frames: list[bytes], error: Exception) -> Undecodable:
+def undecodable(content: bytes, error: Exception) -> Undecodable:
     """The receivers of a message that cannot be decoded, as far as it can be read."""
     try:
-        fields = msgspec.msgpack.decode(frames[-1], strict=False)
+        fields = msgspec.msgpack.decode(content, strict=False)
     except (msgspec.MsgspecError, UnicodeError):
         fields = None
     fields = fields if isinstance(fields, dict) else {}
@@ -257,16 +236,16 @@ class ClientLink:
             InvalidRequestError: the message holds a value that cannot be sent, such as an integer above 64 bits.
         """
         try:
-            frames = encode(message)
+            content = encode(message)
         except (TypeError, ValueError, OverflowError, NotImplementedError) as error:
             raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
-        sent = self._socket.send_multipart(frames, flags=zmq.NOBLOCK)  # a future that is done: NOBLOCK
+        sent = self._socket.send(content, flags=zmq.NOBLOCK)  # a future that is done: NOBLOCK
         if sent.exception() is not None:
             raise EngineDeadError("the engine process is gone")
 
     async def receive(self) -> Message:
         """Wait for the next message."""
-        return decode(await self._socket.recv_multipart())
+        return decode(await self._socket.recv())
 
     def close(self) -> None:
         """Close the socket and remove its folder; unsent messages are dropped."""
@@ -285,7 +264,7 @@ class EngineLink:
 
     def send(self, message: Message) -> None:
         """Send a message; never waits."""
-        self._socket.send_multipart(encode(message))
+        self._socket.send(encode(message))
 
     def receive(self, timeout_ms: int) -> list[Message | Undecodable]:
         """All messages that are there; waits for the first one at most `timeout_ms`."""
@@ -293,13 +272,13 @@ class EngineLink:
         if self._socket.poll(timeout_ms):
             while True:
                 try:
-                    frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                    content = self._socket.recv(zmq.NOBLOCK)
                 except zmq.Again:
                     break
                 try:
-                    messages.append(decode(frames))
+                    messages.append(decode(content))
                 except (msgspec.MsgspecError, UnicodeError, LookupError, TypeError, ValueError) as error:
-                    messages.append(undecodable(frames, error))
+                    messages.append(undecodable(content, error))
         return messages
 
     def close(self) -> None:

@@ -62,17 +62,6 @@ class EngineSpec:
     """Seconds without an answer after which a ready engine counts as dead; 0: never."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Callbacks:
-    """Functions that the supervisor calls, in the event loop."""
-
-    on_deltas: Callable[[list[TokenDelta]], None]
-    on_death: Callable[[OutriderError], None]
-    """The engine died; what it was doing is lost."""
-    on_restart: Callable[[EngineProcess], Awaitable[None]]
-    """The engine has been started again; requests are let in when this returns."""
-
-
 class EngineProcess:
     """One run of the engine process, from its start to its death."""
 
@@ -165,16 +154,18 @@ class EngineProcess:
             # The reader takes what is still there; it runs while we wait.
             await asyncio.sleep(_LAST_WORDS_MS / 1000)
         reason = self._last_words.message if self._last_words is not None else self._exit_status()
-        error = EngineDeadError(f"the engine process died: {reason}")
-        self._dead = error
-        calls, self._calls = self._calls, {}
-        for future in calls.values():
+        self._dead = EngineDeadError(f"the engine process died: {reason}")
+        self._fail_calls(self._dead)
+        return self._dead
+
+    def _fail_calls(self, error: OutriderError) -> None:
+        """Give each waiting caller a copy of `error`."""
+        for future in self._calls.values():
             if not future.done():
-                future.set_exception(EngineDeadError(error.message))
-        return error
+                future.set_exception(error_from_info(error.info()))
 
     async def _ping(self, pause: float) -> None:
-        with contextlib.suppress(EngineDeadError):  # which is not to hang
+        with contextlib.suppress(EngineDeadError, ShuttingDownError):  # which is not to hang
             while True:
                 await self.call("has_work")
                 self._num_answers += 1
@@ -209,7 +200,7 @@ class EngineProcess:
         """Call a verb of the engine (a key of `ipc.VERBS`) and wait for its result.
 
         Raises:
-            OutriderError: the engine's typed error, or EngineDeadError.
+            OutriderError: the engine's typed error. EngineDeadError: it died. ShuttingDownError: it was stopped.
         """
         self._num_calls += 1
         call_id = self._num_calls
@@ -225,7 +216,11 @@ class EngineProcess:
         return decode_value(verb, reply.value)
 
     async def stop(self) -> None:
-        """End the process, by force when it does not go by itself, and release everything. May be called twice."""
+        """End the process, by force when it does not go by itself, and release everything. May be called twice.
+
+        Calls that wait for an answer fail with ShuttingDownError.
+        """
+        self._fail_calls(ShuttingDownError("the engine has been stopped"))
         try:
             await self._end()
         except asyncio.CancelledError:  # an event loop that ends does not wait, but for this
@@ -256,22 +251,33 @@ class EngineProcess:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._ready.cancel()
-        for future in self._calls.values():
-            future.cancel()
         self._link.close()
 
 
 class Supervisor:
     """Runs an `EngineProcess`, and the next one when it dies."""
 
-    def __init__(self, spec: EngineSpec, callbacks: Callbacks) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        *,
+        on_deltas: Callable[[list[TokenDelta]], None],
+        on_death: Callable[[OutriderError], None],
+        on_restart: Callable[[EngineProcess], Awaitable[None]],
+    ) -> None:
+        """The functions are called in the event loop.
+
+        Args:
+            on_death: the engine died; what it was doing is lost.
+            on_restart: the engine has been started again; requests are let in when this returns.
+        """
         self.state = "starting"
         """"starting", "ready", "restarting" or "stopped"."""
         self.failure: OutriderError | None = None
         """The reason why the engine has been given up."""
         self.num_restarts = 0
         self._spec = spec
-        self._callbacks = callbacks
+        self._on_deltas, self._on_death, self._on_restart = on_deltas, on_death, on_restart
         self._engine: EngineProcess | None = None
         self._started: asyncio.Future[EngineInfo] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -302,7 +308,7 @@ class Supervisor:
             logger.exception("The supervision of the engine failed")
             failure = error if isinstance(error, OutriderError) else OutriderError(repr(error))
             self._give_up(started, failure)
-            self._callbacks.on_death(failure)
+            self._on_death(failure)
 
     async def _supervise(self, started: asyncio.Future[EngineInfo]) -> None:
         policy = self._spec.restart
@@ -310,7 +316,7 @@ class Supervisor:
         while True:
             engine: EngineProcess | None = None
             try:
-                engine = self._engine = EngineProcess(self._spec, self._callbacks.on_deltas)
+                engine = self._engine = EngineProcess(self._spec, self._on_deltas)
                 seconds, error = await self._run(engine, started)
                 num_failures = 0
                 if seconds >= policy.stable_after:
@@ -339,14 +345,14 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         info = await engine.start()
         if started.done():
-            await self._callbacks.on_restart(engine)
+            await self._on_restart(engine)
         self.state = "ready"
         ready_since = loop.time()
         if not started.done():
             started.set_result(info)
         error = await engine.died()
         self.state = "restarting"
-        self._callbacks.on_death(error)
+        self._on_death(error)
         return loop.time() - ready_since, error
 
     def _give_up(self, started: asyncio.Future[EngineInfo], failure: OutriderError) -> None:
@@ -373,7 +379,7 @@ class Supervisor:
         raise EngineDeadError(f"the engine is {self.state}; try again")
 
     async def stop(self) -> None:
-        """End the engine process and supervision; callers that wait for the start get ShuttingDownError."""
+        """End the engine process and supervision; callers that wait for a start or an answer get ShuttingDownError."""
         self.state = "stopped"
         task, self._task = self._task, None
         if task is not None:

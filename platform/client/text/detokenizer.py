@@ -6,11 +6,10 @@ tokens give the same text and the same stop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from typing import Any, NamedTuple, Protocol
-
-from tokenizers.decoders import DecodeStream
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from ...core.sampling_params import SamplingParams
 from .stop_strings import StopSearch, stop_automaton
@@ -22,147 +21,71 @@ REPLACEMENT = "\ufffd"
 PROMPT_TAIL = 8
 """Prompt tokens that give the first output token its context: SentencePiece drops a space at the start of a text."""
 
-Decode = Callable[[list[int]], str]
 
-
-class TokenDecoder(Protocol):
-    """Decodes one sequence."""
-
-    def step(self, token_id: int) -> str:
-        """The text that this token completes; "" while a character is incomplete."""
-
-    def flush(self) -> str:
-        """The text still held back, U+FFFD for incomplete bytes as in `tokenizer.decode`."""
-
-
-class OffsetDecoder:
-    """Decodes by the difference of two short decodes: works with every tokenizer.
+class TokenDecoder:
+    """Decodes one sequence, by the difference of two short decodes.
 
     `context` are the tokens of the last text that was given out, `held` the tokens since: new text is what decoding
     `context + held` has beyond decoding `context`.
     """
 
-    def __init__(self, decode: Decode, prompt_tail: list[int]) -> None:
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        prompt_tail: list[int],
+        unspaced: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        """`unspaced` are special tokens that get no space between them where they follow each other."""
         self._decode = decode
         self._context = prompt_tail
         self._held: list[int] = []
         self._before = decode(prompt_tail) if prompt_tail else ""
         if self._before.endswith(REPLACEMENT):  # a prompt cut inside a character is no context
             self._context, self._before = [], ""
-
-    def step(self, token_id: int) -> str:
-        """See `TokenDecoder.step`."""
-        self._held.append(token_id)
-        after = self._decode(self._context + self._held)
-        if len(after) <= len(self._before) or after.endswith(REPLACEMENT):
-            return ""
-        text = after[len(self._before) :]
-        self._context, self._held = self._held, []
-        self._before = self._decode(self._context)
-        return text
-
-    def flush(self) -> str:
-        """See `TokenDecoder.flush`."""
-        return _decode_held(self._decode, self._context, self._held)
-
-
-class StreamDecoder:
-    """Decodes with the `DecodeStream` of a Rust tokenizer, which does the same as `OffsetDecoder` in one call."""
-
-    def __init__(self, backend: Any, skip_special_tokens: bool, prompt_tail: list[int]) -> None:
-        self._backend = backend
-        self._skip = skip_special_tokens
-        if prompt_tail and self._decode(prompt_tail).endswith(REPLACEMENT):
-            prompt_tail = []  # a prompt cut inside a character is no context
-        self._stream = DecodeStream(ids=prompt_tail, skip_special_tokens=skip_special_tokens)
-        self._context = prompt_tail
-        self._held: list[int] = []
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._backend.decode(token_ids, skip_special_tokens=self._skip)
-
-    def step(self, token_id: int) -> str:
-        """See `TokenDecoder.step`."""
-        self._held.append(token_id)
-        try:
-            text = self._stream.step(self._backend, token_id)
-        except Exception:  # the library raises no narrower type
-            text = self._restart()
-        if text is None:
-            return ""
-        self._context, self._held = self._held, []
-        return text
-
-    def _restart(self) -> str:
-        """The tokens decode to something else than what was given out: go on from the tokens held.
-
-        Byte fallback does this: a byte that is not UTF-8 turns the whole run of bytes before it into U+FFFD.
-        """
-        text = self._decode(self._held)
-        ids = [] if text.endswith(REPLACEMENT) else self._held
-        self._stream = DecodeStream(ids=ids, skip_special_tokens=self._skip)
-        return text
-
-    def flush(self) -> str:
-        """See `TokenDecoder.flush`."""
-        return _decode_held(self._decode, self._context, self._held)
-
-
-def _decode_held(decode: Decode, context: list[int], held: list[int]) -> str:
-    """Text that the tokens in `held` add to that of `context`; empties `held`."""
-    if not held:
-        return ""
-    before, after = decode(context) if context else "", decode(context + held)
-    text = after[len(before) :] if after.startswith(before) else decode(held)
-    held.clear()
-    return text
-
-
-class SpacelessDecoder:
-    """Wraps a decoder: no space between special tokens that follow each other."""
-
-    def __init__(self, inner: TokenDecoder, special: dict[int, str]) -> None:
-        self._inner = inner
-        self._special = special
+        self.has_text_before = bool(self._before)
+        """True when the first token stands inside a text."""
+        self._unspaced = unspaced
         self._after_special = False
 
     def step(self, token_id: int) -> str:
-        """See `TokenDecoder.step`."""
-        text = self._inner.step(token_id)
-        content = self._special.get(token_id)
+        """The text that this token completes; "" while a character is incomplete."""
+        self._held.append(token_id)
+        after = self._decode(self._context + self._held)
+        text = ""
+        if len(after) > len(self._before) and not after.endswith(REPLACEMENT):
+            text = self._new_in(after)
+            self._context, self._held = self._held, []
+            self._before = self._decode(self._context)
+        content = self._unspaced.get(token_id)
         if content is not None and self._after_special and text.strip() == content.strip():
             text = content
         self._after_special = content is not None
         return text
 
     def flush(self) -> str:
-        """See `TokenDecoder.flush`."""
-        return self._inner.flush()
+        """The text still held back, U+FFFD for incomplete bytes as in `tokenizer.decode`."""
+        return self._new_in(self._decode(self._context + self._held)) if self._held else ""
+
+    def _new_in(self, after: str) -> str:
+        """The text of the tokens held. Where the text given out is no part of the whole any more, theirs alone.
+
+        Byte fallback does this: a byte that is not UTF-8 turns the whole run of bytes before it into U+FFFD.
+        """
+        return after[len(self._before) :] if after.startswith(self._before) else self._decode(self._held)
 
 
 def make_decoder(tokenizer: Any, params: SamplingParams, prompt_token_ids: Sequence[int]) -> TokenDecoder:
-    """The decoder for one sequence, the fast one where the tokenizer has a Rust backend."""
+    """The decoder for one sequence."""
     tail = list(prompt_token_ids[-PROMPT_TAIL:])
     skip, spaces = params.skip_special_tokens, params.spaces_between_special_tokens
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-
-        def decode(token_ids: list[int]) -> str:
-            return tokenizer.decode(token_ids, skip_special_tokens=skip, spaces_between_special_tokens=spaces)
-
-        return OffsetDecoder(decode, tail)
-    decoder: TokenDecoder = StreamDecoder(backend, skip, tail)
+        options = {"skip_special_tokens": skip, "spaces_between_special_tokens": spaces}
+        return TokenDecoder(lambda token_ids: tokenizer.decode(token_ids, **options), tail)
+    unspaced: dict[int, str] = {}
     if not (skip or spaces):
-        special = {index: token.content for index, token in tokenizer.added_tokens_decoder.items()}
-        decoder = SpacelessDecoder(decoder, special)
-    return decoder
-
-
-def has_text_before(tokenizer: Any, params: SamplingParams, prompt_token_ids: Sequence[int]) -> bool:
-    """True when the decoder of `make_decoder` takes the first token for one inside a text."""
-    tail = list(prompt_token_ids[-PROMPT_TAIL:])
-    text = tokenizer.decode(tail, skip_special_tokens=params.skip_special_tokens) if tail else ""
-    return bool(text) and not text.endswith(REPLACEMENT)
+        unspaced = {index: token.content for index, token in tokenizer.added_tokens_decoder.items()}
+    return TokenDecoder(lambda token_ids: backend.decode(token_ids, skip_special_tokens=skip), tail, unspaced)
 
 
 class StopMatch(NamedTuple):
@@ -197,6 +120,11 @@ class IncrementalDetokenizer:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._stopped = False
+
+    @property
+    def has_text_before(self) -> bool:
+        """True when the first token stands inside a text, the prompt's."""
+        return self._decoder.has_text_before
 
     def update(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> StopMatch | None:
         """Append tokens to `text`, up to the one that completes a stop string.

@@ -146,13 +146,14 @@ class RequestQueue:
 
     def add(self, request: Request) -> None:
         """A new sequence waits. Its account's weight is the request's from now on."""
-        name = self._policy.account(request)
+        name = request.tenant if self._policy.by_tenant else ""
         account = self._accounts.get(name)
         if account is None:
             self._forget_idle()
             account = self._accounts[name] = Account(name, next(self._serials))
         account.weight = request.weight
-        request.order = (account, self._policy.rank(request), next(self._arrivals))
+        rank = request.priority if self._policy.by_priority else 0
+        request.order = (account, rank, next(self._arrivals))
         self._enqueue(account, request)
 
     def start(self, request: Request, num_prompt_tokens: int) -> None:

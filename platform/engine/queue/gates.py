@@ -11,19 +11,22 @@ from ...core.request import Request
 
 
 class Gate(Protocol):
-    """Something a sequence must hold while it runs, beside KV blocks."""
+    """Something a sequence must hold while it runs, beside KV blocks. By default nothing is held."""
 
     def admit(self, request: Request) -> str | None:
         """Take it and return None, or return the reason to wait. A typed error fails this request alone."""
 
     def prefetch(self, request: Request) -> None:
         """The request will soon be asked for: begin what takes long, if nothing more urgent suffers."""
+        return
 
     def release(self, request: Request) -> None:
         """Give it back, to ask again later: the request was preempted, or found no room."""
+        return
 
     def forget(self, request: Request) -> None:
         """Give it back for good: the request finished, failed or was aborted. Also for one that was never admitted."""
+        return
 
 
 class DraftLimits(NamedTuple):
@@ -34,11 +37,11 @@ class DraftLimits(NamedTuple):
     extra_slots: bool = False
     """Whether proposing k drafts writes KV at the k positions after the step's last."""
     overlaps: bool = False
-    """Whether the first drafter makes drafts on the device without the host, as many as were asked for."""
+    """Whether a step may be planned while another one runs."""
     max_positions: int = sys.maxsize
-    """Positions of a sequence that it drafts for there."""
+    """Positions of a sequence that the first drafter drafts for without the host."""
     max_drafts_on_device: int = sys.maxsize
-    """Most drafts of a row that it makes there."""
+    """Most drafts of a row that it makes without the host, which are then as many as were asked for."""
 
     def room(self, request: Request, least: int, most: int, max_model_len: int) -> int:
         """Most drafts that may follow when the sequence has grown by `least` to `most` tokens."""

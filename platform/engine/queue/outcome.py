@@ -22,7 +22,8 @@ def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | Non
             request.prompt_logprobs = [None]
         request.prompt_logprobs.extend(got.prompt_logprobs)
     request.drafts = NO_DRAFTS
-    request.num_draft_computed = got.num_draft_computed
+    # Later positions held rejected drafts.
+    request.num_draft_computed = min(request.num_draft_computed, len(request.tokens) + got.num_accepted)
     if not got.token_ids:
         return None
     first = request.num_output_tokens == 0
@@ -37,8 +38,6 @@ def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | Non
     for counts in (request.speculation, request.speculation_totals):
         if counts is not None:
             counts.count(row.num_drafts, accepted)
-    request.num_draft_computed = min(request.num_draft_computed, len(request.tokens) + len(got.drafts.token_ids))
-    request.drafts = got.drafts
     delta = TokenDelta(request.request_id, got.token_ids[:kept], finish_reason=reason, stop_reason=stop)
     delta.num_draft_tokens, delta.num_accepted = row.num_drafts, accepted
     if got.logprobs is not None:
@@ -62,31 +61,14 @@ def ends_after(request: Request, max_model_len: int) -> bool:
     )
 
 
-def until_stop(request: Request, token_ids: list[int]) -> tuple[list[int], bool]:
-    """Tokens of `token_ids` that count, if they follow what `request` has, and whether the last of them ends it. What
-    else may end it is in nobody's hands (stop strings) or was known when the step was planned (lengths)."""
-    first = request.num_output_tokens + 1
-    for i, token in enumerate(token_ids):
-        if _stop(request, token, first + i) is not None:
-            return token_ids[: i + 1], True
-    return token_ids, False
-
-
-def _stop(request: Request, token: int, num_outputs: int) -> tuple[str, int | None] | None:
-    """(finish_reason, stop_reason) if `token`, as the last of `num_outputs`, is one to stop at."""
-    if num_outputs < request.params.min_tokens:
-        return None
-    if token in request.eos_token_ids and not request.params.ignore_eos:
-        return "stop", None
-    return ("stop", token) if token in request.stop_ids else None
-
-
 def _finish_reason(request: Request, token: int, max_model_len: int) -> tuple[str | None, int | None]:
     """(finish_reason, stop_reason) after `token` became the sequence's last; (None, None) to go on."""
     params, outputs = request.params, request.num_output_tokens
-    stop = _stop(request, token, outputs)
-    if stop is not None:
-        return stop
+    if outputs >= params.min_tokens:
+        if token in request.eos_token_ids and not params.ignore_eos:
+            return "stop", None
+        if token in request.stop_ids:
+            return "stop", token
     if (params.max_tokens is not None and outputs >= params.max_tokens) or len(request.tokens) >= max_model_len:
         return "length", None
     return None, None

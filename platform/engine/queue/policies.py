@@ -1,43 +1,24 @@
-"""In which order requests are served. A policy is two keys: whose account a request is, and its rank inside it.
+"""Scheduling policies: in which order requests are served.
 
 Accounts alternate by the tokens that they got (`fair`); a policy with one account for all is a plain sorted queue.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
-
-from ...core.request import Request
 
 
 class Policy(NamedTuple):
-    """The smallest rank of an account runs first and is preempted last; equal ranks go by arrival."""
+    """Order of requests. Inside an account the smallest priority runs first, equal ones go by arrival."""
 
-    account: Callable[[Request], str]
-    rank: Callable[[Request], int]
-    is_metered: bool
-    """Whether what accounts are served matters: there may be several."""
-
-
-def _everybody(request: Request) -> str:
-    return ""
-
-
-def _tenant(request: Request) -> str:
-    return request.tenant
-
-
-def _equal(request: Request) -> int:
-    return 0
-
-
-def _priority(request: Request) -> int:
-    return request.priority
+    by_tenant: bool
+    """Each tenant has an account; else all requests share one, and nothing is charged."""
+    by_priority: bool
+    """Whether priorities count."""
 
 
 POLICIES: dict[str, Policy] = {
-    "fcfs": Policy(_everybody, _equal, is_metered=False),
-    "priority": Policy(_everybody, _priority, is_metered=False),
-    "fair": Policy(_tenant, _priority, is_metered=True),
+    "fcfs": Policy(by_tenant=False, by_priority=False),
+    "priority": Policy(by_tenant=False, by_priority=True),
+    "fair": Policy(by_tenant=True, by_priority=True),
 }

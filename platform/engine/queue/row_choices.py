@@ -46,7 +46,8 @@ def row_choices(
 
 def is_followed(rows: Sequence[RowPlan], limits: DraftLimits) -> bool:
     """Return whether the next step can be planned before the host knows what these `rows` bring: the device makes its
-    drafts, or there are none."""
+    drafts, or there are none, and no logits wait for the host to see the tokens, as those with bad words of several
+    tokens do."""
     if not limits.overlaps or not rows:
         return False
     if any(row.max_new_drafts for row in rows):

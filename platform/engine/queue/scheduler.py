@@ -10,6 +10,7 @@ Whatever depends on the token, or takes from a sequence under way, waits for the
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
@@ -53,7 +54,7 @@ class Scheduler:
         self._chooser = chooser
         policy = POLICIES[config.policy]
         self._queue = RequestQueue(policy, config.fair, config.max_num_batched_tokens)
-        self._is_metered = policy.is_metered
+        self._is_metered = policy.by_tenant
         self._throttle = PromptThrottle() if config.prompt_pacing else None
         self._requests: dict[str, Request] = {}
         self._siblings: dict[str, list[Request]] = {}  # unfinished ones of each group; the first leads
@@ -130,14 +131,9 @@ class Scheduler:
             row.request.under_way.append(row)
 
     def may_plan_beside(self, plan: StepPlan) -> bool:
-        """Return whether the next step can be planned while `plan` is under way: not where its drafts wait for the
-        outcome, as bad words of several tokens do, which the host finds by the first of them; or where a sequence under
-        way has to make way."""
-        if self._needs_commit:
-            return False
-        if self._draft_limits.num_drafts:
-            return plan.drafts_on_device
-        return not any(row.samples and row.request.reads_tokens for row in plan.rows)
+        """Return whether the next step can be planned while `plan` is under way: not where a sequence under way has to
+        make way."""
+        return plan.is_followed and not self._needs_commit
 
     def abandon(self) -> None:
         """Take in that what is under way brings nothing: its rows will be planned again."""
@@ -216,14 +212,18 @@ class Scheduler:
     def _preempt(self, request: Request, step: StepBudget) -> None:
         """Take a running sequence's blocks; it is computed again later, unless the prefix cache still has them."""
         step.drop(request)
-        self._take_back(request)
-        for gate in self._gates:
-            gate.release(request)
+        self._release(request)
         self.num_preemptions += 1
         request.num_preemptions += 1
         request.status = Status.WAITING
-        self._count_sibling(request, -1)
+        self._running_siblings[request.group or ""] -= 1
         self._queue.stop(request)
+
+    def _release(self, request: Request) -> None:
+        """Take all that a sequence holds, which it will ask for again."""
+        self._take_back(request)
+        for gate in self._gates:
+            gate.release(request)
 
     def _take_back(self, request: Request) -> None:
         """Free the request's blocks: it has nothing computed any more."""
@@ -266,9 +266,7 @@ class Scheduler:
                 self._preempt(victim, step)
             row = self._start(request, step, held)
             if row is None:
-                self._take_back(request)
-                for gate in self._gates:
-                    gate.release(request)
+                self._release(request)
                 return
             step.add(row)
 
@@ -329,19 +327,16 @@ class Scheduler:
             self.prefix_cache.count(request, row.start)
             self._queue.start(request, request.num_prompt_tokens - match.num_tokens if is_new else 0)
             request.status = Status.RUNNING
-            self._count_sibling(request, 1)
+            if is_new and request.arrival_time:
+                request.queue_seconds = max(0.0, time.monotonic() - request.arrival_time)
+            self._running_siblings[request.group or ""] += 1
         return row
-
-    def _count_sibling(self, request: Request, change: int) -> None:
-        self._running_siblings[request.group or ""] += change
 
     # ----------------------------------------------------------------- commit
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
         """Take a step's results into the sequences. The only place that moves `tokens` and `num_computed`."""
         deltas, self._failed = self._failed, []
-        if self._throttle is not None:
-            self._throttle.took(plan, result.seconds)
         for row, got in zip(plan.rows, result.rows, strict=True):
             request = row.request
             request.land(row)
@@ -362,10 +357,15 @@ class Scheduler:
                 self._finish(request)
         return deltas
 
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Learn from the time of a step, drafting included."""
+        if self._throttle is not None:
+            self._throttle.took(plan, seconds)
+
     def _finish(self, request: Request) -> None:
         """Remove a sequence for good, with all that it holds."""
         self._queue.remove(request, running=request.status is Status.RUNNING)
-        self._count_sibling(request, -(request.status is Status.RUNNING))
+        self._running_siblings[request.group or ""] -= request.status is Status.RUNNING
         request.status = Status.FINISHED
         if request.under_way:
             self._leaving.add(request)

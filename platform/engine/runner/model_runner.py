@@ -1,11 +1,13 @@
-"""Runs one planned step on the device: build the batch, forward, sample and verify, propose."""
+"""Runs one planned step on the device: build the batch, forward, sample and verify, draft."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -21,10 +23,9 @@ from ....spec_decode.control.policy import SpeculationPolicy
 from ....spec_decode.drafters.base import AdapterPreparer, DeviceStep, Drafter, DraftRow, Proposal, TargetOutput
 from ...core.batch import RowPlan, RowResult, StepPlan, StepResult
 from ...core.messages import TokenLogprobs
-from ...core.request import NO_DRAFTS, Continued, Request
-from ..queue.outcome import until_stop
-from ..sampling.sampler import Pending, Ready, Sampled, Sampler, not_finite, token_logprobs
-from .device_queue import AtOnce, DeviceQueue, Ticket
+from ...core.request import NO_DRAFTS, Request, Status
+from ..sampling.sampler import Pending, Ready, Sampler, not_finite, token_logprobs
+from .device_queue import DeviceQueue, Done, Stopwatch
 from .step_inputs import Prepared, continued, drafting_rows, of_rows, prepare
 
 LOGITS_CHUNK = 128
@@ -43,12 +44,12 @@ class RunnerParts(NamedTuple):
     """For the tokens of a forward pass."""
     prepare_head: AdapterPreparer
     """For rows of logits: 1 + k of a request that verifies k drafts, a prompt's positions for its log-probabilities."""
+    queue: DeviceQueue
+    """Where a step's work goes."""
     graphs: PassGraphs | None = None
     """For decodes and verifications; None: every pass is launched piece by piece."""
     logits: Tensor | None = None
     """Where captured passes put them: `PassGraphs.token_logits`."""
-    queue: DeviceQueue | None = None
-    """Where a step's work goes; None: the host waits for it."""
     policy: SpeculationPolicy | None = None
     """Chooses numbers of drafts and observes each step; None: they are fixed."""
 
@@ -73,7 +74,10 @@ class _Queued(NamedTuple):
     """Of the rows that reach their end; None where no step is launched before the host knows it."""
     proposals: list[Proposal] | None
     """Of each row, where the device drafted without the host."""
+    stopwatch: Stopwatch
+    """Time of the forward pass, sampling and verification."""
     capture_seconds: float
+    """Seconds of that time which only first steps take."""
 
 
 @dataclass(slots=True)
@@ -81,9 +85,11 @@ class Launched:
     """A step under way."""
 
     plan: StepPlan
-    ticket: Ticket[_Queued]
+    work: Future[_Queued] | Done[_Queued]
     places: dict[Request, int]
     """Which of the rows that reach their end is whose."""
+    block_tables: list[list[int]]
+    """KV blocks of each row, also of a sequence that has finished meanwhile."""
 
 
 class ModelRunner:
@@ -95,7 +101,7 @@ class ModelRunner:
         self._sampler = parts.sampler
         self._drafter = parts.drafter
         self._policy = parts.policy
-        self._queue = parts.queue or AtOnce()
+        self._queue = parts.queue
         needs = parts.drafter.needs
         self._drafter_has_layers = bool(needs.kv_layers)
         self._drafts_on_device = needs.drafts_on_device
@@ -124,52 +130,50 @@ class ModelRunner:
         """Whether a step may be launched while another one runs."""
         return self._queue.overlaps
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Compute a step. Does not change requests: `Scheduler.commit` does."""
-        return self.collect(self.launch(plan)) if plan.rows else StepResult([])
-
     def launch(self, plan: StepPlan, before: Launched | None = None) -> Launched:
         """Have a step computed after those launched before; `plan` has rows. Errors come out of `collect`.
 
         Args:
             before: The step under way, whose tokens the rows of `plan` continue.
         """
-        prepared = prepare(plan, {} if before is None else before.places)
-        is_followed = plan.drafts_on_device or (self._queue.overlaps and not any(row.num_drafts for row in plan.rows))
-        earlier = before.ticket if before is not None and prepared.followed else None
-        ticket = self._queue.submit(lambda: self._work(prepared, earlier, is_followed))
+        drafts = plan.is_followed and self._drafts_on_device
+        prepared = prepare(plan, {} if before is None else before.places, drafts=drafts)
+        earlier = before.work if before is not None and prepared.followed else None
+        work = self._queue.submit(lambda: self._work(prepared, earlier, plan.is_followed))
         places = {row.request: place for place, row in enumerate(prepared.chosen)}
-        return Launched(plan, ticket, places)
+        return Launched(plan, work, places, prepared.rows.block_tables)
 
-    @torch.inference_mode()
     def collect(self, launched: Launched) -> StepResult:
-        """Wait for a step, and draft for the next one unless the device has. Its predecessors are committed."""
-        plan, queued = launched.plan, launched.ticket.value()
-        results = iter(queued.sampling.collect() if queued.sampling is not None else ())
-        sampled = [
-            _without_nan(row.request, next(results) if row.samples else Sampled([], 0), prompt)
+        """Wait for a step. Does not change requests: `Scheduler.commit` does."""
+        plan, queued = launched.plan, launched.work.result()
+        sampled = iter(queued.sampling.collect() if queued.sampling is not None else ())
+        rows = [
+            _with_prompt(row.request, next(sampled) if row.samples else RowResult([]), prompt)
             for row, prompt in zip(plan.rows, queued.prompt_logprobs, strict=True)
         ]
-        seconds = launched.ticket.seconds() - queued.capture_seconds
+        return StepResult(rows, queued.stopwatch.seconds() - queued.capture_seconds)
+
+    @torch.inference_mode()
+    def draft(self, launched: Launched, result: StepResult) -> float:
+        """Give the sequences of a committed step their drafts for the next one: the device's, where it has drafted
+        without the host. Returns the seconds of the step and of drafting."""
+        plan, queued = launched.plan, launched.work.result()
         started = time.perf_counter() - self._capture_seconds
-        target = TargetOutput(queued.output.hidden, queued.output.aux)
-        rows = [_draft_row(*parts) for parts in zip(plan.rows, sampled, _offsets(plan), strict=True)]
-        if queued.proposals is None:
-            drafts = self._draft(rows, target)
-        else:
-            drafts = [_settled(proposal, row) for proposal, row in zip(queued.proposals, rows, strict=True)]
-            if not self._drafts_on_device:
-                self._drafter.watch(rows, target)
-        result = StepResult(
-            [
-                RowResult(got.token_ids, got.num_accepted, got.logprobs, prompt, draft, computed, got.error)
-                for got, prompt, (draft, computed) in zip(sampled, queued.prompt_logprobs, drafts, strict=True)
-            ],
-            seconds + time.perf_counter() - self._capture_seconds - started,
-        )
+        proposals = queued.proposals
+        if proposals is None:
+            offsets = accumulate((row.num_tokens for row in plan.rows), initial=0)
+            parts = zip(plan.rows, result.rows, launched.block_tables, offsets, strict=False)
+            proposals = self._draft([_draft_row(*part) for part in parts], TargetOutput(*queued.output))
+        for row, proposal in zip(plan.rows, proposals, strict=True):
+            request, num_computed = row.request, proposal.num_draft_computed
+            if request.status is not Status.RUNNING:
+                continue
+            if queued.proposals is not None:  # the device drafted after tokens whose number it did not tell
+                num_computed = len(request.tokens) if num_computed else request.num_draft_computed
+            request.drafts, request.num_draft_computed = proposal.drafts, num_computed
         if self._policy is not None:
-            self._policy.observe(plan, result, seconds)
-        return result
+            self._policy.observe(plan, result, result.seconds)
+        return result.seconds + time.perf_counter() - self._capture_seconds - started
 
     def _draft(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Drafts for the next step, made by the host or for it."""
@@ -194,50 +198,47 @@ class ModelRunner:
         return 0.0 if self._graphs is None else self._graphs.capture_seconds
 
     @torch.inference_mode()
-    def _work(self, prepared: Prepared, before: Ticket[_Queued] | None, is_followed: bool) -> _Queued:
+    def _work(self, prepared: Prepared, before: Future[_Queued] | Done[_Queued] | None, is_followed: bool) -> _Queued:
         """What the device does for a step; on a GPU nothing here waits for it, but for log-probabilities of prompts.
 
         Args:
             before: The step that rows which await a token continue; its work is done.
             is_followed: Whether another step may follow before the host knows the outcome.
         """
-        captured = self._capture_seconds
-        most = 0
+        stopwatch, captured = Stopwatch(self._model.device), self._capture_seconds
         if before is not None:
-            queued = before.value()
+            queued = before.result()
             assert queued.outcome is not None, "no step was to follow before the host knew the outcome"
             prepared = continued(prepared, queued.outcome, queued.proposals or ())
-            most = queued.outcome.most_rejected
         computed = self._forward(prepared)
         overshoot = of_rows(prepared.rows.overshoot, prepared.sampling, len(prepared.handles))
         sampling = self._sample(prepared, computed, overshoot)
         outcome = proposals = None
         if sampling is not None and is_followed:
             outcome = sampling.outcome(self._model.config.vocab_size)
-            outcome = outcome._replace(overshoot=overshoot, most_overshoot=most)
-        seconds = self._capture_seconds - captured  # those of drafting are not in the step's time either
-        if prepared.drafting:
-            proposals = self._draft_on_device(prepared, computed.output, outcome, most)
+            outcome = outcome._replace(overshoot=overshoot)
         prompt_logprobs: list[list[TokenLogprobs] | None] = []
         offset = 0
         for row, count in zip(prepared.prompts, prepared.rows.query_lens, strict=True):
             hidden = computed.output.hidden[offset : offset + count]
             prompt_logprobs.append(None if row is None else self._prompt_logprobs(row, hidden))
             offset += count
-        return _Queued(computed.output, sampling, prompt_logprobs, outcome, proposals, seconds)
+        stopwatch.stop()  # tokens are delivered while the device drafts
+        seconds = self._capture_seconds - captured
+        if prepared.drafting:
+            proposals = self._draft_on_device(prepared, computed.output, outcome)
+        return _Queued(computed.output, sampling, prompt_logprobs, outcome, proposals, stopwatch, seconds)
 
     def _draft_on_device(
-        self, prepared: Prepared, output: DecoderOutput, outcome: DeviceOutcome | None, most: int
+        self, prepared: Prepared, output: DecoderOutput, outcome: DeviceOutcome | None
     ) -> list[Proposal]:
-        """Drafts, if any are wanted, of a step whose rows begin at most `most` positions before where they were put."""
-        rows, step = prepared.drafting, DeviceStep(outcome, prepared.rows.overshoot, most)
+        """Drafts, if any are wanted, before the host knows what the step brought."""
+        rows, step = prepared.drafting, DeviceStep(outcome, prepared.rows.overshoot)
         target = TargetOutput(output.hidden, output.aux, step)
         if not any(row.max_drafts for row in rows):
-            if self._drafts_on_device:  # else `collect` does, in the thread of all its other calls
-                self._drafter.watch(rows, target)
+            self._drafter.watch(rows, target)
             return [Proposal(NO_DRAFTS, 0) for _ in rows]
         assert outcome is not None, "rows with drafts reach their end"
-        self._queue.mark()  # tokens are delivered while the device drafts
         return self._drafter.propose(drafting_rows(prepared, outcome), target)
 
     def _forward(self, prepared: Prepared) -> _Computed:
@@ -283,44 +284,29 @@ class ModelRunner:
         return found
 
 
-def _without_nan(request: Request, got: Sampled, prompt: list[TokenLogprobs] | None) -> Sampled:
-    """`got`, or the request's error: logits of its prompt that it wants to be told of are not finite."""
-    if got.error is None and prompt and any(math.isnan(entry.logprobs[0]) for entry in prompt):
-        return Sampled([], 0, error=not_finite(request).info())
-    return got
+def _with_prompt(request: Request, got: RowResult, prompt: list[TokenLogprobs] | None) -> RowResult:
+    """`got` with the log-probabilities of the request's prompt, or the request's error where these are not finite."""
+    if prompt is None:
+        return got
+    if got.error is None and any(math.isnan(entry.logprobs[0]) for entry in prompt):
+        return RowResult([], error=not_finite(request).info())
+    return got._replace(prompt_logprobs=prompt)
 
 
-def _offsets(plan: StepPlan) -> list[int]:
-    """Where each row begins among the step's tokens."""
-    offsets, total = [], 0
-    for row in plan.rows:
-        offsets.append(total)
-        total += row.num_tokens
-    return offsets
-
-
-def _settled(proposal: Proposal, row: DraftRow) -> Proposal:
-    """`proposal` now that it is known after how many tokens it was made."""
-    return proposal._replace(num_draft_computed=len(row.tokens) if proposal.num_draft_computed else row.num_draft_valid)
-
-
-def _draft_row(row: RowPlan, got: Sampled, offset: int) -> DraftRow:
-    """What drafters see of it: neither drafts that were right behind the end of the text, nor a wish for more."""
+def _draft_row(row: RowPlan, got: RowResult, block_table: list[int], first_index: int) -> DraftRow:
+    """The row as drafters see it, after its commit."""
     request = row.request
-    token_ids, is_stopped = until_stop(request, got.token_ids)
-    num_accepted = min(got.num_accepted, len(token_ids))
     return DraftRow(
         request=request,
-        tokens=Continued(request.tokens, token_ids) if token_ids else request.tokens,
-        num_valid=row.end - (row.num_drafts - num_accepted),
-        # One past the last position whose token is what the drafter saw: later ones held rejected drafts.
-        num_draft_valid=min(request.num_draft_computed, len(request.tokens) + num_accepted),
-        max_drafts=0 if got.error is not None or is_stopped else row.max_new_drafts,
-        block_table=request.blocks,
-        sampled=bool(token_ids),
+        tokens=request.tokens,
+        num_valid=min(row.end - (row.num_drafts - got.num_accepted), len(request.tokens)),
+        num_draft_valid=request.num_draft_computed,
+        max_drafts=row.max_new_drafts if request.status is Status.RUNNING else 0,
+        block_table=block_table,
+        sampled=bool(got.token_ids),
         start=row.start,
-        first_index=offset,
+        first_index=first_index,
         num_drafts=row.num_drafts,
-        num_accepted=num_accepted,
+        num_accepted=got.num_accepted,
         drafter=row.drafter,
     )

@@ -31,32 +31,34 @@ class Pipeline:
         self._runner = runner
         self._wait = wait
         self._under_way: deque[Launched] = deque()  # oldest first
+        self._deltas: list[TokenDelta] = []  # of committed steps, for the caller of `step`
         self.num_steps = 0
         """That computed anything."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way."""
-        return not self._under_way
+        """Whether nothing is under way, and all deltas are told."""
+        return not self._under_way and not self._deltas
 
     def step(self) -> list[TokenDelta]:
         """Run one step and return its deltas. An error in a step, or in the launch of one, ends all that are under way:
-        their sequences are as they were before, and will be computed again."""
+        their sequences are as they were before, and will be computed again. What was committed is told by the next
+        call."""
         try:
             if not self._under_way:
                 self._launch()
             if not self._under_way and self._scheduler.num_waiting:
                 self._wait(IDLE_WAIT_SECONDS)
-            under_way = self._under_way[0].plan if self._under_way else None
-            if self._runner.overlaps and under_way is not None and self._scheduler.may_plan_beside(under_way):
+            if self._under_way and self._scheduler.may_plan_beside(self._under_way[0].plan):
                 self._launch()
-            deltas = self._commit()
+            self._commit()
             if self._runner.overlaps and not self._under_way:
                 self._launch()
-            return deltas
         except BaseException:
             self.abandon()
             raise
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
     def abandon(self) -> None:
         """Wait for what is under way, and forget it."""
@@ -75,10 +77,13 @@ class Pipeline:
         if self._runner.overlaps:
             self._scheduler.launched(plan)
 
-    def _commit(self) -> list[TokenDelta]:
+    def _commit(self) -> None:
+        """Commit the oldest step under way, if there is one, and draft for the next."""
         if not self._under_way:
-            return self._scheduler.commit(StepPlan(), StepResult([]))
+            self._deltas += self._scheduler.commit(StepPlan(), StepResult([]))
+            return
         launched = self._under_way.popleft()
-        deltas = self._scheduler.commit(launched.plan, self._runner.collect(launched))
+        result = self._runner.collect(launched)
+        self._deltas += self._scheduler.commit(launched.plan, result)
         self.num_steps += 1
-        return deltas
+        self._scheduler.observe(launched.plan, self._runner.draft(launched, result))

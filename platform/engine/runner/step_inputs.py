@@ -14,7 +14,7 @@ from ....kernels.staging import to_device
 from ....models.batch import SequenceRows
 from ....spec_decode.drafters.base import DraftRow, Proposal
 from ...core.batch import RowPlan, StepPlan
-from ...core.request import NO_DRAFTS, Continued, Request
+from ...core.request import NO_DRAFTS, Request
 from ..sampling.logits_edits import Seen, token_entries
 from ..sampling.sampler import SampleRow
 
@@ -40,22 +40,23 @@ class Prepared(NamedTuple):
     """By row: the place of its sequence among the chosen rows of the step before, or their number where it is not
     awaiting a token. Empty: no row is."""
     drafting: list[DraftRow]
-    """The rows, where the device drafts without the host, or nobody does; else empty."""
+    """The rows, where the device drafts without the host; else empty."""
 
 
-def prepare(plan: StepPlan, places: dict[Request, int]) -> Prepared:
-    """Read a step's sequences. `places`: which of the chosen rows of the step before is whose."""
+def prepare(plan: StepPlan, places: dict[Request, int], *, drafts: bool) -> Prepared:
+    """Read a step's sequences. `places`: which of the chosen rows of the step before is whose; `drafts`: the device
+    drafts without the host."""
     rows = SequenceRows([], [], [], [], prompt_lens=[row.request.num_prompt_tokens for row in plan.rows])
     replayable = all(row.samples and row.num_tokens == 1 + row.num_drafts for row in plan.rows)
     step = Prepared(rows, [], [], [], [], replayable, [], [], [])
-    drafts: list[tuple[int, Sequence[int]]] = []
+    given: list[tuple[int, Sequence[int]]] = []
     for index, row in enumerate(plan.rows):
         request, first = row.request, len(rows.token_ids)
         end = first + row.num_tokens
         num_tokens = row.end - row.num_drafts if row.samples else len(request.tokens)
         rows.token_ids += _input_tokens(row)
         if row.num_drafts and not row.awaits_token:
-            drafts.append((end - row.num_drafts, request.drafts.token_ids))
+            given.append((end - row.num_drafts, request.drafts.token_ids))
         rows.query_lens.append(row.num_tokens)
         rows.starts.append(row.start)
         rows.block_tables.append(request.blocks)
@@ -65,11 +66,11 @@ def prepare(plan: StepPlan, places: dict[Request, int]) -> Prepared:
             seen = Seen(token_entries(request)) if request.counts_tokens else None
             step.chosen.append(SampleRow(request, NO_DRAFTS if row.awaits_token else request.drafts, num_tokens, seen))
             step.sampling.append(index)
-        if plan.drafts_on_device:
+        if drafts:
             step.drafting.append(_row_on_device(row, first))
         wanted = request.params.prompt_logprobs is not None and num_tokens == request.num_prompt_tokens
         step.prompts.append(row if wanted else None)
-    rows.device_tokens = device_tokens(drafts)
+    rows.device_tokens = device_tokens(given)
     if any(row.awaits_token for row in plan.rows):
         step.followed.extend(places[row.request] if row.awaits_token else len(places) for row in plan.rows)
     return step
@@ -128,7 +129,7 @@ def _row_on_device(row: RowPlan, first_index: int) -> DraftRow:
     request = row.request
     return DraftRow(
         request=request,
-        tokens=Continued(request.tokens, [0] * (row.end + 1 - len(request.tokens))),
+        tokens=range(row.end + 1),
         num_valid=row.end,
         num_draft_valid=row.end - row.num_drafts,
         max_drafts=row.max_new_drafts,

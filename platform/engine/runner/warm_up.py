@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ....spec_decode.control.policy import SpeculationPolicy
+from ...core.batch import StepPlan, StepResult
 from ...core.request import Request, Status
 from ...core.sampling_params import SamplingParams
 from ..queue.scheduler import Scheduler
@@ -145,9 +146,7 @@ def run_through(
     try:
         # Who fails does not come back.
         while pending := {r for r in together if r.status is not Status.FINISHED and not _is_through(r)}:
-            plan = scheduler.schedule()
-            # Without the seconds, in which kernels are compiled: prompts would be paced by them.
-            scheduler.commit(plan, runner.run(plan)._replace(seconds=0.0))
+            plan, _ = _compute(scheduler, runner)  # kernels are compiled in its seconds: prompts are not paced by them
             if during and all(request.num_output_tokens or request.status is Status.FINISHED for request in dummies):
                 for request in during:
                     add(request)
@@ -164,8 +163,19 @@ def _is_through(request: Request) -> bool:
 
 def step(scheduler: Scheduler, runner: ModelRunner) -> None:
     """One step of whatever is due."""
+    scheduler.observe(*_compute(scheduler, runner))
+
+
+def _compute(scheduler: Scheduler, runner: ModelRunner) -> tuple[StepPlan, float]:
+    """One step of whatever is due, and its seconds."""
     plan = scheduler.schedule()
-    scheduler.commit(plan, runner.run(plan))
+    if not plan.rows:
+        scheduler.commit(plan, StepResult([]))
+        return plan, 0.0
+    launched = runner.launch(plan)
+    result = runner.collect(launched)
+    scheduler.commit(plan, result)
+    return plan, runner.draft(launched, result)
 
 
 def dummy(name: str, index: int, params: SamplingParams | None = None, length: int = PROMPT) -> Request:

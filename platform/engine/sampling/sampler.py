@@ -26,7 +26,8 @@ from ....spec_decode.verify.verification import (
     choose_rule,
     verify,
 )
-from ...core.errors import AdapterError, ErrorInfo, InvalidRequestError, OutriderError
+from ...core.batch import RowResult
+from ...core.errors import AdapterError, InvalidRequestError, OutriderError
 from ...core.messages import TokenLogprobs
 from ...core.request import Drafts, Request
 from ...core.sampling_params import SamplingParams
@@ -48,15 +49,6 @@ class SampleRow(NamedTuple):
     def settled(self, overshoot: int) -> SampleRow:
         """Row where `num_tokens` was too large."""
         return self if self.num_tokens is None else self._replace(num_tokens=self.num_tokens - overshoot)
-
-
-class Sampled(NamedTuple):
-    """Tokens that one sequence got."""
-
-    token_ids: list[int]
-    num_accepted: int
-    logprobs: list[TokenLogprobs] | None = None
-    error: ErrorInfo | None = None
 
 
 def no_choice(params: SamplingParams) -> InvalidRequestError:
@@ -93,7 +85,7 @@ class Sampler:
                 ", ".join(f"{rate:g}" for rate in synthetic_rates),
             )
 
-    def __call__(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
+    def __call__(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[RowResult]:
         """Sample and verify.
 
         Args:
@@ -230,9 +222,9 @@ class Pending(NamedTuple):
         rejected = torch.cat((given - accepted, given.new_zeros(1)))
         last = tokens.index_select(0, first + accepted)
         counts = (1 + num_drafts).tolist()
-        return DeviceOutcome(tokens, last, accepted, rejected, most_rejected=most, counts=counts)
+        return DeviceOutcome(tokens, last, accepted, rejected, counts=counts)
 
-    def collect(self) -> list[Sampled]:
+    def collect(self) -> list[RowResult]:
         """Wait for the device, and tell each sequence what it got."""
         tokens, accepted, raw_top, top, *reports = self.download.wait()
         tops = list(zip(raw_top, top, strict=True))
@@ -255,7 +247,7 @@ class Pending(NamedTuple):
 class Ready(NamedTuple):
     """Results where nothing has to be waited for."""
 
-    sampled: list[Sampled]
+    sampled: list[RowResult]
     counts: list[int]
     """By sequence, its rows of logits: 1 + k."""
     device: torch.device
@@ -274,14 +266,14 @@ class Ready(NamedTuple):
         arrays = np.array(tokens), np.array(last), accepted, left
         there, next_tokens, right, rejected = upload(self.device, *arrays)
         left_of = rejected if most else None
-        return DeviceOutcome(there, next_tokens, right, left_of, most_rejected=most, counts=self.counts)
+        return DeviceOutcome(there, next_tokens, right, left_of, counts=self.counts)
 
-    def collect(self) -> list[Sampled]:
+    def collect(self) -> list[RowResult]:
         """Tokens that each sequence got."""
         return self.sampled
 
 
-def _reached(request: Request, got: Verified, tops: Sequence[tuple[float, float]]) -> Sampled:
+def _reached(request: Request, got: Verified, tops: Sequence[tuple[float, float]]) -> RowResult:
     """What `got` holds before the first of its rows that offers nothing to choose; an error when that is the first.
 
     `tops`: for each row that chose a token, the largest logit of the model, and of what was left to choose from.
@@ -290,12 +282,12 @@ def _reached(request: Request, got: Verified, tops: Sequence[tuple[float, float]
     """
     dead = next((j for j, pair in enumerate(tops) if not all(map(math.isfinite, pair))), None)
     if dead is None:
-        return Sampled(got.token_ids, got.num_accepted)
+        return RowResult(got.token_ids, got.num_accepted)
     if dead > 0:
         # The last token counts as the new one, not as an accepted draft: so the next step has it to compute.
-        return Sampled(got.token_ids[:dead], dead - 1)
+        return RowResult(got.token_ids[:dead], dead - 1)
     emptied = math.isfinite(tops[0][0]) and tops[0][1] == -math.inf
-    return Sampled([], 0, error=(no_choice(request.params) if emptied else not_finite(request)).info())
+    return RowResult([], error=(no_choice(request.params) if emptied else not_finite(request)).info())
 
 
 def _is_plain(row: SampleRow) -> bool:
@@ -304,7 +296,7 @@ def _is_plain(row: SampleRow) -> bool:
     return params.greedy and params.logprobs is None and not row.request.edits_logits
 
 
-def _most_likely(logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
+def _most_likely(logits: Tensor, rows: Sequence[SampleRow]) -> list[RowResult]:
     """The general way's result for plain rows, without its many small operations: a step's host time at batch 1."""
     tokens, tops = most_likely(logits)
     sampled, start = [], 0

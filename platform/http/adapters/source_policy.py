@@ -23,8 +23,8 @@ from ...client.adapters.sources.resolver import (
 )
 from ...core.errors import AdapterError
 from ...core.lora_request import LoRARequest
-from ..config import ServerConfig
-from .protocol import LoadAdapterRequest
+from ..server_config import ServerConfig
+from .adapter_bodies import LoadAdapterRequest
 
 
 class Admitted(NamedTuple):

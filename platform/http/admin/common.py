@@ -12,8 +12,8 @@ from ...tenancy.database.connection import DatabaseUnavailableError
 from ...tenancy.database.store import Store
 from ...tenancy.service import Tenancy
 from ..protect.audit_log import actor_of
-from ..serving import serving_of
-from .protocol import ErrorBody
+from ..serving_state import serving_of
+from .admin_schema import ErrorBody
 
 P = ParamSpec("P")
 T = TypeVar("T")

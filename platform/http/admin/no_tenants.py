@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Depends
 
 from ...core.errors import NotFoundError
-from ..serving import require_admin
+from ..serving_state import require_admin
 
 router = APIRouter(prefix="/admin/v1", dependencies=[Depends(require_admin)], include_in_schema=False)
 

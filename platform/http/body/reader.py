@@ -15,10 +15,10 @@ from starlette.requests import ClientDisconnect, Request
 from ...core.errors import InvalidRequestError
 from ...core.text import shorten
 from ..protect.error_responses import BodyTooLargeError, ClientDisconnectedError
-from ..serving import HELD_BODY, serving_of
+from ..serving_state import HELD_BODY, serving_of
+from .body_memory import HeldBody, give_back_memory
 from .bounds import check_fields, check_shape
 from .lenient import adapt
-from .memory import HeldBody, give_back_memory
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -49,30 +49,30 @@ def documented(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-async def read_body(request: Request, model: type[ModelT], max_bytes: int) -> ModelT:
+async def read_body(request: Request, model: type[ModelT]) -> ModelT:
     """The request's body as `model`; `read_waiting_body` for one that may have to wait."""
     with contextlib.closing(serving_of(request).bodies.body()) as held:
-        return await _read_body(request, model, max_bytes, held)
+        return await _read_body(request, model, held)
 
 
-async def read_waiting_body(request: Request, model: type[ModelT], max_bytes: int) -> tuple[ModelT, HeldBody]:
+async def read_waiting_body(request: Request, model: type[ModelT]) -> tuple[ModelT, HeldBody]:
     """Read and validate a body whose memory counts until whoever admits the request closes it, or the request ends."""
     held = serving_of(request).bodies.body()
     request.scope["state"][HELD_BODY] = held
-    return await _read_body(request, model, max_bytes, held), held
+    return await _read_body(request, model, held), held
 
 
-async def _read_body(request: Request, model: type[ModelT], max_bytes: int, held: HeldBody) -> ModelT:
+async def _read_body(request: Request, model: type[ModelT], held: HeldBody) -> ModelT:
     """
     Raises:
-        BodyTooLargeError: longer than `max_bytes`.
+        BodyTooLargeError: longer than the server takes.
         OverloadedError: too many long bodies arrive, or wait, at once.
         InvalidRequestError: not JSON, not an object, out of bounds, a field that is not implemented, or a wrong type;
             `param` names the field.
     """
     _check_content_type(request)
-    raw = await _read(request, max_bytes, held)
     serving = serving_of(request)
+    raw = await _read(request, serving.config.max_body_bytes, held)
     await check_shape(raw, model, serving.max_values)
     strict = serving.config.strict_fields
     if len(raw) <= _LONG_BODY:

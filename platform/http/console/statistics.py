@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import Counter as Counts
 from collections import defaultdict
@@ -12,13 +11,12 @@ from typing import NamedTuple
 
 from .... import __version__
 from ...core.adapter_names import label_text
-from ...core.errors import OutriderError
 from ...core.messages import AdapterInfo, EngineStats, SpeculationCounts
 from ..observe.recent import LATENCY_SECONDS
 from ..observe.recent import Point as RecentPoint
-from ..serving import Serving
-from .acceptance import AcceptanceTotals, Split, difference
-from .protocol import (
+from ..serving_state import Serving
+from .acceptance_split import AcceptanceTotals, Split, difference
+from .stats_schema import (
     Acceptance,
     AdapterFacts,
     CacheFacts,
@@ -30,12 +28,8 @@ from .protocol import (
     TenantFacts,
 )
 
-logger = logging.getLogger(__name__)
-
 MIN_INTERVAL = 0.8
 """Seconds that a snapshot is good for: less than one, so that who asks every second always gets a new one."""
-SNAPSHOT_TIMEOUT = 2.0
-"""Seconds that the engine gets for one; after that the last one is shown again."""
 MAX_HISTORY = 300
 """Longest history in seconds."""
 MAX_ADAPTERS = 200
@@ -103,12 +97,9 @@ class Statistics:
         """Take a snapshot of the engine; without an answer the last one stays."""
         if self._serving.llm.state not in ("ready", "draining"):
             return
-        try:
-            stats = await asyncio.wait_for(self._serving.llm.stats(), SNAPSHOT_TIMEOUT)
-        except (OutriderError, TimeoutError) as error:
-            logger.debug("no snapshot from the engine: %s", error)
+        stats = await self._serving.update_metrics()
+        if stats is None:
             return
-        self._serving.metrics.update(stats)
         self._acceptance.update(stats)
         self._snapshot_at = now = time.monotonic()
         self._gauges[int(now)] = Gauges(

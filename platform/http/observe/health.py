@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from .... import __version__
-from ...core.errors import AuthenticationError, OutriderError
-from ..serving import PRINCIPAL, require_admin, serving_of
-from .metrics import CONTENT_TYPE
+from ...core.errors import AuthenticationError
+from ..protect.error_responses import EngineUnavailableError, error_json
+from ..serving_state import PRINCIPAL, require_admin, serving_of
+from .prometheus_metrics import CONTENT_TYPE
 
-logger = logging.getLogger(__name__)
 router = APIRouter()
-
-STATS_TIMEOUT = 2.0
-"""Seconds that the engine gets for a snapshot; after that the last one is shown again."""
 
 
 @router.get("/health", response_model=None)
@@ -31,8 +25,8 @@ async def health(request: Request) -> Response:
         return JSONResponse({"status": state})
     state = state if problem is None else "ledger_unavailable"
     message = f"The server is {state}" if problem is None else f"Requests cannot be accounted for: {problem}"
-    error = {"message": message, "type": "ServiceUnavailableError", "param": None, "code": None}
-    return JSONResponse({"status": state, "error": error}, 503, {"Retry-After": "5"})
+    content = {"status": state} | error_json(message, EngineUnavailableError.type)
+    return JSONResponse(content, 503, {"Retry-After": "5"})
 
 
 @router.api_route("/ping", methods=["GET", "POST"], response_model=None, include_in_schema=False)
@@ -60,10 +54,7 @@ async def metrics(request: Request) -> Response:
     serving = serving_of(request)
     if serving.tenancy is not None and not serving.config.open_metrics:
         _check_admin(request)
-    try:
-        serving.metrics.update(await asyncio.wait_for(serving.llm.stats(), STATS_TIMEOUT))
-    except (OutriderError, TimeoutError) as error:
-        logger.debug("no snapshot from the engine: %s", error)
+    await serving.update_metrics()
     serving.metrics.engine_restarts = serving.llm.num_restarts
     return Response(serving.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 

@@ -24,7 +24,7 @@ from ...tenancy.accounts.principal import Principal
 from ..protect.paths import ASKED_METHOD
 
 if TYPE_CHECKING:
-    from ..serving import Serving
+    from ..serving_state import Serving
 
 logger = logging.getLogger(REQUEST_LOGGER)
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from .... import __version__
 from ...core.messages import AdapterInfo, EngineInfo
-from ..config import ServerConfig
+from ..server_config import ServerConfig
 
 
 class DatabaseFacts(NamedTuple):

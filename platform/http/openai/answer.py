@@ -15,10 +15,10 @@ from ...core.lora_request import LoRA
 from ...core.outputs import CompletionOutput
 from ...core.sampling_params import SamplingParams
 from ..adapters.adapter_choice import choose_adapter, discover_adapters
-from ..body.memory import HeldBody
+from ..body.body_memory import HeldBody
 from ..body.reader import read_waiting_body
 from ..protect.accounting import check_call, limit_headers
-from ..serving import Serving, new_request_id, principal_of, serving_of
+from ..serving_state import Serving, new_request_id, principal_of, serving_of
 from .event_stream import ChunkEncoder, ChunkWriter, stream_response, until_disconnect
 from .generation import Choice, Collected, collect, draft_fields, generate
 from .job import Arrival, Job, now
@@ -98,7 +98,7 @@ async def accept(request: Request, kind: type[BodyT]) -> Accepted[BodyT]:
         OutriderError: the body is wrong, its model does not exist, or the server or the limits refuse the request.
     """
     arrival, serving = now(), serving_of(request)
-    body, held = await read_waiting_body(request, kind, serving.config.max_body_bytes)
+    body, held = await read_waiting_body(request, kind)
     body.check()
     models = serving.models.seen_by(principal_of(request))
     await discover_adapters(models, body)

@@ -14,7 +14,7 @@ from ...core.errors import InvalidRequestError, PromptTooLongError
 from ...core.outputs import CompletionOutput
 from ...core.sampling_params import SamplingParams
 from ..body.reader import documented
-from ..serving import Serving
+from ..serving_state import Serving
 from .answer import accept, asked_fields
 from .chat_messages import normalize_messages
 from .event_stream import Chunk, dumps

@@ -13,7 +13,7 @@ from ...client.text.vocabulary import TokenTexts, vocabulary_of
 from ...core.outputs import CompletionOutput
 from ...core.sampling_params import SamplingParams
 from ..body.reader import documented
-from ..serving import Serving
+from ..serving_state import Serving
 from .answer import accept, asked_fields
 from .event_stream import Chunk, dumps
 from .generation import Choice, Collected, PromptFacts

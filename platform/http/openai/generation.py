@@ -12,7 +12,7 @@ from ...core.errors import OutriderError
 from ...core.messages import SpeculationCounts
 from ...core.outputs import CompletionOutput, Logprob, RequestOutput
 from ..protect.accounting import accounted, check_params
-from ..serving import Serving
+from ..serving_state import Serving
 from .job import Event, Job
 from .logprobs import Packed, pack
 

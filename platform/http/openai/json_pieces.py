@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from starlette.background import BackgroundTask
 from starlette.responses import Response, StreamingResponse
 
-from ..body.memory import give_back_memory
+from ..body.body_memory import give_back_memory
 
 SCALARS = 4096
 """Numbers or texts of a list that are written in one go."""

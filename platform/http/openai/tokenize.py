@@ -15,7 +15,7 @@ from ...core.sampling_params import shown
 from ..adapters.adapter_choice import adapter_of_model
 from ..body.reader import documented, read_body
 from ..protect.accounting import charge_call
-from ..serving import principal_of, serving_of
+from ..serving_state import principal_of, serving_of
 from .chat_messages import normalize_messages
 from .json_pieces import json_answer
 from .protocol import DetokenizeRequest, TokenizeRequest
@@ -31,7 +31,7 @@ work."""
 async def tokenize(request: Request) -> Response:
     """Token ids of a prompt, or of messages under the chat template."""
     serving = serving_of(request)
-    body = await read_body(request, TokenizeRequest, serving.config.max_body_bytes)
+    body = await read_body(request, TokenizeRequest)
     charge_call(request)
     models = serving.models.seen_by(principal_of(request))
     await models.discover(body.model)
@@ -54,7 +54,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """Text of at most 4 x max_model_len token ids."""
     serving = serving_of(request)
-    body = await read_body(request, DetokenizeRequest, serving.config.max_body_bytes)
+    body = await read_body(request, DetokenizeRequest)
     charge_call(request)
     models = serving.models.seen_by(principal_of(request))
     await models.discover(body.model)

@@ -17,7 +17,7 @@ from ...core.logs import current_request_id
 from ...core.outputs import RequestMetrics
 from ...tenancy.ledger.usage_row import Status, UsageRow
 from ..openai.job import Event, Job
-from ..serving import Serving, principal_of, serving_of
+from ..serving_state import Serving, principal_of, serving_of
 
 if TYPE_CHECKING:
     from ...tenancy.limits.limiter import Ticket

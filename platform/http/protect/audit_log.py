@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 
 from ...core.errors import OutriderError
-from ..serving import principal_of, serving_of
+from ..serving_state import principal_of, serving_of
 
 if TYPE_CHECKING:
     from ...tenancy.database.audit import Actor

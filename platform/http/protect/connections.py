@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from ...core.errors import OverloadedError
-from .error_responses import error_response
+from .error_responses import error_json, error_response
 from .transport import ClientTransport
 
 logger = logging.getLogger(__name__)
@@ -69,8 +69,7 @@ class _Refusal(Exception):
     def __init__(self, status: HTTPStatus, kind: str, message: str) -> None:
         super().__init__(message)
         self.status = status
-        error = {"message": message, "type": kind, "param": None, "code": None}
-        self.body = json.dumps({"error": error}).encode()
+        self.body = json.dumps(error_json(message, kind)).encode()
 
 
 class Connection(HttpToolsProtocol):

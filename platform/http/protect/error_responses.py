@@ -26,9 +26,6 @@ MAX_MESSAGE = 1000
 """Characters of a message. What it quotes of a request is shorter, wherever our own code writes it; this is for texts
 of libraries, such as a template's error."""
 INTERNAL_MESSAGE = "The server failed to answer this request; its log says more."
-INTERNAL_ERROR: dict[str, Any] = {
-    "error": {"message": INTERNAL_MESSAGE, "type": "InternalServerError", "param": None, "code": None}
-}
 _CODES = {
     ("NotFoundError", "model"): "model_not_found",
     ("AuthenticationError", None): "invalid_api_key",
@@ -44,6 +41,14 @@ _TYPES_BY_STATUS = {
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
 }
+
+
+def error_json(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The JSON of every error."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+INTERNAL_ERROR = error_json(INTERNAL_MESSAGE, OutriderError.type)
 
 
 class BodyTooLargeError(OutriderError):
@@ -72,7 +77,7 @@ def error_body(error: OutriderError) -> dict[str, Any]:
         code = error.code
     param = None if error.param is None else shorten(error.param)
     message = shorten(public_text(error.message), MAX_MESSAGE)
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return error_json(message, kind, param, code)
 
 
 def retry_after(error: OutriderError) -> str:
@@ -121,8 +126,7 @@ def plain_response(status: int, message: str, headers: Mapping[str, str] | None 
     """The answer for an error that the web framework found: an unknown route, a wrong method."""
     kind = _TYPES_BY_STATUS.get(status, "BadRequestError" if status < 500 else "InternalServerError")
     note_error(kind)
-    body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
-    return JSONResponse(body, status, dict(headers) if headers else None)
+    return JSONResponse(error_json(message, kind), status, dict(headers) if headers else None)
 
 
 def install_error_handlers(app: FastAPI) -> None:

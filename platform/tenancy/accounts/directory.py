@@ -15,10 +15,10 @@ from sqlalchemy import select
 from ...core.errors import OutriderError
 from ..database.connection import Database, DatabaseUnavailableError
 from ..database.schema import api_keys
-from ..database.store import key_of, read_prefixes, read_revision, read_tenants
+from ..database.store import read_prefixes, read_revision, read_tenants, record_of
 from .authenticator import StaticKeys, digest_of
 from .principal import Principal
-from .records import SharedPrefix, Tenant
+from .records import Key, SharedPrefix, Tenant
 
 logger = logging.getLogger(__name__)
 
@@ -81,19 +81,9 @@ class Directory:
     # --- what it knows ---
 
     @property
-    def revision(self) -> int:
-        """Number of changes; -1 before the first look."""
-        return self._snapshot.revision
-
-    @property
     def tenants(self) -> Mapping[str, Tenant]:
         """All tenants by name, disabled ones too."""
         return self._snapshot.tenants
-
-    @property
-    def prefixes(self) -> tuple[SharedPrefix, ...]:
-        """The shared prefixes."""
-        return self._snapshot.prefixes
 
     @property
     def has_admin_key(self) -> bool:
@@ -185,7 +175,7 @@ class Directory:
             tenants = {tenant.name: tenant for tenant in read_tenants(connection)}
             entries = {}
             for row in connection.execute(select(api_keys).where(api_keys.c.revoked_at.is_(None))):
-                key, tenant = key_of(row), tenants.get(row.tenant)
+                key, tenant = record_of(Key, row), tenants.get(row.tenant)
                 if tenant is None or tenant.disabled:
                     continue
                 principal = Principal(

@@ -3,10 +3,12 @@ optional."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta
 
 from ...core.errors import InvalidRequestError
 
@@ -22,40 +24,41 @@ MAX_LIMIT = 10**15
 """Largest limit of any kind: more than anybody uses, and an integer in every JSON reader."""
 MAX_ALLOWED_ADAPTERS = 10_000
 """Largest number of names in `allowed_adapters`."""
-_MAY_BE_ZERO = ("max_queued_requests", "token_budget")
+
+Bound: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_LIMIT)]
+BoundOrZero: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LIMIT)]
+AdapterNames: TypeAlias = Annotated[
+    tuple[Annotated[str, Meta(min_length=1)], ...], Meta(max_length=MAX_ALLOWED_ADAPTERS)
+]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Bounds on what a tenant or a key uses; None: no bound. Where both have one, both hold."""
 
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
+    requests_per_minute: Bound | None = None
+    tokens_per_minute: Bound | None = None
     """Prompt and output tokens; a request reserves its prompt and `max_tokens`, and gets back what it did not use."""
-    max_concurrent_requests: int | None = None
-    max_queued_requests: int | None = None
+    max_concurrent_requests: Bound | None = None
+    max_queued_requests: BoundOrZero | None = None
     """Requests that may wait for one of the concurrent places; None: no bound, where places are bounded."""
-    max_context_tokens: int | None = None
+    max_context_tokens: Bound | None = None
     """Prompt and `max_tokens` of one request."""
-    max_output_tokens: int | None = None
+    max_output_tokens: Bound | None = None
     """`max_tokens` of one request, which is lowered to it where the request names none."""
-    allowed_adapters: tuple[str, ...] | None = None
+    allowed_adapters: AdapterNames | None = None
     """Names of adapters; the base model is always allowed."""
-    token_budget: int | None = None
+    token_budget: BoundOrZero | None = None
     """Tokens that may be used in one period."""
     budget_period: Period = "month"
 
 
 NO_LIMITS = Limits()
+_TYPES = get_type_hints(Limits, include_extras=True)
 
 
 def limit_fields(limits: Limits) -> dict[str, Any]:
     """The limits that are set, as JSON keeps them; `limits_of` reads them back."""
-    fields: dict[str, Any] = {}
-    for item in dataclasses.fields(limits):
-        value = getattr(limits, item.name)
-        if value != item.default:
-            fields[item.name] = list(value) if isinstance(value, tuple) else value
+    fields: dict[str, Any] = msgspec.to_builtins(limits)
     return fields
 
 
@@ -65,39 +68,16 @@ def limits_of(fields: Mapping[str, Any], base: Limits = NO_LIMITS) -> Limits:
     Raises:
         InvalidRequestError: a field that is none, or a value out of its range; `param` names it.
     """
-    known = {item.name for item in dataclasses.fields(Limits)}
     changes: dict[str, Any] = {}
     for name, value in fields.items():
-        if name not in known:
-            raise _refused(name, f"there is no such limit; there are {', '.join(sorted(known))}")
-        changes[name] = _checked(name, value)
-    return dataclasses.replace(base, **changes)
-
-
-def _checked(name: str, value: Any) -> Any:
-    if name == "budget_period":
-        if value is None:
-            return NO_LIMITS.budget_period
-        if value not in PERIODS:
-            raise _refused(name, f"must be one of {', '.join(PERIODS)}")
-        return value
-    if value is None:
-        return None
-    if name == "allowed_adapters":
-        if not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
-            raise _refused(name, "must be a list of names")
-        if len(value) > MAX_ALLOWED_ADAPTERS:
-            raise _refused(name, f"has {len(value)} names; at most {MAX_ALLOWED_ADAPTERS} are taken")
-        return tuple(dict.fromkeys(value))
-    lowest = 0 if name in _MAY_BE_ZERO else 1
-    if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= MAX_LIMIT:
-        raise _refused(name, f"must be an integer from {lowest} to {MAX_LIMIT}")
-    return value
-
-
-def _refused(name: str, problem: str) -> InvalidRequestError:
-    param = f"limits.{name[:64]}"
-    return InvalidRequestError(f"{param}: {problem}", param=param)
+        try:
+            if name not in _TYPES:
+                raise ValueError(f"there is no such limit; there are {', '.join(sorted(_TYPES))}")
+            changes[name] = getattr(NO_LIMITS, name) if value is None else msgspec.convert(value, _TYPES[name])
+        except ValueError as error:  # msgspec's too
+            param = f"limits.{name[:64]}"
+            raise InvalidRequestError(f"{param}: {str(error).replace('Expected', 'must be', 1)}", param=param) from None
+    return msgspec.structs.replace(base, **changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +94,7 @@ class Principal:
     """The tenant's share under the fair policy, relative to others'."""
     tenant_limits: Limits = NO_LIMITS
     key_limits: Limits = NO_LIMITS
-    max_adapters: int = field(default=0)
+    max_adapters: int = 0
     """Adapters that the tenant may load itself, from the folders that are open for that."""
     reading: int = field(default=0, compare=False)
     """Number of the server's reading of the database: of a tenant's principals the one with the highest number has the

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from dataclasses import dataclass
 from typing import Any, Literal
+
+import msgspec
 
 Status = Literal["stop", "length", "abort", "error", "lost"]
 """End of a request; "lost": its server died, and the end is unknown."""
@@ -25,8 +24,7 @@ _MAX_LENGTHS = {
 """Characters of the columns that hold text."""
 
 
-@dataclass(slots=True, kw_only=True)
-class UsageRow:
+class UsageRow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A row of `schema.usage`, whose columns these fields are. Times: seconds since the epoch."""
 
     request_id: str
@@ -45,7 +43,8 @@ class UsageRow:
     received_at: float
     first_token_at: float | None = None
     finished_at: float
-    status: Status = "lost"
+    status: str = "lost"
+    """A `Status`, or that of another version."""
     error_type: str = ""
 
     @property
@@ -55,25 +54,12 @@ class UsageRow:
 
     def values(self) -> dict[str, Any]:
         """Values by column, in types that every database takes."""
-        return {name: _clean(name, getattr(self, name)) for name in FIELDS}
-
-
-FIELDS = tuple(field.name for field in dataclasses.fields(UsageRow))
-_DEFAULTS = {f.name: f.default for f in dataclasses.fields(UsageRow) if f.default is not dataclasses.MISSING}
-_TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(_MAX_LENGTHS, (str,)),
-    **dict.fromkeys(("received_at", "finished_at"), (float, int)),
-    "first_token_at": (float, int, type(None)),
-}
+        return {name: _clean(name, getattr(self, name)) for name in self.__struct_fields__}
 
 
 def row_to_json(row: UsageRow) -> bytes:
     """One line of compact JSON, without fields at their default."""
-    values = row.values()
-    return json.dumps(
-        {name: value for name, value in values.items() if name not in _DEFAULTS or value != _DEFAULTS[name]},
-        separators=(",", ":"),
-    ).encode()
+    return msgspec.json.encode(UsageRow(**row.values()))
 
 
 def row_from_json(data: bytes) -> UsageRow:
@@ -82,17 +68,7 @@ def row_from_json(data: bytes) -> UsageRow:
     Raises:
         ValueError: it is no row.
     """
-    content = json.loads(data)
-    if not isinstance(content, dict):
-        raise ValueError("no row")
-    known = {name: value for name, value in content.items() if name in FIELDS}
-    for name, value in known.items():
-        if not isinstance(value, _TYPES.get(name, (int,))) or isinstance(value, bool):
-            raise ValueError(f"{name} is wrong")
-    try:
-        return UsageRow(**known)
-    except TypeError as error:
-        raise ValueError(str(error)) from None
+    return msgspec.json.decode(data, type=UsageRow)
 
 
 def _clean(name: str, value: Any) -> Any:

@@ -24,6 +24,7 @@ from torch import Tensor
 from ....kernels.device_outcome import device_slots
 from ....kernels.staging import to_device
 from ....models.batch import KVLayerSpec, LayerKV
+from ....platform.core.speculative_config import MAX_DRAFTS
 from ..base import AdapterPreparer, DeviceStep, DraftRow, no_adapters
 from .pending_states import PendingStates, placement, slots_of
 
@@ -99,8 +100,8 @@ class HiddenStore:
         vectors = self._vectors(states, handles)
         starts, counts = [row.start for row in rows], [count for _, count in handles]
         tables = [row.block_table for row in rows]
-        overshoot = (step.overshoot, step.most_overshoot)
-        self._put(device_slots(tables, starts, counts, self._block_size, overshoot, self._device), vectors)
+        slots = device_slots(tables, starts, counts, self._block_size, step.overshoot, MAX_DRAFTS, self._device)
+        self._put(slots, vectors)
         return vectors
 
     def slots(self, block_table: Sequence[int], start: int, end: int) -> list[int]:

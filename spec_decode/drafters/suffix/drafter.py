@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from ....platform.core.request import NO_DRAFTS, Drafts, Request, Status, Tokens
+from ....platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from ....platform.core.speculative_config import SpeculativeConfig
 from ..base import Drafter, DraftRow, Proposal, TargetOutput
 from ..factory import DrafterContext
@@ -143,7 +143,7 @@ class _RunningRequest:
         self.base, self.matched = base, 0
         self.tree, self.text = SuffixTree(self.depth), Text([])
 
-    def update(self, tokens: Tokens, budget: int) -> int:
+    def update(self, tokens: Sequence[int], budget: int) -> int:
         """Add the tokens since the last call to the tree, at most `budget`; returns the rest of the budget."""
         if len(tokens) - self.base > MAX_OWN_TOKENS:
             self.restart(len(tokens) - MAX_OWN_TOKENS // 2)
@@ -153,7 +153,7 @@ class _RunningRequest:
             self.matched = self.tree.extend(self.text)
         return budget - (self.base + len(self.text.tokens) - known)
 
-    def past_place(self, stores: OutputStores, tree: SuffixTree, tokens: Tokens, longest: int) -> Place | None:
+    def past_place(self, stores: OutputStores, tree: SuffixTree, tokens: Sequence[int], longest: int) -> Place | None:
         """The longest suffix of `tokens` in `tree`, of at most `longest` tokens. In a tree without news it has grown by
         the new tokens at most."""
         version, num_tokens, length = self.past
@@ -209,7 +209,7 @@ class SuffixDrafter(Drafter):
         proposals = []
         for row in rows:
             drafts = NO_DRAFTS
-            if row.request.params.max_drafts != 0:  # one that is never drafted for costs nothing
+            if _is_followed(row.request):
                 live = self._live_of(row.request)
                 new = 1 + row.num_accepted if row.sampled else 0  # what the step itself brought is always taken in
                 spare = max(0, live.update(row.tokens, spare + new))
@@ -222,7 +222,7 @@ class SuffixDrafter(Drafter):
         """Put past outputs into trees; running requests catch up when they are drafted for."""
         self._remember_finished()
         for row in rows:
-            if row.request.params.max_drafts != 0:
+            if _is_followed(row.request):
                 self._live_of(row.request)
         self._stores.update_trees(STEP_TOKENS)
 
@@ -257,7 +257,12 @@ class SuffixDrafter(Drafter):
                 self._stores.add(request.text_namespace, request.tokens[request.num_prompt_tokens :])
 
 
-def longest_suffix(tree: SuffixTree, tokens: Tokens, longest: int) -> Place | None:
+def _is_followed(request: Request) -> bool:
+    """True for a running request; one that is never drafted for costs nothing."""
+    return request.params.max_drafts != 0 and request.status is not Status.FINISHED
+
+
+def longest_suffix(tree: SuffixTree, tokens: Sequence[int], longest: int) -> Place | None:
     """The longest suffix of `tokens` that is in `tree`, of at most `longest` tokens."""
     last = tokens[max(0, len(tokens) - longest) :]
     for start in range(len(last)):

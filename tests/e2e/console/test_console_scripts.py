@@ -5,9 +5,9 @@ import random
 import pytest
 from playwright.sync_api import expect
 
-from outrider.platform.http.admin.protocol import LimitFields
+from outrider.platform.http.admin.admin_schema import LimitFields
 from outrider.platform.http.console.assets import Assets
-from outrider.platform.http.console.protocol import Point, Stats
+from outrider.platform.http.console.stats_schema import Point, Stats
 
 ADDRESS = "http://console.test"
 XSS = "<img src=x onerror=alert(1)>"

@@ -1,16 +1,20 @@
 """The arithmetic of `outrider bench latency | throughput | serve | compare`."""
 
-import contextlib
 import json
 
 import numpy as np
 import pytest
 
-from outrider.platform.cli.bench.serving.client.arrivals import arrival_times
-from outrider.platform.cli.bench.serving.compare.command import compare, differences
-from outrider.platform.cli.bench.serving.metrics import RequestRecord, acceptance, figures
-from outrider.platform.cli.bench.serving.plot import draw_latencies
-from outrider.platform.cli.bench.serving.profiling.timeline import Recorder, Span, chrome_trace, own_seconds, summarize
+from outrider.platform.cli.bench.compare import compare, differences
+from outrider.platform.cli.bench.request_figures import RequestRecord, acceptance, figures
+from outrider.platform.cli.bench.serving.latency_plot import draw_latencies
+from outrider.platform.cli.bench.serving.profiling.timeline import (
+    Span,
+    chrome_trace,
+    own_seconds,
+    summarize,
+)
+from outrider.platform.cli.bench.serving.request_load import arrival_times
 from outrider.platform.cli.main import main
 from outrider.platform.core.messages import SpeculationCounts
 
@@ -126,10 +130,10 @@ def test_own_time_is_without_what_lies_inside():
 
 
 def test_summary_of_a_timeline():
-    engine = [Span("forward", 1, 4), Span("step", 0, 5), Span("wire", 5, 5), Span("IPC", 5, 6), Span("step", 6, 9)]
+    engine = [Span("forward", 1, 4), Span("step", 0, 5), Span("IPC", 5, 6), Span("step", 6, 9)]
     client = [Span("detokenize", 7, 8)]
     found = summarize(engine, client)
-    assert (found["num_steps"], found["step_ms"], found["detokenize_ms"], found["wire_ms"]) == (2, 4000, 500, 2000)
+    assert (found["num_steps"], found["step_ms"], found["detokenize_ms"]) == (2, 4000, 500)
     assert {part["name"]: part["ms_per_step"] for part in found["parts"]} == {
         "other": 2500,
         "forward": 1500,
@@ -139,36 +143,6 @@ def test_summary_of_a_timeline():
     trace = chrome_trace({"engine": engine, "client": client})
     event = next(e for e in trace["traceEvents"] if e["name"] == "detokenize")
     assert (event["ph"], event["pid"], event["ts"], event["dur"]) == ("X", 1, 7e6, 1e6)
-
-
-def test_spans_that_overlap_have_rows_of_their_own_in_a_trace():
-    spans = [Span("a", 0, 4), Span("inside", 1, 2), Span("late", 3, 6), Span("later", 5, 7), Span("next", 6, 8)]
-    events = chrome_trace({"wire": spans})["traceEvents"]
-    rows = {event["name"]: event["tid"] for event in events if event["ph"] == "X"}
-    assert rows == {"a": 0, "inside": 0, "late": 1, "later": 0, "next": 1}
-
-
-def test_a_recorder_records_while_it_is_on():
-    recorder = Recorder()
-    entered = []
-
-    @contextlib.contextmanager
-    def around(name):
-        entered.append(name)
-        yield
-
-    double = recorder.wrap("double", lambda x: 2 * x)
-    assert double(2) == 4
-    assert recorder.spans == []
-    recorder.is_on = True
-    assert double(3) == 6
-    with pytest.raises(TypeError):
-        double()
-    assert [span.name for span in recorder.spans] == ["double", "double"]  # also where the function raises
-    recorder.around = around
-    assert double(4) == 8
-    assert entered == ["double"]
-    assert len(recorder.spans) == 2
 
 
 # --- pictures -------------------------------------------------------------------------------------------------------

@@ -8,12 +8,12 @@ import pytest
 
 from outrider.models.checkpoint.tokenizer import load_tokenizer
 from outrider.models.demo import demo_model_path
-from outrider.platform.cli.bench.serving.client.http_client import HttpClient, RequestFailed
-from outrider.platform.cli.bench.serving.client.load import offer
-from outrider.platform.cli.bench.serving.client.server_facts import find_model, since, speculation_counts
-from outrider.platform.cli.bench.serving.client.streaming import Asker, EventReader
+from outrider.platform.cli.bench.request_figures import RequestRecord
 from outrider.platform.cli.bench.serving.datasets import Sample
-from outrider.platform.cli.bench.serving.metrics import RequestRecord
+from outrider.platform.cli.bench.serving.http_client import HttpClient, RequestFailed
+from outrider.platform.cli.bench.serving.request_load import offer
+from outrider.platform.cli.bench.serving.server_facts import find_model, since, speculation_counts
+from outrider.platform.cli.bench.serving.streaming import Asker, EventReader
 from outrider.platform.core.errors import InvalidRequestError, NotFoundError
 from outrider.platform.core.messages import SpeculationCounts
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from outrider.models.checkpoint.tokenizer import load_tokenizer
 from outrider.models.demo import demo_model_path
-from outrider.platform.cli.bench.workload import make_tasks
+from outrider.platform.cli.bench.speculation.tasks import make_tasks
 from outrider.platform.cli.main import main
 
 NUM_HEADS = 3

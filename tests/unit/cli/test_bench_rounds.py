@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from outrider.platform.cli.bench.driver import RequestTimes, Round
-from outrider.platform.cli.bench.figures import Cell, figures
-from outrider.platform.cli.bench.measure import ModeEngine, Plan, measure
-from outrider.platform.cli.bench.modes import make_modes
-from outrider.platform.cli.bench.workload import Task
+from outrider.platform.cli.bench.request_figures import RequestRecord, Round
+from outrider.platform.cli.bench.speculation.modes import make_modes
+from outrider.platform.cli.bench.speculation.rounds import ModeEngine, Plan, measure
+from outrider.platform.cli.bench.speculation.speculation_figures import Cell, figures
+from outrider.platform.cli.bench.speculation.tasks import Task
 from outrider.platform.core.lora_request import LoRARequest
 from outrider.platform.core.messages import TokenDelta
 
@@ -76,8 +76,8 @@ def test_a_round_of_several_batches_is_their_sum():
 
 
 def _cell(name, seconds):
-    rounds = [Round(s, [RequestTimes(0.0, [1] * 10, [0.1 * s, s])]) for s in seconds]
-    return Cell(make_modes([name], {}, 2)[-1], "base", "base model", 1, 4, rounds)
+    rounds = [Round(s, [RequestRecord(0, 0.0, [0.1 * s, s], num_output_tokens=10)]) for s in seconds]
+    return Cell(make_modes([name], {}, 2)[-1], "base", "base model", 1, rounds)
 
 
 def test_a_speedup_comes_with_its_error():

@@ -87,7 +87,7 @@ def test_latency_on_the_demo_with_its_profile(tmp_path, capsys):
     spans = Counter(event["name"] for event in events if event["ph"] == "X")
     assert spans["step"] == spans["schedule"] == spans["commit"] == profile["num_steps"]
     assert spans["attention"] == 5 * spans["forward"]  # layers of the demo
-    assert spans["detokenize"] == spans["wire"] > 0
+    assert spans["detokenize"] > 0
     torch_names = {event.get("name") for event in json.loads((folder / "torch.json").read_text())["traceEvents"]}
     assert {"forward", "attention"} <= torch_names
     assert "forward" in (folder / "torch.txt").read_text()
@@ -95,11 +95,11 @@ def test_latency_on_the_demo_with_its_profile(tmp_path, capsys):
 
 
 def test_batches_differ_so_that_no_drafter_remembers(tokenizer):
-    from outrider.platform.cli.bench.serving.latency_session import make_batches
+    from outrider.platform.cli.bench.serving.latency import prompt_batches
 
     options = build_parser().parse_args(["bench", "latency", "--batch-size", "2", "--input-len", "5"])
-    batches = make_batches(options, tokenizer, {}, 2048, 0)
-    prompts = [prompt["prompt_token_ids"] for _ in range(3) for prompt in next(batches).prompts]
+    batches = prompt_batches(options, tokenizer, 0)
+    prompts = [prompt["prompt_token_ids"] for _ in range(3) for prompt in next(batches)]
     assert len({tuple(prompt) for prompt in prompts}) == 6
     assert datasets.random_prompt(tokenizer, 5, random.Random(0)) == prompts[0]
 
@@ -114,8 +114,6 @@ def test_batches_differ_so_that_no_drafter_remembers(tokenizer):
         ("serve --base-url http://127.0.0.1:1", "--base-url: cannot connect"),
         ("serve --base-url http://me:secret@127.0.0.1:1", "--base-url: must not hold a user or password"),
         ("serve --host 127.0.0.1 --port 1", "--base-url: cannot connect to 127.0.0.1:1"),
-        ("serve --endpoint /v1/embeddings", "--endpoint: must be a path"),
-        ("serve --prefix-len -1", "--prefix-len: must be at least 0"),
         ("serve --save-detailed", "--save-detailed: has no file"),
         ("throughput --no-speculation --input-len 4000", "--input-len: a prompt of 4000 tokens"),
         ("throughput --lora nobody", "--lora: the adapter 'nobody' needs a path"),
@@ -149,6 +147,8 @@ def test_bad_options_are_named(command, message, capsys):
         ("--dataset-name", "nothing"),
         ("--lora-assignment", "nobody"),
         ("--extra-body", "[]"),
+        ("--endpoint", "/v1/embeddings"),
+        ("--prefix-len", "-1"),
     ],
 )
 def test_bad_values_are_refused_at_once(option, value, capsys):
@@ -180,11 +180,11 @@ def test_where_requests_go(given, url, endpoint, monkeypatch):
     class Stop(Exception):
         pass
 
-    def stop(namespace, api_key):
-        assert (namespace.base_url, namespace.endpoint) == (url, endpoint)
+    def stop(options, client):
+        assert (options.base_url, options.endpoint) == (url, endpoint)
         raise Stop
 
-    monkeypatch.setattr("outrider.platform.cli.bench.serving.serve._run_loop", stop)
+    monkeypatch.setattr("outrider.platform.cli.bench.serving.over_http._measure", stop)
     with pytest.raises(Stop):
         main(["bench", "serve", *given.split()])
 
@@ -199,7 +199,7 @@ def test_options_are_not_abbreviated(command, capsys):
 
 
 def test_arguments_in_a_report_hold_no_secret():
-    from outrider.platform.cli.bench.serving.options import arguments
+    from outrider.platform.cli.bench.serving.serving_commands import arguments
 
     namespace = argparse.Namespace(api_key="secret", request_rate=float("inf"), run=SimpleNamespace(), seed=0)
     assert arguments(namespace) == {"request_rate": "inf", "seed": 0}

@@ -2,11 +2,11 @@
 
 import pytest
 
-from outrider.platform.cli.bench.driver import RequestTimes, Round
-from outrider.platform.cli.bench.figures import Cell, figures
-from outrider.platform.cli.bench.modes import Mode
-from outrider.platform.cli.bench.report import format_table
-from outrider.platform.cli.bench.workload import WITH_DRAFT
+from outrider.platform.cli.bench.request_figures import RequestRecord, Round
+from outrider.platform.cli.bench.speculation.modes import Mode
+from outrider.platform.cli.bench.speculation.speculation_figures import Cell, figures
+from outrider.platform.cli.bench.speculation.speculation_report import format_table
+from outrider.platform.cli.bench.speculation.tasks import WITH_DRAFT
 from outrider.platform.core.messages import SpeculationCounts
 
 OFF = Mode("off", "off", {"method": "off"})
@@ -15,8 +15,8 @@ EAGLE3 = Mode("eagle3", "eagle3", {"method": "eagle3", "num_speculative_tokens":
 
 def cell(mode: Mode, seconds: float, arrivals: list[float], counts=None) -> Cell:
     """Two rounds of a request with nine tokens."""
-    request = RequestTimes(0.0, list(range(9)), arrivals, counts)
-    return Cell(mode, "json", WITH_DRAFT, 1, 4, [Round(seconds, [request], seconds / 2)] * 2)
+    request = RequestRecord(0, 0.0, arrivals, num_output_tokens=9, token_ids=list(range(9)), speculation=counts)
+    return Cell(mode, "json", WITH_DRAFT, 1, [Round(seconds, [request], seconds / 2)] * 2)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,9 @@ def test_rows_have_their_latencies(rows):
     assert off["tpot_ms"]["mean"] == off["itl_ms"]["mean"] == 100.0
     assert drafted["ttft_ms"]["mean"] == 100.0
     assert drafted["tpot_ms"]["mean"] == 50.0, "eight tokens after the first one, in 0.4 s"
-    assert drafted["itl_ms"] == {"mean": 133.333, "median": 100.0, "p99": 200.0}, "between three further arrivals"
+    assert drafted["itl_ms"] == {"mean": 133.3333, "median": 100.0, "std": 47.1405, "p99": 200.0}, (
+        "between three further arrivals"
+    )
 
 
 def test_rows_have_the_shares_of_drafts(rows):
@@ -54,7 +56,8 @@ def table_of(rows) -> list[str]:
 def test_the_table_shows_what_its_rows_say(rows):
     lines = table_of(rows)
     assert lines[0] == "RANDOM WEIGHTS"
-    assert "4 drafts a step, median of 2 rounds" in lines[1]
+    assert "x, 3M parameters, float32, on a processor, threads: 2" in lines[1]
+    assert "4 drafts a step, median of 2 rounds" in lines[2]
     header = next(line for line in lines if line.startswith("text"))
     shown = next(line for line in lines if line.startswith("json") and "eagle3" in line)
     want = {

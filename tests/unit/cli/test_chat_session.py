@@ -12,9 +12,9 @@ from typing import ClassVar
 import httpx
 import pytest
 
-from outrider.platform.cli.chat import client as chat_client
-from outrider.platform.cli.chat import command as chat
-from outrider.platform.cli.chat.client import ChatClient, UnreachableError
+from outrider.platform.cli.chat import chat_client
+from outrider.platform.cli.chat import chat_command as chat
+from outrider.platform.cli.chat.chat_client import ChatClient, UnreachableError
 from outrider.platform.cli.main import main
 from outrider.platform.core.errors import NotFoundError, PromptTooLongError
 

@@ -27,10 +27,11 @@ def test_imports(code, tmp_path):
 
 def test_a_server_without_a_database_loads_no_database(tmp_path):
     code = (
-        "from outrider.platform.http.app import create_app; from outrider.platform.http.config import ServerConfig; "
+        "from outrider.platform.http.app import create_app; "
+        "from outrider.platform.http.server_config import ServerConfig; "
         "create_app(None, ServerConfig()).openapi(); import sys; print(*sorted(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
     assert "outrider.platform.http.admin.no_tenants" in loaded
-    assert not loaded & {"sqlalchemy", "alembic", "psycopg", "sqlite3", "outrider.platform.http.admin.routes"}
+    assert not loaded & {"sqlalchemy", "alembic", "psycopg", "sqlite3", "outrider.platform.http.admin.admin_routes"}

@@ -8,7 +8,8 @@ import pytest
 from outrider.models.demo import demo_adapters, demo_eagle3_path
 from outrider.platform.cli import serve
 from outrider.platform.cli.main import build_parser, main
-from outrider.platform.cli.options import engine as engine_options
+from outrider.platform.cli.options.engine_options import GROUPS
+from outrider.platform.cli.options.field_flags import flag
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import AdapterError, InvalidRequestError, NotFoundError
 
@@ -49,7 +50,7 @@ SAMPLES = {
 
 
 def as_arguments(option: str, value: object) -> list[str]:
-    name = engine_options.flag(option)
+    name = flag(option)
     if isinstance(value, bool):
         return [name if value else name.replace("--", "--no-", 1)]
     return [name, json.dumps(value) if isinstance(value, dict) else str(value)]
@@ -58,7 +59,7 @@ def as_arguments(option: str, value: object) -> list[str]:
 def test_every_engine_option_is_a_flag_with_a_text():
     options = {field.name for field in dataclasses.fields(EngineArgs)} - {"model", "served_model_name"}
     assert options == set(SAMPLES), "a new option of EngineArgs needs a sample here"
-    assert options == {name for group in engine_options.GROUPS.values() for name in group}
+    assert options == {name for group in GROUPS.values() for name in group}
 
 
 @pytest.mark.parametrize("option", sorted(SAMPLES))

@@ -56,7 +56,7 @@ def test_flags_become_options(command):
 
 
 @pytest.mark.parametrize(
-    ("more", "words"), [(["--aux-layers", "a,b"], "integers with commas"), (["--optimizer", "sgd"], "invalid choice")]
+    ("more", "words"), [(["--aux-layers", "a,b"], "not a list of values"), (["--optimizer", "sgd"], "invalid choice")]
 )
 def test_wrong_usage(command, capsys, more, words):
     with pytest.raises(SystemExit):

@@ -326,17 +326,6 @@ def test_steps_go_on_while_an_adapter_is_read(model_path: str, tmp_path: Path) -
     run(make(model_path), scenario)
 
 
-def test_shutdown_while_an_adapter_is_read(model_path: str, tmp_path: Path) -> None:
-    async def scenario(llm: AsyncLLM) -> None:
-        loading = asyncio.create_task(llm.adapters.load(LoRARequest("slow", path=f"until:{tmp_path / 'never'}")))
-        await llm.adapters.list()
-        await llm.shutdown()
-        with pytest.raises((EngineDeadError, asyncio.CancelledError)):
-            await loading
-
-    run(make(model_path), scenario)
-
-
 def test_a_name_is_forgotten_only_when_the_engine_has(model_path: str) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         lora = LoRARequest("kills-when-unloaded", path="/a")

@@ -17,7 +17,7 @@ from typing import Any
 import fake_engine
 import psutil
 import pytest
-from async_helpers import FOREVER, LONG, QUICK, collect, first_output, make, run, until
+from async_helpers import QUICK, collect, first_output, make, run, until
 
 from outrider.platform.client.async_llm import AsyncLLM
 from outrider.platform.client.process.supervisor import EngineProcess, EngineSpec
@@ -30,7 +30,6 @@ from outrider.platform.core.errors import (
     UnsupportedModelError,
 )
 from outrider.platform.core.lora_request import LoRARequest
-from outrider.platform.core.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -271,49 +270,6 @@ def test_unknown_option_is_named() -> None:
 
 
 # --- the end --------------------------------------------------------------------------------------------------------
-
-
-def test_drain(model_path: str, runner: Callable[[Any], Any]) -> None:
-    async def scenario(llm: AsyncLLM) -> None:
-        endless = await first_output(llm, request_id="endless")
-        task = asyncio.create_task(collect(llm.generate([70], SamplingParams(max_tokens=5))))
-        await until(lambda: llm.num_running == 2)
-        assert not await llm.drain(0.01)
-        assert llm.state == "draining"
-        with pytest.raises(ShuttingDownError):
-            await collect(llm.generate([5]))
-        assert (await task)[-1].finished
-        await llm.abort("endless")
-        await collect(endless)
-        assert await llm.drain(10)
-
-    run(make(model_path, "slow"), scenario, runner)
-
-
-def test_shutdown_fails_what_runs(model_path: str) -> None:
-    async def scenario(llm: AsyncLLM) -> None:
-        task = asyncio.create_task(collect(llm.generate(FOREVER, LONG)))
-        await until(lambda: llm.num_running == 1)
-        await llm.shutdown()
-        with pytest.raises(ShuttingDownError):
-            await task
-        with pytest.raises(ShuttingDownError):
-            await collect(llm.generate([5]))
-
-    run(make(model_path, "slow"), scenario)
-
-
-def test_shutdown_while_starting(model_path: str) -> None:
-    async def scenario() -> None:
-        llm = make(model_path)
-        task = asyncio.create_task(collect(llm.generate([5])))
-        await until(lambda: llm.engine_pid is not None)
-        await llm.shutdown()
-        with pytest.raises(ShuttingDownError):
-            await task
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(scenario())
 
 
 def test_forgotten_shutdown_leaves_nothing(model_path: str, runner: Callable[[Any], Any]) -> None:

@@ -42,7 +42,7 @@ def test_numpy_ids_become_plain_integers(processor: InputProcessor) -> None:
 
 def test_ids_win_over_text_and_salt_may_come_with_the_prompt(processor: InputProcessor) -> None:
     parsed = processor.parse_prompt({"prompt": "hello", "prompt_token_ids": [7], "cache_salt": "s"})
-    assert parsed == ("hello", [7], "s")
+    assert parsed == ([7], "s")
 
 
 def test_n_sequences_have_their_own_seeds_and_one_group(processor: InputProcessor) -> None:
@@ -194,7 +194,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 def render(processor: InputProcessor, messages: Any, **options: Any) -> str:
-    return processor.tokenizer.decode(processor.render_chat(messages, **options))
+    return processor.tokenizer.decode(processor.chat_prompt(messages, options)["prompt_token_ids"])  # type: ignore[arg-type]
 
 
 def test_template_writes_the_special_tokens(processor: InputProcessor) -> None:
@@ -244,14 +244,14 @@ def test_tool_calls_reach_the_template_as_objects(processor: InputProcessor) -> 
 )
 def test_refused_chat(processor: InputProcessor, messages: Any, options: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        processor.render_chat(messages, **options)
+        processor.chat_prompt(messages, options)  # type: ignore[arg-type]
     assert caught.value.param == param
 
 
 def test_no_template(processor: InputProcessor, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", None)
     with pytest.raises(InvalidRequestError, match="no chat template"):
-        processor.render_chat(HELLO)
+        processor.chat_prompt(HELLO, {})
 
 
 def test_unknown_chat_option(processor: InputProcessor) -> None:
@@ -273,7 +273,7 @@ def test_of_much_too_long_a_text_only_the_beginning_is_tokenized(
     text = "a b" * 1_000_000
     for param, call in {
         "prompt": lambda: processor.parse_prompt(text),
-        "messages": lambda: processor.render_chat([{"role": "user", "content": text}]),
+        "messages": lambda: processor.chat_prompt([{"role": "user", "content": text}], {}),
     }.items():
         with pytest.raises(PromptTooLongError, match=f"at most {MAX_MODEL_LEN} are taken") as caught:
             call()

@@ -12,7 +12,7 @@ from outrider.platform.client.adapters.async_adapters import AsyncLLMAdapters
 from outrider.platform.client.adapters.llm_adapters import LLMAdapters
 from outrider.platform.client.async_llm import AsyncLLM
 from outrider.platform.client.llm import LLM
-from outrider.platform.core.adapters import VERBS, Adapters
+from outrider.platform.core.adapter_verbs import VERBS, Adapters
 from outrider.platform.engine.features import NoAdapters
 
 ONLY_ASYNC = {

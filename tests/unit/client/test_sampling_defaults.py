@@ -1,6 +1,5 @@
 """Sampling parameters of generation_config.json: of the model, of a chosen file, of an adapter."""
 
-import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -99,9 +98,9 @@ def test_asynchronous_requests_take_them_too(model: Path, tmp_path: Path) -> Non
     llm = AsyncLLM.from_engine_args(EngineArgs(model=str(model)))
     llm.sampling_defaults.read_model(str(model))
     wanted = {"temperature": 0.1, "top_k": 5, "max_tokens": 3}
-    assert asyncio.run(llm.sampling_defaults.of(adapter)) == wanted
-    assert asyncio.run(llm.sampling_defaults.of(LoRAMix((LoRAPart(adapter, 0.5),)))) == wanted
-    assert asyncio.run(llm.sampling_defaults.of(None)) == {**wanted, "temperature": 0.7}
+    assert llm.sampling_defaults.of(adapter).result() == wanted
+    assert llm.sampling_defaults.of(LoRAMix((LoRAPart(adapter, 0.5),))).result() == wanted
+    assert llm.sampling_defaults.of(None).result() == {**wanted, "temperature": 0.7}
 
 
 @pytest.mark.parametrize(

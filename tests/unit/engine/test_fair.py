@@ -340,8 +340,9 @@ def test_drafts_verified_in_vain_are_charged():
         one.add(request(name, 4))
     for _ in range(2):
         plan = one.schedule()
-        drafts = [Drafts([7] * 3) if row.request.tenant == "a" else NO_DRAFTS for row in plan.rows]
-        one.commit(plan, StepResult([RowResult([7], drafts=given) for given in drafts]))
+        one.commit(plan, StepResult([RowResult([7]) for _ in plan.rows]))
+        for row in plan.rows:
+            row.request.drafts = Drafts([7] * 3) if row.request.tenant == "a" else NO_DRAFTS
     assert {row.request.tenant: row.num_drafts for row in plan.rows} == {"a": 3, "b": 0}
     assert names(one.waiting) == ["b2", "a2"]
     assert counter(one._queue, "a") - counter(one._queue, "b") == 3 * PRICES.rejected_draft_cost

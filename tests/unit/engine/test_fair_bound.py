@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from outrider import SamplingParams
 from outrider.platform.core.batch import RowResult, StepResult
 from outrider.platform.core.config import FairConfig, SchedulerConfig
-from outrider.platform.core.request import Drafts, Request
+from outrider.platform.core.request import Drafts, Request, Status
 from outrider.platform.engine.memory.block_pool import BlockPool
 from outrider.platform.engine.memory.prefix_cache import PrefixCache
 from outrider.platform.engine.queue.scheduler import DraftLimits, Scheduler
@@ -106,8 +106,7 @@ class Run:
         results = []
         for row in plan.rows:
             accepted = self.random.randint(0, row.num_drafts)
-            drafts = Drafts([1] * self.random.randint(0, row.max_new_drafts))
-            results.append(RowResult([1] * (accepted + 1), accepted, drafts=drafts) if row.samples else RowResult([]))
+            results.append(RowResult([1] * (accepted + 1), accepted) if row.samples else RowResult([]))
         rejected = {
             row.request.request_id: row.num_drafts - got.num_accepted
             for row, got in zip(plan.rows, results, strict=True)
@@ -117,6 +116,9 @@ class Run:
             cost = self.setup.prices.output_cost * len(delta.token_ids)
             cost += self.setup.prices.rejected_draft_cost * rejected[delta.request_id]
             self.serve(requests[delta.request_id], cost)
+        for row in plan.rows:
+            if row.samples and row.request.status is Status.RUNNING:
+                row.request.drafts = Drafts([1] * self.random.randint(0, row.max_new_drafts))
         self.note()
         self.scheduler.check_integrity()
 

@@ -65,19 +65,20 @@ class Runner:
         self.num_drafts, self.broken = num_drafts, broken
         self.steps: list[list[int]] = []
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> StepPlan:
+        return plan
+
+    def collect(self, plan: StepPlan) -> StepResult:
         if all(row.samples and row.num_tokens == 1 + row.num_drafts for row in plan.rows):
             self.steps.append([row.num_tokens for row in plan.rows])
         if self.broken:
             return StepResult([RowResult([], error=ErrorInfo("InternalServerError", "broken")) for _ in plan.rows])
-        return StepResult(
-            [
-                RowResult([7], drafts=Drafts([7] * min(self.num_drafts, row.max_new_drafts)))
-                if row.samples
-                else RowResult([])
-                for row in plan.rows
-            ]
-        )
+        return StepResult([RowResult([7] if row.samples else []) for row in plan.rows])
+
+    def draft(self, plan: StepPlan, result: StepResult) -> float:
+        for row in plan.rows:
+            row.request.drafts = Drafts([7] * min(self.num_drafts, row.max_new_drafts))
+        return 0.0
 
 
 def make_scheduler(num_seqs: int, num_drafts: int = 0, num_blocks: int = 512, max_model_len: int = 256) -> Scheduler:

@@ -8,10 +8,9 @@ from outrider import SamplingParams
 from outrider.platform.core.batch import RowPlan, RowResult
 from outrider.platform.core.labels import MAX_MIXES, OTHER, AdapterLabels, LabelValues
 from outrider.platform.core.messages import SpeculationCounts, TokenDelta
-from outrider.platform.core.request import Drafts, Request
-from outrider.platform.engine.queue.outcome import accept, until_stop
+from outrider.platform.core.request import NO_DRAFTS, Drafts, Request, Status
+from outrider.platform.engine.queue.outcome import accept
 from outrider.platform.engine.runner.model_runner import _draft_row
-from outrider.platform.engine.sampling.sampler import Sampled
 from outrider.platform.engine.speculation_totals import SpeculationTotals
 
 
@@ -57,14 +56,26 @@ def test_drafters_see_no_text_behind_its_end_and_make_no_drafts_after_it(params,
     """The second output token and those after it; 8 is the model's end of sequence."""
     request = Request("r", [1, 2, 3], 2, SamplingParams(**params), seed_key=0, eos_token_ids=frozenset([8]))
     got, ends = [5, 7, 8, 9], kept < 4
-    assert until_stop(request, got) == (got[:kept], ends)
     request.num_draft_computed = 6
     row = RowPlan(request, start=2, num_tokens=4, num_drafts=3, samples=True, max_new_drafts=3)
-    seen = _draft_row(row, Sampled(got, 3), 0)
+    result = RowResult(got, 3)
+    assert (accept(row, result, max_model_len=100).finish_reason is not None) == ends
+    request.status = Status.FINISHED if ends else Status.RUNNING
+    seen = _draft_row(row, result, [5, 6], 0)
     assert list(seen.tokens) == [1, 2, 3, *got[:kept]]
-    assert (seen.num_accepted, seen.max_drafts) == (min(kept, 3), 0 if ends else 3)
-    assert seen.num_valid == 3 + seen.num_accepted, "as the sequence has it: an end that was drafted is computed"
-    assert seen.num_draft_valid == min(6, 3 + seen.num_accepted)
+    assert (seen.max_drafts, seen.block_table) == (0 if ends else 3, [5, 6])
+    assert seen.num_valid == 3 + min(kept, 3), "as the sequence has it: an end that was drafted is computed"
+    assert seen.num_draft_valid == 6
+    assert request.drafts == NO_DRAFTS
+
+
+def test_the_drafter_has_what_it_computed_of_drafts_that_were_right():
+    request = Request("r", [1, 2, 3], 2, SamplingParams(), seed_key=0)
+    for computed, accepted, left in ((6, 1, 4), (6, 3, 6), (2, 3, 2)):
+        request.tokens, request.num_draft_computed = [1, 2, 3], computed
+        row = RowPlan(request, start=2, num_tokens=4, num_drafts=3, samples=True, max_new_drafts=3)
+        accept(row, RowResult([9] * (1 + accepted), accepted), max_model_len=100)
+        assert request.num_draft_computed == left
 
 
 def test_steps_are_counted_by_their_drafts():

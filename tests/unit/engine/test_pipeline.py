@@ -79,6 +79,10 @@ class Device:
             raise RuntimeError("the device has failed")
         return StepResult(self.results(launched))
 
+    def draft(self, launched, result):
+        """After the commit of the step."""
+        return 0.0
+
     def told(self, plan, before):
         return Launched(plan, before)
 
@@ -119,7 +123,9 @@ class Seats:
 def make(num_blocks=30, limits=None, gates=(), chooser=None, **config):
     values = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 48, "policy": "fcfs"} | config
     pool = BlockPool(num_blocks)
-    return Scheduler(SchedulerConfig(**values), pool, PrefixCache(pool, BLOCK), gates, limits or DraftLimits(), chooser)
+    return Scheduler(
+        SchedulerConfig(**values), pool, PrefixCache(pool, BLOCK), gates, limits or DraftLimits(overlaps=True), chooser
+    )
 
 
 def pipe(scheduler, device):
@@ -216,7 +222,7 @@ def test_the_next_step_is_planned_while_one_runs():
 
 
 def test_a_runner_that_does_not_overlap_gets_one_step_at_a_time():
-    scheduler, device = make(), Device(lazy=False)
+    scheduler, device = make(limits=DraftLimits()), Device(lazy=False)
     device.overlaps = False
     scheduler.add(request("a", [1, 2, 3], 3))
     assert finish(scheduler, pipe(scheduler, device))["a"] == expected([1, 2, 3], 3)
@@ -320,6 +326,26 @@ def test_after_an_error_sequences_are_as_they_were_and_go_on(failing):
     scheduler.check_integrity()
     finish(scheduler, pipeline, outputs)
     assert outputs == {name: expected([ord(name)] * 7, 9) for name in "abc"}
+
+
+@pytest.mark.parametrize("verb", ["draft", "launch"])
+def test_tokens_of_a_committed_step_are_told_after_an_error_behind_it(verb):
+    """Readers of tokens are planned after the commit, so that the next launch comes behind it."""
+    scheduler, device = make(), Device()
+    pipeline, outputs = pipe(scheduler, device), {}
+    scheduler.add(request("a", [1, 2], 9, READERS[0]))
+    step(scheduler, pipeline, outputs)
+    working = getattr(device, verb)
+
+    def broken(*args):
+        raise RuntimeError("no memory")
+
+    setattr(device, verb, broken)
+    with pytest.raises(RuntimeError, match="no memory"):
+        step(scheduler, pipeline, outputs)
+    assert not pipeline.is_idle
+    setattr(device, verb, working)
+    assert finish(scheduler, pipeline, outputs)["a"] == expected([1, 2], 9)
 
 
 def test_an_error_while_a_step_is_launched_ends_the_one_under_way():

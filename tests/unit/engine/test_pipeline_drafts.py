@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.platform.core.batch import RowPlan, RowResult, StepResult
-from outrider.platform.core.request import Drafts
+from outrider.platform.core.request import Drafts, Status
 from outrider.platform.engine.queue.gates import DraftLimits
 from outrider.platform.engine.queue.row_choices import is_followed, row_choices
 
@@ -48,8 +48,8 @@ class Launched:
 
 
 class Drafting(Device):
-    """Verifies and drafts; the drafter, whose KV lies in the same blocks, is right now and then. `drafts_on_device` of
-    a plan says that it drafts with what it knows itself, else it waits for `collect`, and may lag behind."""
+    """Verifies and drafts; the drafter, whose KV lies in the same blocks, is right now and then. `is_followed` of a
+    plan says that it drafts with what it knows itself, else it waits for `draft`, and may lag behind."""
 
     longest = 48
 
@@ -62,7 +62,21 @@ class Drafting(Device):
         return Launched(plan, before, self.longest)
 
     def results(self, launched):
-        return [self._result(launched.plan, row, launched.rows[row.request]) for row in launched.plan.rows]
+        rows = launched.rows
+        return [
+            RowResult(rows[item].tokens[len(item.tokens) :] if row.samples else [], rows[item].accepted)
+            for row in launched.plan.rows
+            for item in [row.request]
+        ]
+
+    def draft(self, launched, result):
+        for planned in launched.plan.rows:
+            row = launched.rows[planned.request]
+            if row.request.status is Status.RUNNING:
+                assert row.tokens == row.request.tokens
+                row.request.num_draft_computed = self._num_computed(launched.plan, planned, row)
+                row.request.drafts = Drafts(row.made)
+        return super().draft(launched, result)
 
     def _compute(self, launched):
         for row in launched.rows.values():
@@ -81,7 +95,7 @@ class Drafting(Device):
             row.tokens = row.known
             if row.samples:
                 self._verify(row)
-                if launched.plan.drafts_on_device:
+                if launched.plan.is_followed:
                     self._draft_on_device(row, start)
 
     def _verify(self, row):
@@ -112,25 +126,21 @@ class Drafting(Device):
         slots = self.slots(row, len(row.tokens), len(tokens) - 1)
         self.draft_kv.update(zip(slots, row.made, strict=False))
 
-    def _result(self, plan, planned, row):
-        request = row.request
-        new = row.tokens[len(request.tokens) :] if row.samples else []
-        if plan.drafts_on_device:
-            # The host may have been told meanwhile where the row begins.
-            computed = len(row.tokens) if row.new_drafts else min(request.num_draft_computed, len(request.tokens))
-        else:
-            valid = min(request.num_draft_computed, len(request.tokens) + row.accepted)
-            end = len(row.tokens) if row.samples else planned.end
-            held = [self.draft_kv.get(slot) for slot in self.slots(row, 0, valid)]
-            assert held == row.tokens[:valid], "the drafter's KV is said to be valid and is not"
-            computed = valid
-            if not (self.lags and len(row.tokens) % 3 == 0):
-                slots = self.slots(row, valid, end)
-                self.draft_kv.update(zip(slots, row.tokens[valid:end], strict=False))
-                computed = max(valid, min(end, len(row.blocks) * BLOCK))
-                if row.samples and row.new_drafts:
-                    self._draft(row)
-        return RowResult(new, row.accepted, drafts=Drafts(row.made), num_draft_computed=computed)
+    def _num_computed(self, plan, planned, row):
+        """Draft, unless the device has; how many positions of the drafter are valid."""
+        valid = row.request.num_draft_computed
+        if plan.is_followed:
+            return len(row.tokens) if row.new_drafts else valid
+        end = len(row.tokens) if row.samples else planned.end
+        held = [self.draft_kv.get(slot) for slot in self.slots(row, 0, valid)]
+        assert held == row.tokens[:valid], "the drafter's KV is said to be valid and is not"
+        if self.lags and len(row.tokens) % 3 == 0:
+            return valid
+        slots = self.slots(row, valid, end)
+        self.draft_kv.update(zip(slots, row.tokens[valid:end], strict=False))
+        if row.samples and row.new_drafts:
+            self._draft(row)
+        return max(valid, min(end, len(row.blocks) * BLOCK))
 
     @staticmethod
     def slots(row, start, end):
@@ -217,11 +227,10 @@ class WithoutLayers(Drafting):
     def _draft_on_device(self, row, start):
         self._draft(row)
 
-    def _result(self, plan, planned, row):
-        if row.samples and not plan.drafts_on_device:
+    def _num_computed(self, plan, planned, row):
+        if row.samples and not plan.is_followed:
             self._draft(row)
-        new = row.tokens[len(row.request.tokens) :] if row.samples else []
-        return RowResult(new, row.accepted, drafts=Drafts(row.made), num_draft_computed=len(row.tokens))
+        return len(row.tokens)
 
 
 def expected_with(prompt, count, stop, min_tokens):
@@ -262,7 +271,7 @@ def running(num_tokens=10, params=None, **fields):
     return item
 
 
-def drafts_on_device(row, limits=LATE):
+def followed(row, limits=LATE):
     return is_followed([row], limits)
 
 
@@ -284,7 +293,7 @@ def test_a_row_beside_another_counts_all_drafts_as_right():
     follow(item, 3, 2)
     row = largest(item)
     assert (row.start, row.num_tokens, row.num_drafts, row.max_new_drafts, row.awaits_token) == (13, 3, 2, 3, True)
-    assert drafts_on_device(row)
+    assert followed(row)
     item.num_computed = 11
     item.land(item.under_way[0])
     item.under_way.append(row)
@@ -298,7 +307,7 @@ def test_of_a_late_row_drafts_are_made_only_if_the_drafter_has_kept_up():
     follow(item, 3, 0)
     for limits, late in ((LATE, False), (LATE._replace(extra_slots=False), True)):
         row = largest(item, limits)
-        assert (row.num_drafts, row.max_new_drafts, drafts_on_device(row, limits)) == (0, 3, late)
+        assert (row.num_drafts, row.max_new_drafts, followed(row, limits)) == (0, 3, late)
 
 
 @pytest.mark.parametrize("coming", [0, 1, 2, 3])
@@ -321,8 +330,8 @@ WAITING = {
 @pytest.mark.parametrize("why", WAITING)
 def test_drafts_wait_for_the_host(why):
     item = WAITING[why]
-    assert not drafts_on_device(largest(item))
-    assert drafts_on_device(largest(running()))
+    assert not followed(largest(item))
+    assert followed(largest(running()))
 
 
 def test_drafts_wait_where_they_may_not_be_as_many_as_planned():
@@ -332,13 +341,13 @@ def test_drafts_wait_where_they_may_not_be_as_many_as_planned():
         (LATE._replace(max_positions=12), False),
         (LATE._replace(max_positions=13), True),
     ):
-        assert drafts_on_device(largest(item), limits) is late
+        assert followed(largest(item), limits) is late
     rows = [row for row, _ in row_choices(item, 16, 3, LATE, 100)]
     assert [row.max_new_drafts for row in rows] == [3, 0, 0]
-    assert all(drafts_on_device(row) for row in rows), "blocks were short: the next step waits for no drafts"
+    assert all(followed(row) for row in rows), "blocks were short: the next step waits for no drafts"
     never = running(params={"speculative": False}, num_draft_computed=0)
-    assert drafts_on_device(largest(never)), "it asks for no drafts"
-    assert drafts_on_device(RowPlan(item, 0, 4, 0, samples=False, max_new_drafts=0)), "a part of a prompt"
+    assert followed(largest(never)), "it asks for no drafts"
+    assert followed(RowPlan(item, 0, 4, 0, samples=False, max_new_drafts=0)), "a part of a prompt"
 
 
 @pytest.mark.parametrize("limits", [DraftLimits(3), LATE])
@@ -346,8 +355,8 @@ def test_only_drafts_that_the_device_makes_let_the_next_step_be_planned(limits):
     scheduler = make(limits=limits)
     plan = plan_of(scheduler, request("a", [1], 9))
     assert not scheduler.may_plan_beside(plan), "a prompt"
-    result = StepResult([RowResult([7], drafts=Drafts([1, 2, 3]), num_draft_computed=2)])
-    scheduler.commit(plan, result)
+    scheduler.commit(plan, StepResult([RowResult([7])]))
+    plan.rows[0].request.drafts, plan.rows[0].request.num_draft_computed = Drafts([1, 2, 3]), 2
     plan = plan_of(scheduler)
     assert plan.rows[0].num_drafts == 3
     assert scheduler.may_plan_beside(plan) is limits.overlaps

@@ -2,93 +2,19 @@
 
 from __future__ import annotations
 
-import random
-from hashlib import blake2b
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import SamplingParams
-from outrider.platform.core.batch import RowResult, StepResult
 from outrider.platform.core.config import SchedulerConfig
 from outrider.platform.core.errors import AdapterError
-from outrider.platform.core.request import Drafts, Request
+from outrider.platform.core.request import Request
 from outrider.platform.engine.memory.block_pool import BlockPool
 from outrider.platform.engine.memory.prefix_cache import PrefixCache
 from outrider.platform.engine.queue.scheduler import DraftLimits, Scheduler
 
-BLOCK, VOCAB = 4, 50
-NO_SPECULATION = DraftLimits()
-
-
-def next_token(tokens):
-    """The simulated model: a fixed function of the whole prefix."""
-    return blake2b(bytes(tokens), digest_size=1).digest()[0] % VOCAB
-
-
-class Device:
-    """Checks that a step reads exactly the tokens it should from its blocks, then answers like a model with a
-    proposer."""
-
-    def __init__(self, num_blocks, limits=NO_SPECULATION, skill=0.7, lag=0.2, seed=0):
-        self.kv = {}  # slot -> token, the target's layer
-        self.draft_kv = {}
-        self.limits, self.skill, self.lag = limits, skill, lag
-        self.random = random.Random(seed)
-
-    def run(self, plan):
-        return StepResult([self._row(row) for row in plan.rows])
-
-    def _row(self, row):
-        request = row.request
-        inputs = (request.tokens + request.drafts.token_ids)[row.start : row.end]
-        assert len(inputs) == row.num_tokens > 0
-        assert row.num_drafts == len(request.drafts.token_ids)
-        for position, token in enumerate(inputs, row.start):
-            self.kv[self._slot(request, position)] = token
-        sequence = request.tokens + request.drafts.token_ids
-        held = [self.kv[self._slot(request, position)] for position in range(row.end)]
-        assert held == sequence[: row.end], "a KV slot holds another sequence's token"
-        if not row.samples:
-            assert row.end < len(request.tokens)
-            return RowResult([], num_draft_computed=self._catch_up(request, request.tokens, row.end))
-        tokens = list(request.tokens)
-        accepted = []
-        for draft in request.drafts.token_ids:
-            if draft != next_token(tokens + accepted):
-                break
-            accepted.append(draft)
-        got = [*accepted, next_token(tokens + accepted)]
-        return self._propose(row, got, len(accepted))
-
-    def _propose(self, row, got, num_accepted):
-        request, tokens = row.request, row.request.tokens + got
-        valid = min(request.num_draft_computed, len(request.tokens) + num_accepted)
-        drafts = []
-        while len(drafts) < row.max_new_drafts and self.random.random() < 0.9:
-            right = self.random.random() < self.skill
-            drafts.append(next_token(tokens + drafts) if right else self.random.randrange(VOCAB))
-        if self.limits.extra_slots and self.random.random() >= self.lag:
-            valid = self._catch_up(request, tokens + drafts[:-1], row.end - (row.num_drafts - num_accepted), valid)
-            for position in range(valid, len(tokens) + len(drafts) - 1):
-                self.draft_kv[self._slot(request, position)] = (tokens + drafts)[position]
-            valid = len(tokens) + max(0, len(drafts) - 1) if drafts else valid
-        return RowResult(got, num_accepted, drafts=Drafts(drafts), num_draft_computed=valid)
-
-    def _catch_up(self, request, tokens, end, valid=None):
-        valid = min(request.num_draft_computed, len(tokens)) if valid is None else valid
-        if not self.limits.extra_slots:
-            return 0
-        for position in range(valid):
-            assert self.draft_kv[self._slot(request, position)] == tokens[position], "the draft layer is stale"
-        for position in range(valid, end):
-            self.draft_kv[self._slot(request, position)] = tokens[position]
-        return max(valid, end)
-
-    @staticmethod
-    def _slot(request, position):
-        return request.blocks[position // BLOCK] * BLOCK + position % BLOCK
+from .simulated_device import BLOCK, NO_SPECULATION, Device, compute, next_token
 
 
 class TwoSeats:
@@ -140,7 +66,7 @@ def finish(scheduler, device, limit=2000):
             break
         plan = scheduler.schedule()
         assert plan.num_tokens <= scheduler.config.max_num_batched_tokens
-        for delta in scheduler.commit(plan, device.run(plan)):
+        for delta in compute(scheduler, device, plan):
             outputs.setdefault(delta.request_id, []).extend(delta.token_ids)
             if delta.error:
                 errors[delta.request_id] = delta.error
@@ -202,7 +128,7 @@ def test_aborts_at_any_step_free_everything_and_disturb_no_one(aborts, seed):
     outputs = {}
     for victim in aborts:
         plan = scheduler.schedule()
-        for delta in scheduler.commit(plan, device.run(plan)):
+        for delta in compute(scheduler, device, plan):
             outputs.setdefault(delta.request_id, []).extend(delta.token_ids)
         scheduler.abort([str(victim), "unknown"])
         scheduler.check_integrity()
@@ -217,7 +143,7 @@ def test_budget_is_shared_by_decodes_and_chunks():
     scheduler, device = make(), Device(16)
     scheduler.add(request("short", [1], 20))
     plan = scheduler.schedule()
-    scheduler.commit(plan, device.run(plan))
+    compute(scheduler, device, plan)
     scheduler.add(request("long", range(30), 2))
     plan = scheduler.schedule()
     assert [(row.request.request_id, row.num_tokens, row.samples) for row in plan.rows] == [
@@ -241,7 +167,7 @@ def test_siblings_wait_for_the_leader_and_share_its_blocks():
     plan = scheduler.schedule()
     assert [row.request.request_id for row in plan.rows] == ["s0"]
     assert scheduler.waiting_by_reason() == {"group": 2}
-    scheduler.commit(plan, device.run(plan))
+    compute(scheduler, device, plan)
     plan = scheduler.schedule()
     assert [row.num_tokens for row in plan.rows] == [1, 2, 2]
     blocks = [row.request.blocks for row in plan.rows]
@@ -253,12 +179,12 @@ def test_siblings_leave_an_eighth_of_the_seats_to_other_requests():
     scheduler, device = make(200, max_num_seqs=8), Device(200)
     for index in range(20):
         scheduler.add(request(f"s{index}", [1, 2], 30, group="s"))
-    scheduler.commit(plan := scheduler.schedule(), device.run(plan))
+    compute(scheduler, device, scheduler.schedule())
     assert (scheduler.num_running, scheduler.num_waiting) == (7, 13)
     scheduler.add(request("other", [3], 2))
     plan = scheduler.schedule()
     assert [row.request.request_id for row in plan.rows][-1] == "other"
-    scheduler.commit(plan, device.run(plan))
+    compute(scheduler, device, plan)
     scheduler.check_integrity()
     outputs, _ = finish(scheduler, device)
     assert {f"s{index}" for index in range(20)} <= set(outputs)
@@ -271,10 +197,10 @@ def test_priority_admits_the_urgent_first_and_preempts_the_other():
     scheduler.add(request("urgent", range(4, 8), 30, priority=-1))
     plan = scheduler.schedule()
     assert [row.request.request_id for row in plan.rows] == ["urgent", "later"]
-    scheduler.commit(plan, device.run(plan))
+    compute(scheduler, device, plan)
     while scheduler.num_preemptions == 0:
         plan = scheduler.schedule()
-        scheduler.commit(plan, device.run(plan))
+        compute(scheduler, device, plan)
     assert [item.request_id for item in scheduler.waiting] == ["later"]
     outputs, _ = finish(scheduler, device)
     assert outputs["later"][-1] == expected(range(4), 30)[-1]
@@ -293,7 +219,7 @@ def test_one_that_waits_for_room_is_not_overtaken():
     scheduler, device = make(6), Device(6)
     scheduler.add(request("a", range(12), 8))
     plan = scheduler.schedule()
-    scheduler.commit(plan, device.run(plan))
+    compute(scheduler, device, plan)
     scheduler.add(request("large", range(20, 34), 2))
     scheduler.add(request("small", [1], 2))
     plan = scheduler.schedule()
@@ -310,7 +236,7 @@ def test_a_request_may_cap_its_drafts(speculative, most):
     while scheduler.has_work():
         plan = scheduler.schedule()
         seen.add(plan.rows[0].num_drafts)
-        scheduler.commit(plan, device.run(plan))
+        compute(scheduler, device, plan)
     assert max(seen) == most
 
 
@@ -324,7 +250,7 @@ def test_drafts_never_reach_past_max_tokens_or_the_context():
             (row,) = plan.rows
             assert row.request.num_output_tokens + row.num_drafts < max_tokens
             assert len(row.request.blocks) * BLOCK <= 48
-            scheduler.commit(plan, device.run(plan))
+            compute(scheduler, device, plan)
 
 
 @pytest.mark.parametrize("num_drafts", [3, 7])
@@ -337,12 +263,12 @@ def test_drafts_take_only_what_the_sequences_own_tokens_leave(num_drafts):
         scheduler.add(request(f"{index}", [index + 1] * 4, max_tokens=20))
     for _ in range(8):
         plan = scheduler.schedule()
-        scheduler.commit(plan, device.run(plan))
+        compute(scheduler, device, plan)
     scheduler.add(request("new", [50] * 12, max_tokens=20))
     for _ in range(3):
         plan = scheduler.schedule()
         assert len(plan.rows) == len(scheduler.running), "a sequence stood still"
-        scheduler.commit(plan, device.run(plan))
+        compute(scheduler, device, plan)
     assert next(r for r in scheduler.running if r.request_id == "new").num_output_tokens > 0
     finish(scheduler, device)
 
@@ -355,7 +281,7 @@ def test_drafts_share_what_is_left_evenly():
         scheduler.add(request(f"{index}", [index + 1] * 2, max_tokens=40))
     for _ in range(3):
         plan = scheduler.schedule()
-        scheduler.commit(plan, device.run(plan))
+        compute(scheduler, device, plan)
     assert {row.max_new_drafts for row in plan.rows} == {3}
     assert all(row.num_drafts <= 3 for row in plan.rows)
 

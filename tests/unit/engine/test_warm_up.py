@@ -37,7 +37,13 @@ class Runner:
         self.drafter = drafter
         self.steps = []  # (number of the order to the drafter, tokens of each row)
 
-    def run(self, plan):
+    def launch(self, plan):
+        return plan
+
+    def draft(self, plan, result):
+        return 1.0
+
+    def collect(self, plan):
         self.steps.append((len(self.drafter.held), [row.num_tokens for row in plan.rows]))
         return StepResult([RowResult([7] if row.samples else []) for row in plan.rows])
 
@@ -110,12 +116,11 @@ def test_rehearsed_requests_make_way_and_teach_nothing():
         max_num_seqs=16, max_num_batched_tokens=2, max_model_len=64, policy="fcfs", prompt_pacing=True
     )
     scheduler, runner = Scheduler(config, pool, PrefixCache(pool, 4)), Runner(Drafter())
-    run, commit, seconds = runner.run, scheduler.commit, []
-    runner.run = lambda plan: run(plan)._replace(seconds=1.0)
-    scheduler.commit = lambda plan, result: seconds.append(result.seconds) or commit(plan, result)
+    seconds, observe = [], scheduler.observe
+    scheduler.observe = lambda plan, its: seconds.append(its) or observe(plan, its)
     warming.rehearse(scheduler, runner)
     needed = len(warming._REHEARSED) * (warming.PROMPT + warming._REHEARSED_TOKENS)
-    assert len(seconds) <= needed
+    assert len(runner.steps) <= needed
     assert not any(seconds)
     assert pool.num_free == NUM_BLOCKS
 

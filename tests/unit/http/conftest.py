@@ -19,7 +19,7 @@ from outrider.platform.core.messages import AdapterInfo, EngineInfo, EngineStats
 from outrider.platform.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.platform.http.app import create_app
-from outrider.platform.http.config import ServerConfig
+from outrider.platform.http.server_config import ServerConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -8,7 +8,6 @@ from rich.console import Console
 
 from outrider.platform.core.errors import InvalidRequestError
 from outrider.platform.core.messages import AdapterInfo
-from outrider.platform.http.config import ServerConfig
 from outrider.platform.http.observe.startup_summary import (
     DatabaseFacts,
     Startup,
@@ -18,6 +17,7 @@ from outrider.platform.http.observe.startup_summary import (
     reachable_address,
 )
 from outrider.platform.http.server import bind
+from outrider.platform.http.server_config import ServerConfig
 
 
 def test_two_servers_cannot_have_one_port():

@@ -9,8 +9,8 @@ import pytest
 from outrider.platform.client.async_llm import AsyncLLM
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import InvalidRequestError
-from outrider.platform.http.config import ServerConfig
 from outrider.platform.http.server import _Server, bind
+from outrider.platform.http.server_config import ServerConfig
 from outrider.platform.tenancy.database.connection import DatabaseUnavailableError
 from outrider.platform.tenancy.service import Tenancy
 

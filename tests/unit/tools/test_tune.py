@@ -106,7 +106,7 @@ def test_a_broken_file_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.Mo
 
 def served(*options: str) -> None:
     namespace = build_parser().parse_args(["serve", *options])
-    serve.use_kernel_configs(namespace)
+    serve.use_kernel_configs(namespace.kernel_configs)
 
 
 def test_the_server_hands_the_files_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

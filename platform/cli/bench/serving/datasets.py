@@ -6,17 +6,20 @@ import argparse
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from ....core.errors import InvalidRequestError, OutriderError
-from ..lora.cases import SKEWED as ZIPF
-from ..lora.cases import UNIFORM, choose
-from .options import ROUND_ROBIN, SKEWED
-from .prompt_files import read_prompts
+from ....core.errors import InvalidRequestError
+from ..popularity import SKEWED as ZIPF
+from ..popularity import UNIFORM, choose
+from ..prompt_files import read_prompts
+from ..prompts import random_ids
+from .serving_commands import ROUND_ROBIN, SKEWED
 
+OUTPUT_LEN = 128
+"""Output tokens of a request without --output-len."""
 _PREFIX_LEN = 256
 _MIN_LENGTH, _MAX_PROMPT, _MAX_TOTAL = 4, 1024, 2048
 """Limits on the tokens of a ShareGPT conversation, as in vLLM's benchmark."""
@@ -68,12 +71,7 @@ def make_samples(options: argparse.Namespace, tokenizer: Any | None, seed: int) 
 
 def random_prompt(tokenizer: Any, length: int, generator: random.Random) -> list[int]:
     """Random token ids, none of them special."""
-    special = set(tokenizer.all_special_ids)
-    size = len(tokenizer)
-    ids: list[int] = []
-    while len(ids) < length:
-        ids += [token for token in generator.choices(range(size), k=length - len(ids)) if token not in special]
-    return ids
+    return random_ids(generator, length, len(tokenizer), set(tokenizer.all_special_ids))
 
 
 def _random(options: argparse.Namespace, tokenizer: Any, generator: random.Random) -> list[Sample]:
@@ -85,7 +83,8 @@ def _random(options: argparse.Namespace, tokenizer: Any, generator: random.Rando
     for index in range(options.num_prompts):
         length = _vary(options.input_len, options.random_range_ratio, generator)
         prompt = prefixes[index % len(prefixes)] + random_prompt(tokenizer, length, generator)
-        samples.append(Sample(prompt, len(prompt), _output_len(options, generator)))
+        output_len = _vary(options.output_len or OUTPUT_LEN, options.random_range_ratio, generator)
+        samples.append(Sample(prompt, len(prompt), output_len))
     return samples
 
 
@@ -94,19 +93,10 @@ def _vary(length: int, ratio: float, generator: random.Random) -> int:
     return generator.randint(max(1, int(length * (1 - ratio))), max(1, int(length * (1 + ratio))))
 
 
-def _output_len(options: argparse.Namespace, generator: random.Random) -> int:
-    return _vary(options.output_len or options.default_output_len, options.random_range_ratio, generator)
-
-
 def _jsonl(options: argparse.Namespace) -> list[Sample]:
-    try:
-        prompts = read_prompts(Path(options.dataset_path))
-    except OutriderError as error:
-        raise type(error)(error.message, param="dataset_path") from None
-    length = options.output_len or options.default_output_len
     samples = []
-    for prompt in islice(cycle(prompts), options.num_prompts):
-        sample = Sample(prompt.content, None, length, prompt.adapter)
+    for prompt in islice(cycle(read_prompts(Path(options.dataset_path), "dataset_path")), options.num_prompts):
+        sample = Sample(prompt.content, None, options.output_len or OUTPUT_LEN, prompt.adapter)
         if sample.is_ids:
             sample.num_prompt_tokens = len(sample.prompt)
         samples.append(sample)
@@ -132,8 +122,7 @@ def _sharegpt(options: argparse.Namespace, tokenizer: Any, generator: random.Ran
             f"{_MAX_TOTAL} with its answer)",
             param="dataset_path",
         )
-    repeated = islice(cycle(samples), options.num_prompts)
-    return [Sample(s.prompt, s.num_prompt_tokens, s.max_tokens) for s in repeated]
+    return [replace(sample) for sample in islice(cycle(samples), options.num_prompts)]
 
 
 def _read_sharegpt(file: Path) -> list[tuple[str, str]]:

@@ -1,74 +1,85 @@
-"""`outrider bench latency`: the time of one batch, measured repeatedly. Imports nothing heavy."""
+"""`outrider bench latency`: the time of one batch, measured repeatedly."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
+import time
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from tqdm.auto import tqdm
+
+from ....client.llm import LLM
 from ....core.errors import InvalidRequestError
-from ..options import add_output_options, check_outputs, natural, positive, publish
-from .options import (
-    ROUND_ROBIN,
-    add_assignment,
-    add_detail,
-    add_lengths,
-    add_model_options,
-    add_percentiles,
-    check_common,
-    naming_options,
-    not_negative,
-)
+from ..bench_options import Result
+from ..request_figures import RequestRecord, figures
+from .datasets import OUTPUT_LEN, Sample, assign_adapters, random_prompt
+from .offline import Requests, adapters, engine_args, offline_result
+
+_PERCENTILES = (99,)
+"""Percentiles of single requests' latencies. The user's option is for whole batches."""
 
 
-def add_parser(kinds: Any) -> None:
-    """Add the measurement `latency`."""
-    parser = kinds.add_parser(
-        "latency",
-        help="one batch, again and again; shows where a step's time goes",
-        description="A batch of random prompts from its start to its end. Takes the engine's options of serve.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add_lengths(parser, input_len=32, output_len=128)
-    add("--batch-size", type=positive, default=8, metavar="N", help="requests (default: 8)")
-    add("--num-iters", type=positive, default=30, metavar="N", help="(default: 30)")
-    add("--num-iters-warmup", type=natural, default=10, metavar="N", help="before those that count (default: 10)")
-    add("--temperature", type=not_negative, default=0.0, metavar="T", help="(default: 0, greedy)")
-    add(
-        "--profile",
-        type=Path,
-        metavar="DIR",
-        help="then run a few batches as a server does, in two processes, and write to DIR where a step's time goes: a "
-        "timeline and torch's profile, both for chrome://tracing or Perfetto",
-    )
-    add_model_options(parser)
-    add_assignment(parser)
-    add_percentiles(parser, (10, 25, 50, 75, 90, 99))
-    add_detail(parser)
-    add_output_options(parser)
-    parser.set_defaults(run=naming_options(run), lora_assignment=ROUND_ROBIN)
+def measure_latency(options: argparse.Namespace) -> Result:
+    """Measure with the options of the command.
+
+    Raises:
+        OutriderError: whatever is wrong with options, model or adapters.
+    """
+    if options.profile is not None:
+        _make_folder(options.profile)
+    # The prompts are random, so a prefix cache would find nothing.
+    args, loras = engine_args(options, enable_prefix_caching=False), adapters(options)
+    with LLM.from_engine_args(args) as llm:
+        info = llm.engine_info
+        length = options.output_len or OUTPUT_LEN
+        samples = [Sample([], options.input_len, length) for _ in range(options.batch_size)]
+        assign_adapters(samples, list(loras), options.lora_assignment, args.seed)
+        requests = Requests(llm, samples, loras, options, args.seed)
+        batches = prompt_batches(options, llm.get_tokenizer(), args.seed)
+        seconds, records = _iterate(llm, options, requests, batches)
+    found = {
+        "avg_latency": round(float(np.mean(seconds)), 6),
+        "percentiles": {f"{q:g}": round(float(np.percentile(seconds, q)), 6) for q in options.metric_percentiles},
+        **figures(records, sum(seconds), _PERCENTILES, options.percentile_metrics),
+    }
+    more: dict[str, Any] = {"latencies": [round(value, 6) for value in seconds]}
+    if options.profile is not None:
+        from .profiling.profile import profile
+
+        more["profile"] = profile(args, list(loras.values()), requests, batches, options.profile)
+    return offline_result("latency", options, args, info, found, records, **more)
 
 
-def run(namespace: argparse.Namespace) -> int:
-    """Measure, print the table and write the files."""
-    check_common(namespace)
-    check_outputs(namespace)
-    if namespace.profile is not None:
-        _make_folder(namespace.profile)
+def prompt_batches(options: argparse.Namespace, tokenizer: Any, seed: int) -> Iterator[list[Any]]:
+    """Endless iterator over the prompts of batches: always new ones, because drafters remember the answers to old
+    ones."""
+    generator = random.Random(seed)
+    while True:
+        prompts = [random_prompt(tokenizer, options.input_len, generator) for _ in range(options.batch_size)]
+        yield [{"prompt_token_ids": ids} for ids in prompts]
 
-    from .latency_session import measure_latency
-    from .plot import draw_latencies
-    from .report import latency_table
 
-    report, records = measure_latency(namespace)
-
-    def draw(report: dict[str, Any], file: Path) -> None:
-        draw_latencies(report, records, file)
-
-    publish(report, namespace, latency_table, draw)
-    return 0
+def _iterate(
+    llm: LLM, options: argparse.Namespace, requests: Requests, batches: Iterator[list[Any]]
+) -> tuple[list[float], list[RequestRecord]]:
+    seconds: list[float] = []
+    records: list[RequestRecord] = []
+    count = options.num_iters_warmup + options.num_iters
+    shown = tqdm(islice(batches, count), total=count, disable=options.disable_tqdm, dynamic_ncols=True)
+    for number, prompts in enumerate(shown):
+        started = time.perf_counter()
+        outputs = llm.generate(prompts, requests.params, requests.loras, use_tqdm=False)
+        ended = time.perf_counter()
+        if number >= options.num_iters_warmup:
+            seconds.append(ended - started)
+            records += requests.records(outputs, first=len(records))
+    return seconds, records
 
 
 def _make_folder(folder: Path) -> None:

@@ -7,17 +7,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .....models.demo import DEMO_MODEL_NAME, demo_adapters
-from ....core.config import EngineArgs, check_args
-from ....core.errors import InvalidRequestError, OutriderError, PromptTooLongError
+from ....client.llm import LLM
+from ....core.config import EngineArgs
+from ....core.errors import InvalidRequestError, PromptTooLongError
 from ....core.lora_request import LoRARequest
 from ....core.messages import SpeculationCounts
 from ....core.outputs import RequestOutput
 from ....core.sampling_params import SamplingParams
 from ....core.speculative_config import parse_speculative
-from ...options.engine import given_options
+from ...options.engine_options import given_options, resolve_engine
+from ..bench_options import Result, given_adapters
+from ..machine import describe_machine, describe_model, has_random_weights, labels
+from ..prompt_files import encode
+from ..request_figures import RequestRecord
 from .datasets import Sample
-from .metrics import RequestRecord
+from .latency_plot import draw_latencies
+from .serving_commands import arguments
+from .vllm_tables import format_table
 
 
 def engine_args(options: argparse.Namespace, **defaults: Any) -> EngineArgs:
@@ -26,85 +32,77 @@ def engine_args(options: argparse.Namespace, **defaults: Any) -> EngineArgs:
     Raises:
         InvalidRequestError: an option is wrong whatever the model; `param` names it.
     """
-    from ....client.demo_defaults import apply_demo_defaults
-
-    given = given_options(options)
-    if options.no_speculation:
-        if given.get("speculative_config") is not None:
-            raise InvalidRequestError("not allowed together with --speculative-config", param="no_speculation")
-        given["speculative_config"] = {"method": "off"}
+    given = defaults | given_options(options)
     if options.lora and given.setdefault("enable_lora", True) is False:
         raise InvalidRequestError("needs LoRA, which --no-enable-lora switches off", param="lora")
-    model = None if options.model == DEMO_MODEL_NAME else options.model
-    args, _ = apply_demo_defaults(EngineArgs(model=model, **(defaults | given)), given)
-    check_args(args)
-    parse_speculative(args.speculative_config)
-    return args
+    return resolve_engine(options, options.model, given)[0]
 
 
 def adapters(options: argparse.Namespace) -> dict[str, LoRARequest]:
-    """Adapters of --lora, by name.
-
-    Raises:
-        InvalidRequestError: a name is there twice, or has no path and is not one of the demo's.
-    """
-    found: dict[str, LoRARequest] = {}
-    known = demo_adapters() if options.model in (None, DEMO_MODEL_NAME) else {}
-    for name, path in options.lora or ():
-        if name in found:
-            raise InvalidRequestError(f"there are two adapters called {name!r}", param="lora")
-        if path is None and name not in known:
-            raise InvalidRequestError(f"the adapter {name!r} needs a path: NAME=PATH", param="lora")
-        found[name] = LoRARequest(name, path=path or str(known[name]))
-    return found
+    """Adapters of --lora, by name."""
+    return {name: LoRARequest(name, path=path) for name, path in given_adapters(options).items()}
 
 
-def lora_of(sample: Sample, loras: Mapping[str, LoRARequest]) -> LoRARequest | None:
-    """The adapter that a sample asks for; InvalidRequestError for one that --lora does not give."""
-    if sample.adapter is None:
-        return None
-    if sample.adapter not in loras:
-        raise InvalidRequestError(
-            f"a prompt names the adapter {sample.adapter!r}; give it with --lora", param="dataset_path"
-        )
-    return loras[sample.adapter]
+class Requests:
+    """Samples as arguments of `LLM.generate`."""
 
+    def __init__(
+        self,
+        llm: LLM,
+        samples: Sequence[Sample],
+        loras: Mapping[str, LoRARequest],
+        options: argparse.Namespace,
+        seed: int,
+    ) -> None:
+        """Load the adapters. Each request has a seed of its own.
 
-def check_lengths(samples: Sequence[Sample], max_model_len: int) -> None:
-    """Raise PromptTooLongError for a request that exceeds the model's limit."""
-    for sample in samples:
-        total = (sample.num_prompt_tokens or 0) + sample.max_tokens
-        if total > max_model_len:
-            raise PromptTooLongError(
-                f"a prompt of {sample.num_prompt_tokens} tokens with {sample.max_tokens} more exceeds the model's "
-                f"limit of {max_model_len}",
-                param="input_len",
+        Raises:
+            PromptTooLongError: a request exceeds the model's limit.
+            InvalidRequestError: a sample names an adapter that is not there, or is no prompt.
+        """
+        limit = llm.engine_info.max_model_len
+        for sample in samples:
+            if (sample.num_prompt_tokens or 0) + sample.max_tokens > limit:
+                raise PromptTooLongError(
+                    f"a prompt of {sample.num_prompt_tokens} tokens with {sample.max_tokens} more exceeds the model's "
+                    f"limit of {limit}",
+                    param="input_len",
+                )
+            if sample.adapter is not None and sample.adapter not in loras:
+                raise InvalidRequestError(
+                    f"a prompt names the adapter {sample.adapter!r}; give it with --lora", param="dataset_path"
+                )
+        for lora in loras.values():
+            llm.load_lora_adapter(lora)
+        tokenizer = llm.get_tokenizer()
+        self.samples = samples
+        self.prompts = [_prompt_of(sample, tokenizer) for sample in samples]
+        self.loras = [None if sample.adapter is None else loras[sample.adapter] for sample in samples]
+        self.params = [
+            SamplingParams(
+                max_tokens=sample.max_tokens,
+                temperature=options.temperature,
+                ignore_eos=options.ignore_eos,
+                seed=seed + index,
             )
+            for index, sample in enumerate(samples)
+        ]
+
+    def records(self, outputs: Sequence[RequestOutput], first: int = 0) -> list[RequestRecord]:
+        """A record of each output, numbered from `first` on."""
+        return [
+            _record(first + index, output, sample.adapter)
+            for index, (output, sample) in enumerate(zip(outputs, self.samples, strict=True))
+        ]
 
 
-def sampling_params(samples: Sequence[Sample], temperature: float, ignore_eos: bool, seed: int) -> list[SamplingParams]:
-    """Sampling parameters of each sample, with a different seed for each."""
-    return [
-        SamplingParams(max_tokens=sample.max_tokens, temperature=temperature, ignore_eos=ignore_eos, seed=seed + index)
-        for index, sample in enumerate(samples)
-    ]
-
-
-def prompt_of(sample: Sample, tokenizer: Any) -> Any:
-    """A sample's prompt for `LLM.generate`."""
+def _prompt_of(sample: Sample, tokenizer: Any) -> Any:
     if isinstance(sample.prompt, str):
         return sample.prompt
-    if sample.is_ids:
-        return {"prompt_token_ids": sample.prompt}
-    from .prompt_files import encode
-
-    try:
-        return {"prompt_token_ids": encode(tokenizer, sample.prompt)}
-    except OutriderError as error:
-        raise type(error)(error.message, param="dataset_path") from None
+    return {"prompt_token_ids": sample.prompt if sample.is_ids else encode(tokenizer, sample.prompt, "dataset_path")}
 
 
-def record_of(index: int, output: RequestOutput, adapter: str | None) -> RequestRecord:
+def _record(index: int, output: RequestOutput, adapter: str | None) -> RequestRecord:
     """Record of a request. Offline only the times of the first and the last token are known."""
     metrics, completion = output.metrics, output.outputs[0]
     assert metrics is not None
@@ -120,41 +118,39 @@ def record_of(index: int, output: RequestOutput, adapter: str | None) -> Request
         adapter=adapter,
         finish_reason=completion.finish_reason,
         streamed=False,
+        speculation=SpeculationCounts(
+            metrics.num_drafts,
+            metrics.num_draft_tokens,
+            metrics.num_accepted_tokens,
+            metrics.accepted_per_pos,
+            metrics.steps_by_k,
+        ),
     )
 
 
-def speculation_of(outputs: Sequence[RequestOutput]) -> SpeculationCounts:
-    """Sum of the counts of all requests."""
-    total = SpeculationCounts()
-    for output in outputs:
-        metrics = output.metrics
-        assert metrics is not None
-        total.add(
-            SpeculationCounts(
-                metrics.num_drafts,
-                metrics.num_draft_tokens,
-                metrics.num_accepted_tokens,
-                metrics.accepted_per_pos,
-                metrics.steps_by_k,
-            )
-        )
-    return total
-
-
-def describe(benchmark: str, options: argparse.Namespace, args: EngineArgs, info: Any) -> dict[str, Any]:
-    """The head of a report."""
-    from ..machine import describe_machine, describe_model
-    from .options import arguments
-    from .report import has_random_weights, weight_labels
-
+def offline_result(
+    benchmark: str,
+    options: argparse.Namespace,
+    args: EngineArgs,
+    info: Any,
+    figures: dict[str, Any],
+    records: Sequence[RequestRecord],
+    **more: Any,
+) -> Result:
+    """The result with its head; `more` are further fields of the report."""
     folder = Path(info.model)
     speculative = parse_speculative(args.speculative_config)
     rates = speculative.synthetic_acceptance_rates if speculative is not None else None
-    name = DEMO_MODEL_NAME if args.model is None else "/".join(Path(args.model).parts[-2:])
-    return {
+    report: dict[str, Any] = {
         "benchmark": benchmark,
-        "labels": weight_labels(args.load_format == "dummy" or has_random_weights(folder), rates),
+        "labels": labels(random_weights=args.load_format == "dummy" or has_random_weights(folder), synthetic=rates),
         "machine": describe_machine(),
-        "model": {"name": name, **describe_model(info, folder), "speculation": info.speculation},
+        "model": {**describe_model(options.model, info), "speculation": info.speculation},
         "arguments": arguments(options),
+        "figures": figures,
+        **more,
     }
+    if options.save_detailed:
+        origin = min(record.started for record in records)
+        report["requests"] = [record.as_dict(origin) for record in records]
+    return Result(report, format_table(report), lambda file: draw_latencies(report, records, file))

@@ -1,86 +1,34 @@
-"""`outrider bench throughput`: many requests at once, without a server. Imports nothing heavy."""
+"""`outrider bench throughput`: many requests at once, without a server."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-from typing import Any
+import time
 
-from ..options import add_output_options, check_outputs, publish
-from .options import (
-    add_assignment,
-    add_dataset,
-    add_detail,
-    add_lengths,
-    add_model_options,
-    add_percentiles,
-    check_common,
-    naming_options,
-)
+from ....client.llm import LLM
+from ..bench_options import Result
+from ..request_figures import figures
+from .datasets import assign_adapters, make_samples
+from .offline import Requests, adapters, engine_args, offline_result
 
 
-def add_parser(kinds: Any) -> None:
-    """Add the measurement `throughput`."""
-    parser = kinds.add_parser(
-        "throughput",
-        help="many requests at once, without a server",
-        description="All requests at once through an engine in this process. Takes the engine's options of serve.",
-        allow_abbrev=False,
-    )
-    add_lengths(parser, input_len=128, output_len=128)
-    add_dataset(parser, num_prompts=100)
-    parser.add_argument(
-        "--ignore-eos",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="have every answer be as long as it may (default: it is)",
-    )
-    add_model_options(parser)
-    add_assignment(parser)
-    add_percentiles(parser, (50, 90, 99))
-    add_detail(parser)
-    add_output_options(parser)
-    parser.set_defaults(run=naming_options(run))
+def measure_throughput(options: argparse.Namespace) -> Result:
+    """Measure with the options of the command.
 
-
-def run(namespace: argparse.Namespace) -> int:
-    """Measure, print the table and write the files."""
-    check_common(namespace)
-    check_outputs(namespace)
-    import time
-
-    from ....client.llm import LLM
-    from . import offline
-    from .datasets import assign_adapters, make_samples
-    from .metrics import acceptance, figures
-    from .plot import draw_latencies
-    from .report import throughput_table
-
-    args, loras = offline.engine_args(namespace), offline.adapters(namespace)
+    Raises:
+        OutriderError: whatever is wrong with options, model or adapters.
+    """
+    args, loras = engine_args(options), adapters(options)
     with LLM.from_engine_args(args) as llm:
-        tokenizer, info = llm.get_tokenizer(), llm.engine_info
-        samples = make_samples(namespace, tokenizer, args.seed)
-        assign_adapters(samples, list(loras), namespace.lora_assignment, args.seed)
-        offline.check_lengths(samples, info.max_model_len)
-        requests = [offline.lora_of(sample, loras) for sample in samples]
-        prompts = [offline.prompt_of(sample, tokenizer) for sample in samples]
-        for lora in loras.values():
-            llm.load_lora_adapter(lora)
-        params = offline.sampling_params(samples, namespace.temperature, namespace.ignore_eos, args.seed)
-        llm.generate(prompts[:1], params[:1], requests[:1], use_tqdm=False)
+        info = llm.engine_info
+        samples = make_samples(options, llm.get_tokenizer(), args.seed)
+        assign_adapters(samples, list(loras), options.lora_assignment, args.seed)
+        requests = Requests(llm, samples, loras, options, args.seed)
+        llm.generate(requests.prompts[:1], requests.params[:1], requests.loras[:1], use_tqdm=False)
         started = time.perf_counter()
-        outputs = llm.generate(prompts, params, requests, use_tqdm=not namespace.disable_tqdm)
+        use_tqdm = not options.disable_tqdm
+        outputs = llm.generate(requests.prompts, requests.params, requests.loras, use_tqdm=use_tqdm)
         seconds = time.perf_counter() - started
-    records = [offline.record_of(i, out, samples[i].adapter) for i, out in enumerate(outputs)]
-    report = offline.describe("throughput", namespace, args, info)
-    report["figures"] = figures(records, seconds, namespace.metric_percentiles, namespace.percentile_metrics)
-    report["figures"] |= acceptance(offline.speculation_of(outputs))
-    if namespace.save_detailed:
-        origin = min(record.started for record in records)
-        report["requests"] = [record.as_dict(origin) for record in records]
-
-    def draw(report: dict[str, Any], file: Path) -> None:
-        draw_latencies(report, records, file)
-
-    publish(report, namespace, throughput_table, draw)
-    return 0
+    records = requests.records(outputs)
+    found = figures(records, seconds, options.metric_percentiles, options.percentile_metrics)
+    return offline_result("throughput", options, args, info, found, records)

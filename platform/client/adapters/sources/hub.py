@@ -30,12 +30,7 @@ class HubResolver:
             raise no_adapter(f"{shown_source(source)!r} is no id of the hub: org/name, or org/name@revision")
         repository, _, revision = repository.partition("@")
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import (
-            GatedRepoError,
-            LocalEntryNotFoundError,
-            RepositoryNotFoundError,
-            RevisionNotFoundError,
-        )
+        from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
         try:
             self._check_size(source, repository, revision or None)
@@ -47,7 +42,7 @@ class HubResolver:
                 endpoint=self._endpoint,
                 tqdm_class=_quiet_bar(),
             )
-        except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+        except (RepositoryNotFoundError, RevisionNotFoundError) as error:
             raise no_adapter(f"{shown_source(source)!r} cannot be had from the hub: {_first_line(error)}") from error
         except LocalEntryNotFoundError as error:  # not reached, and not in the cache
             raise unavailable(
@@ -58,13 +53,13 @@ class HubResolver:
     def _check_size(self, source: str, repository: str, revision: str | None) -> None:
         """Raise AdapterError when it is too large or no adapter; do nothing when the hub cannot be asked."""
         from huggingface_hub import HfApi
-        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
         try:
             info = HfApi(endpoint=self._endpoint).model_info(
                 repository, revision=revision, files_metadata=True, timeout=_TIMEOUT_SECONDS
             )
-        except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError):
+        except (RepositoryNotFoundError, RevisionNotFoundError):
             raise
         except Exception:  # offline, in one of many ways: the download falls back to the cache, or says it
             return

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from importlib import import_module
 from importlib.metadata import entry_points
+from pkgutil import resolve_name
 from typing import Any
 
 from ....core.errors import InvalidRequestError
@@ -24,14 +24,11 @@ def load_plugin(path: str) -> AdapterResolver:
     Raises:
         InvalidRequestError: it cannot be imported, or makes no resolver.
     """
-    module, _, name = path.partition(":")
     try:
+        module, _, name = path.partition(":")
         if not module or not name:
             raise ValueError("must be package.module:factory")
-        factory: Any = import_module(module)
-        for part in name.split("."):
-            factory = getattr(factory, part)
-        return _made(factory)
+        return _made(resolve_name(path))
     except Exception as error:  # whatever a plug-in does when it is imported
         raise InvalidRequestError(f"{path!r}: {type(error).__name__}: {error}", param="lora_resolver") from error
 

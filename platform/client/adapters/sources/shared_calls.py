@@ -1,83 +1,112 @@
-"""Calls that are made once for all callers of the same moment, and not again soon after a failure."""
+"""Calls in threads, made once for all callers of the same moment, with answers that are kept for a while."""
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future
-from typing import Generic, TypeVar
+from concurrent.futures import Future, InvalidStateError
+from functools import partial
+from typing import Any, TypeVar
 
-from ....core.errors import OutriderError
-from .workers import Workers
+from ....core.errors import OutriderError, OverloadedError
 
 T = TypeVar("T")
-K = TypeVar("K", bound=Hashable)
+
+_MAX_KEPT = 4096
+"""Answers that are kept; the oldest make way."""
 
 
-class TimedMemory(Generic[K, T]):
-    """Remembers values for a while, the newest ones where there are too many. Not thread-safe."""
+class SharedCalls:
+    """Calls by key, in at most `max_threads` daemon threads: a store that does not answer must not keep the process
+    from ending. Any thread may ask."""
 
-    def __init__(self, max_entries: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._max_entries = max_entries
+    def __init__(
+        self, name: str, max_threads: int, max_waiting: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._name = name
+        self._max_threads = max_threads
         self._clock = clock
-        self._entries: OrderedDict[K, tuple[T, float]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._calls: OrderedDict[Hashable, tuple[Future[Any], float]] = OrderedDict()  # with the end of its time
+        self._queue: queue.Queue[Callable[[], None]] = queue.Queue(max_waiting)
+        self._num_threads = 0
+        self._num_unfinished = 0  # calls that wait or run
 
-    def get(self, key: K) -> tuple[T] | None:
-        """The value, in a tuple since it may be None; None when there is none or its time is over."""
-        entry = self._entries.get(key)
-        if entry is None or self._clock() >= entry[1]:
-            self._entries.pop(key, None)
-            return None
-        return (entry[0],)
+    def call(
+        self, key: Hashable, function: Callable[[], T], keep_seconds: float = 0.0, nothing_seconds: float = 0.0
+    ) -> Future[T]:
+        """The result of `function`, or of the call with this key that is under way or whose answer is kept.
 
-    def put(self, key: K, value: T, seconds: float) -> None:
-        """Remember a value."""
-        self._entries[key] = (value, self._clock() + seconds)
-        self._entries.move_to_end(key)
-        while len(self._entries) > self._max_entries:
-            self._entries.popitem(last=False)
-
-    def drop(self, key: K) -> None:
-        """Forget a value, if it is there."""
-        self._entries.pop(key, None)
-
-
-class SharedCalls(Generic[T]):
-    """Calls by key. Any thread may ask; the functions run in `workers`."""
-
-    _MAX_FAILURES = 4096
-
-    def __init__(self, workers: Workers, failure_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """A call that failed is answered with the same error for `failure_seconds`."""
-        self._workers = workers
-        self._failure_seconds = failure_seconds
-        self._lock = threading.RLock()
-        self._running: dict[Hashable, Future[T]] = {}
-        self._failures: TimedMemory[Hashable, OutriderError] = TimedMemory(self._MAX_FAILURES, clock)
-
-    def call(self, key: Hashable, function: Callable[[], T]) -> Future[T]:
-        """The result of `function`, or of the call with this key that is under way.
+        Args:
+            keep_seconds: time for which the answer is kept.
+            nothing_seconds: time for which an answer of None, or a typed error, is kept.
 
         Raises:
-            OutriderError: the error of a call that failed just now; OverloadedError: too many wait.
+            OverloadedError: too many calls wait already.
         """
         with self._lock:
-            running = self._running.get(key)
-            if running is not None:
-                return running
-            failure = self._failures.get(key)
-            if failure is not None:
-                error = failure[0]
-                raise type(error)(error.message, param=error.param)  # not the object itself: it has a traceback
-            future = self._running[key] = self._workers.submit(function)
-        future.add_done_callback(lambda done: self._end(key, done))
+            future, end = self._calls.get(key, (None, 0.0))
+            if future is not None and self._clock() < end:
+                return future
+            future = Future()
+            try:
+                self._queue.put_nowait(lambda: self._run(key, future, function, keep_seconds, nothing_seconds))
+            except queue.Full:
+                raise OverloadedError(f"{self._queue.maxsize} adapters are waiting to be fetched already") from None
+            self._keep(key, future, float("inf"))
+            self._num_unfinished += 1
+            if self._num_threads < min(self._num_unfinished, self._max_threads):
+                self._num_threads += 1
+                threading.Thread(target=self._serve, name=self._name, daemon=True).start()
         return future
 
-    def _end(self, key: Hashable, future: Future[T]) -> None:
+    def drop(self, key: Hashable) -> None:
+        """Forget the answer of a key."""
         with self._lock:
-            self._running.pop(key, None)
-            error = future.exception()
-            if isinstance(error, OutriderError):
-                self._failures.put(key, error, self._failure_seconds)
+            self._calls.pop(key, None)
+
+    def fail_waiting(self, error: OutriderError) -> None:
+        """Let all who wait now have `error`; what runs for them comes to its end unheard."""
+        with self._lock:
+            waiting = [(key, future) for key, (future, _) in self._calls.items() if not future.done()]
+            for key, future in waiting:
+                del self._calls[key]
+                with contextlib.suppress(InvalidStateError):  # it has just come
+                    future.set_exception(error)
+
+    def _keep(self, key: Hashable, future: Future[Any], end: float) -> None:
+        self._calls[key] = (future, end)
+        self._calls.move_to_end(key)
+        while len(self._calls) > _MAX_KEPT:
+            self._calls.popitem(last=False)
+
+    def _serve(self) -> None:
+        while True:
+            self._queue.get()()
+            with self._lock:
+                self._num_unfinished -= 1
+
+    def _run(
+        self, key: Hashable, future: Future[T], function: Callable[[], T], keep_seconds: float, nothing_seconds: float
+    ) -> None:
+        try:
+            result = function()
+        except BaseException as error:
+            seconds = nothing_seconds if isinstance(error, OutriderError) else 0.0
+            self._end(key, future, seconds, partial(future.set_exception, error))
+        else:
+            seconds = nothing_seconds if result is None else keep_seconds
+            self._end(key, future, seconds, partial(future.set_result, result))
+
+    def _end(self, key: Hashable, future: Future[Any], seconds: float, settle: Callable[[], None]) -> None:
+        with self._lock:
+            if self._calls.get(key, (None, 0.0))[0] is future:
+                del self._calls[key]
+                if seconds > 0:
+                    self._keep(key, future, self._clock() + seconds)
+        with contextlib.suppress(InvalidStateError):  # nobody waits any more
+            settle()

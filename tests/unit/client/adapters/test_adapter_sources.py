@@ -5,18 +5,22 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from outrider.platform.client.adapters.sources import AdapterSources, SourceOptions, resolver
+from outrider.platform.client.waiting import Work
 from outrider.platform.core.errors import (
     AdapterError,
     AdapterSourceError,
     InvalidRequestError,
 )
 from outrider.platform.core.lora_request import LoRAMix, LoRAPart, LoRARequest
+
+T = TypeVar("T")
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -95,7 +99,14 @@ def names_in(folder: str) -> list[str]:
 
 
 def localize(sources: AdapterSources, source: str, name: str = "x", **options) -> str:
-    return sources.localize_request_now(LoRARequest(name, path=source), **options).path
+    return sources.localize(LoRARequest(name, path=source), **options).result().path
+
+
+def awaited(work: Work[T]) -> T:
+    async def run() -> T:
+        return await work
+
+    return asyncio.run(run())
 
 
 def test_passwords_and_signatures_are_not_shown():
@@ -106,10 +117,10 @@ def test_passwords_and_signatures_are_not_shown():
 def test_local_folders_are_left_alone(make, tmp_path):
     sources = make()
     request = LoRARequest("x", path="/adapters/x", draft_path="/drafts")
-    assert sources.localize_request_now(request) is request
-    assert asyncio.run(sources.localize(request)) is request
+    assert sources.localize(request).result() is request
+    assert awaited(sources.localize(request)) is request
     mix = LoRAMix((LoRAPart(request, 0.5),))
-    assert asyncio.run(sources.localize(mix)) is mix
+    assert awaited(sources.localize(mix)) is mix
     assert localize(sources, "file:///adapters/x") == "/adapters/x"
     assert not (tmp_path / "cache").exists()
 
@@ -129,18 +140,18 @@ def test_a_download(make):
 
 def test_draft_weights_of_another_place(make):
     base, draft = upload("a"), upload("d")
-    request = make().localize_request_now(LoRARequest("x", 7, base, draft_path=draft))
+    request = make().localize(LoRARequest("x", 7, base, draft_path=draft)).result()
     assert (request.name, request.lora_int_id) == ("x", 7)
     assert {names_in(request.path)[0], names_in(request.draft_path)[0]} == {CONFIG}
     assert request.path != request.draft_path
     with pytest.raises(AdapterError) as caught:
-        make().localize_request_now(LoRARequest("x", path=base, draft_path="teststore://nowhere"))
+        make().localize(LoRARequest("x", path=base, draft_path="teststore://nowhere")).result()
     assert caught.value.param == "draft_path"
 
 
 def test_parts_of_a_mix(make):
     mix = LoRAMix((LoRAPart(LoRARequest("a", path=upload("a")), 0.7), LoRAPart(LoRARequest("b", path="/b"), 0.3)))
-    for local in (make().localize_now(mix), asyncio.run(make().localize(mix))):
+    for local in (make().localize(mix).result(), awaited(make().localize(mix))):
         assert [part.weight for part in local.parts] == [0.7, 0.3]
         assert os.path.isdir(local.parts[0].request.path)
         assert local.parts[1].request.path == "/b"
@@ -177,8 +188,8 @@ def test_a_request_that_gives_up_ends_nothing_for_the_others(make):
     Store.gate.clear()
 
     async def run() -> str:
-        impatient = asyncio.create_task(sources.localize_request(LoRARequest("x", path=url)))
-        patient = asyncio.create_task(sources.localize_request(LoRARequest("y", path=url)))
+        impatient = asyncio.ensure_future(sources.localize(LoRARequest("x", path=url)))
+        patient = asyncio.ensure_future(sources.localize(LoRARequest("y", path=url)))
         await asyncio.sleep(0.01)
         impatient.cancel()
         Store.gate.set()
@@ -197,7 +208,7 @@ def test_the_event_loop_goes_on_during_a_download(make):
     Store.gate.clear()
 
     async def run() -> None:
-        loading = asyncio.create_task(sources.localize_request(LoRARequest("x", path=url)))
+        loading = asyncio.ensure_future(sources.localize(LoRARequest("x", path=url)))
         while not Store.opened:
             await asyncio.sleep(0)
         assert not loading.done()

@@ -5,13 +5,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from outrider.platform.client.text.detokenizer import (
     IncrementalDetokenizer,
-    OffsetDecoder,
-    SpacelessDecoder,
-    StreamDecoder,
+    TokenDecoder,
     make_decoder,
 )
 from outrider.platform.core.sampling_params import SamplingParams
@@ -91,40 +89,33 @@ def sentencepiece() -> Tokenizer:
 
 
 def test_first_token_keeps_its_space_after_a_prompt() -> None:
-    backend = sentencepiece()
-    for decoder in (
-        StreamDecoder(backend, True, [1]),
-        OffsetDecoder(lambda ids: backend.decode(ids), [1]),
-    ):
-        assert [decoder.step(2), decoder.step(3), decoder.flush()] == [" world", "a", ""]
-    assert StreamDecoder(backend, True, []).step(2) == "world"
+    decode = sentencepiece().decode
+    decoder = TokenDecoder(decode, [1])
+    assert [decoder.step(2), decoder.step(3), decoder.flush()] == [" world", "a", ""]
+    assert TokenDecoder(decode, []).step(2) == "world"
 
 
 def test_bytes_that_break_what_was_given_out_do_not_stop_the_stream() -> None:
-    backend = sentencepiece()
     euro = [4 + b for b in "€".encode()]
-    for decoder in (StreamDecoder(backend, True, []), OffsetDecoder(lambda ids: backend.decode(ids), [])):
-        texts = [decoder.step(token) for token in [*euro, 4 + 0xFF, 3, 2]]
-        assert texts[:3] == ["", "", "€"]
-        assert texts[-1] == " world"
-        assert "a" in texts[-2]
+    decoder = TokenDecoder(sentencepiece().decode, [])
+    texts = [decoder.step(token) for token in [*euro, 4 + 0xFF, 3, 2]]
+    assert texts == ["", "", "€", "", "\ufffda", " world"]
 
 
-def test_spaces_between_special_tokens() -> None:
-    backend = Tokenizer(models.WordLevel({"a": 0, "<x>": 1, "<y>": 2}, unk_token="a"))
-    backend.decoder = decoders.WordPiece(prefix="##", cleanup=False)
-    ids = [0, 1, 2, 0]
-    plain = StreamDecoder(backend, False, [])
-    assert [plain.step(token) for token in ids] == ["a", " <x>", " <y>", " a"]
-    tight = SpacelessDecoder(StreamDecoder(backend, False, []), {1: "<x>", 2: "<y>"})
-    assert [tight.step(token) for token in ids] == ["a", " <x>", "<y>", " a"]
+class WithSpecialTokens:
+    """A tokenizer with two special tokens."""
+
+    def __init__(self) -> None:
+        self.backend_tokenizer = Tokenizer(models.WordLevel({"a": 0, "<x>": 1, "<y>": 2}, unk_token="a"))
+        self.backend_tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+        self.added_tokens_decoder = {1: AddedToken("<x>"), 2: AddedToken("<y>")}
 
 
-def test_decoder_is_chosen_by_tokenizer_and_parameters(tokenizer: Any) -> None:
-    assert isinstance(make_decoder(tokenizer, SamplingParams(), []), StreamDecoder)
-    assert isinstance(make_decoder(Slow(tokenizer), SamplingParams(), []), OffsetDecoder)
-    params = SamplingParams(skip_special_tokens=False, spaces_between_special_tokens=False)
-    assert isinstance(make_decoder(tokenizer, params, []), SpacelessDecoder)
+@pytest.mark.parametrize("spaces", [True, False])
+def test_spaces_between_special_tokens(spaces: bool) -> None:
+    params = SamplingParams(skip_special_tokens=False, spaces_between_special_tokens=spaces)
+    decoder = make_decoder(WithSpecialTokens(), params, [])
+    assert [decoder.step(token) for token in [0, 1, 2, 0]] == ["a", " <x>", " <y>" if spaces else "<y>", " a"]
 
 
 def chunked(tokenizer: Any, ids: list[int], sizes: list[int], params: SamplingParams) -> tuple[str, int, str | None]:

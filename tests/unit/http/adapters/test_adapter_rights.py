@@ -213,7 +213,7 @@ def test_a_chain_of_schemes_is_no_way_around(make_http, tmp_path, llm):
     llm.sources = AdapterSources(SourceOptions(cache_dir=str(tmp_path)))
 
     async def load(request, **options):
-        await llm.sources.localize_request(request)
+        await llm.sources.localize(request)
         raise AssertionError
 
     llm.adapters.load = load

@@ -10,12 +10,12 @@ from outrider.platform.core.adapter_names import engine_name
 from outrider.platform.core.errors import AdapterError, EngineDeadError, InvalidUserInputError, NotFoundError
 from outrider.platform.core.lora_request import LoRARequest
 from outrider.platform.http.adapters import database_sync
-from outrider.platform.http.config import ServerConfig
-from outrider.platform.http.serving import Serving
+from outrider.platform.http.server_config import ServerConfig
+from outrider.platform.http.serving_state import Serving
 from outrider.platform.tenancy.accounts import directory
 from outrider.platform.tenancy.accounts.records import StoredAdapter, Tenant
 from outrider.platform.tenancy.database.connection import DatabaseUnavailableError
-from outrider.platform.tenancy.service import Tenancy, TenancyOptions
+from outrider.platform.tenancy.service import Tenancy
 
 from ..conftest import FakeAsyncLLM
 
@@ -24,7 +24,7 @@ from ..conftest import FakeAsyncLLM
 async def running(url, llm=None, prepare=None, server="one"):
     """A server, as far as adapters are concerned."""
     journal = Path(url.removeprefix("sqlite:///")).with_name(server)
-    tenancy = await Tenancy.open(url, TenancyOptions(journal=journal))
+    tenancy = await Tenancy.open(url, journal=journal)
     try:
         serving = Serving(llm or FakeAsyncLLM(), ServerConfig(served_model_names=("base",)), tenancy)
         if prepare is not None:

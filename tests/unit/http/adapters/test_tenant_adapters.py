@@ -11,7 +11,7 @@ from outrider.platform.core.errors import AdapterError, InvalidUserInputError
 from outrider.platform.core.lora_request import LoRARequest
 from outrider.platform.core.messages import AdapterInfo
 from outrider.platform.http.app import create_app
-from outrider.platform.http.config import ServerConfig
+from outrider.platform.http.server_config import ServerConfig
 from outrider.platform.tenancy.accounts.principal import Limits, Principal
 
 INFERENCE = frozenset({"inference"})

@@ -14,12 +14,12 @@ import pytest
 from sqlalchemy import insert
 
 from outrider.platform.http.app import create_app
-from outrider.platform.http.config import ServerConfig
+from outrider.platform.http.server_config import ServerConfig
 from outrider.platform.tenancy.accounts.records import Tenant
 from outrider.platform.tenancy.database.connection import Database, DatabaseUnavailableError, parse_url
 from outrider.platform.tenancy.database.migrations.upgrade import upgrade
 from outrider.platform.tenancy.database.schema import usage
-from outrider.platform.tenancy.service import Tenancy, TenancyOptions
+from outrider.platform.tenancy.service import Tenancy
 
 OPERATOR = "operator-key"
 ROUTES = [
@@ -35,7 +35,7 @@ class Server:
 
     def __init__(self, llm: Any, url: str, runner: asyncio.Runner, **options: Any) -> None:
         self._runner = runner
-        self.tenancy = runner.run(Tenancy.open(url, TenancyOptions(admin_api_keys=(OPERATOR,))))
+        self.tenancy = runner.run(Tenancy.open(url, admin_api_keys=(OPERATOR,)))
         config = ServerConfig(served_model_names=("base",), database=url, admin_api_keys=(OPERATOR,), **options)
         self.app = create_app(llm, config, tenancy=self.tenancy)
         self.key: str | None = OPERATOR
@@ -289,12 +289,12 @@ def test_bad_numbers_of_requests(server, limit):
 def test_life_of_a_prefix(server):
     made = server.ok("POST", "/prefixes", {"name": "hello", "text": "Hi!"}, 201)
     assert (made["name"], made["num_tokens"]) == ("hello", 4)
-    assert server.tenancy.directory.prefixes[0].token_ids == (1, 72, 105, 33)
+    assert server.tenancy.store.list_prefixes()[0].token_ids == (1, 72, 105, 33)
     messages = [{"role": "system", "content": "x"}]
     server.ok("POST", "/prefixes", {"name": "chat", "messages": messages}, 201)
     server.ok("POST", "/prefixes", {"name": "ids", "token_ids": [1, 2, 3]}, 201)
     assert [p["name"] for p in server.ok("GET", "/prefixes")["data"]] == ["chat", "hello", "ids"]
-    assert server.tenancy.directory.prefixes[0].token_ids == (115, 58, 120, 124)  # "s:x|"
+    assert server.tenancy.store.list_prefixes()[0].token_ids == (115, 58, 120, 124)  # "s:x|"
     server.ok("DELETE", "/prefixes/hello")
     assert server.fails("DELETE", "/prefixes/hello", status=404)["param"] == "name"
 

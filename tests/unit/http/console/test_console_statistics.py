@@ -7,8 +7,9 @@ import pytest
 
 from outrider.platform.core.errors import EngineDeadError
 from outrider.platform.core.messages import AdapterInfo, EngineStats, SpeculationCounts, SpeculationEntry
+from outrider.platform.http import serving_state
 from outrider.platform.http.console import statistics as statistics_module
-from outrider.platform.http.console.acceptance import AcceptanceTotals
+from outrider.platform.http.console.acceptance_split import AcceptanceTotals
 from outrider.platform.http.console.statistics import Statistics
 
 
@@ -162,7 +163,7 @@ def test_the_last_snapshot_stays_while_the_engine_is_away(http, llm):
 
 
 def test_an_engine_that_does_not_answer(http, llm, monkeypatch):
-    monkeypatch.setattr(statistics_module, "SNAPSHOT_TIMEOUT", 0.01)
+    monkeypatch.setattr(serving_state, "STATS_TIMEOUT", 0.01)
     llm.stats = lambda: asyncio.sleep(60)
     assert stats(http)["server"]["snapshot_age"] is None
 

@@ -16,11 +16,11 @@ from outrider.platform.core.lora_request import LoRARequest, mix_of
 from outrider.platform.core.messages import AdapterInfo, EngineStats, SpeculationCounts, SpeculationEntry
 from outrider.platform.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from outrider.platform.http.app import create_app
-from outrider.platform.http.config import ServerConfig
 from outrider.platform.http.observe import series_labels
-from outrider.platform.http.observe.metrics import Metrics
+from outrider.platform.http.observe.metric_families import tenancy_families
+from outrider.platform.http.observe.prometheus_metrics import Metrics
 from outrider.platform.http.observe.series_labels import SeriesLabels
-from outrider.platform.http.observe.tenancy_metrics import TenancyCollector
+from outrider.platform.http.server_config import ServerConfig
 from outrider.platform.tenancy.accounts.principal import Principal
 from outrider.platform.tenancy.ledger.ledger import LedgerStatus
 from outrider.platform.tenancy.limits.queue_bound import QueueBound
@@ -122,7 +122,7 @@ TENANCY = SimpleNamespace(
 
 def test_the_ledger_and_the_limiter():
     metrics = Metrics()
-    metrics.register(TenancyCollector(TENANCY))
+    metrics.register(lambda: tenancy_families(TENANCY))
     found = {
         name: value for (name, labels), value in samples(metrics).items() if name.startswith(("ledger", "limiter"))
     }

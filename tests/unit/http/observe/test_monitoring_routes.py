@@ -5,9 +5,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import outrider
 from outrider.platform.core.messages import AdapterInfo, EngineStats, SpeculationCounts, SpeculationEntry
-from outrider.platform.http.observe import metrics as metrics_module
+from outrider.platform.http.observe import metric_families as metrics_module
 from outrider.platform.http.observe import series_labels as labels_module
-from outrider.platform.http.observe.metrics import Metrics
+from outrider.platform.http.observe.prometheus_metrics import Metrics
 
 
 def samples(http) -> dict:

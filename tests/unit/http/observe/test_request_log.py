@@ -19,7 +19,7 @@ from outrider.platform.core.logs import (
     with_fields,
 )
 from outrider.platform.http.app import Gate, create_app
-from outrider.platform.http.config import ServerConfig
+from outrider.platform.http.server_config import ServerConfig
 from outrider.platform.tenancy.accounts.authenticator import StaticKeys
 from outrider.platform.tenancy.accounts.principal import Principal
 

@@ -215,10 +215,10 @@ def test_request_templates_need_trust(http, make_http):
 
 
 def test_long_conversations_are_rendered_off_the_event_loop(http, llm, monkeypatch):
-    from outrider.platform.http import serving
+    from outrider.platform.http import serving_state
 
     chat(http)
-    monkeypatch.setattr(serving, "_LONG_TEXT", 1)
+    monkeypatch.setattr(serving_state, "_LONG_TEXT", 1)
     chat(http)
     assert llm.calls[0]["prompt"] == llm.calls[1]["prompt"]
 

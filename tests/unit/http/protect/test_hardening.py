@@ -10,10 +10,10 @@ import pytest
 
 from outrider.platform.core.errors import OverloadedError
 from outrider.platform.http.app import create_app
-from outrider.platform.http.body.memory import BodyMemory
-from outrider.platform.http.config import ServerConfig
+from outrider.platform.http.body.body_memory import BodyMemory
 from outrider.platform.http.protect import hardening
 from outrider.platform.http.protect.hardening import allow_connections, with_cors
+from outrider.platform.http.server_config import ServerConfig
 from outrider.platform.tenancy.accounts.principal import Limits, Principal
 from outrider.platform.tenancy.limits.limiter import Limiter
 

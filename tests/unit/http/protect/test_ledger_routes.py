@@ -11,9 +11,9 @@ from sqlalchemy import select
 
 from outrider.platform.core.errors import EngineDeadError, OverloadedError
 from outrider.platform.http.app import create_app
-from outrider.platform.http.config import ServerConfig
 from outrider.platform.http.openai import event_stream
 from outrider.platform.http.protect import accounting
+from outrider.platform.http.server_config import ServerConfig
 from outrider.platform.tenancy.accounts.principal import Limits
 from outrider.platform.tenancy.accounts.records import Tenant
 from outrider.platform.tenancy.database.schema import usage

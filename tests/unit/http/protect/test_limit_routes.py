@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.platform.http.app import create_app
-from outrider.platform.http.config import ServerConfig
+from outrider.platform.http.server_config import ServerConfig
 from outrider.platform.tenancy.accounts.principal import Limits, Principal
 from outrider.platform.tenancy.limits.limiter import Limiter
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from outrider.platform.http.app import create_app
-from outrider.platform.http.config import ServerConfig
+from outrider.platform.http.server_config import ServerConfig
 from outrider.platform.tenancy.accounts.principal import Limits, Principal
 from outrider.platform.tenancy.limits.limiter import Limiter
 

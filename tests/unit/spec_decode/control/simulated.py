@@ -177,7 +177,8 @@ class World:
         if row.max_new_drafts and (self.overlaps or self.random.random() < self.drafters[row.drafter].match):
             drafts = Drafts([0] * row.max_new_drafts)
             self.drafted[request] = row.drafter, row.max_new_drafts
-        return RowResult([0] * (accepted + 1), accepted, drafts=drafts)
+        request.drafts = drafts
+        return RowResult([0] * (accepted + 1), accepted)
 
     def fixed(self, drafter: int, count: int, num_steps: int = 300) -> float:
         """Goodput with a fixed number of drafts, in a world of its own."""

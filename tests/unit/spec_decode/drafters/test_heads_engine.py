@@ -229,8 +229,9 @@ def test_bfloat16(make_engine, target, folders, prompts, method):
 
 
 def test_blocks_that_may_be_found_have_all_their_states(make_engine, folders, prompts, texts, monkeypatch):
-    """Of sequences that end anywhere: at a token that was drafted, and at a block's edge."""
-    kept, lacking = set(), []
+    """Of sequences that end anywhere: at a token that was drafted, and at a block's edge. A step's states come after
+    its commit, and before anybody looks for blocks."""
+    kept, published, lacking = set(), set(), set()
 
     def append(self, rows, states, of=HiddenStore.append):
         for row in rows:
@@ -240,15 +241,23 @@ def test_blocks_that_may_be_found_have_all_their_states(make_engine, folders, pr
     def publish(cache, request, of=PrefixCache.publish):
         of(cache, request)
         places = [(block, at) for block in request.blocks[: request.num_published] for at in range(4)]
-        lacking.extend(place for place in places if request.namespace is not None and place not in kept)
+        published.update(place for place in places if request.namespace is not None)
+
+    def match(cache, request, of=PrefixCache.match):
+        lacking.update(published - kept)
+        return of(cache, request)
 
     monkeypatch.setattr(HiddenStore, "append", append)
     monkeypatch.setattr(PrefixCache, "publish", publish)
+    monkeypatch.setattr(PrefixCache, "match", match)
     for prompt, text in zip(prompts[:4], texts, strict=False):
         answer = text[len(prompt) :]
         for at, token in enumerate(answer[:-2]):
             if token not in answer[:at]:
                 kept.clear()
+                published.clear()
                 engine = make_engine(speculative_config=speculative(folders, "eagle"), block_size=4, max_num_seqs=3)
                 run(engine, [(prompt, PARAMS["greedy"].clone(stop_token_ids=[token]))])
+                assert published
+                lacking.update(published - kept)
     assert not lacking

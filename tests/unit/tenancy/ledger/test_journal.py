@@ -1,11 +1,11 @@
 """The journal: what was written is found again, whatever happened to the process, the disk and the file."""
 
 import contextlib
-import dataclasses
 import errno
 import os
 import shutil
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -216,7 +216,7 @@ def test_it_is_bounded_and_every_request_that_began_can_end(journal):
 
 
 def test_the_growth_of_a_line_is_bounded():
-    last = dataclasses.replace(
+    last = msgspec.structs.replace(
         row(), adapter_digest="f" * 64, error_type="E" * 64, first_token_at=1e10 / 3, finished_at=1e10 / 3,
         status="length", prompt_tokens=2**31, cached_tokens=2**31, output_tokens=2**31, drafted_tokens=2**31,
         accepted_tokens=2**31,

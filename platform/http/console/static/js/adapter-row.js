@@ -1,15 +1,9 @@
 // One row of the table of adapters. It is kept from second to second, so that its buttons keep the focus.
 
-import { element, setChildren, setText, show } from "./dom.js";
+import { cell, element, setChildren, setText, show } from "./dom.js";
 import * as format from "./format.js";
 
 const TIERS = { device: "device", host: "host memory", disk: "disk" };
-
-const cell = (label, className = "") => {
-  const made = element("td", { className });
-  made.dataset.label = label;
-  return made;
-};
 
 export class AdapterRow {
   #name = element("span");

@@ -9,6 +9,13 @@ export function element(tag, properties = {}, ...children) {
   return made;
 }
 
+/** A table's cell; on narrow screens it says what it is. */
+export function cell(label, className = "") {
+  const made = element("td", { className });
+  made.dataset.label = label;
+  return made;
+}
+
 /** Sets a text where it has changed: what has not is neither drawn nor read out again. */
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;

@@ -1,13 +1,7 @@
 // One row of the table of tenants.
 
-import { element, setChildren, setText } from "./dom.js";
+import { cell, element, setChildren, setText } from "./dom.js";
 import * as format from "./format.js";
-
-const cell = (label, className = "") => {
-  const made = element("td", { className });
-  made.dataset.label = label;
-  return made;
-};
 
 export class TenantRow {
   #name = element("span");

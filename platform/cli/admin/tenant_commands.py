@@ -1,0 +1,112 @@
+"""`outrider admin tenant`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ...core.errors import InvalidRequestError
+from ...tenancy.accounts.principal import limit_fields, limits_of
+from ...tenancy.accounts.records import Tenant
+from .limit_options import add_limit_options, given_limits
+
+if TYPE_CHECKING:
+    from ...tenancy.database.store import Store
+    from .admin_command import Commands
+
+_COLUMNS = ("name", "weight", "max_adapters", "disabled", "created_at", "limits")
+
+
+def add_commands(admin: Commands) -> None:
+    """Add the commands."""
+    group = admin.group("tenant", "tenants: who uses the server")
+    create = group.add("create", _create, "add a tenant")
+    create.add_argument(
+        "name", metavar="NAME", help="a-z 0-9 . _ -; never given again, also when the tenant is deleted"
+    )
+    _add_fields(create, change=False)
+    group.add("list", _list, "list the tenants", _COLUMNS)
+    show = group.add("show", _show, "show a tenant")
+    show.add_argument("name", metavar="NAME")
+    change = group.add("update", _update, "change a tenant; what is not given stays")
+    change.add_argument("name", metavar="NAME")
+    _add_fields(change, change=True)
+    for name, run, text in (
+        ("disable", _disable, "refuse a tenant's keys until it is enabled"),
+        ("enable", _enable, "take a tenant's keys again"),
+    ):
+        group.add(name, run, text).add_argument("name", metavar="NAME")
+    delete = group.add("delete", _delete, "revoke a tenant's keys and forget its adapters; its usage stays")
+    delete.add_argument("name", metavar="NAME")
+    delete.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _add_fields(parser: argparse.ArgumentParser, *, change: bool) -> None:
+    parser.add_argument(
+        "--weight",
+        type=float,
+        default=argparse.SUPPRESS,
+        metavar="X",
+        help="share under --scheduling-policy fair, relative to others'" + ("" if change else " (default: 1)"),
+    )
+    parser.add_argument(
+        "--max-adapters",
+        type=int,
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="adapters that the tenant may load itself" + ("" if change else " (default: 0)"),
+    )
+    add_limit_options(parser, change=change)
+
+
+def _row(tenant: Tenant) -> dict[str, Any]:
+    return dataclasses.asdict(tenant) | {"limits": limit_fields(tenant.limits)}
+
+
+def _given(namespace: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(namespace, name) for name in ("weight", "max_adapters") if hasattr(namespace, name)}
+
+
+def _create(store: Store, namespace: argparse.Namespace) -> dict[str, Any]:
+    limits = limits_of(given_limits(namespace))
+    return _row(store.create_tenant(Tenant(name=namespace.name, limits=limits, **_given(namespace))))
+
+
+def _list(store: Store, namespace: argparse.Namespace) -> list[dict[str, Any]]:
+    return [_row(tenant) for tenant in store.list_tenants()]
+
+
+def _show(store: Store, namespace: argparse.Namespace) -> dict[str, Any]:
+    return _row(store.get_tenant(namespace.name))
+
+
+def _update(store: Store, namespace: argparse.Namespace) -> dict[str, Any]:
+    changes, limits = _given(namespace), given_limits(namespace)
+    if not changes and not limits:
+        raise InvalidRequestError("nothing to change: give at least one option")
+    return _row(store.update_tenant(namespace.name, changes | {"limits": limits}))
+
+
+def _disable(store: Store, namespace: argparse.Namespace) -> dict[str, Any]:
+    return _row(store.update_tenant(namespace.name, {"disabled": True}))
+
+
+def _enable(store: Store, namespace: argparse.Namespace) -> dict[str, Any]:
+    return _row(store.update_tenant(namespace.name, {"disabled": False}))
+
+
+def _delete(store: Store, namespace: argparse.Namespace) -> dict[str, Any]:
+    tenant = store.get_tenant(namespace.name)
+    if not namespace.yes and not _confirmed(tenant.name):
+        raise InvalidRequestError("nothing was deleted")
+    store.delete_tenant(tenant.name)
+    return {"name": tenant.name, "deleted": True}
+
+
+def _confirmed(name: str) -> bool:
+    if not sys.stdin.isatty():
+        raise InvalidRequestError("a tenant cannot be brought back: confirm with --yes")
+    print(f"A deleted tenant cannot be brought back. Type {name} to delete it: ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip() == name

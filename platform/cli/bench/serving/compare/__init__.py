@@ -1,1 +1,0 @@
-"""`outrider bench compare`: two results side by side."""

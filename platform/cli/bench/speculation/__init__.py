@@ -1,0 +1,1 @@
+"""`outrider bench speculation`: the speed of every drafter, side by side."""

@@ -1,0 +1,76 @@
+"""Prompts of `LLM` and `AsyncLLM` to requests for the engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Unpack
+
+from ..core.lora_request import LoRA, LoRARequest
+from ..core.messages import EngineRequest
+from ..core.sampling_params import SamplingParams
+from .adapters.sources import AdapterSources
+from .adapters.spelling import AnyLoRA, resolve_lora
+from .input_processor import Defaults, InputProcessor, Prompt, RequestOptions, is_long
+from .sampling_defaults import SamplingDefaults
+from .text.adapter_templates import adapter_chat_template
+from .text.chat_template import ChatOptions
+from .waiting import Waits, answer, waits
+
+
+class RequestMaker:
+    """Makes engine requests. Files are fetched and long prompts are checked in threads."""
+
+    def __init__(
+        self,
+        input_processor: InputProcessor,
+        known: Callable[[], Mapping[str, LoRARequest]],
+        sources: AdapterSources,
+        defaults: SamplingDefaults,
+    ) -> None:
+        """`known` returns the adapters that a name may mean."""
+        self.input_processor = input_processor
+        self._known = known
+        self._sources = sources
+        self._defaults = defaults
+        # Threads that check long requests in Python: an event loop waits its turn behind each that runs.
+        self._checkers = ThreadPoolExecutor(2, "check-request")
+
+    @waits
+    def make(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        request_id: str,
+        lora_request: AnyLoRA | None,
+        **options: Unpack[RequestOptions],
+    ) -> Waits[list[EngineRequest]]:
+        """The sequences of one request; errors as of `InputProcessor.process` and `AdapterSources.localize`."""
+        lora = yield from self._localized(lora_request)
+        chosen = params if params is not None else Defaults((yield from self._defaults.of(lora)))
+        process = functools.partial(self.input_processor.process, request_id, prompt, chosen, lora=lora, **options)
+        if is_long(prompt, params):
+            return (yield from answer(self._checkers.submit(process)))
+        return process()
+
+    @waits
+    def chat_prompt(
+        self, messages: list[dict[str, Any]], lora_request: AnyLoRA | None, options: ChatOptions
+    ) -> Waits[Prompt]:
+        """A conversation as a prompt, under the template of `options`, of the adapter or of the model, in this order.
+
+        Raises:
+            InvalidRequestError: the template refuses the messages. AdapterError: the adapter's cannot be read.
+        """
+        lora = (yield from self._localized(lora_request)) if options.get("chat_template") is None else None
+
+        def render() -> Prompt:
+            template = options.get("chat_template") or adapter_chat_template(lora)
+            return self.input_processor.chat_prompt(messages, {**options, "chat_template": template})
+
+        return (yield from answer(self._checkers.submit(render)))
+
+    def _localized(self, lora: AnyLoRA | None) -> Waits[LoRA | None]:
+        return (yield from self._sources.localize(resolve_lora(lora, self._known)))

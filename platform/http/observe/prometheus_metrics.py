@@ -1,0 +1,183 @@
+"""Prometheus metrics: counts of this process, and the engine's, taken from a snapshot at every scrape."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    Metric,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from ...core.adapter_names import label_text
+from ...core.labels import OTHER
+from ...core.messages import EngineStats
+from ...core.outputs import RequestOutput
+from ..body.foreign_fields import HARMLESS, IDLE
+from .metric_families import EngineCounters, FamilyCollector, engine_families
+from .recent import Recent
+from .request_log import PromptNote, current_note
+from .series_labels import PREFIX, Labels, SeriesLabels
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Media type of the text format, which every scraper reads. OpenMetrics would rename everything: it allows no colon."""
+
+_TPOT = "Mean time between the tokens of a finished sequence."
+_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
+_INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
+_END_TO_END = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480)
+_LENGTH = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+_LORA_LOAD = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30)
+
+
+class RequestRecorder:
+    """Recorder of one prompt's generation."""
+
+    __slots__ = ("_first", "_labels", "_last", "_metrics", "_num_tokens", "_record", "_started")
+
+    def __init__(self, metrics: Metrics, labels: Labels, record: PromptNote | None) -> None:
+        self._metrics = metrics
+        self._record = record
+        self._labels = labels
+        self._started = time.monotonic()
+        self._first = self._last = 0.0  # when the first and the previous output came; 0 before the first
+        self._num_tokens: dict[int, int] = {}  # generated so far, by sequence
+
+    def on_output(self, output: RequestOutput) -> None:
+        """Count an output that holds only what is new."""
+        now = time.monotonic()
+        metrics, labels = self._metrics, self._labels
+        metrics.recent.observe(labels, output, now - (self._last or self._started), first=self._last == 0.0)
+        if self._last == 0.0:
+            self._first = now
+            metrics.prompt_tokens.labels(*labels).inc(len(output.prompt_token_ids))
+            metrics.prompt_length.labels(*labels).observe(len(output.prompt_token_ids))
+            metrics.time_to_first_token.labels(*labels).observe(now - self._started)
+            if output.metrics is not None:
+                queued = output.metrics.queue_seconds
+                metrics.queue_time.labels(*labels).observe(queued)
+                metrics.prefill_time.labels(*labels).observe(max(0.0, now - self._started - queued))
+        else:
+            metrics.inter_token_latency.labels(*labels).observe(now - self._last)
+        self._last = now
+        if self._record is not None:
+            self._record.on_output(output, now)
+        for completion in output.outputs:
+            metrics.generation_tokens.labels(*labels).inc(len(completion.token_ids))
+            count = self._num_tokens.get(completion.index, 0) + len(completion.token_ids)
+            self._num_tokens[completion.index] = count
+            if completion.finish_reason is not None:
+                metrics.output_length.labels(*labels).observe(count)
+                if count > 1:
+                    metrics.time_per_output_token.labels(*labels).observe((now - self._first) / (count - 1))
+                self.on_end(completion.finish_reason)
+        if output.finished:
+            metrics.decode_time.labels(*labels).observe(now - self._first)
+            metrics.end_to_end.labels(*labels).observe(now - self._started)
+
+    def on_end(self, reason: str) -> None:
+        """Count a sequence that ended: the engine's finish reason, or "abort" or "error" without its word."""
+        self._metrics.finished.labels(reason, *self._labels).inc()
+        if self._record is not None:
+            self._record.on_end(reason)
+
+
+class Metrics:
+    """All metrics of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # a time series more for each counter, which nobody asked for
+        self._registry = registry = CollectorRegistry(auto_describe=False)
+        labels = ("adapter", "tenant")
+
+        def histogram(name: str, help_text: str, names: Labels, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(PREFIX + name, help_text, names, buckets=buckets, registry=registry)
+
+        def counter(name: str, help_text: str, names: Labels) -> Counter:
+            return Counter(PREFIX + name, help_text, names, registry=registry)
+
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.", labels)
+        self.generation_tokens = counter("generation_tokens", "Tokens generated.", labels)
+        self.finished = counter("request_success", "Finished requests.", ("finished_reason", *labels))
+        self.errors = counter(
+            "request_errors", "HTTP requests answered with an error: its type, or the limit.", ("reason", "tenant")
+        )
+        self.ignored_fields = counter("ignored_request_fields", "Fields of requests that were ignored.", ("field",))
+        times, gaps, ends, sizes = _FIRST_TOKEN, _INTER_TOKEN, _END_TO_END, _LENGTH
+        self.time_to_first_token, self.queue_time, self.inter_token_latency, self.end_to_end = (
+            histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", labels, times),
+            histogram("request_queue_time_seconds", "From a request's arrival to its first step.", labels, times),
+            histogram("inter_token_latency_seconds", "Between two outputs of a request.", labels, gaps),
+            histogram("e2e_request_latency_seconds", "From the request's arrival to its last token.", labels, ends),
+        )
+        self.prefill_time, self.decode_time, self.time_per_output_token = (
+            histogram("request_prefill_time_seconds", "From a request's first step to its first token.", labels, ends),
+            histogram("request_decode_time_seconds", "From a request's first token to its last.", labels, ends),
+            histogram("request_time_per_output_token_seconds", _TPOT, labels, gaps),
+        )
+        self.prompt_length = histogram("request_prompt_tokens", "Tokens of a request's prompt.", labels, sizes)
+        self.output_length = histogram("request_generation_tokens", "Tokens of a finished sequence.", labels, sizes)
+        self._lora_load = histogram("lora_load_seconds", "Reading and checking an adapter.", (), _LORA_LOAD)
+        self.recent = Recent()
+        self._labels = SeriesLabels()
+        self._stats = EngineStats()
+        self._ended = EngineCounters()  # of the engine's runs before the one of `_stats`
+        self.engine_restarts = 0
+        """Number of times that the engine has been started again."""
+        self.register(self._engine_families)
+        ProcessCollector(registry=registry)  # memory, CPU time, open files and start of the process of the API
+
+    def recorder(self, adapter: str, tenant: str) -> RequestRecorder:
+        """Recorder for one prompt that is about to be generated from; `adapter` is "" for the base model, `tenant` for
+        none."""
+        note = current_note()
+        record = None if note is None else PromptNote(note, label_text(adapter))
+        return RequestRecorder(self, self._labels(adapter, tenant), record)
+
+    def on_error(self, reason: str, tenant: str) -> None:
+        """Count an HTTP request that was answered with an error."""
+        self.errors.labels(reason, self._labels.tenant(tenant)).inc()
+
+    def on_ignored(self, paths: Iterable[str]) -> None:
+        """Count fields of one request that were ignored. Only known names have a label of their own."""
+        for path in paths:
+            name = path.rpartition(".")[2]
+            self.ignored_fields.labels(name if name in HARMLESS or name in IDLE else OTHER).inc()
+
+    def register(self, families: Callable[[], Iterable[Metric]]) -> None:
+        """Add families to the exposition that are made for each scrape."""
+        self._registry.register(FamilyCollector(families))
+
+    def _engine_families(self) -> Iterable[Metric]:
+        return engine_families(self._stats, self.counters, self.engine_restarts, self._labels.adapter)
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's latest snapshot."""
+        return self._stats
+
+    @property
+    def counters(self) -> EngineCounters:
+        """The engine's counts as of the latest snapshot, with those of its runs that have died: they never fall."""
+        counters = copy.deepcopy(self._ended)
+        counters.add(self._stats, self._labels)
+        return counters
+
+    def update(self, stats: EngineStats) -> None:
+        """Take the engine's latest snapshot. What a run counted between its last one and its death is lost."""
+        if stats.run_id != self._stats.run_id:
+            self._ended.add(self._stats, self._labels)
+        self._stats = stats
+        for seconds in stats.lora_load_seconds:
+            self._lora_load.observe(seconds)
+
+    def render(self) -> bytes:
+        """The exposition, as `CONTENT_TYPE` says."""
+        return generate_latest(self._registry)
