@@ -17,6 +17,7 @@ from ..kernels.paged_attention import CACHE_FLOAT8, LayerKV
 from ..kernels.rope import Rotation
 from ..kernels.staging import to_device
 from .attention import ReplayableAttention
+from .layers.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
     from .attention import AttentionBackend
@@ -52,14 +53,6 @@ class KVLayerSpec(NamedTuple):
         return 2 * self.num_kv_heads * self.head_dim
 
 
-class Rope(Protocol):
-    """Cosines and sines of positions."""
-
-    def rotation(self, positions: Tensor, end: int, *, gathers: bool = True) -> Rotation:
-        """Rotation of `positions` [T], all below `end`. Without `gathers` it holds tables of all positions."""
-        ...
-
-
 class PagedModel(Protocol):
     """Model for which a batch is built: a decoder, or a head with layers of its own."""
 
@@ -69,7 +62,7 @@ class PagedModel(Protocol):
         ...
 
     @property
-    def rope(self) -> Rope:
+    def rope(self) -> RotaryEmbedding:
         """Rotary embedding of its layers."""
         ...
 
@@ -101,6 +94,15 @@ class SequenceRows:
     unused: Tensor | None = None
     """[B] int64 on the device: tokens at each row's end that do not count, so that its last token stands before them;
     for passes with a result for each row's last token. None: 0."""
+    prompt_lens: Sequence[int] = ()
+    """[B] tokens of each row's prompt, for a rotary embedding that turns long prompts otherwise; (): none is long."""
+
+    def long_prompts(self, short_context: int | None) -> list[bool]:
+        """[B] True for rows within the short context of a prompt beyond it; empty when there is none."""
+        if short_context is None:
+            return []
+        found = [n > short_context > start for n, start in zip(self.prompt_lens, self.starts, strict=False)]
+        return found if any(found) else []
 
     def settled(self) -> SequenceRows:
         """Rows whose starts the host knows. The host waits for them, except on a CPU, which computes in order."""
@@ -196,7 +198,9 @@ def build_batch(rows: SequenceRows, model: PagedModel, kv: Sequence[LayerKV], ad
     attention = model.attention.plan(rows, positions, block_size)
     if rows.overshoot is not None:
         attention.settle(rows.overshoot, on_device)
-    rotation = model.rope.rotation(on_device, end, gathers=not model.attention.looks_up_angles)
+    long_prompts = rows.long_prompts(model.rope.short_context)
+    in_long = to_device(np.repeat(long_prompts, rows.query_lens), model.device) if long_prompts else None
+    rotation = model.rope.rotation(on_device, end, in_long, gathers=not model.attention.looks_up_angles)
     input_ids = to_device(np.array(rows.token_ids, dtype=np.int64), model.device)
     for tokens in rows.device_tokens:
         tokens.fill(input_ids)

@@ -17,7 +17,7 @@ DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 ACTIVATIONS = ("silu", "swish")
 
 # Largest integer that a field may have: a larger one is a damaged file, and would take all memory, or all time.
@@ -42,7 +42,7 @@ class RopeConfig:
     theta: float
     factor: float = 1.0
     original_max_position_embeddings: float = 8192.0
-    """Context length before the scaling; used by "llama3" and "yarn"."""
+    """Context length before the scaling; used by "llama3", "yarn" and "longrope"."""
     low_freq_factor: float = 1.0
     """Bound of the smooth band; used by "llama3", as `high_freq_factor`."""
     high_freq_factor: float = 4.0
@@ -53,7 +53,16 @@ class RopeConfig:
     truncate: bool = True
     """True: both bounds are rounded to whole dimensions; used by "yarn"."""
     attention_factor: float = 1.0
-    """Factor of cosines and sines; used by "yarn"."""
+    """Factor of cosines and sines; used by "yarn" and "longrope"."""
+    short_factor: tuple[float, ...] = ()
+    """[D / 2] divisors of the frequencies in the original context; used by "longrope"."""
+    long_factor: tuple[float, ...] = ()
+    """[D / 2] divisors beyond the original context, and in all of a prompt that is longer; used by "longrope"."""
+
+    @property
+    def short_context(self) -> int | None:
+        """Most tokens of a prompt that is rotated with the short factors; None: all prompts are rotated alike."""
+        return int(self.original_max_position_embeddings) if self.rope_type == "longrope" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +177,7 @@ def decoder_config(
         raise _wrong("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
     if head_dim % 2:
         raise _wrong("head_dim", f"{head_dim} is odd, rotary embeddings need pairs")
-    rope = _rope_config(values)
+    rope = _rope_config(values, head_dim)
     from_file = bool(values.get("attention_bias", False))
     return DecoderConfig(
         architecture=architecture,
@@ -231,7 +240,7 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
         )
 
 
-def _rope_config(values: Mapping[str, Any]) -> RopeConfig:
+def _rope_config(values: Mapping[str, Any], head_dim: int) -> RopeConfig:
     """Config of the rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
     field = "rope_parameters" if "rope_parameters" in values else "rope_scaling"
     given = values.get(field, {})
@@ -243,20 +252,26 @@ def _rope_config(values: Mapping[str, Any]) -> RopeConfig:
         raise _wrong(field, f"of type {_shown(rope_type)} is not supported; supported are {', '.join(ROPE_TYPES)}")
     if given.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)) != 1.0:
         raise _wrong("partial_rotary_factor", "other than 1 is not supported")
+    if values.get("original_max_position_embeddings") is not None:  # it stands there in configs of Phi 3's form
+        given = {**given, "original_max_position_embeddings": values["original_max_position_embeddings"]}
     numbers = {"theta": given.get("rope_theta", values.get("rope_theta", 10000.0))}
-    needed = _ROPE_FIELDS.get(rope_type, ())
-    for name in needed:
+    for name in _ROPE_FIELDS.get(rope_type, ()):
         if given.get(name) is None:
             raise _wrong(field, f"of type {rope_type!r} lacks {name}")
         numbers[name] = given[name]
-    if rope_type == "yarn":
-        optional = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
-        numbers |= {name: given[name] for name in optional if given.get(name)}
+    numbers |= {name: given[name] for name in _OPTIONAL_ROPE_FIELDS.get(rope_type, ()) if given.get(name)}
     read: dict[str, Any] = {name: _number(field, name, value) for name, value in numbers.items()}
     if rope_type == "yarn":
         scales = read.pop("mscale", None), read.pop("mscale_all_dim", None)
         read.setdefault("attention_factor", _yarn_attention_factor(read["factor"], *scales))
         read["truncate"] = given.get("truncate") is not False
+    if rope_type == "longrope":
+        original = read["original_max_position_embeddings"]
+        if original < 2:
+            raise _wrong(field, f"of type 'longrope' has original_max_position_embeddings {original:g}, below 2")
+        read.setdefault("factor", _positive(values, "max_position_embeddings") / original)
+        read.setdefault("attention_factor", math.sqrt(1 + math.log(max(read["factor"], 1.0)) / math.log(original)))
+        read |= {name: _divisors(field, name, given.get(name), head_dim) for name in ("short_factor", "long_factor")}
     return RopeConfig(rope_type=rope_type, **read)
 
 
@@ -264,8 +279,20 @@ _ROPE_FIELDS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("original_max_position_embeddings",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+_OPTIONAL_ROPE_FIELDS = {
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+    "longrope": ("factor", "attention_factor"),
+}
+
+
+def _divisors(field: str, name: str, value: object, head_dim: int) -> tuple[float, ...]:
+    """`value` as a divisor for each frequency."""
+    if not isinstance(value, list) or len(value) != head_dim // 2:
+        raise _wrong(field, f"{name} must be a list of {head_dim // 2} numbers, got {_shown(value)}")
+    return tuple(_number(field, name, divisor) for divisor in value)
 
 
 def _yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
@@ -280,8 +307,9 @@ def _yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: 
 def _context_length(num_positions: int, rope: RopeConfig) -> int:
     """Context length in tokens.
 
-    config.json has the scaled number for "llama3", the unscaled one for "linear", and either for "yarn", whose scaling
-    has the unscaled one beside it. For "dynamic" it is the unscaled one: beyond it each token would change all keys.
+    config.json has the scaled number for "llama3" and "longrope", the unscaled one for "linear", and either for "yarn",
+    whose scaling has the unscaled one beside it. For "dynamic" it is the unscaled one: beyond it each token would
+    change all keys.
     """
     if rope.rope_type == "linear":
         reach = num_positions * rope.factor

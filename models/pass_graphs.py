@@ -304,6 +304,8 @@ class GraphedPass:
         limits = self._graphs.limits
         if len(rows.query_lens) > limits.max_rows or rows.first_key != self._options.first_key:
             return None
+        if rows.long_prompts(self._model.rope.short_context):  # graphs know positions, not prompts
+            return None
         if max(map(sum, zip(rows.starts, rows.query_lens, strict=True))) > limits.max_positions:
             return None
         return shape_of(rows.query_lens, self._attention.max_queries, self._max_tokens)

@@ -12,10 +12,11 @@ from torch import Tensor
 from outrider.kernels import rms_norm as norms
 from outrider.kernels.paged_attention import CACHE_FLOAT8
 from outrider.kernels.penalties import COUNT_BITS, Penalised, penalise
+from outrider.kernels.rope import Rotation
 from outrider.kernels.sampling import filter_logits, row_stats, top_logprobs
 from outrider.kernels.silu_mul import silu_mul
 from outrider.kernels.verification import INVARIANT, REJECTION, pack, verify
-from outrider.models.attention import AttentionSpec, make_attention
+from outrider.models.attention import AttentionSpec
 from outrider.models.batch import LayerKV, SequenceRows
 
 from .report import Context
@@ -45,9 +46,9 @@ def attention(
     total, num_tokens = sum(contexts), queries * len(contexts)
 
     def make(device: str) -> Callable[[], object]:
-        backend = make_attention(
-            AttentionSpec(heads, kv_heads, dim, frozenset({None}), BF16, torch.device(device)), "triton"
-        )
+        from outrider.models.attention.triton import TritonAttention
+
+        backend = TritonAttention(AttentionSpec(heads, kv_heads, dim, frozenset({None}), BF16, torch.device(device)))
         counts = [-(-context // BLOCK) for context in contexts]
         blocks = iter(torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).tolist())
         tables = [[next(blocks) for _ in range(count)] for count in counts]
@@ -57,9 +58,10 @@ def attention(
         plan = backend.plan(rows, positions, BLOCK)
         shape = (kv_heads, sum(counts), BLOCK, dim)
         kv = LayerKV(*(torch.randn(shape, dtype=BF16, device=device).to(cache) for _ in range(2)))
-        q = torch.randn(num_tokens, heads, dim, dtype=BF16, device=device)
-        k, v = (torch.randn(num_tokens, kv_heads, dim, dtype=BF16, device=device) for _ in range(2))
-        return lambda: backend.forward(q, k, v, kv, plan, None)
+        qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * dim, dtype=BF16, device=device)
+        angles = torch.ones(num_tokens, 1, dim, dtype=BF16, device=device)
+        rotation = Rotation(angles, torch.zeros_like(angles))
+        return lambda: backend.forward_qkv(qkv, rotation, None, kv, plan, None)
 
     num_bytes = 2 * cache.itemsize * total * kv_heads * dim + 4 * num_tokens * (heads + kv_heads) * dim
     flops = 4 * heads * dim * sum(queries * (context - (queries - 1) // 2) for context in contexts)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from . import native as _native
 from . import torch as _torch
-from .stored import Conversion, StoredGroups, StoredMatrix, serves_stored
+from .native import serves_stored
+from .stored import Conversion, StoredGroups, StoredMatrix
 from .torch import Matrix
 
 __all__ = ["Conversion", "Matrix", "StoredGroups", "StoredMatrix", "convert", "place", "serves_stored"]

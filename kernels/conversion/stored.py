@@ -6,14 +6,14 @@ bytes of the file --convert--> M_0 | M_1ᵀ | ... --place--> columns of the rows
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..native import DTYPES
-from .native import MATRIX, PART, functions, serves
+from .native import MATRIX, PART, functions
 
 
 class StoredMatrix(NamedTuple):
@@ -87,7 +87,7 @@ class Conversion:
         """Convert the group in the buffer; True when all results are finite."""
         first, count = self._groups._spans[group]
         table = self._matrices.ctypes.data + first * MATRIX.itemsize
-        return bool(_convert(table, count, self._result.ctypes.data, DTYPES[self._groups._dtype]))
+        return bool(functions().convert(table, count, self._result.ctypes.data, DTYPES[self._groups._dtype]))
 
     def result(self, group: int) -> memoryview:
         """Bytes of the results of a group, valid until the next `convert`."""
@@ -97,21 +97,4 @@ class Conversion:
         """Copy the results of a group to the rows."""
         first, count = self._groups._spans[group]
         table = self._parts.ctypes.data + first * PART.itemsize
-        _place(table, count, self._rows.data_ptr(), self._rows.shape[1] * self._rows.itemsize)
-
-
-def _convert(*arguments: int) -> Any:
-    found = functions()
-    assert found is not None, "`serves` says when this may be called"
-    return found[0](*arguments)
-
-
-def _place(*arguments: int) -> None:
-    found = functions()
-    assert found is not None
-    found[1](*arguments)
-
-
-def serves_stored(dtype: torch.dtype) -> bool:
-    """True when the native kernels can convert to this dtype."""
-    return serves(torch.empty(0, dtype=dtype))
+        functions().place(table, count, self._rows.data_ptr(), self._rows.shape[1] * self._rows.itemsize)

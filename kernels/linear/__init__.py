@@ -7,31 +7,32 @@ from typing import TypeAlias
 
 from torch import Tensor, cat
 
-from .invariant import InvariantLinear
-from .invariant import pack_invariant as _pack_invariant
+from .invariant import InvariantLinear, pack_invariant
 from .native import NativeLinear, is_native
 from .native import row_squares as _row_squares
 from .torch import PackedLinear
 from .torch import pack as _pack
 from .torch import row_squares as _slow_row_squares
 
-__all__ = ["InvariantLinear", "NativeLinear", "PackedLinear", "pack", "pack_invariant", "row_squares"]
+__all__ = ["NativeLinear", "Packed", "pack", "row_squares"]
 
 
 Weight: TypeAlias = Tensor | Sequence[Tensor]
 """Weight [out, in], or the blocks of rows that make it up, in order."""
+Packed: TypeAlias = PackedLinear | InvariantLinear | NativeLinear
+"""Packed weight and bias; a call computes the product."""
 
 
-def pack(weight: Weight, bias: Tensor | None = None) -> PackedLinear | NativeLinear:
-    """Pack `weight` [out, in] and `bias` [out]. On a CPU the result is a copy, so that `weight` may be freed."""
-    blocks = _blocks(weight)
-    return NativeLinear(blocks, bias) if all(map(is_native, blocks)) else _pack(_whole(blocks), bias)
+def pack(weight: Weight, bias: Tensor | None = None, *, batch_invariant: bool = False) -> Packed:
+    """Pack `weight` [out, in] and `bias` [out]. On a CPU the result is a copy, so that `weight` may be freed.
 
-
-def pack_invariant(weight: Weight, bias: Tensor | None = None) -> InvariantLinear | NativeLinear:
-    """Pack a weight for products in which a row's result does not depend, bit for bit, on other rows."""
-    blocks = _blocks(weight)
-    return NativeLinear(blocks, bias) if all(map(is_native, blocks)) else _pack_invariant(_whole(blocks), bias)
+    With `batch_invariant` a row's result does not depend, bit for bit, on other rows.
+    """
+    blocks = [weight] if isinstance(weight, Tensor) else weight
+    if all(map(is_native, blocks)):
+        return NativeLinear(blocks, bias)
+    whole = blocks[0] if len(blocks) == 1 else cat(list(blocks))
+    return pack_invariant(whole, bias) if batch_invariant else _pack(whole, bias)
 
 
 def row_squares(weight: Tensor) -> Tensor:
@@ -39,11 +40,3 @@ def row_squares(weight: Tensor) -> Tensor:
     longer than the file takes to read."""
     squares = _row_squares(weight)
     return _slow_row_squares(weight) if squares is None else squares
-
-
-def _blocks(weight: Weight) -> Sequence[Tensor]:
-    return [weight] if isinstance(weight, Tensor) else weight
-
-
-def _whole(blocks: Sequence[Tensor]) -> Tensor:
-    return blocks[0] if len(blocks) == 1 else cat(list(blocks))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..native import DTYPES, library
+from ..native import DTYPES, INTEGER, POINTER, function, library
 
 RELEASING_WORK = 1 << 28
 """Multiply-adds from which a call releases Python's lock: about a millisecond."""
@@ -76,15 +76,12 @@ def is_native(weight: Tensor) -> bool:
 
 def row_squares(weight: Tensor) -> Tensor | None:
     """Squared norm of each row: [out] float32; None when there is no kernel for the weight."""
-    kernels = library()
-    if kernels is None or weight.device.type != "cpu" or weight.dtype not in DTYPES:
+    kernel = function("outrider_row_squares", POINTER, INTEGER, INTEGER, INTEGER, POINTER)
+    if kernel is None or weight.device.type != "cpu" or weight.dtype not in DTYPES:
         return None
     weight = weight.contiguous()
     squares = torch.empty(len(weight), dtype=torch.float32)
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    kernels.outrider_row_squares.argtypes = (pointer, integer, integer, integer, pointer)
-    kernels.outrider_row_squares.restype = None
-    kernels.outrider_row_squares(weight.data_ptr(), *weight.shape, DTYPES[weight.dtype], squares.data_ptr())
+    kernel(weight.data_ptr(), *weight.shape, DTYPES[weight.dtype], squares.data_ptr())
     return squares
 
 

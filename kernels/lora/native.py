@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..native import DTYPES, library
+from ..native import DTYPES, POINTER, function, library
 
 
 class _Site(ctypes.Structure):
@@ -104,11 +104,7 @@ class NativeRows:
             live.strides[1],
             DTYPES[a.dtype],
         )
-        kernels = library()
-        assert kernels is not None, "is_native says when this may be made"
-        self._add = kernels.outrider_lora_add
-        self._add.restype = None
-        self._add.argtypes = (ctypes.c_void_p,) * 4
+        self._add = function("outrider_lora_add", *[POINTER] * 4)
         self.address = ctypes.addressof(self._site)
         """Address that `kernels.linear.NativeLinear` takes to do `add` within its own call."""
 

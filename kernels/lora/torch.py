@@ -22,8 +22,25 @@ def keep_mask(owned: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def shrink_expand(y: Tensor, x: Tensor, a: Tensor, b: Sequence[Tensor], keep: Tensor | None) -> None:
-    """Add the deltas to `y` as `outrider.kernels.lora.shrink_expand` does; the caller has checked the shapes."""
+    """Add the adapters' deltas to `y` in place: for slice s, `y[:, s] += ((x a[:, s]ᵀ) ∘ keep) b[s]`.
+
+    Args:
+        y: [T, sum(out_s)], the slices side by side; mutated.
+        x: [T, in].
+        a: [n, S, in], `n` rank rows of one or several adapters.
+        b: S tensors [n, out_s], the scale folded in.
+        keep: from `keep_mask`, [T, n]: which rows are of the token's adapter; None when all are.
+
+    Raises:
+        ValueError: shapes that do not go together.
+    """
     num_rows, num_slices, in_features = a.shape
+    if len(b) != num_slices or any(part.shape[0] != num_rows for part in b):
+        raise ValueError(f"a has {num_rows} rows and {num_slices} slices; b has {[tuple(part.shape) for part in b]}")
+    if x.shape[1] != in_features or y.shape != (x.shape[0], sum(part.shape[1] for part in b)):
+        raise ValueError(f"x {tuple(x.shape)} and y {tuple(y.shape)} do not fit a {tuple(a.shape)} and b")
+    if keep is not None and keep.shape != (x.shape[0], num_rows):
+        raise ValueError(f"keep must be {(x.shape[0], num_rows)}, got {tuple(keep.shape)}")
     h = F.linear(x, a.reshape(num_rows * num_slices, in_features))
     if num_slices == 1:
         if keep is not None:
@@ -37,11 +54,7 @@ def shrink_expand(y: Tensor, x: Tensor, a: Tensor, b: Sequence[Tensor], keep: Te
         parts.copy_(by_slice)
     else:
         torch.bitwise_and(by_slice.view(keep.dtype), keep, out=parts.view(keep.dtype))
-    _expand_slices(y, parts.unbind(0), b)
-
-
-def _expand_slices(y: Tensor, parts: Sequence[Tensor], b: Sequence[Tensor]) -> None:
     start = 0
-    for part, weight in zip(parts, b, strict=True):
+    for part, weight in zip(parts.unbind(0), b, strict=True):
         y.narrow(1, start, weight.shape[1]).addmm_(part, weight)
         start += weight.shape[1]

@@ -7,12 +7,12 @@ and uses multiply-adds; a unit with several tokens uses tensor cores and reads i
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from ..compile_case import CompileCase
+from ..compile_case import CompileCase, make_case
 from .groups import BLOCK_ROWS
 
 MAX_SPLITS = 16
@@ -272,12 +272,6 @@ def gain_kernel(
         tl.store(y + token * y_stride + n, value.to(y.dtype.element_ty), mask=wanted)
 
 
-def _case(name: str, kernel: Any, tensors: dict[str, str], constants: dict[str, Any], num_stages: int) -> CompileCase:
-    names = list(kernel.arg_names)
-    signature = {name: tensors.get(name, "constexpr" if name in constants else "i32") for name in names}
-    return CompileCase(name, kernel, signature, constants, NUM_WARPS, num_stages)
-
-
 def compile_cases() -> list[CompileCase]:
     """Cases of both tiles of both kernels: each dtype, merged slices, an odd width, and embeddings."""
     cases = []
@@ -287,33 +281,34 @@ def compile_cases() -> list[CompileCase]:
         *(("fp32", 896, tile) for tile in (16, 64)),
         ("bf16", 1111, 16),
     ]:
-        blocks = BLOCKS[tile]
-        tensors = {"live": "*u8", "groups": "*i32", "h": "*fp32", "ids": "*i64", "blocks": "*i32"}
-        tensors |= dict.fromkeys(("x", "a", "y", "b"), f"*{dtype}")
+        blocks, one_slice = BLOCKS[tile], dtype == "bf16" and features == 4096
+        pool = {"live": "*u8", "groups": "*i32"}
         common = {"TILE": tile, "ROWS": BLOCK_ROWS}
-        shrink = {"FEATURES": features, "SLICES": 3, "BLOCK": blocks.inputs, "DOT_BLOCK": blocks.dot_inputs}
         label = f"{dtype} tile{tile}"
-        cases.append(_case(f"lora shrink {label} in{features}", shrink_kernel, tensors, common | shrink, SHRINK_STAGES))
-        expand = {"ALIGNMENT": 16 if features % 16 == 0 else 1, "BLOCK": blocks.outputs, "EMBEDDING": False}
+        shrink = common | {"FEATURES": features, "SLICES": 3, "BLOCK": blocks.inputs, "DOT_BLOCK": blocks.dot_inputs}
+        types = pool | {"x a": f"*{dtype}", "h": "*fp32"}
+        name = f"lora shrink {label} in{features}"
+        cases.append(make_case(name, shrink_kernel, shrink, types, num_stages=SHRINK_STAGES))
+        if one_slice:
+            cases.append(_one_slice(cases[-1]))
+        expand = common | {"ALIGNMENT": 16 if features % 16 == 0 else 1, "BLOCK": blocks.outputs, "EMBEDDING": False}
         expand["SPLITS"] = MAX_SPLITS if tile == 16 else 1
-        cases.append(
-            _case(f"lora expand {label} a{expand['ALIGNMENT']}", expand_kernel, tensors, common | expand, EXPAND_STAGES)
-        )
-        if dtype == "bf16" and features == 4096:
-            one_slice = [
-                case._replace(
-                    name=f"{case.name} one slice",
-                    constexprs={name: 1 if name == "SLICES" else of for name, of in case.constexprs.items()},
-                    ones=("live_stride",),
-                )
-                for case in cases[-2:]
-            ]
-            embedding = common | expand | {"EMBEDDING": True, "SPLITS": 1}
-            embedded = tensors | {"h": tensors["b"]}
-            case = _case(f"lora embedding {label}", expand_kernel, embedded, embedding, EXPAND_STAGES)
-            cases += [*one_slice, case._replace(ones=("live_stride",))]
+        types = pool | {"y b": f"*{dtype}", "h": "*fp32", "ids": "*i64", "blocks": "*i32"}
+        name = f"lora expand {label} a{expand['ALIGNMENT']}"
+        cases.append(make_case(name, expand_kernel, expand, types, num_stages=EXPAND_STAGES))
+        if one_slice:
+            cases.append(_one_slice(cases[-1]))
+            embedding, types = expand | {"EMBEDDING": True, "SPLITS": 1}, types | {"h": f"*{dtype}"}
+            case = make_case(f"lora embedding {label}", expand_kernel, embedding, types, num_stages=EXPAND_STAGES)
+            cases.append(case._replace(ones=("live_stride",)))
         gains = {"OUT": features, "BLOCK": GAIN_BLOCK, "HAS_BIAS": tile == 16, "HAS_RESIDUAL": True}
-        tensors = {"slots": "*i32"} | dict.fromkeys(("y", "excess", "bias", "residual"), f"*{dtype}")
-        bias = " bias" if tile == 16 else ""
-        cases.append(_case(f"lora gains {dtype} out{features}{bias}", gain_kernel, tensors, gains, EXPAND_STAGES))
+        types = {"slots": "*i32", "y excess bias residual": f"*{dtype}"}
+        name = f"lora gains {dtype} out{features}{' bias' if tile == 16 else ''}"
+        cases.append(make_case(name, gain_kernel, gains, types))
     return cases
+
+
+def _one_slice(case: CompileCase) -> CompileCase:
+    """Case of a projection whose slices are not merged."""
+    constants = case.constexprs | ({"SLICES": 1} if "SLICES" in case.constexprs else {})
+    return case._replace(name=f"{case.name} one slice", constexprs=constants, ones=("live_stride",))

@@ -10,12 +10,13 @@ import ctypes
 import functools
 import logging
 import os
+from typing import Any
 
 import torch
 
 from .compiler import build
 
-__all__ = ["DTYPES", "FLOAT8", "library", "loaded"]
+__all__ = ["DTYPES", "FLOAT8", "INTEGER", "POINTER", "function", "library", "loaded"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ SWITCH = "OUTRIDER_NATIVE"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 FLOAT8 = 2
 """Code of float8 e4m3, which the KV cache alone uses."""
+POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
+"""Types of the kernels' arguments; others are `ctypes`' own."""
 
 
 @functools.cache
@@ -48,3 +51,13 @@ def library() -> ctypes.PyDLL | None:
 def loaded() -> ctypes.PyDLL | None:
     """The kernels if an earlier call has loaded them, else None: the caller does not wait for the compiler."""
     return library() if library.cache_info().currsize else None
+
+
+def function(name: str, *types: Any, result: Any = None) -> Any:
+    """Kernel called `name` with the types of its arguments and of its result; None when there are no kernels."""
+    kernels = library()
+    if kernels is None:
+        return None
+    found = getattr(kernels, name)
+    found.argtypes, found.restype = types, result
+    return found

@@ -64,16 +64,17 @@ def row_keys(seed_keys: Sequence[int], positions: Sequence[int], stream: Stream)
     """
     if len(seed_keys) != len(positions):
         raise ValueError(f"{len(seed_keys)} seed keys for {len(positions)} positions")
-    mask = (1 << 64) - 1
-    seeds = np.fromiter((seed & mask for seed in seed_keys), np.uint64, len(seed_keys))
-    return _reference.row_keys(seeds, np.asarray(positions, dtype=np.uint64), int(stream))
+    return _reference.row_keys(_seeds(seed_keys), np.asarray(positions, dtype=np.uint64), int(stream))
 
 
 def device_row_keys(seed_keys: Sequence[int], positions: Tensor, stream: Stream) -> Tensor:
     """Keys of R rows whose positions ([R] int64) are on the device: [R] int64 there, with the bits of `row_keys`."""
-    mask = (1 << 64) - 1
-    seeds = np.fromiter((seed & mask for seed in seed_keys), np.uint64, len(seed_keys))
-    return _reference.device_row_keys(seeds, positions, int(stream))
+    return _reference.device_row_keys(_seeds(seed_keys), positions, int(stream))
+
+
+def _seeds(seed_keys: Sequence[int]) -> np.ndarray:
+    """Low 64 bits of each key."""
+    return np.fromiter((seed & 0xFFFFFFFFFFFFFFFF for seed in seed_keys), np.uint64, len(seed_keys))
 
 
 def _check(row_keys: Tensor, num_tokens: int) -> None:
@@ -81,26 +82,6 @@ def _check(row_keys: Tensor, num_tokens: int) -> None:
         raise ValueError(f"row_keys must be int64 [R], got {row_keys.dtype} {list(row_keys.shape)}")
     if not 0 < num_tokens < 2**31:
         raise ValueError(f"the number of tokens must be positive and fit 31 bits, got {num_tokens}")
-
-
-def hash_bits(row_keys: Tensor, num_tokens: int) -> Tensor:
-    """Hashes h [R, num_tokens] int32 (the 32 bits unchanged) on the device of `row_keys` ([R] int64)."""
-    _check(row_keys, num_tokens)
-    if use_triton(row_keys):
-        from . import triton as _triton
-
-        return _triton.hash_bits(row_keys, num_tokens)
-    return _reference.hash_bits(row_keys, num_tokens)
-
-
-def gumbel(row_keys: Tensor, num_tokens: int) -> Tensor:
-    """Gumbel noise G [R, num_tokens] float32, finite (-2.9 to 22.9), on the device of `row_keys` ([R] int64)."""
-    _check(row_keys, num_tokens)
-    if use_triton(row_keys):
-        from . import triton as _triton
-
-        return _triton.gumbel(row_keys, num_tokens)
-    return _reference.gumbel(row_keys, num_tokens)
 
 
 def gumbel_argmax(scores: Tensor, row_keys: Tensor) -> Tensor:
@@ -130,4 +111,4 @@ def uniform(row_keys: Tensor) -> Tensor:
     return _reference.uniform(row_keys)
 
 
-__all__ = ["Stream", "gumbel", "gumbel_argmax", "hash_bits", "row_keys", "uniform"]
+__all__ = ["Stream", "device_row_keys", "gumbel_argmax", "row_keys", "uniform"]

@@ -131,7 +131,7 @@ def _fast_log_exponential(bits: Tensor) -> Tensor:
 
 
 def hash_bits(keys: Tensor, num_tokens: int) -> Tensor:
-    """`noise.hash_bits` on any device."""
+    """Hashes h [R, num_tokens] int32 (the 32 bits unchanged) of row keys [R]; for tests."""
     out = torch.empty((keys.shape[0], num_tokens), dtype=torch.int32, device=keys.device)
     for rows, columns, bits in _hash_tiles(keys, num_tokens):
         out[rows, columns] = bits
@@ -139,7 +139,7 @@ def hash_bits(keys: Tensor, num_tokens: int) -> Tensor:
 
 
 def gumbel(keys: Tensor, num_tokens: int) -> Tensor:
-    """`noise.gumbel` on any device."""
+    """Noise G [R, num_tokens] float32, finite (-2.9 to 22.9), of row keys [R]; for tests."""
     out = torch.empty((keys.shape[0], num_tokens), dtype=torch.float32, device=keys.device)
     for rows, columns, bits in _hash_tiles(keys, num_tokens):
         torch.neg(log_exponential(bits), out=out[rows, columns])

@@ -14,18 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..compile_case import CompileCase
+from ..compile_case import CompileCase, make_case
 from ..tuning import bucket, tuned
 from ..tuning.configs import NoiseArgmaxConfig
 from .torch import NUDGE
 
 BLOCK = 1024
 """Tokens in a tile."""
-_WARPS = 4
 _MAX_SPLITS = 32
 PROGRAMS = 512
 """Programs that keep all multiprocessors busy, a few each."""
-DEFAULT = NoiseArgmaxConfig(BLOCK, _WARPS, PROGRAMS)
+DEFAULT = NoiseArgmaxConfig(BLOCK, num_warps=4, programs=PROGRAMS)
 _NUDGE = tl.constexpr(NUDGE)
 _LARGEST_NOISE = tl.constexpr(22.9)
 """Upper bound of G: v is at least 2^-33, and 33 ln 2 = 22.874."""
@@ -153,15 +152,6 @@ def update_noisy(scores, tokens, key, best, best_token):
 
 
 @triton.jit
-def _bits_kernel(keys, out, num_tokens, GUMBEL: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    bits = token_bits(tl.load(keys + row).to(tl.uint64), tokens)
-    value = -log_exponential(bits) if GUMBEL else bits.to(tl.int32, bitcast=True)
-    tl.store(out + row * num_tokens + tokens, value, mask=tokens < num_tokens)
-
-
-@triton.jit
 def _argmax_kernel(scores, keys, values, tokens_out, num_tokens, row_stride, chunk, BLOCK: tl.constexpr):
     """values, tokens_out [rows, chunks]: best noisy score of one chunk of one row and its token; a `chunk` is a
     multiple of BLOCK."""
@@ -200,25 +190,6 @@ def chunk_size(num_rows: int, num_tokens: int, block: int, programs: int) -> int
     return triton.cdiv(triton.cdiv(num_tokens, block), num_splits) * block
 
 
-def _bits(keys: Tensor, num_tokens: int, gumbel: bool) -> Tensor:
-    dtype = torch.float32 if gumbel else torch.int32
-    out = torch.empty(keys.shape[0], num_tokens, dtype=dtype, device=keys.device)
-    if out.numel():
-        grid = (keys.shape[0], triton.cdiv(num_tokens, BLOCK))
-        _bits_kernel[grid](keys.contiguous(), out, num_tokens, GUMBEL=gumbel, BLOCK=BLOCK, num_warps=_WARPS)
-    return out
-
-
-def hash_bits(keys: Tensor, num_tokens: int) -> Tensor:
-    """`noise.hash_bits` on a GPU."""
-    return _bits(keys, num_tokens, gumbel=False)
-
-
-def gumbel(keys: Tensor, num_tokens: int) -> Tensor:
-    """`noise.gumbel` on a GPU."""
-    return _bits(keys, num_tokens, gumbel=True)
-
-
 def gumbel_argmax(scores: Tensor, keys: Tensor) -> Tensor:
     """`noise.gumbel_argmax` in two launches; the second one reduces one number for each chunk."""
     num_rows, num_tokens = scores.shape
@@ -249,17 +220,9 @@ def gumbel_argmax(scores: Tensor, keys: Tensor) -> Tensor:
 
 def compile_cases() -> list[CompileCase]:
     """Cases of all kernels."""
-    sizes = {"num_tokens": "i32", "row_stride": "i32", "chunk": "i32", "BLOCK": "constexpr"}
-    argmax = {"scores": "*fp32", "keys": "*i64", "values": "*fp32", "tokens_out": "*i32", **sizes}
-    bits = {"keys": "*i64", "num_tokens": "i32", "GUMBEL": "constexpr", "BLOCK": "constexpr"}
-    reduce = {"values": "*fp32", "tokens": "*i32", "out": "*i64", "num_splits": "i32", "SPLITS": "constexpr"}
-    cases = [
-        CompileCase("noise argmax", _argmax_kernel, argmax, {"BLOCK": BLOCK}, num_warps=_WARPS),
-        CompileCase("noise reduce", _reduce_kernel, reduce, {"SPLITS": _MAX_SPLITS}, num_warps=1),
+    argmax = {"scores values": "*fp32", "keys": "*i64", "tokens_out": "*i32"}
+    reduce = {"values": "*fp32", "tokens": "*i32", "out": "*i64"}
+    return [
+        make_case("noise argmax", _argmax_kernel, {"BLOCK": BLOCK}, argmax, num_warps=DEFAULT.num_warps),
+        make_case("noise reduce", _reduce_kernel, {"SPLITS": _MAX_SPLITS}, reduce, num_warps=1),
     ]
-    for is_gumbel, dtype in ((True, "*fp32"), (False, "*i32")):
-        signature = {"keys": bits["keys"], "out": dtype, **bits}
-        constants = {"GUMBEL": is_gumbel, "BLOCK": BLOCK}
-        name = "noise gumbel" if is_gumbel else "noise bits"
-        cases.append(CompileCase(name, _bits_kernel, signature, constants, num_warps=_WARPS))
-    return cases

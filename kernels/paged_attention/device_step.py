@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 import triton
@@ -21,27 +19,6 @@ from .triton import attention_constants, attention_kernel, reduce_kernel, write_
 _LOG2_E = 1.4426950408889634
 # Largest window: a larger one hides nothing, and 32 bits hold this one.
 _MAX_WINDOW = 1 << 30
-
-
-class KVScales(NamedTuple):
-    """Scales of a float8 cache: value = stored number · scale."""
-
-    key: float = 1.0
-    value: float = 1.0
-
-
-class AttentionOptions(NamedTuple):
-    """Options of a layer's attention beside softmax(q Kᵀ / sqrt(D)) V."""
-
-    window: int | None = None
-    """Sliding window: a query at position p sees (p - window, p]."""
-    soft_cap: float | None = None
-    """Cap c of the scores: a score x becomes c · tanh(x / c)."""
-    ancestors: Tensor | None = None
-    """[T] int64: bit i of a token's number is set when the token sees token i of its row (itself included). Without it
-    a token sees all tokens up to itself. Used for draft trees, in rows of at most 64 tokens that are one tile each,
-    without a window."""
-    scales: KVScales = KVScales()
 
 
 class DeviceStep:
@@ -118,55 +95,41 @@ class DeviceStep:
         arrays = self._data, self._table, self._slots, positions, overshoot
         settle_kernel[(self._layout.num_tiles,)](*arrays, BLOCK_SIZE=self._block_size, BLOCK=BLOCK, num_warps=1)
 
-    def write(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
-        """Write k and v [T, Hk, D] to the rows' slots; see `write_kv`."""
-        self._write(k, k, v, kv, None, None, KVScales())
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, options: AttentionOptions) -> Tensor:
-        """Write k and v [T, Hk, D] to the rows' slots and attend with q [T, H, D]; return [T, H · D].
-
-        Values that are not finite are written as 0, and keys are limited: see `write_kv`.
-        """
-        self._check(q, k, v, kv)
-        self._write(q, k, v, kv, None, None, options.scales)
-        return self._attend(q, kv, options)
-
     def attend_qkv(
-        self, qkv: Tensor, rotation: Rotation, norm: NormWeight | None, kv: LayerKV, options: AttentionOptions
+        self, qkv: Tensor, rotation: Rotation, norm: NormWeight | None, kv: LayerKV, window: int | None
     ) -> Tensor:
         """Attend with a projection's output, heads side by side: qkv [T, (H + 2 Hk) · D], whose queries are mutated;
-        return [T, H · D].
+        return [T, H · D]. With a window a query at position p sees (p - window, p].
 
         Queries and keys are first normalised, if there is a `norm` (of scale [H + Hk, D]), and rotated, in float32.
+        Values that are not finite are written as 0, and keys are limited: see `write_kv`.
         """
-        return self._attend(self.write_qkv(qkv, rotation, norm, kv, options.scales), kv, options)
+        return self._attend(self.write_qkv(qkv, rotation, norm, kv), kv, window)
 
-    def write_qkv(
-        self,
-        qkv: Tensor,
-        rotation: Rotation,
-        norm: NormWeight | None,
-        kv: LayerKV,
-        scales: KVScales,
-    ) -> Tensor:
+    def write_qkv(self, qkv: Tensor, rotation: Rotation, norm: NormWeight | None, kv: LayerKV) -> Tensor:
         """Normalise, rotate and write as `attend_qkv` does; return the queries [T, H, D], a view of `qkv`."""
         num_heads, num_kv_heads, dim = self._planner.shape
-        if qkv.shape[1] != (num_heads + 2 * num_kv_heads) * dim:
-            raise ValueError(f"qkv must be [T, {(num_heads + 2 * num_kv_heads) * dim}]; got {tuple(qkv.shape)}")
-        heads = qkv.view(qkv.shape[0], -1, dim)
+        shape = (self._layout.num_tokens, (num_heads + 2 * num_kv_heads) * dim)
+        if qkv.shape != shape or qkv.dtype != self._dtype or qkv.stride(1) != 1:
+            raise ValueError(f"qkv must be {self._dtype} {shape} with contiguous rows; got {qkv.dtype} {qkv.shape}")
+        self._check_cache(kv)
+        assert rotation.rows is None, "it does not look up angles"
+        heads = qkv.view(len(qkv), -1, dim)
         q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
-        self._check(q, k, v, kv)
-        self._write(q, k, v, kv, rotation, norm, scales)
+        config = self._planner.write_config
+        parts = triton.cdiv(num_heads, config.block_heads) + 2 * triton.cdiv(num_kv_heads, config.block_heads)
+        scale, root = (norm.scale, norm.root_value) if norm is not None else (q, 0.0)
+        write_kernel[(len(q), parts)](
+            *(q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1)),
+            *(rotation.cos, rotation.sin, rotation.cos.stride(0), scale, root * root),
+            *(kv.k, kv.v, kv.k.stride(0), kv.v.stride(0), self._slots),
+            **write_constants(self._planner.shape, config, norm=norm is not None),
+            num_warps=config.num_warps,
+        )
         return q
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV) -> None:
-        num_tokens, (num_heads, num_kv_heads, dim) = self._layout.num_tokens, self._planner.shape
-        shapes = (num_tokens, num_heads, dim), (num_tokens, num_kv_heads, dim), (num_tokens, num_kv_heads, dim)
-        if (q.shape, k.shape, v.shape) != shapes or not q.dtype == k.dtype == v.dtype == self._dtype:
-            got = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in (q, k, v))
-            raise ValueError(f"q, k and v must be {self._dtype} {', '.join(map(str, shapes))}; got {got}")
-        if not q.stride(2) == k.stride(2) == v.stride(2) == 1:
-            raise ValueError(f"a head's elements must lie side by side: q {q.stride()}, k {k.stride()}, v {v.stride()}")
+    def _check_cache(self, kv: LayerKV) -> None:
+        _, num_kv_heads, dim = self._planner.shape
         for cache in kv:
             inner = (num_kv_heads, cache.shape[1], self._block_size, dim)
             if cache.shape != inner or cache.stride()[1:] != (self._block_size * dim, dim, 1):
@@ -176,42 +139,14 @@ class DeviceStep:
             if cache.dtype not in (self._dtype, torch.float8_e4m3fn):
                 raise ValueError(f"a cache must be {self._dtype} or torch.float8_e4m3fn; got {cache.dtype}")
 
-    def _write(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kv: LayerKV,
-        rotation: Rotation | None,
-        norm: NormWeight | None,
-        scales: KVScales,
-    ) -> None:
-        num_heads, num_kv_heads, _ = self._planner.shape
-        config = self._planner.write_config
-        parts = 2 * triton.cdiv(num_kv_heads, config.block_heads)
-        if rotation is not None:
-            parts += triton.cdiv(num_heads, config.block_heads)
-        assert rotation is None or rotation.rows is None, "it does not look up angles"
-        cos, sin = (rotation.cos, rotation.sin) if rotation is not None else (q, q)
-        scale, root = (norm.scale, norm.root_value) if norm is not None else (q, 0.0)
-        write_kernel[(len(q), parts)](
-            *(q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1)),
-            *(cos, sin, cos.stride(0), scale, root * root),
-            *(kv.k, kv.v, kv.k.stride(0), kv.v.stride(0), self._slots, 1 / scales.key, 1 / scales.value),
-            **write_constants(self._planner.shape, config, rotate=rotation is not None, norm=norm is not None),
-            num_warps=config.num_warps,
-        )
-
-    def _attend(self, q: Tensor, kv: LayerKV, options: AttentionOptions) -> Tensor:
-        if options.ancestors is not None and (options.window is not None or self._layout.long is not None):
-            raise ValueError("a tree needs rows of few queries, and no window")
+    def _attend(self, q: Tensor, kv: LayerKV, window: int | None) -> Tensor:
         num_heads, _, dim = self._planner.shape
         out = torch.empty(q.shape[0], num_heads * dim, dtype=q.dtype, device=q.device)
         parts = self._parts or self._make_parts()
         tiles = self._data
         for group in self._layout.groups:
             of_splits = parts if group.num_splits > 1 else (out, out)
-            self._attend_group(q, kv, group, tiles, (out, *of_splits), options)
+            self._attend_group(q, kv, group, tiles, (out, *of_splits), window)
             tiles = tiles[group.num_tiles * TILE_FIELDS :]
         return out
 
@@ -222,33 +157,27 @@ class DeviceStep:
         group: TileGroup,
         tiles: Tensor,
         results: tuple[Tensor, Tensor, Tensor],
-        options: AttentionOptions,
+        window: int | None,
     ) -> None:
         """Attend for one group of tiles; `results` are out and, with splits, their parts and sums."""
         shape = self._planner.shape
-        blocks = group.blocks
+        config = group.config
         is_split = group.num_splits > 1
         out, parts, part_sums = results
         constants = attention_constants(
-            shape, self._block_size, blocks, "fp32" if q.dtype == torch.float32 else "bf16", is_split
+            *(shape, self._block_size, group.block_m, config.block_n),
+            is_float32=q.dtype == torch.float32,
+            is_split=is_split,
+            has_window=window is not None,
         )
-        constants["HAS_WINDOW"] = options.window is not None
-        constants["HAS_CAP"] = options.soft_cap is not None
-        constants["HAS_TREE"] = options.ancestors is not None
         attention_kernel[(group.num_tiles * shape.num_kv_heads, group.num_splits)](
             *(q, q.stride(0), q.stride(1), kv.k, kv.v, kv.k.stride(0), kv.v.stride(0)),
-            *(tiles, self._table, tiles if options.ancestors is None else options.ancestors, out, parts, part_sums),
-            shape.head_dim**-0.5 * options.scales.key * _LOG2_E,
-            *(
-                options.scales.value,
-                (options.soft_cap or 1.0) * _LOG2_E,
-                self._first_key,
-                min(options.window or 0, _MAX_WINDOW),
-            ),
+            *(tiles, self._table, out, parts, part_sums),
+            *(shape.head_dim**-0.5 * _LOG2_E, self._first_key, min(window or 0, _MAX_WINDOW)),
             *(group.num_queries, group.num_splits),
             **constants,
-            num_warps=blocks.num_warps,
-            num_stages=blocks.num_stages,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
         )
         if is_split:
             reduce_kernel[(group.num_tiles * group.num_queries, shape.num_heads)](

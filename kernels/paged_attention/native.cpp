@@ -35,11 +35,11 @@ struct Step {                       // what all layers share
 
 struct Layer {                      // strides in elements; heads of a token side by side
     const void *q, *k, *v;
-    int64_t q_stride, k_stride, v_stride;  // between tokens
+    int64_t token_stride;           // of q, k and v
     void *key_cache, *value_cache;  // [Hk, num_blocks, block_size, D]
     int64_t head_stride;            // of the caches
     int64_t window;                 // 0: none
-    const void *cos, *sin;          // of each token [D], the sines of the first half negated; null: no rotation
+    const void *cos, *sin;          // of each token [D], the sines of the first half negated
     int64_t rope_stride;
     const int64_t* rope_rows;       // [T] each token's row of cos and sin; null: their rows are the tokens'
     const float* norm_scale;        // [H + Hk, D]: see kernels/rms_norm; null: no normalisation
@@ -61,8 +61,7 @@ inline int64_t first_seen(const Step& step, const Layer& layer, int64_t position
 template <typename E>
 void prepare_head(const Step& step, const Layer& layer, const E* x, int64_t token, int64_t head, float* y) {
     const int64_t dim = step.head_dim, half = dim / 2;
-    alignas(64) float buffer[MAX_DIM + LANES];
-    float* plain = layer.cos ? buffer : y;
+    alignas(64) float plain[MAX_DIM + LANES];
     Vec squares{};
     for (int64_t i = 0; i < dim; i += LANES) {
         Vec value = load(x + i, dim - i);
@@ -75,7 +74,6 @@ void prepare_head(const Step& step, const Layer& layer, const E* x, int64_t toke
         for (int64_t i = 0; i < dim; i += LANES)
             store(plain + i, load(plain + i) * inverse * load(scale + i, dim - i));
     }
-    if (!layer.cos) return;
     const int64_t angle = (layer.rope_rows ? layer.rope_rows[token] : token) * layer.rope_stride;
     const E* cos = (const E*)layer.cos + angle;
     const E* sin = (const E*)layer.sin + angle;
@@ -93,9 +91,9 @@ void write_token(const Step& step, const Layer& layer, int64_t token) {
     const int64_t dim = step.head_dim;
     for (int64_t head = 0; head < step.num_kv_heads; head++) {
         const int64_t place = head * layer.head_stride + step.slots[token] * dim;
-        const E* value = (const E*)layer.v + token * layer.v_stride + head * dim;
+        const E* value = (const E*)layer.v + token * layer.token_stride + head * dim;
         alignas(64) float key[MAX_DIM + LANES];
-        prepare_head(step, layer, (const E*)layer.k + token * layer.k_stride + head * dim, token,
+        prepare_head(step, layer, (const E*)layer.k + token * layer.token_stride + head * dim, token,
                      step.num_heads + head, key);
         for (int64_t i = 0; i < dim; i += LANES) {
             Vec k = load(key + i, dim - i), v = load(value + i, dim - i);
@@ -139,7 +137,7 @@ class Tile {
         const int64_t token = step.token_starts[item.row], head = item.kv_head * fold_;
         for (int64_t n = 0; n < num_rows_; n++) {
             const int64_t query = (item.begin + n) / fold_, member = (item.begin + n) % fold_;
-            const E* x = (const E*)layer.q + (token + query) * layer.q_stride + (head + member) * dim_;
+            const E* x = (const E*)layer.q + (token + query) * layer.token_stride + (head + member) * dim_;
             prepare_head(step, layer, x, token + query, head + member, queries_ + n * padded_);
             const int64_t position = step.starts[item.row] + query;
             last_[n] = position;
@@ -315,11 +313,11 @@ void run(const Step& step, const Layer& layer) {
 // Writes the new keys and values and attends: `step` is a Step, the rest as in Layer. The caches are of the type of the
 // queries, or FLOAT8.
 extern "C" void outrider_attention(
-    const void* step, const void* q, int64_t q_stride, const void* k, int64_t k_stride, const void* v, int64_t v_stride,
+    const void* step, const void* q, const void* k, const void* v, int64_t token_stride,
     void* key_cache, void* value_cache, int64_t head_stride, int64_t cache_dtype, int64_t window, const void* cos,
     const void* sin, int64_t rope_stride, const int64_t* rope_rows, const float* norm_scale, float norm_root,
     void* out) {
-    const Layer layer{q, k, v, q_stride, k_stride, v_stride, key_cache, value_cache, head_stride, window, cos, sin,
+    const Layer layer{q, k, v, token_stride, key_cache, value_cache, head_stride, window, cos, sin,
                       rope_stride, rope_rows, norm_scale, norm_root, out};
     const Step& shared = *(const Step*)step;
     const bool is_short = cache_dtype == FLOAT8;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..native import DTYPES, FLOAT8, library
+from ..native import DTYPES, FLOAT8, INTEGER, POINTER, function, library
 from ..rms_norm import NormWeight
 from ..rope import Rotation
 from .torch import CACHE_FLOAT8, LayerKV
@@ -52,6 +53,16 @@ class RowArrays(NamedTuple):
     blocks: np.ndarray[Any, Any]
 
 
+@functools.cache
+def _function() -> Any:
+    return function(
+        "outrider_attention",
+        *([POINTER] * 4 + [INTEGER]),
+        *(POINTER, POINTER, INTEGER, INTEGER, INTEGER),
+        *(POINTER, POINTER, INTEGER, POINTER, POINTER, ctypes.c_float, POINTER),
+    )
+
+
 def is_native(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
     """True when `NativeStep` serves these heads on this device."""
     return device.type == "cpu" and dtype in DTYPES and shape.head_dim <= MAX_HEAD_DIM and library() is not None
@@ -78,17 +89,6 @@ class NativeStep:
             block_tables: [B], with enough blocks for starts + query_lens positions.
             first_key: No query sees positions before it.
         """
-        kernels = library()
-        assert kernels is not None, "is_native says when this may be made"
-        self._attend = kernels.outrider_attention
-        if self._attend.argtypes is None:
-            pointer, integer = ctypes.c_void_p, ctypes.c_int64
-            self._attend.restype = None
-            self._attend.argtypes = (
-                *(pointer, pointer, integer, pointer, integer, pointer, integer),
-                *(pointer, pointer, integer, integer, integer),
-                *(pointer, pointer, integer, pointer, pointer, ctypes.c_float, pointer),
-            )
         self._shape = shape
         self._dtype = dtype
         # Plain lists are faster for few rows than numpy calls.
@@ -112,36 +112,6 @@ class NativeStep:
         self._struct = _Step(*sizes, *addresses)
         self._address = ctypes.addressof(self._struct)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, window: int | None) -> Tensor:
-        """Write k and v [T, Hk, D] to the rows' slots and attend with q [T, H, D]; return [T, H · D].
-
-        Values that are not finite are written as 0, and keys are limited: see `write_kv`. A query's result depends, bit
-        for bit, on its own sequence alone.
-
-        Args:
-            q: The heads of a token lie side by side, as do those of k and v.
-        """
-        if not (q.dtype == k.dtype == v.dtype == self._dtype and len(q) == self._num_tokens):
-            raise ValueError(f"q, k and v must be {self._dtype}, with {self._num_tokens} tokens")
-        dim = self._shape.head_dim
-        if not q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (dim, 1):
-            raise ValueError(f"a token's heads must lie side by side: q {q.stride()}, k {k.stride()}, v {v.stride()}")
-        out = q.new_empty(self._num_tokens, self._shape.num_heads * dim)
-        self._attend(
-            *(self._address, q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)),
-            *self._cache(kv),
-            window or 0,
-            *(None, None, 0, None, None, 0.0, out.data_ptr()),
-        )
-        return out
-
-    def _cache(self, kv: LayerKV) -> tuple[int, int, int, int]:
-        dtype = kv.k.dtype
-        if dtype not in (self._dtype, CACHE_FLOAT8):
-            raise ValueError(f"the cache must be {self._dtype} or {CACHE_FLOAT8}; got {dtype}")
-        code = FLOAT8 if dtype == CACHE_FLOAT8 else DTYPES[dtype]
-        return kv.k.data_ptr(), kv.v.data_ptr(), kv.k.stride(0), code
-
     def attend_qkv(
         self, qkv: Tensor, rotation: Rotation, norm: NormWeight | None, kv: LayerKV, window: int | None
     ) -> Tensor:
@@ -149,7 +119,9 @@ class NativeStep:
         D].
 
         Queries and keys are first normalised, if there is a `norm` (of scale [H + Hk, D]), and rotated, in float32.
-        With `rotation.rows` the angles come from tables, and the rows are not checked.
+        Values that are not finite are written as 0, and keys are limited: see `write_kv`. A query's result depends, bit
+        for bit, on its own sequence alone. With `rotation.rows` the angles come from tables, and the rows are not
+        checked.
         """
         num_heads, num_kv_heads, dim = self._shape
         width = (num_heads + 2 * num_kv_heads) * dim
@@ -160,11 +132,18 @@ class NativeStep:
         keys = start + num_heads * size
         cos, sin, rows = rotation
         scale, root = (None, 0.0) if norm is None else (norm.scale.data_ptr(), norm.root_value)
-        self._attend(
-            *(self._address, start, width, keys, width, keys + num_kv_heads * size, width),
+        _function()(
+            *(self._address, start, keys, keys + num_kv_heads * size, width),
             *self._cache(kv),
             window or 0,
             *(cos.data_ptr(), sin.data_ptr(), cos.stride(0), None if rows is None else rows.data_ptr()),
             *(scale, root, out.data_ptr()),
         )
         return out
+
+    def _cache(self, kv: LayerKV) -> tuple[int, int, int, int]:
+        dtype = kv.k.dtype
+        if dtype not in (self._dtype, CACHE_FLOAT8):
+            raise ValueError(f"the cache must be {self._dtype} or {CACHE_FLOAT8}; got {dtype}")
+        code = FLOAT8 if dtype == CACHE_FLOAT8 else DTYPES[dtype]
+        return kv.k.data_ptr(), kv.v.data_ptr(), kv.k.stride(0), code

@@ -47,17 +47,6 @@ def gpu_of(device: torch.device) -> Gpu:
     return Gpu(properties.multi_processor_count, 10 * properties.major + properties.minor)
 
 
-class Blocks(NamedTuple):
-    """Block sizes of a program and how it is compiled."""
-
-    block_m: int
-    """Queries times query heads for each KV head; a power of two, at least 16."""
-    block_n: int
-    """Keys in a chunk; a power of two."""
-    num_warps: int
-    num_stages: int
-
-
 class TileGroup(NamedTuple):
     """Tiles that one launch computes."""
 
@@ -66,7 +55,9 @@ class TileGroup(NamedTuple):
     """Most queries in a tile."""
     num_splits: int
     """Programs that share a tile's keys; a power of two."""
-    blocks: Blocks
+    block_m: int
+    """Queries times query heads for each KV head; a power of two, at least 16."""
+    config: AttentionConfig
 
 
 class Layout(NamedTuple):
@@ -184,13 +175,12 @@ class Planner:
         dim = padded_dim(self.shape.head_dim)
         default = default_config(block_m, dim, self.itemsize, self.gpu.arch, is_long)
         config = self.configs.get(default, *self.tuned_shape(block_m, is_long=is_long))
-        blocks = Blocks(block_m, config.block_n, config.num_warps, config.num_stages)
         splits, wanted = 1 if is_long else _MIN_SPLITS, config.programs * self.gpu.num_processors
         # The reduction can hold only so many values at once.
         most = min(_MAX_SPLITS, 8192 // dim)
         while splits < most and splits * num_tiles * self.shape.num_kv_heads < wanted:
             splits *= 2
-        return TileGroup(num_tiles, num_queries, self.num_splits or splits, blocks)
+        return TileGroup(num_tiles, num_queries, self.num_splits or splits, block_m, config)
 
     def _long_block_m(self) -> int:
         is_wide = padded_dim(self.shape.head_dim) > 128
@@ -239,27 +229,23 @@ def padded_dim(head_dim: int) -> int:
 
 
 def default_config(block_m: int, head_dim: int, itemsize: int, arch: int, is_long: bool) -> AttentionConfig:
-    """Default blocks, and the number of splits of a tile."""
-    blocks = default_blocks(block_m, head_dim, itemsize, arch)
-    programs = _LONG_PROGRAMS if is_long else _SHORT_PROGRAMS
-    return AttentionConfig(blocks.block_n, blocks.num_warps, blocks.num_stages, programs)
-
-
-def default_blocks(block_m: int, head_dim: int, itemsize: int, arch: int) -> Blocks:
-    """Block sizes that do not spill, except for float32 heads beyond 128, and fit the shared memory of sm_80 to sm_100.
+    """Launch config that does not spill, except for float32 heads beyond 128, and fits the shared memory of sm_80 to
+    sm_100.
 
     `itemsize` is the bytes of an element of a query.
     """
     is_wide = padded_dim(head_dim) > 128
     if itemsize == 4:
-        return Blocks(block_m, 16 if is_wide else 32, 8 if is_wide or block_m > 16 else 4, 2)
-    if is_wide:
-        return Blocks(block_m, 32, 8 if block_m >= 64 else 4, 2 if block_m > 64 else 3)
-    if block_m > 32:
+        blocks = 16 if is_wide else 32, 8 if is_wide or block_m > 16 else 4, 2
+    elif is_wide:
+        blocks = 32, 8 if block_m >= 64 else 4, 2 if block_m > 64 else 3
+    elif block_m > 32:
         # Before Hopper the operands of a product are held in registers.
-        return Blocks(block_m, 32 if arch < 90 else 64, 4 if block_m == 64 else 8, 3)
-    # Five stages keep two chunks in flight from memory: one stage loads the block table.
-    return Blocks(block_m, 64 if block_m == 16 else 32, 4, 5)
+        blocks = 32 if arch < 90 else 64, 4 if block_m == 64 else 8, 3
+    else:
+        # Five stages keep two chunks in flight from memory: one stage loads the block table.
+        blocks = 64 if block_m == 16 else 32, 4, 5
+    return AttentionConfig(*blocks, programs=_LONG_PROGRAMS if is_long else _SHORT_PROGRAMS)
 
 
 def make_tiles(rows: RowArrays, which: np.ndarray[Any, Any], queries: int) -> np.ndarray[Any, Any]:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..compile_case import CompileCase
+from ..compile_case import CompileCase, make_case
 from ..device_outcome import device_tokens, host_ids
 from ..staging import upload
 from .torch import COUNT_BITS
@@ -119,10 +119,9 @@ def _constants(width: int) -> dict[str, int]:
 
 def compile_cases() -> list[CompileCase]:
     """Cases of the kernel."""
-    kinds = {"logits": "*fp32", "strengths": "*fp64", "row_stride": "i64", "after_stride": "i32"}
-    kinds |= dict.fromkeys(("BLOCK", "PIECE", "AFTER"), "constexpr")
-    signature = {name: kinds.get(name, "*i64") for name in penalty_kernel.arg_names}
+    types = {"logits": "*fp32", "strengths": "*fp64", "row_stride": "i64"}
+    types |= {"places owners num_after first entries after": "*i64"}
     return [
-        CompileCase(f"penalties after {after}", penalty_kernel, signature, _constants(after))
+        make_case(f"penalties after {after}", penalty_kernel, _constants(after), types)
         for after in (_FEWEST_LATE, 32, 128, 512)
     ]

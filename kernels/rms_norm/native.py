@@ -9,30 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..native import DTYPES, library
+from ..native import DTYPES, INTEGER, POINTER, function
 from .torch import NormWeight
 
 
 @functools.cache
 def _function() -> Any:
-    kernels = library()
-    if kernels is None:
-        return None
-    function = kernels.outrider_rms_norm
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    function.restype = None
-    function.argtypes = (pointer, pointer, ctypes.c_float, pointer, integer, integer, integer, integer)
-    return function
+    return function("outrider_rms_norm", *(POINTER, POINTER, ctypes.c_float, POINTER), *[INTEGER] * 4)
 
 
 def rms_norm(x: Tensor, weight: NormWeight) -> Tensor | None:
     """y = x / sqrt(mean(x²) + eps) · weight over the last dimension of x [..., H]; None when the kernel does not serve
     x."""
-    function = _function()
+    kernel = _function()
     size = x.shape[-1]
     repeats = weight.repeats
     if (
-        function is None
+        kernel is None
         or x.dtype not in DTYPES
         or not x.is_cpu
         or weight.size != size
@@ -41,7 +34,7 @@ def rms_norm(x: Tensor, weight: NormWeight) -> Tensor | None:
         return None
     x = x.contiguous()
     y = torch.empty_like(x)
-    function(
+    kernel(
         *(x.data_ptr(), weight.scale.data_ptr(), weight.root_value, y.data_ptr()),
         *(x.numel() // size, size, weight.repeats, DTYPES[x.dtype]),
     )

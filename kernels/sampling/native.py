@@ -9,29 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..native import library
+from ..native import INTEGER, POINTER, function
 
 
 @functools.cache
 def _function() -> Any:
-    kernels = library()
-    if kernels is None:
-        return None
-    function = kernels.outrider_largest
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    function.restype = None
-    function.argtypes = (pointer, integer, integer, integer, pointer, pointer)
-    return function
+    return function("outrider_largest", POINTER, INTEGER, INTEGER, INTEGER, POINTER, POINTER)
 
 
 def most_likely(logits: Tensor) -> tuple[list[int], list[float]] | None:
     """`sampling.most_likely`; None when the kernel does not serve these logits."""
-    function = _function()
-    if function is None or not logits.is_cpu or logits.dtype != torch.float32 or logits.stride(1) != 1:
+    kernel = _function()
+    if kernel is None or not logits.is_cpu or logits.dtype != torch.float32 or logits.stride(1) != 1:
         return None
     rows, size = logits.shape
     if size == 0:
         return None
     tokens, tops = (ctypes.c_int64 * rows)(), (ctypes.c_float * rows)()
-    function(logits.data_ptr(), rows, size, logits.stride(0), tokens, tops)
+    kernel(logits.data_ptr(), rows, size, logits.stride(0), tokens, tops)
     return tokens[:], tops[:]

@@ -20,16 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..compile_case import CompileCase
+from ..compile_case import CompileCase, make_case
 from ..staging import upload
 from ..tuning import bucket, tuned
 from ..tuning.configs import FilterConfig
 from .torch import Limits
 
-_BLOCK = 4096
-_WARPS = 16
-_DEPTH = 8
-"""Candidates a lane has room for."""
+DEFAULT = FilterConfig(block=4096, num_warps=16, depth=8)
+"""Launch config for every vocabulary."""
 _NUCLEUS = 1024
 """Lanes that must reach the bound of a row without top-k."""
 _LOWEST = tl.constexpr(-0x80000000)
@@ -285,15 +283,10 @@ def filter_logits(logits: Tensor, heat: np.ndarray, limits: Limits) -> Tensor:
     return out
 
 
-def default_config() -> FilterConfig:
-    """Default launch config, for any vocabulary."""
-    return FilterConfig(_BLOCK, _WARPS, _DEPTH)
-
-
 def launch_filter(logits: Tensor, out: Tensor, parameters: Sequence[Tensor]) -> None:
     """Fill out [R, V] from rows of contiguous logits, with the rows' heat, top-k, top-p and log of min-p, each [R]."""
     num_rows, num_tokens = logits.shape
-    config = tuned(logits.device, default_config(), bucket(num_tokens))
+    config = tuned(logits.device, DEFAULT, bucket(num_tokens))
     block = min(config.block, bucket(num_tokens))
     candidates = torch.empty(num_rows * block * config.depth, dtype=torch.float32, device=logits.device)
     _filter_kernel[(num_rows,)](
@@ -314,19 +307,6 @@ def compile_cases() -> list[CompileCase]:
     """Cases of all kernels of the package."""
     from .triton_logprobs import compile_cases as of_logprobs
 
-    filtering = {
-        "logits": "*fp32",
-        "out": "*fp32",
-        "candidates": "*fp32",
-        "temperature": "*fp64",
-        "top_k": "*i64",
-        "top_p": "*fp64",
-        "log_min_p": "*fp64",
-        "num_tokens": "i32",
-        "row_stride": "i32",
-        "NUCLEUS": "constexpr",
-        "BLOCK": "constexpr",
-        "DEPTH": "constexpr",
-    }
-    constants = {"NUCLEUS": _NUCLEUS, "BLOCK": _BLOCK, "DEPTH": _DEPTH}
-    return [CompileCase("sampling filter", _filter_kernel, filtering, constants, num_warps=_WARPS), *of_logprobs()]
+    types = {"logits out candidates": "*fp32", "temperature top_p log_min_p": "*fp64", "top_k": "*i64"}
+    constants = {"NUCLEUS": _NUCLEUS, "BLOCK": DEFAULT.block, "DEPTH": DEFAULT.depth}
+    return [make_case("sampling filter", _filter_kernel, constants, types, num_warps=DEFAULT.num_warps), *of_logprobs()]

@@ -10,16 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..compile_case import CompileCase
+from ..compile_case import CompileCase, make_case
 from ..tuning import bucket, tuned
 from ..tuning.configs import LogprobsConfig, StatsConfig
 from .triton import lane_bound, order, row_counts
 
-_BLOCK = 1024
-_WARPS = 4
-_SPLITS = 16
-"""Most programs for a row, in any batch: the order of a sum must not depend on the batch."""
-_WIDE_BLOCK, _WIDE_WARPS, _DEPTH = 4096, 16, 8
+DEFAULT_STATS = StatsConfig(block=1024, num_warps=4, splits=16)
+"""Launch config of the statistics for every vocabulary and batch: the order of a sum must not depend on the batch."""
+DEFAULT_LOGPROBS = LogprobsConfig(block=4096, num_warps=16, depth=8)
 MAX_LOGPROBS = 128
 """Largest k: each of the k most likely tokens is a pass over the candidates."""
 _LOWEST = tl.constexpr(-0x80000000)
@@ -72,22 +70,12 @@ def _stats_reduce_kernel(tops, totals, out_tops, out_totals, num_splits, SPLITS:
     tl.store(out_totals + row, total)
 
 
-def default_stats_config() -> StatsConfig:
-    """Default launch config of the statistics, for any vocabulary."""
-    return StatsConfig(_BLOCK, _WARPS, _SPLITS)
-
-
-def default_logprobs_config() -> LogprobsConfig:
-    """Default launch config of the log-probabilities, for any vocabulary."""
-    return LogprobsConfig(_WIDE_BLOCK, _WIDE_WARPS, _DEPTH)
-
-
 def row_stats(logits: Tensor) -> tuple[Tensor, Tensor]:
     """`sampling.row_stats` in two launches; the second one reduces a pair of numbers for each chunk."""
     num_rows, num_tokens = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    config = tuned(logits.device, default_stats_config(), bucket(num_tokens))
+    config = tuned(logits.device, DEFAULT_STATS, bucket(num_tokens))
     chunk = triton.cdiv(triton.cdiv(num_tokens, config.block), config.splits) * config.block
     num_splits = triton.cdiv(num_tokens, chunk)
     # Separate tensors: a part of a larger one would not begin at a multiple of 16 bytes in every batch.
@@ -190,7 +178,7 @@ def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor
     logprobs = torch.empty(num_rows, k, dtype=torch.float32, device=logits.device)
     own = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     rank = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    config = tuned(logits.device, default_logprobs_config(), bucket(num_tokens))
+    config = tuned(logits.device, DEFAULT_LOGPROBS, bucket(num_tokens))
     block = min(config.block, bucket(num_tokens))
     scratch = torch.empty(num_rows * block * config.depth, dtype=torch.int32, device=logits.device)
     if num_rows:
@@ -214,15 +202,12 @@ def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor
 
 def compile_cases() -> list[CompileCase]:
     """Cases of all kernels."""
-    sizes = {"num_tokens": "i32", "row_stride": "i32"}
-    stats = {"logits": "*fp32", "tops": "*fp32", "totals": "*fp32", **sizes, "chunk": "i32", "BLOCK": "constexpr"}
-    reduce = dict.fromkeys(("tops", "totals", "out_tops", "out_totals"), "*fp32")
-    reduce |= {"num_splits": "i32", "SPLITS": "constexpr"}
-    logprobs = {"logits": "*fp32", "chosen": "*i64", "scratch": "*i32", "ids": "*i64", "logprobs": "*fp32"}
-    logprobs |= {"own": "*fp32", "rank": "*i64", **sizes, "k": "i32", "BLOCK": "constexpr", "DEPTH": "constexpr"}
-    wide = {"BLOCK": _WIDE_BLOCK, "DEPTH": _DEPTH}
+    stats, wide = DEFAULT_STATS, DEFAULT_LOGPROBS
+    sums, reduced = {"logits tops totals": "*fp32"}, {"tops totals out_tops out_totals": "*fp32"}
+    types = {"logits logprobs own": "*fp32", "chosen ids rank": "*i64", "scratch": "*i32"}
+    constants = {"BLOCK": wide.block, "DEPTH": wide.depth}
     return [
-        CompileCase("sampling stats", _stats_kernel, stats, {"BLOCK": _BLOCK}, num_warps=_WARPS),
-        CompileCase("sampling stats reduce", _stats_reduce_kernel, reduce, {"SPLITS": _SPLITS}, num_warps=1),
-        CompileCase("sampling logprobs", _logprobs_kernel, logprobs, wide, num_warps=_WIDE_WARPS),
+        make_case("sampling stats", _stats_kernel, {"BLOCK": stats.block}, sums, num_warps=stats.num_warps),
+        make_case("sampling stats reduce", _stats_reduce_kernel, {"SPLITS": stats.splits}, reduced, num_warps=1),
+        make_case("sampling logprobs", _logprobs_kernel, constants, types, num_warps=wide.num_warps),
     ]

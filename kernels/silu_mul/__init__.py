@@ -16,8 +16,7 @@ def silu_mul(x: Tensor) -> Tensor:
     if use_triton(x):
         from . import triton as _triton
 
-        if _triton.serves(x):
-            return _triton.silu_mul(x)
+        return _triton.silu_mul(x)
     y = _native(x)
     return _torch.silu_mul(x) if y is None else y
 

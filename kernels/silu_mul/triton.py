@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..compile_case import CompileCase
+from ..compile_case import CompileCase, make_case
 from ..tuning import bucket, tuned
 from ..tuning.configs import SiluMulConfig
 
@@ -26,13 +26,8 @@ def _silu_mul_kernel(x, y, x_stride, HALF: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(y + row * HALF + columns, value.to(y.dtype.element_ty), mask=inside)
 
 
-def serves(x: Tensor) -> bool:
-    """True when the kernel computes `silu_mul` of x."""
-    return x.dtype in (torch.float16, torch.bfloat16, torch.float32)
-
-
 def silu_mul(x: Tensor) -> Tensor:
-    """SiLU(x[:, :I]) · x[:, I:] of x [T, 2I], whose rows may be any distance apart; `serves` must be True."""
+    """SiLU(x[:, :I]) · x[:, I:] of x [T, 2I], whose rows may be any distance apart."""
     if x.stride(1) != 1:
         x = x.contiguous()
     num_rows, half = x.shape[0], x.shape[1] // 2
@@ -47,11 +42,11 @@ def silu_mul(x: Tensor) -> Tensor:
 def compile_cases() -> list[CompileCase]:
     """Cases of the kernel: every dtype, widths of models, and an odd width."""
     return [
-        CompileCase(
+        make_case(
             f"silu_mul {dtype} w{half}",
             _silu_mul_kernel,
-            {"x": f"*{dtype}", "y": f"*{dtype}", "x_stride": "i32", "HALF": "constexpr", "BLOCK": "constexpr"},
             {"HALF": half, "BLOCK": DEFAULT.block},
+            {"x y": f"*{dtype}"},
             num_warps=DEFAULT.num_warps,
         )
         for dtype, half in (("bf16", 14336), ("bf16", 4864), ("fp16", 3072), ("fp32", 1111))

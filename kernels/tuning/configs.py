@@ -58,18 +58,6 @@ class KVWriteConfig(KernelConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class RopeConfig(KernelConfig):
-    """Config of the rotation alone."""
-
-    kernel: ClassVar[str] = "rope"
-    shape: ClassVar[tuple[str, ...]] = ("head_dim", "itemsize")
-
-    block_heads: int = _power_of_two(1, 64)
-    """Heads of a program."""
-    num_warps: int = _power_of_two(1, 16)
-
-
-@dataclass(frozen=True, slots=True)
 class RMSNormConfig(KernelConfig):
     """Config of the norm."""
 
@@ -156,17 +144,10 @@ class StatsConfig(KernelConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class LogprobsConfig(KernelConfig):
-    """Config of log-probabilities, ranks and the most likely tokens."""
+class LogprobsConfig(FilterConfig):
+    """Config of log-probabilities, ranks and the most likely tokens, whose lanes are the filter's."""
 
     kernel: ClassVar[str] = "sampling_logprobs"
-    shape: ClassVar[tuple[str, ...]] = ("vocab",)
-
-    block: int = _power_of_two(64, 16384)
-    """Lanes of a row."""
-    num_warps: int = _power_of_two(1, 32)
-    depth: int = _power_of_two(1, 64)
-    """Candidates for which a lane has room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,17 +165,10 @@ class NoiseArgmaxConfig(KernelConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class VerificationConfig(KernelConfig):
-    """Config of the verification of drafts."""
+class VerificationConfig(NoiseArgmaxConfig):
+    """Config of the verification of drafts, whose programs are the draws'."""
 
     kernel: ClassVar[str] = "verification"
-    shape: ClassVar[tuple[str, ...]] = ("vocab",)
-
-    block: int = _power_of_two(64, 16384)
-    """Tokens of a block."""
-    num_warps: int = _power_of_two(1, 32)
-    programs: int = _power_of_two(16, 16384)
-    """Programs in a launch below which a row is split."""
 
 
 KINDS: dict[str, type[KernelConfig]] = {
@@ -202,7 +176,6 @@ KINDS: dict[str, type[KernelConfig]] = {
     for kind in (
         AttentionConfig,
         KVWriteConfig,
-        RopeConfig,
         RMSNormConfig,
         SiluMulConfig,
         LoRAShrinkConfig,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..compile_case import CompileCase
+from ..compile_case import CompileCase, make_case
 from ..noise.triton import BLOCK, PROGRAMS, better, chunk_size, key_uniform, row_key, tile_argmax, update_noisy
 from ..sampling import row_stats
 from ..tuning import bucket, tuned
@@ -278,26 +278,15 @@ def _constants(max_drafts: int) -> dict[str, int]:
 
 def compile_cases() -> list[CompileCase]:
     """Cases of the kernel: up to 31 drafts, and more."""
-    floats = dict.fromkeys(("logits", "draft_probs", "tops", "totals"), "*fp32")
-    described = dict.fromkeys(Requests._fields[:-2], "*i64")
-    names = dict(zip(described, _verify_kernel.arg_names[4:12], strict=True))
-    signature = {
-        **floats,
-        **{names[field]: kind for field, kind in described.items()},
-        "values": "*fp32",
-        "tokens": "*i32",
-        "finished": "*i32",
-        "out_tokens": "*i64",
-        "out_accepted": "*i64",
-        **dict.fromkeys(("num_tokens", "row_stride", "chunk", "num_splits"), "i32"),
-        **dict.fromkeys(("BLOCK", "ROWS", "SPLITS", "PIECE"), "constexpr"),
-    }
+    described = "request_of_row draft_ids draft_rows first_rows num_drafts rules seed_keys first_positions"
+    types = {"logits draft_probs tops totals values": "*fp32", "tokens finished": "*i32"}
+    types |= {f"{described} out_tokens out_accepted": "*i64"}
     return [
-        CompileCase(
+        make_case(
             f"verification of {drafts} drafts",
             _verify_kernel,
-            signature,
             {"BLOCK": BLOCK, **_constants(drafts)},
+            types,
             num_warps=DEFAULT.num_warps,
         )
         for drafts in (31, 63, 255)

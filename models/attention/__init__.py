@@ -1,6 +1,6 @@
 """Attention over the paged KV cache, one backend a module.
 
-Once a step a backend plans how the rows are computed (`plan`); then it computes them for every layer (`forward`).
+Once a step a backend plans how the rows are computed (`plan`); then it computes them for every layer (`forward_qkv`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ...kernels.dispatch import has_triton
-from ...platform.core.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,9 +44,6 @@ class AttentionBackend(Protocol):
 
     def plan(self, rows: SequenceRows, positions: np.ndarray, block_size: int) -> Any:
         """Plan for `rows` all that does not depend on the layer; `positions` [T] int64 are their tokens'."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, plan: Any, window: int | None) -> Tensor:
-        """Store k and v [T, Hk, D] (which may be mutated) in `kv`, then attend with q [T, H, D]; return [T, H · D]."""
 
     def forward_qkv(
         self, qkv: Tensor, rotation: Rotation, norm: RMSNorm | None, kv: LayerKV, plan: Any, window: int | None
@@ -91,65 +87,26 @@ class ReplayableAttention(AttentionBackend, Protocol):
         """
 
 
-def _torch(spec: AttentionSpec) -> AttentionBackend:
+def make_attention(spec: AttentionSpec, *, batch_invariant: bool = False) -> AttentionBackend:
+    """Fastest backend for this model on this device, batch-invariant if wanted."""
+    return best_backend(spec, batch_invariant=batch_invariant)(spec)
+
+
+def best_backend(spec: AttentionSpec, *, batch_invariant: bool = False) -> Callable[[AttentionSpec], AttentionBackend]:
+    """Class of that backend."""
+    from . import native
+
+    if native.serves(spec):
+        return native.NativeAttention
+    if batch_invariant:
+        from .invariant import InvariantAttention
+
+        return InvariantAttention
+    if spec.device.type == "cuda" and has_triton():
+        from . import triton
+
+        if triton.serves(spec):
+            return triton.TritonAttention
     from .torch import TorchAttention
 
-    return TorchAttention(spec)
-
-
-def _invariant(spec: AttentionSpec) -> AttentionBackend:
-    from .invariant import InvariantAttention
-
-    return InvariantAttention(spec)
-
-
-def _native(spec: AttentionSpec) -> AttentionBackend:
-    from .native import NativeAttention
-
-    return NativeAttention(spec)
-
-
-def _triton(spec: AttentionSpec) -> AttentionBackend:
-    if not has_triton():
-        raise InvalidRequestError("attention backend 'triton' needs the package triton", param="attention_backend")
-    from .triton import TritonAttention
-
-    return TritonAttention(spec)
-
-
-_BACKENDS: dict[str, Callable[[AttentionSpec], AttentionBackend]] = {
-    "torch": _torch,
-    "invariant": _invariant,
-    "native": _native,
-    "triton": _triton,
-}
-
-
-def make_attention(spec: AttentionSpec, name: str | None = None, *, batch_invariant: bool = False) -> AttentionBackend:
-    """Backend called `name`; None: the fastest for this model on this device, batch-invariant if wanted.
-
-    Raises:
-        InvalidRequestError: there is none of that name, or what it needs is not installed.
-    """
-    if name is None:
-        name = _fastest(spec, batch_invariant)
-    if name not in _BACKENDS:
-        raise InvalidRequestError(
-            f"attention backend must be one of {', '.join(sorted(_BACKENDS))}; got {name!r}", param="attention_backend"
-        )
-    return _BACKENDS[name](spec)
-
-
-def _fastest(spec: AttentionSpec, batch_invariant: bool) -> str:
-    from .native import serves
-
-    if serves(spec):
-        return "native"
-    if batch_invariant:
-        return "invariant"
-    if spec.device.type == "cuda" and has_triton():
-        from .triton import serves as on_gpu
-
-        if on_gpu(spec):
-            return "triton"
-    return "torch"
+    return TorchAttention

@@ -63,7 +63,6 @@ class InvariantAttention(SeparateSteps):
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec, apply_rope_invariant)
-        self._spec = spec
         self._workspace = Workspace()
         self._trusted(_MIN_KEYS)  # when the model is made, not in its first step
 
@@ -87,15 +86,12 @@ class InvariantAttention(SeparateSteps):
         return InvariantPlan(self._tensor(tables.slots(positions)), by_window)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, plan: InvariantPlan, window: int | None) -> Tensor:
-        """See AttentionBackend."""
+        """See SeparateSteps."""
         write_kv(k, v, kv, plan.slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for group in plan.by_window[window]:
             attend_tiles(q, kv, group, out, self._workspace)
         return out.view(q.shape[0], -1)
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._spec.device)
 
     def _split(self, tiles: Sequence[_Tile], keys: int) -> list[list[_Tile]]:
         """Split tiles of one size into groups with about as many chunks, each small enough for the memory."""
@@ -127,11 +123,7 @@ class InvariantAttention(SeparateSteps):
         tokens = tables.token_starts[row, None] + within
         positions = (tables.starts[row, None] + within)[:, :, None]
         key_positions = (low[:, None] * keys + np.arange(num_chunks * keys))[:, None, :]
-        hidden = key_positions > positions
-        if tables.first_key:
-            hidden |= key_positions < tables.first_key
-        if window is not None:
-            hidden |= key_positions <= positions - window
+        hidden = tables.hidden(positions, key_positions, window)
         bias = torch.zeros(hidden.shape, dtype=torch.float32, device=self._spec.device)
         per_chunk = keys // tables.block_size
         blocks = tables.blocks(row, low * per_chunk, num_chunks * per_chunk).reshape(-1, per_chunk)

@@ -39,10 +39,6 @@ class NativeAttention:
         ragged = rows.query_lens, rows.starts, rows.block_tables
         return NativeStep(self._shape, self._dtype, block_size, *ragged, rows.first_key)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, plan: NativeStep, window: int | None) -> Tensor:
-        """See AttentionBackend."""
-        return plan.attend(q, k, v, kv, window)
-
     def forward_qkv(
         self,
         qkv: Tensor,

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from ...kernels.paged_attention import LayerKV
@@ -26,9 +28,12 @@ class SeparateSteps(ABC):
         self._spec = spec
         self._rope = rope
 
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._spec.device)
+
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, plan: Any, window: int | None) -> Tensor:
-        """See AttentionBackend."""
+        """Store k and v [T, Hk, D] (which may be mutated) in `kv`, then attend with q [T, H, D]; return [T, H · D]."""
 
     def forward_qkv(
         self, qkv: Tensor, rotation: Rotation, norm: RMSNorm | None, kv: LayerKV, plan: Any, window: int | None

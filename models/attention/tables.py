@@ -46,6 +46,15 @@ class RowTables:
         wanted = np.minimum(first[:, None] + np.arange(count), self.num_blocks[rows, None] - 1)
         return self.table[self.table_starts[rows, None] + wanted]
 
+    def hidden(self, positions: np.ndarray, keys: np.ndarray, window: int | None) -> np.ndarray:
+        """True where a query at one of the `positions` does not see the key at one of `keys`; the two broadcast."""
+        found = keys > positions
+        if self.first_key:
+            found |= keys < self.first_key
+        if window is not None:
+            found |= keys <= positions - window
+        return found
+
     def first_blocks(self, rows: np.ndarray, window: int | None) -> np.ndarray:
         """First block that any query of each row can see, [len(rows)]."""
         if window is None:

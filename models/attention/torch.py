@@ -71,7 +71,6 @@ class TorchAttention(SeparateSteps):
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec, apply_rope)
-        self._spec = spec
         self._workspace = Workspace()
 
     def plan(self, rows: SequenceRows, positions: np.ndarray, block_size: int) -> TorchPlan:
@@ -91,7 +90,7 @@ class TorchAttention(SeparateSteps):
         return TorchPlan(self._tensor(tables.slots(positions)), by_window)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, plan: TorchPlan, window: int | None) -> Tensor:
-        """See AttentionBackend."""
+        """See SeparateSteps."""
         write_kv(k, v, kv, plan.slots)
         work = plan.by_window[window]
         if not work.long_rows and len(work.groups) == 1:
@@ -103,9 +102,6 @@ class TorchAttention(SeparateSteps):
             attend_long(q, kv, row, out, self._workspace)
         return out.view(q.shape[0], -1)
 
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._spec.device)
-
     def _group(self, rows: np.ndarray, tables: RowTables, window: int | None) -> ShortGroup:
         query_lens = tables.query_lens[rows]
         num_queries = int(query_lens.max())
@@ -116,13 +112,9 @@ class TorchAttention(SeparateSteps):
         # A padded query repeats its row's last query.
         within = np.minimum(place, query_lens[:, None] - 1)
         tokens = tables.token_starts[rows, None] + within
-        positions = tables.starts[rows, None] + within
+        positions = (tables.starts[rows, None] + within)[:, :, None]
         key_positions = first[:, None] * tables.block_size + np.arange(num_blocks * tables.block_size)
-        hidden = key_positions[:, None, :] > positions[:, :, None]
-        if tables.first_key:
-            hidden |= key_positions[:, None, :] < tables.first_key
-        if window is not None:
-            hidden |= key_positions[:, None, :] <= positions[:, :, None] - window
+        hidden = tables.hidden(positions, key_positions[:, None, :], window)
         key_range = None
         if hidden.shape[:2] == (1, 1):
             seen = np.flatnonzero(~hidden)

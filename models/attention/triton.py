@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from ...kernels.paged_attention import LayerKV, RowArrays, Shape
-from ...kernels.paged_attention.device_step import AttentionOptions, DeviceStep
+from ...kernels.paged_attention.device_step import DeviceStep
 from ...kernels.paged_attention.schedule import Capacity, Planner, gpu_of, is_supported
 from ...kernels.rope import Rotation
 from ...kernels.tuning import configs_of
@@ -39,7 +39,6 @@ class TritonAttention:
         self._spec = spec
         gpu = gpu_of(spec.device)
         self._planner = Planner(_shape(spec), spec.dtype.itemsize, gpu, num_splits, configs_of(spec.device))
-        self._options = {window: AttentionOptions(window) for window in spec.windows}
 
     def plan(self, rows: SequenceRows, positions: np.ndarray, block_size: int) -> DeviceStep:
         """See AttentionBackend."""
@@ -61,10 +60,6 @@ class TritonAttention:
     ) -> DeviceStep:
         return DeviceStep(self._planner, self._spec.dtype, block_size, rows, self._spec.device, first_key, storage)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, plan: DeviceStep, window: int | None) -> Tensor:
-        """See AttentionBackend."""
-        return plan.attend(q, k, v, kv, self._options[window])
-
     def forward_qkv(
         self,
         qkv: Tensor,
@@ -75,4 +70,4 @@ class TritonAttention:
         window: int | None,
     ) -> Tensor:
         """See AttentionBackend."""
-        return plan.attend_qkv(qkv, rotation, norm.weight if norm is not None else None, kv, self._options[window])
+        return plan.attend_qkv(qkv, rotation, norm.weight if norm is not None else None, kv, window)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...kernels.linear import InvariantLinear, NativeLinear, PackedLinear, pack, pack_invariant, row_squares
+from ...kernels.linear import Packed, pack, row_squares
 from .linear import GainSite, LoraSite
 from .weights import WeightSlot
 
@@ -59,9 +59,9 @@ class Embedding:
         self._tied = tied
         self._dtype = dtype
         self._device = device
-        self._pack = pack_invariant if batch_invariant else pack
+        self._batch_invariant = batch_invariant
         self._table: Tensor | None = None
-        self._head: PackedLinear | InvariantLinear | NativeLinear | None = None
+        self._head: Packed | None = None
 
     def lookup(self, input_ids: Tensor, adapters: Any = None) -> Tensor:
         """Hidden states [T, H] of token ids [T]. `adapters` is that of `ForwardBatch` for these tokens."""
@@ -135,7 +135,7 @@ class Embedding:
 
     def _set_head(self, weight: Tensor) -> None:
         self.head_squares = row_squares(weight)
-        self._head = self._pack(weight)
+        self._head = pack(weight, batch_invariant=self._batch_invariant)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

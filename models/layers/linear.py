@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...kernels.linear import InvariantLinear, NativeLinear, PackedLinear, pack, pack_invariant, row_squares
+from ...kernels.linear import NativeLinear, Packed, pack, row_squares
 from .weights import WeightSlot
 
 
@@ -74,10 +74,10 @@ class Linear:
         self._bias = bias
         self._dtype = dtype
         self._device = device
-        self._pack = pack_invariant if batch_invariant else pack
+        self._batch_invariant = batch_invariant
         # Tensors of the slices while loading, maybe the file's own memory; released when packed.
         self._parts: dict[tuple[str, int], Tensor] = {}
-        self._packed: PackedLinear | InvariantLinear | NativeLinear | None = None
+        self._packed: Packed | None = None
 
     def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
         """Compute a new tensor [T, out] from x [T, in]; `residual` [T, out] is added."""
@@ -114,7 +114,7 @@ class Linear:
                 if self._bias:
                     self.bias = torch.cat([self._parts["bias", i] for i in range(len(self.slices))])
                 self.row_squares = torch.cat([row_squares(block) for block in blocks])
-                self._packed = self._pack(blocks, self.bias)
+                self._packed = pack(blocks, self.bias, batch_invariant=self._batch_invariant)
                 self._parts = {}
 
         return WeightSlot(shape, load, scale=self.in_features**-0.5)

@@ -12,13 +12,16 @@ from ..config import RopeConfig
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Angles of one position: [D / 2] float32.
+    """Angles of one position: [D / 2] float32; for "longrope" [2, D / 2], those of short texts and of long ones.
 
     "linear" divides all by the factor (kaiokendev 2023). "llama3" divides those whose wavelength exceeds the original
     context, keeps the short ones, and changes smoothly between (Llama 3.1's reference code). "yarn" does so by
-    dimension (Peng et al. 2023, section 3.2). "dynamic" divides none within the original context.
+    dimension (Peng et al. 2023, section 3.2). "longrope" has a divisor for each dimension (Ding et al. 2024).
+    "dynamic" divides none within the original context.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    if config.rope_type == "longrope":
+        return 1.0 / (torch.tensor([config.short_factor, config.long_factor]) * config.theta**exponents)
     frequencies = 1.0 / (config.theta**exponents)
     if config.rope_type == "linear":
         return frequencies / config.factor
@@ -50,9 +53,15 @@ def _yarn_bounds(config: RopeConfig, head_dim: int) -> tuple[float, float]:
 
 
 class RotaryEmbedding:
-    """Cosines and sines of positions, computed in float32; the tables grow when a longer sequence comes."""
+    """Cosines and sines of positions, computed in float32; the tables grow when a longer sequence comes.
+
+    LongRoPE turns a token with the long factors when its prompt is longer than the short context, or its position is
+    beyond it. So a text that grows beyond the short context keeps its earlier keys, as with transformers.
+    """
 
     def __init__(self, config: RopeConfig, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.short_context = config.short_context
+        """See `RopeConfig.short_context`."""
         self._frequencies = inverse_frequencies(config, head_dim)
         self._scale = config.attention_factor
         self._dtype = dtype
@@ -60,19 +69,33 @@ class RotaryEmbedding:
         self._table = self._compute(2048)
         self._cos, self._sin = self._table.split(1, dim=1)
 
-    def rotation(self, positions: Tensor, end: int, *, gathers: bool = True) -> Rotation:
-        """Rotation of `positions` [T], all below `end`. Without `gathers` it holds tables of all positions."""
+    def rotation(
+        self, positions: Tensor, end: int, in_long_prompt: Tensor | None = None, *, gathers: bool = True
+    ) -> Rotation:
+        """Rotation of `positions` [T], all below `end`. Without `gathers` it holds tables of all positions.
+
+        Args:
+            in_long_prompt: [T] bool: tokens of prompts longer than the short context; None: there is none.
+        """
+        rows = positions
+        if self.short_context is not None:
+            is_long = positions >= self.short_context
+            rows = 2 * positions + (is_long if in_long_prompt is None else is_long | in_long_prompt)
+            end *= 2
         if end > self._table.shape[0]:
             self._table = self._compute(1 << (end - 1).bit_length())
             self._cos, self._sin = self._table.split(1, dim=1)
         if not gathers:
-            return Rotation(self._cos, self._sin, positions)
-        cos, sin = self._table.index_select(0, positions).split(1, dim=1)
+            return Rotation(self._cos, self._sin, rows)
+        cos, sin = self._table.index_select(0, rows).split(1, dim=1)
         return Rotation(cos, sin)
 
     def _compute(self, count: int) -> Tensor:
-        """Table [count, 2, D]: cosines, and sines with the first half negated."""
-        angles = torch.outer(torch.arange(count, dtype=torch.float32), self._frequencies)
+        """Table [count, 2, D]: cosines, and sines with the first half negated. LongRoPE has two rows for each position:
+        short and long."""
+        pairs = self._frequencies.shape[-1]
+        positions = torch.arange(count * pairs // self._frequencies.numel(), dtype=torch.float32)
+        angles = torch.outer(positions, self._frequencies.flatten()).view(count, pairs)
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
         return table.to(self._device, self._dtype)

@@ -92,8 +92,11 @@ class PrefixNamespaces(Gate):
     Listed after the adapters' gate.
     """
 
-    def __init__(self, adapter_namespace: Callable[[Request], bytes]) -> None:
+    def __init__(self, adapter_namespace: Callable[[Request], bytes], short_context: int | None = None) -> None:
+        """Store both. Prompts beyond LongRoPE's short context share KV among themselves alone: their keys are turned
+        otherwise."""
         self._adapter_namespace = adapter_namespace
+        self._short_context = short_context
 
     def admit(self, request: Request) -> str | None:
         """Set `request.namespace` and `request.text_namespace`; hashes made under another one are dropped."""
@@ -101,6 +104,8 @@ class PrefixNamespaces(Gate):
         request.text_namespace = (request.text_namespace[0], adapter)
         if request.sharing is None:
             return None
+        if self._short_context is not None and request.num_prompt_tokens > self._short_context:
+            adapter += b"long"
         namespace = request.sharing + adapter
         if namespace != request.namespace:
             request.namespace, request.shared_namespace = namespace, adapter

@@ -90,7 +90,7 @@ def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
             speculation.policy,
         )
     )
-    scheduler = _make_scheduler(config, speculation, adapters)
+    scheduler = _make_scheduler(config, speculation, adapters, model.rope.short_context)
     _warm_up(config, scheduler, runner, speculation, adapters, model)
     if beside_a_server() and _has_long_steps(config, model):
         adapters.start_reader()
@@ -246,9 +246,14 @@ def _make_sampler(config: EngineConfig) -> Sampler:
     )
 
 
-def _make_scheduler(config: EngineConfig, speculation: Speculation, adapters: AdapterManager | NoAdapters) -> Scheduler:
+def _make_scheduler(
+    config: EngineConfig,
+    speculation: Speculation,
+    adapters: AdapterManager | NoAdapters,
+    short_context: int | None,
+) -> Scheduler:
     pool = BlockPool(config.cache.num_blocks)
-    gates = [adapters, PrefixNamespaces(adapters.namespace)]
+    gates = [adapters, PrefixNamespaces(adapters.namespace, short_context)]
     cache = PrefixCache(pool, config.cache.block_size)
     return Scheduler(config.scheduler, pool, cache, gates, _draft_limits(config, speculation), speculation.policy)
 

@@ -116,6 +116,7 @@ def known_rows(sequences: Sequence[Drafting], chunks: list[list[int]], first_key
         starts=[s.start for s in sequences],
         block_tables=[s.row.block_table for s in sequences],
         first_key=first_key,
+        prompt_lens=[s.row.request.num_prompt_tokens for s in sequences],
     )
 
 

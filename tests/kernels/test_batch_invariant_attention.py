@@ -12,8 +12,11 @@ from torch import Tensor
 from outrider.kernels.native import library
 from outrider.kernels.paged_attention import invariant as kernel
 from outrider.kernels.paged_attention import trusted_tiles
-from outrider.models.attention import AttentionSpec, make_attention
+from outrider.models.attention import AttentionSpec
 from outrider.models.batch import KVLayerSpec, SequenceRows, allocate_kv
+
+from . import attention_backends
+from .attention_backends import make_backend
 
 BACKENDS = ["invariant", "native"] if library() is not None else ["invariant"]
 SHAPES = [(4, 2, 32), (3, 3, 6), (6, 1, 80), (1, 1, 2), (14, 2, 64), (4, 4, 64)]
@@ -34,7 +37,7 @@ def attend(chunks: list[tuple[Row, int, int]], shape, *, block_size, window, dty
     """Queries [start, stop) of each row in one batch, what is before in the cache; [sum(stop - start), H * D]."""
     heads, kv_heads, dim = shape
     spec = AttentionSpec(heads, kv_heads, dim, frozenset({window}), dtype, torch.device("cpu"))
-    backend = make_attention(spec, name)
+    backend = make_backend(name, spec)
     needed = [-(-stop // block_size) for _, _, stop in chunks]
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(sum(needed) + 3, generator=generator).tolist()
@@ -51,7 +54,7 @@ def attend(chunks: list[tuple[Row, int, int]], shape, *, block_size, window, dty
     positions = np.concatenate([np.arange(start, stop) for _, start, stop in chunks])
     plan = backend.plan(rows, positions, block_size)
     q, k, v = (torch.cat([getattr(row, part)[start:stop] for row, start, stop in chunks]) for part in "qkv")
-    return backend.forward(q, k, v, kv, plan, window)
+    return attention_backends.attend(backend, q, k, v, kv, plan, window)
 
 
 def dense(row: Row, window: int | None) -> Tensor:

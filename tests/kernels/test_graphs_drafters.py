@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 
 from outrider.models import attention
 from outrider.models.attention import triton as triton_attention
+from outrider.models.attention.triton import TritonAttention
 from outrider.models.batch import LayerKV, allocate_kv
 from outrider.models.config import DecoderConfig, RopeConfig
 from outrider.models.decoder import Decoder
@@ -147,7 +148,7 @@ def make_pair(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> C
         graphs = PassGraphs(graph_backend(device), PassLimits(max_rows, 100, max_tokens=24))
         monkeypatch.setattr(drawing, "stays_on_device", lambda logits: True)
         if device != "cuda":
-            monkeypatch.setattr(attention, "_fastest", lambda spec, batch_invariant: "triton")
+            monkeypatch.setattr(attention, "best_backend", lambda spec, *, batch_invariant: TritonAttention)
             planner = triton_attention.Planner
             monkeypatch.setattr(
                 triton_attention, "Planner", lambda shape, size, gpu, _, configs: planner(shape, size, gpu, 1, configs)

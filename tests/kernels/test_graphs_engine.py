@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from outrider.kernels.sampling import triton as kernels_sampling_triton
 from outrider.lora.device import arena, batching, dora
 from outrider.models import attention, decoder
 from outrider.models.attention import triton as triton_attention
+from outrider.models.attention.triton import TritonAttention
 from outrider.models.batch import SequenceRows
 from outrider.models.pass_graphs import PassGraphs, PassLimits
 from outrider.platform.core.batch import RowPlan, StepPlan
@@ -194,7 +196,7 @@ def graphs(device: str, monkeypatch: pytest.MonkeyPatch) -> PassGraphs:
         return made
     for module in (arena, batching, dora):
         monkeypatch.setattr(module, "is_grouped", lambda dtype, device: True)
-    monkeypatch.setattr(attention, "_fastest", lambda spec, batch_invariant: "triton")
+    monkeypatch.setattr(attention, "best_backend", lambda spec, *, batch_invariant: TritonAttention)
     monkeypatch.setattr(decoder, "adds_residuals", lambda device: True)
     planner = triton_attention.Planner
     monkeypatch.setattr(
@@ -330,7 +332,8 @@ def test_nothing_of_sampling_is_left_to_compile_after_the_rehearsal(
     as_on_a_gpu(monkeypatch)
     for module in (kernels_noise, kernels_sampling, kernels_verification):
         monkeypatch.setattr(module, "use_triton", lambda x: True)
-    monkeypatch.setattr(kernels_sampling_triton, "_BLOCK", 128)  # which the interpreter is done with sooner
+    # The interpreter is done sooner with small blocks.
+    monkeypatch.setattr(kernels_sampling_triton, "DEFAULT", replace(kernels_sampling_triton.DEFAULT, block=128))
     call, launched = GridExecutor.__call__, set()
 
     def noted(executor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,9 +10,11 @@ import torch
 pytest.importorskip("triton")
 
 from outrider.models import attention, decoder
+from outrider.models.attention.torch import TorchAttention
 from outrider.models.attention.triton import TritonAttention
 from outrider.models.batch import ForwardBatch, LayerKV, SequenceRows, allocate_kv, build_batch
 from outrider.models.config import DecoderConfig, RopeConfig
+from outrider.models.layers.rope import RotaryEmbedding
 from outrider.models.pass_graphs import PassGraphs, PassInputs, PassLimits, bucket, shape_of
 
 from .call_tape import graph_backend, without_native_kernels
@@ -125,6 +127,24 @@ def test_a_replay_computes_other_rows(
     assert passes.graphs.num_captured == 1
 
 
+def test_prompts_beyond_the_short_context_of_longrope_run_without_a_graph(passes: Passes, device: str) -> None:
+    """A graph knows a token's position alone, which decides for all others."""
+    half = CONFIG.head_dim // 2
+    config = RopeConfig(
+        rope_type="longrope",
+        theta=1e4,
+        original_max_position_embeddings=40,
+        short_factor=(1.0,) * half,
+        long_factor=tuple(2.0 + i for i in range(half)),
+    )
+    passes.model.rope = RotaryEmbedding(config, CONFIG.head_dim, dtype=torch.float32, device=torch.device(device))
+    rows = passes.rows((39, 2), (120, 2))
+    rows.prompt_lens = (40, 100)
+    passes.check(rows)
+    rows.prompt_lens = (41, 100)
+    assert passes.passes.run(rows, [(None, 2)] * 2) is None
+
+
 def test_shapes_do_not_disturb_each_other(passes: Passes) -> None:
     """They share inputs, the attention's numbers and memory; the rope's table is not replaced when contexts grow."""
     passes.model.rope._table = passes.model.rope._compute(4)
@@ -188,7 +208,7 @@ def test_what_cannot_be_captured_is_launched_piece_by_piece(passes: Passes, capl
 def test_attention_that_cannot_be_captured(device: str) -> None:
     spec = attention.AttentionSpec(2, 1, 8, frozenset({None}), torch.float32, torch.device(device))
     model = decoder.Decoder(CONFIG, device)
-    model.attention = attention.make_attention(spec, "torch")
+    model.attention = TorchAttention(spec)
     kv = [LayerKV(*torch.zeros(2, 1, NUM_BLOCKS, BLOCK, 8))]
     graphs = PassGraphs(graph_backend(device), PassLimits(4, 64))
     assert graphs.of(model, kv, lambda batch, inputs: (), []) is None

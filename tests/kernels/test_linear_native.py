@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.kernels.linear import NativeLinear, pack, pack_invariant
+from outrider.kernels.linear import NativeLinear, pack
 from outrider.kernels.linear.native import is_native
 from outrider.kernels.lora.native import NativeRows, RowSegments
 
@@ -67,7 +67,7 @@ def test_blocks_are_packed_whatever_packs_them(dtype):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_row_alone_has_the_same_bits(shape):
     weight, x, bias, residual = operands(210, shape)
-    linear = pack_invariant(weight, bias)
+    linear = pack(weight, bias, batch_invariant=True)
     together = linear(x, residual)
     for start, stop in [(0, 1), (5, 7), (100, 113), (190, 210), (209, 210)]:
         assert torch.equal(linear(x[start:stop], residual[start:stop]), together[start:stop])

@@ -21,6 +21,8 @@ from outrider.models.config import RopeConfig
 from outrider.models.layers.norm import RMSNorm
 from outrider.models.layers.rope import RotaryEmbedding
 
+from .attention_backends import make_backend
+
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler, or switched off")
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -115,7 +117,7 @@ class Layer:
     def run(self, name: str, *, window: int | None = None, norm: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
         """(attention, keys and values written) by the backend called `name`."""
         spec = AttentionSpec(self.heads, self.kv_heads, self.dim, frozenset({window}), self.dtype, torch.device("cpu"))
-        backend = make_attention(spec, name)
+        backend = make_backend(name, spec)
         kv = type(self.kv)(self.kv.k.clone(), self.kv.v.clone())
         plan = backend.plan(self.rows, self.positions, self.block_size)
         out = backend.forward_qkv(self.qkv.clone(), self.rotation, norm, kv, plan, window)
@@ -163,20 +165,6 @@ def test_angles_are_looked_up_in_tables(dtype: torch.dtype) -> None:
         layer.rotation = tables[1]
         for got, wanted in zip(layer.run("native"), expected, strict=True):
             assert torch.equal(got, wanted)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_separate_heads_give_what_a_projection_gives(dtype: torch.dtype) -> None:
-    """`forward` after `apply_rope`; in float32, where nothing is rounded in between."""
-    layer = Layer([(5, 2), (40, 1)], (4, 2, 32), 16, dtype)
-    plain = layer.rotation.cos.new_ones(3, 1, 32), layer.rotation.sin.new_zeros(3, 1, 32)
-    layer.rotation = Rotation(*plain)
-    expected, _ = layer.run("native")
-    spec = AttentionSpec(4, 2, 32, frozenset({None}), dtype, torch.device("cpu"))
-    backend = make_attention(spec, "native")
-    heads = layer.qkv.view(3, 8, 32)
-    plan = backend.plan(layer.rows, layer.positions, 16)
-    assert torch.equal(backend.forward(heads[:, :4], heads[:, 4:6], heads[:, 6:], layer.kv, plan, None), expected)
 
 
 def test_positions_before_the_first_key_are_not_seen() -> None:
@@ -228,16 +216,11 @@ def test_the_kernel_is_the_default_where_it_serves() -> None:
 def test_wrong_tensors_are_refused() -> None:
     layer = Layer([(9, 1)], (4, 2, 32), 16, torch.float32)
     spec = AttentionSpec(4, 2, 32, frozenset({None}), torch.float32, torch.device("cpu"))
-    backend = make_attention(spec, "native")
+    backend = make_attention(spec)
     plan = backend.plan(layer.rows, layer.positions, 16)
     for qkv in (layer.qkv.half(), layer.qkv[:, :-1], torch.cat([layer.qkv] * 2)):
         with pytest.raises(ValueError, match="qkv"):
             backend.forward_qkv(qkv, layer.rotation, None, layer.kv, plan, None)
-    heads = layer.qkv.view(1, 8, 32)
-    with pytest.raises(ValueError, match="tokens"):
-        backend.forward(heads[:0, :4], heads[:, 4:6], heads[:, 6:], layer.kv, plan, None)
-    with pytest.raises(ValueError, match="side by side"):
-        backend.forward(heads[..., ::2][:, :4], heads[:, 4:6], heads[:, 6:], layer.kv, plan, None)
 
 
 def test_norm_weight_knows_its_shape() -> None:

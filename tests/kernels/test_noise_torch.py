@@ -8,10 +8,18 @@ import pytest
 import torch
 
 from outrider.kernels.native import library
-from outrider.kernels.noise import Stream, device_row_keys, gumbel, gumbel_argmax, hash_bits, row_keys, uniform
+from outrider.kernels.noise import Stream, device_row_keys, gumbel_argmax, row_keys, uniform
 from outrider.kernels.noise import native as noise_native
 from outrider.kernels.noise import torch as reference
-from outrider.kernels.noise.torch import _FAST_ERROR, _TILE_CPU, NUDGE, _fast_log_exponential, log_exponential
+from outrider.kernels.noise.torch import (
+    _FAST_ERROR,
+    _TILE_CPU,
+    NUDGE,
+    _fast_log_exponential,
+    gumbel,
+    hash_bits,
+    log_exponential,
+)
 
 from .noise_cases import HARD_HASHES, key_of_hash
 
@@ -228,7 +236,7 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="seed keys"):
         row_keys([1, 2], [1], Stream.TARGET)
     with pytest.raises(ValueError, match="int64"):
-        gumbel(torch.zeros(3), 5)
+        gumbel_argmax(torch.zeros(3, 5), torch.zeros(3))
     with pytest.raises(ValueError, match="keys for"):
         gumbel_argmax(torch.zeros(2, 5), some_keys(3))
 

@@ -11,18 +11,20 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from outrider.kernels.paged_attention import LayerKV, RowArrays, Shape, write_kv
-from outrider.kernels.paged_attention.device_step import AttentionOptions, DeviceStep, KVScales
+from outrider.kernels.paged_attention.device_step import DeviceStep
 from outrider.kernels.paged_attention.schedule import TILE_FIELDS, Capacity, Gpu, Planner
 from outrider.kernels.rope import Rotation
-from outrider.models.attention import AttentionSpec, make_attention
+from outrider.models.attention import AttentionSpec
 from outrider.models.attention.tables import RowTables
 from outrider.models.attention.triton import TritonAttention
 from outrider.models.batch import KVLayerSpec, SequenceRows, allocate_kv
 from outrider.models.layers.norm import RMSNorm
 
+from .attention_backends import make_backend, unrotated
+
 # float32: sums in another order. float16: weights and results are rounded to 11 bits.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
-LLAMA, PLAIN, GPU = Shape(8, 2, 32), AttentionOptions(), Gpu(1, 90)
+LLAMA, GPU = Shape(8, 2, 32), Gpu(1, 90)
 MIXED = [(0, 1), (63, 1), (64, 5), (0, 18), (130, 3), (17, 20)]
 
 
@@ -71,7 +73,7 @@ def make_inputs(
     return Inputs(sequences, positions, on_device, q.to(device), k.to(device), v.to(device), past, block_size)
 
 
-def dense(inputs: Inputs, options: AttentionOptions, first_key: int = 0) -> Tensor:
+def dense(inputs: Inputs, window: int | None = None, first_key: int = 0) -> Tensor:
     """The definition in float64, [T, H * D]."""
     results, token = [], 0
     for start, count, (k, v) in zip(inputs.sequences.starts, inputs.sequences.query_lens, inputs.past, strict=True):
@@ -79,15 +81,10 @@ def dense(inputs: Inputs, options: AttentionOptions, first_key: int = 0) -> Tens
         fold = q.shape[1] // k.shape[1]
         k, v = (x.double().repeat_interleave(fold, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
-        if options.soft_cap is not None:
-            scores = options.soft_cap * torch.tanh(scores / options.soft_cap)
         positions, keys = torch.arange(start, start + count)[:, None], torch.arange(start + count)
         hidden = (keys > positions) | (keys < first_key)
-        if options.window is not None:
-            hidden |= keys <= positions - options.window
-        if options.ancestors is not None:
-            bits = options.ancestors[token : token + count].cpu()[:, None] >> torch.arange(count)
-            hidden[:, start:] = bits & 1 == 0
+        if window is not None:
+            hidden |= keys <= positions - window
         results.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
         token += count
     return torch.cat(results).flatten(1)
@@ -107,11 +104,16 @@ def check(
     dtype: torch.dtype = torch.float32,
     block_size: int = 16,
     num_splits: int = 1,
-    options: AttentionOptions = PLAIN,
+    window: int | None = None,
 ) -> None:
     inputs = make_inputs(rows, shape, dtype, device, block_size)
-    got = make_step(inputs, shape, num_splits).attend(inputs.q, inputs.k, inputs.v, inputs.kv, options)
-    close(got, dense(inputs, options))
+    close(attend(make_step(inputs, shape, num_splits), inputs, window), dense(inputs, window))
+
+
+def attend(step: DeviceStep, inputs: Inputs, window: int | None = None) -> Tensor:
+    """Attention without rotation."""
+    qkv, rotation = unrotated(inputs.q, inputs.k, inputs.v)
+    return step.attend_qkv(qkv, rotation, None, inputs.kv, window)
 
 
 def close(got: Tensor, expected: Tensor) -> None:
@@ -121,7 +123,7 @@ def close(got: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.float16, 20)])
 def test_rows_of_all_kinds_together(device: str, dtype: torch.dtype, window: int | None) -> None:
-    check(MIXED, LLAMA, device, dtype=dtype, options=AttentionOptions(window))
+    check(MIXED, LLAMA, device, dtype=dtype, window=window)
 
 
 @pytest.mark.parametrize("fold", range(1, 9))
@@ -142,22 +144,18 @@ def test_block_sizes(device: str, block_size: int) -> None:
 @pytest.mark.parametrize(("num_splits", "window"), [(2, None), (4, 300), (16, None)])
 def test_split_keys(device: str, num_splits: int, window: int | None) -> None:
     rows = [(1030, 1), (0, 1), (255, 2), (600, 5), (300, 70)]
-    check(rows, Shape(2, 1, 16), device, num_splits=num_splits, options=AttentionOptions(window))
+    check(rows, Shape(2, 1, 16), device, num_splits=num_splits, window=window)
 
 
 @pytest.mark.parametrize("window", [1, 65])
 def test_chunks_of_prompts_in_windows(device: str, window: int) -> None:
     """In tiles of several loops, whose ends are masked and whose middle is not."""
-    check([(100, 129), (0, 130)], Shape(1, 1, 16), device, dtype=torch.float16, options=AttentionOptions(window))
+    check([(100, 129), (0, 130)], Shape(1, 1, 16), device, dtype=torch.float16, window=window)
 
 
 @pytest.mark.parametrize("start", [1, 63, 64, 200])
 def test_chunks_of_prompts_anywhere(device: str, start: int) -> None:
     check([(start, 140)], Shape(1, 1, 16), device, dtype=torch.float16)
-
-
-def test_soft_cap(device: str) -> None:
-    check([(40, 1), (0, 20), (9, 3)], LLAMA, device, options=AttentionOptions(soft_cap=0.7))
 
 
 def test_more_query_heads_than_a_short_tile_holds(device: str) -> None:
@@ -167,31 +165,17 @@ def test_more_query_heads_than_a_short_tile_holds(device: str) -> None:
 def test_positions_before_the_first_key_are_not_seen(device: str) -> None:
     inputs = make_inputs([(9, 1), (100, 2), (3, 40)], LLAMA, torch.float32, device)
     step = make_step(inputs, LLAMA, first_key=3)
-    got = step.attend(inputs.q, inputs.k, inputs.v, inputs.kv, PLAIN)
-    close(got, dense(inputs, PLAIN, first_key=3))
-
-
-def test_trees_see_their_ancestors(device: str) -> None:
-    """Token i of a row sees the past and those of its row whose bits are set."""
-    ancestors = torch.tensor([1, 0b1, 0b11, 0b101, 0b1011, 0b10101], dtype=torch.int64, device=device)
-    options = AttentionOptions(ancestors=ancestors)
-    for shape in (Shape(8, 2, 32), Shape(4, 4, 16)):
-        check([(50, 1), (300, 5)], shape, device, options=options)
-    inputs = make_inputs([(0, 100)], LLAMA, torch.float32, device)
-    with pytest.raises(ValueError, match="tree"):
-        make_step(inputs, LLAMA).attend(inputs.q, inputs.k, inputs.v, inputs.kv, options)
+    close(attend(step, inputs), dense(inputs, first_key=3))
 
 
 def test_tensors_that_are_not_contiguous(device: str) -> None:
-    """Slices of a wider product, heads in another order, and a cache that is a part of another."""
+    """A slice of a wider product, and a cache that is a part of another."""
     inputs = make_inputs([(70, 1), (9, 30)], LLAMA, torch.float32, device)
-    wide = torch.cat((inputs.q, inputs.k, inputs.v), 1)
-    q = wide[:, :8]
-    k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (inputs.k, inputs.v))
+    qkv, rotation = unrotated(inputs.q, inputs.k, inputs.v)
     both = torch.stack((inputs.kv.k, inputs.kv.v), 1)
-    kv = LayerKV(both[:, 0], both[:, 1])
-    got = make_step(inputs, LLAMA).attend(q, k, v, kv, PLAIN)
-    close(got, dense(inputs, PLAIN))
+    wide = torch.cat((qkv, qkv), 1)[:, : qkv.shape[1]]
+    got = make_step(inputs, LLAMA).attend_qkv(wide, rotation, None, LayerKV(both[:, 0], both[:, 1]), None)
+    close(got, dense(inputs))
 
 
 def test_what_an_overflowing_neighbour_left_behind_reaches_nobody(device: str) -> None:
@@ -200,8 +184,7 @@ def test_what_an_overflowing_neighbour_left_behind_reaches_nobody(device: str) -
         untouched = inputs.kv.k == 6e4
         inputs.kv.k[untouched] = torch.finfo(dtype).max
         inputs.kv.v[untouched] = -torch.finfo(dtype).max
-        got = make_step(inputs, LLAMA).attend(inputs.q, inputs.k, inputs.v, inputs.kv, PLAIN)
-        close(got, dense(inputs, PLAIN))
+        close(attend(make_step(inputs, LLAMA), inputs), dense(inputs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -215,7 +198,9 @@ def test_what_is_written_is_finite_and_limited(device: str, dtype: torch.dtype) 
         for place in (device, "cpu")
     )
     step = DeviceStep(Planner(Shape(2, 2, 16), dtype.itemsize, GPU), dtype, 16, rows, torch.device(device))
-    step.write(k.to(device), v.to(device), got)
+    # No rotation of infinities is none because both halves of a head are alike.
+    qkv, rotation = unrotated(*(x.to(device) for x in (torch.ones_like(k), k, v)))
+    step.write_qkv(qkv, rotation, None, got)
     write_kv(k.clone(), v.clone(), expected, torch.from_numpy(rows.slots))
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, atol=0, rtol=2**-7 if dtype == torch.bfloat16 else 0)
@@ -254,7 +239,7 @@ def test_attention_of_a_projection_is_that_of_torch(
             norm = RMSNorm(["q", "k"], shape.head_dim, 1e-6, repeats=repeats, dtype=dtype, device=where)
             for index, slot in enumerate(norm.weight_slots().values()):
                 slot.load(torch.rand(shape.head_dim, generator=torch.Generator().manual_seed(index)) + 0.5)
-        backend = make_attention(AttentionSpec(*shape, frozenset({None}), dtype, torch.device(place)), name)
+        backend = make_backend(name, AttentionSpec(*shape, frozenset({None}), dtype, torch.device(place)))
         plan = backend.plan(inputs.sequences, inputs.positions, inputs.block_size)
         kv = LayerKV(*(cache.clone().to(place) for cache in inputs.kv))
         angles = Rotation(rotation.cos.to(place), rotation.sin.to(place))
@@ -265,18 +250,17 @@ def test_attention_of_a_projection_is_that_of_torch(
 
 
 def test_a_float8_cache(device: str) -> None:
-    """Keys and values are rounded to float8 times a scale; the reference takes the rounded ones from the cache."""
+    """Keys and values are rounded to float8; the reference takes the rounded ones from the cache."""
     inputs = make_inputs([(0, 30), (0, 1), (0, 5)], LLAMA, torch.float16, device)
-    scales = KVScales(0.25, 0.5)
     cache = LayerKV(*(torch.zeros(x.shape, dtype=torch.float8_e4m3fn, device=device) for x in inputs.kv))
-    got = make_step(inputs, LLAMA, 2).attend(inputs.q, inputs.k, inputs.v, cache, AttentionOptions(scales=scales))
-    numbers = [x.float().cpu().flatten(1, 2) * scale for x, scale in zip(cache, scales, strict=True)]
+    got = attend(make_step(inputs, LLAMA, 2), inputs._replace(kv=cache))
+    numbers = [x.float().cpu().flatten(1, 2) for x in cache]
     slots = torch.from_numpy(inputs.rows.slots).split(inputs.sequences.query_lens)
     past = [tuple(x[:, places].transpose(0, 1) for x in numbers) for places in slots]
     if device == "cuda":  # the interpreter's rounding to float8 loses carries
         for (k, _), (rounded, _) in zip(inputs.past, past, strict=True):
             torch.testing.assert_close(rounded, k.float(), atol=2**-11, rtol=2**-4)
-    close(got, dense(inputs._replace(past=past), PLAIN))
+    close(got, dense(inputs._replace(past=past)))
 
 
 def test_a_reserved_step_takes_any_rows_that_fit(device: str) -> None:
@@ -291,8 +275,8 @@ def test_a_reserved_step_takes_any_rows_that_fit(device: str) -> None:
         count = len(inputs.q)
         q, k, v = (torch.cat((x, x.new_full((11 - count, *x.shape[1:]), 1e5))) for x in inputs[3:6])
         before = inputs.kv.k.clone()
-        got = step.attend(q, k, v, inputs.kv, PLAIN)
-        close(got[:count], dense(inputs, PLAIN))
+        got = attend(step, inputs._replace(q=q, k=k, v=v))
+        close(got[:count], dense(inputs))
         written = (before != inputs.kv.k).any(0).any(-1).flatten().nonzero().flatten().tolist()
         assert sorted(inputs.rows.slots.tolist()) == written  # padding is written nowhere
         assert step.layout == layout
@@ -348,17 +332,13 @@ def test_tiles_hold_every_query_once_and_begin_with_the_longest() -> None:
 def test_wrong_tensors_are_refused(device: str) -> None:
     inputs = make_inputs([(9, 2)], LLAMA, torch.float32, device)
     step = make_step(inputs, LLAMA)
-    q, k, v, kv = inputs.q, inputs.k, inputs.v, inputs.kv
-    for wrong in ((q[:1], k, v), (q, k[:, :1], v), (q, k, v.half())):
-        with pytest.raises(ValueError, match="q, k and v must be"):
-            step.attend(*wrong, kv, PLAIN)
-    with pytest.raises(ValueError, match="side by side"):
-        step.attend(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, kv, PLAIN)
+    kv, (qkv, rotation) = inputs.kv, unrotated(inputs.q, inputs.k, inputs.v)
+    for wrong in (qkv[:1], qkv[:, :-32], qkv.half(), qkv.t().contiguous().t()):
+        with pytest.raises(ValueError, match="qkv must be"):
+            step.attend_qkv(wrong, rotation, None, kv, None)
     for cache in (LayerKV(kv.k.half(), kv.v.half()), LayerKV(kv.k[..., :8], kv.v[..., :8])):
         with pytest.raises(ValueError, match="a cache must be"):
-            step.attend(q, k, v, cache, PLAIN)
-    with pytest.raises(ValueError, match="qkv"):
-        step.attend_qkv(torch.zeros(2, 5, device=device), Rotation(q, q), None, kv, PLAIN)
+            step.attend_qkv(qkv, rotation, None, cache, None)
 
 
 def test_the_backend_reserves_plans(device: str) -> None:
@@ -367,5 +347,4 @@ def test_the_backend_reserves_plans(device: str) -> None:
     plan = backend.reserve(Capacity(2, 2, 3, 6), 16)
     plan.refill(inputs.rows)
     for window in (None, 9):
-        got = backend.forward(inputs.q, inputs.k, inputs.v, inputs.kv, plan, window)
-        close(got, dense(inputs, AttentionOptions(window)))
+        close(attend(plan, inputs, window), dense(inputs, window))

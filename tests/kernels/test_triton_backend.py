@@ -1,37 +1,26 @@
-"""The Triton backend of attention in a model, where it is the default, and the rotation by itself."""
+"""The Triton backend of attention in a model, where it is the default."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from outrider.kernels.rope.torch import apply_rope
-from outrider.kernels.rope.triton import apply_rope as triton_rope
 from outrider.models import decoder
-from outrider.models.attention import AttentionSpec, _fastest, make_attention
-from outrider.models.attention.triton import serves
+from outrider.models.attention import AttentionSpec, best_backend
+from outrider.models.attention.invariant import InvariantAttention
+from outrider.models.attention.torch import TorchAttention
+from outrider.models.attention.triton import TritonAttention
 from outrider.models.batch import SequenceRows, allocate_kv, build_batch
 from outrider.models.config import DecoderConfig, RopeConfig
 
 
 def test_the_backend_of_a_gpu() -> None:
     spec = AttentionSpec(8, 2, 64, frozenset({None}), torch.bfloat16, torch.device("cuda"))
-    assert _fastest(spec, batch_invariant=False) == "triton"
-    assert _fastest(spec, batch_invariant=True) == "invariant"
-    assert not serves(AttentionSpec(8, 2, 512, frozenset({None}), torch.bfloat16, torch.device("cuda")))
-    assert not serves(AttentionSpec(8, 2, 64, frozenset({None}), torch.float64, torch.device("cuda")))
-
-
-@pytest.mark.parametrize(("heads", "head_dim", "dtype"), [(1, 2, torch.float32), (11, 80, torch.float16)])
-def test_rope(device: str, heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    x = torch.randn(5, heads + 2, head_dim).to(dtype)[:, 1:-1]  # a slice: not contiguous
-    angles = torch.rand(5, 1, head_dim // 2) * 6
-    cos, sin = angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), -1)
-    cos, sin = torch.stack((cos, sin), 1).to(dtype).unbind(1)
-    got = triton_rope(x.to(device), cos.to(device), sin.to(device))
-    tolerance = {torch.float32: 1e-6, torch.float16: 4e-3}[dtype]  # the reference rounds twice
-    torch.testing.assert_close(got.cpu(), apply_rope(x, cos, sin), atol=tolerance, rtol=tolerance)
-    assert triton_rope(x[:0].to(device), cos[:0], sin[:0]).shape == (0, heads, head_dim)
+    assert best_backend(spec) is TritonAttention
+    assert best_backend(spec, batch_invariant=True) is InvariantAttention
+    for dim, dtype in ((512, torch.bfloat16), (64, torch.float64)):
+        unserved = AttentionSpec(8, 2, dim, frozenset({None}), dtype, torch.device("cuda"))
+        assert best_backend(unserved) is TorchAttention
 
 
 def test_a_model_gives_the_logits_of_the_torch_backend(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,10 +38,8 @@ def test_a_model_gives_the_logits_of_the_torch_backend(device: str, monkeypatch:
         SequenceRows(list(range(60, 76)), [12, 1, 3], [30, 20, 10], tables),
     ]
     results = []
-    for name in ("torch", "triton"):
-        monkeypatch.setattr(
-            decoder, "make_attention", lambda spec, *, batch_invariant, name=name: make_attention(spec, name)
-        )
+    for backend in (TorchAttention, TritonAttention):
+        monkeypatch.setattr(decoder, "make_attention", lambda spec, *, batch_invariant, backend=backend: backend(spec))
         model = decoder.Decoder(config, device)
         for index, slot in enumerate(model.weight_slots().values()):
             generator = torch.Generator().manual_seed(index)

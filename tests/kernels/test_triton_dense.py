@@ -1,4 +1,4 @@
-"""Triton's RMSNorm and SiLU·mul against the torch paths: odd widths, strided rows, several heads' weights, overflow."""
+"""Triton's RMSNorm and SiLU·mul against the torch paths: odd widths, strided rows, overflow."""
 
 import pytest
 import torch
@@ -36,22 +36,6 @@ def test_rms_norm_of_strided_rows(device: str) -> None:
     close(norm.rms_norm(x, weight), norm_reference.rms_norm(x, weight))
     columns = torch.randn(33, 5, device=device).t()  # not even the elements of a row are neighbours
     close(norm.rms_norm(columns, weight), norm_reference.rms_norm(columns, weight))
-
-
-@DTYPES
-def test_heads_with_weights_of_their_own_in_a_merged_projection(dtype: torch.dtype, device: str) -> None:
-    qkv = torch.randn(7, 10 * 24, device=device).to(dtype)
-    heads = qkv.view(7, 10, 24)[:, 1:7]
-    weight = prepare(torch.randn(6, 24, device=device).to(dtype), 1e-6)
-    assert norm.serves(heads, weight)
-    close(norm.rms_norm(heads, weight), norm_reference.rms_norm(heads, weight))
-
-
-def test_one_weight_for_all_heads_and_more_dimensions(device: str) -> None:
-    x = torch.randn(2, 3, 4, 20, device=device)
-    weight = prepare(torch.randn(20, device=device), 1e-6)
-    close(norm.rms_norm(x, weight), norm_reference.rms_norm(x, weight))
-    close(norm.rms_norm(x[0, 0, 0], weight), norm_reference.rms_norm(x[0, 0, 0], weight))
 
 
 def test_no_rows(device: str) -> None:
@@ -100,21 +84,12 @@ def test_residual_without_a_kernel() -> None:
     assert torch.equal(added, total)
 
 
-def test_unlike_residuals_are_refused() -> None:
-    weight = prepare(torch.ones(24), 1e-5)
-    with pytest.raises(ValueError, match=r"\(2, 24\) torch\.float16"):
-        add_rms_norm(torch.zeros(2, 24), torch.zeros(2, 24, dtype=torch.float16), weight)
-    with pytest.raises(ValueError, match="contiguous"):
-        norm.add_rms_norm(torch.zeros(2, 24), torch.zeros(24, 2).t(), weight)
-
-
 def test_what_is_left_to_torch(device: str) -> None:
     weight = prepare(torch.ones(8, device=device), 1e-5)
-    assert not norm.serves(torch.zeros(2, 8, dtype=torch.float64, device=device), weight)
+    assert norm.serves(torch.zeros(2, 8, device=device), weight)
     assert not norm.serves(torch.zeros(2, 16, device=device), weight)
-    heads = prepare(torch.ones(4, 8, device=device), 1e-5)
-    assert not norm.serves(torch.zeros(2, 3, 8, device=device), heads)  # three heads, weights for four
-    assert norm.serves(torch.zeros(2, 4, 8, device=device), heads)
+    assert not norm.serves(torch.zeros(2, 4, 8, device=device), weight)
+    assert not norm.serves(torch.zeros(4, 8, device=device), prepare(torch.ones(4, 8, device=device), 1e-5))
 
 
 @DTYPES

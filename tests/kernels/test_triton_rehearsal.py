@@ -15,6 +15,7 @@ from outrider.kernels import silu_mul as kernels_silu_mul
 from outrider.kernels.rms_norm.triton import _rms_norm_kernel as rms_norm_kernel
 from outrider.lora.device import arena, batching, dora
 from outrider.models import attention, decoder
+from outrider.models.attention.triton import TritonAttention
 from outrider.models.decoder import Decoder
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.engine import setup
@@ -35,7 +36,7 @@ def test_nothing_is_left_to_compile_for_prompts_and_adapters(
         pytest.skip("the rehearsal has happened when the engine is there")
     for module in (arena, batching, dora):
         monkeypatch.setattr(module, "is_grouped", lambda dtype, device: True)
-    monkeypatch.setattr(attention, "_fastest", lambda spec, batch_invariant: "triton")
+    monkeypatch.setattr(attention, "best_backend", lambda spec, *, batch_invariant: TritonAttention)
     monkeypatch.setattr(kernels_rms_norm, "use_triton", lambda x: True)
     monkeypatch.setattr(decoder, "adds_residuals", lambda device: True)
     monkeypatch.setattr(kernels_silu_mul, "use_triton", lambda x: True)

@@ -1,12 +1,15 @@
 """Noise, filters, statistics and log-probabilities in Triton against plain torch."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
 
 from outrider.kernels.noise import Stream, gumbel_argmax, row_keys
 from outrider.kernels.noise import torch as noise_reference
@@ -37,16 +40,35 @@ def defined_noise(bits: torch.Tensor) -> np.ndarray:
 # --- noise ---------------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def noise_kernel(keys, bits_out, noise_out, num_tokens, BLOCK: tl.constexpr):
+    """Hashes and noise [R, num_tokens] in memory, which the product's kernels keep in registers."""
+    row = tl.program_id(0).to(tl.int64)
+    tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    bits = noise.token_bits(tl.load(keys + row).to(tl.uint64), tokens)
+    place = row * num_tokens + tokens
+    tl.store(bits_out + place, bits.to(tl.int32, bitcast=True), mask=tokens < num_tokens)
+    tl.store(noise_out + place, -noise.log_exponential(bits), mask=tokens < num_tokens)
+
+
+def materialised(keys: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(hashes int32, noise float32), [R, num_tokens] each, by the functions of the product's kernels."""
+    bits = torch.empty(len(keys), num_tokens, dtype=torch.int32, device=keys.device)
+    values = torch.empty(len(keys), num_tokens, dtype=torch.float32, device=keys.device)
+    noise_kernel[(len(keys), triton.cdiv(num_tokens, 1024))](keys, bits, values, num_tokens, BLOCK=1024)
+    return bits, values
+
+
 @pytest.mark.parametrize("num_tokens", TAILS)
 def test_hashes_are_the_cpus_bit_for_bit(device: str, num_tokens: int) -> None:
     keys = torch.cat([row_keys([1, -5], [2**31, 3], Stream.DRAFT), torch.tensor([0, -1, 2**63 - 1, -(2**63)])])
     want = noise_reference.hash_bits(keys, num_tokens)
-    assert torch.equal(noise.hash_bits(keys.to(device), num_tokens).cpu(), want)
+    assert torch.equal(materialised(keys.to(device), num_tokens)[0].cpu(), want)
 
 
 def test_noise_is_the_cpus_bit_for_bit(device: str) -> None:
     keys = some_keys("cpu", 8)
-    got = noise.gumbel(keys.to(device), 40_001).cpu()
+    got = materialised(keys.to(device), 40_001)[1].cpu()
     assert torch.equal(got, noise_reference.gumbel(keys, 40_001))
     assert np.array_equal(got.numpy(), defined_noise(noise_reference.hash_bits(keys, 40_001)))
 
@@ -55,8 +77,9 @@ def test_noise_is_the_cpus_bit_for_bit(device: str) -> None:
 def test_hashes_next_to_a_rounding_boundary(device: str, h: int) -> None:
     """Of all hashes those where a logarithm's last bits come nearest to deciding."""
     keys = torch.tensor([key_of_hash(h)])
-    assert noise.hash_bits(keys.to(device), 1).item() == h
-    assert noise.gumbel(keys.to(device), 1).item() == noise_reference.gumbel(keys, 1).item()
+    bits, values = materialised(keys.to(device), 1)
+    assert bits.item() == h
+    assert values.item() == noise_reference.gumbel(keys, 1).item()
 
 
 @pytest.mark.parametrize("num_tokens", TAILS)
@@ -69,7 +92,7 @@ def test_argmax_of_noise_is_that_of_the_materialised_sum(device: str, num_tokens
     scores[4] = -INF
     keys = some_keys(device, 7)
     got = noise.gumbel_argmax(scores, keys)
-    assert torch.equal(got, (scores + noise.gumbel(keys, num_tokens)).argmax(-1))
+    assert torch.equal(got, (scores + materialised(keys, num_tokens)[1]).argmax(-1))
     assert got[3] == num_tokens - 1
     assert got[4] == 0
     assert torch.equal(got.cpu(), noise_reference.gumbel_argmax(scores.cpu(), keys.cpu()))
@@ -92,7 +115,7 @@ def test_the_bounds_that_skip_tiles_hold(device: str) -> None:
         scores = torch.zeros(4, 3000, device=device)
         scores[:, 10] = lead
         keys = some_keys(device, 4, first=int(lead * 10))
-        assert torch.equal(noise.gumbel_argmax(scores, keys), (scores + noise.gumbel(keys, 3000)).argmax(-1))
+        assert torch.equal(noise.gumbel_argmax(scores, keys), (scores + materialised(keys, 3000)[1]).argmax(-1))
 
 
 def test_strided_rows_and_expanded_scores(device: str) -> None:
@@ -100,7 +123,7 @@ def test_strided_rows_and_expanded_scores(device: str) -> None:
     keys = some_keys(device, 3)
     assert torch.equal(noise.gumbel_argmax(scores[::2], keys), noise.gumbel_argmax(scores[::2].clone(), keys))
     wide = torch.zeros(1, 1, device=device).expand(3, 70)
-    assert torch.equal(noise.gumbel_argmax(wide, keys), noise.gumbel(keys, 70).argmax(-1))
+    assert torch.equal(noise.gumbel_argmax(wide, keys), materialised(keys, 70)[1].argmax(-1))
 
 
 # --- filters -------------------------------------------------------------------------------------------------
@@ -176,8 +199,7 @@ def test_rows_that_are_not_finite(device: str, bad: float) -> None:
 
 def test_rows_whose_candidates_do_not_fit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few lanes and no room: the thresholds are searched for in the row itself."""
-    monkeypatch.setattr(filters, "_BLOCK", 32)
-    monkeypatch.setattr(filters, "_DEPTH", 1)
+    monkeypatch.setattr(filters, "DEFAULT", replace(filters.DEFAULT, block=32, depth=1))
     logits = torch.randn(len(FEW_CASES), 150).mul_(2).round_()
     assert_same(filtered(logits, FEW_CASES, device), expected(logits, FEW_CASES))
 
@@ -244,8 +266,7 @@ def test_logprobs_of_rows_without_probabilities(device: str) -> None:
 
 
 def test_logprobs_when_candidates_do_not_fit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "_WIDE_BLOCK", 32)
-    monkeypatch.setattr(logprobs, "_DEPTH", 1)
+    monkeypatch.setattr(logprobs, "DEFAULT_LOGPROBS", replace(logprobs.DEFAULT_LOGPROBS, block=32, depth=1))
     logits = torch.randn(2, 150).mul_(2).round_()
     ids = logprobs.top_logprobs(logits.to(device), torch.tensor([0, 1], device=device), 20)[0].cpu()
     assert torch.equal(ids, logits.sort(dim=-1, descending=True, stable=True).indices[:, :20])

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from outrider.kernels.lora.device_rows import TritonRows, apply_gains
 from outrider.kernels.lora.groups import GroupBuffer, RowGroups
 from outrider.kernels.noise.triton import gumbel_argmax
-from outrider.kernels.paged_attention.device_step import AttentionOptions, DeviceStep
+from outrider.kernels.paged_attention.device_step import DeviceStep
 from outrider.kernels.paged_attention.native import RowArrays, Shape
 from outrider.kernels.paged_attention.schedule import Gpu, Planner
 from outrider.kernels.paged_attention.torch import LayerKV
@@ -21,7 +21,6 @@ from outrider.kernels.penalties.triton import penalise
 from outrider.kernels.rms_norm import triton as rms_norm
 from outrider.kernels.rms_norm.torch import prepare
 from outrider.kernels.rope import Rotation
-from outrider.kernels.rope.triton import apply_rope
 from outrider.kernels.sampling.torch import Limits
 from outrider.kernels.sampling.triton import filter_logits
 from outrider.kernels.sampling.triton_logprobs import row_stats, top_logprobs
@@ -50,14 +49,10 @@ def adapters(sites: list[tuple[int, TritonRows]], embedding: TritonRows, buffer:
 
 
 def dense(size: int) -> None:
-    """Norms of hidden states and of heads, with and without a residual, rotation and activation."""
+    """Norms of hidden states, with and without a residual, and activation."""
     x, weight = torch.empty(size, HIDDEN), prepare(torch.ones(HIDDEN), 1e-5)
     rms_norm.rms_norm(x, weight)
     rms_norm.add_rms_norm(x, torch.empty_like(x), weight)
-    heads = torch.empty(size, (HEADS + KV_HEADS) * DIM).view(size, -1, DIM)
-    rms_norm.rms_norm(heads[:, :HEADS], prepare(torch.ones(HEADS, DIM), 1e-5))
-    rms_norm.rms_norm(heads[:, HEADS:], prepare(torch.ones(DIM), 1e-5))
-    apply_rope(heads, torch.empty(size, 1, DIM), torch.empty(size, 1, DIM))
     silu_mul(torch.empty(size, 2 * HIDDEN))
 
 
@@ -76,7 +71,7 @@ def attention(size: int) -> None:
         kv = LayerKV(*(torch.empty(KV_HEADS, int(blocks.sum()), 16, DIM) for _ in range(2)))
         qkv = torch.empty(int(lens.sum()), (HEADS + 2 * KV_HEADS) * DIM)
         rotation = Rotation(torch.empty(len(qkv), 1, DIM), torch.empty(len(qkv), 1, DIM))
-        step.attend_qkv(qkv, rotation, None, kv, AttentionOptions())
+        step.attend_qkv(qkv, rotation, None, kv, None)
 
 
 def sampling(size: int) -> None:

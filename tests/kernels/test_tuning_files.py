@@ -88,7 +88,7 @@ def norm_of(data: dict) -> dict:
         (changed(lambda data: data["device"].update(name=3)), "device.name: must be a string, got 3"),
         (changed(lambda data: data["device"].update(capability=[9])), "device.capability: must be two integers"),
         (changed(lambda data: data["kernels"].update(conv=[])), "kernels.conv: no such kernel; there are attention"),
-        (changed(lambda data: data["kernels"].update(rope={})), "kernels.rope: must be a list, got dict"),
+        (changed(lambda data: data["kernels"].update(silu_mul={})), "kernels.silu_mul: must be a list, got dict"),
         (
             changed(lambda data: norm_of(data)["shape"].update(width="8")),
             "kernels.rms_norm[0].shape.width: must be an integer of at least 0, got '8'",

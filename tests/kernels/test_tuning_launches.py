@@ -14,7 +14,6 @@ from outrider.kernels.noise import triton as noise
 from outrider.kernels.paged_attention import device_step
 from outrider.kernels.paged_attention.schedule import Gpu
 from outrider.kernels.rms_norm import triton as norm
-from outrider.kernels.rope import triton as rope
 from outrider.kernels.sampling import triton as filters
 from outrider.kernels.sampling import triton_logprobs as logprobs
 from outrider.kernels.silu_mul import triton as silu
@@ -30,7 +29,6 @@ SIZES = WorkSizes(((1, 40),), ((1, 100),), 40, (1,), (3,), (1,), ((6, 2),), ((40
 KERNELS = {
     "attention": (device_step, "attention_kernel"),
     "kv_write": (device_step, "write_kernel"),
-    "rope": (rope, "rope_kernel"),
     "rms_norm": (norm, "_rms_norm_kernel"),
     "silu_mul": (silu, "_silu_mul_kernel"),
     "lora_shrink": (device_rows, "shrink_kernel"),

@@ -12,9 +12,8 @@ from ...kernels.lora.device_rows import default_expand_config, default_shrink_co
 from ...kernels.noise.triton import DEFAULT as NOISE
 from ...kernels.paged_attention.schedule import DEFAULT_WRITE, MIN_SPLIT_KEYS, default_config
 from ...kernels.rms_norm.triton import default_config as default_norm
-from ...kernels.rope.triton import DEFAULT as ROPE
-from ...kernels.sampling.triton import default_config as default_filter
-from ...kernels.sampling.triton_logprobs import default_logprobs_config, default_stats_config
+from ...kernels.sampling.triton import DEFAULT as FILTER
+from ...kernels.sampling.triton_logprobs import DEFAULT_LOGPROBS, DEFAULT_STATS
 from ...kernels.silu_mul.triton import DEFAULT as SILU
 from ...kernels.tuning.configs import (
     AttentionConfig,
@@ -135,7 +134,7 @@ SPACES: dict[str, Space] = {
         {"block_n": "BLOCK_N"},
         {
             "paged_attention bf16 d128 m16": (16, 128, _SIZE, 0),
-            "paged_attention window cap bf16 d128 m32": (32, 128, _SIZE, 0),
+            "paged_attention window bf16 d128 m32": (32, 128, _SIZE, 0),
             "paged_attention bf16 d128 m128": (128, 128, _SIZE, 1),
         },
         _attention_fits,
@@ -145,14 +144,7 @@ SPACES: dict[str, Space] = {
         lambda shape, arch: DEFAULT_WRITE,
         (_HEADS,),
         {"block_heads": "BLOCK_HEADS"},
-        {"paged_attention write rope bf16 d128": (128, _SIZE)},
-        tolerance=2e-2,
-    ),
-    "rope": Space(
-        lambda shape, arch: ROPE,
-        (_HEADS,),
-        {"block_heads": "BLOCK_HEADS"},
-        {"rope bf16 d128": (128, _SIZE)},
+        {"paged_attention write bf16 d128": (128, _SIZE)},
         tolerance=2e-2,
     ),
     "rms_norm": Space(
@@ -191,14 +183,14 @@ SPACES: dict[str, Space] = {
         tolerance=5e-2,
     ),
     "sampling_filter": Space(
-        lambda shape, arch: default_filter(),
+        lambda shape, arch: FILTER,
         (_LANES,),
         _BLOCK | {"depth": "DEPTH"},
         {"sampling filter": (_VOCAB,)},
         _block_fits,
     ),
     "sampling_stats": Space(
-        lambda shape, arch: default_stats_config(),
+        lambda shape, arch: DEFAULT_STATS,
         (_TILES, {"splits": (8, 16, 32)}),
         _BLOCK,
         {"sampling stats": (_VOCAB,)},
@@ -206,7 +198,7 @@ SPACES: dict[str, Space] = {
         tolerance=1e-5,
     ),
     "sampling_logprobs": Space(
-        lambda shape, arch: default_logprobs_config(),
+        lambda shape, arch: DEFAULT_LOGPROBS,
         (_LANES,),
         _BLOCK | {"depth": "DEPTH"},
         {"sampling logprobs": (_VOCAB,)},

@@ -14,12 +14,11 @@ from ...kernels.lora.device_rows import TritonRows
 from ...kernels.lora.groups import RowGroups
 from ...kernels.noise.triton import gumbel_argmax
 from ...kernels.paged_attention import LayerKV, RowArrays, Shape
-from ...kernels.paged_attention.device_step import AttentionOptions, DeviceStep, KVScales
+from ...kernels.paged_attention.device_step import DeviceStep
 from ...kernels.paged_attention.schedule import Planner, gpu_of
 from ...kernels.rms_norm.torch import prepare
 from ...kernels.rms_norm.triton import rms_norm
 from ...kernels.rope import Rotation
-from ...kernels.rope.triton import apply_rope
 from ...kernels.sampling.triton import launch_filter
 from ...kernels.sampling.triton_logprobs import row_stats, top_logprobs
 from ...kernels.silu_mul.triton import silu_mul
@@ -103,6 +102,14 @@ class _Inputs:
         """Logits `[num_rows, vocab]`."""
         return self(num_rows, self.model.vocab, dtype=torch.float32).mul_(3)
 
+    def projection(self, num_tokens: int) -> tuple[Tensor, Rotation]:
+        """Queries, keys and values side by side, and a rotation."""
+        model = self.model
+        qkv = self(num_tokens, (model.heads + 2 * model.kv_heads) * model.head_dim)
+        angles = self(num_tokens, 1, model.head_dim // 2)
+        cos, sin = angles.cos(), angles.sin()
+        return qkv, Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+
     def step(self, num_rows: int, num_queries: int, context: int) -> tuple[DeviceStep, LayerKV]:
         """A step of `num_queries` tokens at the end of each context, and its cache."""
         model, rows = self.model, _rows(num_rows, num_queries, context)
@@ -129,26 +136,16 @@ def _rows(num_rows: int, num_queries: int, context: int) -> RowArrays:
 
 
 def _attention(inputs: _Inputs, num_rows: int, num_queries: int, context: int) -> Run:
-    model, tokens = inputs.model, num_rows * num_queries
     step, kv = inputs.step(num_rows, num_queries, context)
-    q, k, v = (inputs(tokens, n, model.head_dim) for n in (model.heads, model.kv_heads, model.kv_heads))
-    return lambda: (step.attend(q, k, v, kv, AttentionOptions()),)
+    qkv, rotation = inputs.projection(num_rows * num_queries)
+    return lambda: (step.attend_qkv(qkv, rotation, None, kv, None),)
 
 
 def _kv_write(inputs: _Inputs, num_rows: int) -> Run:
     """Rotation of queries and keys, and the write of keys and values."""
-    model = inputs.model
     step, kv = inputs.step(num_rows, 1, 1)
-    qkv = inputs(num_rows, (model.heads + 2 * model.kv_heads) * model.head_dim)
-    rotation = Rotation(inputs(num_rows, 1, model.head_dim), inputs(num_rows, 1, model.head_dim))
-    return lambda: (step.write_qkv(qkv, rotation, None, kv, KVScales()), kv.k, kv.v)
-
-
-def _rope(inputs: _Inputs, num_rows: int) -> Run:
-    model = inputs.model
-    x = inputs(num_rows, model.heads + model.kv_heads, model.head_dim)
-    cos, sin = inputs(num_rows, 1, model.head_dim), inputs(num_rows, 1, model.head_dim)
-    return lambda: (apply_rope(x, cos, sin),)
+    qkv, rotation = inputs.projection(num_rows)
+    return lambda: (step.write_qkv(qkv, rotation, None, kv), kv.k, kv.v)
 
 
 def _norm(inputs: _Inputs, num_rows: int) -> Run:
@@ -223,7 +220,6 @@ def _verification(inputs: _Inputs, rule: int, num_drafts: int, num_requests: int
 
 _OF_ROWS: dict[str, tuple[str, Callable[..., Run]]] = {
     "kv_write": ("head_dim", _kv_write),
-    "rope": ("head_dim", _rope),
     "rms_norm": ("hidden", _norm),
     "silu_mul": ("inner", _activation),
 }
@@ -275,5 +271,5 @@ def _attention_work(model: ModelShape, sizes: WorkSizes) -> Iterator[tuple[tuple
     for rows, queries, context in work:
         layout = planner.layout(_rows(rows, queries, context))
         (group,) = layout.groups
-        shape_of = planner.tuned_shape(group.blocks.block_m, is_long=layout.long is not None)
+        shape_of = planner.tuned_shape(group.block_m, is_long=layout.long is not None)
         yield shape_of, _work(model, f"{rows} x {context}, {queries} queries", _attention, rows, queries, context)

@@ -46,7 +46,7 @@ class Prepared(NamedTuple):
 def prepare(plan: StepPlan, places: dict[Request, int], *, drafts: bool) -> Prepared:
     """Read a step's sequences. `places`: which of the chosen rows of the step before is whose; `drafts`: the device
     drafts without the host."""
-    rows = SequenceRows([], [], [], [])
+    rows = SequenceRows([], [], [], [], prompt_lens=[row.request.num_prompt_tokens for row in plan.rows])
     replayable = all(row.samples and row.num_tokens == 1 + row.num_drafts for row in plan.rows)
     step = Prepared(rows, [], [], [], [], replayable, [], [], [])
     given: list[tuple[int, Sequence[int]]] = []

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....kernels.linear import NativeLinear, PackedLinear, pack
+from ....kernels.linear import Packed, pack
 from ....kernels.rope import Rotation
 from ....kernels.silu_mul import silu_mul
 from ....models.attention import AttentionSpec, make_attention
@@ -49,15 +49,14 @@ class LastRows:
     lie in the same memory."""
 
 
-class _ShiftedRope:
+class _ShiftedRope(RotaryEmbedding):
     """The head's rotary embedding: what is kept at position p of a sequence is rotated as position p - 1."""
 
-    def __init__(self, rope: RotaryEmbedding) -> None:
-        self._rope = rope
-
-    def rotation(self, positions: Tensor, end: int, *, gathers: bool = True) -> Rotation:
-        """See `Rope`; all positions are at least 1."""
-        return self._rope.rotation(positions - 1, end, gathers=gathers)
+    def rotation(
+        self, positions: Tensor, end: int, in_long_prompt: Tensor | None = None, *, gathers: bool = True
+    ) -> Rotation:
+        """See `RotaryEmbedding`; all positions are at least 1."""
+        return super().rotation(positions - 1, end, in_long_prompt, gathers=gathers)
 
 
 class EagleHead:
@@ -90,11 +89,11 @@ class EagleHead:
                 device=self.device,
             )
         )
-        self.rope = _ShiftedRope(RotaryEmbedding(layer.rope, layer.head_dim, dtype=layer.dtype, device=self.device))
+        self.rope = _ShiftedRope(layer.rope, layer.head_dim, dtype=layer.dtype, device=self.device)
         self._build_linears()
         self._build_norms()
         self._embedding: Tensor | None = None
-        self._head: PackedLinear | NativeLinear | None = None
+        self._head: Packed | None = None
         self.vocabulary: DraftVocabulary | None = None
         """Set by the slot "d2t"."""
 

@@ -24,6 +24,7 @@ class Driver:
     kv: list[LayerKV] = field(init=False)
     tables: dict[int, list[int]] = field(default_factory=dict)
     computed: dict[int, int] = field(default_factory=dict)
+    prompt_lens: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.kv = allocate_kv(self.model.kv_layers, NUM_BLOCKS, BLOCK_SIZE, self.model.config.dtype)
@@ -44,6 +45,7 @@ class Driver:
             query_lens=[len(tokens) for tokens in chunks.values()],
             starts=[self.computed.get(row, 0) for row in chunks],
             block_tables=[self.tables[row] for row in chunks],
+            prompt_lens=[self.prompt_lens.get(row, 0) for row in chunks],
         )
         hidden = self.model.forward(build_batch(rows, self.model, self.kv)).hidden
         logits = self.model.compute_logits(hidden).split(rows.query_lens)

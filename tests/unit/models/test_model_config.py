@@ -53,7 +53,7 @@ def test_a_config_without_architectures_is_refused() -> None:
         ({"hidden_act": "gelu"}, "hidden_act", "gelu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "gptq"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters", "yarn"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_scaling", "longrope"),
+        ({"rope_scaling": {"type": "proportional", "factor": 2.0}}, "rope_scaling", "proportional"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling", "low_freq_factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters", "flat"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": "big"}}, "rope_parameters", "rope_theta|theta"),

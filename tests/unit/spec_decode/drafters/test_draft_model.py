@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from outrider.kernels.noise import Stream, gumbel, row_keys
+from outrider.kernels.noise import Stream, row_keys
+from outrider.kernels.noise.torch import gumbel
 from outrider.kernels.sampling import filter_logits
 from outrider.models.batch import KVLayerSpec, LayerKV, allocate_kv
 from outrider.models.checkpoint.loader import load_model

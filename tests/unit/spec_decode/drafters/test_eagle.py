@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.kernels.noise import Stream, gumbel, row_keys
+from outrider.kernels.noise import Stream, row_keys
+from outrider.kernels.noise.torch import gumbel
 from outrider.kernels.sampling import filter_logits
 from outrider.platform.core.request import Status
 from outrider.platform.core.sampling_params import SamplingParams

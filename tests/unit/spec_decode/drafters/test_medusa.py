@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
-from outrider.kernels.noise import Stream, gumbel, row_keys
+from outrider.kernels.noise import Stream, row_keys
+from outrider.kernels.noise.torch import gumbel
 from outrider.kernels.sampling import filter_logits
 from outrider.platform.core.errors import InvalidRequestError, NotFoundError, UnsupportedModelError
 from outrider.platform.core.request import Request

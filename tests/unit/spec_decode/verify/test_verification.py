@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels.noise import Stream, gumbel, gumbel_argmax, row_keys, uniform
+from outrider.kernels.noise import Stream, gumbel_argmax, row_keys, uniform
+from outrider.kernels.noise.torch import gumbel
 from outrider.kernels.sampling import filter_logits
 from outrider.platform.core.request import Request
 from outrider.platform.core.sampling_params import SamplingParams

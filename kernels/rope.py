@@ -1,4 +1,7 @@
-"""Rotation in three torch operations."""
+"""Rotary position embedding (Su et al. 2021) with the half-split pairs of HF Llama.
+
+On a GPU, and in C++, the kernels of attention rotate on the way.
+"""
 
 from __future__ import annotations
 

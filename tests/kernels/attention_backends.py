@@ -1,0 +1,40 @@
+"""Attention backends by their names, and attention of queries and keys that are not rotated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.paged_attention import LayerKV
+from outrider.kernels.rope import Rotation
+from outrider.models.attention import AttentionBackend, AttentionSpec
+from outrider.models.attention.invariant import InvariantAttention
+from outrider.models.attention.native import NativeAttention
+from outrider.models.attention.torch import TorchAttention
+
+CPU_BACKENDS = {"torch": TorchAttention, "invariant": InvariantAttention, "native": NativeAttention}
+
+
+def make_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
+    """The backend called `name`."""
+    if name != "triton":
+        return CPU_BACKENDS[name](spec)
+    from outrider.models.attention.triton import TritonAttention
+
+    return TritonAttention(spec)
+
+
+def unrotated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Rotation]:
+    """q [T, H, D], k and v [T, Hk, D] as a projection's output, and a rotation by no angle."""
+    ones = torch.ones(len(q), 1, q.shape[2], dtype=q.dtype, device=q.device)
+    return torch.cat((q, k, v), 1).flatten(1), Rotation(ones, torch.zeros_like(ones))
+
+
+def attend(
+    backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, plan: Any, window: int | None
+) -> Tensor:
+    """Attention without rotation and norm: [T, H · D]."""
+    qkv, rotation = unrotated(q, k, v)
+    return backend.forward_qkv(qkv, rotation, None, kv, plan, window)
