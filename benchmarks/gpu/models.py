@@ -14,7 +14,7 @@ import torch
 from outrider import LoRARequest
 from outrider.models.checkpoint.json_files import read_json
 from outrider.models.config import config_from_hf
-from outrider.platform.cli.bench.lora.adapters import AdapterWriter
+from outrider.platform.cli.bench.random_adapters import AdapterWriter
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.engine.engine_core import EngineCore
 

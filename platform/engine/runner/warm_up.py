@@ -21,7 +21,7 @@ from .model_runner import ModelRunner
 
 SECONDS = 2.0
 _ROWS = (1, 4, 16, 32, 2, 8, 64, 24, 12, 48, 3, 6)
-_PASSES, _STEPS = 3, 3
+_PASSES, _STEPS = 2, 3
 """Times that each batch comes, and steps with each number of drafts: what disturbs the machine for a while disturbs
 other sizes the next time. The first of the steps verifies what was drafted before."""
 PROMPT = 16
