@@ -65,8 +65,8 @@ class EngineArgs:
     enable_chunked_prefill: bool = True
     prompt_pacing: bool | None = None
     """Limit the prompt tokens of a step that also decodes, so that running sequences hardly slow down; see
-    `platform.engine.prompt_pace`. None: yes, but not in `LLM`, whose users wait for the last output. It needs chunked
-    prefill."""
+    `platform.engine.queue.prompt_throttle`. None: yes, but not in `LLM`, whose users wait for the last output. It needs
+    chunked prefill."""
     scheduling_policy: str = "fcfs"
     fair_prompt_cost: float = 1.0
     """Price of the fair policy, as are the next two: see `FairConfig`."""

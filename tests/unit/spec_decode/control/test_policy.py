@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 
-from outrider.platform.core.batch import RowPlan, StepResult
-from outrider.platform.core.request import Status
+from outrider.platform.core.batch import RowPlan, RowResult, StepPlan, StepResult
+from outrider.platform.core.request import NO_DRAFTS, Status
 from outrider.platform.core.sampling_params import SamplingParams
+from outrider.spec_decode.control.acceptance import NUM_POOLS
 
 from .simulated import CURVES, LOOKUP, MAX_DRAFTS, Costs, World, bound, flat, long, short, stairs
 
@@ -176,6 +177,20 @@ def test_a_new_request_starts_from_its_adapters_estimate():
     world.counts.clear()
     world.run(4)
     assert sum(map(sum, world.counts)) <= 16, "at most a trial of two rows"
+
+
+def test_drafts_of_a_row_that_was_planned_before_its_request_ended_were_made():
+    """Where steps overlap it is computed all the same; the request has no drafts any more."""
+    world = World(long, {(BASE, 0): 1.0}, [BASE], overlaps=True, length=100_000).warm_up()
+    world.run(400)
+    policy, request = world.policy, world.requests[0]
+    rows = world.planned.rows
+    assert rows[0].num_drafts > 1
+    request.status, request.drafts = Status.FINISHED, NO_DRAFTS
+    for _ in range(100):
+        policy.observe(StepPlan(rows, is_followed=True), StepResult([RowResult([], rows[0].num_drafts)]), 0.05)
+    shares = policy._adapters.of(request, 0.0).counts[0].made_shares([1.0] * NUM_POOLS)
+    assert shares[0] > 0.99
 
 
 def test_a_trial_whose_row_has_gone_ends():
