@@ -17,8 +17,8 @@ from .factory import DrafterContext
 _FEW_PLACES = 24
 """Earlier places of the last tokens that are looked at one by one."""
 _FEWEST = 3
-"""Drafts after the shortest match: on the 494M model verifying one takes a quarter of a step, and each more a twentieth,
-so one alone does not pay."""
+"""Drafts after the shortest match: on the 494M model verifying one takes a quarter of a step more, and each other one a
+twentieth, so one alone does not pay."""
 
 
 def lookup(tokens: np.ndarray, min_n: int, max_n: int) -> int:
