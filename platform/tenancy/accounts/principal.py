@@ -73,7 +73,8 @@ def limits_of(fields: Mapping[str, Any], base: Limits = NO_LIMITS) -> Limits:
         try:
             if name not in _TYPES:
                 raise ValueError(f"there is no such limit; there are {', '.join(sorted(_TYPES))}")
-            changes[name] = getattr(NO_LIMITS, name) if value is None else msgspec.convert(value, _TYPES[name])
+            checked = getattr(NO_LIMITS, name) if value is None else msgspec.convert(value, _TYPES[name])
+            changes[name] = tuple(dict.fromkeys(checked)) if isinstance(checked, tuple) else checked  # each name once
         except ValueError as error:  # msgspec's too
             param = f"limits.{name[:64]}"
             raise InvalidRequestError(f"{param}: {str(error).replace('Expected', 'must be', 1)}", param=param) from None

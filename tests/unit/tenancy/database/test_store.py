@@ -126,6 +126,7 @@ def test_limits_survive_json():
     assert limits_of(limit_fields(ALL_LIMITS)) == ALL_LIMITS
     assert limit_fields(Limits()) == {}
     assert limits_of({"allowed_adapters": []}).allowed_adapters == ()
+    assert limits_of({"allowed_adapters": ["b", "a", "b"]}).allowed_adapters == ("b", "a")
 
 
 @pytest.mark.parametrize(
