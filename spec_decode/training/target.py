@@ -22,14 +22,12 @@ MISSING_EXTRA = "training with adapters needs peft: pip install 'outrider[train]
 
 
 class Labels(NamedTuple):
-    """N positions after which a token comes that counts, row by row and ascending within a row."""
+    """N positions after which a token comes that is learned, row by row and ascending within a row."""
 
     rows: Tensor
     """[N] row of the batch."""
     positions: Tensor
     """[N] position p; token p + 1 is to be guessed."""
-    weights: Tensor
-    """[N] how much that guess counts, above 0."""
     states: Tensor
     """[N, H] the target's state at position p, as its head reads it."""
     greedy: Tensor
@@ -180,10 +178,9 @@ class Target:
         if self._before_norm is not None:
             entering[-1], self._before_norm = self._before_norm, None
         aux = tuple(entering[layer] for layer in self.aux_layers)
-        rows, positions = batch.weights[:, 1:].nonzero(as_tuple=True)
-        weights = batch.weights[rows, positions + 1]
+        rows, positions = batch.learned[:, 1:].nonzero(as_tuple=True)
         states = hidden[rows, positions]
-        labels = Labels(rows, positions, weights, states, self.head.greedy(states))
+        labels = Labels(rows, positions, states, self.head.greedy(states))
         return Features(batch.ids, hidden, aux, labels, self.head)
 
 
@@ -199,13 +196,11 @@ def load_target(
     dtype: torch.dtype,
     device: torch.device,
     aux_layers: tuple[int, ...] | None = (),
-    option: str = "aux_layers",
 ) -> Target:
     """Load a target.
 
     Args:
         aux_layers: whose inputs are wanted; None chooses them as EAGLE-3 does (`choose_aux_layers`).
-        option: what named them, for errors.
 
     Raises:
         NotFoundError, UnsupportedModelError, AdapterError: it cannot be loaded.
@@ -218,7 +213,7 @@ def load_target(
     layers = choose_aux_layers(num_layers) if aux_layers is None else aux_layers
     if any(not 0 <= layer <= num_layers for layer in layers):
         given = ", ".join(map(str, layers))
-        raise wrong(option, f"names layers that must be in [0, {num_layers}], the target's; got {given}")
+        raise wrong("aux_layers", f"names layers that must be in [0, {num_layers}], the target's; got {given}")
     if adapter is not None:
         peft = import_peft()
         try:

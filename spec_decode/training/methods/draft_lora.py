@@ -105,9 +105,9 @@ class DraftModelLora(TrainedDrafter):
 
     def loss(self, features: Features) -> Tensor:
         """Cross entropy against the target's distribution."""
-        weights = features.labels.weights
-        step = Step(self._hidden(features), torch.arange(len(weights), device=weights.device))
-        return soft_cross_entropy([step], self._lm_head.weight, wanted_of(features), weights)
+        hidden = self._hidden(features)
+        step = Step(hidden, torch.arange(len(hidden), device=hidden.device))
+        return soft_cross_entropy([step], self._lm_head.weight, wanted_of(features))
 
     def guesses(self, features: Features, k: int) -> Tensor:
         """Guesses [N, k], equal at every place of a round: the model reads right drafts as the text that they are."""

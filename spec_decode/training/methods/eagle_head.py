@@ -17,8 +17,13 @@ from torch.nn import functional as F
 
 from ..output_files import write_model
 from ..target import Features, Labels
-from .base import Step, TrainedDrafter, greedy_tokens, soft_cross_entropy, wanted_of
+from .base import STEP_DECAY, Step, TrainedDrafter, greedy_tokens, soft_cross_entropy, wanted_of
 from .layers import MLP, ChainAttention, ChainKV, HeadShape, RMSNorm
+
+FEATURE_NOISE = 0.1
+"""Half width of the uniform noise on EAGLE's features (Li et al. 2024)."""
+TOKEN_WEIGHT = 0.1
+"""Weight of the tokens' cross entropy beside the states' smooth L1, for EAGLE (Li et al. 2024)."""
 
 
 class Shared(NamedTuple):
@@ -35,12 +40,11 @@ class Shared(NamedTuple):
 class EagleHead(TrainedDrafter):
     """Common part of EAGLE and EAGLE-3 heads. Module names are those under which adapters address them."""
 
-    def __init__(self, shape: HeadShape, shared: Shared, unroll: int, step_decay: float) -> None:
+    def __init__(self, shape: HeadShape, shared: Shared, unroll: int) -> None:
         super().__init__()
         self.shape = shape
         self._shared = shared  # a tuple: no parameters of this module
         self._unroll = unroll
-        self._decay = step_decay
 
     @abstractmethod
     def start(self, features: Features) -> Tensor:
@@ -98,15 +102,14 @@ class EagleHead(TrainedDrafter):
     def token_loss(self, steps: Sequence[tuple[Tensor, Tensor]], features: Features) -> Tensor:
         """Cross entropy of the unroll over the draft vocabulary, where the target's choice is in it."""
         states = [Step(self.normed(hidden), index) for hidden, index in steps]
-        tokens, weights = self.vocabulary, features.labels.weights
+        tokens = self.vocabulary
         if tokens is None:
-            return soft_cross_entropy(states, self.lm_head_weight, wanted_of(features), weights, self._decay)
+            return soft_cross_entropy(states, self.lm_head_weight, wanted_of(features))
         known = torch.isin(features.labels.greedy, tokens)
         kept = known.nonzero(as_tuple=True)[0]
         number = known.cumsum(0) - 1
         states = [Step(hidden[known[index]], number[index[known[index]]]) for hidden, index in states]
-        wanted = wanted_of(features, kept, tokens)
-        return soft_cross_entropy(states, self.lm_head_weight, wanted, weights[kept], self._decay)
+        return soft_cross_entropy(states, self.lm_head_weight, wanted_of(features, kept, tokens))
 
     def guesses(self, features: Features, k: int) -> Tensor:
         """As in `TrainedDrafter`."""
@@ -148,14 +151,13 @@ class Eagle3Head(EagleHead):
         aux_layers: tuple[int, ...],
         *,
         unroll: int = 4,
-        step_decay: float = 0.8,
         draft_tokens: list[int] | None = None,
         own: tuple[bool, bool] = (False, False),
         norm_before_residual: bool = False,
     ) -> None:
         """`draft_tokens`: the target's ids of the draft vocabulary, ascending; None when it is the target's.
         `own`: whether embeddings and lm_head are trained copies, not the target's."""
-        super().__init__(shape, shared, unroll, step_decay)
+        super().__init__(shape, shared, unroll)
         self._aux_layers = aux_layers
         self._norm_before_residual = norm_before_residual
         self.fc = nn.Linear(len(aux_layers) * shape.target_hidden_size, shape.hidden_size, bias=False)
@@ -272,19 +274,10 @@ class Eagle1Head(EagleHead):
     With `unroll` above 1 it is trained on its own states too (HASS, Zhang et al. 2024, arXiv:2408.15766).
     """
 
-    def __init__(
-        self,
-        shape: HeadShape,
-        shared: Shared,
-        *,
-        unroll: int = 1,
-        step_decay: float = 0.8,
-        weights: tuple[float, float] = (1.0, 0.1),
-        noise: float = 0.1,
-    ) -> None:
-        """`weights`: of the states' smooth L1 and of the tokens' cross entropy; `noise` on features, in training."""
-        super().__init__(shape, shared, unroll, step_decay)
-        self._weights, self._noise = weights, noise
+    def __init__(self, shape: HeadShape, shared: Shared, unroll: int = 1, noise: float = FEATURE_NOISE) -> None:
+        """`noise`: half width of the uniform noise on features, in training."""
+        super().__init__(shape, shared, unroll)
+        self._noise = noise
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
         self.layers = nn.ModuleList([_EagleLayer(shape)])
 
@@ -302,28 +295,21 @@ class Eagle1Head(EagleHead):
     def loss(self, features: Features) -> Tensor:
         """Smooth L1 to the target's hidden states plus cross entropy of the tokens, both averaged over the unroll."""
         steps = list(self.steps(features, self._unroll))
-        loss = torch.zeros((), device=features.hidden.device)
-        if self._weights[0]:
-            losses = [self._state_loss(hidden, features, index) for hidden, index in steps]
-            factors = [self._decay**number for number in range(len(steps))]
-            total = torch.stack([factor * loss for factor, loss in zip(factors, losses, strict=True)]).sum()
-            loss = self._weights[0] * total / sum(factors)
-        if self._weights[1]:
-            loss = loss + self._weights[1] * self.token_loss(steps, features)
-        return loss
-
-    def _state_loss(self, hidden: Tensor, features: Features, index: Tensor) -> Tensor:
-        if not len(hidden):
-            return hidden.sum() * 0.0
-        weights, wanted = features.labels.weights[index], features.labels.states[index].float()
-        apart = F.smooth_l1_loss(hidden.float(), wanted, reduction="none").mean(-1)
-        return (apart * weights).sum() / weights.sum()
+        losses = [_state_loss(hidden, features.labels.states[index]) for hidden, index in steps]
+        factors = [STEP_DECAY**number for number in range(len(steps))]
+        total = torch.stack([factor * loss for factor, loss in zip(factors, losses, strict=True)]).sum()
+        return total / sum(factors) + TOKEN_WEIGHT * self.token_loss(steps, features)
 
     def export(self, folder: Path) -> None:
         """config.json and model.safetensors. The embeddings go along: loaders of this format expect them."""
         tensors = {name: p.to(torch.bfloat16) for name, p in self.named_parameters()}
         tensors["embed_tokens.weight"] = self._shared.embeddings.to(torch.bfloat16)
         write_model(folder, llama_config(self.shape) | {"architectures": ["LlamaForCausalLM"], "bias": False}, tensors)
+
+
+def _state_loss(hidden: Tensor, wanted: Tensor) -> Tensor:
+    """Smooth L1 of states [M, H]; 0 without any."""
+    return F.smooth_l1_loss(hidden.float(), wanted.float()) if len(hidden) else hidden.sum() * 0.0
 
 
 def root_windows(labels: Labels, ids: Tensor, count: int) -> Tensor:
