@@ -11,6 +11,7 @@ A line is one of
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -277,11 +278,6 @@ def frequent_tokens(samples: Iterable[Sample], count: int, always: Iterable[int]
     Tokenizers number what they merged early, and so what is frequent, first.
     """
     seen = learned_tokens(samples)
-    ranked = [*always, *sorted(seen, key=lambda token: (-seen[token], token))]
-    chosen = list(dict.fromkeys(ranked))[:count]
-    known, filler = set(chosen), 0
-    while len(chosen) < count:
-        if filler not in known:
-            chosen.append(filler)
-        filler += 1
-    return sorted(chosen)
+    ranked = dict.fromkeys([*always, *sorted(seen, key=lambda token: (-seen[token], token))])
+    unseen = (token for token in itertools.count() if token not in ranked)
+    return sorted(itertools.islice(itertools.chain(ranked, unseen), count))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import threading
 import time
@@ -24,7 +23,7 @@ from .features import FeatureCache
 from .measurement import Measured, measure
 from .methods.base import TrainedDrafter
 from .options import TrainOptions
-from .output_files import write_torch
+from .output_files import aside
 from .progress import Progress, Speed
 from .target import Target
 
@@ -210,7 +209,8 @@ class Trainer:
         }
         path = self._folder / CHECKPOINT
         path.parent.mkdir(exist_ok=True)
-        write_torch(path, state)
+        with aside(path) as file:
+            torch.save(state, file)
 
     def _load(self) -> int:
         """Restore the checkpoint and cut the log there; 0 when there is none yet."""
@@ -238,9 +238,8 @@ class Trainer:
         path = self._folder / LOG
         if path.is_file():
             lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-            aside = path.with_name(path.name + ".new")
-            aside.write_text("".join(line + "\n" for line in lines if _step_of(line) <= step), encoding="utf-8")
-            os.replace(aside, path)
+            with aside(path) as file:
+                file.write_text("".join(line + "\n" for line in lines if _step_of(line) <= step), encoding="utf-8")
 
 
 def _step_of(line: str) -> float:

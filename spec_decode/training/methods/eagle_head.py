@@ -239,9 +239,9 @@ class Eagle3Head(EagleHead):
 
     def export(self, folder: Path) -> None:
         """config.json and model.safetensors with the layer as `midlayer`; shared matrices are left out."""
-        tensors = {name.replace("layers.0.", "midlayer."): p.to(torch.bfloat16) for name, p in self.named_parameters()}
+        tensors = {name.replace("layers.0.", "midlayer."): p for name, p in self.named_parameters()}
         if self.vocabulary is not None:
-            tensors.setdefault("lm_head.weight", self._target_rows.to(torch.bfloat16))
+            tensors.setdefault("lm_head.weight", self._target_rows)
             tokens = self._draft_tokens.cpu()
             known = torch.zeros(self.shape.vocab_size, dtype=torch.bool)
             known[tokens] = True
@@ -302,8 +302,7 @@ class Eagle1Head(EagleHead):
 
     def export(self, folder: Path) -> None:
         """config.json and model.safetensors. The embeddings go along: loaders of this format expect them."""
-        tensors = {name: p.to(torch.bfloat16) for name, p in self.named_parameters()}
-        tensors["embed_tokens.weight"] = self._shared.embeddings.to(torch.bfloat16)
+        tensors = dict(self.named_parameters()) | {"embed_tokens.weight": self._shared.embeddings}
         write_model(folder, llama_config(self.shape) | {"architectures": ["LlamaForCausalLM"], "bias": False}, tensors)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..output_files import write_json, write_torch
+from ..output_files import aside, write_json
 from ..target import Features
 from .base import STEP_DECAY, Step, TrainedDrafter, at_roots, greedy_tokens, soft_cross_entropy, wanted_of
 
@@ -81,4 +81,5 @@ class MedusaHeads(TrainedDrafter):
         }
         write_json(folder / "config.json", config)
         halves = {name: tensor.detach().to(torch.bfloat16).cpu() for name, tensor in tensors.items()}
-        write_torch(folder / WEIGHTS_FILE, halves)
+        with aside(folder / WEIGHTS_FILE) as file:
+            torch.save(halves, file)
