@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ....models.config import DecoderConfig
+from ...drafters.eagle.config import EagleConfig
 from ..output_files import write_model
 from ..target import Features, Labels
 from .base import STEP_DECAY, Step, TrainedDrafter, greedy_tokens, soft_cross_entropy, wanted_of
-from .layers import MLP, ChainAttention, ChainKV, HeadShape, RMSNorm
+from .layers import MLP, ChainAttention, ChainKV, RMSNorm
 
 FEATURE_NOISE = 0.1
 """Half width of the uniform noise on EAGLE's features (Li et al. 2024)."""
@@ -40,9 +42,9 @@ class Shared(NamedTuple):
 class EagleHead(TrainedDrafter):
     """Common part of EAGLE and EAGLE-3 heads. Module names are those under which adapters address them."""
 
-    def __init__(self, shape: HeadShape, shared: Shared, unroll: int) -> None:
+    def __init__(self, config: EagleConfig, shared: Shared, unroll: int) -> None:
         super().__init__()
-        self.shape = shape
+        self.config = config
         self._shared = shared  # a tuple: no parameters of this module
         self._unroll = unroll
 
@@ -115,7 +117,7 @@ class EagleHead(TrainedDrafter):
         """As in `TrainedDrafter`."""
         found = features.labels.positions.new_full((len(features.labels.positions), k), -1)
         for step, (hidden, index) in enumerate(self.steps(features, k)):
-            found[index, step] = self.token_ids(greedy_tokens(self.logits, hidden, self.shape.draft_vocab_size))
+            found[index, step] = self.token_ids(greedy_tokens(self.logits, hidden, self.config.draft_vocab_size))
         return found
 
     def token_ids(self, drafted: Tensor) -> Tensor:
@@ -124,15 +126,16 @@ class EagleHead(TrainedDrafter):
 
 
 class _Eagle3Layer(nn.Module):
-    def __init__(self, shape: HeadShape, norm_before_residual: bool) -> None:
+    def __init__(self, config: EagleConfig) -> None:
         super().__init__()
-        size, eps = shape.hidden_size, shape.rms_norm_eps
-        self._norm_before_residual = norm_before_residual
+        layer = config.layer
+        size, eps = layer.hidden_size, layer.rms_norm_eps
+        self._norm_before_residual = config.norm_before_residual
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
-        self.self_attn = ChainAttention(shape, 2 * size)
+        self.self_attn = ChainAttention(layer, 2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps)
-        self.mlp = MLP(shape)
+        self.mlp = MLP(layer)
 
     def forward(self, embedded: Tensor, state: Tensor, kv: ChainKV) -> Tensor:
         normed = self.hidden_norm(state)
@@ -145,39 +148,30 @@ class Eagle3Head(EagleHead):
     """EAGLE-3 (Li et al. 2025, arXiv:2503.01840): reads three layers, drafts from a vocabulary that may be smaller."""
 
     def __init__(
-        self,
-        shape: HeadShape,
-        shared: Shared,
-        aux_layers: tuple[int, ...],
-        *,
-        unroll: int = 4,
-        draft_tokens: list[int] | None = None,
-        own: tuple[bool, bool] = (False, False),
-        norm_before_residual: bool = False,
+        self, config: EagleConfig, shared: Shared, unroll: int = 4, draft_tokens: list[int] | None = None
     ) -> None:
-        """`draft_tokens`: the target's ids of the draft vocabulary, ascending; None when it is the target's.
-        `own`: whether embeddings and lm_head are trained copies, not the target's."""
-        super().__init__(shape, shared, unroll)
-        self._aux_layers = aux_layers
-        self._norm_before_residual = norm_before_residual
-        self.fc = nn.Linear(len(aux_layers) * shape.target_hidden_size, shape.hidden_size, bias=False)
-        self.layers = nn.ModuleList([_Eagle3Layer(shape, norm_before_residual)])
-        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        fits = shape.hidden_size == shape.target_hidden_size
-        tokens = torch.arange(shape.vocab_size) if draft_tokens is None else torch.tensor(draft_tokens)
+        """`draft_tokens`: the target's ids of the draft vocabulary, ascending; None when it is the target's. What
+        `config` says is the head's own is trained, and begins as the target's where sizes agree."""
+        super().__init__(config, shared, unroll)
+        layer = config.layer
+        size = layer.hidden_size
+        self.fc = nn.Linear(len(config.aux_layers) * config.target_hidden_size, size, bias=False)
+        self.layers = nn.ModuleList([_Eagle3Layer(config)])
+        self.norm = RMSNorm(size, layer.rms_norm_eps)
+        tokens = torch.arange(layer.vocab_size) if draft_tokens is None else torch.tensor(draft_tokens)
         self._draft_tokens = tokens.to(shared.lm_head.device)
         self._target_rows = shared.lm_head if draft_tokens is None else shared.lm_head[self._draft_tokens]
         self.embed_tokens: nn.Embedding | None = None
         self.lm_head: nn.Linear | None = None
-        if own[0]:
-            self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(layer.vocab_size, size)
             nn.init.normal_(self.embed_tokens.weight, std=0.02)
-        if own[1]:
-            self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
+        if config.own_head:
+            self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         with torch.no_grad():
-            if self.embed_tokens is not None and fits:
+            if self.embed_tokens is not None and size == config.target_hidden_size:
                 self.embed_tokens.weight.copy_(shared.embeddings)
-            if self.lm_head is not None and fits:
+            if self.lm_head is not None and size == config.target_hidden_size:
                 self.lm_head.weight.copy_(self._target_rows)
 
     @torch.no_grad()
@@ -187,8 +181,8 @@ class Eagle3Head(EagleHead):
         Of a wider MLP the first rows are taken. The part that reads embeddings begins with random weights, and the
         first layer's norm. In 24 steps on SmolLM2-135M the held-out loss fell to 5.8 so, and to 7.5 from a random fc.
         """
-        size = self.shape.hidden_size
-        if size != self.shape.target_hidden_size:
+        size = self.config.layer.hidden_size
+        if size != self.config.target_hidden_size:
             return
         self.fc.weight.zero_()[:, -size:].copy_(torch.eye(size))
         own = dict(self.named_parameters())
@@ -215,7 +209,7 @@ class Eagle3Head(EagleHead):
     @property
     def vocabulary(self) -> Tensor | None:
         """Rows of the `draft_tokens`."""
-        return None if self.shape.draft_vocab_size == self.shape.vocab_size else self._draft_tokens
+        return None if self.config.draft_vocab_size == self.config.layer.vocab_size else self._draft_tokens
 
     def start(self, features: Features) -> Tensor:
         """Fuse the three layers."""
@@ -243,25 +237,25 @@ class Eagle3Head(EagleHead):
         if self.vocabulary is not None:
             tensors.setdefault("lm_head.weight", self._target_rows)
             tokens = self._draft_tokens.cpu()
-            known = torch.zeros(self.shape.vocab_size, dtype=torch.bool)
+            known = torch.zeros(self.config.layer.vocab_size, dtype=torch.bool)
             known[tokens] = True
             tensors |= {"d2t": tokens - torch.arange(len(tokens)), "t2d": known}
-        config = llama_config(self.shape) | {
+        config = llama_config(self.config.layer) | {
             "architectures": ["LlamaForCausalLMEagle3"],
-            "draft_vocab_size": self.shape.draft_vocab_size,
-            "target_hidden_size": self.shape.target_hidden_size,
-            "eagle_aux_hidden_state_layer_ids": list(self._aux_layers),
-            "norm_before_residual": self._norm_before_residual,
+            "draft_vocab_size": self.config.draft_vocab_size,
+            "target_hidden_size": self.config.target_hidden_size,
+            "eagle_aux_hidden_state_layer_ids": list(self.config.aux_layers),
+            "norm_before_residual": self.config.norm_before_residual,
         }
         write_model(folder, config, tensors)
 
 
 class _EagleLayer(nn.Module):
-    def __init__(self, shape: HeadShape) -> None:
+    def __init__(self, layer: DecoderConfig) -> None:
         super().__init__()
-        self.self_attn = ChainAttention(shape, shape.hidden_size)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = MLP(shape)
+        self.self_attn = ChainAttention(layer, layer.hidden_size)
+        self.post_attention_layernorm = RMSNorm(layer.hidden_size, layer.rms_norm_eps)
+        self.mlp = MLP(layer)
 
     def forward(self, x: Tensor, kv: ChainKV) -> Tensor:
         residual = x + self.self_attn(x, kv)
@@ -274,12 +268,13 @@ class Eagle1Head(EagleHead):
     With `unroll` above 1 it is trained on its own states too (HASS, Zhang et al. 2024, arXiv:2408.15766).
     """
 
-    def __init__(self, shape: HeadShape, shared: Shared, unroll: int = 1, noise: float = FEATURE_NOISE) -> None:
+    def __init__(self, config: EagleConfig, shared: Shared, unroll: int = 1, noise: float = FEATURE_NOISE) -> None:
         """`noise`: half width of the uniform noise on features, in training."""
-        super().__init__(shape, shared, unroll)
+        super().__init__(config, shared, unroll)
         self._noise = noise
-        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
-        self.layers = nn.ModuleList([_EagleLayer(shape)])
+        size = config.layer.hidden_size
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.layers = nn.ModuleList([_EagleLayer(config.layer)])
 
     def start(self, features: Features) -> Tensor:
         """The target's last hidden states; in training with noise, so that errors do not add up."""
@@ -303,7 +298,9 @@ class Eagle1Head(EagleHead):
     def export(self, folder: Path) -> None:
         """config.json and model.safetensors. The embeddings go along: loaders of this format expect them."""
         tensors = dict(self.named_parameters()) | {"embed_tokens.weight": self._shared.embeddings}
-        write_model(folder, llama_config(self.shape) | {"architectures": ["LlamaForCausalLM"], "bias": False}, tensors)
+        write_model(
+            folder, llama_config(self.config.layer) | {"architectures": ["LlamaForCausalLM"], "bias": False}, tensors
+        )
 
 
 def _state_loss(hidden: Tensor, wanted: Tensor) -> Tensor:
@@ -324,20 +321,20 @@ def root_windows(labels: Labels, ids: Tensor, count: int) -> Tensor:
     return (starts[:, None] + torch.arange(width, device=ids.device)).clamp(max=length - 1)
 
 
-def llama_config(shape: HeadShape) -> dict[str, Any]:
+def llama_config(layer: DecoderConfig) -> dict[str, Any]:
     """The part of config.json that both formats share."""
     return {
         "model_type": "llama",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "head_dim": layer.head_dim,
         "num_hidden_layers": 1,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": shape.max_position_embeddings,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "rope_theta": shape.rope_theta,
+        "vocab_size": layer.vocab_size,
+        "max_position_embeddings": layer.max_position_embeddings,
+        "rms_norm_eps": layer.rms_norm_eps,
+        "rope_theta": layer.rope.theta,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,

@@ -152,7 +152,7 @@ def test_exported_heads_guess_the_same(case, options, samples, read_batch, tmp_p
     # and it can be read again
     shared = Shared(target.embeddings, target.lm_head, target.last_layer)
     stored = read_head(options("draft-lora", draft=str(tmp_path)))
-    again = load_head(stored, target, shared).eval()
+    again = load_head(stored, shared).eval()
     assert torch.equal(again.guesses(features, K), drafter.guesses(features, K))
 
 
