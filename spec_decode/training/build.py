@@ -21,7 +21,7 @@ from ..drafters.eagle.config import HIDDEN_NORM, EagleConfig, head_tensors, read
 from .data import Sample, choose_vocab_size, frequent_tokens
 from .methods.base import TrainedDrafter
 from .methods.draft_lora import DraftModelLora, HeadLora
-from .methods.eagle_head import Eagle1Head, Eagle3Head, EagleHead, Shared
+from .methods.eagle_head import Eagle1Head, Eagle3Head, EagleHead
 from .methods.medusa_heads import MedusaHeads
 from .options import TrainOptions, wrong
 from .target import Target, load_causal_lm, read_config
@@ -74,30 +74,29 @@ def new_drafter(options: TrainOptions, target: Target, samples: Sequence[Sample]
         InvalidRequestError, NotFoundError: sizes or files that do not fit.
     """
     torch.manual_seed(options.seed)
-    shared = Shared(target.embeddings, target.lm_head, target.last_layer)
     if options.method == "medusa":
         base_name = options.base_name or options.model
         return MedusaHeads(target.lm_head, options.medusa_heads, options.medusa_layers, base_name)
     if options.method == "draft-lora":
-        return _draft_lora(options, target, shared)
+        return _draft_lora(options, target)
     config = head_config(options, target, samples)
     if options.method == "eagle":
-        return Eagle1Head(config, shared, options.unroll or _EAGLE1_UNROLL)
+        return Eagle1Head(config, target, options.unroll or _EAGLE1_UNROLL)
     tokens, size = None, config.draft_vocab_size
     if size != target.config.vocab_size:
         tokens = frequent_tokens(samples, size, target.eos_tokens)
-    head = Eagle3Head(config, shared, options.unroll or _EAGLE3_UNROLL, tokens)
+    head = Eagle3Head(config, target, options.unroll or _EAGLE3_UNROLL, tokens)
     head.begin_as_last_layer()  # EAGLE's layer, which has no input norm, trains better from random weights
     return head
 
 
-def _draft_lora(options: TrainOptions, target: Target, shared: Shared) -> TrainedDrafter:
+def _draft_lora(options: TrainOptions, target: Target) -> TrainedDrafter:
     draft = options.draft or ""
     alpha = options.alpha or 2.0 * options.rank
     stored = read_head(options)
     if stored is not None:
-        return HeadLora(load_head(stored, shared, options.unroll), options.rank, alpha, options.base_name or draft)
-    device = shared.lm_head.device
+        return HeadLora(load_head(stored, target, options.unroll), options.rank, alpha, options.base_name or draft)
+    device = target.lm_head.device
     if options.unroll is not None:
         raise wrong("unroll", f"is for heads, and {draft} is a model of its own")
     causal = load_causal_lm(draft, torch.float32, device, option="draft")
@@ -146,7 +145,7 @@ def _errors_name_draft() -> Iterator[None]:
         raise kind(f"--draft: {error.message.removeprefix(f'{PARAM}: ')}", param="draft") from error
 
 
-def load_head(stored: StoredHead, shared: Shared, unroll: int | None = None) -> EagleHead:
+def load_head(stored: StoredHead, target: Target, unroll: int | None = None) -> EagleHead:
     """An EAGLE or EAGLE-3 head, in float32.
 
     Raises:
@@ -165,14 +164,14 @@ def load_head(stored: StoredHead, shared: Shared, unroll: int | None = None) -> 
     if config.eagle3:
         d2t = tensors.pop("d2t", None)
         tokens = None if d2t is None else _draft_tokens(d2t.read(), config)
-        head = Eagle3Head(config, shared, unroll or _EAGLE3_UNROLL, tokens)
+        head = Eagle3Head(config, target, unroll or _EAGLE3_UNROLL, tokens)
     else:
         tensors.pop("embed_tokens.weight", None)
-        head = Eagle1Head(config, shared, unroll or _EAGLE3_UNROLL, noise=0.0)
+        head = Eagle1Head(config, target, unroll or _EAGLE3_UNROLL, noise=0.0)
     with _errors_name_draft():
         slots = {name: WeightSlot(tuple(p.shape), p.data.copy_) for name, p in head.named_parameters()}
         fill(stored.folder, slots, tensors)
-    return head.to(shared.lm_head.device)
+    return head.to(target.lm_head.device)
 
 
 def _draft_tokens(d2t: Tensor, config: EagleConfig) -> list[int]:

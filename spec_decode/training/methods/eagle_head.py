@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ....models.config import DecoderConfig
 from ...drafters.eagle.config import EagleConfig
 from ..output_files import write_model
-from ..target import Features, Labels
+from ..target import Features, Labels, Target
 from .base import STEP_DECAY, Step, TrainedDrafter, greedy_tokens, soft_cross_entropy, wanted_of
 from .layers import MLP, ChainAttention, ChainKV, RMSNorm
 
@@ -28,24 +28,13 @@ TOKEN_WEIGHT = 0.1
 """Weight of the tokens' cross entropy beside the states' smooth L1, for EAGLE (Li et al. 2024)."""
 
 
-class Shared(NamedTuple):
-    """The target's weights that a head uses and does not train, or begins with."""
-
-    embeddings: Tensor
-    """[V, H_target]."""
-    lm_head: Tensor
-    """[V, H_target]."""
-    last_layer: dict[str, Tensor]
-    """First weights of a new head: `Target.last_layer`."""
-
-
 class EagleHead(TrainedDrafter):
     """Common part of EAGLE and EAGLE-3 heads. Module names are those under which adapters address them."""
 
-    def __init__(self, config: EagleConfig, shared: Shared, unroll: int) -> None:
+    def __init__(self, config: EagleConfig, target: Target, unroll: int) -> None:
         super().__init__()
         self.config = config
-        self._shared = shared  # a tuple: no parameters of this module
+        self._target = target  # no module: its weights are no parameters of this one
         self._unroll = unroll
 
     @abstractmethod
@@ -63,7 +52,7 @@ class EagleHead(TrainedDrafter):
     @property
     def lm_head_weight(self) -> Tensor:
         """[draft vocabulary, H]."""
-        return self._shared.lm_head
+        return self._target.lm_head
 
     def logits(self, state: Tensor) -> Tensor:
         """[..., H] to [..., draft vocabulary]."""
@@ -72,7 +61,7 @@ class EagleHead(TrainedDrafter):
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids to [..., H]."""
-        return F.embedding(ids, self._shared.embeddings)
+        return F.embedding(ids, self._target.embeddings)
 
     def steps(self, features: Features, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """States [M, H] at the roots of each of `count` steps, and the labels [M] that they guess at.
@@ -148,19 +137,19 @@ class Eagle3Head(EagleHead):
     """EAGLE-3 (Li et al. 2025, arXiv:2503.01840): reads three layers, drafts from a vocabulary that may be smaller."""
 
     def __init__(
-        self, config: EagleConfig, shared: Shared, unroll: int = 4, draft_tokens: list[int] | None = None
+        self, config: EagleConfig, target: Target, unroll: int = 4, draft_tokens: list[int] | None = None
     ) -> None:
         """`draft_tokens`: the target's ids of the draft vocabulary, ascending; None when it is the target's. What
         `config` says is the head's own is trained, and begins as the target's where sizes agree."""
-        super().__init__(config, shared, unroll)
+        super().__init__(config, target, unroll)
         layer = config.layer
         size = layer.hidden_size
         self.fc = nn.Linear(len(config.aux_layers) * config.target_hidden_size, size, bias=False)
         self.layers = nn.ModuleList([_Eagle3Layer(config)])
         self.norm = RMSNorm(size, layer.rms_norm_eps)
         tokens = torch.arange(layer.vocab_size) if draft_tokens is None else torch.tensor(draft_tokens)
-        self._draft_tokens = tokens.to(shared.lm_head.device)
-        self._target_rows = shared.lm_head if draft_tokens is None else shared.lm_head[self._draft_tokens]
+        self._draft_tokens = tokens.to(target.lm_head.device)
+        self._target_rows = target.lm_head if draft_tokens is None else target.lm_head[self._draft_tokens]
         self.embed_tokens: nn.Embedding | None = None
         self.lm_head: nn.Linear | None = None
         if config.own_embedding:
@@ -170,7 +159,7 @@ class Eagle3Head(EagleHead):
             self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         with torch.no_grad():
             if self.embed_tokens is not None and size == config.target_hidden_size:
-                self.embed_tokens.weight.copy_(shared.embeddings)
+                self.embed_tokens.weight.copy_(target.embeddings)
             if self.lm_head is not None and size == config.target_hidden_size:
                 self.lm_head.weight.copy_(self._target_rows)
 
@@ -191,7 +180,7 @@ class Eagle3Head(EagleHead):
             "first_norm.weight": "layers.0.input_layernorm.weight",
             "input_layernorm.weight": "layers.0.hidden_norm.weight",
         }
-        for name, theirs in self._shared.last_layer.items():
+        for name, theirs in self._target.last_layer.items():
             mine = own.get(names.get(name, f"layers.0.{name}"))
             if mine is None:
                 continue
@@ -268,9 +257,9 @@ class Eagle1Head(EagleHead):
     With `unroll` above 1 it is trained on its own states too (HASS, Zhang et al. 2024, arXiv:2408.15766).
     """
 
-    def __init__(self, config: EagleConfig, shared: Shared, unroll: int = 1, noise: float = FEATURE_NOISE) -> None:
+    def __init__(self, config: EagleConfig, target: Target, unroll: int = 1, noise: float = FEATURE_NOISE) -> None:
         """`noise`: half width of the uniform noise on features, in training."""
-        super().__init__(config, shared, unroll)
+        super().__init__(config, target, unroll)
         self._noise = noise
         size = config.layer.hidden_size
         self.fc = nn.Linear(2 * size, size, bias=False)
@@ -297,7 +286,7 @@ class Eagle1Head(EagleHead):
 
     def export(self, folder: Path) -> None:
         """config.json and model.safetensors. The embeddings go along: loaders of this format expect them."""
-        tensors = dict(self.named_parameters()) | {"embed_tokens.weight": self._shared.embeddings}
+        tensors = dict(self.named_parameters()) | {"embed_tokens.weight": self._target.embeddings}
         write_model(
             folder, llama_config(self.config.layer) | {"architectures": ["LlamaForCausalLM"], "bias": False}, tensors
         )

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from outrider.platform.core.errors import InvalidRequestError
 from outrider.spec_decode.training.build import load_head, new_drafter, read_head
-from outrider.spec_decode.training.methods.eagle_head import Shared
 
 K = 3
 
@@ -150,9 +149,8 @@ def test_exported_heads_guess_the_same(case, options, samples, read_batch, tmp_p
     assert compared[0] > 60
     assert ("embed_tokens.weight" in plain.w) == (case != "eagle3" and case != "eagle3 with a draft vocabulary")
     # and it can be read again
-    shared = Shared(target.embeddings, target.lm_head, target.last_layer)
     stored = read_head(options("draft-lora", draft=str(tmp_path)))
-    again = load_head(stored, shared).eval()
+    again = load_head(stored, target).eval()
     assert torch.equal(again.guesses(features, K), drafter.guesses(features, K))
 
 
