@@ -46,7 +46,7 @@ def head_config(options: TrainOptions, target: Target, samples: Sequence[Sample]
         num_heads=num_heads,
         num_kv_heads=options.num_kv_heads or min(num_heads, config.num_kv_heads),
         head_dim=options.head_dim or config.head_dim,
-        rope=RopeConfig("default", config.rope.theta),
+        rope=RopeConfig(rope_type="default", theta=config.rope.theta),
     )
     if num_heads % layer.num_kv_heads:
         raise wrong("num_kv_heads", f"{layer.num_kv_heads} must divide --num-heads {num_heads}")
