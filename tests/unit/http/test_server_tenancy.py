@@ -64,7 +64,7 @@ def test_an_address_that_is_none(llm, tmp_path):
 def test_a_signal_while_the_database_opens(llm, monkeypatch):
     closed = []
 
-    async def wait(*arguments: object) -> None:
+    async def wait(*arguments: object, **options: object) -> None:
         asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
         try:
             await asyncio.Event().wait()
