@@ -379,7 +379,7 @@ def test_draft_weights_are_trained_on_what_the_adapter_says(kind, command, targe
 
 
 def test_an_eagle_head_of_the_command_drafts(command, target, tmp_path):
-    own = ("--regression-weight", 0.5, "--token-weight", 0.2, "--feature-noise", 0, "--intermediate-size", 24)
+    own = ("--intermediate-size", 24)
     assert main(command("--method", "eagle", *own)) == 0
     out = tmp_path / "out"
     assert load_file(out / "model.safetensors")["layers.0.mlp.up_proj.weight"].shape == (24, 32)
