@@ -70,7 +70,10 @@ def run_section(args: argparse.Namespace, plan: ModuleType) -> int:
     name, _, ends = args.child.partition("=")
     (entry,) = (entry for entry in plan.SECTIONS if entry.name == name)
     with tempfile.TemporaryDirectory() as folder:
-        work = entry.work(Path(folder), QUICK_SHAPES if args.quick else {})
+
+        def work(context: Context) -> None:  # imports the section: what that raises is a result too
+            entry.work(Path(folder), QUICK_SHAPES if args.quick else {})(context)
+
         Context(args.output_dir, name, float(ends), args.device, args.quick).run(work)
     return 0
 
@@ -99,7 +102,7 @@ def drive(command: Sequence[str], name: str, ends: float, grace: float, folder: 
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     entry = read(folder).get(name, {"rows": []})
-    if "seconds" not in entry and process.returncode != USAGE:  # it has not ended by itself
+    if "seconds" not in entry:  # it has not ended by itself
         write(folder, name, entry | {"traceback": reason, "seconds": None})
     return process.returncode
 
@@ -132,7 +135,8 @@ def run_all(args: argparse.Namespace, plan: ModuleType, boxes: Sequence[tuple[st
     try:
         for name, box in boxes:
             ends = max(ends, time.monotonic()) + box
-            if drive(command, name, min(ends, last), plan.GRACE, args.output_dir) == USAGE:
+            code = drive(command, name, min(ends, last), plan.GRACE, args.output_dir)
+            if code == USAGE and name == names[0]:  # later ones may have lost the device: theirs is a result
                 return USAGE
             write_results(args.output_dir, facts, names)
     except KeyboardInterrupt:

@@ -2,6 +2,6 @@
 
 control     chooses, before a step is planned, who drafts for each request and how many tokens
 drafters    propose them: n-gram, suffix, draft model, EAGLE, Medusa
-verify      draws drafts from a drafter's distribution, and accepts or rejects them without a change of the text's
+verify      draws drafts from a drafter's distribution, and accepts or rejects them; the text stays the target's own
 training    trains draft heads and adapters' draft weights
 """

@@ -51,7 +51,10 @@ class Comparison(NamedTuple):
 
 def add_parser(kinds: Any) -> None:
     """Add `compare`."""
-    description = "Ratios of the figures that two results of these measurements have in common, and a picture."
+    description = f"""\
+Ratios of the figures that two results of these measurements have in common, and a picture of them: {_PICTURE}, if
+matplotlib is installed, unless --plot names another file.
+"""
     parser = add_measurement(kinds, "compare", measure, description, "two results side by side")
     parser.add_argument("a", type=Path, metavar="A.json", help="what is compared with")
     parser.add_argument("b", type=Path, metavar="B.json", help="what is compared")

@@ -38,6 +38,9 @@ def dies(context):
     context.row("before", value=1)
     os._exit(139)
 
+def loses(context):  # ends as a process does that finds no device
+    os._exit(2)
+
 def hangs(context):
     context.row("before", value=1)
     time.sleep(600)
@@ -45,8 +48,8 @@ def hangs(context):
 def time_left(context):
     context.row("left", seconds=context.seconds_left)
 
-SECTIONS = [Fake("hangs", 2.0, "hangs")]
-SECTIONS += [Fake(name, 30.0, name) for name in ("good", "raises", "dies", "wrong", "reads", "time_left")]
+OTHERS = "good raises dies absent loses wrong reads time_left".split()
+SECTIONS = [Fake("hangs", 2.0, "hangs"), *(Fake(name, 30.0, name) for name in OTHERS)]
 GRACE = 0.5
 """
 
@@ -95,21 +98,21 @@ def test_sections_that_fail_die_or_hang_cost_no_other_its_results(check, tmp_pat
     assert process.returncode == 1, output
     data = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
     entries = data["sections"]
-    assert list(entries) == ["hangs", "good", "raises", "dies", "wrong", "reads", "time_left"]
-    rows = {name: [row["name"] for row in entry["rows"]] for name, entry in entries.items()}
+    assert list(entries) == ["hangs", "good", "raises", "dies", "absent", "loses", "wrong", "reads", "time_left"]
+    rows = {name: [row["name"] for row in entry["rows"]] for name, entry in entries.items() if entry["rows"]}
     assert list(rows.values()) == [["before"], ["answer"], ["before"], ["before"], ["text"], ["bytes"], ["left"]]
     ends = {
         name: entry["traceback"].strip().splitlines()[-1] for name, entry in entries.items() if "traceback" in entry
     }
-    assert ends.keys() == {"raises", "dies", "hangs"}
+    assert ends.keys() == {"raises", "dies", "hangs", "absent", "loses"}
     assert (ends["raises"], ends["dies"]) == ("ValueError: out of luck", "its process ended with 139")
+    assert (ends["absent"], ends["loses"]) == ("KeyError: 'absent'", "its process ended with 2")
     assert ends["hangs"].startswith("killed")
     assert entries["reads"]["rows"] == [{"name": "bytes", "value": 2.0}]  # what another process has measured
     assert data["failed"]
     shown = output[output.rindex("weights:") :]
-    assert [line.split()[0].rstrip(":") for line in shown.splitlines()[1:]] == [
-        *("hangs", "hangs", "good", "raises", "raises", "dies", "dies", "wrong", "reads", "time_left")
-    ]
+    names = "hangs hangs good raises raises dies dies absent loses wrong reads time_left"
+    assert [line.split()[0].rstrip(":") for line in shown.splitlines()[1:]] == names.split()
     assert all(json.loads((tmp_path / "out" / "sections" / f"{name}.json").read_text()) for name in entries)
 
 
