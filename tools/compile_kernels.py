@@ -7,10 +7,7 @@ needs more shared memory than a block can have, or that does not compile is an e
 As at run time, pointers and strides are taken to be divisible by 16: wide loads depend on it. Arguments that are not
 specialised are not, and integers that are 1 are constants: `CompileCase.ones`.
 
-With --candidates every config that `tools/tune` may try is compiled in place of the defaults. Among these only a failed
-compilation is an error: a config that spills is slow, and one that needs too much shared memory is skipped.
-
-Usage: python tools/compile_kernels.py [--arch 80 90 100] [--only TEXT ...] [--one-each] [--candidates] [--jobs N]
+Usage: python tools/compile_kernels.py [--arch 80 90 100] [--only TEXT ...] [--one-each] [--jobs N]
        [--json FILE]
 """
 
@@ -89,14 +86,6 @@ def one_a_kernel(cases: dict[str, CompileCase], arch: int) -> dict[str, CompileC
     return {case.name: case for case in first.values()}
 
 
-def find_candidates(only: Sequence[str], arch: int) -> dict[str, CompileCase]:
-    """Cases that a search on `arch` may launch, by name: all, or those whose names contain one of `only`."""
-    from outrider.tools.tune.space import compile_candidates
-
-    cases = {case.name: case for _, case in compile_candidates(find_cases(), arch)}
-    return {name: case for name, case in cases.items() if not only or any(text in name for text in only)}
-
-
 def compile_case(case: CompileCase, arch: int) -> Usage:
     """Compile `case` for compute capability `arch` / 10 and check its resources."""
     start = time.monotonic()
@@ -161,10 +150,9 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return registers, stack + local
 
 
-def _compile_named(job: tuple[str, int, bool]) -> Usage:
-    name, arch, is_candidate = job
-    cases = find_candidates((), arch) if is_candidate else find_cases()
-    return compile_case(cases[name], arch)
+def _compile_named(job: tuple[str, int]) -> Usage:
+    name, arch = job
+    return compile_case(find_cases()[name], arch)
 
 
 def _is_meant(case: CompileCase, arch: int) -> bool:
@@ -173,11 +161,11 @@ def _is_meant(case: CompileCase, arch: int) -> bool:
     return arch in case.archs and has_types
 
 
-def compile_all(cases: dict[str, CompileCase], arch: int, jobs: int, *, candidates: bool) -> list[Usage]:
+def compile_all(cases: dict[str, CompileCase], arch: int, jobs: int) -> list[Usage]:
     """Compile every case that is for `arch`, in `jobs` processes."""
-    work = [(name, arch, candidates) for name, case in cases.items() if _is_meant(case, arch)]
+    work = [(name, arch) for name, case in cases.items() if _is_meant(case, arch)]
     if jobs == 1:
-        return [compile_case(cases[name], arch) for name, _, _ in work]
+        return [compile_case(cases[name], arch) for name, _ in work]
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         return list(pool.map(_compile_named, work))
 
@@ -200,7 +188,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--arch", type=int, nargs="+", default=sorted(MAX_SHARED), choices=sorted(MAX_SHARED))
     parser.add_argument("--only", nargs="+", default=(), metavar="TEXT", help="cases whose name contains one of these")
     parser.add_argument("--one-each", action="store_true", help="one case for each kernel")
-    parser.add_argument("--candidates", action="store_true", help="the configs that `tools/tune` may try")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there too")
     options = parser.parse_args(arguments)
@@ -208,16 +195,16 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("TRITON_INTERPRET=1: nothing would be compiled")
     usages: list[Usage] = []
     for arch in options.arch:
-        cases = find_candidates(options.only, arch) if options.candidates else find_cases(options.only)
+        cases = find_cases(options.only)
         if not cases:
             parser.error(f"no case is called like {' or '.join(options.only)}")
         if options.one_each:
             cases = one_a_kernel(cases, arch)
-        usages += compile_all(cases, arch, options.jobs, candidates=options.candidates)
+        usages += compile_all(cases, arch, options.jobs)
     print(table(usages))
     if options.json is not None:
         options.json.write_text(json.dumps([usage._asdict() for usage in usages], indent=1) + "\n", encoding="utf-8")
-    refused = [usage for usage in usages if usage.error and not (options.candidates and usage.registers)]
+    refused = [usage for usage in usages if usage.error]
     print(f"{len(usages) - len(refused)} compiled, {len(refused)} refused")
     return 1 if refused else 0
 

@@ -11,6 +11,7 @@ A line is one of
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,8 +45,8 @@ class Batch(NamedTuple):
 
     ids: Tensor
     """[B, T] int64."""
-    weights: Tensor
-    """[B, T] float32: how much the guess of each token counts; 0 for padding."""
+    learned: Tensor
+    """[B, T] bool: tokens to guess; False for prompts and padding."""
 
 
 def _bad(where: str, message: str) -> InvalidRequestError:
@@ -236,20 +237,15 @@ def plan_epoch(num_batches: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-def collate(samples: Sequence[Sample], device: torch.device, prompt_weight: float = 0.0) -> Batch:
-    """Pad samples on the right with token 0, which causal attention never shows to what is before it.
-
-    The tokens of prompts, save the first, weigh `prompt_weight`, the others 1.
-    """
+def collate(samples: Sequence[Sample], device: torch.device) -> Batch:
+    """Pad samples on the right with token 0, which causal attention never shows to what is before it."""
     length = max(len(sample.token_ids) for sample in samples)
     ids = torch.zeros(len(samples), length, dtype=torch.long)
-    weights = torch.zeros(len(samples), length)
+    learned = torch.zeros(len(samples), length, dtype=torch.bool)
     for row, sample in enumerate(samples):
         ids[row, : len(sample.token_ids)] = torch.tensor(sample.token_ids)
-        start = max(1, sample.num_prompt_tokens)
-        weights[row, 1:start] = prompt_weight
-        weights[row, start : len(sample.token_ids)] = 1.0
-    return Batch(ids.to(device), weights.to(device))
+        learned[row, max(1, sample.num_prompt_tokens) : len(sample.token_ids)] = True
+    return Batch(ids.to(device), learned.to(device))
 
 
 def learned_tokens(samples: Iterable[Sample]) -> Counter[int]:
@@ -282,11 +278,6 @@ def frequent_tokens(samples: Iterable[Sample], count: int, always: Iterable[int]
     Tokenizers number what they merged early, and so what is frequent, first.
     """
     seen = learned_tokens(samples)
-    ranked = [*always, *sorted(seen, key=lambda token: (-seen[token], token))]
-    chosen = list(dict.fromkeys(ranked))[:count]
-    known, filler = set(chosen), 0
-    while len(chosen) < count:
-        if filler not in known:
-            chosen.append(filler)
-        filler += 1
-    return sorted(chosen)
+    ranked = dict.fromkeys([*always, *sorted(seen, key=lambda token: (-seen[token], token))])
+    unseen = (token for token in itertools.count() if token not in ranked)
+    return sorted(itertools.islice(itertools.chain(ranked, unseen), count))

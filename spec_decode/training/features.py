@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .data import Batch, Sample, collate
+from .data import Sample, collate
 from .target import Features, Target
 
 
@@ -25,11 +25,10 @@ class FeatureCache:
         batches: Sequence[Sequence[int]],
         limit: int,
         device: torch.device,
-        prompt_weight: float = 0.0,
     ) -> None:
         """limit: bytes that are kept, in the host's memory."""
         self._target, self._samples, self._batches = target, samples, batches
-        self._room, self._device, self._prompt_weight = limit, device, prompt_weight
+        self._room, self._device = limit, device
         self._kept: dict[int, Features] = {}
 
     def __len__(self) -> int:
@@ -44,8 +43,7 @@ class FeatureCache:
         kept = self._kept.get(number)
         if kept is not None:
             return _moved(kept, self._device)
-        samples = [self._samples[i] for i in self._batches[number]]
-        batch: Batch = collate(samples, self._device, self._prompt_weight)
+        batch = collate([self._samples[i] for i in self._batches[number]], self._device)
         features = self._target.features(batch)
         size = sum(tensor.nbytes for tensor in _tensors(features))
         if size <= self._room:

@@ -4,46 +4,38 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@contextmanager
+def aside(path: Path) -> Iterator[Path]:
+    """Path to write to, which becomes `path` at the end."""
+    written = path.with_name(path.name + ".new")
+    yield written
+    os.replace(written, path)
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON, indented."""
-    aside = path.with_name(path.name + ".new")
-    aside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(aside, path)
+    with aside(path) as file:
+        file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file."""
-    aside = path.with_name(path.name + ".new")
-    save_file({k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}, aside, metadata={"format": "pt"})
-    aside.chmod(0o644)
-    os.replace(aside, path)
+def write_model(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str = "") -> None:
+    """Write {prefix}config.json, and {prefix}model.safetensors in bfloat16 last: with it the model is whole."""
+    import torch
+    from safetensors.torch import save_file
 
-
-def write_torch(path: Path, value: Any) -> None:
-    """Write what `torch.load(weights_only=True)` reads."""
-    aside = path.with_name(path.name + ".new")
-    torch.save(value, aside)
-    os.replace(aside, path)
-
-
-def write_model(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write config.json, and model.safetensors last: with it the model is whole."""
-    (folder / "model.safetensors").unlink(missing_ok=True)
-    write_json(folder / "config.json", dict(config))
-    write_tensors(folder / "model.safetensors", tensors)
-
-
-def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a PEFT adapter in the same order."""
-    (folder / "adapter_model.safetensors").unlink(missing_ok=True)
-    write_json(folder / "adapter_config.json", dict(config))
-    write_tensors(folder / "adapter_model.safetensors", tensors)
+    weights = folder / f"{prefix}model.safetensors"
+    weights.unlink(missing_ok=True)
+    write_json(folder / f"{prefix}config.json", config)
+    stored = {key: t.detach().to(torch.bfloat16 if t.is_floating_point() else t.dtype) for key, t in tensors.items()}
+    with aside(weights) as file:
+        save_file({key: t.cpu().contiguous().clone() for key, t in stored.items()}, file, metadata={"format": "pt"})
+        file.chmod(0o644)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from .build import draft_folder, is_eagle3, is_head, new_drafter, read_head_config, stored_aux_layers
+from .build import new_drafter, read_head
 from .data import Sample
 from .measurement import Measured
 from .methods.base import TrainedDrafter
@@ -87,11 +87,8 @@ def _target(options: TrainOptions, device: torch.device) -> Target:
     layers: tuple[int, ...] | None = ()
     if options.method == "eagle3":
         layers = options.aux_layers
-    elif options.draft is not None:
-        folder = draft_folder(options.draft)
-        config = read_head_config(folder)
-        layers = stored_aux_layers(config) if is_head(folder) and is_eagle3(config) else ()
-    option = "aux_layers" if options.draft is None else "draft"
-    if layers is not None and len(layers) not in (0, _NUM_AUX):
-        raise wrong(option, f"must name {_NUM_AUX} layers, got {len(layers)}")
-    return load_target(options.model, options.adapter, _DTYPES[options.dtype], device, layers, option)
+        if layers is not None and len(layers) != _NUM_AUX:
+            raise wrong("aux_layers", f"must name {_NUM_AUX} layers, got {len(layers)}")
+    elif options.draft is not None and (head := read_head(options)) is not None:
+        layers = head.config.aux_layers
+    return load_target(options.model, options.adapter, _DTYPES[options.dtype], device, layers)

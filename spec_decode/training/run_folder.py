@@ -16,6 +16,7 @@ from typing import Any
 
 from ...platform.core.errors import InvalidRequestError, NotFoundError
 from .options import METHODS, TrainOptions, reason, wrong
+from .output_files import write_json
 
 RUN_FILE = "run.json"
 GENERATED, GENERATED_EVAL = "generated.jsonl", "generated_eval.jsonl"
@@ -68,9 +69,7 @@ def prepare_output(options: TrainOptions) -> None:
                     (folder / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # not there, or something else is in it
                 (folder / _STATE).parent.rmdir()
-        aside = folder / (RUN_FILE + ".new")
-        aside.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-        os.replace(aside, folder / RUN_FILE)
+        write_json(folder / RUN_FILE, described)
     except OSError as error:
         raise wrong("output", f"{folder} cannot be written: {reason(error)}") from error
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...models.checkpoint.json_files import read_json
 from ...models.checkpoint.loader import resolve_model_path
+from ...models.config import DecoderConfig, config_from_hf
 from ...platform.core.errors import AdapterError, OutriderError, UnsupportedModelError
 from .data import Batch
 from .options import reason, wrong
@@ -22,14 +23,12 @@ MISSING_EXTRA = "training with adapters needs peft: pip install 'outrider[train]
 
 
 class Labels(NamedTuple):
-    """N positions after which a token comes that counts, row by row and ascending within a row."""
+    """N positions after which a token comes that is learned, row by row and ascending within a row."""
 
     rows: Tensor
     """[N] row of the batch."""
     positions: Tensor
     """[N] position p; token p + 1 is to be guessed."""
-    weights: Tensor
-    """[N] how much that guess counts, above 0."""
     states: Tensor
     """[N, H] the target's state at position p, as its head reads it."""
     greedy: Tensor
@@ -108,39 +107,24 @@ def load_causal_lm(path: str, dtype: torch.dtype, device: torch.device, option: 
 class Target:
     """A causal LM, with an adapter or without, that is never changed."""
 
-    def __init__(self, causal: Any, aux_layers: Sequence[int] = ()) -> None:
+    def __init__(self, causal: Any, config: DecoderConfig, aux_layers: Sequence[int] = ()) -> None:
         self._causal = causal
-        self.config: Any = causal.config
+        self.config = config
         self.aux_layers = tuple(aux_layers)
         self.head = TargetHead(causal.get_output_embeddings())
         self._before_norm: Tensor | None = None
-        if self.num_layers in self.aux_layers:  # transformers gives the last one only after the final norm
+        if config.num_layers in self.aux_layers:  # transformers gives the last one only after the final norm
             causal.base_model.norm.register_forward_pre_hook(self._keep)
 
     def _keep(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         self._before_norm = inputs[0]
 
     @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        return int(self.config.num_hidden_layers)
-
-    @property
-    def hidden_size(self) -> int:
-        """H."""
-        return int(self.config.hidden_size)
-
-    @property
-    def vocab_size(self) -> int:
-        """V: rows of the head."""
-        return int(self.lm_head.shape[0])
-
-    @property
     def eos_tokens(self) -> list[int]:
         """Tokens that end a text."""
         given = getattr(self._causal.generation_config, "eos_token_id", None)
         ids = [given] if isinstance(given, int) else list(given or ())
-        return [token for token in ids if 0 <= token < self.vocab_size]
+        return [token for token in ids if 0 <= token < self.config.vocab_size]
 
     @property
     def embeddings(self) -> Tensor:
@@ -180,10 +164,9 @@ class Target:
         if self._before_norm is not None:
             entering[-1], self._before_norm = self._before_norm, None
         aux = tuple(entering[layer] for layer in self.aux_layers)
-        rows, positions = batch.weights[:, 1:].nonzero(as_tuple=True)
-        weights = batch.weights[rows, positions + 1]
+        rows, positions = batch.learned[:, 1:].nonzero(as_tuple=True)
         states = hidden[rows, positions]
-        labels = Labels(rows, positions, weights, states, self.head.greedy(states))
+        labels = Labels(rows, positions, states, self.head.greedy(states))
         return Features(batch.ids, hidden, aux, labels, self.head)
 
 
@@ -193,19 +176,26 @@ def _plain_weight(module: nn.Module) -> Tensor:
     return weight.detach()
 
 
+def read_config(model: str) -> DecoderConfig:
+    """Sizes of the target, as the engine reads them.
+
+    Raises:
+        NotFoundError, UnsupportedModelError: it is not a model that is served.
+    """
+    return config_from_hf(read_json(resolve_model_path(model) / "config.json"), torch.float32)
+
+
 def load_target(
     model: str,
     adapter: str | None,
     dtype: torch.dtype,
     device: torch.device,
     aux_layers: tuple[int, ...] | None = (),
-    option: str = "aux_layers",
 ) -> Target:
     """Load a target.
 
     Args:
         aux_layers: whose inputs are wanted; None chooses them as EAGLE-3 does (`choose_aux_layers`).
-        option: what named them, for errors.
 
     Raises:
         NotFoundError, UnsupportedModelError, AdapterError: it cannot be loaded.
@@ -213,19 +203,19 @@ def load_target(
     """
     if adapter is not None:
         _check_adapter(adapter)
-    causal = load_causal_lm(model, dtype, device)
-    num_layers = int(causal.config.num_hidden_layers)
+    config, causal = read_config(model), load_causal_lm(model, dtype, device)
+    num_layers = config.num_layers
     layers = choose_aux_layers(num_layers) if aux_layers is None else aux_layers
     if any(not 0 <= layer <= num_layers for layer in layers):
         given = ", ".join(map(str, layers))
-        raise wrong(option, f"names layers that must be in [0, {num_layers}], the target's; got {given}")
+        raise wrong("aux_layers", f"names layers that must be in [0, {num_layers}], the target's; got {given}")
     if adapter is not None:
         peft = import_peft()
         try:
             causal = peft.PeftModel.from_pretrained(causal, adapter).eval().requires_grad_(False).get_base_model()
         except Exception as error:  # broken files raise whatever the libraries run into
             raise AdapterError(f"--adapter {adapter}: PEFT cannot load it: {reason(error)}", param="adapter") from error
-    return Target(causal, layers)
+    return Target(causal, config, layers)
 
 
 def _check_adapter(adapter: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import threading
 import time
@@ -24,12 +23,16 @@ from .features import FeatureCache
 from .measurement import Measured, measure
 from .methods.base import TrainedDrafter
 from .options import TrainOptions
-from .output_files import write_torch
+from .output_files import aside
 from .progress import Progress, Speed
 from .target import Target
 
 CHECKPOINT = Path("checkpoint") / "state.pt"
 LOG = "training_log.jsonl"
+MATRIX_RATE = 0.02
+"""Highest learning rate of Muon (Jordan et al. 2024)."""
+LARGEST_GRADIENT = 1.0
+"""Largest norm of a step's gradient."""
 _FIRST_STEPS = 4  # after which it is said how long the run will take
 
 
@@ -75,7 +78,7 @@ def make_optimizers(drafter: TrainedDrafter, options: TrainOptions) -> list[torc
     if rest:
         result.append(torch.optim.AdamW(rest, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0))
     if matrices:
-        result.append(torch.optim.Muon(matrices, lr=options.matrix_lr, momentum=0.95, weight_decay=0.0))
+        result.append(torch.optim.Muon(matrices, lr=MATRIX_RATE, momentum=0.95, weight_decay=0.0))
     return result
 
 
@@ -97,7 +100,7 @@ class Trainer:
         self._rates = [optimizer.param_groups[0]["lr"] for optimizer in self._optimizers]
         limit = int(options.feature_cache * 2**30)
         batches = plan_batches(samples, options.batch_tokens, options.seed)
-        self._learned = FeatureCache(target, samples, batches, limit, device, options.prompt_weight)
+        self._learned = FeatureCache(target, samples, batches, limit, device)
         measured_on = plan_batches(held_out, options.batch_tokens, 0)
         self._held_out = FeatureCache(target, held_out, measured_on, limit // 4, device)
         self.steps = options.steps or options.epochs * len(batches)
@@ -136,8 +139,8 @@ class Trainer:
                 ending = f", acceptance {measured.acceptance_length:.2f}" if measured else ""
                 bar.set_postfix_str(f"loss {sum(recent) / len(recent):.4f}{ending}", refresh=False)
                 bar.update()
-                due = time.monotonic() - saved > 60 * options.save_minutes or done == self.steps
-                if due or interrupt.wanted or (options.save_every and done % options.save_every == 0):
+                due = time.monotonic() - saved > 60 * options.save_minutes
+                if due or interrupt.wanted or done == self.steps:
                     self._save(done)
                     saved = time.monotonic()
                 if interrupt.wanted and done < self.steps:
@@ -160,7 +163,7 @@ class Trainer:
         if not bool(torch.isfinite(loss)):
             raise InvalidRequestError(f"the loss is not finite at step {step + 1}; a lower --lr may help", param="lr")
         loss.backward()
-        nn.utils.clip_grad_norm_([p for p in self._drafter.parameters() if p.requires_grad], self._options.clip)
+        nn.utils.clip_grad_norm_([p for p in self._drafter.parameters() if p.requires_grad], LARGEST_GRADIENT)
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -206,7 +209,8 @@ class Trainer:
         }
         path = self._folder / CHECKPOINT
         path.parent.mkdir(exist_ok=True)
-        write_torch(path, state)
+        with aside(path) as file:
+            torch.save(state, file)
 
     def _load(self) -> int:
         """Restore the checkpoint and cut the log there; 0 when there is none yet."""
@@ -234,9 +238,8 @@ class Trainer:
         path = self._folder / LOG
         if path.is_file():
             lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-            aside = path.with_name(path.name + ".new")
-            aside.write_text("".join(line + "\n" for line in lines if _step_of(line) <= step), encoding="utf-8")
-            os.replace(aside, path)
+            with aside(path) as file:
+                file.write_text("".join(line + "\n" for line in lines if _step_of(line) <= step), encoding="utf-8")
 
 
 def _step_of(line: str) -> float:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ...kernels.noise import Stream, row_keys, uniform
-from .verification import Rule, Verified, VerifyRow, target_tokens
+from .verification import Rule, Verified, VerifyRow, verify
 
 
 def accept_at_rates(row: VerifyRow, rates: Sequence[float]) -> int:
@@ -54,18 +54,19 @@ def verify_synthetic(logits: Tensor, rows: Sequence[VerifyRow], rates: Sequence[
     most = max((len(row.draft_ids) for row in rows), default=0)
     if most > len(rates):
         raise ValueError(f"{most} drafts for {len(rates)} synthetic acceptance rates")
-    if sum(1 + len(row.draft_ids) for row in rows) != logits.shape[0]:
-        raise ValueError(f"{logits.shape[0]} rows of logits do not fit the drafts")
-    if not rows:
-        return []
-    counts = [1 + len(row.draft_ids) for row in rows]
-    seeds = [row.seed_key for row, count in zip(rows, counts, strict=True) for _ in range(count)]
-    positions = [row.first_position + j for row, count in zip(rows, counts, strict=True) for j in range(count)]
-    greedy = [row.rule is Rule.GREEDY for row, count in zip(rows, counts, strict=True) for _ in range(count)]
-    targets = target_tokens(logits, seeds, positions, greedy).tolist()
+    plain = [
+        row._replace(
+            first_position=row.first_position + j,
+            draft_ids=(),
+            rule=Rule.GREEDY if row.rule is Rule.GREEDY else Rule.INVARIANT,
+        )
+        for row in rows
+        for j in range(1 + len(row.draft_ids))
+    ]
+    targets = [token for got in verify(logits, plain) for token in got.token_ids]
     results, start = [], 0
-    for row, count in zip(rows, counts, strict=True):
+    for row in rows:
         accepted = accept_at_rates(row, rates)
         results.append(Verified([*row.draft_ids[:accepted], targets[start + accepted]], accepted))
-        start += count
+        start += 1 + len(row.draft_ids)
     return results

@@ -114,7 +114,6 @@ class Models:
                 dtype="float32",
                 batch_tokens=1024,
                 eval_every=1000,
-                save_every=1000,
                 medusa_heads=MEDUSA_HEADS,
                 progress=False,
             )

@@ -41,21 +41,6 @@ def test_a_case_of_every_kernel_compiles_for_other_architectures(repo_root: Path
     assert all(usage["registers"] > 0 for usage in usages)
 
 
-@pytest.mark.slow
-def test_configs_that_are_tried_compile(repo_root: Path) -> None:
-    """Some of each kernel; the whole is `tools/compile_kernels.py --candidates`."""
-    some = [
-        "block_n=64 warps=8 stages=2",
-        "block_heads=16 warps=1",
-        "rows=8 warps=16",
-        "block=512 dot_block=64 warps=8",
-    ]
-    some += ["block=64 warps=2", "block=512 warps=4", "block=8192 depth=4"]
-    result = compile_kernels(repo_root, "--arch", "90", "--candidates", "--only", *some)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "0 refused" in result.stdout
-
-
 def launched_kernels(repo_root: Path) -> set[str]:
     """Such as "noise/triton.py _argmax_kernel"; functions that only kernels call are not called so."""
     found = set()

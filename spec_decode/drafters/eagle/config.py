@@ -16,7 +16,7 @@ from ....models.batch import kv_dtype
 from ....models.checkpoint.json_files import read_json
 from ....models.config import DTYPES, DecoderConfig, decoder_config, named_architectures
 from ....models.families import FamilyTraits, supported_architectures
-from ..checkpoint import refuse
+from ..checkpoint import StoredTensor, read_tensors, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,8 +41,11 @@ ARCHITECTURES = {
 """Method -> names in `architectures`. The layer is Llama's whatever the family; its tensors say what biases it has."""
 _TRAITS = FamilyTraits(defaults={"vocab_size": 32000, "max_position_embeddings": 2048}, window_switch=True)
 _LAYER = "layers.0."
-# Every EAGLE-3 head has this tensor, and no EAGLE-1/2 head.
-_HIDDEN_NORM = f"{_LAYER}hidden_norm.weight"
+HIDDEN_NORM = f"{_LAYER}hidden_norm.weight"
+"""Tensor that every EAGLE-3 head has, and no EAGLE-1/2 head."""
+# Tensors of public files that follow from others.
+_NOT_NEEDED = ("t2d",)
+_COMPUTED = "rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,19 @@ def canonical_name(name: str) -> str:
     """Canonical name of a tensor: "layers.0." for the layer, no "model." in front."""
     name = name.removeprefix("model.")
     return _LAYER + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
+
+
+def head_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Tensors of a head's directory by their canonical names, without those that follow from others.
+
+    Raises:
+        NotFoundError, InvalidRequestError: see `read_tensors`.
+    """
+    return {
+        canonical_name(name): tensor
+        for name, tensor in read_tensors(path).items()
+        if name not in _NOT_NEEDED and not name.endswith(_COMPUTED)
+    }
 
 
 def read_eagle_config(raw: Mapping[str, Any], method: str, target: DecoderConfig) -> EagleConfig:
@@ -130,9 +146,9 @@ def with_tensors(config: EagleConfig, names: Collection[str]) -> EagleConfig:
     Raises:
         InvalidRequestError: the tensors are those of the other generation of heads.
     """
-    if config.eagle3 != (_HIDDEN_NORM in names):
+    if config.eagle3 != (HIDDEN_NORM in names):
         found, wanted = ("EAGLE-1/2", "eagle") if config.eagle3 else ("EAGLE-3", "eagle3")
-        raise refuse(f"these are {found} weights ({_HIDDEN_NORM}): use method {wanted!r}")
+        raise refuse(f"these are {found} weights ({HIDDEN_NORM}): use method {wanted!r}")
 
     def any_bias(*modules: str) -> bool:
         return any(f"{_LAYER}{module}.bias" in names for module in modules)

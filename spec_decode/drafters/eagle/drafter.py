@@ -35,18 +35,14 @@ from ...verify.draft_sampling import Drafting, EditLogits, PassOutput, draw, mos
 from .. import autoregressive
 from ..autoregressive import CatchUpLimits, draft_rows, known_rows, sampled_rows
 from ..base import AdapterPreparer, DeviceStep, Drafter, DrafterNeeds, DraftRow, Proposal, TargetOutput, no_adapters
-from ..checkpoint import fill, fill_randomly, read_tensors
+from ..checkpoint import fill, fill_randomly
 from ..factory import DrafterContext
-from .config import EagleConfig, canonical_name, eagle_kv_bytes_per_token, read_eagle_config, with_tensors
+from .config import EagleConfig, eagle_kv_bytes_per_token, head_tensors, read_eagle_config, with_tensors
 from .head import EagleHead, LastRows
 from .hidden_store import HiddenStore
 
 if TYPE_CHECKING:
     from ....models.pass_graphs import GraphedPass, PassGraphs, PassInputs
-
-# Tensors of public files that follow from others.
-_NOT_NEEDED = ("t2d",)
-_COMPUTED = "rotary_emb.inv_freq"
 
 
 def load(config: SpeculativeConfig, context: DrafterContext) -> EagleDrafter:
@@ -65,11 +61,7 @@ def load(config: SpeculativeConfig, context: DrafterContext) -> EagleDrafter:
             slots.pop("d2t").load(torch.zeros(head_config.draft_vocab_size, dtype=torch.int64))
         fill_randomly(slots, context.seed)
     else:
-        stored = {
-            canonical_name(name): tensor
-            for name, tensor in read_tensors(path).items()
-            if name not in _NOT_NEEDED and not name.endswith(_COMPUTED)
-        }
+        stored = head_tensors(path)
         head = EagleHead(with_tensors(head_config, stored.keys()), context.target, context.device)
         fill(path, head.weight_slots(), stored)
     autoregressive.warn_of_short_reach(config.model, head_config.layer.max_position_embeddings, context.max_model_len)

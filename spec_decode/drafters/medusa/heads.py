@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -109,14 +109,8 @@ def with_tensors(config: MedusaConfig, names: Mapping[str, StoredTensor]) -> Med
     num_heads, num_layers = 1 + max(int(match[1]) for match in found), max(int(match[2]) for match in found)
     if max(num_heads, num_layers) > _MAX_HEADS:
         raise refuse(f"the weights name {num_heads} heads of {num_layers} layers; the limit is {_MAX_HEADS} each")
-    return MedusaConfig(
-        num_heads=num_heads,
-        num_layers=num_layers,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        biases=frozenset(match[0].removesuffix(".bias") for match in found if match[4] == "bias"),
-        dtype=config.dtype,
-    )
+    biases = frozenset(match[0].removesuffix(".bias") for match in found if match[4] == "bias")
+    return replace(config, num_heads=num_heads, num_layers=num_layers, biases=biases)
 
 
 class MedusaHeads:

@@ -23,6 +23,9 @@ from ..target import Features, Labels
 
 _CHUNK_ELEMENTS = 1 << 22  # logits held at a time: a few are read again and again, and should stay in the cache
 
+STEP_DECAY = 0.8
+"""Weight in the loss of each step of an unroll, or Medusa head, over that of the one before."""
+
 
 class TrainedDrafter(nn.Module, ABC):
     """A network that is trained to guess tokens."""
@@ -82,17 +85,15 @@ class Step(NamedTuple):
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """-sum over steps and states of counts * sum_v p(v) log softmax(hidden @ weight.T)(v), p the target's distribution.
+    """-sum over steps and states of share * sum_v p(v) log softmax(hidden @ weight.T)(v), p the target's distribution.
 
     Gradients are computed with the loss, a chunk of labels at a time: softmax - p is at hand then, and neither logits
     nor p of a whole batch are ever held. All steps of a chunk share its p.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, weight: Tensor, wanted: Wanted, counts: list[Tensor], steps: list[Step], *_: Tensor
-    ) -> Tensor:
-        """counts: [M] for each step. The states come once more as `_`, for autograd."""
+    def forward(ctx: Any, weight: Tensor, wanted: Wanted, shares: list[float], steps: list[Step], *_: Tensor) -> Tensor:
+        """shares: of each step's states, what one counts. The states come once more as `_`, for autograd."""
         kind = weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         matrix, training = weight.to(dtype), any(ctx.needs_input_grad)
@@ -109,15 +110,15 @@ class _SoftCrossEntropy(torch.autograd.Function):
                 if rows.start == rows.stop:
                     continue
                 some = p if rows.stop - rows.start == len(p) else p[index[rows] - first]
-                states, count = hidden[rows].to(dtype), counts[number][rows]
+                states, share = hidden[rows].to(dtype), shares[number]
                 with torch.autocast(kind, enabled=False):  # it would round p and the logarithms
                     logs = (states @ matrix.T).float().log_softmax(-1)
-                    total -= torch.linalg.vecdot(some, logs) @ count
+                    total -= torch.linalg.vecdot(some, logs).sum() * share
                     if training:
                         slope = logs.exp_().sub_(some).to(dtype)
-                        by_hidden[number][rows] = (slope @ matrix).float() * count[:, None]
+                        by_hidden[number][rows] = (slope @ matrix).float() * share
                     if by_weight is not None:
-                        by_weight += slope.T @ (states * count[:, None]).to(dtype)
+                        by_weight += (slope.T @ states).float() * share
         ctx.gradients = by_weight, [g.to(s.hidden.dtype) for g, s in zip(by_hidden, steps, strict=False)]
         return total
 
@@ -146,23 +147,17 @@ def wanted_of(features: Features, labels: Tensor | None = None, tokens: Tensor |
     return Wanted(len(states), lambda first, last: features.head.logits(states[first:last], tokens).softmax(-1))
 
 
-def soft_cross_entropy(
-    steps: Sequence[Step], weight: Tensor, wanted: Wanted, weights: Tensor, decay: float = 1.0
-) -> Tensor:
-    """Mean over the steps, each weighted `decay` times the one before, of their cross entropies with the target.
+def soft_cross_entropy(steps: Sequence[Step], weight: Tensor, wanted: Wanted) -> Tensor:
+    """Mean over the steps, weighted by powers of `STEP_DECAY`, of their cross entropies with the target.
 
     Args:
-        steps: a step's is the mean over its states, by the weights of their labels; 0 for one without states.
+        steps: a step's is the mean over its states; 0 for one without states.
         weight: the lm_head [V, H].
-        weights: [N] of the labels.
     """
-    share = 1.0 / sum(decay**number for number in range(len(steps)))
-    counts = []
-    for number, step in enumerate(steps):
-        own = weights[step.labels]
-        counts.append(own * (share * decay**number / own.sum()) if len(own) else own)
+    factors = [STEP_DECAY**number for number in range(len(steps))]
+    shares = [factor / (sum(factors) * max(1, len(step.labels))) for factor, step in zip(factors, steps, strict=True)]
     hidden = [step.hidden for step in steps]
-    loss: Tensor = _SoftCrossEntropy.apply(weight, wanted, counts, [Step(h.detach(), i) for h, i in steps], *hidden)
+    loss: Tensor = _SoftCrossEntropy.apply(weight, wanted, shares, [Step(h.detach(), i) for h, i in steps], *hidden)
     return loss
 
 

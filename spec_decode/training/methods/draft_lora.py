@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..output_files import write_adapter
+from ..output_files import write_model
 from ..target import Features, import_peft
 from .base import Step, TrainedDrafter, greedy_tokens, soft_cross_entropy, wanted_of
 from .eagle_head import EagleHead
@@ -80,10 +80,11 @@ class HeadLora(TrainedDrafter):
         """adapter_config.json and adapter_model.safetensors; modules as the engine names them."""
         tensors = {}
         for name, module in self._adapted.items():
-            tensors[f"{PREFIX}{name}.lora_A.weight"] = module.lora_A.weight.to(torch.bfloat16)
-            tensors[f"{PREFIX}{name}.lora_B.weight"] = module.lora_B.weight.to(torch.bfloat16)
+            tensors[f"{PREFIX}{name}.lora_A.weight"] = module.lora_A.weight
+            tensors[f"{PREFIX}{name}.lora_B.weight"] = module.lora_B.weight
         modules = list(dict.fromkeys(name.rpartition(".")[2] for name in self._adapted))
-        write_adapter(folder, adapter_config(self._rank, self._alpha, modules, self._base_name), tensors)
+        config = adapter_config(self._rank, self._alpha, modules, self._base_name)
+        write_model(folder, config, tensors, "adapter_")
 
 
 class DraftModelLora(TrainedDrafter):
@@ -105,9 +106,9 @@ class DraftModelLora(TrainedDrafter):
 
     def loss(self, features: Features) -> Tensor:
         """Cross entropy against the target's distribution."""
-        weights = features.labels.weights
-        step = Step(self._hidden(features), torch.arange(len(weights), device=weights.device))
-        return soft_cross_entropy([step], self._lm_head.weight, wanted_of(features), weights)
+        hidden = self._hidden(features)
+        step = Step(hidden, torch.arange(len(hidden), device=hidden.device))
+        return soft_cross_entropy([step], self._lm_head.weight, wanted_of(features))
 
     def guesses(self, features: Features, k: int) -> Tensor:
         """Guesses [N, k], equal at every place of a round: the model reads right drafts as the text that they are."""
@@ -123,6 +124,5 @@ class DraftModelLora(TrainedDrafter):
     def export(self, folder: Path) -> None:
         """As PEFT names things, in bfloat16."""
         weights: Mapping[str, Tensor] = self._peft.get_peft_model_state_dict(self.model)
-        tensors = {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
         config = adapter_config(self._rank, self._alpha, list(PROJECTIONS), self._base_name)
-        write_adapter(folder, config | {"task_type": "CAUSAL_LM"}, tensors)
+        write_model(folder, config | {"task_type": "CAUSAL_LM"}, weights, "adapter_")

@@ -9,38 +9,33 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ....models.config import DecoderConfig
+from ...drafters.eagle.config import EagleConfig
 from ..output_files import write_model
-from ..target import Features, Labels
-from .base import Step, TrainedDrafter, greedy_tokens, soft_cross_entropy, wanted_of
-from .layers import MLP, ChainAttention, ChainKV, HeadShape, RMSNorm
+from ..target import Features, Labels, Target
+from .base import STEP_DECAY, Step, TrainedDrafter, greedy_tokens, soft_cross_entropy, wanted_of
+from .layers import MLP, ChainAttention, ChainKV, RMSNorm
 
-
-class Shared(NamedTuple):
-    """The target's weights that a head uses and does not train, or begins with."""
-
-    embeddings: Tensor
-    """[V, H_target]."""
-    lm_head: Tensor
-    """[V, H_target]."""
-    last_layer: dict[str, Tensor]
-    """First weights of a new head: `Target.last_layer`."""
+FEATURE_NOISE = 0.1
+"""Half width of the uniform noise on EAGLE's features (Li et al. 2024)."""
+TOKEN_WEIGHT = 0.1
+"""Weight of the tokens' cross entropy beside the states' smooth L1, for EAGLE (Li et al. 2024)."""
 
 
 class EagleHead(TrainedDrafter):
     """Common part of EAGLE and EAGLE-3 heads. Module names are those under which adapters address them."""
 
-    def __init__(self, shape: HeadShape, shared: Shared, unroll: int, step_decay: float) -> None:
+    def __init__(self, config: EagleConfig, target: Target, unroll: int) -> None:
         super().__init__()
-        self.shape = shape
-        self._shared = shared  # a tuple: no parameters of this module
+        self.config = config
+        self._target = target  # no module: its weights are no parameters of this one
         self._unroll = unroll
-        self._decay = step_decay
 
     @abstractmethod
     def start(self, features: Features) -> Tensor:
@@ -57,7 +52,7 @@ class EagleHead(TrainedDrafter):
     @property
     def lm_head_weight(self) -> Tensor:
         """[draft vocabulary, H]."""
-        return self._shared.lm_head
+        return self._target.lm_head
 
     def logits(self, state: Tensor) -> Tensor:
         """[..., H] to [..., draft vocabulary]."""
@@ -66,7 +61,7 @@ class EagleHead(TrainedDrafter):
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids to [..., H]."""
-        return F.embedding(ids, self._shared.embeddings)
+        return F.embedding(ids, self._target.embeddings)
 
     def steps(self, features: Features, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """States [M, H] at the roots of each of `count` steps, and the labels [M] that they guess at.
@@ -98,21 +93,20 @@ class EagleHead(TrainedDrafter):
     def token_loss(self, steps: Sequence[tuple[Tensor, Tensor]], features: Features) -> Tensor:
         """Cross entropy of the unroll over the draft vocabulary, where the target's choice is in it."""
         states = [Step(self.normed(hidden), index) for hidden, index in steps]
-        tokens, weights = self.vocabulary, features.labels.weights
+        tokens = self.vocabulary
         if tokens is None:
-            return soft_cross_entropy(states, self.lm_head_weight, wanted_of(features), weights, self._decay)
+            return soft_cross_entropy(states, self.lm_head_weight, wanted_of(features))
         known = torch.isin(features.labels.greedy, tokens)
         kept = known.nonzero(as_tuple=True)[0]
         number = known.cumsum(0) - 1
         states = [Step(hidden[known[index]], number[index[known[index]]]) for hidden, index in states]
-        wanted = wanted_of(features, kept, tokens)
-        return soft_cross_entropy(states, self.lm_head_weight, wanted, weights[kept], self._decay)
+        return soft_cross_entropy(states, self.lm_head_weight, wanted_of(features, kept, tokens))
 
     def guesses(self, features: Features, k: int) -> Tensor:
         """As in `TrainedDrafter`."""
         found = features.labels.positions.new_full((len(features.labels.positions), k), -1)
         for step, (hidden, index) in enumerate(self.steps(features, k)):
-            found[index, step] = self.token_ids(greedy_tokens(self.logits, hidden, self.shape.draft_vocab_size))
+            found[index, step] = self.token_ids(greedy_tokens(self.logits, hidden, self.config.draft_vocab_size))
         return found
 
     def token_ids(self, drafted: Tensor) -> Tensor:
@@ -121,15 +115,16 @@ class EagleHead(TrainedDrafter):
 
 
 class _Eagle3Layer(nn.Module):
-    def __init__(self, shape: HeadShape, norm_before_residual: bool) -> None:
+    def __init__(self, config: EagleConfig) -> None:
         super().__init__()
-        size, eps = shape.hidden_size, shape.rms_norm_eps
-        self._norm_before_residual = norm_before_residual
+        layer = config.layer
+        size, eps = layer.hidden_size, layer.rms_norm_eps
+        self._norm_before_residual = config.norm_before_residual
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
-        self.self_attn = ChainAttention(shape, 2 * size)
+        self.self_attn = ChainAttention(layer, 2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps)
-        self.mlp = MLP(shape)
+        self.mlp = MLP(layer)
 
     def forward(self, embedded: Tensor, state: Tensor, kv: ChainKV) -> Tensor:
         normed = self.hidden_norm(state)
@@ -142,40 +137,30 @@ class Eagle3Head(EagleHead):
     """EAGLE-3 (Li et al. 2025, arXiv:2503.01840): reads three layers, drafts from a vocabulary that may be smaller."""
 
     def __init__(
-        self,
-        shape: HeadShape,
-        shared: Shared,
-        aux_layers: tuple[int, ...],
-        *,
-        unroll: int = 4,
-        step_decay: float = 0.8,
-        draft_tokens: list[int] | None = None,
-        own: tuple[bool, bool] = (False, False),
-        norm_before_residual: bool = False,
+        self, config: EagleConfig, target: Target, unroll: int = 4, draft_tokens: list[int] | None = None
     ) -> None:
-        """`draft_tokens`: the target's ids of the draft vocabulary, ascending; None when it is the target's.
-        `own`: whether embeddings and lm_head are trained copies, not the target's."""
-        super().__init__(shape, shared, unroll, step_decay)
-        self._aux_layers = aux_layers
-        self._norm_before_residual = norm_before_residual
-        self.fc = nn.Linear(len(aux_layers) * shape.target_hidden_size, shape.hidden_size, bias=False)
-        self.layers = nn.ModuleList([_Eagle3Layer(shape, norm_before_residual)])
-        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        fits = shape.hidden_size == shape.target_hidden_size
-        tokens = torch.arange(shape.vocab_size) if draft_tokens is None else torch.tensor(draft_tokens)
-        self._draft_tokens = tokens.to(shared.lm_head.device)
-        self._target_rows = shared.lm_head if draft_tokens is None else shared.lm_head[self._draft_tokens]
+        """`draft_tokens`: the target's ids of the draft vocabulary, ascending; None when it is the target's. What
+        `config` says is the head's own is trained, and begins as the target's where sizes agree."""
+        super().__init__(config, target, unroll)
+        layer = config.layer
+        size = layer.hidden_size
+        self.fc = nn.Linear(len(config.aux_layers) * config.target_hidden_size, size, bias=False)
+        self.layers = nn.ModuleList([_Eagle3Layer(config)])
+        self.norm = RMSNorm(size, layer.rms_norm_eps)
+        tokens = torch.arange(layer.vocab_size) if draft_tokens is None else torch.tensor(draft_tokens)
+        self._draft_tokens = tokens.to(target.lm_head.device)
+        self._target_rows = target.lm_head if draft_tokens is None else target.lm_head[self._draft_tokens]
         self.embed_tokens: nn.Embedding | None = None
         self.lm_head: nn.Linear | None = None
-        if own[0]:
-            self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(layer.vocab_size, size)
             nn.init.normal_(self.embed_tokens.weight, std=0.02)
-        if own[1]:
-            self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
+        if config.own_head:
+            self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         with torch.no_grad():
-            if self.embed_tokens is not None and fits:
-                self.embed_tokens.weight.copy_(shared.embeddings)
-            if self.lm_head is not None and fits:
+            if self.embed_tokens is not None and size == config.target_hidden_size:
+                self.embed_tokens.weight.copy_(target.embeddings)
+            if self.lm_head is not None and size == config.target_hidden_size:
                 self.lm_head.weight.copy_(self._target_rows)
 
     @torch.no_grad()
@@ -185,8 +170,8 @@ class Eagle3Head(EagleHead):
         Of a wider MLP the first rows are taken. The part that reads embeddings begins with random weights, and the
         first layer's norm. In 24 steps on SmolLM2-135M the held-out loss fell to 5.8 so, and to 7.5 from a random fc.
         """
-        size = self.shape.hidden_size
-        if size != self.shape.target_hidden_size:
+        size = self.config.layer.hidden_size
+        if size != self.config.target_hidden_size:
             return
         self.fc.weight.zero_()[:, -size:].copy_(torch.eye(size))
         own = dict(self.named_parameters())
@@ -195,7 +180,7 @@ class Eagle3Head(EagleHead):
             "first_norm.weight": "layers.0.input_layernorm.weight",
             "input_layernorm.weight": "layers.0.hidden_norm.weight",
         }
-        for name, theirs in self._shared.last_layer.items():
+        for name, theirs in self._target.last_layer.items():
             mine = own.get(names.get(name, f"layers.0.{name}"))
             if mine is None:
                 continue
@@ -213,7 +198,7 @@ class Eagle3Head(EagleHead):
     @property
     def vocabulary(self) -> Tensor | None:
         """Rows of the `draft_tokens`."""
-        return None if self.shape.draft_vocab_size == self.shape.vocab_size else self._draft_tokens
+        return None if self.config.draft_vocab_size == self.config.layer.vocab_size else self._draft_tokens
 
     def start(self, features: Features) -> Tensor:
         """Fuse the three layers."""
@@ -237,29 +222,29 @@ class Eagle3Head(EagleHead):
 
     def export(self, folder: Path) -> None:
         """config.json and model.safetensors with the layer as `midlayer`; shared matrices are left out."""
-        tensors = {name.replace("layers.0.", "midlayer."): p.to(torch.bfloat16) for name, p in self.named_parameters()}
+        tensors = {name.replace("layers.0.", "midlayer."): p for name, p in self.named_parameters()}
         if self.vocabulary is not None:
-            tensors.setdefault("lm_head.weight", self._target_rows.to(torch.bfloat16))
+            tensors.setdefault("lm_head.weight", self._target_rows)
             tokens = self._draft_tokens.cpu()
-            known = torch.zeros(self.shape.vocab_size, dtype=torch.bool)
+            known = torch.zeros(self.config.layer.vocab_size, dtype=torch.bool)
             known[tokens] = True
             tensors |= {"d2t": tokens - torch.arange(len(tokens)), "t2d": known}
-        config = llama_config(self.shape) | {
+        config = llama_config(self.config.layer) | {
             "architectures": ["LlamaForCausalLMEagle3"],
-            "draft_vocab_size": self.shape.draft_vocab_size,
-            "target_hidden_size": self.shape.target_hidden_size,
-            "eagle_aux_hidden_state_layer_ids": list(self._aux_layers),
-            "norm_before_residual": self._norm_before_residual,
+            "draft_vocab_size": self.config.draft_vocab_size,
+            "target_hidden_size": self.config.target_hidden_size,
+            "eagle_aux_hidden_state_layer_ids": list(self.config.aux_layers),
+            "norm_before_residual": self.config.norm_before_residual,
         }
         write_model(folder, config, tensors)
 
 
 class _EagleLayer(nn.Module):
-    def __init__(self, shape: HeadShape) -> None:
+    def __init__(self, layer: DecoderConfig) -> None:
         super().__init__()
-        self.self_attn = ChainAttention(shape, shape.hidden_size)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = MLP(shape)
+        self.self_attn = ChainAttention(layer, layer.hidden_size)
+        self.post_attention_layernorm = RMSNorm(layer.hidden_size, layer.rms_norm_eps)
+        self.mlp = MLP(layer)
 
     def forward(self, x: Tensor, kv: ChainKV) -> Tensor:
         residual = x + self.self_attn(x, kv)
@@ -272,21 +257,13 @@ class Eagle1Head(EagleHead):
     With `unroll` above 1 it is trained on its own states too (HASS, Zhang et al. 2024, arXiv:2408.15766).
     """
 
-    def __init__(
-        self,
-        shape: HeadShape,
-        shared: Shared,
-        *,
-        unroll: int = 1,
-        step_decay: float = 0.8,
-        weights: tuple[float, float] = (1.0, 0.1),
-        noise: float = 0.1,
-    ) -> None:
-        """`weights`: of the states' smooth L1 and of the tokens' cross entropy; `noise` on features, in training."""
-        super().__init__(shape, shared, unroll, step_decay)
-        self._weights, self._noise = weights, noise
-        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
-        self.layers = nn.ModuleList([_EagleLayer(shape)])
+    def __init__(self, config: EagleConfig, target: Target, unroll: int = 1, noise: float = FEATURE_NOISE) -> None:
+        """`noise`: half width of the uniform noise on features, in training."""
+        super().__init__(config, target, unroll)
+        self._noise = noise
+        size = config.layer.hidden_size
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.layers = nn.ModuleList([_EagleLayer(config.layer)])
 
     def start(self, features: Features) -> Tensor:
         """The target's last hidden states; in training with noise, so that errors do not add up."""
@@ -302,28 +279,22 @@ class Eagle1Head(EagleHead):
     def loss(self, features: Features) -> Tensor:
         """Smooth L1 to the target's hidden states plus cross entropy of the tokens, both averaged over the unroll."""
         steps = list(self.steps(features, self._unroll))
-        loss = torch.zeros((), device=features.hidden.device)
-        if self._weights[0]:
-            losses = [self._state_loss(hidden, features, index) for hidden, index in steps]
-            factors = [self._decay**number for number in range(len(steps))]
-            total = torch.stack([factor * loss for factor, loss in zip(factors, losses, strict=True)]).sum()
-            loss = self._weights[0] * total / sum(factors)
-        if self._weights[1]:
-            loss = loss + self._weights[1] * self.token_loss(steps, features)
-        return loss
-
-    def _state_loss(self, hidden: Tensor, features: Features, index: Tensor) -> Tensor:
-        if not len(hidden):
-            return hidden.sum() * 0.0
-        weights, wanted = features.labels.weights[index], features.labels.states[index].float()
-        apart = F.smooth_l1_loss(hidden.float(), wanted, reduction="none").mean(-1)
-        return (apart * weights).sum() / weights.sum()
+        losses = [_state_loss(hidden, features.labels.states[index]) for hidden, index in steps]
+        factors = [STEP_DECAY**number for number in range(len(steps))]
+        total = torch.stack([factor * loss for factor, loss in zip(factors, losses, strict=True)]).sum()
+        return total / sum(factors) + TOKEN_WEIGHT * self.token_loss(steps, features)
 
     def export(self, folder: Path) -> None:
         """config.json and model.safetensors. The embeddings go along: loaders of this format expect them."""
-        tensors = {name: p.to(torch.bfloat16) for name, p in self.named_parameters()}
-        tensors["embed_tokens.weight"] = self._shared.embeddings.to(torch.bfloat16)
-        write_model(folder, llama_config(self.shape) | {"architectures": ["LlamaForCausalLM"], "bias": False}, tensors)
+        tensors = dict(self.named_parameters()) | {"embed_tokens.weight": self._target.embeddings}
+        write_model(
+            folder, llama_config(self.config.layer) | {"architectures": ["LlamaForCausalLM"], "bias": False}, tensors
+        )
+
+
+def _state_loss(hidden: Tensor, wanted: Tensor) -> Tensor:
+    """Smooth L1 of states [M, H]; 0 without any."""
+    return F.smooth_l1_loss(hidden.float(), wanted.float()) if len(hidden) else hidden.sum() * 0.0
 
 
 def root_windows(labels: Labels, ids: Tensor, count: int) -> Tensor:
@@ -339,20 +310,20 @@ def root_windows(labels: Labels, ids: Tensor, count: int) -> Tensor:
     return (starts[:, None] + torch.arange(width, device=ids.device)).clamp(max=length - 1)
 
 
-def llama_config(shape: HeadShape) -> dict[str, Any]:
+def llama_config(layer: DecoderConfig) -> dict[str, Any]:
     """The part of config.json that both formats share."""
     return {
         "model_type": "llama",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "head_dim": layer.head_dim,
         "num_hidden_layers": 1,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": shape.max_position_embeddings,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "rope_theta": shape.rope_theta,
+        "vocab_size": layer.vocab_size,
+        "max_position_embeddings": layer.max_position_embeddings,
+        "rms_norm_eps": layer.rms_norm_eps,
+        "rope_theta": layer.rope.theta,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,

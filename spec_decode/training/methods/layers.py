@@ -8,23 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadShape:
-    """Sizes of a head's one layer."""
-
-    hidden_size: int
-    target_hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    """The target's."""
-    draft_vocab_size: int
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    max_position_embeddings: int = 2048
+from ....models.config import DecoderConfig
 
 
 class RMSNorm(nn.Module):
@@ -68,31 +52,31 @@ class ChainKV:
 class ChainAttention(nn.Module):
     """Grouped-query attention of T chains at once (the training-time test of EAGLE-3, arXiv:2503.01840, section 3)."""
 
-    def __init__(self, shape: HeadShape, in_features: int) -> None:
+    def __init__(self, layer: DecoderConfig, in_features: int) -> None:
         super().__init__()
-        self._shape = shape
-        heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self._layer = layer
+        heads, kv_heads = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
         self.q_proj = nn.Linear(in_features, heads, bias=False)
         self.k_proj = nn.Linear(in_features, kv_heads, bias=False)
         self.v_proj = nn.Linear(in_features, kv_heads, bias=False)
-        self.o_proj = nn.Linear(heads, shape.hidden_size, bias=False)
+        self.o_proj = nn.Linear(heads, layer.hidden_size, bias=False)
 
     def forward(self, x: Tensor, kv: ChainKV) -> Tensor:
         """Step `len(kv.keys)` of every chain, [B, T, in] to [B, T, H], or W for T after step 0; appends to `kv`."""
-        shape, step = self._shape, len(kv.keys)
+        layer, step = self._layer, len(kv.keys)
         positions = kv.roots + step if step else torch.arange(x.shape[1], device=x.device)[None]
 
         def heads(y: Tensor) -> Tensor:
-            return y.unflatten(-1, (-1, shape.head_dim)).transpose(1, 2)
+            return y.unflatten(-1, (-1, layer.head_dim)).transpose(1, 2)
 
-        q = rotate(heads(self.q_proj(x)), positions, shape.rope_theta)
-        kv.keys.append(rotate(heads(self.k_proj(x)), positions, shape.rope_theta))
+        q = rotate(heads(self.q_proj(x)), positions, layer.rope.theta)
+        kv.keys.append(rotate(heads(self.k_proj(x)), positions, layer.rope.theta))
         kv.values.append(heads(self.v_proj(x)))
         if step == 0:
-            grouped = shape.num_heads != shape.num_kv_heads
+            grouped = layer.num_heads != layer.num_kv_heads
             out = F.scaled_dot_product_attention(q, kv.keys[0], kv.values[0], is_causal=True, enable_gqa=grouped)
         else:
-            out = _attend_chains(q, kv, shape.num_heads // shape.num_kv_heads)
+            out = _attend_chains(q, kv, layer.num_heads // layer.num_kv_heads)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -115,11 +99,11 @@ def _attend_chains(q: Tensor, kv: ChainKV, group: int) -> Tensor:
 class MLP(nn.Module):
     """Gated MLP: down(silu(gate x) * up x)."""
 
-    def __init__(self, shape: HeadShape) -> None:
+    def __init__(self, layer: DecoderConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(layer.hidden_size, layer.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(layer.hidden_size, layer.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(layer.intermediate_size, layer.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] to [..., H]."""

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..output_files import write_json, write_torch
+from ..output_files import aside, write_json
 from ..target import Features
-from .base import Step, TrainedDrafter, at_roots, greedy_tokens, soft_cross_entropy, wanted_of
+from .base import STEP_DECAY, Step, TrainedDrafter, at_roots, greedy_tokens, soft_cross_entropy, wanted_of
 
 WEIGHTS_FILE = "medusa_lm_head.pt"
 
@@ -18,11 +18,11 @@ WEIGHTS_FILE = "medusa_lm_head.pt"
 class MedusaHeads(TrainedDrafter):
     """Residual blocks that begin as the identity, and an lm_head each that begins as the target's."""
 
-    def __init__(self, lm_head: Tensor, num_heads: int, num_layers: int, step_decay: float, base_name: str) -> None:
+    def __init__(self, lm_head: Tensor, num_heads: int, num_layers: int, base_name: str) -> None:
         """lm_head: the target's, [V, H]; base_name goes into config.json."""
         super().__init__()
         vocab_size, size = lm_head.shape
-        self._decay, self._base_name = step_decay, base_name
+        self._base_name = base_name
         self.blocks = nn.ModuleList(
             nn.ModuleList(nn.Linear(size, size) for _ in range(num_layers)) for _ in range(num_heads)
         )
@@ -45,15 +45,13 @@ class MedusaHeads(TrainedDrafter):
 
     def loss(self, features: Features) -> Tensor:
         """Cross entropy of every head against the target's distribution, each further head weighted less."""
-
-        wanted, weights = wanted_of(features), features.labels.weights
-        loss, factors = torch.zeros((), device=weights.device), 0.0
+        wanted, total, factors = wanted_of(features), features.hidden.new_zeros((), dtype=torch.float32), 0.0
         for head, lm_head in enumerate(self.lm_heads):
+            factor = STEP_DECAY**head
             step = Step(*self._states(features, head))
-            factor = self._decay**head
-            loss = loss + factor * soft_cross_entropy([step], lm_head.get_parameter("weight"), wanted, weights)
+            total = total + factor * soft_cross_entropy([step], lm_head.get_parameter("weight"), wanted)
             factors += factor
-        return loss / factors
+        return total / factors
 
     def guesses(self, features: Features, k: int) -> Tensor:
         """As in `TrainedDrafter`; heads beyond those that exist guess nothing."""
@@ -83,4 +81,5 @@ class MedusaHeads(TrainedDrafter):
         }
         write_json(folder / "config.json", config)
         halves = {name: tensor.detach().to(torch.bfloat16).cpu() for name, tensor in tensors.items()}
-        write_torch(folder / WEIGHTS_FILE, halves)
+        with aside(folder / WEIGHTS_FILE) as file:
+            torch.save(halves, file)

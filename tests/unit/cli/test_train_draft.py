@@ -305,11 +305,9 @@ def test_a_run_file_that_is_none(command, run_folder, capsys):
         ("eagle3", ["--rank", "8"], "--rank is for --method draft-lora, not for eagle3"),
         ("eagle3", ["--alpha", "1"], "--alpha is for --method draft-lora"),
         ("eagle3", ["--medusa-heads", "4"], "--medusa-heads is for --method medusa"),
-        ("eagle3", ["--regression-weight", "1"], "--regression-weight is for --method eagle"),
         ("medusa", ["--num-heads", "4"], "--num-heads is for --method eagle3 and eagle"),
         ("medusa", ["--unroll", "2"], "--unroll is for"),
         ("medusa", ["--no-own-lm-head"], "--own-lm-head is for --method eagle3"),
-        ("eagle3", ["--matrix-lr", "0.02"], "--matrix-lr is for --optimizer muon"),
         ("eagle3", ["--temperature", "0"], "--temperature is for --generate"),
     ],
 )
@@ -381,7 +379,7 @@ def test_draft_weights_are_trained_on_what_the_adapter_says(kind, command, targe
 
 
 def test_an_eagle_head_of_the_command_drafts(command, target, tmp_path):
-    own = ("--regression-weight", 0.5, "--token-weight", 0.2, "--feature-noise", 0, "--intermediate-size", 24)
+    own = ("--intermediate-size", 24)
     assert main(command("--method", "eagle", *own)) == 0
     out = tmp_path / "out"
     assert load_file(out / "model.safetensors")["layers.0.mlp.up_proj.weight"].shape == (24, 32)

@@ -117,10 +117,10 @@ def test_batches_hold_every_sample_once_and_fit():
     assert sorted(i for batch in batches for i in batch) == list(range(300))
 
 
-def test_weights_of_tokens():
-    batch = collate([Sample([5, 6, 7, 8], 2), Sample([9, 9], 0)], torch.device("cpu"), prompt_weight=0.25)
+def test_tokens_to_learn():
+    batch = collate([Sample([5, 6, 7, 8], 2), Sample([9, 9], 0)], torch.device("cpu"))
     assert batch.ids.tolist() == [[5, 6, 7, 8], [9, 9, 0, 0]]
-    assert batch.weights.tolist() == [[0, 0.25, 1, 1], [0, 1, 0, 0]]
+    assert batch.learned.tolist() == [[False, False, True, True], [False, True, False, False]]
 
 
 def test_hold_out_and_vocabulary():

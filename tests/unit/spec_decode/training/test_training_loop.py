@@ -104,7 +104,7 @@ def test_checkpoints_come_by_time(options, samples, tmp_path):
         if line.startswith("step 3/"):
             raise RuntimeError("killed")
 
-    chosen = options(save_every=None, save_minutes=0.0)
+    chosen = options(save_minutes=0.0)
     with pytest.raises(RuntimeError, match="killed"):
         train_draft(chosen, samples[8:], samples[:8], report=kill)
     assert torch.load(tmp_path / "checkpoint" / "state.pt", weights_only=True)["step"] == 2
@@ -248,7 +248,7 @@ def test_wrong_values_are_refused(options):
     for more, words in (
         ({"method": "eagle4"}, "--method must be one of"),
         ({"steps": 0}, r"--steps must be in \[1,"),
-        ({"lr": float("nan")}, "--lr must be a number"),
+        ({"lr": float("nan")}, r"--lr must be in \[1e-09, 10.0\]"),
         ({"k": 33}, r"--k must be in \[1, 32\]"),
         ({"draft": "x"}, "--draft names the drafter"),
         ({"method": "draft-lora"}, "--draft names the drafter"),
@@ -259,7 +259,6 @@ def test_wrong_values_are_refused(options):
         ({"base_name": ""}, "--base-name must not be empty"),
         ({"adapter": "a\0b"}, "--adapter holds a NUL"),
         ({"resume": True, "overwrite": True}, "--resume and --overwrite exclude"),
-        ({"prompt_weight": 2.0}, r"--prompt-weight must be a number in \[0, 1\]"),
     ):
         with pytest.raises(InvalidRequestError, match=words):
             options(**more)

@@ -74,7 +74,7 @@ def test_ragged_rows_and_a_batch_change_nothing() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="5 drafts for 4"):
         verify_synthetic(torch.zeros(6, 9), [row(1, [1, 2, 3, 4, 5])], RATES)
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="2 rows of logits for 3 positions"):
         verify_synthetic(torch.zeros(2, 9), [row(1, [1, 2])], RATES)
 
 
