@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -169,9 +169,18 @@ def load_head(stored: StoredHead, target: Target, unroll: int | None = None) -> 
         tensors.pop("embed_tokens.weight", None)
         head = Eagle1Head(config, target, unroll or _EAGLE3_UNROLL, noise=0.0)
     with _errors_name_draft():
-        slots = {name: WeightSlot(tuple(p.shape), p.data.copy_) for name, p in head.named_parameters()}
+        slots = {name: WeightSlot(tuple(p.shape), _copy_to(p.data)) for name, p in head.named_parameters()}
         fill(stored.folder, slots, tensors)
     return head.to(target.lm_head.device)
+
+
+def _copy_to(weights: Tensor) -> Callable[[Tensor], None]:
+    """A loader that copies a tensor into `weights`."""
+
+    def load(tensor: Tensor) -> None:
+        weights.copy_(tensor)
+
+    return load
 
 
 def _draft_tokens(d2t: Tensor, config: EagleConfig) -> list[int]:

@@ -222,7 +222,7 @@ class Eagle3Head(EagleHead):
 
     def export(self, folder: Path) -> None:
         """config.json and model.safetensors with the layer as `midlayer`; shared matrices are left out."""
-        tensors = {name.replace("layers.0.", "midlayer."): p for name, p in self.named_parameters()}
+        tensors: dict[str, Tensor] = {name.replace("layers.0.", "midlayer."): p for name, p in self.named_parameters()}
         if self.vocabulary is not None:
             tensors.setdefault("lm_head.weight", self._target_rows)
             tokens = self._draft_tokens.cpu()
