@@ -19,6 +19,7 @@ from outrider.spec_decode.verify.verification import (
     VerifyRow,
     accept_equal,
     choose_rule,
+    rejection_sample,
     target_tokens,
     verify,
 )
@@ -256,7 +257,7 @@ def test_acceptance_of_both_rules() -> None:
             ids, probs = draft_rows(table, seeds, [last] * num, first, [1] * num)
             rows = [VerifyRow(s, 4, d, x, Rule.REJECTION) for s, d, x in zip(seeds, ids, probs, strict=True)]
             logits = TARGET[torch.tensor([token for d in ids for token in (last, *d)])]
-            accepted, _ = accepted_and_next(logits, rows)
+            accepted, _ = rejection_sample(logits, rows)
             assert accepted.double().mean().item() == pytest.approx(1 - tv, abs=deviation)
 
             target = target_tokens(TARGET[last].expand(num, -1), seeds, first, [False] * num)
@@ -310,17 +311,11 @@ def test_rejection_is_the_papers_algorithm() -> None:
 # --- corners of rejection sampling ---------------------------------------------------------------------------------
 
 
-def accepted_and_next(logits: Tensor, rows: Sequence[VerifyRow]) -> tuple[Tensor, Tensor]:
-    """Number of accepted drafts and next token of each request."""
-    results = verify(logits, rows)
-    return torch.tensor([r.num_accepted for r in results]), torch.tensor([r.token_ids[-1] for r in results])
-
-
 def reject_many(p: Sequence[float], q: Sequence[float] | None, draft: int, num: int = 4000) -> tuple[Tensor, Tensor]:
     """One draft for many seeds: (accepted, next token)."""
     logits = torch.stack([logits_of(p), torch.zeros(len(p))]).repeat(num, 1)
     probs = None if q is None else torch.tensor([q])
-    return accepted_and_next(logits, [VerifyRow(s, 1, [draft], probs, Rule.REJECTION) for s in SEEDS[:num]])
+    return rejection_sample(logits, [VerifyRow(s, 1, [draft], probs, Rule.REJECTION) for s in SEEDS[:num]])
 
 
 def test_equal_distributions_always_accept() -> None:
