@@ -141,7 +141,7 @@ class RowState:
         self.proposed_by = 0
         """The drafter of the drafts that its next step verifies."""
         self.asked = (0, 0)
-        """Of these: how many were asked for, and how many were made."""
+        """Numbers of these drafts: asked for, and made."""
         self.trial_rounds = 0
         """Rounds that are left of its trial."""
 

@@ -69,11 +69,11 @@ class _Queued(NamedTuple):
     sampling: Pending | Ready | None
     """None: no row reaches its end."""
     prompt_logprobs: list[list[TokenLogprobs] | None]
-    """Of each row, `RowResult.prompt_logprobs`."""
+    """`RowResult.prompt_logprobs` of each row."""
     outcome: DeviceOutcome | None
-    """Of the rows that reach their end; None where no step is launched before the host knows it."""
+    """Outcome of the rows that reach their end; None where no step is launched before the host knows it."""
     proposals: list[Proposal] | None
-    """Of each row, where the device drafted without the host."""
+    """Proposal of each row, where the device drafted without the host."""
     stopwatch: Stopwatch
     """Time of the forward pass, sampling and verification."""
     capture_seconds: float

@@ -33,7 +33,7 @@ class Pipeline:
         self._under_way: deque[Launched] = deque()  # oldest first
         self._deltas: list[TokenDelta] = []  # of committed steps, for the caller of `step`
         self.num_steps = 0
-        """That computed anything."""
+        """Number of steps that computed anything."""
 
     @property
     def is_idle(self) -> bool:

@@ -87,7 +87,7 @@ def _lives(scheduler: Scheduler, rows: int, choices: Sequence[tuple[int, int]]) 
 
 
 def _tokens(num_drafts: int) -> int:
-    """That measuring a choice takes of a dummy."""
+    """Number of a dummy's tokens that measuring a choice takes."""
     return 1 + _STEPS * (1 + num_drafts)
 
 
