@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.experts import ExpertWeights, apply_experts, route
+from ...kernels.experts import PackedExperts, pack, route
 from ..config import DecoderConfig
 from ..expert_config import ExpertConfig
 from .linear import AdapterRows, Linear
@@ -54,7 +54,7 @@ class SparseMlp:
             self._shared_gate = Linear(
                 f"{name}.shared_gate", [(f"{block}.shared_expert_gate", 1)], hidden_size, **common
             )
-        self._weights: ExpertWeights | None = None
+        self._experts: PackedExperts | None = None
 
     def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
         """See `Mlp`."""
@@ -64,10 +64,10 @@ class SparseMlp:
         config = self._config
         logits = self._router.forward(x, batch)
         routing = route(logits, config.top_k, renormalised=config.renormalised, rounded=config.traits.rounded)
-        if self._weights is None:  # all are loaded now
+        if self._experts is None:  # all are loaded now
             gate_up, down = ([linear.packed for linear in linears] for linears in (self._gate_up, self._down))
-            self._weights = ExpertWeights(gate_up, down, self._invariant)
-        return apply_experts(x, routing, self._weights, residual)
+            self._experts = pack(gate_up, down, batch_invariant=self._invariant)
+        return self._experts(x, routing, residual)
 
     def linears(self) -> list[Linear]:
         """See `Mlp`."""
