@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..platform.core.errors import AdapterError
-from .device.layout import LM_HEAD, PackedModules
+from .device.layout import EMBEDDING, LM_HEAD, PackedModules
 from .files.peft_config import adapter_error, shown
 
 DRAFT_LOADED = "loaded"
@@ -62,6 +62,13 @@ class Adapter:
     def targets_head(self) -> bool:
         """True when it changes the base model's lm_head."""
         return self.target.vocabulary.has(LM_HEAD)
+
+    @property
+    def targets_experts(self) -> bool:
+        """True when it changes experts of the base model."""
+        rows = self.target.vocabulary
+        others = sum(rows.has(name) for name in (EMBEDDING, LM_HEAD))
+        return int(rows.live.any(0).sum()) > others
 
 
 def changed_error(name: str, reason: str = "") -> AdapterError:

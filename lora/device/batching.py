@@ -9,6 +9,7 @@ none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -91,10 +92,14 @@ class LoraBatcher:
         self._is_grouped = is_grouped(dtype, device) and not batch_invariant
         self._last: tuple[Rows, LoraBatch | None] = ((), None)
 
-    def build(self, rows: Rows, *, has_gains: bool = False) -> LoraBatch | None:
-        """Return the batch for a step's rows; None when all are the base model's. `has_gains`: an adapter has some."""
+    def build(self, rows: Rows, *, has_gains: bool = False, targets_experts: bool = False) -> LoraBatch | None:
+        """Return the batch for a step's rows; None when all are the base model's. `has_gains`: an adapter has some.
+        `targets_experts`: an adapter has weights of experts."""
         if rows != self._last[0]:
-            self._last = (rows, self._build(rows, has_gains))
+            batch = self._build(rows, has_gains)
+            if batch is not None and targets_experts:
+                batch = replace(batch, targets_experts=True, replayable=False)
+            self._last = (rows, batch)
         return self._last[1]
 
     def _build(self, rows: Rows, has_gains: bool) -> LoraBatch | None:
@@ -181,12 +186,13 @@ class StepAdapters:
     ) -> LoraBatch | None:
         if not any(version is not None and applies(version) for version, _ in rows):
             return None
-        allocations, has_gains = [], False
+        allocations, has_gains, targets_experts = [], False, False
         for version, count in rows:
             allocation = None
             if version is not None and applies(version):
                 assert version.digest is not None
                 allocation = self._pool.allocation(version.digest)
                 has_gains |= version.has_gains
+                targets_experts |= version.targets_experts
             allocations.append((allocation, count))
-        return batcher.build(allocations, has_gains=has_gains)
+        return batcher.build(allocations, has_gains=has_gains, targets_experts=targets_experts)

@@ -218,8 +218,8 @@ class PackedModules(NamedTuple):
 
 
 class ModelLayout(NamedTuple):
-    """Layouts of one model. Vocabulary modules have their own: they are as wide as the vocabulary, and few adapters
-    have them."""
+    """Layouts of one model. Vocabulary modules and experts have their own: they are as wide as the vocabulary, or very
+    many, and few adapters have them."""
 
     linears: RowLayout
     vocabulary: RowLayout
@@ -231,7 +231,7 @@ class ModelLayout(NamedTuple):
 
     def pack(self, modules: Mapping[str, LoraWeights]) -> PackedModules:
         """Copy an adapter's weights to packed rows. Thread-safe."""
-        vocabulary = {name: weights for name, weights in modules.items() if name in (EMBEDDING, LM_HEAD)}
+        vocabulary = {name: weights for name, weights in modules.items() if name in self.vocabulary.modules}
         linears = {name: weights for name, weights in modules.items() if name not in vocabulary}
         gains = {name: weights.gain for name, weights in modules.items() if weights.gain is not None}
         return PackedModules(self.linears.pack(linears), self.vocabulary.pack(vocabulary), gains)

@@ -55,7 +55,6 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("init_lora_weights", _changes_base, "init_lora_weights that changes the base weights"),
     ("layer_replication", bool, "layer_replication"),
     ("trainable_token_indices", bool, "trained embeddings (trainable_token_indices)"),
-    ("target_parameters", bool, "adapters on bare parameters (target_parameters)"),
     ("alora_invocation_tokens", bool, "activated LoRA (alora_invocation_tokens)"),
     ("use_qalora", bool, "QA-LoRA (use_qalora)"),
     ("use_bdlora", bool, "block-diagonal LoRA (use_bdlora)"),

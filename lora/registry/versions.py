@@ -53,6 +53,8 @@ class AdapterVersion:
     """Bytes of host memory."""
     targets_head: bool = False
     """True when it adapts the model's lm_head."""
+    targets_experts: bool = False
+    """True when it adapts experts of the model."""
     has_gains: bool = False
     """True when it scales the model's base weights (DoRA)."""
     has_draft: bool = False
@@ -84,6 +86,7 @@ class AdapterVersion:
         self.digest = self.expected = adapter.digest
         self.rank, self.rows, self.num_bytes = adapter.target.rank, adapter.rows, adapter.num_bytes
         self.targets_head, self.has_gains = adapter.targets_head, bool(adapter.target.gains)
+        self.targets_experts = adapter.targets_experts
         self.has_draft, self.draft = bool(adapter.drafter.rank), adapter.draft
         self.load_seconds = adapter.load_seconds
 

@@ -73,9 +73,9 @@ def rehearse_adapter(
 
 
 def write_adapter(folder: Path, model: Decoder, draft: tuple[str, Sequence[Linear]]) -> LoRARequest:
-    """A PEFT adapter of rank 1 for every module, with zeros."""
+    """A PEFT adapter of rank 1 for every module but those of experts, with zeros."""
     method, draft_linears = draft
-    tensors = _tensors(model.linears())
+    tensors = _tensors([linear for linear in model.linears() if not linear.expert])
     vocab, hidden = model.config.vocab_size, model.config.hidden_size
     tensors |= _pair("model.embed_tokens", vocab, hidden, "lora_embedding_A", "lora_embedding_B")
     if not model.config.tie_word_embeddings:
