@@ -6,14 +6,16 @@ To add a family, write a module here with its `FamilyTraits` and add it to `FAMI
 
 from __future__ import annotations
 
-from . import llama, mistral, qwen2, qwen3
+from . import gpt2, llama, mistral, opt, qwen2, qwen3
 from .traits import FamilyTraits
 
 __all__ = ["FAMILIES", "FamilyTraits", "supported_architectures"]
 
 FAMILIES: dict[str, FamilyTraits] = {
+    "GPT2LMHeadModel": gpt2.TRAITS,
     "LlamaForCausalLM": llama.TRAITS,
     "MistralForCausalLM": mistral.TRAITS,
+    "OPTForCausalLM": opt.TRAITS,
     "Qwen2ForCausalLM": qwen2.TRAITS,
     "Qwen3ForCausalLM": qwen3.TRAITS,
 }

@@ -17,3 +17,7 @@ class WeightSlot:
     """Take the tensor, in any dtype and on any device, without keeping a reference to it."""
     scale: float = 0.0
     """Standard deviation of random weights (`load_format="dummy"`); 0: all ones."""
+
+    def transposed(self) -> WeightSlot:
+        """Slot for the same matrix where the checkpoint stores it transposed."""
+        return WeightSlot(self.shape[::-1], lambda tensor: self.load(tensor.t().contiguous()), self.scale)
