@@ -101,6 +101,11 @@ class DecoderConfig:
     """True: each result for a row is, bit for bit, independent of the other rows of its step; on a CPU only."""
 
     @property
+    def embedding_size(self) -> int:
+        """Elements of a token's embedding, and of a state that the head reads."""
+        return (self.block and self.block.embedding_size) or self.hidden_size
+
+    @property
     def sliding_window(self) -> int | None:
         """The window when all layers have the same one; None when some layer sees everything."""
         distinct = set(self.windows)
