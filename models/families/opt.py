@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...platform.core.errors import UnsupportedModelError
+from ..config_values import positive, wrong
 from .block import Block
 from .traits import FamilyTraits
 
 
 def _block(values: Mapping[str, Any]) -> Block:
     if not values.get("layer_norm_elementwise_affine", True):
-        field = "layer_norm_elementwise_affine"
-        raise UnsupportedModelError(f"config.json: {field} false is not supported", param=field)
-    size = values.get("word_embed_proj_dim")
-    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= 1 << 24):
-        field = "word_embed_proj_dim"
-        raise UnsupportedModelError(f"config.json: {field} must be a positive integer", param=field)
+        raise wrong("layer_norm_elementwise_affine", "false is not supported")
     norm_first = bool(values.get("do_layer_norm_before", True))
     has_final_norm = norm_first and not values.get("_remove_final_layer_norm", False)
     return Block(
@@ -28,7 +23,7 @@ def _block(values: Mapping[str, Any]) -> Block:
         down="fc2",
         norms=("self_attn_layer_norm", "final_layer_norm"),
         embedding="model.decoder.embed_tokens",
-        embedding_size=size,
+        embedding_size=positive(values, "word_embed_proj_dim", positive(values, "hidden_size")),
         projections="model.decoder.",
         final_norm="model.decoder.final_layer_norm" if has_final_norm else None,
         positions="model.decoder.embed_positions",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -21,3 +22,11 @@ class WeightSlot:
     def transposed(self) -> WeightSlot:
         """Slot for the same matrix where the checkpoint stores it transposed."""
         return WeightSlot(self.shape[::-1], lambda tensor: self.load(tensor.t().contiguous()), self.scale)
+
+
+class RenamedSlot(NamedTuple):
+    """Slot of a tensor that stands for tensors with other names."""
+
+    slot: WeightSlot
+    replaced: tuple[str, ...]
+    """Names in `weight_slots` of the tensors that it stands for."""
