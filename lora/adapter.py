@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..platform.core.errors import AdapterError
-from .device.layout import EMBEDDING, LM_HEAD, PackedModules
+from .device.layout import LM_HEAD, PackedModules
 from .files.peft_config import adapter_error, shown
 
 DRAFT_LOADED = "loaded"
@@ -67,8 +67,8 @@ class Adapter:
     def targets_experts(self) -> bool:
         """True when it changes experts of the base model."""
         rows = self.target.vocabulary
-        others = sum(rows.has(name) for name in (EMBEDDING, LM_HEAD))
-        return int(rows.live.any(0).sum()) > others
+        names = list(rows.layout.modules)
+        return any(".experts." in names[index] for index in rows.live.any(0).nonzero()[0])
 
 
 def changed_error(name: str, reason: str = "") -> AdapterError:

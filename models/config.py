@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from .config_values import shown as _shown
 from .config_values import wrong as _wrong
 from .expert_config import ExpertConfig, read_experts
 from .families import FAMILIES, FamilyTraits, supported_architectures
+from .families.block import Block
+from .layers.activation import PLAIN_ACTIVATIONS
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -84,10 +86,19 @@ class DecoderConfig:
     """True: queries and keys of each head are normalised before the rotation."""
     dtype: torch.dtype
     """Dtype of weights, activations and KV."""
+    block: Block | None = None
+    """Form of layers with LayerNorm and an MLP without a gate; None: Llama's."""
+    hidden_act: str = "silu"
+    """Activation of the MLP."""
     experts: ExpertConfig | None = None
     """Experts of the layers that have some."""
     batch_invariant: bool = False
     """True: each result for a row is, bit for bit, independent of the other rows of its step; on a CPU only."""
+
+    @property
+    def embedding_size(self) -> int:
+        """Elements of a token's embedding, and of a state that the head reads."""
+        return (self.block and self.block.embedding_size) or self.hidden_size
 
     @property
     def sliding_window(self) -> int | None:
@@ -161,8 +172,10 @@ def decoder_config(
     """
     # A key with null counts as absent, but the family's default is for absent keys only: null means no window, and as
     # many KV heads as heads.
-    values = {key: value for key, value in {**traits.defaults, **raw}.items() if value is not None}
-    _refuse_unsupported(values)
+    renamed = {ours: raw[theirs] for ours, theirs in traits.keys.items() if theirs in raw}
+    values = {key: value for key, value in {**traits.defaults, **raw, **renamed}.items() if value is not None}
+    block = None if traits.block is None else traits.block(values)
+    _refuse_unsupported(values, ACTIVATIONS if block is None else PLAIN_ACTIVATIONS)
     hidden_size = _positive(values, "hidden_size")
     num_heads = _positive(values, "num_attention_heads")
     num_kv_heads = _positive(values, "num_key_value_heads", num_heads)
@@ -172,13 +185,14 @@ def decoder_config(
         raise _wrong("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
     if head_dim % 2:
         raise _wrong("head_dim", f"{head_dim} is odd, rotary embeddings need pairs")
-    rope = _rope_config(values, head_dim)
+    learns_positions = block is not None and block.positions is not None
+    rope = RopeConfig(rope_type="none", theta=1.0) if learns_positions else _rope_config(values, head_dim)
     from_file = bool(values.get("attention_bias", False))
     return DecoderConfig(
         architecture=architecture,
         vocab_size=_positive(values, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_positive(values, "intermediate_size"),
+        intermediate_size=_positive(values, "intermediate_size", None if block is None else 4 * hidden_size),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -194,13 +208,16 @@ def decoder_config(
         qk_norm=traits.qk_norm,
         experts=None if traits.experts is None else read_experts(values, traits.experts, num_layers),
         dtype=dtype,
+        block=block,
+        hidden_act=str(values.get("hidden_act", "silu")),
     )
 
 
-def _refuse_unsupported(values: Mapping[str, Any]) -> None:
+def _refuse_unsupported(values: Mapping[str, Any], activations: Collection[str]) -> None:
     activation = values.get("hidden_act", "silu")
-    if activation not in ACTIVATIONS:
-        raise _wrong("hidden_act", f"{_shown(activation)} is not supported; supported is silu")
+    if not isinstance(activation, str) or activation not in activations:
+        served = ", ".join(activations)
+        raise _wrong("hidden_act", f"{_shown(activation)} is not supported; supported are {served}")
     quantization = values.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization

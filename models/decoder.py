@@ -12,6 +12,7 @@ from ..kernels.rms_norm import adds_residuals
 from .attention import AttentionBackend, AttentionSpec, make_attention
 from .batch import ForwardBatch, KVLayerSpec, LayerKV
 from .config import DecoderConfig
+from .gpt_layer import GPTEnds, GPTLayer
 from .layers.embedding import Embedding
 from .layers.experts import make_mlp
 from .layers.linear import Linear
@@ -112,16 +113,22 @@ class Decoder:
         )
         self.attention = make_attention(spec, batch_invariant=config.batch_invariant)
         self.rope = RotaryEmbedding(config.rope, config.head_dim, dtype=config.dtype, device=self.device)
-        self._adds_in_norms = adds_residuals(self.device) and not config.batch_invariant
-        self.layers = [DecoderLayer(config, i, self.attention, self.device) for i in range(config.num_layers)]
         common: Any = {"dtype": config.dtype, "device": self.device, "batch_invariant": config.batch_invariant}
-        self._embedding = Embedding(
-            config.vocab_size,
-            config.hidden_size,
-            tied=config.tie_word_embeddings,
-            **common,
-        )
-        self._final_norm = RMSNorm(["model.norm.weight"], config.hidden_size, config.rms_norm_eps, **common)
+        shape, eps = (config.vocab_size, config.embedding_size), config.rms_norm_eps
+        block, invariant = config.block, config.batch_invariant
+        self.layers: Sequence[DecoderLayer | GPTLayer]
+        self._ends: GPTEnds | None = None
+        self._deferring: Sequence[DecoderLayer] = ()
+        """The layers, where norms add the residual stream."""
+        if block is None:
+            layers = [DecoderLayer(config, i, self.attention, self.device) for i in range(config.num_layers)]
+            self.layers, self._deferring = layers, layers if adds_residuals(self.device) and not invariant else ()
+            self._embedding = Embedding(*shape, tied=config.tie_word_embeddings, **common)
+            self._final_norm = RMSNorm(["model.norm.weight"], config.hidden_size, eps, **common)
+        else:
+            self.layers = [GPTLayer(config, block, i, self.attention, self.device) for i in range(config.num_layers)]
+            self._embedding = Embedding(*shape, tied=config.tie_word_embeddings, name=block.embedding, **common)
+            self._ends = GPTEnds(config, block, self.device)
 
     @property
     def kv_layers(self) -> list[KVLayerSpec]:
@@ -142,7 +149,9 @@ class Decoder:
                 the last one. They cost nothing but memory.
         """
         hidden = self._embedding.lookup(batch.input_ids, batch.adapters)
-        if self._adds_in_norms:
+        if self._ends is not None:
+            hidden = self._ends.enter(hidden, batch)
+        if self._deferring:
             return self._forward_deferred(hidden, batch, aux_layers)
         entering: dict[int, Tensor] = {}
         for index, (layer, kv) in enumerate(zip(self.layers, batch.kv, strict=True)):
@@ -151,13 +160,14 @@ class Decoder:
             hidden = layer.forward(hidden, batch, kv)
         last = len(self.layers)
         entering[last] = hidden
-        return DecoderOutput(self._final_norm(hidden), tuple(map(entering.__getitem__, aux_layers)))
+        normed = self._final_norm(hidden) if self._ends is None else self._ends.leave(hidden, batch)
+        return DecoderOutput(normed, tuple(map(entering.__getitem__, aux_layers)))
 
     def _forward_deferred(self, hidden: Tensor, batch: ForwardBatch, aux_layers: Sequence[int]) -> DecoderOutput:
         """Compute a batch with one launch less for each projection: norms add the residual stream."""
         entering: dict[int, Tensor] = {}
         delta: Tensor | None = None
-        for index, (layer, kv) in enumerate(zip(self.layers, batch.kv, strict=True)):
+        for index, (layer, kv) in enumerate(zip(self._deferring, batch.kv, strict=True)):
             if index in aux_layers:
                 hidden, delta = hidden if delta is None else hidden + delta, None
                 entering[index] = hidden
@@ -179,15 +189,17 @@ class Decoder:
 
     def linears(self) -> list[Linear]:
         """Linear layers that adapters may target."""
-        return [linear for layer in self.layers for linear in layer.linears()]
+        parts = self.layers if self._ends is None else (*self.layers, self._ends)
+        return [linear for part in parts for linear in part.linears()]
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots of all tensors that the model needs, by their names in HF checkpoints."""
         slots = self._embedding.weight_slots()
-        for layer in self.layers:
-            slots.update(layer.weight_slots())
-        return slots | self._final_norm.weight_slots()
+        for part in (*self.layers, self._final_norm if self._ends is None else self._ends):
+            slots.update(part.weight_slots())
+        return slots
 
     def renamed_slots(self) -> dict[str, RenamedSlot]:
         """Slots of tensors that some checkpoints have instead of others."""
-        return {name: slot for layer in self.layers for name, slot in layer.mlp.renamed_slots().items()}
+        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        return {name: slot for layer in layers for name, slot in layer.mlp.renamed_slots().items()}

@@ -20,8 +20,8 @@ from torch import Tensor
 from ...kernels.conversion import place
 from ..step_yield import yield_to_steps
 
-EMBEDDING, LM_HEAD = "model.embed_tokens", "lm_head"
-"""Modules beside the linear ones of the layers."""
+LM_HEAD = "lm_head"
+"""Module of the output head."""
 ALIGNMENT = 64
 """Bytes of a cache line. The columns of A and of B begin at a multiple of it."""
 _ELEMENTS = 1 << 17

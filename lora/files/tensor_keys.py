@@ -39,6 +39,8 @@ _WRAPPERS = ("base_model.model.", "base_model.")
 _TRAINING_WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^module\."
 )
+# Name of the model within the causal one, which PEFT may have been given alone.
+_INNER = ("", "model.", "transformer.")
 # The text model in a multimodal one.
 _TEXT_MODEL = re.compile(r"(^|\.)language_model\.")
 _REFUSED_KEYS = (
@@ -200,7 +202,7 @@ def unwrapped(module: str) -> str:
 def names_of(configured: str) -> Iterator[str]:
     """Names that a module of a file may have in the model."""
     text = _TEXT_MODEL.sub(r"\1", configured, count=1)
-    for name in dict.fromkeys((configured, f"model.{configured}", text, f"model.{text}")):
+    for name in dict.fromkeys(f"{prefix}{given}" for given in (configured, text) for prefix in _INNER):
         yield name
         for new, old in _RENAMED:
             if new in name:
