@@ -68,7 +68,7 @@ class Adapter:
         """True when it changes experts of the base model."""
         rows = self.target.vocabulary
         names = list(rows.layout.modules)
-        return any(".experts." in names[index] for index in rows.live.any(0).nonzero()[0])
+        return any(".experts." in names[index] for index in np.flatnonzero(rows.live.any(0)))
 
 
 def changed_error(name: str, reason: str = "") -> AdapterError:

@@ -9,11 +9,13 @@ T tokens, k experts of a token, E experts, H hidden size, I inner size of an exp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, Union
 
 from torch import Tensor
 
+from ..dispatch import use_triton
 from ..linear import Packed
+from ..linear.torch import PackedLinear
 from . import native as _native
 from . import torch as _torch
 from .native import NativeExperts, is_native
@@ -21,7 +23,10 @@ from .torch import Products, Routing, TorchExperts
 
 __all__ = ["PackedExperts", "Products", "Routing", "pack", "route", "run_products"]
 
-PackedExperts: TypeAlias = TorchExperts | NativeExperts
+if TYPE_CHECKING:
+    from .triton import TritonExperts
+
+PackedExperts: TypeAlias = Union[TorchExperts, NativeExperts, "TritonExperts"]
 """Experts of one layer; a call computes y [T, H] from x [T, H]."""
 
 
@@ -30,9 +35,20 @@ def pack(gate_up: Sequence[Packed], down: Sequence[Packed], *, batch_invariant: 
 
     With `batch_invariant` a row's result does not depend, bit for bit, on other rows.
     """
-    if is_native([*gate_up, *down]):
+    if is_native(gate_up) and is_native(down):
         return NativeExperts(gate_up, down)
+    plain = [_on_triton(weights) for weights in (gate_up, down)]
+    if all(plain):
+        from .triton import TritonExperts
+
+        return TritonExperts(*plain)
     return TorchExperts(gate_up, down, batch_invariant=batch_invariant)
+
+
+def _on_triton(weights: Sequence[Packed]) -> list[Tensor]:
+    """Weights for Triton's kernel; none where it does not serve them."""
+    plain = [weight.plain for weight in weights if isinstance(weight, PackedLinear)]
+    return [weight for weight in plain if weight is not None and use_triton(weight)]
 
 
 def route(logits: Tensor, top_k: int, *, renormalised: bool, rounded: bool) -> Routing:
