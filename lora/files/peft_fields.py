@@ -34,9 +34,9 @@ class FieldRule(NamedTuple):
     """One field."""
 
     served: str
-    """What is served, for the documentation."""
+    """Values that are served, for the documentation."""
     refused: str = ""
-    """What is refused, for the documentation and the error; "" when nothing is."""
+    """Values that are refused, for the documentation and the error; "" when there are none."""
     is_refused: Callable[[Any], bool] = bool
     """Returns True for a value that is refused. An absent field and a neutral value are accepted."""
 

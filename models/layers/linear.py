@@ -40,8 +40,8 @@ class GainSite(Protocol):
         ...
 
     def scale(self, y: Tensor, adapters: Any, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
-        """y [T, out] = (y - bias - residual) · each token's gains + bias + residual + its adapter's bias; other tokens do
-        not change; y is mutated."""
+        """y [T, out] = (y - bias - residual) · each token's gains + bias + residual + its adapter's bias; other tokens
+        do not change; y is mutated."""
 
 
 class Linear:
