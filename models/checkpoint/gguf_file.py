@@ -221,17 +221,18 @@ def _open(path: Path) -> Any:
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
             if raw_type != GGUFValueType.ARRAY:
                 return super()._get_field_parts(orig_offs, raw_type)
-            kind, count = struct.unpack_from("<IQ", self.data, orig_offs)
+            data: Any = self.data
+            kind, count = struct.unpack_from("<IQ", data, orig_offs)
             begin = orig_offs + 12
             if kind == GGUFValueType.STRING:
                 end = begin
                 for _ in range(count):
-                    end += 8 + struct.unpack_from("<Q", self.data, end)[0]
-                values = self.data[begin:end]
+                    end += 8 + struct.unpack_from("<Q", data, end)[0]
+                values = data[begin:end]
             else:
                 values = self._get(begin, self.gguf_scalar_to_np[GGUFValueType(kind)], count)
                 end = begin + values.nbytes
-            head = self.data[orig_offs:begin]
+            head = data[orig_offs:begin]
             return end - orig_offs, [head, values], [1], [GGUFValueType.ARRAY, GGUFValueType(kind)]
 
     return Reader(path)

@@ -39,8 +39,8 @@ def _read(model: Path) -> dict[str, int]:
         raw = read_json(model / _WHOLE)
     except OutriderError:
         return {}
-    model, added = raw.get("model"), raw.get("added_tokens")
-    vocabulary: Any = model.get("vocab") if isinstance(model, dict) else None
+    pieces, added = raw.get("model"), raw.get("added_tokens")
+    vocabulary: Any = pieces.get("vocab") if isinstance(pieces, dict) else None
     if isinstance(vocabulary, list):  # of Unigram: pairs of a token and its score, in the order of the ids
         vocabulary = {pair[0]: index for index, pair in enumerate(vocabulary) if isinstance(pair, list) and pair}
     if not isinstance(vocabulary, dict):
