@@ -7,6 +7,7 @@ itself. Beside them stand the requests that once stalled a server.
 
 import http.client
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -22,8 +23,8 @@ from outrider.platform.http.openai.chat_messages import ChatMessage
 
 KEY = "operator"
 SIZE = (8 << 20) - 4096
-MAX_GAP_SECONDS = 0.3
-"""Gap of another client: 0.1 s on a machine of its own, three times that among other tests."""
+MAX_GAP_SECONDS = float(os.environ.get("OUTRIDER_TEST_GAP_MS", "300")) / 1000
+"""Gap of another client: 100 ms on a machine of its own, three times that among other tests."""
 MAX_ANSWER_SECONDS = 2.0
 MAX_GROWTH = 64 << 20
 
@@ -33,27 +34,42 @@ def repeated(item: bytes, count: int = 1 << 30) -> bytes:
     return b"[" + b",".join([item] * min(count, SIZE // (len(item) + 1))) + b"]"
 
 
-def named(count: int) -> bytes:
-    return b"{" + b",".join(b'"%06d":1' % i for i in range(count)) + b"}"
+def named(count: int, value: bytes = b"1") -> bytes:
+    return b"{" + b",".join(b'"%06d":%s' % (i, value) for i in range(count)) + b"}"
+
+
+def quoted(text: str) -> bytes:
+    """A string of as many of these characters as fit."""
+    return b'"' + text.encode() * (SIZE // len(text.encode())) + b'"'
 
 
 @cache
-def huge_values() -> tuple[bytes, dict[str, bytes], dict[str, bytes]]:
-    """The longest text; the most of each kind, which are beyond the bounds of a body; as many as it may hold."""
-    most = {
+def long_texts() -> list[bytes]:
+    """The longest texts: of one, two and four bytes a character, escaped, and of white space."""
+    return [*map(quoted, ("1:+a", "İ", "😀", "\\u00e9", " \\n"))]
+
+
+@cache
+def most_values() -> dict[str, bytes]:
+    """The most of each kind, which are beyond the bounds of a body."""
+    return {
         "numbers": repeated(b"1"),
         "texts": repeated(b'"a"'),
         "lists": repeated(b"[]"),
         "objects": repeated(b'{"a":[]}'),
         "names": named(SIZE // 11),
     }
-    within = {
+
+
+@cache
+def many_values() -> dict[str, bytes]:
+    """As many of each kind as a body may hold."""
+    return {
         "numbers": repeated(b"1", 262_000),
         "texts": repeated(b'"a"', 65_000),
         "objects": repeated(b"{}", 16_000),
         "names": named(65_000),
     }
-    return b'"' + b"1:+a" * (SIZE // 4) + b'"', most, within
 
 
 @cache
@@ -127,8 +143,7 @@ class Victim:
         return Answer(status, content, time.monotonic() - start)
 
     def problem(self, *cases: Case) -> str:
-        """What is wrong with the answers, or happened to others meanwhile; "" for nothing."""
-        self.probe()
+        """What is wrong with the answers, or happened to others since the last probe; "" for nothing."""
         for case in cases:
             problem = problem_of(self.answer(case), case.status)
             if problem:
@@ -193,37 +208,68 @@ def places(schema: dict[str, Any], around: tuple[str, ...] = ()) -> Iterator[tup
 
 def body_with(value: bytes, place: tuple[str, ...], rest: dict[str, Any]) -> bytes:
     """A body with a value at a place, and all else that the route needs."""
-    for name in reversed(place):
-        value = b"[%s]" % value if name == "[]" else b"{%s:%s}" % (json.dumps(name).encode(), value)
+    before, after = b"", b""
+    for name in place:
+        before += b"[" if name == "[]" else b"{%s:" % json.dumps(name).encode()
+        after = (b"]" if name == "[]" else b"}") + after
     others = {name: item for name, item in rest.items() if name != place[0]}
-    return json.dumps(others).encode()[:-1] + b"," + value[1:] if others else value
+    if others:
+        before = json.dumps(others).encode()[:-1] + b"," + before[1:]
+    return b"".join((before, value, after))
 
 
-def kind_of(schema: dict[str, Any]) -> str:
-    """The kind of `within` that is right in type for a field; "" for a field that is one value."""
-    for form in (schema, *schema.get("anyOf", ())):
-        if form.get("type") == "array":
-            return {"integer": "numbers", "string": "texts"}.get(form["items"].get("type"), "objects")
-        if form.get("type") == "object":
-            return "names"
-    return ""
+SMALL_ITEMS = {
+    "messages": (4_000, b'{"role":"user","content":"a"}'),
+    "content": (16_000, b'{"type":"text","text":"a"}'),
+    "tool_calls": (8_000, b'{"function":{"name":"f","arguments":"{}"}}'),
+    "adapters": (16_000, b'{"name":"a"}'),
+}
+"""Number and entry of a list of objects that is right in type."""
+
+
+def is_number(kinds: set[str]) -> bool:
+    return not kinds.isdisjoint({"integer", "number"})
+
+
+def values_of(name: str, schema: dict[str, Any], turn: int) -> dict[str, bytes]:
+    """The largest and the most numerous values of a field, right in type where there are such, and wrong. `turn`
+    chooses the characters of texts, every other time the plain ones, and the kind of wrong entries."""
+    text, digits = long_texts()[(turn % 2) * (turn // 2 % len(long_texts()))], b"9" * SIZE
+    forms = (schema, *schema.get("anyOf", ()))
+    kinds = {form["type"] for form in forms if "type" in form}
+    items = [form["items"] for form in forms if "items" in form]
+    values = {"text": text} if is_number(kinds) else {"text": text, "text in a list": b"[%s]" % text}
+    if is_number(kinds):
+        values["digits"] = digits
+    many, right = many_values(), set()
+    for item in items:
+        item_kinds = {form["type"] for form in (item, *item.get("anyOf", ())) if "type" in form}
+        if is_number(item_kinds):
+            values["digits in a list"] = b"[%s]" % digits
+        right |= {"numbers"} if is_number(item_kinds) else set()
+        right |= {"texts"} if "string" in item_kinds else set()
+        if "object" in item_kinds:
+            count, small = SMALL_ITEMS.get(name, (16_000, b"{}"))
+            values["entries"] = repeated(small, count)
+    if "object" in kinds:
+        values["text in an object"] = b'{"5":%s}' % text
+        right |= {"names"}
+    wrong = sorted(many.keys() - right)
+    return values | {kind: many[kind] for kind in {*right, wrong[turn % len(wrong)]}}
 
 
 def cases(document: dict[str, Any]) -> Iterator[list[Case]]:
     """The cases of each field, and of each route as a whole. A body beyond its bounds ends before its fields are known:
     one field of each route stands for all."""
-    longest, most, within = huge_values()
-    kinds = list(within)
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             if "application/json" not in operation.get("requestBody", {}).get("content", {}):
                 continue
             where = path.replace("{name}", "acme").replace("{key_id}", "none")
             for index, (place, schema) in enumerate(places(schema_of(operation))):
-                chosen = {kinds[index % len(kinds)], kind_of(schema)} & within.keys()
-                values = {"text": longest} | {kind: within[kind] for kind in chosen}
+                values = values_of(next(name for name in reversed(place) if name != "[]"), schema, index)
                 if index == 0:
-                    values |= {f"most {kind}": value for kind, value in most.items()}
+                    values |= {f"most {kind}": value for kind, value in most_values().items()}
                 bodies = {kind: body_with(value, place, SMALL.get(path, {})) for kind, value in values.items()}
                 yield [Case(method.upper(), where, f"{'.'.join(place)}: {kind}", body) for kind, body in bodies.items()]
             yield [Case(method.upper(), where, *whole) for whole in list(huge_bodies().items())[len(path) % 2 :: 2]]
@@ -271,6 +317,11 @@ def refused() -> Iterator[Case]:
     yield post("/v1/completions", b'{"prompt":%s}' % repeated(b"[5]", 1_900_000))
     messages = repeated(b'{"role":"user","content":"a"}', 200_000)
     yield post("/v1/chat/completions", b'{"messages":%s}' % messages)
+    messages = repeated(b'{"role":"user","content":"%s"}' % (b"some words " * 180), 4000)
+    yield post("/v1/chat/completions", b'{"messages":%s}' % messages)
+    for text in long_texts():
+        yield completion(prompt=text)
+        yield post("/v1/chat/completions", b'{"messages":[{"role":"user","content":%s}]}' % text)
     parts = repeated(b'{"text":"a"}', 500_000)
     yield post("/v1/chat/completions", b'{"messages":[{"role":"user","content":%s}]}' % parts)
     yield post("/v1/completions", named(500_000))
@@ -324,7 +375,8 @@ class Stream:
 
     def __init__(self, victim: Victim) -> None:
         self._connection = victim.connect()
-        body = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        usage = {"continuous_usage_stats": True}  # a chunk for each token, also for one without a text
+        body = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True, "stream_options": usage}
         self._response = victim.open(self._connection, "POST", "/v1/completions", json.dumps(body).encode())
         self._response.readline()
         self.gap = 0.0
