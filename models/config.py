@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..platform.core.errors import UnsupportedModelError
+from .config_values import MOST
+from .config_values import number as _number
+from .config_values import positive as _positive
+from .config_values import shown as _shown
+from .config_values import wrong as _wrong
+from .expert_config import ExpertConfig, read_experts
 from .families import FAMILIES, FamilyTraits, supported_architectures
+from .families.block import Block
+from .layers.activation import PLAIN_ACTIVATIONS
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -19,19 +27,6 @@ DTYPES: dict[str, torch.dtype] = {
 }
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 ACTIVATIONS = ("silu", "swish")
-
-# Largest integer that a field may have: a larger one is a damaged file, and would take all memory, or all time.
-_MOST = {
-    "num_hidden_layers": 1 << 12,
-    "num_attention_heads": 1 << 14,
-    "num_key_value_heads": 1 << 14,
-    "head_dim": 1 << 14,
-    "max_position_embeddings": 1 << 40,
-    "sliding_window": 1 << 40,
-}
-_MOST_ELSE = 1 << 24
-_LARGEST = 1e18
-_MOST_SHOWN = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +86,19 @@ class DecoderConfig:
     """True: queries and keys of each head are normalised before the rotation."""
     dtype: torch.dtype
     """Dtype of weights, activations and KV."""
+    block: Block | None = None
+    """Form of layers with LayerNorm and an MLP without a gate; None: Llama's."""
+    hidden_act: str = "silu"
+    """Activation of the MLP."""
+    experts: ExpertConfig | None = None
+    """Experts of the layers that have some."""
     batch_invariant: bool = False
     """True: each result for a row is, bit for bit, independent of the other rows of its step; on a CPU only."""
+
+    @property
+    def embedding_size(self) -> int:
+        """Elements of a token's embedding, and of a state that the head reads."""
+        return (self.block and self.block.embedding_size) or self.hidden_size
 
     @property
     def sliding_window(self) -> int | None:
@@ -166,8 +172,10 @@ def decoder_config(
     """
     # A key with null counts as absent, but the family's default is for absent keys only: null means no window, and as
     # many KV heads as heads.
-    values = {key: value for key, value in {**traits.defaults, **raw}.items() if value is not None}
-    _refuse_unsupported(values)
+    renamed = {ours: raw[theirs] for ours, theirs in traits.keys.items() if theirs in raw}
+    values = {key: value for key, value in {**traits.defaults, **raw, **renamed}.items() if value is not None}
+    block = None if traits.block is None else traits.block(values)
+    _refuse_unsupported(values, ACTIVATIONS if block is None else PLAIN_ACTIVATIONS)
     hidden_size = _positive(values, "hidden_size")
     num_heads = _positive(values, "num_attention_heads")
     num_kv_heads = _positive(values, "num_key_value_heads", num_heads)
@@ -177,13 +185,14 @@ def decoder_config(
         raise _wrong("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
     if head_dim % 2:
         raise _wrong("head_dim", f"{head_dim} is odd, rotary embeddings need pairs")
-    rope = _rope_config(values, head_dim)
+    learns_positions = block is not None and block.positions is not None
+    rope = RopeConfig(rope_type="none", theta=1.0) if learns_positions else _rope_config(values, head_dim)
     from_file = bool(values.get("attention_bias", False))
     return DecoderConfig(
         architecture=architecture,
         vocab_size=_positive(values, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_positive(values, "intermediate_size"),
+        intermediate_size=_positive(values, "intermediate_size", None if block is None else 4 * hidden_size),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -197,41 +206,18 @@ def decoder_config(
         o_bias=from_file if traits.attention_bias is None else False,
         mlp_bias=bool(values.get("mlp_bias", False)) if traits.mlp_bias is None else traits.mlp_bias,
         qk_norm=traits.qk_norm,
+        experts=None if traits.experts is None else read_experts(values, traits.experts, num_layers),
         dtype=dtype,
+        block=block,
+        hidden_act=str(values.get("hidden_act", "silu")),
     )
 
 
-def _wrong(field: str, problem: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"config.json: {field} {problem}", param=field)
-
-
-def _shown(value: object) -> str:
-    """Text of `value` for an error, cut short: a file may hold a number of thousands of digits."""
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
-
-
-def _positive(values: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    value, most = values.get(field, default), _MOST.get(field, _MOST_ELSE)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _wrong(field, f"must be a positive integer, got {_shown(value)}")
-    if value > most:
-        raise _wrong(field, f"must be at most {most}, got {_shown(value)}")
-    return value
-
-
-def _number(field: str, name: str, value: object) -> float:
-    """`value` as a positive number; in an error `field` is the object and `name` its key."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _LARGEST:  # so no NaN
-        said = f"{name} must be" if name else "must be"
-        raise _wrong(field, f"{said} a positive number of at most {_LARGEST:g}, got {_shown(value)}")
-    return float(value)
-
-
-def _refuse_unsupported(values: Mapping[str, Any]) -> None:
+def _refuse_unsupported(values: Mapping[str, Any], activations: Collection[str]) -> None:
     activation = values.get("hidden_act", "silu")
-    if activation not in ACTIVATIONS:
-        raise _wrong("hidden_act", f"{_shown(activation)} is not supported; supported is silu")
+    if not isinstance(activation, str) or activation not in activations:
+        served = ", ".join(activations)
+        raise _wrong("hidden_act", f"{_shown(activation)} is not supported; supported are {served}")
     quantization = values.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization
@@ -317,7 +303,7 @@ def _context_length(num_positions: int, rope: RopeConfig) -> int:
         reach = rope.original_max_position_embeddings * rope.factor
     else:
         return num_positions
-    return max(1, int(min(reach, _MOST["max_position_embeddings"])))
+    return max(1, int(min(reach, MOST["max_position_embeddings"])))
 
 
 def _windows(values: Mapping[str, Any], num_layers: int, traits: FamilyTraits) -> tuple[int | None, ...]:

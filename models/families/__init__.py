@@ -6,16 +6,21 @@ To add a family, write a module here with its `FamilyTraits` and add it to `FAMI
 
 from __future__ import annotations
 
-from . import llama, mistral, qwen2, qwen3
+from . import gpt2, llama, mistral, mixtral, opt, qwen2, qwen2_moe, qwen3, qwen3_moe
 from .traits import FamilyTraits
 
 __all__ = ["FAMILIES", "FamilyTraits", "supported_architectures"]
 
 FAMILIES: dict[str, FamilyTraits] = {
+    "GPT2LMHeadModel": gpt2.TRAITS,
     "LlamaForCausalLM": llama.TRAITS,
     "MistralForCausalLM": mistral.TRAITS,
+    "MixtralForCausalLM": mixtral.TRAITS,
+    "OPTForCausalLM": opt.TRAITS,
     "Qwen2ForCausalLM": qwen2.TRAITS,
+    "Qwen2MoeForCausalLM": qwen2_moe.TRAITS,
     "Qwen3ForCausalLM": qwen3.TRAITS,
+    "Qwen3MoeForCausalLM": qwen3_moe.TRAITS,
 }
 """Traits by a name in the `architectures` of config.json."""
 

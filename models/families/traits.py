@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+from .block import Block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertTraits:
+    """Properties of a family whose layers have experts (Shazeer et al. 2017): keys of its config.json, and names of its
+    tensors in a checkpoint where each expert has its own."""
+
+    block: str = "mlp"
+    """Module of a layer that holds the router `gate` and the experts."""
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Projections of an expert."""
+    intermediate_size: str = "moe_intermediate_size"
+    """Key of an expert's inner size."""
+    renormalised: bool | None = None
+    """True: the weights of a token's experts sum to 1; None: the file's `norm_topk_prob` decides."""
+    rounded: bool = True
+    """True: these weights are rounded to the model's dtype."""
+    shared: bool = False
+    """True: each token has a shared expert too, with a gate of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,6 +33,10 @@ class FamilyTraits:
     """Properties of a family: values of keys that its config.json may leave out, and facts that no file states."""
 
     defaults: Mapping[str, Any]
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Key of this family's config.json for each of Llama's keys that it calls otherwise."""
+    block: Callable[[Mapping[str, Any]], Block] | None = None
+    """Function from the values of a config.json to the layers' form; None: Llama's."""
     attention_bias: bool | None = None
     """Bias of q, k and v; None: the file's `attention_bias` decides, for o too."""
     mlp_bias: bool | None = None
@@ -20,6 +45,8 @@ class FamilyTraits:
     window_switch: bool = False
     """True: a window counts only with `use_sliding_window`, and only from layer `max_window_layers` on."""
     has_window: bool = True
+    experts: ExpertTraits | None = None
+    """None: all layers have a dense MLP."""
     plain_tokenizer_type: str | None = None
     """Value of `model_type` in config.json of models whose tokenizer.json holds the whole tokenizer. None: transformers
     chooses the tokenizer's class."""

@@ -17,8 +17,10 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     "linear" divides all by the factor (kaiokendev 2023). "llama3" divides those whose wavelength exceeds the original
     context, keeps the short ones, and changes smoothly between (Llama 3.1's reference code). "yarn" does so by
     dimension (Peng et al. 2023, section 3.2). "longrope" has a divisor for each dimension (Ding et al. 2024).
-    "dynamic" divides none within the original context.
+    "dynamic" divides none within the original context. "none" rotates by no angle.
     """
+    if config.rope_type == "none":
+        return torch.zeros(head_dim // 2)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     if config.rope_type == "longrope":
         return 1.0 / (torch.tensor([config.short_factor, config.long_factor]) * config.theta**exponents)

@@ -33,12 +33,8 @@ def test_supported_architectures_are_named() -> None:
     with pytest.raises(UnsupportedModelError) as caught:
         read("Bert")
     assert "BertForCausalLM" in str(caught.value)
-    assert supported_architectures() == [
-        "LlamaForCausalLM",
-        "MistralForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen3ForCausalLM",
-    ]
+    assert supported_architectures() == sorted(supported_architectures())
+    assert {"GPT2LMHeadModel", "LlamaForCausalLM", "OPTForCausalLM"} <= set(supported_architectures())
     assert all(name in str(caught.value) for name in supported_architectures())
 
 

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from outrider.lora.files.tensor_keys import ModuleShape
 from outrider.platform.core.errors import AdapterError
 
-from .conftest import SIZES, module, tensors, write_adapter
-from .parsing import parse
+from ..conftest import SIZES, module, tensors, write_adapter
+from ..parsing import parse
 
 KNOWN = {module(layer, name): ModuleShape(*sizes) for layer in (0, 1) for name, sizes in SIZES.items()}
 Q = module(0, "q_proj")
@@ -112,7 +112,6 @@ def test_files_of_two_dtypes_that_are_served_alike_are_one_content(tmp_path):
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"bias": "all"}, "bias"),
         ({"lora_bias": True}, "lora_bias"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"target_parameters": ["x"]}, "target_parameters"),

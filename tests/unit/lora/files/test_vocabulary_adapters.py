@@ -11,8 +11,8 @@ from outrider.models.layers.embedding import EMBEDDING, LM_HEAD, Embedding
 from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.errors import AdapterError
 
-from .conftest import HIDDEN, admitted, make_linears, tensors, write_adapter
-from .parsing import parse
+from ..conftest import HIDDEN, admitted, make_linears, tensors, write_adapter
+from ..parsing import parse
 
 VOCAB = 300
 E, H = "base_model.model.model.embed_tokens", "base_model.model.lm_head"
@@ -23,7 +23,7 @@ def make_embedding(tied=False, dtype=torch.float32):
     torch.manual_seed(0)
     table, head = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN)
     slots = embedding.weight_slots()
-    slots[EMBEDDING].load(table)
+    slots[f"{EMBEDDING}.weight"].load(table)
     if not tied:
         slots[LM_HEAD].load(head)
     return embedding, table, table if tied else head
