@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from ..platform.core.errors import AdapterError
 from .device.layout import LM_HEAD, PackedModules
 from .files.peft_config import adapter_error, shown
@@ -61,7 +63,7 @@ class Adapter:
     @property
     def targets_head(self) -> bool:
         """True when it changes the base model's lm_head."""
-        return self.target.vocabulary.has(LM_HEAD)
+        return self.target.has(LM_HEAD)
 
     @property
     def targets_experts(self) -> bool:

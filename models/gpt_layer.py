@@ -58,7 +58,7 @@ class GPTLayer:
 
     def _attend(self, x: Tensor, batch: ForwardBatch, kv: LayerKV, residual: Tensor) -> Tensor:
         qkv = self.qkv.forward(x, batch)
-        attended = self._attention.forward_qkv(qkv, batch.rotation, None, kv, batch.attention, self._window)
+        attended = self._attention.forward_qkv(qkv, batch.rotations[0], None, kv, batch.attention, self._window)
         return self.o.forward(attended, batch, residual=residual)
 
     def _mlp(self, x: Tensor, batch: ForwardBatch, residual: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..act_and_mul import act_and_mul, act_and_mul_invariant
 from ..linear import Packed
-from ..silu_mul import silu_mul, silu_mul_invariant
 
 
 class Routing(NamedTuple):
@@ -42,7 +42,7 @@ class TorchExperts:
     def __init__(self, gate_up: Sequence[Packed], down: Sequence[Packed], *, batch_invariant: bool = False) -> None:
         self._products = Products(
             lambda expert, x, tokens: gate_up[expert](x),
-            silu_mul_invariant if batch_invariant else silu_mul,
+            act_and_mul_invariant if batch_invariant else act_and_mul,
             lambda expert, x, tokens: down[expert](x),
         )
 

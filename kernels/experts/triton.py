@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..act_and_mul import act_and_mul
 from ..compile_case import CompileCase, make_case
-from ..silu_mul import silu_mul
 from .torch import Routing, combine
 
 BLOCK_N, BLOCK_K, NUM_WARPS, NUM_STAGES = 64, 64, 4, 3
@@ -101,7 +101,7 @@ class TritonExperts:
         """Compute y [T, H] from x [T, H], as a new tensor; `residual` [T, H] is added."""
         num_tokens, top_k = routing.experts.shape
         plan = _plan(routing.experts, len(self._kept[0]))
-        inner = silu_mul(self._product(x.contiguous(), 0, plan, top_k))
+        inner = act_and_mul(self._product(x.contiguous(), 0, plan, top_k))
         outputs = self._product(inner, 1, plan, 1)
         return combine(outputs.view(num_tokens, top_k, -1), routing.weights, residual)
 

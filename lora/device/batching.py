@@ -92,17 +92,17 @@ class LoraBatcher:
         self._is_grouped = is_grouped(dtype, device) and not batch_invariant
         self._last: tuple[Rows, LoraBatch | None] = ((), None)
 
-    def build(self, rows: Rows, *, has_gains: bool = False, targets_experts: bool = False) -> LoraBatch | None:
-        """Return the batch for a step's rows; None when all are the base model's. `has_gains`: an adapter has some.
-        `targets_experts`: an adapter has weights of experts."""
+    def build(self, rows: Rows, *, is_plain: bool = True, targets_experts: bool = False) -> LoraBatch | None:
+        """Return the batch for a step's rows; None when all are the base model's. `is_plain`:
+        no adapter has more than rank rows. `targets_experts`: an adapter has weights of experts."""
         if rows != self._last[0]:
-            batch = self._build(rows, has_gains)
+            batch = self._build(rows, is_plain)
             if batch is not None and targets_experts:
                 batch = replace(batch, targets_experts=True, replayable=False)
             self._last = (rows, batch)
         return self._last[1]
 
-    def _build(self, rows: Rows, has_gains: bool) -> LoraBatch | None:
+    def _build(self, rows: Rows, is_plain: bool) -> LoraBatch | None:
         runs = _runs(rows)
         owned = [run for run in runs if run.owner is not None]
         if not owned:
@@ -110,7 +110,7 @@ class LoraBatcher:
         if self._is_grouped:
             ranges = [(run.start, run.stop, run.owner.index) for run in owned if run.owner is not None]
             groups = RowGroups(ranges, sum(count for _, count in rows), self._device, self._buffer)
-            return LoraBatch(tuple(owned), None, (), groups=groups, replayable=groups.replayable and not has_gains)
+            return LoraBatch(tuple(owned), None, (), groups=groups, replayable=groups.replayable and is_plain)
         if self._is_native:
             native = RowSegments([(run.start, run.stop, run.owner.rows) for run in owned if run.owner is not None])
             return LoraBatch(tuple(owned), native, (), self._batch_invariant)
@@ -186,13 +186,13 @@ class StepAdapters:
     ) -> LoraBatch | None:
         if not any(version is not None and applies(version) for version, _ in rows):
             return None
-        allocations, has_gains, targets_experts = [], False, False
+        allocations, is_plain, targets_experts = [], True, False
         for version, count in rows:
             allocation = None
             if version is not None and applies(version):
                 assert version.digest is not None
                 allocation = self._pool.allocation(version.digest)
-                has_gains |= version.has_gains
+                is_plain &= version.is_plain
                 targets_experts |= version.targets_experts
             allocations.append((allocation, count))
-        return batcher.build(allocations, has_gains=has_gains, targets_experts=targets_experts)
+        return batcher.build(allocations, is_plain=is_plain, targets_experts=targets_experts)

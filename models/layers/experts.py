@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.act_and_mul import act_and_mul, act_and_mul_invariant
 from ...kernels.experts import PackedExperts, Products, pack, route, run_products
-from ...kernels.silu_mul import silu_mul, silu_mul_invariant
 from ..config import DecoderConfig
 from ..expert_config import ExpertConfig
 from .linear import AdapterRows, Linear
@@ -23,10 +23,15 @@ from .weights import RenamedSlot, WeightSlot
 def make_mlp(config: DecoderConfig, index: int, device: torch.device) -> Mlp:
     """MLP of layer `index`."""
     name, module = f"layers.{index}", f"model.layers.{index}"
-    common = {"dtype": config.dtype, "device": device, "batch_invariant": config.batch_invariant}
+    common: dict[str, Any] = {"dtype": config.dtype, "device": device, "batch_invariant": config.batch_invariant}
     if config.experts is None or index not in config.experts.layers:
         sizes = config.hidden_size, config.intermediate_size
-        return GatedMlp(name, f"{module}.mlp", sizes, bias=config.mlp_bias, **common)
+        form: dict[str, Any] = {
+            "bias": config.mlp_bias,
+            "activation": config.hidden_act,
+            "merged": config.merged_gate_up,
+        }
+        return GatedMlp(name, f"{module}.mlp", sizes, **form, **common)
     return SparseMlp(name, module, config.hidden_size, config.experts, **common)
 
 
@@ -88,7 +93,7 @@ class SparseMlp:
 
             return compute
 
-        activation = silu_mul_invariant if self._invariant else silu_mul
+        activation = act_and_mul_invariant if self._invariant else act_and_mul
         return Products(product(self._gate_up), activation, product(self._down))
 
     def linears(self) -> list[Linear]:

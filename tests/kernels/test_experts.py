@@ -57,7 +57,7 @@ def test_native_experts_have_the_bits_of_single_products_whatever_is_beside_a_ro
     routing = draw_routing(1100, 6, 2, torch.bfloat16)
     y = packed(x, routing, residual)
     gate_up, down = (lambda e, rows, _, part=part: part[e](rows) for part in linears)
-    products = experts.Products(gate_up, reference.silu_mul, down)
+    products = experts.Products(gate_up, reference.act_and_mul, down)
     assert torch.equal(experts.run_products(x, routing, products, residual), y)
     for rows in (slice(1099, 1100), slice(3, 17)):
         part = Routing(routing.experts[rows], routing.weights[rows])
