@@ -248,6 +248,8 @@ def _activation(values: Mapping[str, Any], served: Collection[str]) -> str:
 def _refuse_unsupported(values: Mapping[str, Any]) -> None:
     if values.get("use_bidirectional_attention"):
         raise wrong("use_bidirectional_attention", "is not supported: a text is generated from left to right")
+    if "clip_qkv" in values:
+        raise wrong("clip_qkv", f"({shown(values['clip_qkv'])}) is not supported")
     quantization = values.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization

@@ -111,6 +111,11 @@ struct Sorted {
     }
 };
 
+// The first weights of the next expert: the memory would idle until they are asked for.
+void prefetch(const bf16* weights) {
+    for (int64_t byte = 0; byte < AHEAD; byte += LINE) __builtin_prefetch((const char*)weights + byte, 0, 2);
+}
+
 // One thread's part of the products of all experts with x [pairs, in] to y [pairs, out], which are sorted.
 void multiply(const Weight* const* weights, const Sorted& sorted, const bf16* x, bf16* y, int number, int team) {
     const auto tiles = [&](int64_t e) { return (sorted.begin[e + 1] - sorted.begin[e] + ROWS - 1) / ROWS; };
@@ -120,15 +125,19 @@ void multiply(const Weight* const* weights, const Sorted& sorted, const bf16* x,
     for (int64_t e : sorted.active) total += tiles(e);
     // A panel is the work of its tiles; a thread has those that begin in its part of all work.
     const int64_t low = total * num_panels * number / team, high = total * num_panels * (number + 1) / team;
-    for (int64_t e : sorted.active) {
+    for (size_t i = 0; i < sorted.active.size(); i++) {
+        const int64_t e = sorted.active[i];
         const int64_t first = std::clamp((low - before + tiles(e) - 1) / tiles(e), int64_t(0), num_panels);
         const int64_t last = std::clamp((high - before + tiles(e) - 1) / tiles(e), int64_t(0), num_panels);
         before += tiles(e) * num_panels;
         const Call call{weights[e], x + sorted.begin[e] * in, nullptr, y + sorted.begin[e] * out};
         const int64_t rows = sorted.begin[e + 1] - sorted.begin[e];
+        const bool goes_on = i + 1 < sorted.active.size() && before < high;
         for (int64_t begin = 0; begin < rows; begin += BLOCK_ROWS)
-            for (int64_t panel = first; panel < last; panel++)
+            for (int64_t panel = first; panel < last; panel++) {
+                if (goes_on && panel + 1 == last) prefetch(weights[sorted.active[i + 1]]->panels);
                 compute(call, panel, begin, std::min(begin + BLOCK_ROWS, rows), panel + 1 == last, nullptr);
+            }
     }
 }
 

@@ -11,6 +11,7 @@
 #include "rank_rows.h"
 
 namespace outrider {
+namespace {
 
 struct Weight {
     int64_t in_features, out_features;
@@ -154,4 +155,5 @@ inline void compute(const Call& call, int64_t panel, int64_t begin, int64_t end,
 
 #endif
 
+}  // namespace
 }  // namespace outrider
