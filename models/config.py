@@ -232,6 +232,15 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
     activation = values.get("hidden_act", "silu")
     if activation not in ACTIVATIONS:
         raise _wrong("hidden_act", f"{_shown(activation)} is not supported; supported is silu")
+    refuse_quantized(values)
+
+
+def refuse_quantized(values: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint with quantized weights.
+
+    Raises:
+        UnsupportedModelError: config.json names a method of quantization.
+    """
     quantization = values.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization

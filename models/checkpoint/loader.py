@@ -17,10 +17,12 @@ from tqdm import tqdm
 from ...platform.core.config import ModelFacts
 from ...platform.core.errors import InvalidRequestError, NotFoundError
 from ..batch import kv_dtype
-from ..config import DTYPES, config_from_hf, stored_dtype
-from ..decoder import Decoder
+from ..config import DTYPES, stored_dtype
+from ..implementation import AUTO, build_model, read_config
 from ..layers.embedding import LM_HEAD
 from ..layers.weights import WeightSlot
+from ..model import LanguageModel
+from ..transformers_model.model import TransformersModel
 from .json_files import read_json
 from .weight_files import StoredTensor, load_into, misfits, read_weights
 
@@ -78,7 +80,9 @@ def resolve_model_path(
         ) from error
 
 
-def read_facts(path: str | Path, served_dtype: str | None = None, kv_cache_dtype: str = "auto") -> ModelFacts:
+def read_facts(
+    path: str | Path, served_dtype: str | None = None, kv_cache_dtype: str = "auto", impl: str = AUTO
+) -> ModelFacts:
     """Facts about a model for `platform.core.config.resolve`, from config.json alone.
 
     `served_dtype` None or "auto" means the stored dtype; for `kv_cache_dtype` see `models.batch.kv_dtype`.
@@ -90,7 +94,7 @@ def read_facts(path: str | Path, served_dtype: str | None = None, kv_cache_dtype
     raw = read_json(Path(path) / "config.json")
     stored = stored_dtype(raw)
     served = stored if served_dtype in (None, "auto") else served_dtype
-    config = config_from_hf(raw, DTYPES[served])
+    config = read_config(raw, DTYPES[served], impl)
     elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     return ModelFacts(
         path=str(path),
@@ -112,7 +116,8 @@ def load_model(
     progress: bool = False,
     seed: int = 0,
     batch_invariant: bool = False,
-) -> Decoder:
+    impl: str = AUTO,
+) -> LanguageModel:
     """Build the model of a directory and fill it, tensor by tensor, so that little more than one copy is in memory.
 
     Args:
@@ -121,6 +126,7 @@ def load_model(
             config.json suffices.
         progress: show a progress bar on stderr.
         batch_invariant: see `DecoderConfig`.
+        impl: see `models.implementation.read_config`.
 
     Raises:
         NotFoundError: files are missing.
@@ -132,8 +138,8 @@ def load_model(
     name = stored_dtype(raw) if dtype == "auto" else dtype
     if name not in DTYPES:
         raise InvalidRequestError(f"dtype must be auto or one of {', '.join(DTYPES)}; got {dtype!r}", param="dtype")
-    config = dataclasses.replace(config_from_hf(raw, DTYPES[name]), batch_invariant=batch_invariant)
-    model = Decoder(config, device)
+    config = dataclasses.replace(read_config(raw, DTYPES[name], impl), batch_invariant=batch_invariant)
+    model = build_model(config, device)
     slots = model.weight_slots()
     tensors = _random_tensors(slots, model, seed) if load_format == "dummy" else _stored_tensors(path, slots, model)
     for tensor_name, tensor in tqdm(
@@ -143,7 +149,7 @@ def load_model(
     return model
 
 
-def _random_tensors(slots: Mapping[str, WeightSlot], model: Decoder, seed: int) -> dict[str, StoredTensor]:
+def _random_tensors(slots: Mapping[str, WeightSlot], model: LanguageModel, seed: int) -> dict[str, StoredTensor]:
     """Random weights that keep activations near 1. Each tensor depends on the seed and its name alone; a large one also
     on the kind of device, which draws it."""
     dtype, device = model.config.dtype, model.device
@@ -163,7 +169,7 @@ def _random(name: str, slot: WeightSlot, dtype: torch.dtype, seed: int, device: 
     return tensor
 
 
-def _stored_tensors(path: Path, slots: Mapping[str, WeightSlot], model: Decoder) -> dict[str, StoredTensor]:
+def _stored_tensors(path: Path, slots: Mapping[str, WeightSlot], model: LanguageModel) -> dict[str, StoredTensor]:
     """Tensors of all slots in the order of the files; the headers of all files are checked first.
 
     Raises:
@@ -171,6 +177,8 @@ def _stored_tensors(path: Path, slots: Mapping[str, WeightSlot], model: Decoder)
         InvalidRequestError: a file is damaged, or tensors are missing, unexpected or of the wrong shape.
     """
     tensors = read_weights(path, "model", hint=_NO_WEIGHTS)
+    if isinstance(model, TransformersModel):
+        tensors = model.by_slot(tensors)
     ignored = {LM_HEAD} if model.config.tie_word_embeddings else set()
     shapes = {n: t.shape for n, t in tensors.items() if n not in ignored and not _COMPUTED.search(n)}
     problems = misfits(slots, shapes)

@@ -42,6 +42,7 @@ class Embedding:
         hidden_size: int,
         *,
         tied: bool,
+        names: tuple[str, str] = (EMBEDDING, LM_HEAD),
         dtype: torch.dtype,
         device: torch.device,
         batch_invariant: bool = False,
@@ -57,6 +58,8 @@ class Embedding:
         """[vocab] float32, once loaded: squared norm of each row of the head's weight."""
         self._shape = (vocab_size, hidden_size)
         self._tied = tied
+        self.names = names
+        """Tensors of the table and of the head in the checkpoint."""
         self._dtype = dtype
         self._device = device
         self._batch_invariant = batch_invariant
@@ -120,9 +123,9 @@ class Embedding:
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names; a tied head has none."""
         scale = self._shape[1] ** -0.5
-        slots = {EMBEDDING: WeightSlot(self._shape, self._load_table, scale)}
+        slots = {self.names[0]: WeightSlot(self._shape, self._load_table, scale)}
         if not self._tied:
-            slots[LM_HEAD] = WeightSlot(self._shape, self._load_head, scale)
+            slots[self.names[1]] = WeightSlot(self._shape, self._load_head, scale)
         return slots
 
     def _load_table(self, tensor: Tensor) -> None:
