@@ -72,6 +72,17 @@ class Head(nn.Module):
         return (logits if self.bias is None else logits.add_(self.bias)).unsqueeze(0)
 
 
+class _States(tuple[Tensor]):
+    """Output of an inner model that has its last hidden states alone; all else is None."""
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 class GivenStates(nn.Module):
     """Inner model that returns hidden states computed before, so that the outer one makes logits of them."""
 
@@ -79,11 +90,10 @@ class GivenStates(nn.Module):
         super().__init__()
         self.states: Tensor | None = None
 
-    def forward(self, *_: Any, **__: Any) -> Any:
+    def forward(self, *_: Any, **__: Any) -> _States:
         """Return the states [1, R, H]."""
-        from transformers.modeling_outputs import BaseModelOutputWithPast
-
-        return BaseModelOutputWithPast(last_hidden_state=self.states)
+        assert self.states is not None
+        return _States((self.states,))
 
 
 def parameter_slot(module: nn.Module, leaf: str, device: torch.device) -> WeightSlot:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +12,16 @@ from torch import Tensor, nn
 from ...platform.core.errors import InvalidRequestError
 from ..attention import AttentionSpec, make_attention
 from ..batch import ForwardBatch, KVLayerSpec
+from ..checkpoint.weight_files import StoredTensor
 from ..layers.embedding import Embedding
 from ..layers.linear import Linear
 from ..layers.weights import WeightSlot
 from ..model import DecoderOutput
 from .config import TransformersConfig
 from .layers import AdaptedLinear, BareLinear, GivenStates, Head, TokenEmbedding, parameter_slot
+from .names import CheckpointNames
 from .paged_attention import NoRotation, PagedLayer, PassState
 from .skeleton import build_on_meta, fill_buffers, name_of, replace, replace_linears, sizes_of
-
-T = TypeVar("T")
 
 
 class TransformersModel:
@@ -50,8 +49,7 @@ class TransformersModel:
         self._linears: list[Linear] = []
         self._slots: dict[str, WeightSlot] = {}
         self._outer = build_on_meta(json.loads(config.raw), config.architecture, config.dtype)
-        self._ignored = [*(self._outer._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
-        self._prefix = f"{self._outer.base_model_prefix}."
+        self._names = CheckpointNames(self._outer)
         self._put_layers()
         fill_buffers(self._outer, self.device)
         self._add_parameters()
@@ -69,19 +67,19 @@ class TransformersModel:
     def _put_layers(self) -> None:
         config, model = self.config, self._outer
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        self._table_name, self._head_name = name_of(model, embedding), name_of(model, head)
+        table_name, head_name = name_of(model, embedding), name_of(model, head)
         self._embedding = Embedding(
             config.vocab_size,
             config.hidden_size,
             tied=config.tie_word_embeddings,
-            names=(f"{self._table_name}.weight", f"{self._head_name}.weight"),
+            names=(f"{table_name}.weight", f"{head_name}.weight"),
             dtype=config.dtype,
             device=self.device,
         )
         self._slots |= self._embedding.weight_slots()
         replace_linears(model, self._linear, keep=head)
-        replace(model, self._table_name, TokenEmbedding(self._embedding, self._state))
-        replace(model, self._head_name, Head(self._embedding, head.bias, self._state))
+        replace(model, table_name, TokenEmbedding(self._embedding, self._state))
+        replace(model, head_name, Head(self._embedding, head.bias, self._state))
         for index, call in enumerate(config.calls):
             model.get_submodule(call.module).paged = PagedLayer(call, index, self.attention, self._state)
 
@@ -167,17 +165,10 @@ class TransformersModel:
         """See LanguageModel."""
         return dict(self._slots)
 
-    def by_slot(self, tensors: Mapping[str, T]) -> dict[str, T]:
-        """Stored tensors by the names of slots: a checkpoint may be of the inner model alone, or hold what follows from
-        the config."""
-        named = {}
-        for name, tensor in tensors.items():
-            if name not in self._slots and f"{self._prefix}{name}" in self._slots:
-                name = f"{self._prefix}{name}"
-            is_tied = self.config.tie_word_embeddings and name == f"{self._head_name}.weight"
-            if name in self._slots or not (is_tied or any(re.search(key, name) for key in self._ignored)):
-                named[name] = tensor
-        return named
+    def by_slot(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Stored tensors by the names of slots, without those that follow from others or from the config."""
+        tied = {self._embedding.names[1]} if self.config.tie_word_embeddings else set()
+        return self._names.by_slot(tensors, self._slots, tied)
 
 
 def _transposed(slot: WeightSlot) -> WeightSlot:

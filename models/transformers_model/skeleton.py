@@ -44,12 +44,12 @@ def build_on_meta(raw: Mapping[str, Any], architecture: str, dtype: torch.dtype)
     refuse_quantized(raw)
     _check_sizes(raw, architecture)
     register()
-    model_type = raw.get("model_type")
+    model_type = str(raw.get("model_type"))
     try:
         config = CONFIG_MAPPING[model_type].from_dict({k: v for k, v in raw.items() if k != "auto_map"})
         cls = getattr(transformers, architecture)
         if not isinstance(config, cls.config_class):
-            raise refused(architecture, f"its model_type is {model_type!r:.80}")
+            raise refused(architecture, f"its model_type is {model_type[:80]!r}")
         if config.is_encoder_decoder:
             raise refused(architecture, "it has an encoder")
         if getattr(cls, "_is_stateful", False):
@@ -58,6 +58,9 @@ def build_on_meta(raw: Mapping[str, Any], architecture: str, dtype: torch.dtype)
             model = cls._from_config(config, dtype=dtype, attn_implementation=NAME).eval()
     except UnsupportedModelError:
         raise
+    except KeyError as error:
+        reason = "its attention is its own" if NAME in error.args else f"its config.json has no {error}"
+        raise refused(architecture, reason) from error
     except Exception as error:  # a wrong value raises whatever it runs into
         raise refused(architecture, _first_line(error)) from error
     return model.requires_grad_(False)
