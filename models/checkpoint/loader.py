@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from ...platform.core.config import ModelFacts
 from ...platform.core.errors import InvalidRequestError, NotFoundError
 from ..batch import kv_dtype
 from ..config import DTYPES, stored_dtype
+from ..decoder import Decoder
 from ..implementation import AUTO, build_model, read_config
 from ..layers.embedding import LM_HEAD
 from ..layers.weights import WeightSlot
@@ -169,8 +170,9 @@ def _random(name: str, slot: WeightSlot, dtype: torch.dtype, seed: int, device: 
     return tensor
 
 
-def _stored_tensors(path: Path, slots: Mapping[str, WeightSlot], model: LanguageModel) -> dict[str, StoredTensor]:
-    """Tensors of all slots in the order of the files; the headers of all files are checked first.
+def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: LanguageModel) -> dict[str, StoredTensor]:
+    """Tensors of all slots in the order of the files; the headers of all files are checked first. `slots` is mutated
+    when the files have other names than usual.
 
     Raises:
         NotFoundError: a file is missing.
@@ -179,9 +181,20 @@ def _stored_tensors(path: Path, slots: Mapping[str, WeightSlot], model: Language
     tensors = read_weights(path, "model", hint=_NO_WEIGHTS)
     if isinstance(model, TransformersModel):
         tensors = model.by_slot(tensors)
+    elif isinstance(model, Decoder):
+        _rename(slots, model, tensors)
     ignored = {LM_HEAD} if model.config.tie_word_embeddings else set()
     shapes = {n: t.shape for n, t in tensors.items() if n not in ignored and not _COMPUTED.search(n)}
     problems = misfits(slots, shapes)
     if problems:
         raise InvalidRequestError(f"the weights in {path} do not fit its config.json; {problems}", param="model")
     return {name: tensor for name, tensor in tensors.items() if name in slots}
+
+
+def _rename(slots: dict[str, WeightSlot], model: Decoder, names: Collection[str]) -> None:
+    """Put slots of the files' names in the places of those that they stand for."""
+    for name, renamed in model.renamed_slots().items():
+        if name in names:
+            for replaced in renamed.replaced:
+                del slots[replaced]
+            slots[name] = renamed.slot
