@@ -44,6 +44,11 @@ class ModelConfig(Protocol):
         ...
 
     @property
+    def num_heads(self) -> int:
+        """Heads of queries in each layer."""
+        ...
+
+    @property
     def num_kv_heads(self) -> int:
         """Heads of keys and values in each layer."""
         ...

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...kernels.paged_attention import AttentionOptions
 from .paged_attention import AttentionCall
-from .skeleton import build_on_meta, find_architecture, refused, replace_linears, sizes_of
+from .skeleton import build_on_meta, find_architecture, name_of, refused, replace_linears, sizes_of
 
 TOKENS = 3
 """Tokens of the dry pass."""
 _HARMLESS = frozenset(
-    "dropout scaling sliding_window is_causal use_cache cache past_key_values position_ids cache_position "
+    "dropout scaling softcap sliding_window is_causal use_cache cache past_key_values position_ids cache_position "
     "position_embeddings output_attentions output_hidden_states return_dict".split()
 )
 """Options of attention that are served, or without effect here."""
@@ -41,6 +41,8 @@ class TransformersConfig:
     tie_word_embeddings: bool
     calls: tuple[AttentionCall, ...]
     """Attention of each layer, in order."""
+    attention: AttentionOptions
+    """Its scale and cap, the same in all layers."""
     sites: frozenset[str]
     """Linear modules that compute each token of a pass once, so that adapters can target them."""
     dtype: torch.dtype
@@ -65,6 +67,8 @@ def _describe(raw: str, architecture: str, dtype: torch.dtype) -> TransformersCo
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if type(embedding) is not nn.Embedding or type(head) is not nn.Linear:
         raise refused(architecture, f"its embedding is a {type(embedding).__name__}, its head a {type(head).__name__}")
+    if name_of(model, head) != "lm_head":
+        raise refused(architecture, f"its head is called {name_of(model, head)}")
     if embedding.weight.shape != head.weight.shape or embedding.embedding_dim != config.hidden_size:
         raise refused(architecture, "its embedding, its head and its hidden states have different sizes")
     if any(isinstance(module, nn.Conv1d) for module in model.modules()):
@@ -72,7 +76,7 @@ def _describe(raw: str, architecture: str, dtype: torch.dtype) -> TransformersCo
     dry = _DryPass(architecture, model)
     dry.run()
     _check_windows(architecture, config, dry.calls)
-    heads, kv_heads, head_dim = dry.shape()
+    heads, kv_heads, head_dim, options = dry.uniform()
     return TransformersConfig(
         raw=raw,
         architecture=architecture,
@@ -85,6 +89,7 @@ def _describe(raw: str, architecture: str, dtype: torch.dtype) -> TransformersCo
         max_position_embeddings=_context_length(architecture, config),
         tie_word_embeddings=head.weight is embedding.weight,
         calls=tuple(dry.calls),
+        attention=options,
         sites=frozenset(name for name, counts in dry.linears.items() if counts == [TOKENS]),
         dtype=dtype,
     )
@@ -97,18 +102,18 @@ class _DryPass:
         self.calls: list[AttentionCall] = []
         self.linears: dict[str, list[int]] = {}
         """Rows of each call of a linear module."""
-        self._shapes: set[tuple[int, int, int]] = set()
+        self._kinds: set[tuple[int, int, int, AttentionOptions]] = set()
         self._architecture = architecture
         self._model = model
         for name, module in model.named_modules():
             module.paged = functools.partial(self._record, name, module)
         replace_linears(model, self._linear)
 
-    def shape(self) -> tuple[int, int, int]:
-        """Heads, KV heads and head size, the same in all layers."""
-        if len(self._shapes) != 1:
-            raise refused(self._architecture, "its layers have different numbers or sizes of heads")
-        return next(iter(self._shapes))
+    def uniform(self) -> tuple[int, int, int, AttentionOptions]:
+        """Heads, KV heads, head size and options, the same in all layers."""
+        if len(self._kinds) != 1:
+            raise refused(self._architecture, "its layers have different heads, scales or caps of attention")
+        return next(iter(self._kinds))
 
     def run(self) -> None:
         """Compute the pass.
@@ -149,11 +154,9 @@ class _DryPass:
             raise refused(self._architecture, "its keys and values have different sizes")
         if head_dim % 2:
             raise refused(self._architecture, f"its heads have an odd size, {head_dim}")
-        self._shapes.add((heads, k.shape[1], head_dim))
-        scaling = options.get("scaling")
-        factor = 1.0 if scaling is None else scaling * math.sqrt(head_dim)
-        window = options.get("sliding_window") or None
-        self.calls.append(AttentionCall(name, window, 1.0 if math.isclose(factor, 1.0) else factor))
+        kind = AttentionOptions(options.get("scaling"), options.get("softcap") or None)
+        self._kinds.add((heads, k.shape[1], head_dim, kind))
+        self.calls.append(AttentionCall(name, options.get("sliding_window") or None))
         return q.transpose(1, 2)
 
 

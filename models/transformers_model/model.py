@@ -13,7 +13,7 @@ from ...platform.core.errors import InvalidRequestError
 from ..attention import AttentionSpec, make_attention
 from ..batch import ForwardBatch, KVLayerSpec
 from ..checkpoint.weight_files import StoredTensor
-from ..layers.embedding import Embedding
+from ..layers.embedding import LM_HEAD, Embedding
 from ..layers.linear import Linear
 from ..layers.weights import WeightSlot
 from ..model import DecoderOutput
@@ -43,7 +43,7 @@ class TransformersModel:
         self.device = torch.device(device)
         windows = frozenset(call.window for call in config.calls)
         heads = config.num_heads, config.num_kv_heads, config.head_dim
-        self.attention = make_attention(AttentionSpec(*heads, windows, config.dtype, self.device))
+        self.attention = make_attention(AttentionSpec(*heads, windows, config.dtype, self.device, config.attention))
         self.rope = NoRotation(config.head_dim, dtype=config.dtype, device=self.device)
         self._state = PassState()
         self._linears: list[Linear] = []
@@ -67,19 +67,19 @@ class TransformersModel:
     def _put_layers(self) -> None:
         config, model = self.config, self._outer
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        table_name, head_name = name_of(model, embedding), name_of(model, head)
+        table_name = name_of(model, embedding)
         self._embedding = Embedding(
             config.vocab_size,
             config.hidden_size,
             tied=config.tie_word_embeddings,
-            names=(f"{table_name}.weight", f"{head_name}.weight"),
+            name=table_name,
             dtype=config.dtype,
             device=self.device,
         )
         self._slots |= self._embedding.weight_slots()
         replace_linears(model, self._linear, keep=head)
         replace(model, table_name, TokenEmbedding(self._embedding, self._state))
-        replace(model, head_name, Head(self._embedding, head.bias, self._state))
+        replace(model, "lm_head", Head(self._embedding, head.bias, self._state))
         for index, call in enumerate(config.calls):
             model.get_submodule(call.module).paged = PagedLayer(call, index, self.attention, self._state)
 
@@ -167,7 +167,7 @@ class TransformersModel:
 
     def by_slot(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Stored tensors by the names of slots, without those that follow from others or from the config."""
-        tied = {self._embedding.names[1]} if self.config.tie_word_embeddings else set()
+        tied = {LM_HEAD} if self.config.tie_word_embeddings else set()
         return self._names.by_slot(tensors, self._slots, tied)
 
 

@@ -23,8 +23,6 @@ class AttentionCall(NamedTuple):
     module: str
     """Name of the module that calls the interface."""
     window: int | None
-    query_factor: float
-    """Factor of the queries before a backend divides scores by sqrt(head_dim)."""
 
 
 class PassState:
@@ -41,7 +39,7 @@ class PagedLayer:
     """Attention of one layer over its cache."""
 
     def __init__(self, call: AttentionCall, index: int, backend: AttentionBackend, state: PassState) -> None:
-        self._window, self._factor = call.window, call.query_factor
+        self._window = call.window
         self._index = index
         self._forward = backend.forward_qkv
         self._state = state
@@ -49,8 +47,6 @@ class PagedLayer:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Any) -> Tensor:
         """Attend with query [1, H, T, D], key and value [1, Hk, T, D], rotated; return [1, T, H, D]."""
         batch = self._state.batch
-        if self._factor != 1.0:
-            query = query * self._factor
         qkv = torch.cat((query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)), 2)
         _, tokens, _, dim = qkv.shape
         y = self._forward(

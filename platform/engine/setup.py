@@ -16,7 +16,6 @@ from ...models.batch import allocate_kv
 from ...models.checkpoint.loader import load_model, read_facts, resolve_model_path
 from ...models.demo import demo_model_path
 from ...models.implementation import implementation_of
-from ...models.layers.embedding import EMBEDDING, LM_HEAD
 from ...models.model import LanguageModel
 from ...models.pass_graphs import PassGraphs
 from ...spec_decode.control.factory import Speculation, make_speculation
@@ -215,9 +214,8 @@ def _make_adapters(config: EngineConfig, model: LanguageModel, speculation: Spec
         if policy is not None:
             policy.forget(digest)
 
-    has_usual_names = model.embedding.names == (EMBEDDING, LM_HEAD)
     hooks = AdapterHooks(
-        embedding=model.embedding if has_usual_names else None,  # adapters name their weights by these
+        embedding=model.embedding,
         draft_method=config.speculative.method if config.speculative is not None else "",
         draft_linears=drafter.needs.linears,
         on_gone=forget,

@@ -121,7 +121,7 @@ def test_llama_through_transformers_has_native_text_and_drafts(models, make_engi
         ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "convolutions"),
         ("DiffLlama", {}, "once each"),
         ("GptOss", {"head_dim": 12}, "s_aux"),
-        ("Gemma2", {"head_dim": 12}, "ScaledWordEmbedding"),
+        ("VaultGemma", {"head_dim": 12}, "ScaledWordEmbedding"),
         ("DeepseekV2", {"n_routed_experts": 4, "num_experts_per_tok": 1}, "different sizes"),
     ],
 )
