@@ -60,10 +60,10 @@ class Rope(Protocol):
         """See `RopeConfig.short_context`."""
         ...
 
-    def rotation(
+    def rotations(
         self, positions: Tensor, end: int, in_long_prompt: Tensor | None = None, *, gathers: bool = True
-    ) -> Rotation:
-        """See `RotaryEmbedding.rotation`."""
+    ) -> tuple[Rotation, ...]:
+        """See `RotaryEmbedding.rotations`."""
         ...
 
 

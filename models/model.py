@@ -39,6 +39,11 @@ class ModelConfig(Protocol):
         ...
 
     @property
+    def embedding_size(self) -> int:
+        """Elements of a token's embedding."""
+        ...
+
+    @property
     def num_layers(self) -> int:
         """Layers, each with a cache of its own."""
         ...

@@ -21,7 +21,7 @@ from ..config import DTYPES, stored_dtype
 from ..decoder import Decoder
 from ..implementation import AUTO, build_model, read_config
 from ..layers.embedding import LM_HEAD
-from ..layers.weights import WeightSlot
+from ..layers.weights import RenamedSlot, WeightSlot
 from ..model import LanguageModel
 from ..transformers_model.model import TransformersModel
 from .gguf_file import is_gguf, read_gguf
@@ -183,7 +183,7 @@ def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: LanguageMod
         InvalidRequestError: a file is damaged, or tensors are missing, unexpected or of the wrong shape.
     """
     config = model.config
-    renamed = model.renamed_slots() if isinstance(model, Decoder) else {}
+    renamed: dict[str, RenamedSlot] = model.renamed_slots() if isinstance(model, Decoder) else {}
     if is_gguf(path):
         tensors = read_gguf(path, [*slots, *renamed], config.num_layers, (config.num_heads, config.num_kv_heads))
     else:

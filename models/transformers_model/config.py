@@ -49,6 +49,11 @@ class TransformersConfig:
     batch_invariant: bool = False
     """Always refused when True: transformers' code does not promise it."""
 
+    @property
+    def embedding_size(self) -> int:
+        """Elements of a token's embedding."""
+        return self.hidden_size
+
 
 def transformers_config(raw: Mapping[str, Any], dtype: torch.dtype) -> TransformersConfig | None:
     """Config of a model that runs in `dtype`, from its config.json; None when transformers has no such causal model.

@@ -50,7 +50,7 @@ class PagedLayer:
         qkv = torch.cat((query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)), 2)
         _, tokens, _, dim = qkv.shape
         y = self._forward(
-            qkv.view(tokens, -1), batch.rotation, None, batch.kv[self._index], batch.attention, self._window
+            qkv.view(tokens, -1), batch.rotations[0], None, batch.kv[self._index], batch.attention, self._window
         )
         return y.view(1, tokens, -1, dim)
 
@@ -64,12 +64,12 @@ class NoRotation:
         self._cos = torch.ones(1, 1, head_dim, dtype=dtype, device=device)
         self._sin = torch.zeros(1, 1, head_dim, dtype=dtype, device=device)
 
-    def rotation(
+    def rotations(
         self, positions: Tensor, end: int, in_long_prompt: Tensor | None = None, *, gathers: bool = True
-    ) -> Rotation:
+    ) -> tuple[Rotation, ...]:
         """See RotaryEmbedding: one row for all tokens."""
         shape = (len(positions), 1, self._cos.shape[2])
-        return Rotation(self._cos.expand(shape), self._sin.expand(shape))
+        return (Rotation(self._cos.expand(shape), self._sin.expand(shape)),)
 
 
 def paged_attention(
