@@ -43,8 +43,9 @@ class TransformersConfig:
     """Attention of each layer, in order."""
     attention: AttentionOptions
     """Its scale and cap, the same in all layers."""
-    sites: frozenset[str]
-    """Linear modules that compute each token of a pass once, so that adapters can target them."""
+    sites: tuple[tuple[str, ...], ...]
+    """Linear modules that compute each token of a pass once, so that adapters can target them; those of one input side
+    by side."""
     dtype: torch.dtype
     batch_invariant: bool = False
     """Always refused when True: transformers' code does not promise it."""
@@ -95,7 +96,7 @@ def _describe(raw: str, architecture: str, dtype: torch.dtype) -> TransformersCo
         tie_word_embeddings=head.weight is embedding.weight,
         calls=tuple(dry.calls),
         attention=options,
-        sites=frozenset(name for name, counts in dry.linears.items() if counts == [TOKENS]),
+        sites=tuple(dry.sites()),
         dtype=dtype,
     )
 
@@ -105,9 +106,10 @@ class _DryPass:
 
     def __init__(self, architecture: str, model: Any) -> None:
         self.calls: list[AttentionCall] = []
-        self.linears: dict[str, list[int]] = {}
-        """Rows of each call of a linear module."""
+        self.linears: dict[str, list[Tensor]] = {}
+        """Input of each call of a linear module."""
         self._kinds: set[tuple[int, int, int, AttentionOptions]] = set()
+        self._kinds_of_linears: dict[str, tuple[bool, bool]] = {}
         self._architecture = architecture
         self._model = model
         for name, module in model.named_modules():
@@ -119,6 +121,15 @@ class _DryPass:
         if len(self._kinds) != 1:
             raise refused(self._architecture, "its layers have different heads, scales or caps of attention")
         return next(iter(self._kinds))
+
+    def sites(self) -> list[tuple[str, ...]]:
+        """See `TransformersConfig.sites`."""
+        found: dict[tuple[object, ...], list[str]] = {}
+        for name, inputs in self.linears.items():
+            if len(inputs) == 1 and inputs[0].shape[:-1].numel() == TOKENS:
+                parent = name.rpartition(".")[0]
+                found.setdefault((id(inputs[0]), parent, self._kinds_of_linears[name]), []).append(name)
+        return [tuple(names) for names in found.values()]
 
     def run(self) -> None:
         """Compute the pass.
@@ -144,6 +155,7 @@ class _DryPass:
             )
 
     def _linear(self, name: str, module: nn.Module) -> nn.Module:
+        self._kinds_of_linears[name] = isinstance(module, nn.Linear), module.bias is not None
         return _ShapeLinear(sizes_of(module)[1], self.linears.setdefault(name, []))
 
     def _record(
@@ -166,17 +178,17 @@ class _DryPass:
 
 
 class _ShapeLinear(nn.Module):
-    """Linear layer without weights, in the dry pass."""
+    """Linear layer without weights, in the dry pass. It keeps its inputs."""
 
-    def __init__(self, out_features: int, calls: list[int]) -> None:
+    def __init__(self, out_features: int, calls: list[Tensor]) -> None:
         super().__init__()
         self._out_features = out_features
         self._calls = calls
 
     def forward(self, x: Tensor) -> Tensor:
         """Return an output's shape."""
-        self._calls.append(x.shape[:-1].numel())
-        return x.new_empty(*x.shape[:-1], self._out_features)
+        self._calls.append(x)
+        return x.new_empty(*x.shape[:-1], 2 * self._out_features)[..., : self._out_features]  # as of a merged product
 
 
 def _check_windows(architecture: str, config: Any, calls: list[AttentionCall]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...kernels.rms_norm import prepare, rms_norm
 from ..layers.embedding import Embedding
 from ..layers.linear import AdapterRows, Linear
 from ..layers.weights import WeightSlot
@@ -24,6 +26,40 @@ class AdaptedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute [1, T, out] from x [1, T, in]."""
         return self.linear.forward(x[0], self._state.batch).unsqueeze(0)
+
+
+class SharedInput:
+    """Several linear layers of one input, merged into one product."""
+
+    def __init__(self, linear: Linear, state: PassState) -> None:
+        self.linear = linear
+        self._state = state
+        self._sizes = [rows for _, rows in linear.slices]
+        self._input: Tensor | None = None
+        self._outputs: tuple[Tensor, ...] = ()
+
+    def output(self, x: Tensor, index: int) -> Tensor:
+        """Output [1, T, out] of one layer from x [1, T, in]. The product is kept until the last layer has asked."""
+        if x is not self._input:
+            self._outputs = self.linear.forward(x[0], self._state.batch).unsqueeze(0).split(self._sizes, 2)
+            self._input = x
+        found = self._outputs[index]
+        if index == len(self._sizes) - 1:
+            self._input, self._outputs = None, ()
+        return found
+
+
+class MergedLinear(nn.Module):
+    """One layer of a `SharedInput`."""
+
+    def __init__(self, shared: SharedInput, index: int) -> None:
+        super().__init__()
+        self._shared = shared
+        self._index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute [1, T, out] from x [1, T, in]."""
+        return self._shared.output(x, self._index)
 
 
 class _NoAdapters:
@@ -96,6 +132,19 @@ class GivenStates(nn.Module):
         return _States((self.states,))
 
 
+def use_norm_kernel(module: Any) -> None:
+    """Let a loaded RMS norm of transformers run our kernel, if both give the same for random rows: families differ in
+    their formulas, such as 1 + weight."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(eps, float) or module.weight.dim() != 1:
+        return
+    weight = module.weight
+    prepared = prepare(weight, eps)
+    rows = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    if torch.allclose(module(rows), rms_norm(rows, prepared), rtol=4 * torch.finfo(weight.dtype).eps, atol=1e-5):
+        module.forward = functools.partial(rms_norm, weight=prepared)
+
+
 def parameter_slot(module: nn.Module, leaf: str, device: torch.device) -> WeightSlot:
     """Slot of a parameter or buffer that stays in its module, in its dtype."""
     parameter = module._parameters.get(leaf)
@@ -107,6 +156,8 @@ def parameter_slot(module: nn.Module, leaf: str, device: torch.device) -> Weight
         value = stored.to(device, dtype, copy=True)
         if parameter is not None:
             module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+            if type(module).__name__.endswith("RMSNorm"):
+                use_norm_kernel(module)
         else:
             module._buffers[leaf] = value
 

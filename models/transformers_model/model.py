@@ -18,7 +18,16 @@ from ..layers.linear import Linear
 from ..layers.weights import WeightSlot
 from ..model import DecoderOutput
 from .config import TransformersConfig
-from .layers import AdaptedLinear, BareLinear, GivenStates, Head, TokenEmbedding, parameter_slot
+from .layers import (
+    AdaptedLinear,
+    BareLinear,
+    GivenStates,
+    Head,
+    MergedLinear,
+    SharedInput,
+    TokenEmbedding,
+    parameter_slot,
+)
 from .names import CheckpointNames
 from .paged_attention import NoRotation, PagedLayer, PassState
 from .skeleton import build_on_meta, fill_buffers, name_of, replace, replace_linears, sizes_of
@@ -77,30 +86,55 @@ class TransformersModel:
             device=self.device,
         )
         self._slots |= self._embedding.weight_slots()
-        replace_linears(model, self._linear, keep=head)
+        self._put_linears(keep=head)
         replace(model, table_name, TokenEmbedding(self._embedding, self._state))
         replace(model, "lm_head", Head(self._embedding, head.bias, self._state))
         for index, call in enumerate(config.calls):
             model.get_submodule(call.module).paged = PagedLayer(call, index, self.attention, self._state)
 
-    def _linear(self, name: str, module: Any) -> nn.Module:
-        in_features, out_features = sizes_of(module)
+    def _put_linears(self, keep: nn.Module) -> None:
+        """Put our linear layers in the places of the model's, but for `keep`; those of one input are merged."""
+        plain: dict[str, Any] = {}
+
+        def bare(name: str, module: nn.Module) -> nn.Module:
+            plain[name] = module
+            return nn.Identity()
+
+        replace_linears(self._outer, bare, keep=keep)
+        for names in self.config.sites:
+            modules = [plain.pop(name) for name in names]
+            # Only plain Linear modules are merged: a Conv1D stores the transposed matrix.
+            groups = [names] if isinstance(modules[0], nn.Linear) else [(name,) for name in names]
+            for group in groups:
+                self._put_sites(group, dict(zip(names, modules, strict=True)))
+        for name, module in plain.items():
+            replace(self._outer, name, BareLinear(self._linear((name,), {name: module})))
+
+    def _put_sites(self, names: tuple[str, ...], modules: Mapping[str, Any]) -> None:
+        linear = self._linear(names, modules)
+        self._linears.append(linear)
+        if len(names) == 1:
+            replace(self._outer, names[0], AdaptedLinear(linear, self._state))
+            return
+        shared = SharedInput(linear, self._state)
+        for index, name in enumerate(names):
+            replace(self._outer, name, MergedLinear(shared, index))
+
+    def _linear(self, names: tuple[str, ...], modules: Mapping[str, Any]) -> Linear:
+        first = modules[names[0]]
         linear = Linear(
-            name,
-            [(name, out_features)],
-            in_features,
-            bias=module.bias is not None,
+            names[0],
+            [(name, sizes_of(modules[name])[1]) for name in names],
+            sizes_of(first)[0],
+            bias=first.bias is not None,
             dtype=self.config.dtype,
             device=self.device,
         )
         slots = linear.weight_slots()
-        if not isinstance(module, nn.Linear):  # Conv1D stores the transposed matrix
-            slots[f"{name}.weight"] = _transposed(slots[f"{name}.weight"])
+        if not isinstance(first, nn.Linear):
+            slots[f"{names[0]}.weight"] = _transposed(slots[f"{names[0]}.weight"])
         self._slots |= slots
-        if name not in self.config.sites:
-            return BareLinear(linear)
-        self._linears.append(linear)
-        return AdaptedLinear(linear, self._state)
+        return linear
 
     def _add_parameters(self) -> None:
         """Slots of the tensors that stay in modules of transformers."""
