@@ -75,15 +75,29 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+LONG_FILES = (
+    "test_demo_recipe.py",
+    "test_graphs_engine.py",
+    "test_bench_speculation.py",
+    "test_reader_process.py",
+    "test_heads_engine.py",
+    "test_gpu_check.py",
+    "test_reader_script.py",
+    "test_adaptive_engine.py",
+)
+"""Files outside e2e of more than 10 s. They start first, so that no process computes one when all else is done."""
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spread the files that start servers, and wait for them, among the others: two at once would compete for the cores
-    while they start, and leave them idle while they wait."""
+    """Spread the files that start servers, and wait for them, among the first four fifths of the others: two at once
+    would compete for the cores while they start, and leave them idle while they wait; the last one would wait alone."""
     files = {item.path: "e2e" in item.path.parts for item in items}
     place: dict[Path, float] = {}
-    for waits in (True, False):
+    for waits, share in ((True, 0.8), (False, 1.0)):
         alike = [path for path in files if files[path] is waits]
-        place |= {path: index / len(alike) for index, path in enumerate(alike)}
+        alike.sort(key=lambda path: LONG_FILES.index(path.name) if path.name in LONG_FILES else len(LONG_FILES))
+        place |= {path: share * index / len(alike) for index, path in enumerate(alike)}
     items.sort(key=lambda item: (place[item.path], str(item.path)))
 
 
