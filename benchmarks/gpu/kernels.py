@@ -56,7 +56,7 @@ def dense(model: ModelShape, num_tokens: int) -> Iterator[Case]:
     """The norm and the activation."""
     for name, maker, width, parts in (
         ("rms_norm", workloads.norm, model.hidden, 2),
-        ("silu_mul", workloads.activation, model.inner, 3),
+        ("act_and_mul", workloads.activation, model.inner, 3),
     ):
         yield Case(
             make_work(model, f"{name} {num_tokens} x {width}", maker, num_tokens), 2 * num_tokens * width * parts

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ..files.tensor_keys import ModelModules, ModuleShape
 from .arena import RowArena
-from .dora import GainSites, head_weight, slice_weight, table_weight
+from .dora import head_weight, slice_weight, table_weight
 from .layers import EmbeddingSite, Live, LoraSite
-from .layout import EMBEDDING, LM_HEAD, ModelLayout, PackedModules, RowLayout
+from .layout import LM_HEAD, ModelLayout, PackedModules, RowLayout
 from .pool import Allocation
+from .vectors import VectorSites
 
 if TYPE_CHECKING:
     from ...models.layers.embedding import Embedding
@@ -53,14 +54,14 @@ class AdapterSites:
         self.model = ModelModules(shapes, layout)
         """Modules that adapters may target, and the layout of their rows."""
         self._rows, self._vocabulary = (RowArena(part, device) for part in layout)
-        self._gains = GainSites(dtype, device)
+        self._vectors = VectorSites(dtype, device)
         for linear in self._linears:
             _reserve(linear, self.model)
         if embedding is not None:
             vocab_size, hidden_size = embedding.vocab_size, embedding.hidden_size
-            layout.vocabulary.reserve([EMBEDDING], vocab_size, [hidden_size])
+            layout.vocabulary.reserve([embedding.name], vocab_size, [hidden_size])
             layout.vocabulary.reserve([LM_HEAD], hidden_size, [vocab_size])
-            shapes[EMBEDDING] = ModuleShape(
+            shapes[embedding.name] = ModuleShape(
                 vocab_size, hidden_size, embedding=True, is_base=embedding.is_table, base=table_weight(embedding)
             )
             shapes[LM_HEAD] = ModuleShape(
@@ -77,24 +78,25 @@ class AdapterSites:
         self._rows.allocate(num_rows)
         for linear in self._linears:
             linear.lora = _site(self._rows, linear.in_features, linear.slices)
-            linear.gains = self._gains.add(linear.slices)
+            linear.gains = self._vectors.add(linear.slices)
         self._vocabulary.allocate(num_rows)
         if self._embedding is None:
             return
         hidden_size, head = self._embedding.hidden_size, [(LM_HEAD, self._embedding.vocab_size)]
-        index = self._vocabulary.layout.modules[EMBEDDING]
+        table = self._embedding.name
+        index = self._vocabulary.layout.modules[table]
         a, b = (self._vocabulary.rows[:, columns] for columns in self._vocabulary.layout.pieces[index])
         self._embedding.lookup_lora = EmbeddingSite(a, b, *_live(self._vocabulary, index, 1))
         self._embedding.head_lora = _site(self._vocabulary, hidden_size, head)
-        self._embedding.lookup_gains = self._gains.add([(EMBEDDING, hidden_size)])
-        self._embedding.head_gains = self._gains.add(head)
+        self._embedding.lookup_gains = self._vectors.add([(table, hidden_size)])
+        self._embedding.head_gains = self._vectors.add(head)
 
     def write(self, allocation: Allocation, packed: PackedModules) -> None:
         """Write an adapter's rows at all sites, and clear them where it has no weights. Thread-safe while no step uses
         these rows."""
         self._rows.write(allocation, packed.linears)
         self._vocabulary.write(allocation, packed.vocabulary)
-        self._gains.write(allocation, packed.gains)
+        self._vectors.write(allocation, packed.gains, packed.biases)
 
 
 def _reserve(linear: Linear, model: ModelModules) -> None:
