@@ -39,9 +39,14 @@ class ModelShape(NamedTuple):
         return config_from_hf(self.raw_config, torch.bfloat16)
 
     @property
+    def _projections(self) -> list[tuple[int, int]]:
+        """(inputs, outputs) of all projections of all layers."""
+        return [shape for name, shape in linear_shapes(self.config).items() if ".layers." in name]
+
+    @property
     def num_linear(self) -> int:
         """Number of weights that every token is multiplied with, without the head."""
-        return self.layers * sum(inputs * outputs for inputs, outputs in linear_shapes(self.config).values())
+        return sum(inputs * outputs for inputs, outputs in self._projections)
 
     @property
     def num_streamed(self) -> int:
@@ -56,7 +61,7 @@ class ModelShape(NamedTuple):
     @property
     def rank_row_bytes(self) -> int:
         """Bytes of one rank row of an adapter on all projections, in bfloat16."""
-        return 2 * self.layers * sum(map(sum, linear_shapes(self.config).values()))
+        return 2 * sum(map(sum, self._projections))
 
     @property
     def raw_config(self) -> dict[str, Any]:
