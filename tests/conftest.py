@@ -65,6 +65,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(RootIsNoTestPackage())
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """`-n auto`: one process more than cores. A quarter of the time a process waits: for servers, browsers, deadlines.
+
+    The variable PYTEST_XDIST_AUTO_NUM_WORKERS says otherwise.
+    """
+    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else len(os.sched_getaffinity(0)) + 1
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Hardly anything that is made while modules are imported is garbage: to look for it is a quarter of the time."""
