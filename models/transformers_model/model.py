@@ -30,6 +30,7 @@ from .layers import (
 )
 from .names import CheckpointNames
 from .paged_attention import NoRotation, PagedLayer, PassState
+from .rotation import replace_rotation
 from .skeleton import build_on_meta, fill_buffers, name_of, replace, replace_linears, sizes_of
 
 
@@ -90,7 +91,10 @@ class TransformersModel:
         replace(model, table_name, TokenEmbedding(self._embedding, self._state))
         replace(model, "lm_head", Head(self._embedding, head.bias, self._state))
         for index, call in enumerate(config.calls):
-            model.get_submodule(call.module).paged = PagedLayer(call, index, self.attention, self._state)
+            module = model.get_submodule(call.module)
+            module.paged = PagedLayer(call, index, self.attention, self._state)
+            if config.notes_rotation:
+                replace_rotation(module, self._state.noted)
 
     def _put_linears(self, keep: nn.Module) -> None:
         """Put our linear layers in the places of the model's, but for `keep`; those of one input are merged."""
