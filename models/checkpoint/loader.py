@@ -20,7 +20,6 @@ from ..batch import kv_dtype
 from ..config import DTYPES, stored_dtype
 from ..decoder import Decoder
 from ..implementation import AUTO, build_model, read_config
-from ..layers.embedding import LM_HEAD
 from ..layers.weights import RenamedSlot, WeightSlot
 from ..model import LanguageModel
 from ..transformers_model.model import TransformersModel
@@ -37,7 +36,7 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 # Files of draft heads, which are often published as pickles of tensors.
 _HUB_FILES_OF_DRAFTS = ["*.json", "*.safetensors", "*.bin", "*.pt"]
 # Name of the model within the causal one: checkpoints of the inner model lack it.
-_PREFIXES = ("model.", "transformer.")
+_PREFIXES = ("model.", "transformer.", "gpt_neox.")
 # Buffers that old checkpoints store although they follow from the config.
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$|\.(?:attn|attention)\.(?:masked_)?bias$")
 
@@ -195,7 +194,7 @@ def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: LanguageMod
             for replaced in other.replaced:
                 del slots[replaced]
             slots[name] = other.slot
-    ignored = {LM_HEAD} if config.tie_word_embeddings else set()
+    ignored = {f"{model.embedding.names.head}.weight"} if config.tie_word_embeddings else set()
     tensors = {_with_prefix(name, slots): tensor for name, tensor in tensors.items()}
     shapes = {n: t.shape for n, t in tensors.items() if n not in ignored and not _COMPUTED.search(n)}
     problems = misfits(slots, shapes)

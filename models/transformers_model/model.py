@@ -13,7 +13,7 @@ from ...platform.core.errors import InvalidRequestError
 from ..attention import AttentionSpec, make_attention
 from ..batch import ForwardBatch, KVLayerSpec
 from ..checkpoint.weight_files import StoredTensor
-from ..layers.embedding import LM_HEAD, Embedding
+from ..layers.embedding import LM_HEAD, Embedding, VocabularyNames
 from ..layers.linear import Linear
 from ..layers.weights import WeightSlot
 from ..model import DecoderOutput
@@ -82,14 +82,14 @@ class TransformersModel:
             config.vocab_size,
             config.hidden_size,
             tied=config.tie_word_embeddings,
-            name=table_name,
+            names=VocabularyNames(table_name, head_bias=head.bias is not None),
             dtype=config.dtype,
             device=self.device,
         )
         self._slots |= self._embedding.weight_slots()
         self._put_linears(keep=head)
         replace(model, table_name, TokenEmbedding(self._embedding, self._state))
-        replace(model, "lm_head", Head(self._embedding, head.bias, self._state))
+        replace(model, "lm_head", Head(self._embedding, self._state))
         for index, call in enumerate(config.calls):
             module = model.get_submodule(call.module)
             module.paged = PagedLayer(call, index, self.attention, self._state)
