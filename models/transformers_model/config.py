@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...kernels.paged_attention import AttentionOptions
 from .paged_attention import AttentionCall
+from .rotation import replace_rotation
 from .skeleton import build_on_meta, find_architecture, name_of, refused, replace_linears, sizes_of
 
 TOKENS = 3
@@ -43,6 +44,8 @@ class TransformersConfig:
     """Attention of each layer, in order."""
     attention: AttentionOptions
     """Its scale and cap, the same in all layers."""
+    notes_rotation: bool
+    """True when the backend can rotate queries and keys: see `rotation`."""
     sites: tuple[tuple[str, ...], ...]
     """Linear modules that compute each token of a pass once, so that adapters can target them; those of one input side
     by side."""
@@ -96,6 +99,7 @@ def _describe(raw: str, architecture: str, dtype: torch.dtype) -> TransformersCo
         tie_word_embeddings=head.weight is embedding.weight,
         calls=tuple(dry.calls),
         attention=options,
+        notes_rotation=dry.all_noted,
         sites=tuple(dry.sites()),
         dtype=dtype,
     )
@@ -106,6 +110,9 @@ class _DryPass:
 
     def __init__(self, architecture: str, model: Any) -> None:
         self.calls: list[AttentionCall] = []
+        self.all_noted = True
+        """True when all queries and keys came as the rotation gave them."""
+        self._noted: tuple[Tensor, ...] = ()
         self.linears: dict[str, list[Tensor]] = {}
         """Input of each call of a linear module."""
         self._kinds: set[tuple[int, int, int, AttentionOptions]] = set()
@@ -113,6 +120,7 @@ class _DryPass:
         self._architecture = architecture
         self._model = model
         for name, module in model.named_modules():
+            replace_rotation(module, self._note)
             module.paged = functools.partial(self._record, name, module)
         replace_linears(model, self._linear)
 
@@ -154,6 +162,11 @@ class _DryPass:
                 f"{len(self.calls)} of its {layers} layers attend through transformers' attention interface, once each",
             )
 
+    def _note(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        if cos.shape == sin.shape == (1, TOKENS, q.shape[3]):
+            self._noted = q, k
+        return q, k
+
     def _linear(self, name: str, module: nn.Module) -> nn.Module:
         self._kinds_of_linears[name] = isinstance(module, nn.Linear), module.bias is not None
         return _ShapeLinear(sizes_of(module)[1], self.linears.setdefault(name, []))
@@ -172,6 +185,8 @@ class _DryPass:
         if head_dim % 2:
             raise refused(self._architecture, f"its heads have an odd size, {head_dim}")
         kind = AttentionOptions(options.get("scaling"), options.get("softcap") or None)
+        self.all_noted &= [*map(id, self._noted)] == [id(q), id(k)]
+        self._noted = ()
         self._kinds.add((heads, k.shape[1], head_dim, kind))
         self.calls.append(AttentionCall(name, options.get("sliding_window") or None))
         return q.transpose(1, 2)

@@ -94,18 +94,16 @@ class TokenEmbedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Output head, maybe with a bias."""
+    """Output head."""
 
-    def __init__(self, embedding: Embedding, bias: Tensor | None, state: PassState) -> None:
+    def __init__(self, embedding: Embedding, state: PassState) -> None:
         super().__init__()
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self._embedding = embedding
         self._state = state
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Compute float32 logits [1, R, vocab] from hidden [1, R, H]."""
-        logits = self._embedding.logits(hidden[0], self._state.head_adapters)
-        return (logits if self.bias is None else logits.add_(self.bias)).unsqueeze(0)
+        return self._embedding.logits(hidden[0], self._state.head_adapters).unsqueeze(0)
 
 
 class _States(tuple[Tensor]):

@@ -13,7 +13,7 @@ from ...platform.core.errors import InvalidRequestError
 from ..attention import AttentionSpec, make_attention
 from ..batch import ForwardBatch, KVLayerSpec
 from ..checkpoint.weight_files import StoredTensor
-from ..layers.embedding import LM_HEAD, Embedding
+from ..layers.embedding import LM_HEAD, Embedding, VocabularyNames
 from ..layers.linear import Linear
 from ..layers.weights import WeightSlot
 from ..model import DecoderOutput
@@ -30,6 +30,7 @@ from .layers import (
 )
 from .names import CheckpointNames
 from .paged_attention import NoRotation, PagedLayer, PassState
+from .rotation import replace_rotation
 from .skeleton import build_on_meta, fill_buffers, name_of, replace, replace_linears, sizes_of
 
 
@@ -81,16 +82,19 @@ class TransformersModel:
             config.vocab_size,
             config.hidden_size,
             tied=config.tie_word_embeddings,
-            names=VocabularyNames(table_name),
+            names=VocabularyNames(table_name, head_bias=head.bias is not None),
             dtype=config.dtype,
             device=self.device,
         )
         self._slots |= self._embedding.weight_slots()
         self._put_linears(keep=head)
         replace(model, table_name, TokenEmbedding(self._embedding, self._state))
-        replace(model, "lm_head", Head(self._embedding, head.bias, self._state))
+        replace(model, "lm_head", Head(self._embedding, self._state))
         for index, call in enumerate(config.calls):
-            model.get_submodule(call.module).paged = PagedLayer(call, index, self.attention, self._state)
+            module = model.get_submodule(call.module)
+            module.paged = PagedLayer(call, index, self.attention, self._state)
+            if config.notes_rotation:
+                replace_rotation(module, self._state.noted)
 
     def _put_linears(self, keep: nn.Module) -> None:
         """Put our linear layers in the places of the model's, but for `keep`; those of one input are merged."""

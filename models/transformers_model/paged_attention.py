@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.rope import Rotation
+from .rotation import NotedRotation
 
 if TYPE_CHECKING:
     from ..attention import AttentionBackend
@@ -28,11 +29,12 @@ class AttentionCall(NamedTuple):
 class PassState:
     """Batch of the pass that is under way: modules of transformers cannot be given one."""
 
-    __slots__ = ("batch", "head_adapters")
+    __slots__ = ("batch", "head_adapters", "noted")
 
     def __init__(self) -> None:
         self.batch: ForwardBatch = None  # type: ignore[assignment]  # set before every pass
         self.head_adapters: Any = None
+        self.noted = NotedRotation()
 
 
 class PagedLayer:
@@ -45,13 +47,13 @@ class PagedLayer:
         self._state = state
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Any) -> Tensor:
-        """Attend with query [1, H, T, D], key and value [1, Hk, T, D], rotated; return [1, T, H, D]."""
+        """Attend with query [1, H, T, D], key and value [1, Hk, T, D]; return [1, T, H, D]. They are rotated, unless
+        the rotation was noted."""
         batch = self._state.batch
+        rotation = self._state.noted.rotation or batch.rotations[0]
         qkv = torch.cat((query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)), 2)
         _, tokens, _, dim = qkv.shape
-        y = self._forward(
-            qkv.view(tokens, -1), batch.rotations[0], None, batch.kv[self._index], batch.attention, self._window
-        )
+        y = self._forward(qkv.view(tokens, -1), rotation, None, batch.kv[self._index], batch.attention, self._window)
         return y.view(1, tokens, -1, dim)
 
 
