@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,8 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_pytorch_tanh",
     "gelu_new": "gelu_pytorch_tanh",
 }
-"""Activation of the MLP by its names in `hidden_act`."""
+"""Activation of a gated MLP by its names in `hidden_act`."""
+PLAIN_NAMES = {name: name for name in PLAIN_ACTIVATIONS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +98,16 @@ class DecoderConfig:
         return tuple(dict.fromkeys(self.layer_ropes)) or (self.rope,)
 
     @property
+    def is_plain(self) -> bool:
+        """True: embeddings, layers and head are computed as Llama's, but for norms of queries and keys."""
+        factors = self.embedding_scale, self.residual_scale, self.logit_scale
+        others = self.block, self.experts, self.attention_scale, self.attention_cap, self.logit_cap
+        merged = self.merged_qkv or self.merged_gate_up or self.qk_norm_wide or bool(self.layer_ropes)
+        is_usual = self.norms == PRE_NORMS and self.norm_offset == 0.0 and self.hidden_act == "silu"
+        whole = self.rope.rotary_dim is None and not self.rope.interleaved
+        return is_usual and whole and not merged and factors == (1.0, 1.0, 1.0) and others == (None,) * len(others)
+
+    @property
     def embedding_size(self) -> int:
         """Elements of a token's embedding, and of a state that the head reads."""
         return (self.block and self.block.embedding_size) or self.hidden_size
@@ -160,7 +171,14 @@ def config_from_hf(raw: Mapping[str, Any], dtype: torch.dtype) -> DecoderConfig:
         UnsupportedModelError: the architecture or one of its fields is not supported; `param` names the field.
     """
     architecture = architecture_of(raw)
-    return decoder_config(raw, architecture, dtype, FAMILIES[architecture])
+    traits = FAMILIES[architecture]
+    try:
+        return decoder_config(raw, architecture, dtype, traits)
+    except UnsupportedModelError as error:
+        ours, theirs = error.param or "", traits.keys.get(error.param or "")
+        if theirs is None or theirs not in raw:
+            raise
+        raise wrong(theirs, error.message.removeprefix(f"config.json: {ours} ")) from None
 
 
 def decoder_config(
@@ -179,7 +197,7 @@ def decoder_config(
     _refuse_unsupported(values)
     hidden_size = positive(values, "hidden_size")
     num_heads = positive(values, "num_attention_heads")
-    num_kv_heads = positive(values, "num_key_value_heads", num_heads)
+    num_kv_heads = (block and block.num_kv_heads) or positive(values, "num_key_value_heads", num_heads)
     head_dim = positive(values, "head_dim", hidden_size // num_heads)
     num_layers = positive(values, "num_hidden_layers")
     if num_heads % num_kv_heads:
@@ -217,7 +235,7 @@ def decoder_config(
         layer_ropes=ropes if len(set(ropes)) > 1 else (),
         norms=traits.norms,
         norm_offset=traits.norm_offset,
-        hidden_act=_activation(values, ACTIVATIONS if block is None else PLAIN_ACTIVATIONS),
+        hidden_act=_activation(values, ACTIVATIONS if block is None or block.mlp is None else PLAIN_NAMES),
         merged_qkv=traits.merged_qkv,
         merged_gate_up=traits.merged_gate_up,
         **_factors(values, hidden_size, dtype, traits),
@@ -236,18 +254,20 @@ def _factors(values: Mapping[str, Any], hidden_size: int, dtype: torch.dtype, tr
     return found
 
 
-def _activation(values: Mapping[str, Any], served: Collection[str]) -> str:
+def _activation(values: Mapping[str, Any], served: Mapping[str, str]) -> str:
     """Activation of the MLP; Gemma has a key of its own, and an older one beside it."""
     field = "hidden_activation" if "hidden_activation" in values else "hidden_act"
     name = values.get(field, "silu")
     if not isinstance(name, str) or name not in served:
         raise wrong(field, f"{shown(name)} is not supported; supported are {', '.join(served)}")
-    return ACTIVATIONS.get(name, name)
+    return served[name]
 
 
 def _refuse_unsupported(values: Mapping[str, Any]) -> None:
     if values.get("use_bidirectional_attention"):
         raise wrong("use_bidirectional_attention", "is not supported: a text is generated from left to right")
+    if "clip_qkv" in values:
+        raise wrong("clip_qkv", f"({shown(values['clip_qkv'])}) is not supported")
     quantization = values.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization

@@ -14,7 +14,7 @@ from .batch import ForwardBatch, KVLayerSpec
 from .config import DecoderConfig
 from .decoder_layer import DecoderLayer, make_layer
 from .gpt_layer import GPTEnds, GPTLayer
-from .layers.embedding import Embedding, EmbeddingScales
+from .layers.embedding import Embedding, EmbeddingScales, VocabularyNames
 from .layers.linear import Linear
 from .layers.norm import RMSNorm
 from .layers.rope import RotaryEmbedding
@@ -55,7 +55,8 @@ class Decoder:
             )
         else:
             self.layers = [GPTLayer(config, block, i, self.attention, self.device) for i in range(config.num_layers)]
-            self._embedding = Embedding(*shape, tied=config.tie_word_embeddings, name=block.embedding, **common)
+            names = VocabularyNames(block.embedding, block.head, block.head_bias)
+            self._embedding = Embedding(*shape, tied=config.tie_word_embeddings, names=names, **common)
             self._ends = GPTEnds(config, block, self.device)
 
     @property
