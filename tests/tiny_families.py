@@ -32,6 +32,8 @@ class Family:
     """Changes of SIZES."""
     targets: list[str] = field(default_factory=lambda: ATTENTION + GATED)
     """Every projection, which an adapter changes."""
+    parameters: list[str] = field(default_factory=list)
+    """Parameters beside them, which hold the weights of a router or of all experts."""
 
 
 _LOCAL = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9}
@@ -42,6 +44,8 @@ _PHI4_ROPE = {
     "short_factor": [1.0 + i / 10 for i in range(6)],
     "long_factor": [1.0 + i for i in range(6)],
 }
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+_SPARSE = ["gate.weight", "experts.gate_up_proj", "experts.down_proj"]
 _ALL_HEADS = {"num_key_value_heads": 4}
 _QKV = ["q_proj", "k_proj", "v_proj"]
 _C_ATTN = ["c_attn", "c_proj", "c_fc"]
@@ -84,6 +88,10 @@ FAMILIES: dict[str, Family] = {
     "falcon": Family("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 80}, _BY_HEAD),
     "phi": Family("Phi", _ALL_HEADS, [*_QKV, "dense", "fc1", "fc2"]),
     "stablelm": Family("StableLm", {"hidden_size": 64, "use_qkv_bias": True}),
+    "mixtral": Family("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, ATTENTION, _SPARSE),
+    "qwen3-moe": Family("Qwen3Moe", {**_EXPERTS, "head_dim": 12, "mlp_only_layers": [0]}, ATTENTION + GATED, _SPARSE),
+    "qwen2-moe": Family("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 40}, ATTENTION + GATED, _SPARSE),
+    "olmoe": Family("Olmoe", {**_EXPERTS, "intermediate_size": 24}, ATTENTION, _SPARSE),
     "starcoder2": Family("Starcoder2", {"sliding_window": 9}, [*ATTENTION, "c_fc", "c_proj"]),
 }
 

@@ -27,7 +27,8 @@ class Served:
         self.folder, adapter = str(root / "base"), str(root / "adapter")
         self._base = build(family)
         self._base.save_pretrained(self.folder)
-        lora = LoraConfig(r=4, lora_alpha=3, target_modules=family.targets, init_lora_weights=False)
+        targets = {"target_modules": family.targets, "target_parameters": family.parameters or None}
+        lora = LoraConfig(r=4, lora_alpha=3, init_lora_weights=False, **targets)
         self._tuned = get_peft_model(self._base, lora).eval()
         self._tuned.save_pretrained(adapter)
         tokens = torch.randint(3, SIZES["vocab_size"], (60,)).tolist()
