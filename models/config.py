@@ -175,10 +175,10 @@ def decoder_config(
     renamed = {ours: raw[theirs] for ours, theirs in traits.keys.items() if theirs in raw}
     values = {key: value for key, value in {**traits.defaults, **raw, **renamed}.items() if value is not None}
     block = None if traits.block is None else traits.block(values)
-    _refuse_unsupported(values, ACTIVATIONS if block is None else PLAIN_ACTIVATIONS)
+    _refuse_unsupported(values, ACTIVATIONS if block is None or block.mlp is None else PLAIN_ACTIVATIONS)
     hidden_size = _positive(values, "hidden_size")
     num_heads = _positive(values, "num_attention_heads")
-    num_kv_heads = _positive(values, "num_key_value_heads", num_heads)
+    num_kv_heads = (block and block.num_kv_heads) or _positive(values, "num_key_value_heads", num_heads)
     head_dim = _positive(values, "head_dim", hidden_size // num_heads)
     num_layers = _positive(values, "num_hidden_layers")
     if num_heads % num_kv_heads:

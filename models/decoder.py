@@ -13,7 +13,7 @@ from .attention import AttentionBackend, AttentionSpec, make_attention
 from .batch import ForwardBatch, KVLayerSpec, LayerKV
 from .config import DecoderConfig
 from .gpt_layer import GPTEnds, GPTLayer
-from .layers.embedding import Embedding
+from .layers.embedding import Embedding, VocabularyNames
 from .layers.experts import make_mlp
 from .layers.linear import Linear
 from .layers.norm import RMSNorm
@@ -127,7 +127,8 @@ class Decoder:
             self._final_norm = RMSNorm(["model.norm.weight"], config.hidden_size, eps, **common)
         else:
             self.layers = [GPTLayer(config, block, i, self.attention, self.device) for i in range(config.num_layers)]
-            self._embedding = Embedding(*shape, tied=config.tie_word_embeddings, name=block.embedding, **common)
+            names = VocabularyNames(block.embedding, block.head, block.head_bias)
+            self._embedding = Embedding(*shape, tied=config.tie_word_embeddings, names=names, **common)
             self._ends = GPTEnds(config, block, self.device)
 
     @property

@@ -58,9 +58,9 @@ class AdapterSites:
             _reserve(linear, self.model)
         if embedding is not None:
             vocab_size, hidden_size = embedding.vocab_size, embedding.hidden_size
-            layout.vocabulary.reserve([embedding.name], vocab_size, [hidden_size])
+            layout.vocabulary.reserve([embedding.names.table], vocab_size, [hidden_size])
             layout.vocabulary.reserve([LM_HEAD], hidden_size, [vocab_size])
-            shapes[embedding.name] = ModuleShape(
+            shapes[embedding.names.table] = ModuleShape(
                 vocab_size, hidden_size, embedding=True, is_base=embedding.is_table, base=table_weight(embedding)
             )
             shapes[LM_HEAD] = ModuleShape(
@@ -82,7 +82,7 @@ class AdapterSites:
         if self._embedding is None:
             return
         hidden_size, head = self._embedding.hidden_size, [(LM_HEAD, self._embedding.vocab_size)]
-        table = self._embedding.name
+        table = self._embedding.names.table
         index = self._vocabulary.layout.modules[table]
         a, b = (self._vocabulary.rows[:, columns] for columns in self._vocabulary.layout.pieces[index])
         self._embedding.lookup_lora = EmbeddingSite(a, b, *_live(self._vocabulary, index, 1))

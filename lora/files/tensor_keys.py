@@ -40,7 +40,7 @@ _TRAINING_WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^module\."
 )
 # Name of the model within the causal one, which PEFT may have been given alone.
-_INNER = ("", "model.", "transformer.")
+_INNER = ("", "model.", "transformer.", "gpt_neox.")
 # The text model in a multimodal one.
 _TEXT_MODEL = re.compile(r"(^|\.)language_model\.")
 _REFUSED_KEYS = (

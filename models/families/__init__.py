@@ -6,12 +6,14 @@ To add a family, write a module here with its `FamilyTraits` and add it to `FAMI
 
 from __future__ import annotations
 
-from . import gpt2, llama, mistral, mixtral, opt, qwen2, qwen2_moe, qwen3, qwen3_moe
+from . import falcon, gpt2, gpt_bigcode, llama, mistral, mixtral, opt, qwen2, qwen2_moe, qwen3, qwen3_moe, starcoder2
 from .traits import FamilyTraits
 
 __all__ = ["FAMILIES", "FamilyTraits", "supported_architectures"]
 
 FAMILIES: dict[str, FamilyTraits] = {
+    "FalconForCausalLM": falcon.TRAITS,
+    "GPTBigCodeForCausalLM": gpt_bigcode.TRAITS,
     "GPT2LMHeadModel": gpt2.TRAITS,
     "LlamaForCausalLM": llama.TRAITS,
     "MistralForCausalLM": mistral.TRAITS,
@@ -21,6 +23,7 @@ FAMILIES: dict[str, FamilyTraits] = {
     "Qwen2MoeForCausalLM": qwen2_moe.TRAITS,
     "Qwen3ForCausalLM": qwen3.TRAITS,
     "Qwen3MoeForCausalLM": qwen3_moe.TRAITS,
+    "Starcoder2ForCausalLM": starcoder2.TRAITS,
 }
 """Traits by a name in the `architectures` of config.json."""
 

@@ -19,13 +19,27 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "opt": ("OPT", {"ffn_dim": 80}),
     "opt-no-biases": ("OPT", {"ffn_dim": 72, "enable_bias": False, "activation_function": "gelu"}),
     "opt-norms-after": ("OPT", {"ffn_dim": 80, "do_layer_norm_before": False, "word_embed_proj_dim": 24}),
+    "starcoder2": ("Starcoder2", {"num_key_value_heads": 2, "sliding_window": 9}),
+    "starcoder2-no-biases": ("Starcoder2", {"num_key_value_heads": 2, "use_bias": False, "tie_word_embeddings": False}),
+    "bigcode": ("GPTBigCode", {}),
+    "bigcode-heads": ("GPTBigCode", {"multi_query": False}),
+    "falcon-7b": ("Falcon", {"ffn_hidden_size": 80}),
+    "falcon-heads": ("Falcon", {"ffn_hidden_size": 80, "multi_query": False, "parallel_attn": False, "bias": True}),
+    "falcon-40b": ("Falcon", {"ffn_hidden_size": 80, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon2": (
+        "Falcon",
+        {
+            **{"ffn_hidden_size": 80, "new_decoder_architecture": True, "num_kv_heads": 2},
+            **{"num_ln_in_parallel_attn": 1, "tie_word_embeddings": False},
+        },
+    ),
 }
 
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, save_tiny: Callable) -> tuple[Path, torch.nn.Module]:
     family, config = CASES[request.param]
-    return save_tiny(family, **SIZES, **config)
+    return save_tiny(family, **{**SIZES, **config})
 
 
 def texts() -> list[list[int]]:
