@@ -22,6 +22,10 @@ FAMILIES = {
         transformers.OPTConfig(**SIZES, ffn_dim=80, word_embed_proj_dim=24, do_layer_norm_before=False, init_std=0.2),
         ["project_in", "project_out", "fc1"],
     ),
+    "falcon": (
+        transformers.FalconConfig(**SIZES, new_decoder_architecture=True, num_kv_heads=2, ffn_hidden_size=80),
+        ["query_key_value", "dense", "dense_h_to_4h"],
+    ),
     "opt": (transformers.OPTConfig(**SIZES, ffn_dim=80, init_std=0.2), ["q_proj", "v_proj", "out_proj", "fc1", "fc2"]),
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=CONTEXT, ignore_eos=True)
