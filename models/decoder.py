@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.act_and_mul import act_and_mul, act_and_mul_invariant
 from ..kernels.rms_norm import adds_residuals
-from ..kernels.silu_mul import silu_mul, silu_mul_invariant
 from .attention import AttentionBackend, AttentionSpec, make_attention
 from .batch import ForwardBatch, KVLayerSpec, LayerKV
 from .config import DecoderConfig
@@ -35,7 +35,7 @@ class DecoderLayer:
     def __init__(self, config: DecoderConfig, index: int, attention: AttentionBackend, device: torch.device) -> None:
         self._attention = attention
         self._window = config.windows[index]
-        self._silu_mul = silu_mul_invariant if config.batch_invariant else silu_mul
+        self._act_and_mul = act_and_mul_invariant if config.batch_invariant else act_and_mul
         heads = config.num_heads * config.head_dim
         kv_heads = config.num_kv_heads * config.head_dim
         hidden, inner = config.hidden_size, config.intermediate_size
@@ -67,7 +67,7 @@ class DecoderLayer:
         qkv = self.qkv.forward(self.input_norm(hidden), batch)
         attended = self._attention.forward_qkv(qkv, batch.rotation, self.qk_norm, kv, batch.attention, self._window)
         hidden = self.o.forward(attended, batch, residual=hidden)
-        inner = self._silu_mul(self.gate_up.forward(self.post_norm(hidden), batch))
+        inner = self._act_and_mul(self.gate_up.forward(self.post_norm(hidden), batch))
         return self.down.forward(inner, batch, residual=hidden)
 
     def forward_deferred(
@@ -81,7 +81,7 @@ class DecoderLayer:
         qkv = self.qkv.forward(normed, batch)
         attended = self._attention.forward_qkv(qkv, batch.rotation, self.qk_norm, kv, batch.attention, self._window)
         normed, hidden = self.post_norm.add(self.o.forward(attended, batch), hidden)
-        return hidden, self.down.forward(self._silu_mul(self.gate_up.forward(normed, batch)), batch)
+        return hidden, self.down.forward(self._act_and_mul(self.gate_up.forward(normed, batch)), batch)
 
     def linears(self) -> list[Linear]:
         """Linear layers in the order of the computation."""

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.kernels import act_and_mul as silu_op
 from outrider.kernels import rms_norm as norm_op
-from outrider.kernels import silu_mul as silu_op
+from outrider.kernels.act_and_mul.native import act_and_mul
 from outrider.kernels.native import library
 from outrider.kernels.rms_norm import NormWeight, prepare
 from outrider.kernels.rms_norm.native import rms_norm
 from outrider.kernels.rope import Rotation
-from outrider.kernels.silu_mul.native import silu_mul
 from outrider.models.attention import AttentionSpec, make_attention
 from outrider.models.attention.native import NativeAttention
 from outrider.models.batch import KVLayerSpec, SequenceRows, allocate_kv
@@ -60,29 +60,29 @@ def test_what_the_norm_does_not_serve_goes_to_torch() -> None:
     assert rms_norm(torch.ones(2, 8, dtype=torch.float16), prepare(torch.ones(8), 1e-6)) is None
     assert rms_norm(torch.ones(2, 8), prepare(torch.ones(1, 8), 1e-6)) is not None
     assert norm_op.rms_norm(torch.ones(2, 8).half(), prepare(torch.ones(8).half(), 1e-6)).shape == (2, 8)
-    assert silu_mul(torch.ones(2, 8, dtype=torch.float16)) is None
-    assert silu_op.silu_mul(torch.ones(2, 8).half()).shape == (2, 4)
+    assert act_and_mul(torch.ones(2, 8, dtype=torch.float16)) is None
+    assert silu_op.act_and_mul(torch.ones(2, 8).half()).shape == (2, 4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("half", [1, 7, 16, 33, 1536])
 @pytest.mark.parametrize("rows", [0, 1, 5, 64])
-def test_silu_mul(rows: int, half: int, dtype: torch.dtype) -> None:
+def test_act_and_mul(rows: int, half: int, dtype: torch.dtype) -> None:
     x = (torch.randn(rows, 2 * half) * 5).to(dtype)
-    y = silu_mul(x)
+    y = act_and_mul(x)
     assert y is not None
     gate, up = x.double().chunk(2, -1)
     close(y, gate * gate.sigmoid() * up)
     for row in range(0, rows, 3):
-        assert torch.equal(silu_mul(x[row : row + 1]), y[row : row + 1])
+        assert torch.equal(act_and_mul(x[row : row + 1]), y[row : row + 1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_mul_of_extreme_gates(dtype: torch.dtype) -> None:
+def test_act_and_mul_of_extreme_gates(dtype: torch.dtype) -> None:
     gates = torch.tensor([-1e30, -100.0, -88.5, -87.0, -20.0, -0.0, 0.0, 20.0, 88.5, 1e30, math.inf, math.nan]).to(
         dtype
     )
-    y = silu_mul(torch.cat([gates, torch.ones_like(gates)])[None])
+    y = act_and_mul(torch.cat([gates, torch.ones_like(gates)])[None])
     assert y is not None
     expected = torch.nn.functional.silu(gates.double())
     torch.testing.assert_close(y[0].double(), expected, atol=1e-30, rtol=TOLERANCE[dtype], equal_nan=True)

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ....kernels.act_and_mul import act_and_mul
 from ....kernels.linear import Packed, pack
 from ....kernels.rope import Rotation
-from ....kernels.silu_mul import silu_mul
 from ....models.attention import AttentionSpec, make_attention
 from ....models.batch import ForwardBatch, KVLayerSpec, SequenceRows
 from ....models.decoder import Decoder
@@ -219,7 +219,7 @@ class EagleHead:
             attended, residual = last.rows.last_of(attended, residual)
             rows = Adapters(last.adapters())
         x = self._o.forward(attended, rows, residual=residual)
-        x = self._down.forward(silu_mul(self._gate_up.forward(self._post_norm(x), rows)), rows, residual=x)
+        x = self._down.forward(act_and_mul(self._gate_up.forward(self._post_norm(x), rows)), rows, residual=x)
         return self._final_norm(x) if self.config.norm_output else x
 
     def logits(self, state: Tensor, out: Tensor | None = None) -> Tensor:

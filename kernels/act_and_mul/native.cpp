@@ -8,7 +8,7 @@ namespace {
 constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 15;  // fewer do not pay for waking threads
 
 template <typename E>
-void silu_mul(const void* x, void* y, int64_t rows, int64_t half) {
+void act_and_mul(const void* x, void* y, int64_t rows, int64_t half) {
 #pragma omp parallel for if (rows * half >= MIN_PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < rows; row++) {
         const E* gate = (const E*)x + row * 2 * half;
@@ -23,9 +23,9 @@ void silu_mul(const void* x, void* y, int64_t rows, int64_t half) {
 }  // namespace
 
 // x [rows, 2 * half] and y [rows, half], contiguous.
-extern "C" void outrider_silu_mul(const void* x, void* y, int64_t rows, int64_t half, int64_t dtype) {
+extern "C" void outrider_act_and_mul(const void* x, void* y, int64_t rows, int64_t half, int64_t dtype) {
     if (dtype == FLOAT32)
-        silu_mul<float>(x, y, rows, half);
+        act_and_mul<float>(x, y, rows, half);
     else
-        silu_mul<bf16>(x, y, rows, half);
+        act_and_mul<bf16>(x, y, rows, half);
 }

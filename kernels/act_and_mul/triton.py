@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ..compile_case import CompileCase, make_case
 from ..tuning import bucket, tuned
-from ..tuning.configs import SiluMulConfig
+from ..tuning.configs import ActAndMulConfig
 
-DEFAULT = SiluMulConfig(block=1024, num_warps=4)
+DEFAULT = ActAndMulConfig(block=1024, num_warps=4)
 
 
 @triton.jit
-def _silu_mul_kernel(x, y, x_stride, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def _act_and_mul_kernel(x, y, x_stride, HALF: tl.constexpr, BLOCK: tl.constexpr):
     blocks = tl.cdiv(HALF, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -26,7 +26,7 @@ def _silu_mul_kernel(x, y, x_stride, HALF: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(y + row * HALF + columns, value.to(y.dtype.element_ty), mask=inside)
 
 
-def silu_mul(x: Tensor) -> Tensor:
+def act_and_mul(x: Tensor) -> Tensor:
     """SiLU(x[:, :I]) · x[:, I:] of x [T, 2I], whose rows may be any distance apart."""
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -35,7 +35,7 @@ def silu_mul(x: Tensor) -> Tensor:
     if y.numel():
         config = tuned(x.device, DEFAULT, bucket(half), x.element_size())
         grid = (num_rows * triton.cdiv(half, config.block),)
-        _silu_mul_kernel[grid](x, y, x.stride(0), HALF=half, BLOCK=config.block, num_warps=config.num_warps)
+        _act_and_mul_kernel[grid](x, y, x.stride(0), HALF=half, BLOCK=config.block, num_warps=config.num_warps)
     return y
 
 
@@ -43,8 +43,8 @@ def compile_cases() -> list[CompileCase]:
     """Cases of the kernel: every dtype, widths of models, and an odd width."""
     return [
         make_case(
-            f"silu_mul {dtype} w{half}",
-            _silu_mul_kernel,
+            f"act_and_mul {dtype} w{half}",
+            _act_and_mul_kernel,
             {"HALF": half, "BLOCK": DEFAULT.block},
             {"x y": f"*{dtype}"},
             num_warps=DEFAULT.num_warps,

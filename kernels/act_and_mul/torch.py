@@ -10,14 +10,14 @@ from torch.nn import functional as F
 _SERIAL = 1 << 15
 
 
-def silu_mul(x: Tensor) -> Tensor:
+def act_and_mul(x: Tensor) -> Tensor:
     """SiLU(x[:, :I]) · x[:, I:] for x [T, 2I]; returns [T, I], contiguous."""
     half = x.shape[-1] // 2
     return F.silu(x[:, :half]).mul_(x[:, half:])
 
 
-def silu_mul_invariant(x: Tensor) -> Tensor:
-    """`silu_mul` in which a row's result does not depend, bit for bit, on other rows.
+def act_and_mul_invariant(x: Tensor) -> Tensor:
+    """`act_and_mul` in which a row's result does not depend, bit for bit, on other rows.
 
     The exponential of a vector's lane and that of a leftover element differ in the last bit. In a slice of a wider
     tensor, in one thread, every row has its leftovers at the same places. A row that is too large for one thread is
@@ -26,5 +26,5 @@ def silu_mul_invariant(x: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     height = max(1, (_SERIAL - 1) // half)
     if x.shape[0] <= height:
-        return silu_mul(x)
-    return torch.cat([silu_mul(x[start : start + height]) for start in range(0, x.shape[0], height)])
+        return act_and_mul(x)
+    return torch.cat([act_and_mul(x[start : start + height]) for start in range(0, x.shape[0], height)])

@@ -12,10 +12,10 @@ from ..native import DTYPES, INTEGER, POINTER, function
 
 @functools.cache
 def _function() -> Any:
-    return function("outrider_silu_mul", POINTER, POINTER, INTEGER, INTEGER, INTEGER)
+    return function("outrider_act_and_mul", POINTER, POINTER, INTEGER, INTEGER, INTEGER)
 
 
-def silu_mul(x: Tensor) -> Tensor | None:
+def act_and_mul(x: Tensor) -> Tensor | None:
     """SiLU(x[:, :I]) · x[:, I:] of x [T, 2I]; None when the kernel does not serve x."""
     kernel = _function()
     if kernel is None or x.dtype not in DTYPES or not x.is_cpu:

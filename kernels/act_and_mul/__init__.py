@@ -1,0 +1,27 @@
+"""SwiGLU's activation (Shazeer 2020): silu(gate) · up."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..dispatch import use_triton
+from . import torch as _torch
+from .native import act_and_mul as _native
+
+__all__ = ["act_and_mul", "act_and_mul_invariant"]
+
+
+def act_and_mul(x: Tensor) -> Tensor:
+    """SiLU(x[:, :I]) · x[:, I:] of x [T, 2I]; returns [T, I], contiguous."""
+    if use_triton(x):
+        from . import triton as _triton
+
+        return _triton.act_and_mul(x)
+    y = _native(x)
+    return _torch.act_and_mul(x) if y is None else y
+
+
+def act_and_mul_invariant(x: Tensor) -> Tensor:
+    """`act_and_mul` in which a row's result does not depend, bit for bit, on other rows."""
+    y = _native(x)
+    return _torch.act_and_mul_invariant(x) if y is None else y
