@@ -1,4 +1,4 @@
-"""SwiGLU's activation (Shazeer 2020): silu(gate) · up."""
+"""Activation of a gated MLP (Shazeer 2020): act(gate) · up, where act is SiLU or GELU."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from .native import act_and_mul as _native
 __all__ = ["act_and_mul", "act_and_mul_invariant"]
 
 
-def act_and_mul(x: Tensor) -> Tensor:
-    """SiLU(x[:, :I]) · x[:, I:] of x [T, 2I]; returns [T, I], contiguous."""
+def act_and_mul(x: Tensor, activation: str = "silu") -> Tensor:
+    """act(x[:, :I]) · x[:, I:] of x [T, 2I]; returns [T, I], contiguous. `activation` is one of `torch.ACTIVATIONS`."""
     if use_triton(x):
         from . import triton as _triton
 
-        return _triton.act_and_mul(x)
-    y = _native(x)
-    return _torch.act_and_mul(x) if y is None else y
+        return _triton.act_and_mul(x, activation)
+    y = _native(x, activation)
+    return _torch.act_and_mul(x, activation) if y is None else y
 
 
-def act_and_mul_invariant(x: Tensor) -> Tensor:
+def act_and_mul_invariant(x: Tensor, activation: str = "silu") -> Tensor:
     """`act_and_mul` in which a row's result does not depend, bit for bit, on other rows."""
-    y = _native(x)
-    return _torch.act_and_mul_invariant(x) if y is None else y
+    y = _native(x, activation)
+    return _torch.act_and_mul_invariant(x, activation) if y is None else y

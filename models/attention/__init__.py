@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ...kernels.dispatch import has_triton
+from ...kernels.paged_attention import DEFAULT_OPTIONS, AttentionOptions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,6 +35,7 @@ class AttentionSpec:
     """Sliding windows of the layers: a query at position p sees (p - window, p]; None: all of [0, p]."""
     dtype: torch.dtype
     device: torch.device
+    options: AttentionOptions = DEFAULT_OPTIONS
 
 
 class AttentionBackend(Protocol):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from outrider.kernels.act_and_mul import act_and_mul
 from outrider.kernels.linear import pack
@@ -75,3 +76,5 @@ def test_act_and_mul(dtype: torch.dtype) -> None:
     x = torch.randn(7, 26).to(dtype)
     gate, up = x.double().chunk(2, -1)
     close(act_and_mul(x), gate * gate.sigmoid() * up)
+    close(act_and_mul(x, "gelu"), F.gelu(gate) * up)
+    close(act_and_mul(x, "gelu_pytorch_tanh"), F.gelu(gate, approximate="tanh") * up)
