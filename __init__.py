@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .platform.core.lora_request import LoRAMix, LoRARequest
     from .platform.core.messages import AdapterInfo, EngineInfo, EngineStats
     from .platform.core.outputs import CompletionOutput, RequestOutput
+    from .platform.core.pooling import PoolingParams
     from .platform.core.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -53,6 +54,7 @@ _NAMES_OF = {
     ".platform.core.lora_request": "LoRAMix LoRARequest",
     ".platform.core.messages": "AdapterInfo EngineInfo EngineStats",
     ".platform.core.outputs": "CompletionOutput RequestOutput",
+    ".platform.core.pooling": "PoolingParams",
     ".platform.core.sampling_params": "SamplingParams",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
@@ -77,6 +79,7 @@ __all__ = [
     "OutriderError",
     "OverloadedError",
     "PermissionDeniedError",
+    "PoolingParams",
     "PromptTooLongError",
     "RateLimitError",
     "RequestOutput",

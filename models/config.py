@@ -10,6 +10,12 @@ from typing import Any
 import torch
 
 from ..platform.core.errors import UnsupportedModelError
+from .config_values import MOST
+from .config_values import number as _number
+from .config_values import positive as _positive
+from .config_values import shown as _shown
+from .config_values import wrong as _wrong
+from .expert_config import ExpertConfig, read_experts
 from .families import FAMILIES, FamilyTraits, supported_architectures
 
 DTYPES: dict[str, torch.dtype] = {
@@ -19,19 +25,6 @@ DTYPES: dict[str, torch.dtype] = {
 }
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 ACTIVATIONS = ("silu", "swish")
-
-# Largest integer that a field may have: a larger one is a damaged file, and would take all memory, or all time.
-_MOST = {
-    "num_hidden_layers": 1 << 12,
-    "num_attention_heads": 1 << 14,
-    "num_key_value_heads": 1 << 14,
-    "head_dim": 1 << 14,
-    "max_position_embeddings": 1 << 40,
-    "sliding_window": 1 << 40,
-}
-_MOST_ELSE = 1 << 24
-_LARGEST = 1e18
-_MOST_SHOWN = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +84,8 @@ class DecoderConfig:
     """True: queries and keys of each head are normalised before the rotation."""
     dtype: torch.dtype
     """Dtype of weights, activations and KV."""
+    experts: ExpertConfig | None = None
+    """Experts of the layers that have some."""
     batch_invariant: bool = False
     """True: each result for a row is, bit for bit, independent of the other rows of its step; on a CPU only."""
 
@@ -197,35 +192,9 @@ def decoder_config(
         o_bias=from_file if traits.attention_bias is None else False,
         mlp_bias=bool(values.get("mlp_bias", False)) if traits.mlp_bias is None else traits.mlp_bias,
         qk_norm=traits.qk_norm,
+        experts=None if traits.experts is None else read_experts(values, traits.experts, num_layers),
         dtype=dtype,
     )
-
-
-def _wrong(field: str, problem: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"config.json: {field} {problem}", param=field)
-
-
-def _shown(value: object) -> str:
-    """Text of `value` for an error, cut short: a file may hold a number of thousands of digits."""
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
-
-
-def _positive(values: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    value, most = values.get(field, default), _MOST.get(field, _MOST_ELSE)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _wrong(field, f"must be a positive integer, got {_shown(value)}")
-    if value > most:
-        raise _wrong(field, f"must be at most {most}, got {_shown(value)}")
-    return value
-
-
-def _number(field: str, name: str, value: object) -> float:
-    """`value` as a positive number; in an error `field` is the object and `name` its key."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _LARGEST:  # so no NaN
-        said = f"{name} must be" if name else "must be"
-        raise _wrong(field, f"{said} a positive number of at most {_LARGEST:g}, got {_shown(value)}")
-    return float(value)
 
 
 def _refuse_unsupported(values: Mapping[str, Any]) -> None:
@@ -317,7 +286,7 @@ def _context_length(num_positions: int, rope: RopeConfig) -> int:
         reach = rope.original_max_position_embeddings * rope.factor
     else:
         return num_positions
-    return max(1, int(min(reach, _MOST["max_position_embeddings"])))
+    return max(1, int(min(reach, MOST["max_position_embeddings"])))
 
 
 def _windows(values: Mapping[str, Any], num_layers: int, traits: FamilyTraits) -> tuple[int | None, ...]:

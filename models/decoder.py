@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.act_and_mul import act_and_mul, act_and_mul_invariant
 from ..kernels.rms_norm import adds_residuals
 from .attention import AttentionBackend, AttentionSpec, make_attention
 from .batch import ForwardBatch, KVLayerSpec, LayerKV
 from .config import DecoderConfig
 from .layers.embedding import Embedding
+from .layers.experts import make_mlp
 from .layers.linear import Linear
 from .layers.norm import RMSNorm
 from .layers.rope import RotaryEmbedding
-from .layers.weights import WeightSlot
+from .layers.weights import RenamedSlot, WeightSlot
 
 
 class DecoderOutput(NamedTuple):
@@ -35,10 +35,9 @@ class DecoderLayer:
     def __init__(self, config: DecoderConfig, index: int, attention: AttentionBackend, device: torch.device) -> None:
         self._attention = attention
         self._window = config.windows[index]
-        self._act_and_mul = act_and_mul_invariant if config.batch_invariant else act_and_mul
         heads = config.num_heads * config.head_dim
         kv_heads = config.num_kv_heads * config.head_dim
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden = config.hidden_size
         common: Any = {"dtype": config.dtype, "device": device, "batch_invariant": config.batch_invariant}
         ours, theirs = f"layers.{index}", f"model.layers.{index}"
 
@@ -53,8 +52,7 @@ class DecoderLayer:
         qkv = {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads, "self_attn.v_proj": kv_heads}
         self.qkv = linear("qkv", qkv, hidden, config.qkv_bias)
         self.o = linear("o", {"self_attn.o_proj": hidden}, heads, config.o_bias)
-        self.gate_up = linear("gate_up", {"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden, config.mlp_bias)
-        self.down = linear("down", {"mlp.down_proj": hidden}, inner, config.mlp_bias)
+        self.mlp = make_mlp(config, index, device)
         self.input_norm = norm(["input_layernorm"], hidden)
         self.post_norm = norm(["post_attention_layernorm"], hidden)
         self.qk_norm: RMSNorm | None = None
@@ -67,8 +65,7 @@ class DecoderLayer:
         qkv = self.qkv.forward(self.input_norm(hidden), batch)
         attended = self._attention.forward_qkv(qkv, batch.rotation, self.qk_norm, kv, batch.attention, self._window)
         hidden = self.o.forward(attended, batch, residual=hidden)
-        inner = self._act_and_mul(self.gate_up.forward(self.post_norm(hidden), batch))
-        return self.down.forward(inner, batch, residual=hidden)
+        return self.mlp.forward(self.post_norm(hidden), batch, hidden)
 
     def forward_deferred(
         self, hidden: Tensor, delta: Tensor | None, batch: ForwardBatch, kv: LayerKV
@@ -81,11 +78,11 @@ class DecoderLayer:
         qkv = self.qkv.forward(normed, batch)
         attended = self._attention.forward_qkv(qkv, batch.rotation, self.qk_norm, kv, batch.attention, self._window)
         normed, hidden = self.post_norm.add(self.o.forward(attended, batch), hidden)
-        return hidden, self.down.forward(self._act_and_mul(self.gate_up.forward(normed, batch)), batch)
+        return hidden, self.mlp.forward(normed, batch)
 
     def linears(self) -> list[Linear]:
         """Linear layers in the order of the computation."""
-        return [self.qkv, self.o, self.gate_up, self.down]
+        return [self.qkv, self.o, *self.mlp.linears()]
 
     def norms(self) -> list[RMSNorm]:
         """Norms in a fixed order."""
@@ -93,9 +90,7 @@ class DecoderLayer:
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names."""
-        slots: dict[str, WeightSlot] = {}
-        for linear in self.linears():
-            slots |= linear.weight_slots()
+        slots = self.qkv.weight_slots() | self.o.weight_slots() | self.mlp.weight_slots()
         for norm in self.norms():
             slots |= norm.weight_slots()
         return slots
@@ -192,3 +187,7 @@ class Decoder:
         for layer in self.layers:
             slots.update(layer.weight_slots())
         return slots | self._final_norm.weight_slots()
+
+    def renamed_slots(self) -> dict[str, RenamedSlot]:
+        """Slots of tensors that some checkpoints have instead of others."""
+        return {name: slot for layer in self.layers for name, slot in layer.mlp.renamed_slots().items()}

@@ -163,14 +163,20 @@ def _random(name: str, slot: WeightSlot, dtype: torch.dtype, seed: int, device: 
     return tensor
 
 
-def _stored_tensors(path: Path, slots: Mapping[str, WeightSlot], model: Decoder) -> dict[str, StoredTensor]:
-    """Tensors of all slots in the order of the files; the headers of all files are checked first.
+def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: Decoder) -> dict[str, StoredTensor]:
+    """Tensors of all slots in the order of the files; the headers of all files are checked first. `slots` is mutated
+    when the files have other names than usual.
 
     Raises:
         NotFoundError: a file is missing.
         InvalidRequestError: a file is damaged, or tensors are missing, unexpected or of the wrong shape.
     """
     tensors = read_weights(path, "model", hint=_NO_WEIGHTS)
+    for name, renamed in model.renamed_slots().items():
+        if name in tensors:
+            for replaced in renamed.replaced:
+                del slots[replaced]
+            slots[name] = renamed.slot
     ignored = {LM_HEAD} if model.config.tie_word_embeddings else set()
     shapes = {n: t.shape for n, t in tensors.items() if n not in ignored and not _COMPUTED.search(n)}
     problems = misfits(slots, shapes)

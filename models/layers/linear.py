@@ -93,6 +93,12 @@ class Linear:
         self.lora.add(y, x, adapters)
         return y
 
+    @property
+    def packed(self) -> Packed:
+        """Packed weight, for kernels that compute several layers at once."""
+        assert self._packed is not None, "the loader left no slot empty"
+        return self._packed
+
     def project(self, x: Tensor) -> Tensor:
         """Product x Wᵀ [T, out] of the base weights alone, without the bias; callable from any thread."""
         return self._packed.without_bias(x)  # type: ignore[union-attr]  # as in `forward`

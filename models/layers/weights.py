@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -17,3 +18,11 @@ class WeightSlot:
     """Take the tensor, in any dtype and on any device, without keeping a reference to it."""
     scale: float = 0.0
     """Standard deviation of random weights (`load_format="dummy"`); 0: all ones."""
+
+
+class RenamedSlot(NamedTuple):
+    """Slot of a tensor that stands for tensors with other names."""
+
+    slot: WeightSlot
+    replaced: tuple[str, ...]
+    """Names in `weight_slots` of the tensors that it stands for."""

@@ -28,6 +28,7 @@ from .engine_factory import DEFAULT_ENGINE, demo_lora_requests, engine_args, imp
 from .input_processor import InputProcessor, Prompt, RequestOptions, check_request_id, text_of
 from .kernel_configs import use_kernel_configs
 from .output_processor import OutputProcessor, RequestState
+from .pooling import AsyncPoolingMethods
 from .process.event_loops import Done, in_event_loop, run_in
 from .process.ipc import Abort, Add
 from .process.supervisor import EngineSpec, Supervisor
@@ -48,7 +49,7 @@ class _Started(NamedTuple):
     output_processor: OutputProcessor
 
 
-class AsyncLLM(AsyncAdapterMethods):
+class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
     """Generates text from asyncio; all calls belong to one event loop.
 
         async with AsyncLLM() as llm:

@@ -288,6 +288,21 @@ class InputProcessor:
         return list(sequences)
 
 
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """One prompt, or many, as a list.
+
+    Raises:
+        InvalidRequestError: it is neither.
+    """
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray, memoryview)):
+        raise InvalidRequestError(f"prompts must be a prompt or a list of prompts, got {prompts!r}", param="prompts")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [list(prompts)]
+    return list(prompts)
+
+
 def text_of(prompt: Prompt) -> str | None:
     """The text of a prompt that has one."""
     text = prompt.get("prompt") if isinstance(prompt, dict) else prompt

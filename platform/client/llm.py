@@ -31,9 +31,10 @@ from .engine_factory import (
     load_engine,
     load_text_side,
 )
-from .input_processor import InputProcessor, Prompt, text_of
+from .input_processor import InputProcessor, Prompt, as_prompts, text_of
 from .kernel_configs import use_kernel_configs
 from .output_processor import OutputProcessor, RequestState
+from .pooling import SyncPoolingMethods
 from .progress import GenerationProgress
 from .request_maker import RequestMaker
 from .sampling_defaults import SamplingDefaults
@@ -44,7 +45,7 @@ _OPTION_DEFAULTS: dict[str, Any] = {"priority": 0, "tenant": "", "weight": 1.0, 
 Messages: TypeAlias = list[dict[str, Any]]
 
 
-class LLM(SyncAdapterMethods):
+class LLM(SyncAdapterMethods, SyncPoolingMethods):
     """Loads a model and generates text, many prompts at a time.
 
     `LLM()` is the embedded demo model. Options are those of `EngineArgs`, by keyword. `kernel_configs` names a file of
@@ -141,7 +142,7 @@ class LLM(SyncAdapterMethods):
         """
         self._check_open()
         take_foreign("LLM.generate()", options, GENERATE, _OPTION_DEFAULTS)
-        batch = _as_prompts(prompts)
+        batch = as_prompts(prompts)
         params: list[SamplingParams | None] = for_each("sampling_params", sampling_params, len(batch), None)
         loras = lora_of_each(lora_request, len(batch))
         columns = [for_each(name, options.get(name), len(batch), value) for name, value in _OPTION_DEFAULTS.items()]
@@ -258,13 +259,3 @@ class LLM(SyncAdapterMethods):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
-
-
-def _as_prompts(prompts: Any) -> list[Prompt]:
-    if isinstance(prompts, (str, dict)):
-        return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray, memoryview)):
-        raise InvalidRequestError(f"prompts must be a prompt or a list of prompts, got {prompts!r}", param="prompts")
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [list(prompts)]
-    return list(prompts)

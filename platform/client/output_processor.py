@@ -129,6 +129,8 @@ class RequestState:
         self._prompt = prompt
         self._prompt_token_ids = first.prompt_token_ids
         self._prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
+        self.pooled: list[float] | None = None
+        """Pooled hidden states of the prompt, where they are wanted."""
         self._lora = first.lora
         self._vocabulary = vocabulary_of(tokenizer) if first.params.detokenize else None
 
@@ -157,6 +159,8 @@ class RequestState:
             metrics.adapter_digest = metrics.adapter_digest or delta.adapter_digest
         if delta.prompt_logprobs is not None and self._prompt_logprobs is None:
             self._prompt_logprobs = PromptLogprobs(self._prompt_token_ids, delta.prompt_logprobs, self._vocabulary)
+        if delta.pooled is not None:
+            self.pooled = delta.pooled
         stopped_here = sequence.update(delta)
         if self.finished:
             self.close()
@@ -200,6 +204,7 @@ class RequestState:
             metrics=self.metrics,
             prompt_logprobs=prompt_logprobs or None,
             lora_request=self._lora,
+            pooled=self.pooled,
         )
 
 

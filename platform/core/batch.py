@@ -10,7 +10,7 @@ drafts it accepts. Such a row is planned as if all were right, and the device, w
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .errors import ErrorInfo
 from .messages import TokenLogprobs
@@ -30,7 +30,7 @@ class RowPlan:
     num_drafts: int
     samples: bool
     """Whether the row reaches the end of its tokens, so that a token is sampled: logits for its last 1 + num_drafts
-    positions."""
+    positions. Never where the prompt is pooled."""
     max_new_drafts: int
     """Drafts to propose after this step: there are KV blocks for them."""
     drafter: int = 0
@@ -70,6 +70,8 @@ class RowResult(NamedTuple):
     """Aligned with `token_ids`, when asked for."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """For the prompt positions start+1 .. of this chunk, when asked for."""
+    pooled: Any = None
+    """[H] float32 tensor on the CPU: this chunk's part of the prompt's pooled hidden states, when asked for."""
     error: ErrorInfo | None = None
     """Set when this sequence cannot go on; then nothing else is."""
 

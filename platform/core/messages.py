@@ -129,6 +129,8 @@ class TokenDelta:
     """Hexadecimal digest of the adapter's version that the sequence runs on; with the first delta."""
     queue_seconds: float = 0.0
     """Seconds from the request's arrival to its first step; with the first delta."""
+    pooled: list[float] | None = None
+    """Pooled hidden states of the prompt, not normalised, of a request with `pooling`: in its only delta."""
 
 
 @dataclass(slots=True)

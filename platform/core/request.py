@@ -132,6 +132,8 @@ class Request:
     """State that the edits of its logits remember; opaque here."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Collected while the prompt is computed in chunks."""
+    pooled: Any = None
+    """Sum of `RowResult.pooled` while the prompt is computed in chunks."""
     edits_logits: bool = field(init=False)
     """`params.edits_logits`, asked for every row of every step."""
     reads_tokens: bool = field(init=False)

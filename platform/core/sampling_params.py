@@ -41,6 +41,8 @@ LOGPROBS_A_TOKEN = 32
 """Log-probabilities that take as long as one token: they are sent and written, too."""
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
 """The largest vocabularies have about as many tokens."""
+POOLINGS = ("last", "mean", "cls")
+"""Poolings of hidden states: of the last token, their mean, of the first token."""
 MAX_SALT_CHARS = 1024
 """Characters of a `cache_salt`, which is kept with every block of the prefix cache."""
 
@@ -218,6 +220,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     speculative: bool | int | None = None
+    pooling: str | None = None
+    """"last", "mean" or "cls": pool the prompt's hidden states and generate nothing; set by `LLM.embed` and its kin."""
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
     """Filled in at admission from `bad_words` with the model's tokenizer."""
 
@@ -265,6 +269,10 @@ class SamplingParams:
             if not self.allowed_token_ids:
                 raise InvalidRequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
         self._check_logit_bias()
+        if self.pooling is not None and self.pooling not in POOLINGS:
+            raise InvalidRequestError(
+                f"pooling must be one of {', '.join(POOLINGS)}, got {shown(self.pooling)}", param="pooling"
+            )
         if self.speculative is not None and not isinstance(self.speculative, bool):
             check_integer("speculative", self.speculative, 0)
         if not isinstance(self.bad_words_token_ids, list):
@@ -299,9 +307,14 @@ class SamplingParams:
 
     @property
     def only_scores(self) -> bool:
-        """True when the prompt's log-probabilities are wanted with no more than the one token that comes with them:
-        such a prompt may fill the whole context."""
-        return self.prompt_logprobs is not None and self.max_tokens == 1
+        """True when the prompt's log-probabilities are wanted with no more than the one token that comes with them, or
+        its hidden states: such a prompt may fill the whole context."""
+        return (self.prompt_logprobs is not None and self.max_tokens == 1) or self.pooling is not None
+
+    @property
+    def reads_whole_prompt(self) -> bool:
+        """True when every token of the prompt has to be computed, even where the prefix cache has its KV."""
+        return self.prompt_logprobs is not None or self.pooling in ("mean", "cls")
 
     @property
     def stop_strings(self) -> list[str]:

@@ -62,7 +62,7 @@ class PrefixCache:
     def match(self, request: Request) -> PrefixMatch:
         """Acquire the longest cached prefix of the request's tokens. At least one token is left to compute, for its
         logits."""
-        if request.namespace is None or request.params.prompt_logprobs is not None:
+        if request.namespace is None or request.params.reads_whole_prompt:
             return PrefixMatch([], 0, 0)
         limit = (len(request.tokens) - 1) // self.block_size
         self._extend_hashes(request, limit)

@@ -21,6 +21,10 @@ def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | Non
         if request.prompt_logprobs is None:
             request.prompt_logprobs = [None]
         request.prompt_logprobs.extend(got.prompt_logprobs)
+    if got.pooled is not None:
+        request.pooled = got.pooled if request.pooled is None else request.pooled + got.pooled
+        if row.end >= request.num_prompt_tokens:
+            return _pooled(request)
     request.drafts = NO_DRAFTS
     # Later positions held rejected drafts.
     request.num_draft_computed = min(request.num_draft_computed, len(request.tokens) + got.num_accepted)
@@ -43,11 +47,23 @@ def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | Non
     if got.logprobs is not None:
         delta.logprobs = got.logprobs[:kept]
     if first:
-        delta.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
-        delta.num_cached_tokens, delta.queue_seconds = request.num_cached_tokens, request.queue_seconds
-        delta.adapter_digest = request.text_namespace[1].hex()
+        _with_facts(delta, request)
     if request.speculation_totals is not None:
         delta.speculation = request.speculation
+    return delta
+
+
+def _pooled(request: Request) -> TokenDelta:
+    """The only delta of a request that pools its prompt."""
+    delta = TokenDelta(request.request_id, finish_reason="stop", pooled=request.pooled.tolist())
+    return _with_facts(delta, request)
+
+
+def _with_facts(delta: TokenDelta, request: Request) -> TokenDelta:
+    """`delta`, which is the first of its sequence, with the facts that the first one has."""
+    delta.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+    delta.num_cached_tokens, delta.queue_seconds = request.num_cached_tokens, request.queue_seconds
+    delta.adapter_digest = request.text_namespace[1].hex()
     return delta
 
 
@@ -55,6 +71,8 @@ def ends_after(request: Request, max_model_len: int) -> bool:
     """Return whether what is under way brings the last token that `request` may have, whichever it is, if its drafts
     are right."""
     params, num_pending = request.params, request.num_pending
+    if params.pooling is not None:
+        return request.num_planned >= request.num_prompt_tokens
     outputs = request.num_output_tokens + num_pending
     return (params.max_tokens is not None and outputs >= params.max_tokens) or (
         len(request.tokens) + num_pending >= max_model_len

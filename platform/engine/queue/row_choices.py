@@ -34,7 +34,7 @@ def row_choices(
     choices = ((num_drafts, True), (num_drafts, False), (0, False)) if share else ((0, False),)
     for count, lookahead in choices:
         num_tokens = min(known + count, budget)
-        samples = num_tokens >= known
+        samples = num_tokens >= known and request.params.pooling is None
         new_drafts = 0
         if samples and share and (lookahead or not limits.extra_slots):
             new_drafts = min(share, _wanted(request, count, limits, longest))

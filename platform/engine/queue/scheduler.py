@@ -232,7 +232,7 @@ class Scheduler:
         request.num_computed = request.num_draft_computed = 0
         request.num_published = request.num_draft_published = 0
         request.drafts = NO_DRAFTS
-        request.prompt_logprobs = None
+        request.prompt_logprobs = request.pooled = None
 
     # -------------------------------------------------------------- admission
 

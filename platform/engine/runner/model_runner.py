@@ -26,6 +26,7 @@ from ...core.messages import TokenLogprobs
 from ...core.request import NO_DRAFTS, Request, Status
 from ..sampling.sampler import Pending, Ready, Sampler, not_finite, token_logprobs
 from .device_queue import DeviceQueue, Done, Stopwatch
+from .pooling import pooled_part
 from .step_inputs import Prepared, continued, drafting_rows, of_rows, prepare
 
 LOGITS_CHUNK = 128
@@ -68,8 +69,8 @@ class _Queued(NamedTuple):
     output: DecoderOutput
     sampling: Pending | Ready | None
     """None: no row reaches its end."""
-    prompt_logprobs: list[list[TokenLogprobs] | None]
-    """`RowResult.prompt_logprobs` of each row."""
+    prompts: list[list[TokenLogprobs] | Tensor | None]
+    """`RowResult.prompt_logprobs` or `pooled` of each row."""
     outcome: DeviceOutcome | None
     """Outcome of the rows that reach their end; None where no step is launched before the host knows it."""
     proposals: list[Proposal] | None
@@ -149,7 +150,7 @@ class ModelRunner:
         sampled = iter(queued.sampling.collect() if queued.sampling is not None else ())
         rows = [
             _with_prompt(row.request, next(sampled) if row.samples else RowResult([]), prompt)
-            for row, prompt in zip(plan.rows, queued.prompt_logprobs, strict=True)
+            for row, prompt in zip(plan.rows, queued.prompts, strict=True)
         ]
         return StepResult(rows, queued.stopwatch.seconds() - queued.capture_seconds)
 
@@ -217,17 +218,17 @@ class ModelRunner:
         if sampling is not None and is_followed:
             outcome = sampling.outcome(self._model.config.vocab_size)
             outcome = outcome._replace(overshoot=overshoot)
-        prompt_logprobs: list[list[TokenLogprobs] | None] = []
+        prompts: list[list[TokenLogprobs] | Tensor | None] = []
         offset = 0
         for row, count in zip(prepared.prompts, prepared.rows.query_lens, strict=True):
             hidden = computed.output.hidden[offset : offset + count]
-            prompt_logprobs.append(None if row is None else self._prompt_logprobs(row, hidden))
+            prompts.append(None if row is None else self._prompt_part(row, hidden))
             offset += count
         stopwatch.stop()  # tokens are delivered while the device drafts
         seconds = self._capture_seconds - captured
         if prepared.drafting:
             proposals = self._draft_on_device(prepared, computed.output, outcome)
-        return _Queued(computed.output, sampling, prompt_logprobs, outcome, proposals, stopwatch, seconds)
+        return _Queued(computed.output, sampling, prompts, outcome, proposals, stopwatch, seconds)
 
     def _draft_on_device(
         self, prepared: Prepared, output: DecoderOutput, outcome: DeviceOutcome | None
@@ -271,6 +272,11 @@ class ModelRunner:
             logits = self._model.compute_logits(picked, self._prepare_head(handles))
         return self._sampler.begin(logits, chosen, overshoot)
 
+    def _prompt_part(self, row: RowPlan, hidden: Tensor) -> list[TokenLogprobs] | Tensor:
+        """What is wanted of a chunk of a prompt: log-probabilities, or its part of the pooled hidden [H]."""
+        pooling = row.request.params.pooling
+        return self._prompt_logprobs(row, hidden) if pooling is None else pooled_part(pooling, row, hidden)
+
     def _prompt_logprobs(self, row: RowPlan, hidden: Tensor) -> list[TokenLogprobs]:
         """Log-probabilities of the prompt tokens that follow this chunk's positions, maybe none."""
         request = row.request
@@ -284,10 +290,15 @@ class ModelRunner:
         return found
 
 
-def _with_prompt(request: Request, got: RowResult, prompt: list[TokenLogprobs] | None) -> RowResult:
-    """`got` with the log-probabilities of the request's prompt, or the request's error where these are not finite."""
+def _with_prompt(request: Request, got: RowResult, prompt: list[TokenLogprobs] | Tensor | None) -> RowResult:
+    """`got` with the log-probabilities of the request's prompt, or its pooled hidden states; the request's error where
+    these are not finite."""
     if prompt is None:
         return got
+    if isinstance(prompt, Tensor):
+        return (
+            RowResult([], pooled=prompt) if prompt.isfinite().all() else RowResult([], error=not_finite(request).info())
+        )
     if got.error is None and any(math.isnan(entry.logprobs[0]) for entry in prompt):
         return RowResult([], error=not_finite(request).info())
     return got._replace(prompt_logprobs=prompt)

@@ -31,7 +31,7 @@ class Prepared(NamedTuple):
     chosen: list[SampleRow]
     """The rows that reach their end."""
     prompts: list[RowPlan | None]
-    """By row: itself, if log-probabilities of its prompt are wanted."""
+    """By row: itself, if log-probabilities or hidden states of its prompt are wanted."""
     replayable: bool
     """Whether all rows are decodes or verifications."""
     sampling: list[int]
@@ -68,8 +68,8 @@ def prepare(plan: StepPlan, places: dict[Request, int], *, drafts: bool) -> Prep
             step.sampling.append(index)
         if drafts:
             step.drafting.append(_row_on_device(row, first))
-        wanted = request.params.prompt_logprobs is not None and num_tokens == request.num_prompt_tokens
-        step.prompts.append(row if wanted else None)
+        of_prompt = request.params.prompt_logprobs is not None or request.params.pooling is not None
+        step.prompts.append(row if of_prompt and num_tokens == request.num_prompt_tokens else None)
     rows.device_tokens = device_tokens(given)
     if any(row.awaits_token for row in plan.rows):
         step.followed.extend(places[row.request] if row.awaits_token else len(places) for row in plan.rows)

@@ -41,6 +41,9 @@ MANY = {"use_tqdm", "on_output"}
 DIFFERENT = {
     "generate": ({"prompts", *MANY}, {"prompt", *ONE_AT_A_TIME}),
     "chat": (MANY, ONE_AT_A_TIME),
+    "embed": ({"prompts", "use_tqdm"}, {"prompt", "request_id"}),
+    "encode": ({"prompts", "use_tqdm"}, {"prompt", "request_id"}),
+    "score": ({"use_tqdm"}, set()),
 }
 """Parameters that one of the two alone has: (LLM's, AsyncLLM's)."""
 
@@ -90,5 +93,5 @@ def test_the_protocol_declares_these_verbs_alone() -> None:
 
 def test_methods_of_vllm_are_explained_by_both() -> None:
     for kind in (LLM, AsyncLLM):
-        with pytest.raises(AttributeError, match=rf"{kind.__name__}\.encode is not there: models generate text only"):
-            getattr(kind.__new__(kind), "encode")  # noqa: B009
+        with pytest.raises(AttributeError, match=rf"{kind.__name__}\.classify is not there: models generate text only"):
+            getattr(kind.__new__(kind), "classify")  # noqa: B009

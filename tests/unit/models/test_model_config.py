@@ -36,8 +36,11 @@ def test_supported_architectures_are_named() -> None:
     assert supported_architectures() == [
         "LlamaForCausalLM",
         "MistralForCausalLM",
+        "MixtralForCausalLM",
         "Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
     ]
     assert all(name in str(caught.value) for name in supported_architectures())
 

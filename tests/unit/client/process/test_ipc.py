@@ -29,7 +29,7 @@ FULL_PARAMS = SamplingParams(
     repetition_penalty=1.5, seed=-MAX_SEED, stop="x", stop_token_ids=[3], bad_words=["b"],
     include_stop_str_in_output=True, ignore_eos=True, max_tokens=7, min_tokens=2, logprobs=1, prompt_logprobs=0,
     logit_bias={5: 1}, allowed_token_ids=[1, 2], detokenize=True, skip_special_tokens=False,
-    spaces_between_special_tokens=False, speculative=False, bad_words_token_ids=[[1, 2], [3]],
+    spaces_between_special_tokens=False, speculative=False, pooling="mean", bad_words_token_ids=[[1, 2], [3]],
 )  # fmt: skip
 INFO = EngineInfo("m", "Llama", "float32", "cpu", 10, 20, 5, 3, 16, 100, True, 8, 64, "off", 0.5)
 LOGPROBS = TokenLogprobs([1, 2], [-0.5, float("-inf")], 3)
@@ -41,7 +41,7 @@ REQUEST = EngineRequest(
 MIX = LoRAMix((LoRAPart(LoRARequest("a", 7, "/a"), 0.7), LoRAPart(LoRARequest("b", path="/b", draft_path="/d"), -0.3)))
 COUNTS = SpeculationCounts(1, 2, 1, [1, 0], [3, 0, 1])
 DELTA = TokenDelta(
-    "r", [1], [LOGPROBS], [None, LOGPROBS], "stop", 5, ErrorInfo("NotFoundError", "m", "p"), 9, COUNTS, 1
+    "r", [1], [LOGPROBS], [None, LOGPROBS], "stop", 5, ErrorInfo("NotFoundError", "m", "p"), 9, COUNTS, 1, pooled=[0.5]
 )
 MESSAGES = [
     ipc.Add([REQUEST, EngineRequest("q", [1], SamplingParams(speculative=3))]),

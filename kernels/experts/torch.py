@@ -1,0 +1,96 @@
+"""Experts in PyTorch: one packed product for each expert that has tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..act_and_mul import act_and_mul, act_and_mul_invariant
+from ..linear import Packed
+
+
+class Routing(NamedTuple):
+    """Experts of each token."""
+
+    experts: Tensor
+    """[T, k] int64, the best first."""
+    weights: Tensor
+    """[T, k] float32."""
+
+
+Product = Callable[[int, Tensor, Tensor], Tensor]
+"""Function of an expert, its inputs [n, in], and the indices [n] of their tokens, ascending; returns [n, out]."""
+
+
+class Products(NamedTuple):
+    """Computation of the experts."""
+
+    gate_up: Product
+    """[n, H] -> [n, 2I]."""
+    activation: Callable[[Tensor], Tensor]
+    """[n, 2I] -> [n, I]."""
+    down: Product
+    """[n, I] -> [n, H]."""
+
+
+class ExpertWeights(NamedTuple):
+    """Packed weights of each expert."""
+
+    gate_up: Sequence[Packed]
+    """[2I, H] each: gate, then up."""
+    down: Sequence[Packed]
+    """[H, I] each."""
+    batch_invariant: bool = False
+
+    def products(self) -> Products:
+        """The plain products."""
+        return Products(
+            lambda expert, x, tokens: self.gate_up[expert](x),
+            act_and_mul_invariant if self.batch_invariant else act_and_mul,
+            lambda expert, x, tokens: self.down[expert](x),
+        )
+
+
+def route(logits: Tensor, top_k: int, *, renormalised: bool, rounded: bool) -> Routing:
+    """Route by the softmax of logits [T, E] in float32.
+
+    Args:
+        logits: Products of the router, in the model's dtype.
+        top_k: Experts of a token.
+        renormalised: True: a token's weights are divided by their sum.
+        rounded: True: they are rounded to the logits' dtype then.
+    """
+    weights, experts = torch.softmax(logits, -1, dtype=torch.float32).topk(top_k, -1)
+    if renormalised:
+        weights /= weights.sum(-1, keepdim=True)
+    return Routing(experts, weights.to(logits.dtype).float() if rounded else weights)
+
+
+def run_products(x: Tensor, routing: Routing, products: Products, residual: Tensor | None = None) -> Tensor:
+    """See the package."""
+    num_tokens, top_k = routing.experts.shape
+    order = routing.experts.flatten().argsort(stable=True)
+    outputs = x.new_empty(num_tokens * top_k, x.shape[1])
+    start = 0
+    for expert, count in enumerate(routing.experts.flatten().bincount().tolist()):
+        if not count:
+            continue
+        pairs = order[start : start + count]
+        tokens = pairs // top_k
+        inner = products.activation(products.gate_up(expert, x[tokens], tokens))
+        outputs[pairs] = products.down(expert, inner, tokens)
+        start += count
+    return combine(outputs.view(num_tokens, top_k, -1), routing.weights, residual)
+
+
+def combine(outputs: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:
+    """Weighted sum [T, H] of outputs [T, k, H], in float32 and in the order of a token's experts."""
+    total = outputs[:, 0] * weights[:, :1]
+    for index in range(1, weights.shape[1]):
+        total += outputs[:, index] * weights[:, index, None]
+    if residual is not None:
+        total += residual
+    return total.to(outputs.dtype)

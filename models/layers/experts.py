@@ -1,0 +1,113 @@
+"""MLP of experts (Shazeer et al. 2017): a router sends each token to a few of them.
+
+T tokens, k experts of a token, E experts, H hidden size, I inner size of an expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.experts import ExpertWeights, apply_experts, route
+from ..config import DecoderConfig
+from ..expert_config import ExpertConfig
+from .linear import AdapterRows, Linear
+from .mlp import GatedMlp, Mlp
+from .weights import RenamedSlot, WeightSlot
+
+
+def make_mlp(config: DecoderConfig, index: int, device: torch.device) -> Mlp:
+    """MLP of layer `index`."""
+    name, module = f"layers.{index}", f"model.layers.{index}"
+    common = {"dtype": config.dtype, "device": device, "batch_invariant": config.batch_invariant}
+    if config.experts is None or index not in config.experts.layers:
+        sizes = config.hidden_size, config.intermediate_size
+        return GatedMlp(name, f"{module}.mlp", sizes, bias=config.mlp_bias, **common)
+    return SparseMlp(name, module, config.hidden_size, config.experts, **common)
+
+
+class SparseMlp:
+    """Router, experts, and the shared expert if there is one."""
+
+    def __init__(self, name: str, module: str, hidden_size: int, config: ExpertConfig, **common: Any) -> None:
+        """Make an MLP without weights: see `GatedMlp`; `module` is the whole layer's."""
+        self._config = config
+        self._hidden_size = hidden_size
+        self._invariant: bool = common["batch_invariant"]
+        self._module = module
+        self._block = block = f"{module}.{config.traits.block}"
+        inner = config.intermediate_size
+        gate, up, down = config.traits.projections
+        self._router = Linear(f"{name}.router", [(f"{block}.gate", config.num_experts)], hidden_size, **common)
+        self._gate_up, self._down = [], []
+        for index in range(config.num_experts):
+            ours, theirs = f"{name}.experts.{index}", f"{block}.experts.{index}"
+            merged = [(f"{theirs}.{gate}", inner), (f"{theirs}.{up}", inner)]
+            self._gate_up.append(Linear(f"{ours}.gate_up", merged, hidden_size, **common))
+            self._down.append(Linear(f"{ours}.down", [(f"{theirs}.{down}", hidden_size)], inner, **common))
+        self._shared: GatedMlp | None = None
+        if config.shared_size is not None:
+            sizes = hidden_size, config.shared_size
+            self._shared = GatedMlp(f"{name}.shared", f"{block}.shared_expert", sizes, **common)
+            self._shared_gate = Linear(
+                f"{name}.shared_gate", [(f"{block}.shared_expert_gate", 1)], hidden_size, **common
+            )
+        self._weights: ExpertWeights | None = None
+
+    def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
+        """See `Mlp`."""
+        if self._shared is not None:
+            shared = self._shared.forward(x, batch).mul_(self._shared_gate.forward(x, batch).sigmoid())
+            residual = shared if residual is None else residual + shared
+        config = self._config
+        logits = self._router.forward(x, batch)
+        routing = route(logits, config.top_k, renormalised=config.renormalised, rounded=config.traits.rounded)
+        if self._weights is None:  # all are loaded now
+            gate_up, down = ([linear.packed for linear in linears] for linears in (self._gate_up, self._down))
+            self._weights = ExpertWeights(gate_up, down, self._invariant)
+        return apply_experts(x, routing, self._weights, residual)
+
+    def linears(self) -> list[Linear]:
+        """See `Mlp`."""
+        shared = [] if self._shared is None else [*self._shared.linears(), self._shared_gate]
+        return [self._router, *shared]
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """See `Mlp`; each expert has tensors of its own."""
+        slots: dict[str, WeightSlot] = {}
+        for linear in (*self.linears(), *self._gate_up, *self._down):
+            slots |= linear.weight_slots()
+        return slots
+
+    def renamed_slots(self) -> dict[str, RenamedSlot]:
+        """See `Mlp`; one tensor [E, 2I, H] holds gate and up of all experts, and one [E, H, I] down."""
+        config, block = self._config, f"{self._module}.mlp"
+        sizes = config.num_experts, config.intermediate_size, self._hidden_size
+        gate_up, down = (_Merged(linears) for linears in (self._gate_up, self._down))
+        slots = {
+            f"{block}.experts.gate_up_proj": gate_up.slot((sizes[0], 2 * sizes[1], sizes[2])),
+            f"{block}.experts.down_proj": down.slot((sizes[0], sizes[2], sizes[1])),
+        }
+        if block != self._block:
+            for name, slot in self._router.weight_slots().items():
+                slots[name.replace(self._block, block, 1)] = RenamedSlot(slot, (name,))
+        return slots
+
+
+class _Merged:
+    """Linear layers of all experts whose weights one tensor holds."""
+
+    def __init__(self, linears: list[Linear]) -> None:
+        self._slots = [linear.weight_slots() for linear in linears]
+
+    def slot(self, shape: tuple[int, int, int]) -> RenamedSlot:
+        names = tuple(name for slots in self._slots for name in slots)
+        return RenamedSlot(WeightSlot(shape, self._load, shape[2] ** -0.5), names)
+
+    def _load(self, tensor: Tensor) -> None:
+        for expert, slots in zip(tensor, self._slots, strict=True):
+            parts = expert.split([slot.shape[0] for slot in slots.values()])
+            for slot, part in zip(slots.values(), parts, strict=True):
+                slot.load(part)

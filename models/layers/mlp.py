@@ -1,0 +1,71 @@
+"""Second half of a layer: the interface of all kinds, and the gated MLP (Shazeer 2020)."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ...kernels.act_and_mul import act_and_mul, act_and_mul_invariant
+from .linear import AdapterRows, Linear
+from .weights import RenamedSlot, WeightSlot
+
+
+class Mlp(Protocol):
+    """Computation behind a layer's second norm."""
+
+    def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
+        """Compute a new tensor [T, H] from x [T, H]; `residual` [T, H] is added."""
+
+    def linears(self) -> list[Linear]:
+        """Linear layers that adapters may target, in the order of the computation."""
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Slots by the checkpoint's tensor names."""
+
+    def renamed_slots(self) -> dict[str, RenamedSlot]:
+        """Slots by the names that other versions of transformers write."""
+
+
+class GatedMlp:
+    """W_down (silu(W_gate x) · W_up x), gate and up merged into one product."""
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        sizes: tuple[int, int],
+        *,
+        bias: bool = False,
+        **common: Any,
+    ) -> None:
+        """Make an MLP without weights.
+
+        Args:
+            name: Name of the layer, such as "layers.3".
+            module: Name in the checkpoint, such as "model.layers.3.mlp".
+            sizes: Hidden and inner size.
+            bias: True when all products have biases.
+            common: Options of every `Linear`.
+        """
+        hidden, inner = sizes
+        self._act_and_mul = act_and_mul_invariant if common["batch_invariant"] else act_and_mul
+        merged = [(f"{module}.gate_proj", inner), (f"{module}.up_proj", inner)]
+        self._gate_up = Linear(f"{name}.gate_up", merged, hidden, bias=bias, **common)
+        self._down = Linear(f"{name}.down", [(f"{module}.down_proj", hidden)], inner, bias=bias, **common)
+
+    def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
+        """See `Mlp`."""
+        return self._down.forward(self._act_and_mul(self._gate_up.forward(x, batch)), batch, residual)
+
+    def linears(self) -> list[Linear]:
+        """See `Mlp`."""
+        return [self._gate_up, self._down]
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """See `Mlp`."""
+        return self._gate_up.weight_slots() | self._down.weight_slots()
+
+    def renamed_slots(self) -> dict[str, RenamedSlot]:
+        """See `Mlp`."""
+        return {}

@@ -1,0 +1,229 @@
+"""`embed`, `encode` and `score` of `LLM` and `AsyncLLM`: hidden states of prompts in place of texts."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...models.checkpoint.json_files import read_json
+from ..core.errors import InvalidRequestError, NotFoundError, OutriderError
+from ..core.messages import EngineInfo
+from ..core.outputs import RequestOutput
+from ..core.pooling import EmbeddingOutput, PoolingOutput, PoolingParams, PoolingRequestOutput, ScoringOutput
+from ..core.sampling_params import SamplingParams
+from .adapters.spelling import AnyLoRA, for_each
+from .input_processor import Prompt, as_prompts
+
+_FILE = Path("1_Pooling") / "config.json"
+_MODES = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls"}
+
+
+@functools.cache
+def model_pooling(folder: str) -> str:
+    """Pooling that the sentence-transformers files of a model name; "last" without any.
+
+    Raises:
+        InvalidRequestError: they name none that is served.
+    """
+    try:
+        modes = read_json(Path(folder) / _FILE)
+    except NotFoundError:
+        return "last"
+    named = [mode for mode in _MODES if modes.get(f"pooling_mode_{mode}") is True]
+    if len(named) != 1:
+        raise InvalidRequestError(f"{_FILE} names no pooling of {', '.join(_MODES)}; choose one", param="pooling")
+    return _MODES[named[0]]
+
+
+class _Engine(Protocol):
+    @property
+    def engine_info(self) -> EngineInfo: ...
+
+
+def _sampling(llm: _Engine, params: PoolingParams | None) -> SamplingParams:
+    params = params if params is not None else PoolingParams()
+    if not isinstance(params, PoolingParams):
+        raise InvalidRequestError(f"pooling_params must be PoolingParams, got {params!r}", param="pooling_params")
+    info = llm.engine_info
+    return params.sampling(params.pooling or model_pooling(info.model))
+
+
+def _vector(params: PoolingParams | None, output: RequestOutput, *, normalize: bool = True) -> list[float]:
+    if output.pooled is None:
+        raise OutriderError("the request was aborted")
+    return (params or PoolingParams()).vector(output.pooled, normalize=normalize)
+
+
+def _result(output: RequestOutput, value: Any) -> PoolingRequestOutput[Any]:
+    return PoolingRequestOutput(output.request_id, value, output.prompt_token_ids, output.num_cached_tokens)
+
+
+def _check_task(task: str) -> None:
+    if task != "embed":
+        raise InvalidRequestError(f"pooling_task must be 'embed', got {task!r}", param="pooling_task")
+
+
+def _pairs(text_1: Prompt | Sequence[Prompt], text_2: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+    """The texts as lists of one length; a single first text is paired with each of the second.
+
+    Raises:
+        InvalidRequestError: the lists have different lengths.
+    """
+    first, second = as_prompts(text_1), as_prompts(text_2)
+    if len(first) == 1:
+        first = first * len(second)
+    if len(first) != len(second):
+        raise InvalidRequestError(f"text_1 has {len(first)} entries for {len(second)} of text_2", param="text_1")
+    return first, second
+
+
+def _score(
+    params: PoolingParams | None, first: RequestOutput, second: RequestOutput
+) -> PoolingRequestOutput[ScoringOutput]:
+    a, b = _vector(params, first), _vector(params, second)
+    lengths = math.hypot(*a) * math.hypot(*b)
+    cosine = math.fsum(x * y for x, y in zip(a, b, strict=True)) / (lengths or 1.0)
+    result: PoolingRequestOutput[ScoringOutput] = _result(first, ScoringOutput(cosine))
+    result.prompt_token_ids = [*first.prompt_token_ids, *second.prompt_token_ids]
+    return result
+
+
+class SyncPoolingMethods:
+    """Methods of `LLM`, by its `generate`."""
+
+    generate: Callable[..., list[RequestOutput]]
+
+    @property
+    def engine_info(self) -> EngineInfo:
+        """See `LLM`."""
+        raise NotImplementedError
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: AnyLoRA | Sequence[AnyLoRA | None] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **options: Any,
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """Embeddings of one prompt or of many: their pooled hidden states after the final norm, of length 1.
+
+        Prompts, adapters and options are as in `generate`, and so are errors; a wrong field of the parameters is named
+        in `param`.
+        """
+        outputs, params = self._pooled(prompts, pooling_params, lora_request, use_tqdm, options)
+        return [
+            _result(output, EmbeddingOutput(_vector(one, output))) for output, one in zip(outputs, params, strict=True)
+        ]
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: AnyLoRA | Sequence[AnyLoRA | None] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_task: str = "embed",
+        **options: Any,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Pooled hidden states as they are, of any length; the rest is as in `embed`."""
+        _check_task(pooling_task)
+        outputs, params = self._pooled(prompts, pooling_params, lora_request, use_tqdm, options)
+        return [
+            _result(output, PoolingOutput(_vector(one, output, normalize=False)))
+            for output, one in zip(outputs, params, strict=True)
+        ]
+
+    def score(
+        self,
+        text_1: Prompt | Sequence[Prompt],
+        text_2: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        lora_request: AnyLoRA | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **options: Any,
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """Cosine similarity of pairs of texts: one with each of many, or lists of one length pair by pair."""
+        first, second = _pairs(text_1, text_2)
+        outputs, _ = self._pooled([*first, *second], pooling_params, lora_request, use_tqdm, options)
+        halves = outputs[: len(first)], outputs[len(first) :]
+        return [_score(pooling_params, *pair) for pair in zip(*halves, strict=True)]
+
+    def _pooled(
+        self, prompts: Any, params: Any, lora: Any, use_tqdm: Any, options: dict[str, Any]
+    ) -> tuple[list[RequestOutput], list[PoolingParams | None]]:
+        batch = as_prompts(prompts)
+        of_each: list[PoolingParams | None] = for_each("pooling_params", params, len(batch), None)
+        sampling = [_sampling(self, one) for one in of_each]
+        return self.generate(batch, sampling, lora, use_tqdm, **options), of_each
+
+
+class AsyncPoolingMethods:
+    """Methods of `AsyncLLM`, by its `generate`."""
+
+    generate: Callable[..., AsyncIterator[RequestOutput]]
+    start: Callable[..., Any]
+
+    @property
+    def engine_info(self) -> EngineInfo:
+        """See `AsyncLLM`."""
+        raise NotImplementedError
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: AnyLoRA | None = None,
+        **options: Any,
+    ) -> PoolingRequestOutput[EmbeddingOutput]:
+        """Embedding of a prompt; see `LLM.embed`."""
+        output = await self._pooled(prompt, pooling_params, request_id, lora_request, options)
+        return _result(output, EmbeddingOutput(_vector(pooling_params, output)))
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: AnyLoRA | None = None,
+        pooling_task: str = "embed",
+        **options: Any,
+    ) -> PoolingRequestOutput[PoolingOutput]:
+        """Pooled hidden states of a prompt; see `LLM.encode`."""
+        _check_task(pooling_task)
+        output = await self._pooled(prompt, pooling_params, request_id, lora_request, options)
+        return _result(output, PoolingOutput(_vector(pooling_params, output, normalize=False)))
+
+    async def score(
+        self,
+        text_1: Prompt | Sequence[Prompt],
+        text_2: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        lora_request: AnyLoRA | None = None,
+        **options: Any,
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """Cosine similarity of pairs of texts; see `LLM.score`."""
+        first, second = _pairs(text_1, text_2)
+        waiting = [self._pooled(text, pooling_params, None, lora_request, options) for text in (*first, *second)]
+        outputs = await asyncio.gather(*waiting)
+        halves = outputs[: len(first)], outputs[len(first) :]
+        return [_score(pooling_params, *pair) for pair in zip(*halves, strict=True)]
+
+    async def _pooled(
+        self,
+        prompt: Prompt,
+        params: PoolingParams | None,
+        request_id: str | None,
+        lora: AnyLoRA | None,
+        options: dict[str, Any],
+    ) -> RequestOutput:
+        await self.start()
+        sampling = _sampling(self, params)
+        outputs = [output async for output in self.generate(prompt, sampling, request_id, lora_request=lora, **options)]
+        return outputs[-1]

@@ -1,0 +1,100 @@
+"""Pooling of prompts: parameters and outputs, with vLLM's names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from .errors import InvalidRequestError
+from .sampling_params import POOLINGS, SamplingParams, check_integer, shown
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class PoolingParams:
+    """Parameters of one prompt's pooling.
+
+    Wrong values raise `InvalidRequestError` with the field in `param`.
+    """
+
+    pooling: str | None = None
+    """"last", "mean" or "cls" (the first token); None: as the model's sentence-transformers files say, else "last"."""
+    normalize: bool | None = None
+    """Whether the vector is scaled to length 1; None: for `embed` and `score`, not for `encode`."""
+    dimensions: int | None = None
+    """Leading dimensions to keep, before the scaling, of models that were trained for that (Matryoshka)."""
+
+    def __post_init__(self) -> None:
+        if self.pooling is not None and self.pooling not in POOLINGS:
+            raise InvalidRequestError(
+                f"pooling must be one of {', '.join(POOLINGS)}, got {shown(self.pooling)}", param="pooling"
+            )
+        if not isinstance(self.normalize, bool | None):
+            raise InvalidRequestError(
+                f"normalize must be true or false, got {shown(self.normalize)}", param="normalize"
+            )
+        if self.dimensions is not None:
+            check_integer("dimensions", self.dimensions, 1)
+
+    def sampling(self, default: str) -> SamplingParams:
+        """Parameters of the request to the engine; `default` is the model's pooling."""
+        return SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooling=self.pooling or default)
+
+    def vector(self, pooled: Sequence[float], *, normalize: bool) -> list[float]:
+        """The vector of pooled hidden states [H], with `normalize` where these parameters do not say.
+
+        Raises:
+            InvalidRequestError: the model has fewer dimensions.
+        """
+        kept = len(pooled) if self.dimensions is None else self.dimensions
+        if kept > len(pooled):
+            raise InvalidRequestError(
+                f"dimensions is {kept}, and the model's vectors have {len(pooled)}", param="dimensions"
+            )
+        vector = list(pooled[:kept])
+        if self.normalize if self.normalize is not None else normalize:
+            length = math.hypot(*vector) or 1.0
+            vector = [value / length for value in vector]
+        return vector
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """Pooled hidden states of one prompt."""
+
+    data: list[float] = field(repr=False)
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """Embedding of one prompt."""
+
+    embedding: list[float] = field(repr=False)
+
+    @property
+    def hidden_size(self) -> int:
+        """Dimensions of the embedding."""
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """Similarity of two texts."""
+
+    score: float
+    """Cosine of their embeddings, -1 to 1."""
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(Generic[T]):
+    """Result for one prompt, or for one pair of texts."""
+
+    request_id: str
+    outputs: T
+    prompt_token_ids: list[int]
+    """Token ids of the prompt; of a pair those of both, one after the other."""
+    num_cached_tokens: int | None = None
+    finished: bool = True

@@ -1,0 +1,71 @@
+"""Layers of experts: parity of logits with transformers, in every layout of a checkpoint."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.models.checkpoint.loader import load_model
+from outrider.platform.core.errors import UnsupportedModelError
+
+SPARSE = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3, "num_hidden_layers": 3}
+CASES: dict[str, tuple[str, dict[str, object]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 7}),
+    "qwen3": ("Qwen3Moe", {**SPARSE, "head_dim": 12, "norm_topk_prob": True}),
+    "qwen3-dense-layers": ("Qwen3Moe", {**SPARSE, "head_dim": 12, "mlp_only_layers": [1], "tie_word_embeddings": True}),
+    "qwen3-window": (
+        "Qwen3Moe",
+        {**SPARSE, "head_dim": 12, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 9},
+    ),
+    "qwen2": ("Qwen2Moe", {**SPARSE, "shared_expert_intermediate_size": 40}),
+}
+PROMPTS = {0: list(range(3, 40)), 1: [7], 2: list(range(90, 60, -2)), 3: list(range(5, 130, 3))}
+
+
+def logits_of(run: Callable, chunk: int) -> dict[int, torch.Tensor]:
+    """Logits of all prompts, `chunk` tokens of each in a step."""
+    parts: dict[int, list[torch.Tensor]] = {row: [] for row in PROMPTS}
+    for start in range(0, max(map(len, PROMPTS.values())), chunk):
+        chunks = {row: prompt[start : start + chunk] for row, prompt in PROMPTS.items() if start < len(prompt)}
+        for row, logits in run.forward_once(chunks).items():
+            parts[row].append(logits)
+    return {row: torch.cat(part) for row, part in parts.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_match_transformers_in_both_layouts(
+    case: str, save_tiny: Callable, driver: Callable, tmp_path: Path
+) -> None:
+    family, config = CASES[case]
+    path, reference = save_tiny(family, **config)
+    with torch.no_grad():
+        expected = {row: reference(torch.tensor([prompt])).logits[0] for row, prompt in PROMPTS.items()}
+    reference.save_pretrained(tmp_path / "merged", save_original_format=False)
+    for folder in (path, tmp_path / "merged"):
+        for chunk in (1, 16, 1000):
+            for row, logits in logits_of(driver(load_model(folder)), chunk).items():
+                torch.testing.assert_close(logits, expected[row], atol=1e-4, rtol=0, msg=f"{folder}, {chunk}, {row}")
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+def test_bfloat16_is_as_close_to_float32_as_transformers(family: str, save_tiny: Callable, driver: Callable) -> None:
+    path, reference = save_tiny(family, dtype=torch.bfloat16, **dict(CASES.values())[family])
+    exact = type(reference).from_pretrained(path, dtype=torch.float32)
+    tokens = torch.tensor([PROMPTS[3]])
+    with torch.no_grad():
+        theirs, exactly = reference(tokens).logits[0].float(), exact(tokens).logits[0]
+    ours = logits_of(driver(load_model(path)), 1000)[3]
+    assert (ours - exactly).abs().mean() < 1.5 * (theirs - exactly).abs().mean()
+
+
+def test_a_config_with_wrong_experts_is_refused(save_tiny: Callable, tmp_path: Path) -> None:
+    path, _ = save_tiny("Qwen3Moe", **CASES["qwen3"][1])
+    raw = json.loads((path / "config.json").read_text())
+    for field, value in (("num_experts_per_tok", 7), ("num_local_experts", 1 << 20), ("mlp_only_layers", ["all"])):
+        (tmp_path / "config.json").write_text(json.dumps({**raw, field: value}))
+        with pytest.raises(UnsupportedModelError) as caught:
+            load_model(tmp_path)
+        assert caught.value.param == field
