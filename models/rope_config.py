@@ -125,7 +125,10 @@ def rope_config(values: Mapping[str, Any], given: object, head_dim: int, traits:
             raise wrong(field, f"of type 'longrope' has original_max_position_embeddings {original:g}, below 2")
         read.setdefault("factor", positive(values, "max_position_embeddings") / original)
         read.setdefault("attention_factor", math.sqrt(1 + math.log(max(read["factor"], 1.0)) / math.log(original)))
-        read |= {name: _divisors(field, name, given.get(name), rotary_dim or head_dim) for name in ("short_factor", "long_factor")}
+        read |= {
+            name: _divisors(field, name, given.get(name), rotary_dim or head_dim)
+            for name in ("short_factor", "long_factor")
+        }
     return RopeConfig(rope_type=rope_type, rotary_dim=rotary_dim, interleaved=traits.interleaved_rope, **read)
 
 

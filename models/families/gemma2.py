@@ -9,7 +9,6 @@ NORMS = NormNames(
     after_mlp="post_feedforward_layernorm",
 )
 NUMBERS = {
-    "embedding_scale": ("hidden_size", 0.5),
     "attention_scale": ("query_pre_attn_scalar", -0.5),
     "attention_cap": ("attn_logit_softcapping", 1.0),
     "logit_cap": ("final_logit_softcapping", 1.0),
@@ -32,6 +31,7 @@ TRAITS = FamilyTraits(
     mlp_bias=False,
     norms=NORMS,
     norm_offset=1.0,
+    scaled_embedding=True,
     numbers=NUMBERS,
     window_pattern=True,
 )

@@ -1,5 +1,5 @@
-"""Gemma 3, text only: Gemma 2 without soft caps, with normalised queries and keys, a window in five of six layers, and a
-rotation of their own for these."""
+"""Gemma 3, text only: Gemma 2 without soft caps, with normalised queries and keys, a window in five of six layers, and
+a rotation of their own for these."""
 
 from .gemma2 import NORMS, NUMBERS
 from .traits import FamilyTraits
@@ -21,6 +21,7 @@ TRAITS = FamilyTraits(
     qk_norm=True,
     norms=NORMS,
     norm_offset=1.0,
+    scaled_embedding=True,
     numbers=NUMBERS,
     window_pattern=True,
     local_rope=True,
