@@ -23,6 +23,7 @@ from .torch import (
     Workspace,
     attend_long,
     attend_short,
+    soft_cap,
     write_kv,
 )
 
@@ -45,6 +46,7 @@ __all__ = [
     "attend_short",
     "attend_tiles",
     "is_native",
+    "soft_cap",
     "trusted_tiles",
     "write_kv",
 ]

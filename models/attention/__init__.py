@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ...kernels.paged_attention.schedule import Capacity
     from ...kernels.rope import Rotation
     from ..batch import SequenceRows
+    from ..config import DecoderConfig
     from ..layers.norm import RMSNorm
 
 
@@ -36,6 +37,21 @@ class AttentionSpec:
     dtype: torch.dtype
     device: torch.device
     options: AttentionOptions = DEFAULT_OPTIONS
+
+
+def attention_spec(config: DecoderConfig, device: torch.device) -> AttentionSpec:
+    """Properties of a decoder's attention."""
+    return AttentionSpec(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        windows=frozenset(config.windows),
+        dtype=config.dtype,
+        device=device,
+        options=AttentionOptions(
+            config.attention_scale, config.attention_cap, config.rope.rotary_dim, config.rope.interleaved
+        ),
+    )
 
 
 class AttentionBackend(Protocol):

@@ -137,7 +137,7 @@ def test_prompts_beyond_the_short_context_of_longrope_run_without_a_graph(passes
         short_factor=(1.0,) * half,
         long_factor=tuple(2.0 + i for i in range(half)),
     )
-    passes.model.rope = RotaryEmbedding(config, CONFIG.head_dim, dtype=torch.float32, device=torch.device(device))
+    passes.model.rope = RotaryEmbedding([config], CONFIG.head_dim, dtype=torch.float32, device=torch.device(device))
     rows = passes.rows((39, 2), (120, 2))
     rows.prompt_lens = (40, 100)
     passes.check(rows)

@@ -156,10 +156,10 @@ def test_angles_are_looked_up_in_tables(dtype: torch.dtype) -> None:
     layer = Layer([(5, 2), (40, 1), (2040, 12)], (4, 2, 32), 16, dtype)
     for rope_type in ("default", "linear"):
         config = RopeConfig(rope_type=rope_type, theta=1e4, factor=2.0)
-        rope = RotaryEmbedding(config, 32, dtype=dtype, device=torch.device("cpu"))
-        tables = [rope.rotation(torch.from_numpy(layer.positions), end, gathers=False) for end in (2048, 2052)]
+        rope = RotaryEmbedding([config], 32, dtype=dtype, device=torch.device("cpu"))
+        tables = [rope.rotations(torch.from_numpy(layer.positions), end, gathers=False)[0] for end in (2048, 2052)]
         assert [len(rotation.cos) for rotation in tables] == [2048, 4096]
-        layer.rotation = rope.rotation(torch.from_numpy(layer.positions), 2052)
+        layer.rotation = rope.rotations(torch.from_numpy(layer.positions), 2052)[0]
         assert layer.rotation.cos.shape == (15, 1, 32)
         expected = layer.run("native")
         layer.rotation = tables[1]
