@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from ..platform.core.errors import UnsupportedModelError
 from .config_values import number, positive, shown, wrong
 from .expert_config import ExpertConfig, read_experts
 from .families import FAMILIES, PRE_NORMS, FamilyTraits, NormNames, supported_architectures
+from .families.block import Block
+from .layers.activation import PLAIN_ACTIVATIONS
 from .rope_config import RopeConfig, context_length, layer_ropes, rotated_layers
 
 DTYPES: dict[str, torch.dtype] = {
@@ -60,6 +62,8 @@ class DecoderConfig:
     """Dtype of weights, activations and KV."""
     experts: ExpertConfig | None = None
     """Experts of the layers that have some."""
+    block: Block | None = None
+    """Form of layers with LayerNorm and an MLP without a gate; None: Llama's."""
     batch_invariant: bool = False
     """True: each result for a row is, bit for bit, independent of the other rows of its step; on a CPU only."""
 
@@ -164,7 +168,9 @@ def decoder_config(
     """
     # A key with null counts as absent, but the family's default is for absent keys only: null means no window, and as
     # many KV heads as heads.
-    values = {key: value for key, value in {**traits.defaults, **raw}.items() if value is not None}
+    renamed = {ours: raw[theirs] for ours, theirs in traits.keys.items() if theirs in raw}
+    values = {key: value for key, value in {**traits.defaults, **raw, **renamed}.items() if value is not None}
+    block = None if traits.block is None else traits.block(values)
     _refuse_unsupported(values)
     hidden_size = positive(values, "hidden_size")
     num_heads = positive(values, "num_attention_heads")
@@ -176,14 +182,16 @@ def decoder_config(
     if head_dim % 2:
         raise wrong("head_dim", f"{head_dim} is odd, rotary embeddings need pairs")
     types = _layer_types(values, num_layers, traits)
-    ropes = layer_ropes(values, head_dim, types, traits)
+    learns_positions = block is not None and block.positions is not None
+    no_rope = RopeConfig(rope_type="none", theta=1.0)
+    ropes = (no_rope,) * num_layers if learns_positions else layer_ropes(values, head_dim, types, traits)
     rope = next((r for r, kind in zip(ropes, types, strict=True) if kind == "full_attention"), ropes[0])
     from_file = bool(values.get("attention_bias", False))
     return DecoderConfig(
         architecture=architecture,
         vocab_size=positive(values, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=positive(values, "intermediate_size"),
+        intermediate_size=positive(values, "intermediate_size", None if block is None else 4 * hidden_size),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -200,10 +208,11 @@ def decoder_config(
         qk_norm_wide=traits.qk_norm_wide,
         experts=None if traits.experts is None else read_experts(values, traits.experts, num_layers),
         dtype=dtype,
+        block=block,
         layer_ropes=ropes if len(set(ropes)) > 1 else (),
         norms=traits.norms,
         norm_offset=traits.norm_offset,
-        hidden_act=_activation(values),
+        hidden_act=_activation(values, ACTIVATIONS if block is None else PLAIN_ACTIVATIONS),
         merged_qkv=traits.merged_qkv,
         merged_gate_up=traits.merged_gate_up,
         **_factors(values, hidden_size, dtype, traits),
@@ -222,13 +231,13 @@ def _factors(values: Mapping[str, Any], hidden_size: int, dtype: torch.dtype, tr
     return found
 
 
-def _activation(values: Mapping[str, Any]) -> str:
+def _activation(values: Mapping[str, Any], served: Collection[str]) -> str:
     """Activation of the MLP; Gemma has a key of its own, and an older one beside it."""
     field = "hidden_activation" if "hidden_activation" in values else "hidden_act"
     name = values.get(field, "silu")
-    if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise wrong(field, f"{shown(name)} is not supported; supported are {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
+    if not isinstance(name, str) or name not in served:
+        raise wrong(field, f"{shown(name)} is not supported; supported are {', '.join(served)}")
+    return ACTIVATIONS.get(name, name)
 
 
 def _refuse_unsupported(values: Mapping[str, Any]) -> None:

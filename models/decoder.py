@@ -12,10 +12,12 @@ from ..kernels.rms_norm import adds_residuals
 from .attention import attention_spec, make_attention
 from .batch import ForwardBatch, KVLayerSpec
 from .config import DecoderConfig
-from .decoder_layer import make_layer
+from .decoder_layer import DecoderLayer, make_layer
+from .gpt_layer import GPTLayer, final_norm, position_table
 from .layers.embedding import Embedding, EmbeddingScales
 from .layers.linear import Linear
-from .layers.norm import RMSNorm
+from .layers.norm import LayerNorm, RMSNorm
+from .layers.positions import PositionTable
 from .layers.rope import RotaryEmbedding
 from .layers.weights import RenamedSlot, WeightSlot
 
@@ -37,19 +39,28 @@ class Decoder:
         self.device = torch.device(device)
         self.attention = make_attention(attention_spec(config, self.device), batch_invariant=config.batch_invariant)
         self.rope = RotaryEmbedding(config.ropes, config.head_dim, dtype=config.dtype, device=self.device)
-        self._adds_in_norms = adds_residuals(self.device) and not config.batch_invariant
-        self.layers = [make_layer(config, i, self.attention, self.device) for i in range(config.num_layers)]
         common: Any = {"dtype": config.dtype, "device": self.device, "batch_invariant": config.batch_invariant}
-        self._embedding = Embedding(
-            config.vocab_size,
-            config.hidden_size,
-            tied=config.tie_word_embeddings,
-            scales=EmbeddingScales(config.embedding_scale, config.logit_scale, config.logit_cap),
-            **common,
-        )
-        self._final_norm = RMSNorm(
-            ["model.norm.weight"], config.hidden_size, config.rms_norm_eps, offset=config.norm_offset, **common
-        )
+        shape, eps = (config.vocab_size, config.hidden_size), config.rms_norm_eps
+        scales = EmbeddingScales(config.embedding_scale, config.logit_scale, config.logit_cap)
+        block, invariant = config.block, config.batch_invariant
+        self.layers: Sequence[DecoderLayer | GPTLayer]
+        self._final_norm: RMSNorm | LayerNorm | None
+        self._positions: PositionTable | None = None
+        self._deferring: Sequence[DecoderLayer] = ()
+        """The layers, where norms add the residual stream."""
+        if block is None:
+            layers = [make_layer(config, i, self.attention, self.device) for i in range(config.num_layers)]
+            self.layers, self._deferring = layers, layers if adds_residuals(self.device) and not invariant else ()
+            self._embedding = Embedding(*shape, tied=config.tie_word_embeddings, scales=scales, **common)
+            self._final_norm = RMSNorm(
+                ["model.norm.weight"], config.hidden_size, eps, offset=config.norm_offset, **common
+            )
+        else:
+            layers_of_block = range(config.num_layers)
+            self.layers = [GPTLayer(config, block, i, self.attention, self.device) for i in layers_of_block]
+            self._embedding = Embedding(*shape, tied=config.tie_word_embeddings, name=block.embedding, **common)
+            self._final_norm = final_norm(config, block, self.device)
+            self._positions = position_table(config, block, self.device)
 
     @property
     def kv_layers(self) -> list[KVLayerSpec]:
@@ -70,7 +81,9 @@ class Decoder:
                 the last one. They cost nothing but memory.
         """
         hidden = self._embedding.lookup(batch.input_ids, batch.adapters)
-        if self._adds_in_norms:
+        if self._positions is not None:
+            hidden = self._positions.add(hidden, batch.positions)
+        if self._deferring:
             return self._forward_deferred(hidden, batch, aux_layers)
         entering: dict[int, Tensor] = {}
         for index, (layer, kv) in enumerate(zip(self.layers, batch.kv, strict=True)):
@@ -79,18 +92,20 @@ class Decoder:
             hidden = layer.forward(hidden, batch, kv)
         last = len(self.layers)
         entering[last] = hidden
-        return DecoderOutput(self._final_norm(hidden), tuple(map(entering.__getitem__, aux_layers)))
+        normed = hidden if self._final_norm is None else self._final_norm(hidden)
+        return DecoderOutput(normed, tuple(map(entering.__getitem__, aux_layers)))
 
     def _forward_deferred(self, hidden: Tensor, batch: ForwardBatch, aux_layers: Sequence[int]) -> DecoderOutput:
         """Compute a batch with one launch less for each projection: norms add the residual stream."""
         entering: dict[int, Tensor] = {}
         delta: Tensor | None = None
-        for index, (layer, kv) in enumerate(zip(self.layers, batch.kv, strict=True)):
+        for index, (layer, kv) in enumerate(zip(self._deferring, batch.kv, strict=True)):
             if index in aux_layers:
                 hidden, delta = hidden if delta is None else hidden + delta, None
                 entering[index] = hidden
             hidden, delta = layer.forward_deferred(hidden, delta, batch, kv)
         assert delta is not None, "there is a layer"
+        assert isinstance(self._final_norm, RMSNorm)
         normed, entering[len(self.layers)] = self._final_norm.add(delta, hidden)
         return DecoderOutput(normed, tuple(map(entering.__getitem__, aux_layers)))
 
@@ -112,10 +127,12 @@ class Decoder:
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots of all tensors that the model needs, by their names in HF checkpoints."""
         slots = self._embedding.weight_slots()
-        for layer in self.layers:
-            slots.update(layer.weight_slots())
-        return slots | self._final_norm.weight_slots()
+        for part in (*self.layers, self._final_norm, self._positions):
+            if part is not None:
+                slots.update(part.weight_slots())
+        return slots
 
     def renamed_slots(self) -> dict[str, RenamedSlot]:
         """Slots of tensors that some checkpoints have instead of others."""
-        return {name: slot for layer in self.layers for name, slot in layer.mlp.renamed_slots().items()}
+        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        return {name: slot for layer in layers for name, slot in layer.mlp.renamed_slots().items()}

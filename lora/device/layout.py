@@ -20,8 +20,8 @@ from torch import Tensor
 from ...kernels.conversion import place
 from ..step_yield import yield_to_steps
 
-EMBEDDING, LM_HEAD = "model.embed_tokens", "lm_head"
-"""Modules beside the linear ones of the layers."""
+LM_HEAD = "lm_head"
+"""Module of the output head."""
 ALIGNMENT = 64
 """Bytes of a cache line. The columns of A and of B begin at a multiple of it."""
 _ELEMENTS = 1 << 17
@@ -231,7 +231,7 @@ class ModelLayout(NamedTuple):
 
     def pack(self, modules: Mapping[str, LoraWeights]) -> PackedModules:
         """Copy an adapter's weights to packed rows. Thread-safe."""
-        vocabulary = {name: weights for name, weights in modules.items() if name in (EMBEDDING, LM_HEAD)}
+        vocabulary = {name: weights for name, weights in modules.items() if name in self.vocabulary.modules}
         linears = {name: weights for name, weights in modules.items() if name not in vocabulary}
         gains = {name: weights.gain for name, weights in modules.items() if weights.gain is not None}
         return PackedModules(self.linears.pack(linears), self.vocabulary.pack(vocabulary), gains)

@@ -12,7 +12,7 @@ from ..files.tensor_keys import ModelModules, ModuleShape
 from .arena import RowArena
 from .dora import GainSites, head_weight, slice_weight, table_weight
 from .layers import EmbeddingSite, Live, LoraSite
-from .layout import EMBEDDING, LM_HEAD, ModelLayout, PackedModules, RowLayout
+from .layout import LM_HEAD, ModelLayout, PackedModules, RowLayout
 from .pool import Allocation
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ class AdapterSites:
             _reserve(linear, self.model)
         if embedding is not None:
             vocab_size, hidden_size = embedding.vocab_size, embedding.hidden_size
-            layout.vocabulary.reserve([EMBEDDING], vocab_size, [hidden_size])
+            layout.vocabulary.reserve([embedding.name], vocab_size, [hidden_size])
             layout.vocabulary.reserve([LM_HEAD], hidden_size, [vocab_size])
-            shapes[EMBEDDING] = ModuleShape(
+            shapes[embedding.name] = ModuleShape(
                 vocab_size, hidden_size, embedding=True, is_base=embedding.is_table, base=table_weight(embedding)
             )
             shapes[LM_HEAD] = ModuleShape(
@@ -82,11 +82,12 @@ class AdapterSites:
         if self._embedding is None:
             return
         hidden_size, head = self._embedding.hidden_size, [(LM_HEAD, self._embedding.vocab_size)]
-        index = self._vocabulary.layout.modules[EMBEDDING]
+        table = self._embedding.name
+        index = self._vocabulary.layout.modules[table]
         a, b = (self._vocabulary.rows[:, columns] for columns in self._vocabulary.layout.pieces[index])
         self._embedding.lookup_lora = EmbeddingSite(a, b, *_live(self._vocabulary, index, 1))
         self._embedding.head_lora = _site(self._vocabulary, hidden_size, head)
-        self._embedding.lookup_gains = self._gains.add([(EMBEDDING, hidden_size)])
+        self._embedding.lookup_gains = self._gains.add([(table, hidden_size)])
         self._embedding.head_gains = self._gains.add(head)
 
     def write(self, allocation: Allocation, packed: PackedModules) -> None:

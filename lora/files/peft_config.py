@@ -51,7 +51,6 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("modules_to_save", _trains_modules, "fully trained modules (modules_to_save)"),
     ("bias", lambda value: value not in (None, "none"), "trained biases (bias other than 'none')"),
     ("lora_bias", bool, "a bias on lora_B (lora_bias)"),
-    ("fan_in_fan_out", bool, "transposed weights (fan_in_fan_out)"),
     ("init_lora_weights", _changes_base, "init_lora_weights that changes the base weights"),
     ("layer_replication", bool, "layer_replication"),
     ("trainable_token_indices", bool, "trained embeddings (trainable_token_indices)"),

@@ -39,6 +39,8 @@ _WRAPPERS = ("base_model.model.", "base_model.")
 _TRAINING_WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^module\."
 )
+# Name of the model within the causal one, which PEFT may have been given alone.
+_INNER = ("", "model.", "transformer.")
 # The text model in a multimodal one.
 _TEXT_MODEL = re.compile(r"(^|\.)language_model\.")
 _REFUSED_KEYS = (
@@ -199,7 +201,7 @@ def _find_module(module: str, known: Mapping[str, ModuleShape]) -> FileModule | 
     """Find the model's module of a key. PEFT may have been given the inner model, or one around it."""
     configured = _unwrapped(module)
     text = _TEXT_MODEL.sub(r"\1", configured, count=1)
-    for name in dict.fromkeys((configured, f"model.{configured}", text, f"model.{text}")):
+    for name in dict.fromkeys(f"{prefix}{given}" for given in (configured, text) for prefix in _INNER):
         if name in known:
             return FileModule(name, configured, (name,), known[name])
         parent, _, last = name.rpartition(".")

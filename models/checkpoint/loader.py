@@ -32,8 +32,10 @@ _PICKLES = ["pytorch_model*.bin"]
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 # Files of draft heads, which are often published as pickles of tensors.
 _HUB_FILES_OF_DRAFTS = ["*.json", "*.safetensors", "*.bin", "*.pt"]
+# Name of the model within the causal one: checkpoints of the inner model lack it.
+_PREFIXES = ("model.", "transformer.")
 # Buffers that old checkpoints store although they follow from the config.
-_COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
+_COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$|\.(?:attn|attention)\.(?:masked_)?bias$")
 
 
 def resolve_model_path(
@@ -178,8 +180,14 @@ def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: Decoder) ->
                 del slots[replaced]
             slots[name] = renamed.slot
     ignored = {LM_HEAD} if model.config.tie_word_embeddings else set()
+    tensors = {_with_prefix(name, slots): tensor for name, tensor in tensors.items()}
     shapes = {n: t.shape for n, t in tensors.items() if n not in ignored and not _COMPUTED.search(n)}
     problems = misfits(slots, shapes)
     if problems:
         raise InvalidRequestError(f"the weights in {path} do not fit its config.json; {problems}", param="model")
     return {name: tensor for name, tensor in tensors.items() if name in slots}
+
+
+def _with_prefix(name: str, slots: Mapping[str, WeightSlot]) -> str:
+    """Name of the slot of a stored tensor, whose name may lack the inner model's; `name` itself when there is none."""
+    return next((found for prefix in ("", *_PREFIXES) if (found := prefix + name) in slots), name)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from .block import Block
 
 
 class NormNames(NamedTuple):
@@ -46,6 +48,10 @@ class FamilyTraits:
     """Properties of a family: values of keys that its config.json may leave out, and facts that no file states."""
 
     defaults: Mapping[str, Any]
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Key of this family's config.json for each of Llama's keys that it calls otherwise."""
+    block: Callable[[Mapping[str, Any]], Block] | None = None
+    """Function from the values of a config.json to the layers' form; None: Llama's."""
     attention_bias: bool | None = None
     """Bias of q, k and v; None: the file's `attention_bias` decides, for o too."""
     o_bias: bool = True

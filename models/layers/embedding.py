@@ -13,7 +13,8 @@ from ...kernels.paged_attention import soft_cap
 from .linear import GainSite, LoraSite
 from .weights import WeightSlot
 
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING = "model.embed_tokens"
+"""Usual name of the table's module."""
 LM_HEAD = "lm_head.weight"
 
 # Rows of the table that are summed at once.
@@ -64,7 +65,10 @@ class Embedding:
         dtype: torch.dtype,
         device: torch.device,
         batch_invariant: bool = False,
+        name: str = EMBEDDING,
     ) -> None:
+        self.name = name
+        """Name of the table's module in the checkpoint."""
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.lookup_lora: EmbeddingSite | None = None
@@ -148,7 +152,7 @@ class Embedding:
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names; a tied head has none."""
         scale = self._shape[1] ** -0.5
-        slots = {EMBEDDING: WeightSlot(self._shape, self._load_table, scale)}
+        slots = {f"{self.name}.weight": WeightSlot(self._shape, self._load_table, scale)}
         if not self._tied:
             slots[LM_HEAD] = WeightSlot(self._shape, self._load_head, scale)
         return slots

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from ....models.batch import kv_dtype
 from ....models.checkpoint.json_files import read_json
 from ....models.config import DTYPES, DecoderConfig, decoder_config, named_architectures
-from ....models.families import FamilyTraits, supported_architectures
+from ....models.families import FAMILIES, FamilyTraits
 from ..checkpoint import StoredTensor, read_tensors, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_FAMILIES = tuple(name.removesuffix("ForCausalLM") for name in supported_architectures())
+_FAMILIES = tuple(name.removesuffix("ForCausalLM") for name, traits in FAMILIES.items() if traits.block is None)
 ARCHITECTURES = {
     "eagle": tuple(
         pattern.format(family)

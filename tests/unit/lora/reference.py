@@ -26,11 +26,13 @@ CONFIG = {
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def save_base(folder, family, tied):
+def save_base(folder, family, tied, **more):
     """A model of a family whose logits are far from zero; returns its folder."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**CONFIG, tie_word_embeddings=tied, pad_token_id=None)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    config = getattr(transformers, f"{family}Config")(
+        **{**CONFIG, "tie_word_embeddings": tied, "pad_token_id": None, **more}
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for name, parameter in model.named_parameters():
         if "norm" not in name:
             torch.nn.init.normal_(parameter, 0.0, 0.3 if name.endswith("bias") else parameter.shape[-1] ** -0.5)

@@ -112,7 +112,6 @@ def test_files_of_two_dtypes_that_are_served_alike_are_one_content(tmp_path):
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"bias": "all"}, "bias"),
         ({"lora_bias": True}, "lora_bias"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"target_parameters": ["x"]}, "target_parameters"),

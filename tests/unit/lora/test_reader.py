@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.lora.device.layout import EMBEDDING, LM_HEAD
+from outrider.lora.device.layout import LM_HEAD
+from outrider.models.layers.embedding import EMBEDDING
 from outrider.platform.core.adapter_files import WEIGHT_FILES
 from outrider.platform.core.errors import AdapterError
 

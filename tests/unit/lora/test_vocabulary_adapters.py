@@ -23,7 +23,7 @@ def make_embedding(tied=False, dtype=torch.float32):
     torch.manual_seed(0)
     table, head = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN)
     slots = embedding.weight_slots()
-    slots[EMBEDDING].load(table)
+    slots[f"{EMBEDDING}.weight"].load(table)
     if not tied:
         slots[LM_HEAD].load(head)
     return embedding, table, table if tied else head

@@ -84,10 +84,11 @@ def save_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[P
 
         torch.manual_seed(0)
         hf_config = getattr(transformers, f"{family}Config")(**{**TINY, **config})
-        model = getattr(transformers, f"{family}ForCausalLM")(hf_config).eval()
+        causal = getattr(transformers, f"{family}ForCausalLM", None) or getattr(transformers, f"{family}LMHeadModel")
+        model = causal(hf_config).eval()
         for name, parameter in model.named_parameters():
             # Larger than the default, so that attention is peaked, logits are of order 1, and norms and biases count.
-            if "norm" in name:
+            if ("norm" in name or "ln_" in name) and not name.endswith("bias"):
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
             else:
                 torch.nn.init.normal_(

@@ -179,7 +179,7 @@ def test_facts_are_read_without_weights(tiny: Path, tmp_path: Path) -> None:
     assert read_facts(tmp_path, "auto") == facts
     assert read_facts(tmp_path, kv_cache_dtype="fp8").kv_bytes_per_token == 2 * 2 * 2 * 12
     raw = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**raw, "architectures": ["GPT2LMHeadModel"]}))
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "architectures": ["MambaForCausalLM"]}))
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM"):
         read_facts(tmp_path)
 

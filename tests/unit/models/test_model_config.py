@@ -33,15 +33,8 @@ def test_supported_architectures_are_named() -> None:
     with pytest.raises(UnsupportedModelError) as caught:
         read("Bert")
     assert "BertForCausalLM" in str(caught.value)
-    assert supported_architectures() == [
-        "LlamaForCausalLM",
-        "MistralForCausalLM",
-        "MixtralForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen2MoeForCausalLM",
-        "Qwen3ForCausalLM",
-        "Qwen3MoeForCausalLM",
-    ]
+    assert supported_architectures() == sorted(supported_architectures())
+    assert {"GPT2LMHeadModel", "LlamaForCausalLM", "OPTForCausalLM"} <= set(supported_architectures())
     assert all(name in str(caught.value) for name in supported_architectures())
 
 
@@ -53,7 +46,7 @@ def test_a_config_without_architectures_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "param", "said"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act", "gelu"),
+        ({"hidden_act": "relu"}, "hidden_act", "relu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "gptq"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters", "yarn"),
         ({"rope_scaling": {"type": "proportional", "factor": 2.0}}, "rope_scaling", "proportional"),

@@ -1,0 +1,90 @@
+"""GPT-2 and OPT: logits equal those of transformers, in chunks and from checkpoints of several forms."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from outrider.models.checkpoint.loader import load_model
+from outrider.models.config import config_from_hf
+from outrider.platform.core.errors import UnsupportedModelError
+
+CONTEXT = 64
+SIZES = {"num_key_value_heads": None, "max_position_embeddings": CONTEXT}
+CASES: dict[str, tuple[str, dict[str, object]]] = {
+    "gpt2": ("GPT2", {}),
+    "gpt2-untied": ("GPT2", {"n_inner": 72, "activation_function": "relu", "tie_word_embeddings": False}),
+    "opt": ("OPT", {"ffn_dim": 80}),
+    "opt-no-biases": ("OPT", {"ffn_dim": 72, "enable_bias": False, "activation_function": "gelu"}),
+    "opt-norms-after": ("OPT", {"ffn_dim": 80, "do_layer_norm_before": False}),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, save_tiny: Callable) -> tuple[Path, torch.nn.Module]:
+    family, config = CASES[request.param]
+    return save_tiny(family, **SIZES, **config)
+
+
+def texts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 131, (n,), generator=generator).tolist() for n in (CONTEXT, 9, 1, 33)]
+
+
+def expected(reference: torch.nn.Module) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [reference(torch.tensor([tokens])).logits[0].float() for tokens in texts()]
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_logits(case: tuple, driver: Callable, batch_invariant: bool) -> None:
+    path, reference = case
+    model = load_model(path, batch_invariant=batch_invariant)
+    assert model.num_parameters == sum(parameter.numel() for parameter in reference.parameters())
+    run, wanted = driver(model), expected(reference)
+    chunks = driver(model)
+    for row, logits in run.forward_once(dict(enumerate(texts()))).items():
+        torch.testing.assert_close(logits, wanted[row], atol=1e-4, rtol=0)
+        first, then = texts()[row][:20], texts()[row][20:]
+        parts = [chunks.forward_once({row: part})[row] for part in (first, then) if part]
+        torch.testing.assert_close(torch.cat(parts), wanted[row], atol=1e-4, rtol=0)
+        assert not batch_invariant or torch.equal(torch.cat(parts), logits)
+
+
+@pytest.mark.parametrize("family", ["GPT2", "OPT"])
+def test_bfloat16_is_as_close_to_float32_as_transformers(family: str, save_tiny: Callable, driver: Callable) -> None:
+    path, reference = save_tiny(family, dtype=torch.bfloat16, ffn_dim=80, **SIZES)
+    exact = expected(type(reference).from_pretrained(path, dtype=torch.float32))[0]
+    ours = driver(load_model(path)).forward_once({0: texts()[0]})[0]
+    assert (ours - exact).abs().mean() < 1.5 * (expected(reference)[0] - exact).abs().mean()
+
+
+@pytest.mark.parametrize(("family", "prefix"), [("GPT2", "transformer."), ("OPT", "model.")])
+def test_checkpoints_of_the_inner_model(family: str, prefix: str, save_tiny: Callable, driver: Callable) -> None:
+    """Names lack the prefix, and old files store buffers and the tied head."""
+    path, reference = save_tiny(family, ffn_dim=80, **SIZES)
+    file = path / "model.safetensors"
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in load_file(file).items()}
+    table = next(tensor for name, tensor in tensors.items() if name.endswith(("wte.weight", "embed_tokens.weight")))
+    tensors |= {"h.0.attn.bias": torch.ones(1, 1, 8, 8), "lm_head.weight": table.clone()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    ours = driver(load_model(path)).forward_once({0: texts()[0]})[0]
+    torch.testing.assert_close(ours, expected(reference)[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field", "value"),
+    [
+        ("GPT2LMHeadModel", "scale_attn_by_inverse_layer_idx", True),
+        ("GPT2LMHeadModel", "scale_attn_weights", False),
+        ("OPTForCausalLM", "word_embed_proj_dim", 64),
+        ("OPTForCausalLM", "layer_norm_elementwise_affine", False),
+        ("OPTForCausalLM", "activation_function", "silu"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(architecture: str, field: str, value: object) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        config_from_hf({"architectures": [architecture], field: value}, torch.float32)
+    assert caught.value.param in (field, "hidden_act")
