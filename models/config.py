@@ -219,7 +219,7 @@ def decoder_config(
     )
 
 
-def _factors(values: Mapping[str, Any], hidden_size: int, dtype: torch.dtype, traits: FamilyTraits) -> dict[str, float]:
+def _factors(values: Mapping[str, Any], hidden_size: int, dtype: torch.dtype, traits: FamilyTraits) -> dict[str, Any]:
     """Factors and caps that a family has, by their fields in DecoderConfig."""
     found = {
         field: number(key, "", values[key]) ** exponent

@@ -12,7 +12,10 @@ __all__ = ["act_and_mul", "act_and_mul_invariant"]
 
 
 def act_and_mul(x: Tensor, activation: str = "silu") -> Tensor:
-    """act(x[:, :I]) · x[:, I:] of x [T, 2I]; returns [T, I], contiguous. `activation` is one of `torch.ACTIVATIONS`."""
+    """Product act(x[:, :I]) · x[:, I:] of x [T, 2I]; returns [T, I], contiguous.
+
+    `activation` is one of `torch.ACTIVATIONS`.
+    """
     if use_triton(x):
         from . import triton as _triton
 

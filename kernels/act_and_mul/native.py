@@ -19,7 +19,7 @@ def _function() -> Any:
 
 
 def act_and_mul(x: Tensor, activation: str = "silu") -> Tensor | None:
-    """act(x[:, :I]) · x[:, I:] of x [T, 2I]; None when the kernel does not serve x."""
+    """Product act(x[:, :I]) · x[:, I:] of x [T, 2I]; None when the kernel does not serve x."""
     kernel, code = _function(), _CODES.get(activation)
     if code is None or kernel is None or x.dtype not in DTYPES or not x.is_cpu:
         return None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
@@ -20,7 +21,7 @@ _SERIAL = 1 << 15
 
 
 def act_and_mul(x: Tensor, activation: str = "silu") -> Tensor:
-    """act(x[:, :I]) · x[:, I:] for x [T, 2I]; returns [T, I], contiguous."""
+    """Product act(x[:, :I]) · x[:, I:] for x [T, 2I]; returns [T, I], contiguous."""
     half = x.shape[-1] // 2
     return ACTIVATIONS[activation](x[:, :half]).mul_(x[:, half:])
 

@@ -32,7 +32,7 @@ def _act_and_mul_kernel(x, y, x_stride, HALF: tl.constexpr, BLOCK: tl.constexpr,
 
 
 def act_and_mul(x: Tensor, activation: str = "silu") -> Tensor:
-    """act(x[:, :I]) · x[:, I:] of x [T, 2I], whose rows may be any distance apart."""
+    """Product act(x[:, :I]) · x[:, I:] of x [T, 2I], whose rows may be any distance apart."""
     if x.stride(1) != 1:
         x = x.contiguous()
     num_rows, half = x.shape[0], x.shape[1] // 2

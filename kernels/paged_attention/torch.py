@@ -192,7 +192,7 @@ def _attend_by_products(
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """cap · tanh(x / cap), in place (Gemma 2)."""
+    """Capped x, which is mutated: cap · tanh(x / cap) (Gemma 2)."""
     return x.div_(cap).tanh_().mul_(cap)
 
 

@@ -219,18 +219,18 @@ def attention_constants(
 
 
 def _attention_case(
-    name: str, dtype: str, shape: Shape, block_size: int, block_m: int, arch: int = 90, *,
-    window: bool = False, cap: bool = False, cache: str | None = None,
-) -> CompileCase:  # fmt: skip
-    """Case for Ampere alone or for Hopper and later; `cache`: dtype of the cache, if it is another."""
+    name: str, dtype: str, shape: Shape, block_size: int, block_m: int, arch: int = 90, *, cache: str | None = None
+) -> CompileCase:
+    """Case for Ampere alone or for Hopper and later, with a window or a cap if `name` says so; `cache`: dtype of the
+    cache, if it is another."""
     is_float32, is_split = dtype == "fp32", block_m <= 64
     config = default_config(block_m, shape.head_dim, 4 if is_float32 else 2, arch, not is_split)
     constants = attention_constants(
         *(shape, block_size, block_m, config.block_n),
         is_float32=is_float32,
         is_split=is_split,
-        has_window=window,
-        has_cap=cap,
+        has_window="window" in name,
+        has_cap="cap" in name,
     )
     full = f"paged_attention {name}{dtype} d{shape.head_dim} m{block_m}{' ampere' if arch < 90 else ''}"
     return make_case(
@@ -265,12 +265,10 @@ def compile_cases() -> list[CompileCase]:
     ]
     for arch in (80, 90):
         cases += [_attention_case("", "bf16", common, 16, block_m, arch) for block_m in (16, 128)]
-        cases += [_attention_case("window ", "bf16", common, 16, m, arch, window=True) for m in (16, 32, 64, 128)]
-        cases += [
-            _attention_case("window cap ", "bf16", wide, 16, m, arch, window=True, cap=True) for m in (16, 32, 64)
-        ]
-        cases += [_attention_case("window cap ", "bf16", common, 16, m, arch, window=True, cap=True) for m in (16, 128)]
-        cases += [_attention_case("window ", "fp32", common, 16, m, arch, window=True) for m in (16, 32)]
+        cases += [_attention_case("window ", "bf16", common, 16, m, arch) for m in (16, 32, 64, 128)]
+        cases += [_attention_case("window cap ", "bf16", wide, 16, m, arch) for m in (16, 32, 64)]
+        cases += [_attention_case("window cap ", "bf16", common, 16, m, arch) for m in (16, 128)]
+        cases += [_attention_case("window ", "fp32", common, 16, m, arch) for m in (16, 32)]
         cases += [
             _attention_case("", "fp16", Shape(14, 2, 64), 128, 16, arch),
             _attention_case("", "fp16", odd, 64, 128, arch),

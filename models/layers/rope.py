@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.rope import Rotation
-from ..config import RopeConfig
+from ..rope_config import RopeConfig
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:

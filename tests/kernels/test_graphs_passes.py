@@ -13,9 +13,10 @@ from outrider.models import attention, decoder
 from outrider.models.attention.torch import TorchAttention
 from outrider.models.attention.triton import TritonAttention
 from outrider.models.batch import ForwardBatch, LayerKV, SequenceRows, allocate_kv, build_batch
-from outrider.models.config import DecoderConfig, RopeConfig
+from outrider.models.config import DecoderConfig
 from outrider.models.layers.rope import RotaryEmbedding
 from outrider.models.pass_graphs import PassGraphs, PassInputs, PassLimits, bucket, shape_of
+from outrider.models.rope_config import RopeConfig
 
 from .call_tape import graph_backend, without_native_kernels
 

@@ -17,9 +17,9 @@ from outrider.kernels.rope import Rotation
 from outrider.models.attention import AttentionSpec, make_attention
 from outrider.models.attention.native import NativeAttention
 from outrider.models.batch import KVLayerSpec, SequenceRows, allocate_kv
-from outrider.models.config import RopeConfig
 from outrider.models.layers.norm import RMSNorm
 from outrider.models.layers.rope import RotaryEmbedding
+from outrider.models.rope_config import RopeConfig
 
 from .attention_backends import make_backend
 
