@@ -68,7 +68,7 @@ class GPTLayer:
         options = {"bias": config.mlp_bias, **common}
         self.mlp: Mlp
         if block.mlp is None:
-            self.mlp = GatedMlp(ours, f"{theirs}.mlp", (hidden, inner), **options)
+            self.mlp = GatedMlp(ours, f"{theirs}.mlp", (hidden, inner), activation=config.hidden_act, **options)
         else:
             up, down = (f"{theirs}.{name}" for name in block.mlp)
             self.mlp = PlainMlp(ours, (up, down), (hidden, inner), activation=config.hidden_act, **options)
@@ -98,7 +98,7 @@ class GPTLayer:
         if self._head_order is not None:
             heads = qkv.view(len(qkv), len(self._head_order), -1)
             qkv = heads.index_select(1, self._head_order).view(qkv.shape)
-        attended = self._attention.forward_qkv(qkv, batch.rotation, None, kv, batch.attention, self._window)
+        attended = self._attention.forward_qkv(qkv, batch.rotations[0], None, kv, batch.attention, self._window)
         return self.o.forward(attended, batch, residual=residual)
 
     def linears(self) -> list[Linear]:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..act_and_mul import act_and_mul, act_and_mul_invariant
 from ..linear import Packed
-from ..silu_mul import silu_mul, silu_mul_invariant
 
 
 class Routing(NamedTuple):
@@ -49,7 +49,7 @@ class ExpertWeights(NamedTuple):
         """The plain products."""
         return Products(
             lambda expert, x, tokens: self.gate_up[expert](x),
-            silu_mul_invariant if self.batch_invariant else silu_mul,
+            act_and_mul_invariant if self.batch_invariant else act_and_mul,
             lambda expert, x, tokens: self.down[expert](x),
         )
 

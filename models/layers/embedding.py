@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...kernels.linear import Packed, pack, row_squares
+from ...kernels.paged_attention import soft_cap
 from .linear import GainSite, LoraSite
 from .weights import WeightSlot
 
@@ -44,6 +45,23 @@ class VocabularyNames(NamedTuple):
 USUAL_NAMES = VocabularyNames()
 
 
+class EmbeddingScales(NamedTuple):
+    """Factors of token embeddings and logits."""
+
+    embedding: float = 1.0
+    logits: float = 1.0
+    logit_cap: float | None = None
+    """Cap c: a logit x, times its factor, becomes c · tanh(x / c)."""
+
+    @property
+    def changes_logits(self) -> bool:
+        """False: the logits are the head's products."""
+        return self.logits != 1.0 or self.logit_cap is not None
+
+
+UNSCALED = EmbeddingScales()
+
+
 class Embedding:
     """Token embeddings and the LM head. A tied head has its own packed copy: a lookup needs plain rows.
 
@@ -56,6 +74,7 @@ class Embedding:
         hidden_size: int,
         *,
         tied: bool,
+        scales: EmbeddingScales = UNSCALED,
         dtype: torch.dtype,
         device: torch.device,
         batch_invariant: bool = False,
@@ -73,6 +92,7 @@ class Embedding:
         """[vocab] float32, once loaded: squared norm of each row of the head's weight."""
         self._shape = (vocab_size, hidden_size)
         self._tied = tied
+        self._scales = scales
         self._dtype = dtype
         self._device = device
         self._batch_invariant = batch_invariant
@@ -88,7 +108,7 @@ class Embedding:
             if self.lookup_gains is not None:
                 self.lookup_gains.scale(embedded, adapters)
             self.lookup_lora.add(embedded, input_ids, adapters)
-        return embedded
+        return embedded if self._scales.embedding == 1.0 else embedded.mul_(self._scales.embedding)
 
     def logits(self, hidden: Tensor, adapters: Any = None, out: Tensor | None = None) -> Tensor:
         """Logits [R, vocab] float32 of hidden [R, H], in `out` if given. `adapters` belongs to these R rows."""
@@ -97,7 +117,15 @@ class Embedding:
             if self.head_gains is not None:
                 self.head_gains.scale(logits, adapters, self._bias)
             self.head_lora.add(logits, hidden, adapters)
-        return logits.float() if out is None else out.copy_(logits)
+        out = logits.float() if out is None else out.copy_(logits)
+        return self._scaled(out) if self._scales.changes_logits else out
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """Logits with their factor and cap, in place."""
+        if self._scales.logits != 1.0:
+            logits.mul_(self._scales.logits)
+        cap = self._scales.logit_cap
+        return logits if cap is None else soft_cap(logits, cap)
 
     def table_squares(self) -> Tensor:
         """Squared norm of each column of the table: [H] float32."""

@@ -21,10 +21,15 @@ from .weights import RenamedSlot, WeightSlot
 def make_mlp(config: DecoderConfig, index: int, device: torch.device) -> Mlp:
     """MLP of layer `index`."""
     name, module = f"layers.{index}", f"model.layers.{index}"
-    common = {"dtype": config.dtype, "device": device, "batch_invariant": config.batch_invariant}
+    common: dict[str, Any] = {"dtype": config.dtype, "device": device, "batch_invariant": config.batch_invariant}
     if config.experts is None or index not in config.experts.layers:
         sizes = config.hidden_size, config.intermediate_size
-        return GatedMlp(name, f"{module}.mlp", sizes, bias=config.mlp_bias, **common)
+        form: dict[str, Any] = {
+            "bias": config.mlp_bias,
+            "activation": config.hidden_act,
+            "merged": config.merged_gate_up,
+        }
+        return GatedMlp(name, f"{module}.mlp", sizes, **form, **common)
     return SparseMlp(name, module, config.hidden_size, config.experts, **common)
 
 

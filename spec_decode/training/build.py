@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ...models.checkpoint.json_files import read_json
 from ...models.checkpoint.loader import resolve_model_path
-from ...models.config import RopeConfig
 from ...models.layers.weights import WeightSlot
+from ...models.rope_config import RopeConfig
 from ...platform.core.errors import InvalidRequestError, NotFoundError, OutriderError, UnsupportedModelError
 from ..drafters.checkpoint import PARAM, StoredTensor, fill
 from ..drafters.eagle.config import HIDDEN_NORM, EagleConfig, head_tensors, read_eagle_config, with_tensors

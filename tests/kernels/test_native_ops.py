@@ -7,19 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.kernels import act_and_mul as silu_op
 from outrider.kernels import rms_norm as norm_op
-from outrider.kernels import silu_mul as silu_op
+from outrider.kernels.act_and_mul.native import act_and_mul
 from outrider.kernels.native import library
 from outrider.kernels.rms_norm import NormWeight, prepare
 from outrider.kernels.rms_norm.native import rms_norm
 from outrider.kernels.rope import Rotation
-from outrider.kernels.silu_mul.native import silu_mul
 from outrider.models.attention import AttentionSpec, make_attention
 from outrider.models.attention.native import NativeAttention
 from outrider.models.batch import KVLayerSpec, SequenceRows, allocate_kv
-from outrider.models.config import RopeConfig
 from outrider.models.layers.norm import RMSNorm
 from outrider.models.layers.rope import RotaryEmbedding
+from outrider.models.rope_config import RopeConfig
 
 from .attention_backends import make_backend
 
@@ -60,29 +60,29 @@ def test_what_the_norm_does_not_serve_goes_to_torch() -> None:
     assert rms_norm(torch.ones(2, 8, dtype=torch.float16), prepare(torch.ones(8), 1e-6)) is None
     assert rms_norm(torch.ones(2, 8), prepare(torch.ones(1, 8), 1e-6)) is not None
     assert norm_op.rms_norm(torch.ones(2, 8).half(), prepare(torch.ones(8).half(), 1e-6)).shape == (2, 8)
-    assert silu_mul(torch.ones(2, 8, dtype=torch.float16)) is None
-    assert silu_op.silu_mul(torch.ones(2, 8).half()).shape == (2, 4)
+    assert act_and_mul(torch.ones(2, 8, dtype=torch.float16)) is None
+    assert silu_op.act_and_mul(torch.ones(2, 8).half()).shape == (2, 4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("half", [1, 7, 16, 33, 1536])
 @pytest.mark.parametrize("rows", [0, 1, 5, 64])
-def test_silu_mul(rows: int, half: int, dtype: torch.dtype) -> None:
+def test_act_and_mul(rows: int, half: int, dtype: torch.dtype) -> None:
     x = (torch.randn(rows, 2 * half) * 5).to(dtype)
-    y = silu_mul(x)
+    y = act_and_mul(x)
     assert y is not None
     gate, up = x.double().chunk(2, -1)
     close(y, gate * gate.sigmoid() * up)
     for row in range(0, rows, 3):
-        assert torch.equal(silu_mul(x[row : row + 1]), y[row : row + 1])
+        assert torch.equal(act_and_mul(x[row : row + 1]), y[row : row + 1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_mul_of_extreme_gates(dtype: torch.dtype) -> None:
+def test_act_and_mul_of_extreme_gates(dtype: torch.dtype) -> None:
     gates = torch.tensor([-1e30, -100.0, -88.5, -87.0, -20.0, -0.0, 0.0, 20.0, 88.5, 1e30, math.inf, math.nan]).to(
         dtype
     )
-    y = silu_mul(torch.cat([gates, torch.ones_like(gates)])[None])
+    y = act_and_mul(torch.cat([gates, torch.ones_like(gates)])[None])
     assert y is not None
     expected = torch.nn.functional.silu(gates.double())
     torch.testing.assert_close(y[0].double(), expected, atol=1e-30, rtol=TOLERANCE[dtype], equal_nan=True)
@@ -156,10 +156,10 @@ def test_angles_are_looked_up_in_tables(dtype: torch.dtype) -> None:
     layer = Layer([(5, 2), (40, 1), (2040, 12)], (4, 2, 32), 16, dtype)
     for rope_type in ("default", "linear"):
         config = RopeConfig(rope_type=rope_type, theta=1e4, factor=2.0)
-        rope = RotaryEmbedding(config, 32, dtype=dtype, device=torch.device("cpu"))
-        tables = [rope.rotation(torch.from_numpy(layer.positions), end, gathers=False) for end in (2048, 2052)]
+        rope = RotaryEmbedding([config], 32, dtype=dtype, device=torch.device("cpu"))
+        tables = [rope.rotations(torch.from_numpy(layer.positions), end, gathers=False)[0] for end in (2048, 2052)]
         assert [len(rotation.cos) for rotation in tables] == [2048, 4096]
-        layer.rotation = rope.rotation(torch.from_numpy(layer.positions), 2052)
+        layer.rotation = rope.rotations(torch.from_numpy(layer.positions), 2052)[0]
         assert layer.rotation.cos.shape == (15, 1, 32)
         expected = layer.run("native")
         layer.rotation = tables[1]

@@ -33,6 +33,14 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
             **{"num_ln_in_parallel_attn": 1, "tie_word_embeddings": False},
         },
     ),
+    "neox": ("GPTNeoX", {"hidden_size": 64}),
+    "neox-sequential": ("GPTNeoX", {"hidden_size": 64, "use_parallel_residual": False, "attention_bias": False}),
+    "phi": ("Phi", {}),
+    "stablelm": ("StableLm", {"num_key_value_heads": 2, "hidden_size": 64}),
+    "stablelm-parallel": (
+        "StableLm",
+        {"num_key_value_heads": 4, "hidden_size": 64, "use_qkv_bias": True, "use_parallel_residual": True},
+    ),
 }
 
 

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from outrider.models.checkpoint.loader import load_model
 
+from ...tiny_families import FAMILIES
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -31,6 +33,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2-mixed-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16, "rms_norm_eps": 1e-5}),
     "qwen3-bias-mha": ("Qwen3", {"head_dim": 10, "num_key_value_heads": 4, "attention_bias": True}),
+    **{name: (family.prefix, family.config) for name, family in FAMILIES.items()},
 }
 
 LENGTHS = {0: 45, 1: 3, 2: 24, 3: 17, 4: 1, 5: 38}

@@ -19,6 +19,15 @@ FAMILIES = {
         *(["project_in", "project_out"], "embed_tokens"),
     ),
     "bigcode": ("GPTBigCode", {"multi_query": False}, C_ATTN, "wte"),
+    "neox": (
+        *("GPTNeoX", {"hidden_size": 64}),
+        *(["query_key_value", "attention.dense", "dense_h_to_4h", "dense_4h_to_h"], "embed_in"),
+    ),
+    "phi": ("Phi", {}, [*QKV, "dense", "fc1", "fc2"], "embed_tokens"),
+    "stablelm": (
+        *("StableLm", {"hidden_size": 64, "use_parallel_residual": True, "num_key_value_heads": 2}),
+        *([*QKV, "o_proj", "gate_proj", "up_proj", "down_proj"], "embed_tokens"),
+    ),
     "starcoder2": ("Starcoder2", {"num_key_value_heads": 2}, [*QKV, "o_proj", "c_fc", "c_proj"], "embed_tokens"),
     "falcon": (
         *("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 80}),
@@ -37,7 +46,8 @@ def case(request, tmp_path_factory):
     adapters = {f"on-{name}": {"r": 4, "lora_alpha": 8, "target_modules": rf".*\.{name}"} for name in projections}
     adapters["all"] = {"r": 8, "lora_alpha": 8, "target_modules": "all-linear", "use_rslora": True}
     adapters["dora"] = {"r": 3, "lora_alpha": 6, "target_modules": projections, "use_dora": True}
-    adapters["words"] = {"r": 5, "lora_alpha": 5, "target_modules": [table, "lm_head"]}
+    words = [table] if family in ("Phi", "GPTNeoX") else [table, "lm_head"]  # a head with a bias, or another name
+    adapters["words"] = {"r": 5, "lora_alpha": 5, "target_modules": words}
     paths = {name: str(folder / name) for name in adapters}
     for seed, (name, options) in enumerate(adapters.items()):
         train(base, seed, **options).save_pretrained(paths[name])

@@ -1,0 +1,86 @@
+"""Tiny random models of all families, as transformers makes them, and the projections that adapters target there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 131,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+GATED = ["gate_proj", "up_proj", "down_proj"]
+MERGED = ["gate_up_proj", "down_proj"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model, whose config in transformers is `prefix`Config."""
+
+    prefix: str
+    config: dict[str, Any] = field(default_factory=dict)
+    """Changes of SIZES."""
+    targets: list[str] = field(default_factory=lambda: ATTENTION + GATED)
+    """Every projection that an adapter may have."""
+
+
+_LOCAL = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9}
+_PHI4_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + i / 10 for i in range(6)],
+    "long_factor": [1.0 + i for i in range(6)],
+}
+FAMILIES: dict[str, Family] = {
+    "gemma2": Family("Gemma2", {**_LOCAL, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": Family("Gemma3Text", {**_LOCAL, "num_hidden_layers": 3, "sliding_window_pattern": 3}),
+    "phi3": Family("Phi3", {"sliding_window": 20}, ["qkv_proj", "o_proj", *MERGED]),
+    "phi4-mini": Family(
+        "Phi3",
+        {
+            **{"hidden_size": 64, "rope_parameters": _PHI4_ROPE, "original_max_position_embeddings": 128},
+            **{"tie_word_embeddings": True},
+        },
+        ["qkv_proj", "o_proj", *MERGED],
+    ),
+    "smollm3": Family("SmolLM3", {"num_hidden_layers": 3, "no_rope_layer_interval": 2}),
+    "smollm3-window": Family(
+        "SmolLM3", {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 8, "attention_bias": True}
+    ),
+    "olmo2": Family("Olmo2"),
+    "granite": Family(
+        "Granite",
+        {
+            **{"embedding_multiplier": 3.0, "logits_scaling": 2.5, "residual_multiplier": 0.6},
+            **{"attention_multiplier": 0.2, "tie_word_embeddings": True},
+        },
+    ),
+    "glm4": Family("Glm4", {"head_dim": 16}, ATTENTION + MERGED),
+}
+
+
+def build(family: Family) -> Any:
+    """The model in float32, with weights large enough that attention is peaked and that norms and biases count."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family.prefix}Config")(**{**SIZES, **family.config})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for name, parameter in model.named_parameters():
+        if ("norm" in name or "ln_" in name) and not name.endswith("bias"):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        else:
+            size = 0.3 if name.endswith("bias") else 1.3 * parameter.shape[-1] ** -0.5
+            torch.nn.init.normal_(parameter, 0.0, size)
+    return model
