@@ -97,6 +97,11 @@ class DecoderConfig:
         return tuple(dict.fromkeys(self.layer_ropes)) or (self.rope,)
 
     @property
+    def embedding_size(self) -> int:
+        """Elements of a token's embedding, and of a state that the head reads."""
+        return (self.block and self.block.embedding_size) or self.hidden_size
+
+    @property
     def sliding_window(self) -> int | None:
         """The window when all layers have the same one; None when some layer sees everything."""
         distinct = set(self.windows)

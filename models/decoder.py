@@ -13,11 +13,10 @@ from .attention import attention_spec, make_attention
 from .batch import ForwardBatch, KVLayerSpec
 from .config import DecoderConfig
 from .decoder_layer import DecoderLayer, make_layer
-from .gpt_layer import GPTLayer, final_norm, position_table
+from .gpt_layer import GPTEnds, GPTLayer
 from .layers.embedding import Embedding, EmbeddingScales
 from .layers.linear import Linear
-from .layers.norm import LayerNorm, RMSNorm
-from .layers.positions import PositionTable
+from .layers.norm import RMSNorm
 from .layers.rope import RotaryEmbedding
 from .layers.weights import RenamedSlot, WeightSlot
 
@@ -40,12 +39,11 @@ class Decoder:
         self.attention = make_attention(attention_spec(config, self.device), batch_invariant=config.batch_invariant)
         self.rope = RotaryEmbedding(config.ropes, config.head_dim, dtype=config.dtype, device=self.device)
         common: Any = {"dtype": config.dtype, "device": self.device, "batch_invariant": config.batch_invariant}
-        shape, eps = (config.vocab_size, config.hidden_size), config.rms_norm_eps
+        shape, eps = (config.vocab_size, config.embedding_size), config.rms_norm_eps
         scales = EmbeddingScales(config.embedding_scale, config.logit_scale, config.logit_cap)
         block, invariant = config.block, config.batch_invariant
         self.layers: Sequence[DecoderLayer | GPTLayer]
-        self._final_norm: RMSNorm | LayerNorm | None
-        self._positions: PositionTable | None = None
+        self._ends: GPTEnds | None = None
         self._deferring: Sequence[DecoderLayer] = ()
         """The layers, where norms add the residual stream."""
         if block is None:
@@ -56,11 +54,9 @@ class Decoder:
                 ["model.norm.weight"], config.hidden_size, eps, offset=config.norm_offset, **common
             )
         else:
-            layers_of_block = range(config.num_layers)
-            self.layers = [GPTLayer(config, block, i, self.attention, self.device) for i in layers_of_block]
+            self.layers = [GPTLayer(config, block, i, self.attention, self.device) for i in range(config.num_layers)]
             self._embedding = Embedding(*shape, tied=config.tie_word_embeddings, name=block.embedding, **common)
-            self._final_norm = final_norm(config, block, self.device)
-            self._positions = position_table(config, block, self.device)
+            self._ends = GPTEnds(config, block, self.device)
 
     @property
     def kv_layers(self) -> list[KVLayerSpec]:
@@ -81,8 +77,8 @@ class Decoder:
                 the last one. They cost nothing but memory.
         """
         hidden = self._embedding.lookup(batch.input_ids, batch.adapters)
-        if self._positions is not None:
-            hidden = self._positions.add(hidden, batch.positions)
+        if self._ends is not None:
+            hidden = self._ends.enter(hidden, batch)
         if self._deferring:
             return self._forward_deferred(hidden, batch, aux_layers)
         entering: dict[int, Tensor] = {}
@@ -92,7 +88,7 @@ class Decoder:
             hidden = layer.forward(hidden, batch, kv)
         last = len(self.layers)
         entering[last] = hidden
-        normed = hidden if self._final_norm is None else self._final_norm(hidden)
+        normed = self._final_norm(hidden) if self._ends is None else self._ends.leave(hidden, batch)
         return DecoderOutput(normed, tuple(map(entering.__getitem__, aux_layers)))
 
     def _forward_deferred(self, hidden: Tensor, batch: ForwardBatch, aux_layers: Sequence[int]) -> DecoderOutput:
@@ -105,7 +101,6 @@ class Decoder:
                 entering[index] = hidden
             hidden, delta = layer.forward_deferred(hidden, delta, batch, kv)
         assert delta is not None, "there is a layer"
-        assert isinstance(self._final_norm, RMSNorm)
         normed, entering[len(self.layers)] = self._final_norm.add(delta, hidden)
         return DecoderOutput(normed, tuple(map(entering.__getitem__, aux_layers)))
 
@@ -122,14 +117,14 @@ class Decoder:
 
     def linears(self) -> list[Linear]:
         """Linear layers that adapters may target."""
-        return [linear for layer in self.layers for linear in layer.linears()]
+        parts = self.layers if self._ends is None else (*self.layers, self._ends)
+        return [linear for part in parts for linear in part.linears()]
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots of all tensors that the model needs, by their names in HF checkpoints."""
         slots = self._embedding.weight_slots()
-        for part in (*self.layers, self._final_norm, self._positions):
-            if part is not None:
-                slots.update(part.weight_slots())
+        for part in (*self.layers, self._final_norm if self._ends is None else self._ends):
+            slots.update(part.weight_slots())
         return slots
 
     def renamed_slots(self) -> dict[str, RenamedSlot]:

@@ -1,4 +1,4 @@
-"""Decoder layers of the GPT shape: LayerNorm with bias, and an MLP without a gate."""
+"""Layers of decoders of the GPT shape: LayerNorm with bias, and an MLP without a gate."""
 
 from __future__ import annotations
 
@@ -77,16 +77,40 @@ class GPTLayer:
         return slots | self.attention_norm.weight_slots() | self.mlp_norm.weight_slots()
 
 
-def final_norm(config: DecoderConfig, block: Block, device: torch.device) -> LayerNorm | None:
-    """Norm after the last layer; None where there is none."""
-    if block.final_norm is None:
-        return None
-    return LayerNorm(block.final_norm, config.hidden_size, config.rms_norm_eps, dtype=config.dtype, device=device)
+class GPTEnds:
+    """Steps before the first layer and after the last: position embeddings, a norm, and projections from embeddings of
+    another size than the layers' and back."""
 
+    def __init__(self, config: DecoderConfig, block: Block, device: torch.device) -> None:
+        hidden, embedded = config.hidden_size, config.embedding_size
+        common: Any = {"dtype": config.dtype, "device": device}
 
-def position_table(config: DecoderConfig, block: Block, device: torch.device) -> PositionTable | None:
-    """Learned position embeddings; None where positions are rotary."""
-    if block.positions is None:
-        return None
-    shape = config.max_position_embeddings, config.hidden_size
-    return PositionTable(block.positions, shape, block.position_offset, dtype=config.dtype, device=device)
+        def project(name: str, in_features: int, out_features: int) -> Linear:
+            slices = [(f"{block.projections}{name}", out_features)]
+            return Linear(name, slices, in_features, batch_invariant=config.batch_invariant, **common)
+
+        shape = config.max_position_embeddings, hidden
+        self._positions = block.positions and PositionTable(block.positions, shape, block.position_offset, **common)
+        self._norm = block.final_norm and LayerNorm(block.final_norm, hidden, config.rms_norm_eps, **common)
+        self._projections: list[Linear] = []
+        if embedded != hidden:
+            self._projections = [project("project_in", embedded, hidden), project("project_out", hidden, embedded)]
+
+    def enter(self, embedded: Tensor, batch: ForwardBatch) -> Tensor:
+        """Hidden states [T, H] that enter the first layer, from embeddings [T, E], which may be mutated."""
+        hidden = self._projections[0].forward(embedded, batch) if self._projections else embedded
+        return self._positions.add(hidden, batch.positions) if self._positions else hidden
+
+    def leave(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """States [T, E] for the head, from the last layer's [T, H]."""
+        normed = self._norm(hidden) if self._norm else hidden
+        return self._projections[1].forward(normed, batch) if self._projections else normed
+
+    def linears(self) -> list[Linear]:
+        """Linear layers in the order of the computation."""
+        return self._projections
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Slots by the checkpoint's tensor names."""
+        parts = [part for part in (self._positions, self._norm, *self._projections) if part]
+        return {name: slot for part in parts for name, slot in part.weight_slots().items()}

@@ -21,6 +21,10 @@ class Block:
     """Norm of attention, and norm of the MLP."""
     embedding: str
     final_norm: str | None
+    embedding_size: int | None = None
+    """Elements of an embedding; None: as many as a hidden state has."""
+    projections: str = ""
+    """Prefix of `project_in` and `project_out`, between embeddings and hidden states of different sizes."""
     positions: str | None = None
     """Learned position embeddings; None: the rotary ones of the config."""
     position_offset: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...platform.core.errors import UnsupportedModelError
+from ..config_values import wrong
 from .block import Block
 from .traits import FamilyTraits
 
@@ -26,7 +26,7 @@ _BLOCK = Block(
 def _block(values: Mapping[str, Any]) -> Block:
     for field, served in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
         if bool(values.get(field, served)) != served:
-            raise UnsupportedModelError(f"config.json: {field} other than {served} is not supported", param=field)
+            raise wrong(field, f"other than {served} is not supported")
     return _BLOCK
 
 

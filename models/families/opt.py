@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...platform.core.errors import UnsupportedModelError
+from ..config_values import positive, wrong
 from .block import Block
 from .traits import FamilyTraits
 
 
 def _block(values: Mapping[str, Any]) -> Block:
     if not values.get("layer_norm_elementwise_affine", True):
-        field = "layer_norm_elementwise_affine"
-        raise UnsupportedModelError(f"config.json: {field} false is not supported", param=field)
-    if values.get("word_embed_proj_dim", values.get("hidden_size")) != values.get("hidden_size"):
-        field = "word_embed_proj_dim"
-        raise UnsupportedModelError(f"config.json: {field} other than hidden_size is not supported", param=field)
+        raise wrong("layer_norm_elementwise_affine", "false is not supported")
     norm_first = bool(values.get("do_layer_norm_before", True))
     has_final_norm = norm_first and not values.get("_remove_final_layer_norm", False)
     return Block(
@@ -27,6 +23,8 @@ def _block(values: Mapping[str, Any]) -> Block:
         down="fc2",
         norms=("self_attn_layer_norm", "final_layer_norm"),
         embedding="model.decoder.embed_tokens",
+        embedding_size=positive(values, "word_embed_proj_dim", positive(values, "hidden_size")),
+        projections="model.decoder.",
         final_norm="model.decoder.final_layer_norm" if has_final_norm else None,
         positions="model.decoder.embed_positions",
         position_offset=2,

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from outrider import LoRARequest, SamplingParams
+from outrider.platform.core.errors import InvalidRequestError
 
 VOCAB, CONTEXT = 160, 96
 SIZES = {
@@ -17,6 +18,10 @@ SIZES = {
 }  # fmt: skip
 FAMILIES = {
     "gpt2": (transformers.GPT2Config(**SIZES), ["c_attn", "c_proj", "c_fc"]),
+    "opt-projected": (
+        transformers.OPTConfig(**SIZES, ffn_dim=80, word_embed_proj_dim=24, do_layer_norm_before=False, init_std=0.2),
+        ["project_in", "project_out", "fc1"],
+    ),
     "opt": (transformers.OPTConfig(**SIZES, ffn_dim=80, init_std=0.2), ["q_proj", "v_proj", "out_proj", "fc1", "fc2"]),
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=CONTEXT, ignore_eos=True)
@@ -29,6 +34,7 @@ class Family:
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(0)
+        self.is_projected = "project_in" in targets
         self.folder, adapter = str(root / "base"), str(root / "adapter")
         base = transformers.AutoModelForCausalLM.from_config(config).eval()
         base.generation_config.eos_token_id = None
@@ -85,12 +91,16 @@ def test_heads(make_engine, run, family, method, tmp_path):
     """Heads of random weights change no text."""
     config = {"hidden_size": 48, "vocab_size": VOCAB, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
     if method == "medusa":
-        config = {"hidden_size": 48, "vocab_size": VOCAB, "medusa_num_heads": 2, "medusa_num_layers": 1}
+        config = {"vocab_size": VOCAB, "medusa_num_heads": 2, "medusa_num_layers": 1}
     config |= {"num_attention_heads": 4, "intermediate_size": 64, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = {"enable_lora": False, "load_format": "dummy", "max_num_seqs": 4}
     jobs = [(prompt, GREEDY) for prompt in family.prompts]
     plain = run(engine_of(make_engine, family, **options), jobs)
     speculative = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 2}
+    if family.is_projected and method != "medusa":
+        with pytest.raises(InvalidRequestError, match="different sizes"):
+            engine_of(make_engine, family, speculative_config=speculative, **options)
+        return
     drafted = run(engine_of(make_engine, family, speculative_config=speculative, **options), jobs)
     assert [outcome.token_ids for outcome in drafted] == [outcome.token_ids for outcome in plain]

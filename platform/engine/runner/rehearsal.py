@@ -76,7 +76,7 @@ def write_adapter(folder: Path, model: Decoder, draft: tuple[str, Sequence[Linea
     """A PEFT adapter of rank 1 for every module, with zeros."""
     method, draft_linears = draft
     tensors = _tensors(model.linears())
-    vocab, hidden = model.config.vocab_size, model.config.hidden_size
+    vocab, hidden = model.config.vocab_size, model.config.embedding_size
     tensors |= _pair(model.embedding.name, vocab, hidden, "lora_embedding_A", "lora_embedding_B")
     if not model.config.tie_word_embeddings:
         tensors |= _pair("lm_head", hidden, vocab)

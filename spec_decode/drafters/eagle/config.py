@@ -104,6 +104,8 @@ def read_eagle_config(raw: Mapping[str, Any], method: str, target: DecoderConfig
     """
     flat = _flattened(raw)
     _check_architecture(raw, method)
+    if target.embedding_size != target.hidden_size:
+        raise refuse("the target's embeddings and hidden states have different sizes: EAGLE heads are not for it")
     eagle3 = method == "eagle3"
     layer = decoder_config(flat, "eagle", target.dtype, _TRAITS)
     if layer.num_layers != 1:

@@ -58,7 +58,7 @@ def read_medusa_config(raw: Mapping[str, Any], target: DecoderConfig) -> MedusaC
             "config.json is not Medusa's: it has no medusa_num_heads, and names architectures "
             f"{', '.join(named) or 'none'}"
         )
-    hidden, vocab = target.hidden_size, target.vocab_size
+    hidden, vocab = target.embedding_size, target.vocab_size
     for field, ours, what in (("hidden_size", hidden, "hidden size"), ("vocab_size", vocab, "vocabulary")):
         value = raw.get(field)
         if value is not None and value != ours:

@@ -18,7 +18,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "gpt2-untied": ("GPT2", {"n_inner": 72, "activation_function": "relu", "tie_word_embeddings": False}),
     "opt": ("OPT", {"ffn_dim": 80}),
     "opt-no-biases": ("OPT", {"ffn_dim": 72, "enable_bias": False, "activation_function": "gelu"}),
-    "opt-norms-after": ("OPT", {"ffn_dim": 80, "do_layer_norm_before": False}),
+    "opt-norms-after": ("OPT", {"ffn_dim": 80, "do_layer_norm_before": False, "word_embed_proj_dim": 24}),
 }
 
 
@@ -79,7 +79,7 @@ def test_checkpoints_of_the_inner_model(family: str, prefix: str, save_tiny: Cal
     [
         ("GPT2LMHeadModel", "scale_attn_by_inverse_layer_idx", True),
         ("GPT2LMHeadModel", "scale_attn_weights", False),
-        ("OPTForCausalLM", "word_embed_proj_dim", 64),
+        ("OPTForCausalLM", "word_embed_proj_dim", 0),
         ("OPTForCausalLM", "layer_norm_elementwise_affine", False),
         ("OPTForCausalLM", "activation_function", "silu"),
     ],

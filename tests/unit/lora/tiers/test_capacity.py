@@ -11,7 +11,7 @@ from outrider.platform.core.errors import AdapterError, InvalidRequestError, Inv
 from outrider.platform.core.lora_request import LoRARequest
 from outrider.platform.core.sizes import parse_bytes, shown_bytes
 
-from .conftest import HIDDEN, admitted, level, make_request, module, settle
+from ..conftest import HIDDEN, admitted, level, make_request, module, settle
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from outrider.lora.files.tensor_keys import ModuleShape
 from outrider.lora.registry.mixes import check_mixable, mix_adapters
 from outrider.platform.core.errors import AdapterError
 
-from .parsing import make_model, parse
+from ..parsing import make_model, parse
 
 ADAPTERS = {
     # PEFT gives a mix the first part's use_rslora, which is right without alone.

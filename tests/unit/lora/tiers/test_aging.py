@@ -16,8 +16,8 @@ from outrider.lora.tiers.starvation import AGING_SECONDS, LOOK_SECONDS
 from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.lora_request import LoRARequest
 
-from .conftest import HIDDEN, admitted, make_linears, make_request, module, settle
-from .test_lora_manager_machine import StepLoader
+from ..conftest import HIDDEN, admitted, make_linears, make_request, module, settle
+from ..test_manager_machine import StepLoader
 
 STEP_SECONDS = 0.1
 

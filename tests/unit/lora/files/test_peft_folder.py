@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from outrider.lora.files.tensor_keys import ModuleShape
 from outrider.platform.core.errors import AdapterError
 
-from .conftest import SIZES, module, tensors, write_adapter
-from .parsing import parse
+from ..conftest import SIZES, module, tensors, write_adapter
+from ..parsing import parse
 
 KNOWN = {module(layer, name): ModuleShape(*sizes) for layer in (0, 1) for name, sizes in SIZES.items()}
 Q = module(0, "q_proj")

@@ -11,6 +11,7 @@ from .reference import VOCAB, Engine, peft_logits, save_base, train
 FAMILIES = {
     "GPT2": (["c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"], "wte"),
     "OPT": (["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"], "embed_tokens"),
+    "OPT projected": (["project_in", "project_out"], "embed_tokens"),
 }
 
 
@@ -19,8 +20,11 @@ def case(request, tmp_path_factory):
     """(model folder, adapters' folders, prompts by request, PEFT's logits by request)."""
     projections, table = FAMILIES[request.param]
     folder = tmp_path_factory.mktemp(request.param.lower())
+    family, _, projected = request.param.partition(" ")
     sizes = {"num_key_value_heads": None, "ffn_dim": 80, "max_position_embeddings": 64}
-    base = save_base(folder / "base", request.param, request.param == "GPT2", **sizes)
+    if projected:
+        sizes |= {"word_embed_proj_dim": 24, "do_layer_norm_before": False}
+    base = save_base(folder / "base", family, request.param == "GPT2", **sizes)
     adapters = {f"on-{name}": {"r": 4, "lora_alpha": 8, "target_modules": rf".*\.{name}"} for name in projections}
     adapters["all"] = {"r": 8, "lora_alpha": 8, "target_modules": "all-linear", "use_rslora": True}
     adapters["dora"] = {"r": 3, "lora_alpha": 6, "target_modules": projections, "use_dora": True}

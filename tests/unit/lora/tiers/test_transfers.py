@@ -15,7 +15,7 @@ from outrider.lora.tiers.row_writer import RowWriter
 from outrider.platform.core.errors import AdapterError, InvalidRequestError, NotFoundError
 from outrider.platform.core.lora_request import LoRARequest
 
-from .conftest import SIZES, admitted, level, make_request, settle, write_adapter
+from ..conftest import SIZES, admitted, level, make_request, settle, write_adapter
 
 
 @pytest.fixture

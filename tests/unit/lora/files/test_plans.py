@@ -11,9 +11,9 @@ from outrider.lora.files import peft_weights, read_plan, tensor_file
 from outrider.platform.core.adapter_files import WEIGHT_FILES
 from outrider.platform.core.errors import AdapterError
 
-from .conftest import tensors, write_adapter
-from .reading import Both, assert_same
-from .test_reader import KINDS, draft_weights, magnitudes
+from ..conftest import tensors, write_adapter
+from ..reader.test_reader import KINDS, draft_weights, magnitudes
+from ..reading import Both, assert_same
 
 UNPLANNED = ("bin", "half", "double", "vocabulary", "only the vocabulary")
 PLANNED = {kind: options for kind, options in KINDS.items() if kind not in UNPLANNED} | {

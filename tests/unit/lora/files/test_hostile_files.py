@@ -13,8 +13,8 @@ from outrider.lora.files.tensor_keys import ModuleShape
 from outrider.platform.core.adapter_files import WEIGHT_FILES
 from outrider.platform.core.errors import AdapterError
 
-from .conftest import SIZES, make_linears, module, tensors, write_adapter
-from .parsing import DraftTarget, parse
+from ..conftest import SIZES, make_linears, module, tensors, write_adapter
+from ..parsing import DraftTarget, parse
 
 Q = module(0, "q_proj")
 A = f"base_model.model.{Q}.lora_A.weight"

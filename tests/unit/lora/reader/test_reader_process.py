@@ -21,8 +21,8 @@ from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.errors import AdapterError
 from outrider.platform.core.lora_request import LoRARequest
 
-from .conftest import SIZES, admitted, make_linears, write_adapter
-from .reading import Both, assert_same
+from ..conftest import SIZES, admitted, make_linears, write_adapter
+from ..reading import Both, assert_same
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from outrider.lora.files.folder import AdapterFiles
 from outrider.platform.core.errors import AdapterError
 from outrider.platform.core.lora_request import LoRARequest
 
-from .conftest import admitted, make_request
+from ..conftest import admitted, make_request
 
 
 def pending(manager, name, path, **options):

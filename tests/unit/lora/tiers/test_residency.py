@@ -7,7 +7,7 @@ from outrider.lora.tiers.starvation import AGING_SECONDS
 from outrider.platform.core.errors import InvalidUserInputError
 from outrider.platform.core.lora_request import LoRARequest
 
-from .conftest import admitted, level, make_request, settle
+from ..conftest import admitted, level, make_request, settle
 
 
 def test_lru_over_rows(make_manager, folder):

@@ -16,8 +16,8 @@ from outrider.lora.files.tensor_keys import MAGNITUDE, A, B, ModuleShape
 from outrider.platform.core.adapter_files import WEIGHT_FILES
 from outrider.platform.core.errors import AdapterError
 
-from .conftest import SIZES, make_linears, module, tensors, write_adapter
-from .parsing import make_model, parse
+from ..conftest import SIZES, make_linears, module, tensors, write_adapter
+from ..parsing import make_model, parse
 
 Q = module(0, "q_proj")
 PREFIX = "base_model.model."

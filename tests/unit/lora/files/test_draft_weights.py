@@ -14,8 +14,8 @@ from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.errors import AdapterError, InvalidRequestError
 from outrider.platform.core.lora_request import LoRARequest
 
-from .conftest import SIZES, admitted, make_linears, make_request, module, tensors, write_adapter
-from .parsing import DraftTarget, parse
+from ..conftest import SIZES, admitted, make_linears, make_request, module, tensors, write_adapter
+from ..parsing import DraftTarget, parse
 
 KNOWN = {module(layer, name): ModuleShape(*sizes) for layer in (0, 1) for name, sizes in SIZES.items()}
 DRAFTER = DraftTarget("draft_model", {name: shape for name, shape in KNOWN.items() if "layers.0" in name})

@@ -11,8 +11,8 @@ from outrider.lora.registry.mixes import mix_adapters
 from outrider.platform.core.errors import AdapterError
 from outrider.platform.core.lora_request import LoRARequest
 
-from . import conftest
-from .conftest import admitted, level, make_linears, tensors, write_adapter
+from .. import conftest
+from ..conftest import admitted, level, make_linears, tensors, write_adapter
 from .mix_requests import added_by, admit, mixed_request, wait_for
 
 

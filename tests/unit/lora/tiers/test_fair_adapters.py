@@ -17,8 +17,8 @@ from outrider.platform.engine.memory.block_pool import BlockPool
 from outrider.platform.engine.memory.prefix_cache import PrefixCache
 from outrider.platform.engine.queue.scheduler import Scheduler
 
-from .conftest import make_linears
-from .test_lora_manager_machine import StepLoader
+from ..conftest import make_linears
+from ..test_manager_machine import StepLoader
 
 STEP_SECONDS = 0.1
 

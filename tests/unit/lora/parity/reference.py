@@ -10,7 +10,7 @@ from outrider.models.batch import SequenceRows, allocate_kv, build_batch
 from outrider.models.checkpoint.loader import load_model
 from outrider.platform.core.config import LoRAConfig
 
-from .conftest import make_request
+from ..conftest import make_request
 
 BLOCK_SIZE = 8
 VOCAB = 131

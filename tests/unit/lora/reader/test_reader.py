@@ -12,8 +12,8 @@ from outrider.models.layers.embedding import EMBEDDING
 from outrider.platform.core.adapter_files import WEIGHT_FILES
 from outrider.platform.core.errors import AdapterError
 
-from .conftest import HIDDEN, SIZES, module, tensors, write_adapter
-from .reading import VOCAB, Both, assert_same, vocabulary_weight
+from ..conftest import HIDDEN, SIZES, module, tensors, write_adapter
+from ..reading import VOCAB, Both, assert_same, vocabulary_weight
 
 PREFIX = "base_model.model."
 

@@ -11,8 +11,8 @@ from outrider.models.layers.embedding import EMBEDDING, LM_HEAD, Embedding
 from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.errors import AdapterError
 
-from .conftest import HIDDEN, admitted, make_linears, tensors, write_adapter
-from .parsing import parse
+from ..conftest import HIDDEN, admitted, make_linears, tensors, write_adapter
+from ..parsing import parse
 
 VOCAB = 300
 E, H = "base_model.model.model.embed_tokens", "base_model.model.lm_head"

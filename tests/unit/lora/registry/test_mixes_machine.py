@@ -13,9 +13,9 @@ from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.errors import NotFoundError
 from outrider.platform.core.lora_request import LoRARequest
 
-from .conftest import make_linears, write_adapter
+from ..conftest import make_linears, write_adapter
+from ..parsing import parse
 from .mix_requests import added_by, mixed_request
-from .parsing import parse
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
