@@ -61,7 +61,7 @@ class Adapter:
     @property
     def targets_head(self) -> bool:
         """True when it changes the base model's lm_head."""
-        return self.target.vocabulary.has(LM_HEAD)
+        return self.target.has(LM_HEAD)
 
 
 def changed_error(name: str, reason: str = "") -> AdapterError:

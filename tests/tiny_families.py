@@ -19,6 +19,7 @@ SIZES: dict[str, Any] = {
 }
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 GATED = ["gate_proj", "up_proj", "down_proj"]
+SCALED = [*ATTENTION, *GATED, "embed_tokens"]
 MERGED = ["gate_up_proj", "down_proj"]
 
 
@@ -30,7 +31,7 @@ class Family:
     config: dict[str, Any] = field(default_factory=dict)
     """Changes of SIZES."""
     targets: list[str] = field(default_factory=lambda: ATTENTION + GATED)
-    """Every projection that an adapter may have."""
+    """Every projection, which an adapter changes."""
 
 
 _LOCAL = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9}
@@ -42,8 +43,8 @@ _PHI4_ROPE = {
     "long_factor": [1.0 + i for i in range(6)],
 }
 FAMILIES: dict[str, Family] = {
-    "gemma2": Family("Gemma2", {**_LOCAL, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
-    "gemma3": Family("Gemma3Text", {**_LOCAL, "num_hidden_layers": 3, "sliding_window_pattern": 3}),
+    "gemma2": Family("Gemma2", {**_LOCAL, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}, SCALED),
+    "gemma3": Family("Gemma3Text", {**_LOCAL, "num_hidden_layers": 3, "sliding_window_pattern": 3}, SCALED),
     "phi3": Family("Phi3", {"sliding_window": 20}, ["qkv_proj", "o_proj", *MERGED]),
     "phi4-mini": Family(
         "Phi3",
@@ -64,6 +65,7 @@ FAMILIES: dict[str, Family] = {
             **{"embedding_multiplier": 3.0, "logits_scaling": 2.5, "residual_multiplier": 0.6},
             **{"attention_multiplier": 0.2, "tie_word_embeddings": True},
         },
+        SCALED,
     ),
     "glm4": Family("Glm4", {"head_dim": 16}, ATTENTION + MERGED),
 }

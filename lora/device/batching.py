@@ -91,13 +91,14 @@ class LoraBatcher:
         self._is_grouped = is_grouped(dtype, device) and not batch_invariant
         self._last: tuple[Rows, LoraBatch | None] = ((), None)
 
-    def build(self, rows: Rows, *, has_gains: bool = False) -> LoraBatch | None:
-        """Return the batch for a step's rows; None when all are the base model's. `has_gains`: an adapter has some."""
+    def build(self, rows: Rows, *, is_plain: bool = True) -> LoraBatch | None:
+        """Return the batch for a step's rows; None when all are the base model's. `is_plain`:
+        no adapter has more than rank rows."""
         if rows != self._last[0]:
-            self._last = (rows, self._build(rows, has_gains))
+            self._last = (rows, self._build(rows, is_plain))
         return self._last[1]
 
-    def _build(self, rows: Rows, has_gains: bool) -> LoraBatch | None:
+    def _build(self, rows: Rows, is_plain: bool) -> LoraBatch | None:
         runs = _runs(rows)
         owned = [run for run in runs if run.owner is not None]
         if not owned:
@@ -105,7 +106,7 @@ class LoraBatcher:
         if self._is_grouped:
             ranges = [(run.start, run.stop, run.owner.index) for run in owned if run.owner is not None]
             groups = RowGroups(ranges, sum(count for _, count in rows), self._device, self._buffer)
-            return LoraBatch(tuple(owned), None, (), groups=groups, replayable=groups.replayable and not has_gains)
+            return LoraBatch(tuple(owned), None, (), groups=groups, replayable=groups.replayable and is_plain)
         if self._is_native:
             native = RowSegments([(run.start, run.stop, run.owner.rows) for run in owned if run.owner is not None])
             return LoraBatch(tuple(owned), native, (), self._batch_invariant)
@@ -181,12 +182,12 @@ class StepAdapters:
     ) -> LoraBatch | None:
         if not any(version is not None and applies(version) for version, _ in rows):
             return None
-        allocations, has_gains = [], False
+        allocations, is_plain = [], True
         for version, count in rows:
             allocation = None
             if version is not None and applies(version):
                 assert version.digest is not None
                 allocation = self._pool.allocation(version.digest)
-                has_gains |= version.has_gains
+                is_plain &= version.is_plain
             allocations.append((allocation, count))
-        return batcher.build(allocations, has_gains=has_gains)
+        return batcher.build(allocations, is_plain=is_plain)

@@ -95,7 +95,7 @@ class LoraBatch:
     """All runs, for the kernels of a CUDA device."""
     replayable: bool = False
     """True when a captured graph of the same batcher, for at least as many tokens, serves this step. The batcher's
-    buffer has no gains, so a step with gains runs without a graph."""
+    buffer has rank rows alone, so a step with gains or biases runs without a graph."""
     lookups: dict[EmbeddingSite, tuple[LoraRun, ...]] = field(default_factory=dict, compare=False)
     """Runs whose adapters have embeddings, by site. Cached, as a batch serves many steps."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -193,8 +194,10 @@ class PackedModules(NamedTuple):
 
     linears: PackedRows
     vocabulary: PackedRows
-    gains: Mapping[str, Tensor]
+    gains: Mapping[str, Tensor] = MappingProxyType({})
     """By module; see `LoraWeights.gain`."""
+    biases: Mapping[str, Tensor] = MappingProxyType({})
+    """By module: vector [out] that is added to the module's output."""
 
     @property
     def layout(self) -> ModelLayout:
@@ -209,7 +212,17 @@ class PackedModules(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of memory."""
-        return self.linears.num_bytes + self.vocabulary.num_bytes + sum(gain.nbytes for gain in self.gains.values())
+        vectors = sum(part.nbytes for part in (*self.gains.values(), *self.biases.values()))
+        return self.linears.num_bytes + self.vocabulary.num_bytes + vectors
+
+    @property
+    def is_plain(self) -> bool:
+        """True when it has rank rows and nothing else."""
+        return not self.gains and not self.biases
+
+    def has(self, name: str) -> bool:
+        """Return whether the adapter changes this module."""
+        return self.linears.has(name) or self.vocabulary.has(name) or name in self.biases
 
     def modules(self) -> dict[str, LoraWeights]:
         """Weights by module, as views."""

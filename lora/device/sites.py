@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ..files.tensor_keys import ModelModules, ModuleShape
 from .arena import RowArena
-from .dora import GainSites, head_weight, slice_weight, table_weight
+from .dora import head_weight, slice_weight, table_weight
 from .layers import EmbeddingSite, Live, LoraSite
 from .layout import LM_HEAD, ModelLayout, PackedModules, RowLayout
 from .pool import Allocation
+from .vectors import VectorSites
 
 if TYPE_CHECKING:
     from ...models.layers.embedding import Embedding
@@ -53,7 +54,7 @@ class AdapterSites:
         self.model = ModelModules(shapes, layout)
         """Modules that adapters may target, and the layout of their rows."""
         self._rows, self._vocabulary = (RowArena(part, device) for part in layout)
-        self._gains = GainSites(dtype, device)
+        self._vectors = VectorSites(dtype, device)
         for linear in self._linears:
             _reserve(linear, self.model)
         if embedding is not None:
@@ -77,7 +78,7 @@ class AdapterSites:
         self._rows.allocate(num_rows)
         for linear in self._linears:
             linear.lora = _site(self._rows, linear.in_features, linear.slices)
-            linear.gains = self._gains.add(linear.slices)
+            linear.gains = self._vectors.add(linear.slices)
         self._vocabulary.allocate(num_rows)
         if self._embedding is None:
             return
@@ -87,15 +88,15 @@ class AdapterSites:
         a, b = (self._vocabulary.rows[:, columns] for columns in self._vocabulary.layout.pieces[index])
         self._embedding.lookup_lora = EmbeddingSite(a, b, *_live(self._vocabulary, index, 1))
         self._embedding.head_lora = _site(self._vocabulary, hidden_size, head)
-        self._embedding.lookup_gains = self._gains.add([(table, hidden_size)])
-        self._embedding.head_gains = self._gains.add(head)
+        self._embedding.lookup_gains = self._vectors.add([(table, hidden_size)])
+        self._embedding.head_gains = self._vectors.add(head)
 
     def write(self, allocation: Allocation, packed: PackedModules) -> None:
         """Write an adapter's rows at all sites, and clear them where it has no weights. Thread-safe while no step uses
         these rows."""
         self._rows.write(allocation, packed.linears)
         self._vocabulary.write(allocation, packed.vocabulary)
-        self._gains.write(allocation, packed.gains)
+        self._vectors.write(allocation, packed.gains, packed.biases)
 
 
 def _reserve(linear: Linear, model: ModelModules) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,10 @@ from ...platform.core.adapter_files import CONFIG_FILE
 from ...platform.core.errors import AdapterError
 from ...platform.core.sampling_params import shown as shown_value
 from .patterns import Patterns
+from .peft_fields import check_fields
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_SHOWN_PATH = 200
-
-# Initializations that change the base model's weights too: without those changes the adapter means something else.
-_BASE_CHANGING_INITS = ("pissa", "corda", "olora", "loftq", "mica", "lora_ga")
 
 
 def adapter_error(message: str) -> AdapterError:
@@ -32,39 +29,6 @@ def shown(path: object) -> str:
     return repr(text if len(text) <= _MAX_SHOWN_PATH else f"{text[: _MAX_SHOWN_PATH - 1]}…")
 
 
-def _changes_base(value: Any) -> bool:
-    return isinstance(value, str) and value.lower().startswith(_BASE_CHANGING_INITS)
-
-
-def _trains_modules(value: Any) -> bool:
-    """Return whether modules other than embeddings and heads are trained in full. Of these two PEFT users often save
-    untrained copies; the reader of the file finds out whether they are."""
-    names = value or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        return True
-    return any(name.rpartition(".")[2] not in ("embed_tokens", "lm_head") for name in names)
-
-
-# (field, function that returns True for values that are not served, name of the feature). An absent field and a neutral
-# value are accepted. The tensors' keys say what target_modules and layers_to_transform say.
-_REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("modules_to_save", _trains_modules, "fully trained modules (modules_to_save)"),
-    ("bias", lambda value: value not in (None, "none"), "trained biases (bias other than 'none')"),
-    ("lora_bias", bool, "a bias on lora_B (lora_bias)"),
-    ("init_lora_weights", _changes_base, "init_lora_weights that changes the base weights"),
-    ("layer_replication", bool, "layer_replication"),
-    ("trainable_token_indices", bool, "trained embeddings (trainable_token_indices)"),
-    ("target_parameters", bool, "adapters on bare parameters (target_parameters)"),
-    ("alora_invocation_tokens", bool, "activated LoRA (alora_invocation_tokens)"),
-    ("use_qalora", bool, "QA-LoRA (use_qalora)"),
-    ("use_bdlora", bool, "block-diagonal LoRA (use_bdlora)"),
-    ("arrow_config", bool, "Arrow routing (arrow_config)"),
-    ("kasa_config", bool, "KaSA (kasa_config)"),
-    ("monteclora_config", bool, "MonteCLoRA (monteclora_config)"),
-    ("velora_config", bool, "VeLoRA (velora_config)"),
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeftConfig:
     """Fields of a PEFT configuration that decide what an adapter computes."""
@@ -75,13 +39,17 @@ class PeftConfig:
     rank_pattern: Patterns
     alpha_pattern: Patterns
     use_dora: bool
+    bias: str
+    """Which of the model's biases the file may have: "none", "all" or "lora_only"."""
+    lora_bias: bool
+    """True when every lora_B has a bias."""
     modules_to_save: tuple[str, ...]
     """Only embeddings and heads."""
 
     @property
     def form(self) -> tuple[Any, ...]:
         """All fields but those of the scales."""
-        return self.rank, self.rank_pattern.items, self.use_dora, self.modules_to_save
+        return self.rank, self.rank_pattern.items, self.use_dora, self.lora_bias, self.modules_to_save
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module, by its name in the model that PEFT was given."""
@@ -133,13 +101,7 @@ def read_config(folder: Path) -> PeftConfig:
         raise adapter_error(f"cannot read {shown(file)}: {str(error)[:200]}") from None
     if not isinstance(config, dict):
         raise adapter_error(f"{shown(file)} is not a JSON object")
-    if config.get("peft_type") != "LORA":
-        raise adapter_error(
-            f"{CONFIG_FILE}: peft_type {shown_value(config.get('peft_type'))} is not served; only 'LORA' is"
-        )
-    for name, refused, what in _REFUSED:
-        if refused(config.get(name)):
-            raise adapter_error(f"{CONFIG_FILE}: {what} is not served (got {name}={shown_value(config[name])})")
+    check_fields(config)
     return PeftConfig(
         rank=_positive("r", config.get("r"), integer=True),
         alpha=_positive("lora_alpha", config.get("lora_alpha"), integer=False),
@@ -147,5 +109,7 @@ def read_config(folder: Path) -> PeftConfig:
         rank_pattern=_pattern(config, "rank_pattern", integer=True),
         alpha_pattern=_pattern(config, "alpha_pattern", integer=False),
         use_dora=bool(config.get("use_dora")),
+        bias=str(config.get("bias") or "none"),
+        lora_bias=bool(config.get("lora_bias")),
         modules_to_save=tuple(config.get("modules_to_save") or ()),
     )

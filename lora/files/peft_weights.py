@@ -5,6 +5,7 @@ The tensors' keys and shapes say what is adapted; adapter_config.json says how i
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -12,11 +13,24 @@ import torch
 from torch import Tensor
 
 from ..device.layout import PackedModules
+from .biases import check_biases, read_biases
 from .peft_config import PeftConfig, adapter_error, read_config, shown
 from .read_plan import ReadPlans
 from .row_conversion import StoredModule, convert_modules
 from .tensor_file import TensorFile, open_tensors
-from .tensor_keys import MAGNITUDE, A, B, FileModule, ModelModules, ModuleShape, Owner, file_limits, group_keys
+from .tensor_keys import (
+    BIAS,
+    LORA_BIAS,
+    MAGNITUDE,
+    A,
+    B,
+    FileModule,
+    ModelModules,
+    ModuleShape,
+    Owner,
+    file_limits,
+    group_keys,
+)
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -59,25 +73,32 @@ class WeightsReader:
         modules = [
             stored
             for _, module in sorted(found.items())
+            if A in module.keys
             for stored in _split(module, config.scale_of(module.configured), file.shapes, known)
         ]
-        result = convert_modules(modules, lambda module: _read_tensors(module, file), self.model)
+        packed, digest = convert_modules(modules, lambda module: _read_tensors(module, file), self.model)
+        biased = [module for _, module in sorted(found.items()) if module.keys.keys() & {BIAS, LORA_BIAS}]
+        if biased:
+            biases, further = read_biases(biased, file, config, known)
+            return packed._replace(biases=biases), hashlib.sha256(digest + further).digest()
         if file.header is not None and not copies:
             self._plans.keep(modules, file.header, config.form)
-        return result
+        return packed, digest
 
     def _check_module(self, module: FileModule, config: PeftConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Refuse a rank above the limit, shapes that do not fit, and magnitudes where there should be none or some."""
         name, shape, rank = module.name, module.shape, config.rank_of(module.configured)
         if rank > self._max_rank:
             raise adapter_error(f"{name}: rank {rank} exceeds the limit max_lora_rank={self._max_rank}")
-        if config.use_dora != (MAGNITUDE in module.keys):
+        check_biases(module, config)
+        if A in module.keys and config.use_dora != (MAGNITUDE in module.keys):
             verb = "is missing: the configuration has" if config.use_dora else "has no use without"
             raise adapter_error(f"{name}: {MAGNITUDE} {verb} use_dora")
-        expected = {A: (rank, shape.in_features), B: (shape.out_features, rank), MAGNITUDE: (shape.out_features,)}
-        a, b = shapes[module.keys[A]], shapes[module.keys[B]]
-        if len(a) != 2 or len(b) != 2:
-            raise adapter_error(f"{name}: {A} and {B} must be matrices, got shapes {list(a)} and {list(b)}")
+        expected: dict[str, tuple[int, ...]] = dict.fromkeys((MAGNITUDE, LORA_BIAS, BIAS), (shape.out_features,))
+        expected |= {A: (rank, shape.in_features), B: (shape.out_features, rank)}
+        if any(len(shapes[module.keys[part]]) != 2 for part in (A, B) if part in module.keys):
+            a, b = (list(shapes[module.keys[part]]) for part in (A, B))
+            raise adapter_error(f"{name}: {A} and {B} must be matrices, got shapes {a} and {b}")
         for part, key in module.keys.items():
             if shapes[key] != expected[part]:
                 raise adapter_error(
@@ -119,7 +140,8 @@ def _split(
 
 
 def _read_tensors(stored: StoredModule, file: TensorFile) -> dict[str, Tensor]:
-    tensors = {part: file.read(key) for part, key in stored.module.keys.items()}
+    keys = stored.module.keys
+    tensors = {part: file.read(keys[part]) for part in (A, B, MAGNITUDE) if part in keys}
     for part, tensor in tensors.items():
         if tensor.dtype not in _FLOATS:
             raise adapter_error(f"{stored.module.name}: {part} has dtype {tensor.dtype}, which is not served")

@@ -71,7 +71,7 @@ class ReadPlan:
             update_digest(digest, conversion.result(group))
             yield_to_steps()
             conversion.place(group)
-        return PackedModules(packed, self._vocabulary, {}), digest.digest()
+        return PackedModules(packed, self._vocabulary), digest.digest()
 
 
 def _matrices(stored: StoredModule, header: Header, columns: dict[tuple[str, int], int]) -> Iterator[StoredMatrix]:

@@ -24,16 +24,21 @@ T = TypeVar("T")
 
 # Parts of a module's weights.
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
+LORA_BIAS, BIAS = "lora_B.bias", "bias"
 
 _KEY = re.compile(
-    r"^(?P<module>.+)\.(?:"
+    r"^(?P<module>.+?)\.(?:"
     r"(?P<linear>lora_[AB])(?:\.[^.]+)?\.weight"
     r"|lora_embedding_(?P<embedding>[AB])(?:\.[^.]+)?"
-    r"|(?P<magnitude>lora_magnitude_vector)(?:\.[^.]+)?(?:\.weight)?)$"
+    r"|(?P<magnitude>lora_magnitude_vector)(?:\.[^.]+)?(?:\.weight)?"
+    r"|lora_B(?:\.[^.]+)?\.(?P<lora_bias>bias)"
+    r"|(?:base_layer\.)?(?P<bias>bias))$"
 )
 # PEFT's save_pretrained copies the base weights of an adapted embedding or head into the adapter's file; a trained one
 # (modules_to_save) has the same key.
 _COPY = re.compile(r"^(?P<module>.+?)(?:\.base_layer|\.original_module|\.modules_to_save(?:\.[^.]+)?)?\.weight$")
+# State of VeLoRA's and MonteCLoRA's training, which their adapters do not need any more.
+_TRAINING_STATE = re.compile(r"\.lora_(?:velora|monteclora)_")
 # Wrappers that PEFT, torch.compile, FSDP, checkpointing and DDP put around a model while it is trained.
 _WRAPPERS = ("base_model.model.", "base_model.")
 _TRAINING_WRAPPERS = re.compile(
@@ -45,7 +50,7 @@ _INNER = ("", "model.", "transformer.", "gpt_neox.")
 _TEXT_MODEL = re.compile(r"(^|\.)language_model\.")
 _REFUSED_KEYS = (
     (re.compile(r"\.lora_magnitude_vector"), "DoRA is not served here"),
-    (re.compile(r"\.bias$"), "a trained bias is not served"),
+    (re.compile(r"\.bias$"), "a trained bias is served only for a linear module"),
     (re.compile(r"(^|\.)(lora_embedding_[AB]|embed_tokens)(\.|$)"), "an adapter on the embedding is not served"),
     (re.compile(r"(^|\.)lm_head\."), "an adapter on lm_head is not served"),
 )
@@ -71,7 +76,7 @@ class ModuleShape(NamedTuple):
     """Returns True for a tensor equal to the module's own weight, of which PEFT writes copies; None: copies are
     refused."""
     base: BaseWeight | None = None
-    """The weight for DoRA's gains; None: DoRA is refused."""
+    """The weights that DoRA's gains and trained biases refer to; None: both are refused."""
 
 
 class ModelModules(NamedTuple):
@@ -91,8 +96,8 @@ def file_limits(known: Mapping[str, ModuleShape], max_rank: int) -> FileLimits:
     """
     num_tensors, num_elements = _MORE_TENSORS, _MORE_ELEMENTS
     for shape in known.values():
-        num_tensors += 4
-        num_elements += max_rank * (shape.in_features + shape.out_features) + shape.out_features
+        num_tensors += 6
+        num_elements += max_rank * (shape.in_features + shape.out_features) + 3 * shape.out_features
         if shape.is_base is not None:
             num_elements += shape.in_features * shape.out_features
     return FileLimits(num_tensors, 8 * num_elements)
@@ -120,7 +125,7 @@ class FileModule:
     """Modules of the model: one, or those side by side in lora_B of the merged projection."""
     shape: ModuleShape
     keys: dict[str, str] = field(default_factory=dict)
-    """Key of each part: A, B, MAGNITUDE."""
+    """Key of each part: A, B, MAGNITUDE, LORA_BIAS, BIAS. A module that has no adapter may have BIAS alone."""
 
 
 def group_keys(
@@ -141,6 +146,8 @@ def group_keys(
         if len(key) > _MAX_KEY:
             raise adapter_error(f"a tensor's key has {len(key)} characters; at most {_MAX_KEY} are read")
         match = _matched(key)
+        if match is None and _TRAINING_STATE.search(key):
+            continue
         if match is None:
             copies[key] = _copied_module(key, known)
             continue
@@ -154,11 +161,11 @@ def group_keys(
             expected = "lora_embedding_A and lora_embedding_B" if module.shape.embedding else "lora_A and lora_B"
             raise adapter_error(f"{module.name}: an adapter here has {expected}, not {key}")
         module = modules.setdefault(module.name, module)
-        part = match["magnitude"] or match["linear"] or f"lora_{match['embedding']}"
+        part = _part(match)
         if part in module.keys:
             raise adapter_error(f"two tensors for the same weight: {module.keys[part]} and {key}")
         module.keys[part] = key
-    if not modules:
+    if not any(A in module.keys for module in modules.values()):
         raise adapter_error("the adapter holds no LoRA weights")
     _check_parts(modules)
     return modules, copies
@@ -168,12 +175,19 @@ def _check_parts(modules: Mapping[str, FileModule]) -> None:
     owners: dict[str, str] = {}
     for name, module in modules.items():
         for part in (A, B):
-            if part not in module.keys:
+            if part not in module.keys and set(module.keys) != {BIAS}:
                 raise adapter_error(f"{name}: {part} is missing")
         for target in module.targets:
             if target in owners:
                 raise adapter_error(f"two adapters for {target}: {owners[target]} and {name}")
             owners[target] = name
+
+
+def _part(match: re.Match[str]) -> str:
+    """Return the part of a module's weights that a key means."""
+    if match["lora_bias"]:
+        return LORA_BIAS
+    return match["magnitude"] or match["linear"] or match["bias"] or f"lora_{match['embedding']}"
 
 
 def _cached(parse: Callable[[str], T]) -> Callable[[str], T]:
@@ -222,7 +236,7 @@ def _copied_module(key: str, known: Mapping[str, ModuleShape]) -> str:
 
 
 def _unknown_module(key: str, module: str, owner: Owner) -> Exception:
-    _check_refused(key, f"{module}.")
+    _check_refused(key, key if key.endswith(".bias") else f"{module}.")
     return adapter_error(
         f"{owner.kind} mismatch: {owner.words} has no linear module {_unwrapped(module)!r} (tensor {key})"
     )

@@ -98,8 +98,8 @@ def make_files(setup: Setup, base: BaseWeight, is_base: Callable[[Tensor], bool]
 
 
 def encode_adapter(adapter: Adapter) -> tuple[dict[str, Any], list[memoryview]]:
-    """Return the message about an adapter, and the contents of its memory. Gains are never sent: they need the base."""
-    assert not any(part.gains for part in adapter.packed)
+    """Return the message about an adapter, and the contents of its memory. Only rank rows are sent."""
+    assert all(part.is_plain for part in adapter.packed)
     buffers: list[memoryview] = []
     offset, parts = 0, []
     for rows in (rows for packed in adapter.packed for rows in packed[:2]):
@@ -124,7 +124,7 @@ def decode_adapter(message: dict[str, Any], memory: int, files: AdapterFiles) ->
 
     def unpack(layout: ModelLayout) -> PackedModules:
         linears, vocabulary = (_view(next(parts), mapped, rows) for rows in layout)
-        return PackedModules(linears, vocabulary, {})
+        return PackedModules(linears, vocabulary)
 
     target, drafter = unpack(files.target.layout), unpack(files.drafter.layout)
     return Adapter(bytes.fromhex(message["digest"]), target, drafter, message["draft"])

@@ -47,7 +47,10 @@ def _no_base(*_: object) -> NoReturn:
 def answer(source: AdapterSource, files: AdapterFiles) -> tuple[dict[str, Any], int | None]:
     """Return the answer to one request, and the descriptor of the adapter's memory, which the caller must close."""
     try:
-        message, buffers = encode_adapter(files.read(source))
+        adapter = files.read(source)
+        if not all(part.is_plain for part in adapter.packed):
+            return {"unable": "it has more than rank rows"}, None
+        message, buffers = encode_adapter(adapter)
         return {"adapter": message}, _sealed(buffers)
     except _BaseNeededError as error:
         return {"unable": error.message}, None
@@ -79,7 +82,7 @@ def run(connection: socket.socket) -> None:
     message, descriptors = receive(connection)
     setup = Setup(*message)
     _yield_processors(descriptors)
-    files = make_files(setup, BaseWeight(_no_base, _no_base), _no_base)
+    files = make_files(setup, BaseWeight(_no_base, _no_base, _no_base), _no_base)
     if setup.native:
         library()
     asked = select.poll()

@@ -50,10 +50,14 @@ def _mix_modules(parts: Sequence[tuple[PackedModules, float]]) -> PackedModules:
     for packed, weight in parts:
         for name, weights in packed.modules().items():
             found.setdefault(name, []).append((weights, weight))
+    biases: dict[str, torch.Tensor] = {}
+    for packed, weight in parts:
+        for name, bias in packed.biases.items():
+            biases[name] = biases.get(name, 0) + weight * bias
     modules = {
         name: LoraWeights(
             torch.cat([part.a for part, _ in rows]), torch.cat([part.b * weight for part, weight in rows])
         )
         for name, rows in found.items()
     }
-    return parts[0][0].layout.pack(modules)
+    return parts[0][0].layout.pack(modules)._replace(biases=biases)

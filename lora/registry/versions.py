@@ -53,8 +53,8 @@ class AdapterVersion:
     """Bytes of host memory."""
     targets_head: bool = False
     """True when it adapts the model's lm_head."""
-    has_gains: bool = False
-    """True when it scales the model's base weights (DoRA)."""
+    is_plain: bool = True
+    """True when it has rank rows for the model and nothing else."""
     has_draft: bool = False
     """True when it brings weights for the drafter."""
     draft: str = ""
@@ -83,7 +83,7 @@ class AdapterVersion:
         """Note the facts about what was read."""
         self.digest = self.expected = adapter.digest
         self.rank, self.rows, self.num_bytes = adapter.target.rank, adapter.rows, adapter.num_bytes
-        self.targets_head, self.has_gains = adapter.targets_head, bool(adapter.target.gains)
+        self.targets_head, self.is_plain = adapter.targets_head, adapter.target.is_plain
         self.has_draft, self.draft = bool(adapter.drafter.rank), adapter.draft
         self.load_seconds = adapter.load_seconds
 

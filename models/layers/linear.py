@@ -32,16 +32,16 @@ class LoraSite(Protocol):
 
 
 class GainSite(Protocol):
-    """Gains of adapters with trained magnitudes (DoRA) at one layer."""
+    """Gains of adapters with trained magnitudes (DoRA), and adapters' biases, at one layer."""
 
     @property
     def written(self) -> int:
-        """Number of slots with gains; 0 when no adapter has any."""
+        """Not 0 when an adapter has a gain or a bias here."""
         ...
 
     def scale(self, y: Tensor, adapters: Any, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
-        """y [T, out] = (y - bias - residual) · each token's gains + bias + residual; other tokens do not change; y is
-        mutated."""
+        """y [T, out] = (y - bias - residual) · each token's gains + bias + residual + its adapter's bias; other tokens
+        do not change; y is mutated."""
 
 
 class Linear:

@@ -295,7 +295,7 @@ def test_a_base_mismatch_names_the_module(models, make_engine, tmp_path):
 # --- adapters on lm_head and embed_tokens ---
 
 WIDE = {
-    "head": {"r": 5, "target_modules": ["lm_head"]},
+    "head": {"r": 5, "target_modules": ["lm_head"], "lora_bias": True},
     "tokens": {"r": 3, "target_modules": ["embed_tokens", "q_proj"]},
     "both": {"r": 8, "target_modules": ["embed_tokens", "lm_head", "v_proj", "down_proj"]},
 }

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from outrider.lora.adapter import AdapterSource
-from outrider.lora.device import arena, batching, dora, layers
+from outrider.lora.device import arena, batching, layers, vectors
 from outrider.lora.device.batching import LoraBatcher, StepAdapters
 from outrider.lora.device.layout import LM_HEAD, LoraWeights
 from outrider.lora.device.pool import Allocation, RowPool
@@ -50,7 +50,9 @@ class Model:
             in_features = VOCAB if name == EMBEDDING else HIDDEN
             gain = torch.rand(out) + 0.5 if gains else None
             weights[name] = LoraWeights(torch.randn(rank, in_features), torch.randn(rank, out), gain)
-        self.sites.write(self.pool.allocate(key, rank), self.sites.model.layout.pack(weights))
+        biases = {name: torch.randn(part.b.shape[1]) for name, part in weights.items() if gains and name != EMBEDDING}
+        packed = self.sites.model.layout.pack(weights)._replace(biases=biases)
+        self.sites.write(self.pool.allocate(key, rank), packed)
 
     def rows(self, *items: tuple[bytes | None, int]) -> Rows:
         return [(self.pool.allocation(key) if key else None, count) for key, count in items]
@@ -70,7 +72,7 @@ class Model:
 @pytest.fixture
 def grouped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of a CUDA device, on the CPU with Triton's interpreter too."""
-    for module in (arena, batching, dora):
+    for module in (arena, batching, vectors):
         monkeypatch.setattr(module, "is_grouped", lambda dtype, device: True)
 
 
@@ -119,15 +121,15 @@ def test_rows_of_an_evicted_adapter_are_read_by_nobody(grouped: None, device: st
     assert not torch.equal(after[1], base[1])
 
 
-@pytest.mark.parametrize("has_gains", [False, True])
-def test_steps_with_gains_are_not_replayed(has_gains: bool, grouped: None, device: str) -> None:
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_steps_with_gains_are_not_replayed(is_plain: bool, grouped: None, device: str) -> None:
     model = Model(torch.device(device))
     steps = StepAdapters(model.pool, torch.float32, model.device, 8)
     version = AdapterVersion("x", AdapterSource("/x"))
-    version.digest, version.has_gains = b"plain", has_gains
+    version.digest, version.is_plain = b"plain", is_plain
     batch = steps.prepare([(version, 2), (None, 1)])
     assert batch is not None
-    assert batch.replayable != has_gains
+    assert batch.replayable == is_plain
     assert steps.prepare_head([(version, 1)]) is None
 
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.lora.device.dora import GainSites
 from outrider.lora.device.pool import Allocation
+from outrider.lora.device.vectors import VectorSites
 from outrider.models.layers.linear import Linear
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def step(*rows):
 
 
 def make_sites(dtype=torch.float32):
-    sites = GainSites(dtype, CPU)
+    sites = VectorSites(dtype, CPU)
     return sites, {name: sites.add(slices) for name, slices in SITES.items()}
 
 
@@ -46,20 +46,24 @@ modules = st.dictionaries(st.sampled_from(sorted(SIZES)), st.integers(-3, 3), ma
 
 @settings(max_examples=60, database=None)
 @given(writes=st.lists(st.tuples(st.sets(st.integers(0, 7), min_size=1, max_size=3), modules), max_size=12))
-def test_each_adapter_has_its_own_gains_for_as_long_as_it_has_its_rows(writes):
+def test_each_adapter_has_its_own_gains_and_biases_for_as_long_as_it_has_its_rows(writes):
     sites, at = make_sites()
     owners: dict[Allocation, dict[str, int]] = {}
     for rows, values in writes:
         owners = {owner: found for owner, found in owners.items() if not rows.intersection(owner.rows)}
         allocation = Allocation(b"x", tuple(sorted(rows)))
         owners[allocation] = values
-        sites.write(allocation, {name: torch.full((SIZES[name],), float(value)) for name, value in values.items()})
+        vectors = {name: torch.full((SIZES[name],), float(value)) for name, value in values.items()}
+        sites.write(allocation, vectors, {name: vector for name, vector in vectors.items() if name in "kv"})
         adapters = step((None, 1), *((owner, 1) for owner in owners), (None, 1))
         for name, slices in SITES.items():
             y = torch.full((len(owners) + 2, sum(size for _, size in slices)), 2.0)
             expected = y.clone()
             for token, found in enumerate(owners.values(), 1):
                 expected[token] *= torch.cat([torch.full((size,), float(found.get(n, 1))) for n, size in slices])
+                expected[token] += torch.cat(
+                    [torch.full((size,), found.get(n, 0.0) * (n in "kv")) for n, size in slices]
+                )
             assert torch.equal(scaled(at[name], y, adapters), expected)
 
 
@@ -69,8 +73,8 @@ def test_only_the_product_is_scaled_and_only_of_whom_it_concerns(dtype, lengths)
     sites, at = make_sites(dtype)
     a, b = Allocation(b"a", (0, 1)), Allocation(b"b", (5,))
     gains = {name: torch.rand(size) + 0.5 for name, size in SIZES.items()}
-    sites.write(a, gains)
-    sites.write(b, {})
+    sites.write(a, gains, {})
+    sites.write(b, {}, {})
     owners = (a, None, b, a)
     adapters = step(*zip(owners, lengths, strict=True))
     total = sum(lengths)
@@ -93,11 +97,11 @@ def test_steps_that_alternate():
     """Two passes of a step, each with its own tokens, and an adapter that comes between them."""
     sites, at = make_sites()
     a, b = Allocation(b"a", (0,)), Allocation(b"b", (1,))
-    sites.write(a, {"down": torch.full((6,), 3.0)})
+    sites.write(a, {"down": torch.full((6,), 3.0)}, {})
     first, second = step((a, 2), (b, 1)), step((b, 1), (a, 1))
     y = torch.ones(3, 6)
     assert scaled(at["down"], y, first)[:, 0].tolist() == [3, 3, 1]
-    sites.write(b, {"down": torch.full((6,), 5.0)})
+    sites.write(b, {"down": torch.full((6,), 5.0)}, {})
     assert scaled(at["down"], y[:2], second)[:, 0].tolist() == [5, 3]
     assert scaled(at["down"], y, first)[:, 0].tolist() == [3, 3, 5]
 

@@ -95,7 +95,7 @@ def test_trained_copies_are_refused(tmp_path, tied, where, element):
         ({f"{E}.lora_embedding_A": torch.ones(4, VOCAB + 1), f"{E}.lora_embedding_B": torch.ones(HIDDEN, 4)}, "301"),
         ({f"{E}.lora_embedding_A": torch.ones(4, VOCAB)}, "lora_B is missing"),
         ({f"{H}.lora_A.weight": torch.ones(4, HIDDEN), f"{H}.lora_B.weight": torch.ones(VOCAB - 1, 4)}, "299"),
-        ({f"{H}.bias": torch.ones(VOCAB)}, "trained bias"),
+        ({f"{H}.bias": torch.ones(VOCAB)}, "holds no LoRA weights"),
     ],
     ids=["linear keys", "embedding keys", "vocabulary", "half", "head", "bias"],
 )

@@ -52,6 +52,8 @@ def train(base, seed, *, init_lora_weights=False, **options):
     for name, parameter in model.named_parameters():
         if "lora_magnitude_vector" in name:
             parameter.data *= 1 + 0.3 * torch.randn_like(parameter)
+        elif parameter.requires_grad and name.endswith(".bias"):
+            parameter.data += torch.randn_like(parameter)
         elif "lora_B" in name and init_lora_weights in ("gaussian", "orthogonal"):  # no delta yet
             parameter.data += 0.3 * torch.randn_like(parameter)
     return model
@@ -71,7 +73,7 @@ class Engine:
 
     def __init__(self, path, paths, prompts, *, max_loras=8, dtype="float32", batch_invariant=False):
         self.model = load_model(path, dtype=dtype, batch_invariant=batch_invariant)
-        config = LoRAConfig(max_loras=max_loras, max_cpu_loras=32, max_lora_rank=8)
+        config = LoRAConfig(max_loras=max_loras, max_cpu_loras=max(32, max_loras), max_lora_rank=8)
         hooks = AdapterHooks(embedding=self.model.embedding, batch_invariant=batch_invariant)
         self.manager = AdapterManager(self.model.linears(), config, dtype, "cpu", hooks)
         self.kv = allocate_kv(self.model.kv_layers, 200, BLOCK_SIZE, getattr(torch, dtype))

@@ -22,7 +22,7 @@ BLOCK_SIZE = 8
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS = {
     "every": {"r": 6, "lora_alpha": 12, "target_modules": ALL},
-    "some": {"r": 3, "lora_alpha": 3, "target_modules": ["v_proj", "down_proj"], "use_rslora": True},
+    "some": {"r": 3, "lora_alpha": 3, "target_modules": ["v_proj", "down_proj"], "use_rslora": True, "lora_bias": True},
     "words": {"r": 4, "lora_alpha": 8, "target_modules": ["embed_tokens", "lm_head", "q_proj"]},
 }
 JOBS = [  # (number of tokens, weights of the adapters)

@@ -124,7 +124,7 @@ def magnitudes():
     return state
 
 
-def test_what_needs_the_bases_weights_is_left_to_the_thread(running, tmp_path):
+def test_what_needs_the_bases_weights_or_is_more_than_rank_rows_is_left_to_the_thread(running, tmp_path):
     dora = write_adapter(tmp_path / "dora", magnitudes(), use_dora=True)
     assert running.by_process(dora) is None
     assert running.by_thread(dora).packed[0].gains
@@ -132,6 +132,10 @@ def test_what_needs_the_bases_weights_is_left_to_the_thread(running, tmp_path):
     copy = write_adapter(tmp_path / "copy", copied)
     assert running.by_process(copy) is None
     assert running.by_thread(copy).rows == 4
+    biases = {f"{PREFIX}{module(i, name)}.lora_B.bias": torch.ones(SIZES[name][1]) for i in (0, 1) for name in SIZES}
+    biased = write_adapter(tmp_path / "biased", tensors() | biases, lora_bias=True)
+    assert running.by_process(biased) is None
+    assert len(running.by_thread(biased).target.biases) == len(biases)
     assert running.reader.pid is not None, "that is no failure of the process"
 
 
@@ -176,7 +180,7 @@ BROKEN = {
     "configuration": lambda folder: (folder / "adapter_config.json").write_text("{"),
     "other kind": lambda folder: config(folder, peft_type="IA3"),
     "rank": lambda folder: config(folder, r=9),
-    "bias": lambda folder: config(folder, bias="all"),
+    "bias": lambda folder: config(folder, bias="some"),
     "modules_to_save": lambda folder: config(folder, modules_to_save=["lm_head"]),
     "pattern": lambda folder: config(folder, rank_pattern={"(": 3}),
     "empty file": with_weights(b""),

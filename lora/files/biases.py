@@ -1,0 +1,62 @@
+"""Biases of an adapter: PEFT's `lora_bias` (a bias of lora_B) and `bias` (the model's own biases, trained).
+
+Both are vectors [out] that the adapter adds to a module's output: `scale · lora_B.bias`, and the trained bias less the
+base model's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from .peft_config import PeftConfig, adapter_error
+from .tensor_file import TensorFile
+from .tensor_keys import BIAS, LORA_BIAS, FileModule, ModuleShape
+
+
+def check_biases(module: FileModule, config: PeftConfig) -> None:
+    """Refuse (AdapterError) biases of which adapter_config.json says nothing, and missing ones."""
+    if config.lora_bias != (LORA_BIAS in module.keys) and set(module.keys) != {BIAS}:
+        verb = "is missing: the configuration has" if config.lora_bias else "has no use without"
+        raise adapter_error(f"{module.name}: {LORA_BIAS} {verb} lora_bias")
+    if BIAS in module.keys and config.bias == "none":
+        raise adapter_error(f"{module.name}: {module.keys[BIAS]} has no use: the configuration has bias='none'")
+
+
+def read_biases(
+    modules: Iterable[FileModule], file: TensorFile, config: PeftConfig, known: Mapping[str, ModuleShape]
+) -> tuple[dict[str, Tensor], bytes]:
+    """Return the vectors that an adapter adds, float32 [out] by module of the model, and their digest.
+
+    Raises:
+        AdapterError: a trained bias of a module that has none; numbers that are not finite.
+    """
+    biases: dict[str, Tensor] = {}
+    digest = hashlib.sha256(b"biases")
+    for module in modules:
+        for part in (LORA_BIAS, BIAS):
+            if part not in module.keys:
+                continue
+            values = file.read(module.keys[part]).float()
+            if not bool(torch.isfinite(values).all()):
+                raise adapter_error(f"{module.name}: {module.keys[part]} is not finite")
+            if part == LORA_BIAS:
+                values = values * config.scale_of(module.configured)
+            sizes = [known[target].out_features for target in module.targets]
+            for target, added in zip(module.targets, values.split(sizes), strict=True):
+                digest.update(f"{target}|{part}\n".encode())
+                digest.update(added.contiguous().view(torch.uint8).numpy().data)
+                if part == BIAS:
+                    added = added - _base_bias(module, known[target])
+                biases[target] = biases[target] + added if target in biases else added
+    return biases, digest.digest()
+
+
+def _base_bias(module: FileModule, shape: ModuleShape) -> Tensor:
+    bias = None if shape.base is None else shape.base.bias()
+    if bias is None:
+        raise adapter_error(f"{module.name}: {module.keys[BIAS]}: this module has no bias in the served model")
+    return bias.float().cpu()

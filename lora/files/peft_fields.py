@@ -1,0 +1,124 @@
+"""Fields of PEFT's `LoraConfig`: what each means here, and which values are refused.
+
+`tests/unit/lora` drives every field against PEFT; the table in docs/guides/adapters.md is made of this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ...platform.core.adapter_files import CONFIG_FILE
+from ...platform.core.errors import AdapterError
+from ...platform.core.sampling_params import shown
+
+# Initializations that change the base model's weights too: without those changes the adapter means something else.
+# `save_pretrained(..., path_initial_model_for_weight_conversion=...)` makes plain LoRA of them, and says so.
+_BASE_CHANGING_INITS = ("pissa", "corda", "olora", "loftq", "lora_ga")
+
+
+def _changes_base(value: Any) -> bool:
+    return isinstance(value, str) and value.lower().startswith(_BASE_CHANGING_INITS)
+
+
+def _trains_modules(value: Any) -> bool:
+    """Return whether modules other than embeddings and heads are trained in full. Of these two PEFT users often save
+    untrained copies; the reader of the file finds out whether they are."""
+    names = value or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return True
+    return any(name.rpartition(".")[2] not in ("embed_tokens", "lm_head") for name in names)
+
+
+class FieldRule(NamedTuple):
+    """One field."""
+
+    served: str
+    """Values that are served, for the documentation."""
+    refused: str = ""
+    """Values that are refused, for the documentation and the error; "" when there are none."""
+    is_refused: Callable[[Any], bool] = bool
+    """Returns True for a value that is refused. An absent field and a neutral value are accepted."""
+
+    def refuses(self, value: Any) -> bool:
+        """Return whether a value of adapter_config.json is refused."""
+        return bool(self.refused) and self.is_refused(value)
+
+
+_ANY = "any value"
+_KEYS = "any value; the names of the file's tensors say which modules are adapted"
+_TRAINING = "any value; it concerns training"
+
+FIELDS: dict[str, FieldRule] = {
+    "peft_type": FieldRule("`LORA`", "only LORA is", lambda value: value != "LORA"),
+    "task_type": FieldRule(_ANY),
+    "auto_mapping": FieldRule(_ANY),
+    "peft_version": FieldRule(_ANY),
+    "base_model_name_or_path": FieldRule("any value; shapes say whether the adapter fits"),
+    "revision": FieldRule(_ANY),
+    "inference_mode": FieldRule(_ANY),
+    "r": FieldRule("up to `--max-lora-rank`"),
+    "lora_alpha": FieldRule("any positive number"),
+    "rank_pattern": FieldRule("names and regular expressions"),
+    "alpha_pattern": FieldRule("names and regular expressions"),
+    "use_rslora": FieldRule(_ANY),
+    "use_dora": FieldRule(_ANY),
+    "target_modules": FieldRule(_KEYS),
+    "exclude_modules": FieldRule(_KEYS),
+    "layers_to_transform": FieldRule(_KEYS),
+    "layers_pattern": FieldRule(_KEYS),
+    "ensure_weight_tying": FieldRule(_KEYS),
+    "bias": FieldRule(
+        "`none`, `all`, `lora_only`: biases of linear projections",
+        "other values",
+        lambda value: value not in (None, "none", "all", "lora_only"),
+    ),
+    "lora_bias": FieldRule(_ANY),
+    "modules_to_save": FieldRule(
+        "`embed_tokens` and `lm_head`, where they equal the base model's",
+        "other fully trained modules",
+        _trains_modules,
+    ),
+    "trainable_token_indices": FieldRule("", "trained embeddings of some tokens"),
+    "init_lora_weights": FieldRule(
+        "all that leave the base model alone: booleans, `gaussian`, `orthogonal`, `eva`, `mica`",
+        "`pissa`, `olora`, `corda`, `loftq` and `lora_ga`, which change the base weights, unless "
+        "`path_initial_model_for_weight_conversion` made plain LoRA of them",
+        _changes_base,
+    ),
+    "fan_in_fan_out": FieldRule("any value; it concerns how the base model stores its weights"),
+    "lora_dropout": FieldRule(_TRAINING),
+    "loftq_config": FieldRule(_TRAINING),
+    "eva_config": FieldRule(_TRAINING),
+    "corda_config": FieldRule(_TRAINING),
+    "lora_ga_config": FieldRule(_TRAINING),
+    "velora_config": FieldRule(_TRAINING),
+    "monteclora_config": FieldRule(_TRAINING),
+    "megatron_config": FieldRule(_TRAINING),
+    "megatron_core": FieldRule(_TRAINING),
+    "runtime_config": FieldRule("never saved"),
+    "qalora_group_size": FieldRule("any value; only `use_qalora` reads it"),
+    "layer_replication": FieldRule("", "a model with repeated layers"),
+    "target_parameters": FieldRule("", "adapters on bare parameters"),
+    "alora_invocation_tokens": FieldRule("", "activated LoRA"),
+    "use_qalora": FieldRule("", "QA-LoRA"),
+    "use_bdlora": FieldRule("", "block-diagonal LoRA"),
+    "arrow_config": FieldRule("", "Arrow routing"),
+    "kasa_config": FieldRule("", "KaSA"),
+}
+
+
+def check_fields(config: dict[str, Any]) -> None:
+    """Refuse (AdapterError) a configuration with a value that is not served; the message names the field."""
+    for name, rule in FIELDS.items():
+        if rule.refuses(config.get(name)):
+            raise AdapterError(
+                f"{CONFIG_FILE}: {name}={shown(config.get(name))} is not served ({rule.refused})", param="lora_path"
+            )
+
+
+def fields_table() -> str:
+    """Return the table of the documentation."""
+    lines = ["| field | served | refused by name |", "|---|---|---|"]
+    lines += [f"| `{name}` | {rule.served or '-'} | {rule.refused or '-'} |" for name, rule in FIELDS.items()]
+    return "\n".join(lines) + "\n"
