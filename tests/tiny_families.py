@@ -42,6 +42,10 @@ _PHI4_ROPE = {
     "short_factor": [1.0 + i / 10 for i in range(6)],
     "long_factor": [1.0 + i for i in range(6)],
 }
+_ALL_HEADS = {"num_key_value_heads": 4}
+_QKV = ["q_proj", "k_proj", "v_proj"]
+_C_ATTN = ["c_attn", "c_proj", "c_fc"]
+_BY_HEAD = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
 FAMILIES: dict[str, Family] = {
     "gemma2": Family("Gemma2", {**_LOCAL, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}, SCALED),
     "gemma3": Family("Gemma3Text", {**_LOCAL, "num_hidden_layers": 3, "sliding_window_pattern": 3}, SCALED),
@@ -68,6 +72,19 @@ FAMILIES: dict[str, Family] = {
         SCALED,
     ),
     "glm4": Family("Glm4", {"head_dim": 16}, ATTENTION + MERGED),
+    "gpt2": Family("GPT2", _ALL_HEADS, [*_C_ATTN, "wte"]),
+    "bigcode": Family("GPTBigCode", {**_ALL_HEADS, "multi_query": False}, _C_ATTN),
+    "opt": Family("OPT", {**_ALL_HEADS, "ffn_dim": 80}, [*_QKV, "out_proj", "fc1", "fc2"]),
+    "opt-projected": Family(
+        "OPT",
+        {**_ALL_HEADS, "ffn_dim": 80, "do_layer_norm_before": False, "word_embed_proj_dim": 24},
+        [*_QKV, "out_proj", "fc1", "fc2", "project_in", "project_out"],
+    ),
+    "neox": Family("GPTNeoX", {**_ALL_HEADS, "hidden_size": 64}, _BY_HEAD),
+    "falcon": Family("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 80}, _BY_HEAD),
+    "phi": Family("Phi", _ALL_HEADS, [*_QKV, "dense", "fc1", "fc2"]),
+    "stablelm": Family("StableLm", {"hidden_size": 64, "use_qkv_bias": True}),
+    "starcoder2": Family("Starcoder2", {"sliding_window": 9}, [*ATTENTION, "c_fc", "c_proj"]),
 }
 
 

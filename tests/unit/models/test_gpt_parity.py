@@ -1,4 +1,4 @@
-"""GPT-2 and OPT: logits equal those of transformers, in chunks and from checkpoints of several forms."""
+"""Families of the GPT shape: forms beside those of `tiny_families`, checkpoints of old forms, batch invariance."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,18 +14,13 @@ from outrider.platform.core.errors import UnsupportedModelError
 CONTEXT = 64
 SIZES = {"num_key_value_heads": None, "max_position_embeddings": CONTEXT}
 CASES: dict[str, tuple[str, dict[str, object]]] = {
-    "gpt2": ("GPT2", {}),
-    "gpt2-untied": ("GPT2", {"n_inner": 72, "activation_function": "relu", "tie_word_embeddings": False}),
-    "opt": ("OPT", {"ffn_dim": 80}),
+    "gpt2": ("GPT2", {"n_inner": 72, "activation_function": "relu", "tie_word_embeddings": False}),
+    "bigcode-one-kv-head": ("GPTBigCode", {}),
     "opt-no-biases": ("OPT", {"ffn_dim": 72, "enable_bias": False, "activation_function": "gelu"}),
-    "opt-norms-after": ("OPT", {"ffn_dim": 80, "do_layer_norm_before": False, "word_embed_proj_dim": 24}),
-    "starcoder2": ("Starcoder2", {"num_key_value_heads": 2, "sliding_window": 9}),
-    "starcoder2-no-biases": ("Starcoder2", {"num_key_value_heads": 2, "use_bias": False, "tie_word_embeddings": False}),
-    "bigcode": ("GPTBigCode", {}),
-    "bigcode-heads": ("GPTBigCode", {"multi_query": False}),
+    "opt-projected": ("OPT", {"ffn_dim": 80, "do_layer_norm_before": False, "word_embed_proj_dim": 24}),
+    "neox-sequential": ("GPTNeoX", {"hidden_size": 64, "use_parallel_residual": False, "attention_bias": False}),
     "falcon-7b": ("Falcon", {"ffn_hidden_size": 80}),
     "falcon-heads": ("Falcon", {"ffn_hidden_size": 80, "multi_query": False, "parallel_attn": False, "bias": True}),
-    "falcon-40b": ("Falcon", {"ffn_hidden_size": 80, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon2": (
         "Falcon",
         {
@@ -33,14 +28,9 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
             **{"num_ln_in_parallel_attn": 1, "tie_word_embeddings": False},
         },
     ),
-    "neox": ("GPTNeoX", {"hidden_size": 64}),
-    "neox-sequential": ("GPTNeoX", {"hidden_size": 64, "use_parallel_residual": False, "attention_bias": False}),
     "phi": ("Phi", {}),
-    "stablelm": ("StableLm", {"num_key_value_heads": 2, "hidden_size": 64}),
-    "stablelm-parallel": (
-        "StableLm",
-        {"num_key_value_heads": 4, "hidden_size": 64, "use_qkv_bias": True, "use_parallel_residual": True},
-    ),
+    "stablelm-parallel": ("StableLm", {"num_key_value_heads": 4, "hidden_size": 64, "use_parallel_residual": True}),
+    "starcoder2": ("Starcoder2", {"num_key_value_heads": 2, "use_bias": False, "tie_word_embeddings": False}),
 }
 
 
