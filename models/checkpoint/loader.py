@@ -1,4 +1,4 @@
-"""Loading of a model from a HF directory or hub id."""
+"""Loading of a model from a HF directory, a hub id or a GGUF file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from ..config import DTYPES, config_from_hf, stored_dtype
 from ..decoder import Decoder
 from ..layers.embedding import LM_HEAD
 from ..layers.weights import WeightSlot
-from .json_files import read_json
+from .gguf_file import is_gguf, read_gguf
+from .json_files import read_model_config
 from .weight_files import StoredTensor, load_into, misfits, read_weights
 
 _MAX_SHOWN = 200
@@ -41,7 +42,7 @@ _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$|\.(?:attn|attention)\.(?:masked
 def resolve_model_path(
     name_or_path: str | Path, *, draft: bool = False, revision: str | None = None, cache_dir: str | None = None
 ) -> Path:
-    """Folder of a model: a local directory itself, or a hub id, downloaded or found in the hub's cache.
+    """Folder of a model: a local directory itself, or a hub id, downloaded or found in the hub's cache. Or a GGUF file.
 
     Args:
         draft: the files are a draft head's.
@@ -54,14 +55,15 @@ def resolve_model_path(
     name = str(name_or_path)
     try:
         local = Path(name_or_path).expanduser()
-        if local.is_dir():
+        if local.is_dir() or (not draft and is_gguf(local) and local.is_file()):
             return local
         exists = local.exists()
     except (OSError, RuntimeError) as error:  # a name that is too long; "~nobody"
         reason = getattr(error, "strerror", None) or str(error)
         raise NotFoundError(f"model {name[:_MAX_SHOWN]!r}: {reason}", param="model") from error
     if exists or name.count("/") > 1 or name.startswith((".", "/", "~")):
-        raise NotFoundError(f"model {name!r}: there is no such directory", param="model")
+        what = "file" if is_gguf(name) else "directory"
+        raise NotFoundError(f"model {name!r}: there is no such {what}", param="model")
     from huggingface_hub import snapshot_download
 
     patterns = _HUB_FILES_OF_DRAFTS if draft else _HUB_FILES
@@ -81,7 +83,7 @@ def resolve_model_path(
 
 
 def read_facts(path: str | Path, served_dtype: str | None = None, kv_cache_dtype: str = "auto") -> ModelFacts:
-    """Facts about a model for `platform.core.config.resolve`, from config.json alone.
+    """Facts about a model for `platform.core.config.resolve`, from config.json or the head of a GGUF file alone.
 
     `served_dtype` None or "auto" means the stored dtype; for `kv_cache_dtype` see `models.batch.kv_dtype`.
 
@@ -89,7 +91,7 @@ def read_facts(path: str | Path, served_dtype: str | None = None, kv_cache_dtype
         NotFoundError: there is no config.json.
         UnsupportedModelError: a model that is not served.
     """
-    raw = read_json(Path(path) / "config.json")
+    raw = read_model_config(path)
     stored = stored_dtype(raw)
     served = stored if served_dtype in (None, "auto") else served_dtype
     config = config_from_hf(raw, DTYPES[served])
@@ -119,8 +121,8 @@ def load_model(
 
     Args:
         dtype: "auto" (as stored), "float32", "bfloat16" or "float16".
-        load_format: "auto": safetensors files, else pickles of tensors; "dummy": random weights from `seed`, of which
-            config.json suffices.
+        load_format: "auto": the GGUF file, or safetensors files, else pickles of tensors; "dummy": random weights from
+            `seed`, of which config.json suffices.
         progress: show a progress bar on stderr.
         batch_invariant: see `DecoderConfig`.
 
@@ -130,7 +132,7 @@ def load_model(
         InvalidRequestError: the files do not hold the model's tensors; the message names them.
     """
     path = Path(path)
-    raw = read_json(path / "config.json")
+    raw = read_model_config(path)
     name = stored_dtype(raw) if dtype == "auto" else dtype
     if name not in DTYPES:
         raise InvalidRequestError(f"dtype must be auto or one of {', '.join(DTYPES)}; got {dtype!r}", param="dtype")
@@ -173,13 +175,17 @@ def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: Decoder) ->
         NotFoundError: a file is missing.
         InvalidRequestError: a file is damaged, or tensors are missing, unexpected or of the wrong shape.
     """
-    tensors = read_weights(path, "model", hint=_NO_WEIGHTS)
-    for name, renamed in model.renamed_slots().items():
+    config, renamed = model.config, model.renamed_slots()
+    if is_gguf(path):
+        tensors = read_gguf(path, [*slots, *renamed], config.num_layers, (config.num_heads, config.num_kv_heads))
+    else:
+        tensors = read_weights(path, "model", hint=_NO_WEIGHTS)
+    for name, other in renamed.items():
         if name in tensors:
-            for replaced in renamed.replaced:
+            for replaced in other.replaced:
                 del slots[replaced]
-            slots[name] = renamed.slot
-    ignored = {LM_HEAD} if model.config.tie_word_embeddings else set()
+            slots[name] = other.slot
+    ignored = {LM_HEAD} if config.tie_word_embeddings else set()
     tensors = {_with_prefix(name, slots): tensor for name, tensor in tensors.items()}
     shapes = {n: t.shape for n, t in tensors.items() if n not in ignored and not _COMPUTED.search(n)}
     problems = misfits(slots, shapes)

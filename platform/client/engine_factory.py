@@ -112,7 +112,9 @@ def _tokenizer_path(args: EngineArgs, info: EngineInfo) -> str | Path:
     name = args.tokenizer if args.tokenizer is not None else args.model
     if name is None or (args.tokenizer is None and args.tokenizer_revision in (None, args.revision)):
         return info.model
-    if Path(name).is_dir():
+    from ...models.checkpoint.gguf_file import is_gguf
+
+    if Path(name).is_dir() or is_gguf(name):
         return name
     from ...models.checkpoint.loader import resolve_model_path
 

@@ -124,6 +124,10 @@ def test_the_model_answers_to_the_name_it_was_started_with(tmp_path, monkeypatch
     assert {resolved, f"{resolved}/", "acme/tiny-1b"} <= set(config.model_aliases)
     _, config = resolve("Qwen/Qwen3-0.6B")
     assert (config.served_model_names, config.model_aliases) == (("Qwen3-0.6B",), ("Qwen/Qwen3-0.6B",))
+    (tmp_path / "tiny.Q8_0.gguf").touch()
+    _, config = resolve("tiny.Q8_0.gguf")
+    assert config.served_model_names == ("tiny.Q8_0",)
+    assert {"tiny.Q8_0.gguf", str(tmp_path / "tiny.Q8_0.gguf")} <= set(config.model_aliases)
     _, config = resolve("my-model", "--served-model-name", "one")
     assert (config.served_model_names, config.model_aliases) == (("one",), ())
     with pytest.raises(InvalidRequestError, match="the model's own name"):
