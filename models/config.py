@@ -98,6 +98,16 @@ class DecoderConfig:
         return tuple(dict.fromkeys(self.layer_ropes)) or (self.rope,)
 
     @property
+    def is_plain(self) -> bool:
+        """True: embeddings, layers and head are computed as Llama's, but for norms of queries and keys."""
+        factors = self.embedding_scale, self.residual_scale, self.logit_scale
+        others = self.block, self.experts, self.attention_scale, self.attention_cap, self.logit_cap
+        merged = self.merged_qkv or self.merged_gate_up or self.qk_norm_wide or bool(self.layer_ropes)
+        is_usual = self.norms == PRE_NORMS and self.norm_offset == 0.0 and self.hidden_act == "silu"
+        whole = self.rope.rotary_dim is None and not self.rope.interleaved
+        return is_usual and whole and not merged and factors == (1.0, 1.0, 1.0) and others == (None,) * len(others)
+
+    @property
     def embedding_size(self) -> int:
         """Elements of a token's embedding, and of a state that the head reads."""
         return (self.block and self.block.embedding_size) or self.hidden_size

@@ -70,8 +70,17 @@ inline void separate_pairs(float* x, int64_t size) {
     std::memcpy(x + size / 2, odd, size / 2 * sizeof(float));
 }
 
-// y = x, normalised and rotated; `head` counts query heads, then KV heads. y has room for whole vectors. Pairs that
-// are neighbours in x are apart in y, of queries and keys alike.
+// Undoes separate_pairs.
+inline void join_pairs(float* x, int64_t size) {
+    float first[MAX_DIM / 2];
+    std::memcpy(first, x, size / 2 * sizeof(float));
+    for (int64_t i = 0; i < size / 2; i++) {
+        x[2 * i + 1] = x[size / 2 + i];
+        x[2 * i] = first[i];
+    }
+}
+
+// y = x, normalised and rotated; `head` counts query heads, then KV heads. y has room for whole vectors.
 template <typename E>
 void prepare_head(const Step& step, const Layer& layer, const E* x, int64_t token, int64_t head, float* y) {
     const int64_t dim = step.head_dim, half = step.rotary_dim / 2;
@@ -98,6 +107,7 @@ void prepare_head(const Step& step, const Layer& layer, const E* x, int64_t toke
         store(y + i, first * load(cos + i, count) + second * load(sin + i, count), count);
         store(y + half + i, second * load(cos + half + i, count) + first * load(sin + half + i, count), count);
     }
+    if (step.interleaved) join_pairs(y, 2 * half);
     for (int64_t i = 2 * half; i < dim; i += LANES) store(y + i, load(plain + i, dim - i), dim - i);
 }
 

@@ -234,7 +234,7 @@ def _attend_capped(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None,
     kv_heads, num_keys = keys.shape[1:3]
     if bias is None:
         bias = q.new_full((queries, num_keys), -torch.inf).triu_(1)
-    folded = q.view(kv_heads, -1, head_dim)
+    folded = q.reshape(kv_heads, -1, head_dim)
     mask = (bias < 0).expand(heads // kv_heads, -1, -1).reshape(1, -1, num_keys)
     scores = torch.bmm(folded, keys[0].transpose(1, 2)).mul_(options.scale or head_dim**-0.5)
     scores = soft_cap(scores, options.soft_cap or 1.0).masked_fill_(mask, -torch.inf)

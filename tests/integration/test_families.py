@@ -3,6 +3,8 @@ preemption. A family joins with a row in `tiny_families`."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -73,3 +75,20 @@ def test_preemption(make_engine, run, served):
     engine = engine_of(make_engine, served, block_size=16, num_gpu_blocks_override=14, enable_prefix_caching=False)
     served.check(run(engine, served.jobs))
     assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa"])
+def test_heads_share_scaled_embeddings_and_capped_logits(make_engine, run, method, tmp_path):
+    """Heads of random weights change no text."""
+    served = Served(tmp_path, FAMILIES["gemma2"])
+    config = {"hidden_size": 48, "vocab_size": 131, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    if method == "medusa":
+        config = {"hidden_size": 48, "vocab_size": 131, "medusa_num_heads": 2, "medusa_num_layers": 1}
+    config |= {"num_attention_heads": 4, "intermediate_size": 64, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    served.jobs = served.jobs[::2]
+    options = {"enable_lora": False, "load_format": "dummy", "max_num_seqs": 4}
+    plain = run(engine_of(make_engine, served, **options), served.jobs)
+    speculation = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 2}
+    drafted = run(engine_of(make_engine, served, speculative_config=speculation, **options), served.jobs)
+    assert [outcome.token_ids for outcome in drafted] == [outcome.token_ids for outcome in plain]

@@ -10,7 +10,9 @@ from torch import Tensor
 from outrider.kernels import act_and_mul as silu_op
 from outrider.kernels import rms_norm as norm_op
 from outrider.kernels.act_and_mul.native import act_and_mul
+from outrider.kernels.dispatch import has_triton
 from outrider.kernels.native import library
+from outrider.kernels.paged_attention import DEFAULT_OPTIONS, AttentionOptions
 from outrider.kernels.rms_norm import NormWeight, prepare
 from outrider.kernels.rms_norm.native import rms_norm
 from outrider.kernels.rope import Rotation
@@ -114,9 +116,17 @@ class Layer:
         both = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).to(dtype)
         self.rotation = Rotation(both[:, 0], both[:, 1])
 
-    def run(self, name: str, *, window: int | None = None, norm: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
+    def run(
+        self,
+        name: str,
+        *,
+        window: int | None = None,
+        norm: RMSNorm | None = None,
+        options: AttentionOptions = DEFAULT_OPTIONS,
+    ) -> tuple[Tensor, Tensor]:
         """(attention, keys and values written) by the backend called `name`."""
-        spec = AttentionSpec(self.heads, self.kv_heads, self.dim, frozenset({window}), self.dtype, torch.device("cpu"))
+        shape = self.heads, self.kv_heads, self.dim
+        spec = AttentionSpec(*shape, frozenset({window}), self.dtype, torch.device("cpu"), options)
         backend = make_backend(name, spec)
         kv = type(self.kv)(self.kv.k.clone(), self.kv.v.clone())
         plan = backend.plan(self.rows, self.positions, self.block_size)
@@ -148,6 +158,43 @@ def test_attention_of_a_projection_is_that_of_torch(shape, block_size, window, q
     expected, reference = layer.run("torch", window=window, norm=norm)
     close(written, reference, 2.0)
     close(got, expected, 5.0)
+
+
+OPTIONS = {
+    "scale": AttentionOptions(scale=0.5),
+    "cap": AttentionOptions(soft_cap=1.5),
+    "part": AttentionOptions(rotary_dim=20),
+    "neighbours": AttentionOptions(interleaved=True),
+    "all": AttentionOptions(scale=0.3, soft_cap=2.0, rotary_dim=16, interleaved=True),
+}
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_are_those_of_torch_in_every_backend(options: AttentionOptions, window: int | None) -> None:
+    layer = Layer([(5, 2), (40, 1), (0, 30), (17, 5), (0, 1)], (4, 2, 32), 16, torch.float32)
+    norm = head_norm((4, 2, 32), torch.float32)
+    plain = layer.run("torch", window=window, norm=norm)[0]
+    half = (options.rotary_dim or 32) // 2
+    parts = [torch.cat((x[..., :half], x[..., 16 : 16 + half]), -1) for x in layer.rotation[:2]]
+    layer.rotation = Rotation(*parts)
+    expected = layer.run("torch", window=window, norm=norm, options=options)
+    assert not torch.allclose(expected[0], plain, atol=1e-2)
+    for name in ("native", "invariant", *(["triton"] if has_triton() else [])):
+        for got, wanted in zip(layer.run(name, window=window, norm=norm, options=options), expected, strict=True):
+            torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5, msg=name)
+
+
+def test_scores_are_scaled_and_capped() -> None:
+    """A query against two keys, by hand."""
+    layer = Layer([(1, 1)], (1, 1, 4), 4, torch.float32)
+    layer.rotation = Rotation(torch.ones(1, 1, 4), torch.zeros(1, 1, 4))
+    q, key, value = layer.qkv.view(3, 4)
+    out, kv = layer.run("torch", options=AttentionOptions(scale=2.0, soft_cap=0.7))
+    block = layer.rows.block_tables[0][0]
+    keys, values = torch.stack((kv[0, 0, block, 0], key)), torch.stack((kv[1, 0, block, 0], value))
+    weights = torch.softmax(0.7 * torch.tanh(2.0 * (keys @ q) / 0.7), 0)
+    torch.testing.assert_close(out[0], weights @ values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -100,11 +100,14 @@ def _check_greedy(reference: torch.nn.Module, prompts: dict, run: Callable, last
         assert logits[len(prompts[row]) - 1 :].argmax(-1).tolist() == text
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("case", "dtype"), [("llama-gqa-tied", torch.float16), *((case, torch.bfloat16) for case in ("qwen3", *FAMILIES))]
+)
 def test_half_precision_is_as_close_to_float32_as_transformers(
-    dtype: torch.dtype, save_tiny: Callable, driver: Callable
+    case: str, dtype: torch.dtype, save_tiny: Callable, driver: Callable
 ) -> None:
-    path, reference = save_tiny("Llama", dtype=dtype)
+    family, config = CASES[case]
+    path, reference = save_tiny(family, dtype=dtype, **config)
     tokens = torch.randint(0, 131, (30,), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         theirs = reference(tokens[None]).logits[0].float()
