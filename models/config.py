@@ -171,7 +171,14 @@ def config_from_hf(raw: Mapping[str, Any], dtype: torch.dtype) -> DecoderConfig:
         UnsupportedModelError: the architecture or one of its fields is not supported; `param` names the field.
     """
     architecture = architecture_of(raw)
-    return decoder_config(raw, architecture, dtype, FAMILIES[architecture])
+    traits = FAMILIES[architecture]
+    try:
+        return decoder_config(raw, architecture, dtype, traits)
+    except UnsupportedModelError as error:
+        ours, theirs = error.param or "", traits.keys.get(error.param or "")
+        if theirs is None or theirs not in raw:
+            raise
+        raise wrong(theirs, error.message.removeprefix(f"config.json: {ours} ")) from None
 
 
 def decoder_config(

@@ -1,5 +1,7 @@
 """Families of the GPT shape: forms beside those of `tiny_families`, checkpoints of old forms, batch invariance."""
 
+import contextlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,9 +96,18 @@ def test_checkpoints_of_the_inner_model(family: str, prefix: str, save_tiny: Cal
         ("OPTForCausalLM", "word_embed_proj_dim", 0),
         ("OPTForCausalLM", "layer_norm_elementwise_affine", False),
         ("OPTForCausalLM", "activation_function", "silu"),
+        ("GPT2LMHeadModel", "n_embd", "x"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(architecture: str, field: str, value: object) -> None:
-    with pytest.raises(UnsupportedModelError) as caught:
+def test_what_is_not_served_is_refused_by_its_own_name(architecture: str, field: str, value: object) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"config.json: {field} ") as caught:
         config_from_hf({"architectures": [architecture], field: value}, torch.float32)
-    assert caught.value.param in (field, "hidden_act")
+    assert caught.value.param == field
+
+
+def test_junk_in_any_field_is_read_or_refused(case: tuple) -> None:
+    raw = json.loads((case[0] / "config.json").read_text())
+    for field in raw:
+        for junk in ("x", [], {}, -1, 0, 1.5, float("nan"), 10**30, True, None, [[1]]):
+            with contextlib.suppress(UnsupportedModelError):
+                config_from_hf({**raw, field: junk}, torch.float32)
