@@ -9,12 +9,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Activation = Callable[[Tensor], Tensor]
+from ...kernels.act_and_mul.native import gelu as native_gelu
 
-_GELU_TANH = partial(F.gelu, approximate="tanh")
+Activation = Callable[..., Tensor]
+
+
+def _gelu(x: Tensor, *, tanh: bool, by_rows: bool = False) -> Tensor:
+    y = native_gelu(x, tanh=tanh)
+    if y is not None:
+        return y
+    approximate = "tanh" if tanh else "none"
+    if not by_rows or len(x) <= 1:
+        return F.gelu(x, approximate=approximate)
+    return torch.cat([F.gelu(row, approximate=approximate) for row in x.split(1)])
+
+
+_GELU_TANH = partial(_gelu, tanh=True)
 PLAIN_ACTIVATIONS: dict[str, Activation] = {
     "relu": torch.relu_,
-    "gelu": F.gelu,
+    "gelu": partial(_gelu, tanh=False),
     "gelu_new": _GELU_TANH,
     "gelu_fast": _GELU_TANH,
     "gelu_pytorch_tanh": _GELU_TANH,
@@ -25,10 +38,8 @@ PLAIN_ACTIVATIONS: dict[str, Activation] = {
 def plain_activation(name: str, *, batch_invariant: bool) -> Activation:
     """Activation `name` of x [T, I].
 
-    With `batch_invariant` each row is computed by itself: the functions of a vector's lane and of a leftover element
-    differ in the last bit.
+    With `batch_invariant` torch computes each row by itself: its functions of a vector's lane and of a leftover element
+    differ in the last bit. The native kernel needs no such care.
     """
     function = PLAIN_ACTIVATIONS[name]
-    if not batch_invariant or name == "relu":
-        return function
-    return lambda x: torch.cat([function(row) for row in x.split(1)]) if len(x) else x
+    return partial(function, by_rows=True) if batch_invariant and name != "relu" else function

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider.models.checkpoint.loader import load_model
 from outrider.models.config import config_from_hf
+from outrider.models.layers.activation import plain_activation
 from outrider.platform.core.errors import UnsupportedModelError
 
 CONTEXT = 64
@@ -111,3 +112,14 @@ def test_junk_in_any_field_is_read_or_refused(case: tuple) -> None:
         for junk in ("x", [], {}, -1, 0, 1.5, float("nan"), 10**30, True, None, [[1]]):
             with contextlib.suppress(UnsupportedModelError):
                 config_from_hf({**raw, field: junk}, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gelu", "gelu_new"])
+def test_gelu(name: str, dtype: torch.dtype) -> None:
+    x = torch.randn(7, 83, generator=torch.Generator().manual_seed(4)).mul(4).to(dtype)
+    x[0, :4] = torch.tensor([0.0, -30.0, 30.0, 1e-20])
+    exact = torch.nn.functional.gelu(x.double(), approximate="tanh" if name == "gelu_new" else "none")
+    ours = plain_activation(name, batch_invariant=True)(x)
+    torch.testing.assert_close(ours.double(), exact, atol=2e-6, rtol=2e-6 if dtype == torch.float32 else 5e-3)
+    assert torch.equal(plain_activation(name, batch_invariant=True)(x[2:3]), ours[2:3])
