@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 import subprocess
@@ -40,12 +41,21 @@ class RealModel:
         self.gguf: Path = tools.real_gguf_path(name, cache)
         self.folder: Path = tools.real_model_path(name, cache)
         self.adapters: dict[str, LoRARequest] = {}
+        self._base: Any = None
 
     def reference(self, adapter: LoRARequest | None = None) -> Any:
+        """The file as transformers reads it, in float32; the folder's weights were rounded to bfloat16."""
         from peft import PeftModel
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GgufConfig
 
-        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+        if self._base is None:
+            self._base = AutoModelForCausalLM.from_pretrained(
+                self.gguf.parent,
+                gguf_file=self.gguf.name,
+                dtype=torch.float32,
+                quantization_config=GgufConfig(dequantize=True),
+            )
+        model = copy.deepcopy(self._base)
         return (model if adapter is None else PeftModel.from_pretrained(model, adapter.path)).eval()
 
     def train_adapters(self) -> None:
