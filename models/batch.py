@@ -136,8 +136,8 @@ class ForwardBatch:
     """[T] int64"""
     positions: Tensor
     """[T] int64"""
-    rotation: Rotation
-    """Angles in the model's dtype."""
+    rotations: tuple[Rotation, ...]
+    """Angles in the model's dtype, for each of the model's rotations; most models have one."""
     attention: Any
     """Plan of the attention backend."""
     kv: Sequence[LayerKV]
@@ -200,14 +200,14 @@ def build_batch(rows: SequenceRows, model: PagedModel, kv: Sequence[LayerKV], ad
         attention.settle(rows.overshoot, on_device)
     long_prompts = rows.long_prompts(model.rope.short_context)
     in_long = to_device(np.repeat(long_prompts, rows.query_lens), model.device) if long_prompts else None
-    rotation = model.rope.rotation(on_device, end, in_long, gathers=not model.attention.looks_up_angles)
+    rotations = model.rope.rotations(on_device, end, in_long, gathers=not model.attention.looks_up_angles)
     input_ids = to_device(np.array(rows.token_ids, dtype=np.int64), model.device)
     for tokens in rows.device_tokens:
         tokens.fill(input_ids)
     return ForwardBatch(
         input_ids=input_ids,
         positions=on_device,
-        rotation=rotation,
+        rotations=rotations,
         attention=attention,
         kv=kv,
         adapters=adapters,

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import rms_norm as norms
+from outrider.kernels.act_and_mul import act_and_mul
 from outrider.kernels.paged_attention import CACHE_FLOAT8
 from outrider.kernels.penalties import COUNT_BITS, Penalised, penalise
 from outrider.kernels.rope import Rotation
 from outrider.kernels.sampling import filter_logits, row_stats, top_logprobs
-from outrider.kernels.silu_mul import silu_mul
 from outrider.kernels.verification import INVARIANT, REJECTION, pack, verify
 from outrider.models.attention import AttentionSpec
 from outrider.models.batch import LayerKV, SequenceRows
@@ -103,10 +103,10 @@ def dense(num_tokens: int, hidden: int, inner: int) -> Iterator[Case]:
 
     def silu(device: str) -> Callable[[], object]:
         x = torch.randn(num_tokens, 2 * inner, dtype=BF16, device=device)
-        return lambda: silu_mul(x)
+        return lambda: act_and_mul(x)
 
     yield Case(f"rms_norm {num_tokens} x {hidden}", norm, 2 * num_tokens * hidden * 2)
-    yield Case(f"silu_mul {num_tokens} x {inner}", silu, 2 * num_tokens * inner * 3)
+    yield Case(f"act_and_mul {num_tokens} x {inner}", silu, 2 * num_tokens * inner * 3)
 
 
 def sampling(num_rows: int, vocab: int) -> Iterator[Case]:

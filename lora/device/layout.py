@@ -231,8 +231,8 @@ class PackedModules(NamedTuple):
 
 
 class ModelLayout(NamedTuple):
-    """Layouts of one model. Vocabulary modules have their own: they are as wide as the vocabulary, and few adapters
-    have them."""
+    """Layouts of one model. Vocabulary modules and experts have their own: they are as wide as the vocabulary, or very
+    many, and few adapters have them."""
 
     linears: RowLayout
     vocabulary: RowLayout

@@ -19,7 +19,6 @@ from ...platform.core.errors import InvalidRequestError, NotFoundError
 from ..batch import kv_dtype
 from ..config import DTYPES, config_from_hf, stored_dtype
 from ..decoder import Decoder
-from ..layers.embedding import LM_HEAD
 from ..layers.weights import WeightSlot
 from .gguf_file import is_gguf, read_gguf
 from .json_files import read_model_config
@@ -34,7 +33,7 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 # Files of draft heads, which are often published as pickles of tensors.
 _HUB_FILES_OF_DRAFTS = ["*.json", "*.safetensors", "*.bin", "*.pt"]
 # Name of the model within the causal one: checkpoints of the inner model lack it.
-_PREFIXES = ("model.", "transformer.")
+_PREFIXES = ("model.", "transformer.", "gpt_neox.")
 # Buffers that old checkpoints store although they follow from the config.
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$|\.(?:attn|attention)\.(?:masked_)?bias$")
 
@@ -185,7 +184,7 @@ def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: Decoder) ->
             for replaced in other.replaced:
                 del slots[replaced]
             slots[name] = other.slot
-    ignored = {LM_HEAD} if config.tie_word_embeddings else set()
+    ignored = {f"{model.embedding.names.head}.weight"} if config.tie_word_embeddings else set()
     tensors = {_with_prefix(name, slots): tensor for name, tensor in tensors.items()}
     shapes = {n: t.shape for n, t in tensors.items() if n not in ignored and not _COMPUTED.search(n)}
     problems = misfits(slots, shapes)

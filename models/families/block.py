@@ -1,4 +1,4 @@
-"""Blocks of the GPT shape: LayerNorm, an MLP without a gate, and the checkpoint's own names. Imports no torch."""
+"""Blocks of the GPT shape: LayerNorm, mostly an MLP without a gate, and names of their own. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from dataclasses import dataclass
 class Block:
     """Layers of a family that are not of Llama's shape. All names are those of the checkpoint's modules."""
 
-    layers: str
-    """Name of the list of layers; the next six are within a layer."""
-    qkv: tuple[str, ...]
-    """One merged projection, or those of queries, keys and values."""
-    out: str
+    layers: str = "model.layers"
+    """Name of the list of layers; the next five are within a layer."""
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """Projections of queries, keys and values, or one merged projection."""
+    out: str = "self_attn.o_proj"
     """Output projection of attention."""
-    up: str
-    down: str
-    norms: tuple[str, str]
-    """Norm of attention, and norm of the MLP."""
-    embedding: str
-    final_norm: str | None
+    mlp: tuple[str, str] | None = None
+    """Projections up and down of an MLP without a gate; None: Llama's gated MLP."""
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    """Norm of attention, and norm of the MLP; one for both where the two are computed side by side."""
+    embedding: str = "model.embed_tokens"
+    final_norm: str | None = "model.norm"
+    head: str = "lm_head"
+    head_bias: bool = False
     embedding_size: int | None = None
     """Elements of an embedding; None: as many as a hidden state has."""
     projections: str = ""
@@ -33,3 +35,9 @@ class Block:
     """True: weights of linear layers are stored as [in, out]."""
     norm_first: bool = True
     """True: attention and MLP read the norm of the residual stream. False: the norm follows each sum."""
+    parallel: bool = False
+    """True: the MLP reads what attention reads, and both are added at once."""
+    by_head: bool = False
+    """True: the merged projection has, for each KV head, its queries, its key and its value side by side."""
+    num_kv_heads: int | None = None
+    """KV heads of each layer; None: by the config's `num_key_value_heads`."""

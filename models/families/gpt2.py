@@ -13,8 +13,7 @@ _BLOCK = Block(
     layers="transformer.h",
     qkv=("attn.c_attn",),
     out="attn.c_proj",
-    up="mlp.c_fc",
-    down="mlp.c_proj",
+    mlp=("mlp.c_fc", "mlp.c_proj"),
     norms=("ln_1", "ln_2"),
     embedding="transformer.wte",
     final_norm="transformer.ln_f",
@@ -23,7 +22,8 @@ _BLOCK = Block(
 )
 
 
-def _block(values: Mapping[str, Any]) -> Block:
+def block(values: Mapping[str, Any]) -> Block:
+    """Form of the layers, once the values are checked."""
     for field, served in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
         if bool(values.get(field, served)) != served:
             raise wrong(field, f"other than {served} is not supported")
@@ -53,5 +53,5 @@ TRAITS = FamilyTraits(
         "rms_norm_eps": "layer_norm_epsilon",
     },
     has_window=False,
-    block=_block,
+    block=block,
 )

@@ -17,10 +17,8 @@ def _block(values: Mapping[str, Any]) -> Block:
     has_final_norm = norm_first and not values.get("_remove_final_layer_norm", False)
     return Block(
         layers="model.decoder.layers",
-        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         out="self_attn.out_proj",
-        up="fc1",
-        down="fc2",
+        mlp=("fc1", "fc2"),
         norms=("self_attn_layer_norm", "final_layer_norm"),
         embedding="model.decoder.embed_tokens",
         embedding_size=positive(values, "word_embed_proj_dim", positive(values, "hidden_size")),

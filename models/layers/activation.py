@@ -22,7 +22,7 @@ PLAIN_ACTIVATIONS: dict[str, Activation] = {
 """Function of each `hidden_act`; its argument may be mutated."""
 
 
-def activation(name: str, *, batch_invariant: bool) -> Activation:
+def plain_activation(name: str, *, batch_invariant: bool) -> Activation:
     """Activation `name` of x [T, I].
 
     With `batch_invariant` each row is computed by itself: the functions of a vector's lane and of a leftover element

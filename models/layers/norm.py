@@ -22,16 +22,18 @@ class RMSNorm:
         eps: float,
         *,
         repeats: Sequence[int] | None = None,
+        offset: float = 0.0,
         dtype: torch.dtype,
         device: torch.device,
         batch_invariant: bool = False,
     ) -> None:
         """Create a norm. With one name, x is [..., size]. With `repeats`, x is [..., sum(repeats), size]: repeats[i]
-        heads use weight i."""
+        heads use weight i. `offset` is added to the stored weights."""
         self._names = list(names)
         self._size = size
         self._eps = eps
         self._repeats = repeats
+        self._offset = offset
         self._dtype = dtype
         self._device = device
         self._norm = rms_norm_invariant if batch_invariant else rms_norm
@@ -67,7 +69,7 @@ class RMSNorm:
                     merged = weights[0]
                 else:
                     merged = torch.cat([w.expand(n, -1) for w, n in zip(weights, self._repeats, strict=True)])
-                self._weight = prepare(merged, self._eps)
+                self._weight = prepare(merged.float() + self._offset, self._eps)
                 self._loaded = {}
 
         return WeightSlot((self._size,), load)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...kernels.act_and_mul.triton import act_and_mul
 from ...kernels.lora.device_rows import TritonRows
 from ...kernels.lora.groups import RowGroups
 from ...kernels.noise.triton import gumbel_argmax
@@ -21,7 +22,6 @@ from ...kernels.rms_norm.triton import rms_norm
 from ...kernels.rope import Rotation
 from ...kernels.sampling.triton import launch_filter
 from ...kernels.sampling.triton_logprobs import row_stats, top_logprobs
-from ...kernels.silu_mul.triton import silu_mul
 from ...kernels.staging import upload
 from ...kernels.tuning.configs import bucket
 from ...kernels.tuning.store import configs_of
@@ -156,7 +156,7 @@ def _norm(inputs: _Inputs, num_rows: int) -> Run:
 
 def _activation(inputs: _Inputs, num_rows: int) -> Run:
     x = inputs(num_rows, 2 * inputs.model.inner)
-    return lambda: (silu_mul(x),)
+    return lambda: (act_and_mul(x),)
 
 
 def _adapters(inputs: _Inputs, site: tuple[int, tuple[int, ...]], rank: int, num_tokens: int, num_adapters: int) -> Run:
@@ -221,7 +221,7 @@ def _verification(inputs: _Inputs, rule: int, num_drafts: int, num_requests: int
 _OF_ROWS: dict[str, tuple[str, Callable[..., Run]]] = {
     "kv_write": ("head_dim", _kv_write),
     "rms_norm": ("hidden", _norm),
-    "silu_mul": ("inner", _activation),
+    "act_and_mul": ("inner", _activation),
 }
 """The size of the model that decides the shape, and the maker."""
 _OF_LOGITS: dict[str, Callable[..., Run]] = {

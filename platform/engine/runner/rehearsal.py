@@ -73,11 +73,11 @@ def rehearse_adapter(
 
 
 def write_adapter(folder: Path, model: Decoder, draft: tuple[str, Sequence[Linear]]) -> LoRARequest:
-    """A PEFT adapter of rank 1 for every module, with zeros."""
+    """A PEFT adapter of rank 1 for every module but those of experts, with zeros."""
     method, draft_linears = draft
-    tensors = _tensors(model.linears())
+    tensors = _tensors([linear for linear in model.linears() if not linear.expert])
     vocab, hidden = model.config.vocab_size, model.config.embedding_size
-    tensors |= _pair(model.embedding.name, vocab, hidden, "lora_embedding_A", "lora_embedding_B")
+    tensors |= _pair(model.embedding.names.table, vocab, hidden, "lora_embedding_A", "lora_embedding_B")
     if not model.config.tie_word_embeddings:
         tensors |= _pair("lm_head", hidden, vocab)
     _write(folder, tensors)

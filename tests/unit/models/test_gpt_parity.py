@@ -1,5 +1,7 @@
-"""GPT-2 and OPT: logits equal those of transformers, in chunks and from checkpoints of several forms."""
+"""Families of the GPT shape: forms beside those of `tiny_families`, checkpoints of old forms, batch invariance."""
 
+import contextlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,18 +16,30 @@ from outrider.platform.core.errors import UnsupportedModelError
 CONTEXT = 64
 SIZES = {"num_key_value_heads": None, "max_position_embeddings": CONTEXT}
 CASES: dict[str, tuple[str, dict[str, object]]] = {
-    "gpt2": ("GPT2", {}),
-    "gpt2-untied": ("GPT2", {"n_inner": 72, "activation_function": "relu", "tie_word_embeddings": False}),
-    "opt": ("OPT", {"ffn_dim": 80}),
+    "gpt2": ("GPT2", {"n_inner": 72, "activation_function": "relu", "tie_word_embeddings": False}),
+    "bigcode-one-kv-head": ("GPTBigCode", {}),
     "opt-no-biases": ("OPT", {"ffn_dim": 72, "enable_bias": False, "activation_function": "gelu"}),
-    "opt-norms-after": ("OPT", {"ffn_dim": 80, "do_layer_norm_before": False, "word_embed_proj_dim": 24}),
+    "opt-projected": ("OPT", {"ffn_dim": 80, "do_layer_norm_before": False, "word_embed_proj_dim": 24}),
+    "neox-sequential": ("GPTNeoX", {"hidden_size": 64, "use_parallel_residual": False, "attention_bias": False}),
+    "falcon-7b": ("Falcon", {"ffn_hidden_size": 80}),
+    "falcon-heads": ("Falcon", {"ffn_hidden_size": 80, "multi_query": False, "parallel_attn": False, "bias": True}),
+    "falcon2": (
+        "Falcon",
+        {
+            **{"ffn_hidden_size": 80, "new_decoder_architecture": True, "num_kv_heads": 2},
+            **{"num_ln_in_parallel_attn": 1, "tie_word_embeddings": False},
+        },
+    ),
+    "phi": ("Phi", {}),
+    "stablelm-parallel": ("StableLm", {"num_key_value_heads": 4, "hidden_size": 64, "use_parallel_residual": True}),
+    "starcoder2": ("Starcoder2", {"num_key_value_heads": 2, "use_bias": False, "tie_word_embeddings": False}),
 }
 
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, save_tiny: Callable) -> tuple[Path, torch.nn.Module]:
     family, config = CASES[request.param]
-    return save_tiny(family, **SIZES, **config)
+    return save_tiny(family, **{**SIZES, **config})
 
 
 def texts() -> list[list[int]]:
@@ -82,9 +96,18 @@ def test_checkpoints_of_the_inner_model(family: str, prefix: str, save_tiny: Cal
         ("OPTForCausalLM", "word_embed_proj_dim", 0),
         ("OPTForCausalLM", "layer_norm_elementwise_affine", False),
         ("OPTForCausalLM", "activation_function", "silu"),
+        ("GPT2LMHeadModel", "n_embd", "x"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(architecture: str, field: str, value: object) -> None:
-    with pytest.raises(UnsupportedModelError) as caught:
+def test_what_is_not_served_is_refused_by_its_own_name(architecture: str, field: str, value: object) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"config.json: {field} ") as caught:
         config_from_hf({"architectures": [architecture], field: value}, torch.float32)
-    assert caught.value.param in (field, "hidden_act")
+    assert caught.value.param == field
+
+
+def test_junk_in_any_field_is_read_or_refused(case: tuple) -> None:
+    raw = json.loads((case[0] / "config.json").read_text())
+    for field in raw:
+        for junk in ("x", [], {}, -1, 0, 1.5, float("nan"), 10**30, True, None, [[1]]):
+            with contextlib.suppress(UnsupportedModelError):
+                config_from_hf({**raw, field: junk}, torch.float32)

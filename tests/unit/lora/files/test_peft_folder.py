@@ -114,7 +114,6 @@ def test_files_of_two_dtypes_that_are_served_alike_are_one_content(tmp_path):
         ({"lora_bias": True}, "lora_bias"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
-        ({"target_parameters": ["x"]}, "target_parameters"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
         ({"r": 0}, "r must be a positive integer"),
         ({"r": "8"}, "r must be a positive integer"),

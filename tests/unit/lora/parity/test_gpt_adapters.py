@@ -8,27 +8,46 @@ import torch
 
 from .reference import VOCAB, Engine, peft_logits, save_base, train
 
+C_ATTN = ["c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"]
+QKV = ["q_proj", "k_proj", "v_proj"]
+# (family in transformers, changes of the sizes, projections, embeddings)
 FAMILIES = {
-    "GPT2": (["c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"], "wte"),
-    "OPT": (["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"], "embed_tokens"),
-    "OPT projected": (["project_in", "project_out"], "embed_tokens"),
+    "gpt2": ("GPT2", {}, C_ATTN, "wte"),
+    "opt": ("OPT", {}, [*QKV, "out_proj", "fc1", "fc2"], "embed_tokens"),
+    "opt-projected": (
+        *("OPT", {"word_embed_proj_dim": 24, "do_layer_norm_before": False}),
+        *(["project_in", "project_out"], "embed_tokens"),
+    ),
+    "bigcode": ("GPTBigCode", {"multi_query": False}, C_ATTN, "wte"),
+    "neox": (
+        *("GPTNeoX", {"hidden_size": 64}),
+        *(["query_key_value", "attention.dense", "dense_h_to_4h", "dense_4h_to_h"], "embed_in"),
+    ),
+    "phi": ("Phi", {}, [*QKV, "dense", "fc1", "fc2"], "embed_tokens"),
+    "stablelm": (
+        *("StableLm", {"hidden_size": 64, "use_parallel_residual": True, "num_key_value_heads": 2}),
+        *([*QKV, "o_proj", "gate_proj", "up_proj", "down_proj"], "embed_tokens"),
+    ),
+    "starcoder2": ("Starcoder2", {"num_key_value_heads": 2}, [*QKV, "o_proj", "c_fc", "c_proj"], "embed_tokens"),
+    "falcon": (
+        *("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 80}),
+        *(["query_key_value", "self_attention.dense", "dense_h_to_4h", "dense_4h_to_h"], "word_embeddings"),
+    ),
 }
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def case(request, tmp_path_factory):
     """(model folder, adapters' folders, prompts by request, PEFT's logits by request)."""
-    projections, table = FAMILIES[request.param]
-    folder = tmp_path_factory.mktemp(request.param.lower())
-    family, _, projected = request.param.partition(" ")
-    sizes = {"num_key_value_heads": None, "ffn_dim": 80, "max_position_embeddings": 64}
-    if projected:
-        sizes |= {"word_embed_proj_dim": 24, "do_layer_norm_before": False}
-    base = save_base(folder / "base", family, request.param == "GPT2", **sizes)
+    family, changes, projections, table = FAMILIES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    sizes = {"num_key_value_heads": None, "ffn_dim": 80, "max_position_embeddings": 64, **changes}
+    base = save_base(folder / "base", family, family == "GPT2", **sizes)
     adapters = {f"on-{name}": {"r": 4, "lora_alpha": 8, "target_modules": rf".*\.{name}"} for name in projections}
     adapters["all"] = {"r": 8, "lora_alpha": 8, "target_modules": "all-linear", "use_rslora": True}
     adapters["dora"] = {"r": 3, "lora_alpha": 6, "target_modules": projections, "use_dora": True}
-    adapters["words"] = {"r": 5, "lora_alpha": 5, "target_modules": [table, "lm_head"]}
+    words = [table] if family in ("Phi", "GPTNeoX") else [table, "lm_head"]  # a head with a bias, or another name
+    adapters["words"] = {"r": 5, "lora_alpha": 5, "target_modules": words}
     paths = {name: str(folder / name) for name in adapters}
     for seed, (name, options) in enumerate(adapters.items()):
         train(base, seed, **options).save_pretrained(paths[name])

@@ -152,5 +152,5 @@ def test_refused_values_are_refused_by_the_name_of_the_field(adapters):
 
 
 def test_the_documentation_has_the_table():
-    docs = Path(__file__).parents[3] / "docs" / "guides" / "adapters.md"
+    docs = Path(__file__).parents[4] / "docs" / "guides" / "adapters.md"
     assert fields_table() in docs.read_text(encoding="utf-8")
