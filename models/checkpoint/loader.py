@@ -176,7 +176,7 @@ def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: Decoder) ->
     """
     config, renamed = model.config, model.renamed_slots()
     if is_gguf(path):
-        tensors = read_gguf(path, [*slots, *renamed], config.num_layers, (config.num_heads, config.num_kv_heads))
+        tensors = read_gguf(path, [*slots, *renamed], config)
     else:
         tensors = read_weights(path, "model", hint=_NO_WEIGHTS)
     for name, other in renamed.items():

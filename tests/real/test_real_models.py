@@ -75,10 +75,10 @@ def test_heads(method, model, make_llm, plain, greedy, tmp_path):
     samples = [Sample([*output.prompt_token_ids, *output.outputs[0].token_ids], 1) for output in plain]
     options = TrainOptions(
         method=method, model=str(model.folder), data="", output=str(tmp_path), steps=2, warmup=1, dtype="float32",
-        batch_tokens=256, eval_every=1000, progress=False,
+        batch_tokens=256, eval_every=1000, progress=False, medusa_heads=2,
     )  # fmt: skip
     train_draft(options, samples, samples[:1])
-    llm = make_llm(speculative_config={"method": method, "model": str(tmp_path), "num_speculative_tokens": 3})
+    llm = make_llm(speculative_config={"method": method, "model": str(tmp_path), "num_speculative_tokens": 2})
     assert tokens(llm.generate(PROMPTS, greedy, use_tqdm=False)) == tokens(plain)
 
 
