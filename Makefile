@@ -40,7 +40,7 @@ $(BIN)/python:
 serve: .venv/.serve.stamp ## Serve a model: make serve ARGS="MODEL --port 8000"
 	$(BIN)/outrider serve $(ARGS)
 
-# A process for each core; a file's tests stay together and share their fixtures. Bytecode is written even where the
+# A process more than cores; a file's tests stay together and share their fixtures. Bytecode is written even where the
 # environment says otherwise: the tests start hundreds of processes, each of which would compile the package again.
 test: .venv/.dev.stamp ## Run the tests: make test ARGS="-k layout"
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --ignore tests/real -n auto --dist loadfile --no-loadscope-reorder --durations=20 $(ARGS)

@@ -17,7 +17,6 @@ from ..kernels.paged_attention import CACHE_FLOAT8, LayerKV
 from ..kernels.rope import Rotation
 from ..kernels.staging import to_device
 from .attention import ReplayableAttention
-from .layers.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
     from .attention import AttentionBackend
@@ -53,6 +52,21 @@ class KVLayerSpec(NamedTuple):
         return 2 * self.num_kv_heads * self.head_dim
 
 
+class Rope(Protocol):
+    """Angles of positions: `layers.rope.RotaryEmbedding`, or none."""
+
+    @property
+    def short_context(self) -> int | None:
+        """See `RopeConfig.short_context`."""
+        ...
+
+    def rotations(
+        self, positions: Tensor, end: int, in_long_prompt: Tensor | None = None, *, gathers: bool = True
+    ) -> tuple[Rotation, ...]:
+        """See `RotaryEmbedding.rotations`."""
+        ...
+
+
 class PagedModel(Protocol):
     """Model for which a batch is built: a decoder, or a head with layers of its own."""
 
@@ -62,7 +76,7 @@ class PagedModel(Protocol):
         ...
 
     @property
-    def rope(self) -> RotaryEmbedding:
+    def rope(self) -> Rope:
         """Rotary embedding of its layers."""
         ...
 

@@ -268,6 +268,15 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
         raise wrong("use_bidirectional_attention", "is not supported: a text is generated from left to right")
     if "clip_qkv" in values:
         raise wrong("clip_qkv", f"({shown(values['clip_qkv'])}) is not supported")
+    refuse_quantized(values)
+
+
+def refuse_quantized(values: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint with quantized weights.
+
+    Raises:
+        UnsupportedModelError: config.json names a method of quantization.
+    """
     quantization = values.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,19 +19,12 @@ from .layers.linear import Linear
 from .layers.norm import RMSNorm
 from .layers.rope import RotaryEmbedding
 from .layers.weights import RenamedSlot, WeightSlot
-
-
-class DecoderOutput(NamedTuple):
-    """Result of a forward pass."""
-
-    hidden: Tensor
-    """[T, H] hidden states after the final norm."""
-    aux: tuple[Tensor, ...]
-    """[T, H] each: hidden states that enter the requested layers; empty when they were copied."""
+from .model import DecoderOutput
 
 
 class Decoder:
-    """Causal language model. It is built without weights: fill every slot of `weight_slots`, then run it."""
+    """Causal language model. It is built without weights: fill every slot of `weight_slots`, then run it. Implements
+    LanguageModel."""
 
     def __init__(self, config: DecoderConfig, device: torch.device | str = "cpu") -> None:
         self.config = config

@@ -17,9 +17,12 @@ from tqdm import tqdm
 from ...platform.core.config import ModelFacts
 from ...platform.core.errors import InvalidRequestError, NotFoundError
 from ..batch import kv_dtype
-from ..config import DTYPES, config_from_hf, stored_dtype
+from ..config import DTYPES, stored_dtype
 from ..decoder import Decoder
-from ..layers.weights import WeightSlot
+from ..implementation import AUTO, build_model, read_config
+from ..layers.weights import RenamedSlot, WeightSlot
+from ..model import LanguageModel
+from ..transformers_model.model import TransformersModel
 from .gguf_file import is_gguf, read_gguf
 from .json_files import read_model_config
 from .weight_files import StoredTensor, load_into, misfits, read_weights
@@ -81,7 +84,9 @@ def resolve_model_path(
         ) from error
 
 
-def read_facts(path: str | Path, served_dtype: str | None = None, kv_cache_dtype: str = "auto") -> ModelFacts:
+def read_facts(
+    path: str | Path, served_dtype: str | None = None, kv_cache_dtype: str = "auto", impl: str = AUTO
+) -> ModelFacts:
     """Facts about a model for `platform.core.config.resolve`, from config.json or the head of a GGUF file alone.
 
     `served_dtype` None or "auto" means the stored dtype; for `kv_cache_dtype` see `models.batch.kv_dtype`.
@@ -93,7 +98,7 @@ def read_facts(path: str | Path, served_dtype: str | None = None, kv_cache_dtype
     raw = read_model_config(path)
     stored = stored_dtype(raw)
     served = stored if served_dtype in (None, "auto") else served_dtype
-    config = config_from_hf(raw, DTYPES[served])
+    config = read_config(raw, DTYPES[served], impl)
     elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     return ModelFacts(
         path=str(path),
@@ -115,7 +120,8 @@ def load_model(
     progress: bool = False,
     seed: int = 0,
     batch_invariant: bool = False,
-) -> Decoder:
+    impl: str = AUTO,
+) -> LanguageModel:
     """Build the model of a directory and fill it, tensor by tensor, so that little more than one copy is in memory.
 
     Args:
@@ -124,6 +130,7 @@ def load_model(
             `seed`, of which config.json suffices.
         progress: show a progress bar on stderr.
         batch_invariant: see `DecoderConfig`.
+        impl: see `models.implementation.read_config`.
 
     Raises:
         NotFoundError: files are missing.
@@ -135,8 +142,8 @@ def load_model(
     name = stored_dtype(raw) if dtype == "auto" else dtype
     if name not in DTYPES:
         raise InvalidRequestError(f"dtype must be auto or one of {', '.join(DTYPES)}; got {dtype!r}", param="dtype")
-    config = dataclasses.replace(config_from_hf(raw, DTYPES[name]), batch_invariant=batch_invariant)
-    model = Decoder(config, device)
+    config = dataclasses.replace(read_config(raw, DTYPES[name], impl), batch_invariant=batch_invariant)
+    model = build_model(config, device)
     slots = model.weight_slots()
     tensors = _random_tensors(slots, model, seed) if load_format == "dummy" else _stored_tensors(path, slots, model)
     for tensor_name, tensor in tqdm(
@@ -146,7 +153,7 @@ def load_model(
     return model
 
 
-def _random_tensors(slots: Mapping[str, WeightSlot], model: Decoder, seed: int) -> dict[str, StoredTensor]:
+def _random_tensors(slots: Mapping[str, WeightSlot], model: LanguageModel, seed: int) -> dict[str, StoredTensor]:
     """Random weights that keep activations near 1. Each tensor depends on the seed and its name alone; a large one also
     on the kind of device, which draws it."""
     dtype, device = model.config.dtype, model.device
@@ -166,7 +173,7 @@ def _random(name: str, slot: WeightSlot, dtype: torch.dtype, seed: int, device: 
     return tensor
 
 
-def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: Decoder) -> dict[str, StoredTensor]:
+def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: LanguageModel) -> dict[str, StoredTensor]:
     """Tensors of all slots in the order of the files; the headers of all files are checked first. `slots` is mutated
     when the files have other names than usual.
 
@@ -174,11 +181,14 @@ def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: Decoder) ->
         NotFoundError: a file is missing.
         InvalidRequestError: a file is damaged, or tensors are missing, unexpected or of the wrong shape.
     """
-    config, renamed = model.config, model.renamed_slots()
+    config = model.config
+    renamed: dict[str, RenamedSlot] = model.renamed_slots() if isinstance(model, Decoder) else {}
     if is_gguf(path):
         tensors = read_gguf(path, [*slots, *renamed], config)
     else:
         tensors = read_weights(path, "model", hint=_NO_WEIGHTS)
+    if isinstance(model, TransformersModel):
+        tensors = model.by_slot(tensors)
     for name, other in renamed.items():
         if name in tensors:
             for replaced in other.replaced:

@@ -21,6 +21,8 @@ from ..checkpoint import StoredTensor, read_tensors, refuse
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ....models.model import ModelConfig
+
 _FAMILIES = tuple(name.removesuffix("ForCausalLM") for name, traits in FAMILIES.items() if traits.block is None)
 ARCHITECTURES = {
     "eagle": tuple(
@@ -95,7 +97,7 @@ def head_tensors(path: Path) -> dict[str, StoredTensor]:
     }
 
 
-def read_eagle_config(raw: Mapping[str, Any], method: str, target: DecoderConfig) -> EagleConfig:
+def read_eagle_config(raw: Mapping[str, Any], method: str, target: ModelConfig) -> EagleConfig:
     """Read config.json, for a head without tensors (`load_format="dummy"`); see `with_tensors`.
 
     Raises:
@@ -215,7 +217,7 @@ def _check_architecture(raw: Mapping[str, Any], method: str) -> None:
     raise refuse(f"config.json names architectures {what}; method {method} loads {', '.join(known)}{hint}")
 
 
-def _target_hidden_size(flat: Mapping[str, Any], layer: DecoderConfig, target: DecoderConfig) -> int:
+def _target_hidden_size(flat: Mapping[str, Any], layer: DecoderConfig, target: ModelConfig) -> int:
     size = _integer(flat, "target_hidden_size", layer.hidden_size)
     if size != target.hidden_size:
         field = "target_hidden_size" if flat.get("target_hidden_size") is not None else "hidden_size"

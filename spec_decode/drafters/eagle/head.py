@@ -26,11 +26,11 @@ from ....kernels.linear import Packed, pack
 from ....kernels.rope import Rotation
 from ....models.attention import attention_spec, make_attention
 from ....models.batch import ForwardBatch, KVLayerSpec, SequenceRows
-from ....models.decoder import Decoder
 from ....models.layers.linear import Linear
 from ....models.layers.norm import RMSNorm
 from ....models.layers.rope import RotaryEmbedding
 from ....models.layers.weights import WeightSlot
+from ....models.model import LanguageModel
 from ...verify.draft_sampling import DraftVocabulary
 from ..base import Adapters
 from ..checkpoint import refuse
@@ -62,7 +62,7 @@ class _ShiftedRope(RotaryEmbedding):
 class EagleHead:
     """One layer, built without weights: fill every slot of `weight_slots`, then run it."""
 
-    def __init__(self, config: EagleConfig, target: Decoder, device: str) -> None:
+    def __init__(self, config: EagleConfig, target: LanguageModel, device: str) -> None:
         """`target` lends embeddings and head where the head has none.
 
         Raises:

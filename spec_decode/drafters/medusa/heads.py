@@ -10,17 +10,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....models.config import DecoderConfig, named_architectures
+from ....models.config import named_architectures
 from ....models.layers.linear import Linear
 from ....models.layers.weights import WeightSlot
 from ..base import Adapters
 from ..checkpoint import StoredTensor, refuse
+
+if TYPE_CHECKING:
+    from ....models.model import ModelConfig
 
 ARCHITECTURES = ("MedusaModel", "MedusaForCausalLM", "MedusaLlamaForCausalLM", "MedusaMistralForCausalLM")
 _PREFIXES = ("medusa_heads.", "medusa_head.", "heads.")
@@ -45,7 +48,7 @@ class MedusaConfig:
     dtype: torch.dtype
 
 
-def read_medusa_config(raw: Mapping[str, Any], target: DecoderConfig) -> MedusaConfig:
+def read_medusa_config(raw: Mapping[str, Any], target: ModelConfig) -> MedusaConfig:
     """Read config.json. The original format names neither sizes nor architectures: they are the target's.
 
     Raises:
