@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 NAMES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
-         "Qwen3ForCausalLM": "qwen3"}  # fmt: skip
+         "Qwen3ForCausalLM": "qwen3", "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3"}  # fmt: skip
 Chosen = Callable[[str], Type]
 
 
@@ -44,11 +44,19 @@ def write_gguf(
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_freq_base(rope_theta(config["rope_parameters"]))
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_key_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
     tokenizer = tokenizer or folder
+    if name.startswith("gemma"):
+        writer.add_sliding_window(config["sliding_window"])
+    for cap, add in (
+        ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
+        ("final_logit_softcapping", writer.add_final_logit_softcapping),
+    ):
+        if config.get(cap) is not None:
+            add(config[cap])
     if (tokenizer / "tokenizer.json").is_file():
         add_tokenizer(writer, tokenizer)
     for key, value in more.items():
@@ -58,6 +66,8 @@ def write_gguf(
     table = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     held = {}
     for full, tensor in load_file(folder / "model.safetensors").items():
+        if name.startswith("gemma") and full.endswith("norm.weight"):
+            tensor = tensor + 1
         kind = choose(full) if tensor.ndim > 1 else Type.F32
         heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
         rotated = next((heads[part] for part in heads if part in full), 0) if name == "llama" else 0
@@ -71,6 +81,11 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return held
+
+
+def rope_theta(rope: dict) -> float:
+    """Base of the rotation, of layers without a window where they differ."""
+    return rope.get("full_attention", rope)["rope_theta"]
 
 
 def neighbours(tensor: Tensor, heads: int) -> Tensor:

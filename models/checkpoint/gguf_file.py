@@ -18,6 +18,7 @@ from ..families.gguf_families import GGUF_FAMILIES, GgufFamily
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..config import DecoderConfig
     from .weight_files import StoredTensor
 
 SUFFIX = ".gguf"
@@ -38,6 +39,8 @@ _KEYS = {
     "attention.key_length": "head_dim",
     "attention.sliding_window": "sliding_window",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
 }
 # Keys of config.json's `rope_parameters` by those of a GGUF file.
 _SCALING_KEYS = {
@@ -77,6 +80,15 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         config = {theirs: _rounded(values[ours]) for ours, theirs in _KEYS.items() if ours in values}
         if family.neighbours_rotated and "rope.dimension_count" in values:
             config.setdefault("head_dim", values["rope.dimension_count"])
+        if family.scored_by_hidden_size and config["num_hidden_layers"] in family.scored_by_hidden_size:
+            config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
+        elif family.scored_by_hidden_size and "head_dim" in config:
+            config["query_pre_attn_scalar"] = config["head_dim"]
+        pattern = values.get("attention.sliding_window_pattern")
+        if isinstance(pattern, list):
+            config["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
+        elif pattern is not None:
+            config["sliding_window_pattern"] = pattern
         return config | {
             "architectures": [family.architecture],
             "dtype": _dtype({tensor.tensor_type.name for tensor in reader.tensors}),
@@ -90,12 +102,12 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         }
 
 
-def read_gguf(path: Path, names: Iterable[str], num_layers: int, num_heads: tuple[int, int]) -> dict[str, StoredTensor]:
+def read_gguf(path: Path, names: Iterable[str], config: DecoderConfig) -> dict[str, StoredTensor]:
     """Tensors of a GGUF file by their names in a checkpoint of Hugging Face.
 
     Args:
         names: Names that the model knows; other tensors keep those of the file.
-        num_heads: Heads of queries, and of keys and values.
+        config: Config of the model.
 
     Raises:
         InvalidRequestError: the file is damaged, or its package is not installed.
@@ -110,17 +122,20 @@ def read_gguf(path: Path, names: Iterable[str], num_layers: int, num_heads: tupl
         architecture = reader.fields[_ARCHITECTURE].contents()
         family = _family(path, architecture)
         known = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-        table = gguf.get_tensor_name_map(known, num_layers)
+        table = gguf.get_tensor_name_map(known, config.num_layers)
         ours = {table.get_name(name, (".weight", ".bias")): name for name in names}
         tensors = {}
         for tensor in reader.tensors:
             if tensor.name == _ROPE_DIVISORS:  # a part of the config
                 continue
-            heads = 0
-            if family.neighbours_rotated:
-                heads = num_heads[0] if ".attn_q." in tensor.name else num_heads[1] if ".attn_k." in tensor.name else 0
+            rotated = (
+                {".attn_q.": config.num_heads, ".attn_k.": config.num_kv_heads} if family.neighbours_rotated else {}
+            )
+            heads = next((number for part, number in rotated.items() if part in tensor.name), 0)
+            # The converter adds what the model would add to its norms.
+            offset = config.norm_offset if tensor.name.endswith("norm.weight") else 0.0
             shape = tuple(int(size) for size in reversed(tensor.shape))
-            read = partial(_dequantised, path, tensor, shape, heads)
+            read = partial(_dequantised, path, tensor, shape, heads, offset)
             tensors[ours.get(tensor.name, tensor.name)] = StoredTensor(shape, read)
         return tensors
 
@@ -183,8 +198,8 @@ def _rounded(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _dequantised(path: Path, tensor: Any, shape: tuple[int, ...], num_heads: int) -> Tensor:
-    """The tensor; with `num_heads` its rows are ordered for a rotation of halves."""
+def _dequantised(path: Path, tensor: Any, shape: tuple[int, ...], num_heads: int, offset: float) -> Tensor:
+    """The tensor less `offset`; with `num_heads` its rows are ordered for a rotation of halves."""
     import torch
 
     with _reading(path, f"the tensor {tensor.name}"):
@@ -194,6 +209,8 @@ def _dequantised(path: Path, tensor: Any, shape: tuple[int, ...], num_heads: int
         values = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(shape)
         if num_heads:
             values = values.reshape(num_heads, shape[0] // num_heads // 2, 2, -1).swapaxes(1, 2).reshape(shape)
+        if offset:
+            values = values - np.float32(offset)
         return torch.from_numpy(np.require(values, requirements="W"))
 
 

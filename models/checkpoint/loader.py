@@ -184,7 +184,7 @@ def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: LanguageMod
     config = model.config
     renamed: dict[str, RenamedSlot] = model.renamed_slots() if isinstance(model, Decoder) else {}
     if is_gguf(path):
-        tensors = read_gguf(path, [*slots, *renamed], config.num_layers, (config.num_heads, config.num_kv_heads))
+        tensors = read_gguf(path, [*slots, *renamed], config)
     else:
         tensors = read_weights(path, "model", hint=_NO_WEIGHTS)
     if isinstance(model, TransformersModel):

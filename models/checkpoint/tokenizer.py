@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,10 +55,18 @@ def _load(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def _check_packages(directory: Path) -> None:
-    """Refuse a lone tokenizer.model that cannot be read here: the error of transformers does not name the missing
-    package."""
+    """Refuse a lone tokenizer.model or tekken.json that cannot be read here: the error of transformers does not name
+    the missing package."""
+    if (directory / "tokenizer.json").is_file():
+        return
+    tekken = directory / "tekken.json"
+    if tekken.is_file() and find_spec("mistral_common") is None:
+        raise InvalidRequestError(
+            f"{tekken} is read by mistral-common, which is not installed: pip install 'outrider[mistral]'",
+            param="tokenizer",
+        )
     file = directory / "tokenizer.model"
-    if not file.is_file() or (directory / "tokenizer.json").is_file():
+    if not file.is_file():
         return
     with file.open("rb") as opened:
         # SentencePiece's files are protocol buffers; tiktoken's are lines of base64 and a number.

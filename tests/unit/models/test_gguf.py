@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -48,6 +50,17 @@ def test_a_file_is_the_folder_it_was_made_of(family: str, save_tiny: Callable, t
     assert logits(file).equal(logits(folder))
 
 
+@pytest.mark.parametrize("family", ["Gemma2", "Gemma3Text"])
+def test_gemma(family: str, save_tiny: Callable, tmp_path: Path, logits) -> None:
+    more = {"num_hidden_layers": 6, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 5}
+    folder, _ = save_tiny(family, **SIZES, **more)
+    raw = json.loads((folder / "config.json").read_text())
+    raw["architectures"] = [raw["architectures"][0].replace("Text", "")]
+    (folder / "config.json").write_text(json.dumps(raw))
+    write_gguf(folder, tmp_path / "m.gguf")
+    torch.testing.assert_close(logits(tmp_path / "m.gguf"), logits(folder), rtol=1e-4, atol=1e-4)  # w + 1 - 1
+
+
 def test_biases_of_queries_are_reordered_too(save_tiny: Callable, tmp_path: Path, logits) -> None:
     folder, _ = save_tiny("Llama", **SIZES, attention_bias=True, mlp_bias=True)
     write_gguf(folder, tmp_path / "m.gguf")
@@ -87,7 +100,7 @@ def test_blocks_of_any_bytes(kind: Type, tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    stored = read_gguf(file, [name], 1, (1, 1))[name]
+    stored = read_gguf(file, [name], SimpleNamespace(num_layers=1, num_heads=1, num_kv_heads=1, norm_offset=0.0))[name]
     assert stored.shape == (3, 512)
     expected = torch.from_numpy(gguf.dequantize(data, kind))
     assert torch.equal(stored.read(), expected)
@@ -167,7 +180,7 @@ def test_files_that_are_not_served(save_tiny: Callable, tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModelError, match=r"mamba; supported are llama, qwen2"):
+    with pytest.raises(UnsupportedModelError, match=r"mamba; supported are gemma2"):
         read_facts(tmp_path / "mamba.gguf")
     folder, _ = save_tiny("Llama", **SIZES)
     write_gguf(folder, tmp_path / "part.gguf", split__count=2)
