@@ -17,7 +17,7 @@ from tqdm import tqdm
 from ...platform.core.config import ModelFacts
 from ...platform.core.errors import InvalidRequestError, NotFoundError
 from ..batch import kv_dtype
-from ..config import DTYPES, stored_dtype
+from ..config import DTYPES, DecoderConfig, stored_dtype
 from ..decoder import Decoder
 from ..implementation import AUTO, build_model, read_config
 from ..layers.weights import RenamedSlot, WeightSlot
@@ -184,6 +184,8 @@ def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: LanguageMod
     config = model.config
     renamed: dict[str, RenamedSlot] = model.renamed_slots() if isinstance(model, Decoder) else {}
     if is_gguf(path):
+        if not isinstance(config, DecoderConfig):
+            raise InvalidRequestError("model_impl transformers does not go with a GGUF file", param="model_impl")
         tensors = read_gguf(path, [*slots, *renamed], config)
     else:
         tensors = read_weights(path, "model", hint=_NO_WEIGHTS)
