@@ -13,7 +13,7 @@ from ...platform.core.errors import InvalidRequestError
 from ..attention import AttentionSpec, make_attention
 from ..batch import ForwardBatch, KVLayerSpec
 from ..checkpoint.weight_files import StoredTensor
-from ..layers.embedding import LM_HEAD, Embedding
+from ..layers.embedding import LM_HEAD, Embedding, VocabularyNames
 from ..layers.linear import Linear
 from ..layers.weights import WeightSlot
 from ..model import DecoderOutput
