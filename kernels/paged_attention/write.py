@@ -123,12 +123,12 @@ def write_kernel(
             columns = tl.arange(0, BLOCK_HALF)
             heads = (part - query_parts - key_parts) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None].to(tl.int64)
             mask = (heads < KV_HEADS) & there[None, :]
-            source = v + token * v_token_stride + heads * v_head_stride + columns[None, :]
-            low = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-            high = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
-            target = values + heads * value_head_stride + slot * (2 * HALF) + columns[None, :]
-            tl.store(target, _storable(low, values.dtype.element_ty, False), mask=mask)
-            tl.store(target + HALF, _storable(high, values.dtype.element_ty, False), mask=mask)
+            source = v + token * v_token_stride + heads * v_head_stride
+            low = tl.load(source + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+            high = tl.load(source + HALF + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+            target = values + heads * value_head_stride + slot * (2 * HALF)
+            tl.store(target + columns[None, :], _storable(low, values.dtype.element_ty, False), mask=mask)
+            tl.store(target + HALF + columns[None, :], _storable(high, values.dtype.element_ty, False), mask=mask)
 
 
 def write_constants(
