@@ -51,6 +51,10 @@ _QKV = ["q_proj", "k_proj", "v_proj"]
 _C_ATTN = ["c_attn", "c_proj", "c_fc"]
 _BY_HEAD = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
 FAMILIES: dict[str, Family] = {
+    "llama": Family("Llama", {"tie_word_embeddings": True}, SCALED),
+    "mistral": Family("Mistral", {"sliding_window": 20}),
+    "qwen2": Family("Qwen2"),
+    "qwen3": Family("Qwen3", {"head_dim": 16}),
     "gemma2": Family("Gemma2", {**_LOCAL, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}, SCALED),
     "gemma3": Family("Gemma3Text", {**_LOCAL, "num_hidden_layers": 3, "sliding_window_pattern": 3}, SCALED),
     "phi3": Family("Phi3", {"sliding_window": 20}, ["qkv_proj", "o_proj", *MERGED]),

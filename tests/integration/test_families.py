@@ -10,6 +10,7 @@ import torch
 
 from outrider import LoRARequest, SamplingParams
 
+from ..family_records import record
 from ..tiny_families import FAMILIES, SIZES, Family, build
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
@@ -26,6 +27,7 @@ class Served:
 
         self.folder, adapter = str(root / "base"), str(root / "adapter")
         self._base = build(family)
+        self.architecture = type(self._base).__name__
         self._base.save_pretrained(self.folder)
         targets = {"target_modules": family.targets, "target_parameters": family.parameters or None}
         lora = LoraConfig(r=4, lora_alpha=3, init_lora_weights=False, **targets)
@@ -36,8 +38,10 @@ class Served:
         self.jobs = [(p, GREEDY, which) for p in prompts for which in (None, LoRARequest("a", path=adapter))]
 
     @torch.inference_mode()
-    def check(self, outcomes) -> None:
-        """transformers must choose each token after those before it, with the same probability."""
+    def check(self, outcomes) -> list[float]:
+        """transformers must choose each token after those before it, with the same probability; returns the largest
+        difference of a log probability, of the base model and of the adapter."""
+        largest = [0.0, 0.0]
         for (prompt, _, lora), outcome in zip(self.jobs, outcomes, strict=True):
             ids = torch.tensor([prompt + outcome.token_ids[:-1]])
             if lora is None:
@@ -49,6 +53,8 @@ class Served:
             theirs = torch.log_softmax(logits, -1).max(-1).values
             ours = torch.tensor([found.logprobs[0] for found in outcome.logprobs])
             torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
+            largest[lora is not None] = max(largest[lora is not None], float((ours - theirs).abs().max()))
+        return largest
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -65,17 +71,19 @@ def test_drafts_chunks_and_prefixes(make_engine, run, served):
     speculation = {"method": "ngram", "num_speculative_tokens": 4}
     engine = engine_of(make_engine, served, speculative_config=speculation, max_num_batched_tokens=64)
     first = run(engine, served.jobs)
-    served.check(first)
+    errors = served.check(first)
     again = run(engine, served.jobs)
     served.check(again)
     assert max(outcome.num_cached_tokens for outcome in again) >= 32
     assert sum(sum(outcome.accepted) for outcome in first) > 0
+    record(served.architecture, "native", ["base", "LoRA", "speculation", "prefix cache"], errors)
 
 
 def test_preemption(make_engine, run, served):
     engine = engine_of(make_engine, served, block_size=16, num_gpu_blocks_override=14, enable_prefix_caching=False)
     served.check(run(engine, served.jobs))
     assert engine.stats().num_preemptions > 0
+    record(served.architecture, "native", ["preemption"])
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa"])

@@ -13,6 +13,8 @@ from outrider import LoRARequest, SamplingParams
 from outrider.models.checkpoint.loader import load_model, read_facts
 from outrider.platform.core.errors import InvalidRequestError, UnsupportedModelError
 
+from ..family_records import record
+
 WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
 SIZES = {
     "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -64,14 +66,16 @@ def save(family: str, folder: Path, **config: object) -> torch.nn.Module:
     return type(model).from_pretrained(folder, attn_implementation="eager").eval()
 
 
-def check_text(model: torch.nn.Module, prompt: list[int], outcome) -> None:
-    """Each token is the model's best after the ones before it, with its log-probability."""
+def check_text(model: torch.nn.Module, prompt: list[int], outcome) -> float:
+    """Each token is the model's best after the ones before it, with its log-probability; returns the largest
+    difference."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + outcome.token_ids[:-1]])).logits[0, len(prompt) - 1 :].float()
     assert logits.argmax(-1).tolist() == outcome.token_ids
     wanted = logits.log_softmax(-1).max(-1).values
     got = torch.tensor([entry.logprobs[0] for entry in outcome.logprobs])
     torch.testing.assert_close(got, wanted, atol=2e-4, rtol=0)
+    return float((got - wanted).abs().max())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -88,20 +92,23 @@ def test_family_equals_transformers_and_peft(family, tmp_path, make_engine, run)
 
     engine = make_engine(**options)
     outcomes = run(engine, jobs)
+    errors: list[list[float]] = [[], []]
     for (prompt, _, adapter), outcome in zip(jobs, outcomes, strict=True):
         if adapter is None:
-            check_text(base, prompt, outcome)
+            errors[0].append(check_text(base, prompt, outcome))
     again = run(engine, jobs)
     assert [o.token_ids for o in again] == [o.token_ids for o in outcomes]
     assert all(o.num_cached_tokens > 0 for (prompt, *_), o in zip(jobs, again, strict=True) if len(prompt) > 16)
     adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     for (prompt, _, adapter), outcome in zip(jobs, outcomes, strict=True):
         if adapter is not None:
-            check_text(adapted, prompt, outcome)
+            errors[1].append(check_text(adapted, prompt, outcome))
 
     drafting = make_engine(**options, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
     drafted = run(drafting, jobs)
     assert [o.token_ids for o in drafted] == [o.token_ids for o in outcomes]
+    shown = ["base", "LoRA", "speculation", "prefix cache"]
+    record(f"{family}ForCausalLM", "transformers", shown, [max(part) for part in errors])
 
 
 def test_llama_through_transformers_has_native_text_and_drafts(models, make_engine, run, plain_tokens, jobs, greedy):
