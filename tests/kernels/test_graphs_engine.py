@@ -24,7 +24,7 @@ from outrider.kernels import sampling as kernels_sampling
 from outrider.kernels import verification as kernels_verification
 from outrider.kernels.device_outcome import OnDevice
 from outrider.kernels.sampling import triton as kernels_sampling_triton
-from outrider.lora.device import arena, batching, dora
+from outrider.lora.device import arena, batching, vectors
 from outrider.models import attention, decoder
 from outrider.models.attention import triton as triton_attention
 from outrider.models.attention.triton import TritonAttention
@@ -194,13 +194,13 @@ def graphs(device: str, monkeypatch: pytest.MonkeyPatch) -> PassGraphs:
     monkeypatch.setattr(drawing, "stays_on_device", lambda logits: True)
     if device == "cuda":
         return made
-    for module in (arena, batching, dora):
+    for module in (arena, batching, vectors):
         monkeypatch.setattr(module, "is_grouped", lambda dtype, device: True)
     monkeypatch.setattr(attention, "best_backend", lambda spec, *, batch_invariant: TritonAttention)
     monkeypatch.setattr(decoder, "adds_residuals", lambda device: True)
     planner = triton_attention.Planner
     monkeypatch.setattr(
-        triton_attention, "Planner", lambda shape, size, gpu, _, configs: planner(shape, size, gpu, 1, configs)
+        triton_attention, "Planner", lambda shape, size, gpu, _, *rest: planner(shape, size, gpu, 1, *rest)
     )
     without_native_kernels(monkeypatch)
     return made

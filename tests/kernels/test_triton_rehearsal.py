@@ -13,7 +13,7 @@ from outrider import LoRARequest, SamplingParams
 from outrider.kernels import act_and_mul as kernels_act_and_mul
 from outrider.kernels import rms_norm as kernels_rms_norm
 from outrider.kernels.rms_norm.triton import _rms_norm_kernel as rms_norm_kernel
-from outrider.lora.device import arena, batching, dora
+from outrider.lora.device import arena, batching, vectors
 from outrider.models import attention, decoder
 from outrider.models.attention.triton import TritonAttention
 from outrider.models.decoder import Decoder
@@ -34,7 +34,7 @@ def test_nothing_is_left_to_compile_for_prompts_and_adapters(
     that Triton would compile."""
     if device == "cuda":
         pytest.skip("the rehearsal has happened when the engine is there")
-    for module in (arena, batching, dora):
+    for module in (arena, batching, vectors):
         monkeypatch.setattr(module, "is_grouped", lambda dtype, device: True)
     monkeypatch.setattr(attention, "best_backend", lambda spec, *, batch_invariant: TritonAttention)
     monkeypatch.setattr(kernels_rms_norm, "use_triton", lambda x: True)
