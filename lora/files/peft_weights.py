@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from ..device.layout import PackedModules

@@ -92,6 +92,12 @@ def test_scores_are_cosines(llm):
         (lambda llm: llm.encode("a", pooling_task="classify", use_tqdm=False), "pooling_task"),
         (lambda llm: llm.score(["a", "b"], ["c"], use_tqdm=False), "text_1"),
         (lambda llm: SamplingParams(pooling="median"), "pooling"),
+        (lambda llm: llm.generate("a", SamplingParams(pooling="mean", n=2), use_tqdm=False), "n"),
+        (lambda llm: llm.generate("a", SamplingParams(pooling="mean", logprobs=1), use_tqdm=False), "logprobs"),
+        (
+            lambda llm: llm.generate("a", SamplingParams(pooling="mean", prompt_logprobs=1), use_tqdm=False),
+            "prompt_logprobs",
+        ),
     ],
 )
 def test_wrong_parameters_are_named(llm, call, param):
