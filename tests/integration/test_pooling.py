@@ -131,6 +131,9 @@ def test_async_embeddings_are_the_same(llm):
     async def embed():
         async with AsyncLLM(str(demo_model_path()), async_scheduling=True, **OPTIONS) as engine:
             scores = await engine.score(TEXTS[0], TEXTS[1])
+            with pytest.raises(InvalidRequestError):
+                await engine.score(TEXTS[0], [TEXTS[3], [1 << 30]])
+            assert not [task for task in asyncio.all_tasks() if "Pooling" in repr(task)], "one that fails ends all"
             return await engine.embed(TEXTS[3], PoolingParams("mean")), scores[0].outputs.score
 
     got, score = asyncio.run(embed())
