@@ -129,7 +129,8 @@ class SiteVectors:
         if is_grouped(y.dtype, y.device):
             slots = self._sites.of_tokens(adapters, table.written, len(y))
             if slots is not None:
-                y += table.rows[slots.clamp(min=0)] * (slots >= 0).unsqueeze(1)
+                # Not a product with 0: a bias that is not finite would reach the tokens of others.
+                y += table.rows[slots.clamp(min=0)].masked_fill_((slots < 0).unsqueeze(1), 0)
             return
         found = self._sites.slot_tokens(adapters, table.written)
         if found is not None:

@@ -7,14 +7,14 @@ base model's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from .peft_config import PeftConfig, adapter_error
-from .tensor_file import TensorFile
-from .tensor_keys import BIAS, LORA_BIAS, FileModule, ModuleShape
+from .tensor_file import FLOATS, TensorFile
+from .tensor_keys import BIAS, LORA_BIAS, FileModule, ModelModules, ModuleShape
 
 
 def check_biases(module: FileModule, config: PeftConfig) -> None:
@@ -27,22 +27,27 @@ def check_biases(module: FileModule, config: PeftConfig) -> None:
 
 
 def read_biases(
-    modules: Iterable[FileModule], file: TensorFile, config: PeftConfig, known: Mapping[str, ModuleShape]
+    modules: Iterable[FileModule], file: TensorFile, config: PeftConfig, model: ModelModules
 ) -> tuple[dict[str, Tensor], bytes]:
     """Return the vectors that an adapter adds, float32 [out] by module of the model, and their digest.
 
     Raises:
-        AdapterError: a trained bias of a module that has none; numbers that are not finite.
+        AdapterError: a bias of a module that takes none, such as an expert's; a trained bias of a module that has none;
+            numbers that are not finite in the dtype of use.
     """
+    known, dtype = model.shapes, model.layout.dtype
     biases: dict[str, Tensor] = {}
     digest = hashlib.sha256(b"biases")
     for module in modules:
         for part in (LORA_BIAS, BIAS):
             if part not in module.keys:
                 continue
-            values = file.read(module.keys[part]).float()
-            if not bool(torch.isfinite(values).all()):
-                raise adapter_error(f"{module.name}: {module.keys[part]} is not finite")
+            if any(known[target].base is None for target in module.targets):
+                raise adapter_error(f"{module.name}: a bias is not served here ({module.keys[part]})")
+            values = file.read(module.keys[part])
+            if values.dtype not in FLOATS:
+                raise adapter_error(f"{module.name}: {module.keys[part]} has dtype {values.dtype}, which is not served")
+            values = values.float()
             if part == LORA_BIAS:
                 values = values * config.scale_of(module.configured)
             sizes = [known[target].out_features for target in module.targets]
@@ -52,6 +57,9 @@ def read_biases(
                 if part == BIAS:
                     added = added - _base_bias(module, known[target])
                 biases[target] = biases[target] + added if target in biases else added
+                if not bool(torch.isfinite(biases[target].to(dtype)).all()):
+                    name = str(dtype).removeprefix("torch.")
+                    raise adapter_error(f"{module.name}: {module.keys[part]} is not finite in {name}")
     return biases, digest.digest()
 
 

@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from ..device.layout import PackedModules
@@ -18,7 +17,7 @@ from .expert_parameters import split_parameters
 from .peft_config import PeftConfig, adapter_error, read_config, shown
 from .read_plan import ReadPlans
 from .row_conversion import StoredModule, convert_modules
-from .tensor_file import TensorFile, open_tensors
+from .tensor_file import FLOATS, TensorFile, open_tensors
 from .tensor_keys import (
     BIAS,
     LORA_BIAS,
@@ -32,8 +31,6 @@ from .tensor_keys import (
     file_limits,
     group_keys,
 )
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class WeightsReader:
@@ -83,7 +80,7 @@ class WeightsReader:
         packed, digest = convert_modules(modules, lambda module: _read_tensors(module, file), self.model)
         biased = [module for _, module in sorted(found.items()) if module.keys.keys() & {BIAS, LORA_BIAS}]
         if biased:
-            biases, further = read_biases(biased, file, config, known)
+            biases, further = read_biases(biased, file, config, self.model)
             return packed._replace(biases=biases), hashlib.sha256(digest + further).digest()
         if file.header is not None and not copies:
             self._plans.keep(modules, file.header, config.form)
@@ -147,7 +144,7 @@ def _read_tensors(stored: StoredModule, file: TensorFile) -> dict[str, Tensor]:
     keys = stored.module.keys
     tensors = {part: file.read(keys[part]) for part in (A, B, MAGNITUDE) if part in keys}
     for part, tensor in tensors.items():
-        if tensor.dtype not in _FLOATS:
+        if tensor.dtype not in FLOATS:
             raise adapter_error(f"{stored.module.name}: {part} has dtype {tensor.dtype}, which is not served")
     rows = slice(stored.start, stored.start + stored.out_features)
     return {part: tensor if part == A else tensor[rows] for part, tensor in tensors.items()}

@@ -40,6 +40,8 @@ _CACHED = 16
 _CACHED_BYTES = 1 << 20
 """Largest header that is cached: as objects it takes several times its size."""
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Dtypes of the tensors that are served."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

@@ -56,7 +56,7 @@ class AdapterVersion:
     targets_experts: bool = False
     """True when it adapts experts of the model."""
     is_plain: bool = True
-    """True when it has rank rows for the model and nothing else."""
+    """True when it has rank rows and nothing else, for the model and for the drafter."""
     has_draft: bool = False
     """True when it brings weights for the drafter."""
     draft: str = ""
@@ -85,7 +85,7 @@ class AdapterVersion:
         """Note the facts about what was read."""
         self.digest = self.expected = adapter.digest
         self.rank, self.rows, self.num_bytes = adapter.target.rank, adapter.rows, adapter.num_bytes
-        self.targets_head, self.is_plain = adapter.targets_head, adapter.target.is_plain
+        self.targets_head, self.is_plain = adapter.targets_head, all(part.is_plain for part in adapter.packed)
         self.targets_experts = adapter.targets_experts
         self.has_draft, self.draft = bool(adapter.drafter.rank), adapter.draft
         self.load_seconds = adapter.load_seconds

@@ -210,8 +210,16 @@ class AsyncPoolingMethods:
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """Cosine similarity of pairs of texts; see `LLM.score`."""
         first, second = _pairs(text_1, text_2)
-        waiting = [self._pooled(text, pooling_params, None, lora_request, options) for text in (*first, *second)]
-        outputs = await asyncio.gather(*waiting)
+        texts = (*first, *second)
+        tasks = [
+            asyncio.ensure_future(self._pooled(text, pooling_params, None, lora_request, options)) for text in texts
+        ]
+        try:
+            outputs = await asyncio.gather(*tasks)
+        finally:  # one that fails ends the others
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         halves = outputs[: len(first)], outputs[len(first) :]
         return [_score(pooling_params, *pair) for pair in zip(*halves, strict=True)]
 

@@ -24,9 +24,12 @@ def check_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> 
 
     Raises:
         InvalidRequestError: a token id is not below `vocab_size`, there are more allowed tokens than that, a bad word
-            has no token, the bad words have too many, or more than `max_logprobs` log-probabilities are wanted; `param`
-            names the field.
+            has no token, the bad words have too many, more than `max_logprobs` log-probabilities are wanted, or
+            `pooling` with fields of generated text; `param` names the field.
     """
+    for name, neutral in (("n", 1), ("logprobs", None), ("prompt_logprobs", None)):
+        if params.pooling is not None and getattr(params, name) != neutral:
+            raise InvalidRequestError(f"{name} is not served with pooling, which generates no text", param=name)
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(params, name)
         count = vocab_size if value == -1 else value

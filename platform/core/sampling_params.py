@@ -308,7 +308,7 @@ class SamplingParams:
     @property
     def only_scores(self) -> bool:
         """True when the prompt's log-probabilities are wanted with no more than the one token that comes with them, or
-        its hidden states: such a prompt may fill the whole context."""
+        the prompt's hidden states: such a prompt may fill the whole context."""
         return (self.prompt_logprobs is not None and self.max_tokens == 1) or self.pooling is not None
 
     @property

@@ -92,6 +92,12 @@ def test_scores_are_cosines(llm):
         (lambda llm: llm.encode("a", pooling_task="classify", use_tqdm=False), "pooling_task"),
         (lambda llm: llm.score(["a", "b"], ["c"], use_tqdm=False), "text_1"),
         (lambda llm: SamplingParams(pooling="median"), "pooling"),
+        (lambda llm: llm.generate("a", SamplingParams(pooling="mean", n=2), use_tqdm=False), "n"),
+        (lambda llm: llm.generate("a", SamplingParams(pooling="mean", logprobs=1), use_tqdm=False), "logprobs"),
+        (
+            lambda llm: llm.generate("a", SamplingParams(pooling="mean", prompt_logprobs=1), use_tqdm=False),
+            "prompt_logprobs",
+        ),
     ],
 )
 def test_wrong_parameters_are_named(llm, call, param):
@@ -125,6 +131,9 @@ def test_async_embeddings_are_the_same(llm):
     async def embed():
         async with AsyncLLM(str(demo_model_path()), async_scheduling=True, **OPTIONS) as engine:
             scores = await engine.score(TEXTS[0], TEXTS[1])
+            with pytest.raises(InvalidRequestError):
+                await engine.score(TEXTS[0], [TEXTS[3], [1 << 30]])
+            assert not [task for task in asyncio.all_tasks() if "Pooling" in repr(task)], "one that fails ends all"
             return await engine.embed(TEXTS[3], PoolingParams("mean")), scores[0].outputs.score
 
     got, score = asyncio.run(embed())

@@ -51,6 +51,18 @@ def make_drafted():
         manager.close()
 
 
+def test_biases_of_the_draft_weights_alone_make_an_adapter_more_than_rank_rows(tmp_path, make_drafted):
+    """Captured graphs have rank rows alone, the target's and the drafter's."""
+    folder = write_both(tmp_path / "plain")
+    state = tensors(4, layers=(0,))
+    biases = {f"{key.removesuffix('weight')}bias": torch.ones(len(b)) for key, b in state.items() if "lora_B" in key}
+    biased = write_adapter(tmp_path / "biased")
+    write_adapter(tmp_path / "biased" / "draft", state | biases, lora_bias=True)
+    manager = make_drafted()
+    assert admitted(manager, "plain", folder, "1").adapter.is_plain
+    assert not admitted(manager, "biased", biased, "2").adapter.is_plain
+
+
 def test_both_parts_are_one_adapter(tmp_path):
     adapter = read(write_both(tmp_path, rank=4, draft_rank=6))
     assert set(adapter.modules) == set(KNOWN)

@@ -178,3 +178,22 @@ def test_long_keys(tmp_path, read):
     with pytest.raises(AdapterError, match="key has 5014 characters; at most 1000") as caught:
         read(write_adapter(tmp_path / "x", tensors() | {"x" * 5000 + ".lora_A.weight": torch.zeros(1)}))
     assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize(
+    ("bias", "message"),
+    [
+        (torch.full((16,), float("nan")), "is not finite"),
+        (torch.full((16,), 6e4), "is not finite in float16"),  # with the scale
+        (torch.ones(16, dtype=torch.int32), "has dtype torch.int32"),
+        (torch.ones(15), "wrong shape"),
+        (torch.ones(16, 1), "wrong shape"),
+    ],
+    ids=["nan", "overflow", "dtype", "size", "matrix"],
+)
+def test_hostile_biases(tmp_path, bias, message):
+    state = tensors(modules=("q_proj",), layers=(0,))
+    path = write_adapter(tmp_path, state | {f"base_model.model.{Q}.lora_B.bias": bias}, lora_bias=True)
+    shapes = AdapterSites(make_linears(), None, torch.float32, torch.device("cpu")).model.shapes
+    with pytest.raises(AdapterError, match=message):
+        parse(path, shapes, max_rank=8, dtype=torch.float16)

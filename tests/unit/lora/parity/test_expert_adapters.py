@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,3 +131,18 @@ def test_parameters_of_other_experts_are_refused(case, tmp_path, change):
     shutil.copy(f"{paths['experts']}/adapter_config.json", tmp_path)
     with pytest.raises(AdapterError, match=r"base mismatch.*experts"):
         Engine(base, {"experts": str(tmp_path)}, {"experts": prompts["experts"]}).admit(["experts"])
+
+
+def test_a_bias_of_an_expert_is_refused_and_not_left_out(case, tmp_path):
+    base, paths, prompts, _ = case
+    tensors = load_file(f"{paths['each']}/adapter_model.safetensors")
+    tensors |= {
+        key.removesuffix("weight") + "bias": torch.ones(len(tensor))
+        for key, tensor in tensors.items()
+        if "lora_B" in key
+    }
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config = json.loads((Path(paths["each"]) / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"lora_bias": True}))
+    with pytest.raises(AdapterError, match=r"experts\.0.*a bias is not served here"):
+        Engine(base, {"each": str(tmp_path)}, {"each": prompts["each"]}).admit(["each"])
