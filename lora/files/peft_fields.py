@@ -22,12 +22,21 @@ def _changes_base(value: Any) -> bool:
 
 
 def _trains_modules(value: Any) -> bool:
-    """Return whether modules other than embeddings and heads are trained in full. Of these two PEFT users often save
-    untrained copies; the reader of the file finds out whether they are."""
+    """Return whether modules other than embeddings and heads are trained in full."""
     names = value or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return True
     return any(name.rpartition(".")[2] not in ("embed_tokens", "lm_head") for name in names)
+
+
+def _is_no_tokens(value: Any) -> bool:
+    lists = list(value.values()) if isinstance(value, dict) else [value or []]
+    return not all(
+        isinstance(tokens, list)
+        and all(type(token) is int and 0 <= token < 2**31 for token in tokens)
+        and len(set(tokens)) == len(tokens)
+        for tokens in lists
+    )
 
 
 class FieldRule(NamedTuple):
@@ -75,11 +84,13 @@ FIELDS: dict[str, FieldRule] = {
     ),
     "lora_bias": FieldRule(_ANY),
     "modules_to_save": FieldRule(
-        "`embed_tokens` and `lm_head`, where they equal the base model's",
+        "`embed_tokens` and `lm_head`, with a vocabulary that is not larger than the base model's",
         "other fully trained modules",
         _trains_modules,
     ),
-    "trainable_token_indices": FieldRule("", "trained embeddings of some tokens"),
+    "trainable_token_indices": FieldRule(
+        "tokens of `embed_tokens` and `lm_head`", "anything but lists of different tokens", _is_no_tokens
+    ),
     "init_lora_weights": FieldRule(
         "all that leave the base model alone: booleans, `gaussian`, `orthogonal`, `eva`, `mica`",
         "`pissa`, `olora`, `corda`, `loftq` and `lora_ga`, which change the base weights, unless "
