@@ -52,8 +52,8 @@ def train(base, seed, *, init_lora_weights=False, **options):
             parameter.data *= 1 + 0.3 * torch.randn_like(parameter)
         elif parameter.requires_grad and (name.endswith(".bias") or "trainable_tokens_delta" in name):
             parameter.data += torch.randn_like(parameter)
-        elif "modules_to_save" in name and options["modules_to_save"] != ["lm_head"]:  # that one stays as it is
-            parameter.data += 0.3 * torch.randn_like(parameter)
+        elif "modules_to_save" in name:
+            parameter.data += 0.3 * torch.randn_like(parameter) * (options["modules_to_save"] != ["lm_head"])
         elif "lora_B" in name and init_lora_weights in ("gaussian", "orthogonal"):  # no delta yet
             parameter.data += 0.3 * torch.randn_like(parameter)
     return model

@@ -191,7 +191,7 @@ def test_own_rows_of_a_smaller_vocabulary_and_their_memory(managed, tmp_path):
     """They count in host memory, leave the device with their adapter, and cannot be mixed."""
     manager, embedding, table, _, folders = managed
     own = torch.randn(VOCAB - 7, HIDDEN)
-    weights = tensors(2) | {f"{E}.weight": own, f"{H}.weight": own}
+    weights = tensors(2) | {f"{E}.weight": own, f"{H}.weight": own.clone()}
     path = write_adapter(tmp_path / "own", weights, rank=2, modules_to_save=["embed_tokens", "lm_head"])
     request, other = admitted(manager, "own", path), admitted(manager, "neither", folders["neither"])
     assert request.adapter.num_bytes > 2 * own.numel() * table.to(manager.dtype).itemsize
