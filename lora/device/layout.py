@@ -209,6 +209,8 @@ class PackedModules(NamedTuple):
     """By module: vector [out] that is added to the module's output."""
     own_rows: Mapping[str, OwnRows] = MappingProxyType({})
     """By module, for `EMBEDDING` and `LM_HEAD`."""
+    invocation: tuple[int, ...] = ()
+    """Tokens of the prompt from which on the weights apply (activated LoRA); (): they apply to all tokens."""
 
     @property
     def layout(self) -> ModelLayout:

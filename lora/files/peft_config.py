@@ -45,6 +45,8 @@ class PeftConfig:
     """True when every lora_B has a bias."""
     modules_to_save: tuple[str, ...]
     """Only embeddings and heads."""
+    invocation: tuple[int, ...]
+    """Tokens of the prompt from which on the adapter applies; (): it applies to all tokens."""
     ties_weights: bool
     """True when what is trained of a tied embedding is trained of the head too."""
     trainable_tokens: tuple[tuple[str, tuple[int, ...]], ...]
@@ -134,6 +136,7 @@ def read_config(folder: Path) -> PeftConfig:
         bias=str(config.get("bias") or "none"),
         lora_bias=bool(config.get("lora_bias")),
         modules_to_save=tuple(config.get("modules_to_save") or ()),
+        invocation=tuple(config.get("alora_invocation_tokens") or ()),
         ties_weights=bool(config.get("ensure_weight_tying")),
         trainable_tokens=_trainable_tokens(config.get("trainable_token_indices") or {}),
     )

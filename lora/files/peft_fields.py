@@ -30,13 +30,13 @@ def _trains_modules(value: Any) -> bool:
 
 
 def _is_no_tokens(value: Any) -> bool:
-    lists = list(value.values()) if isinstance(value, dict) else [value or []]
-    return not all(
-        isinstance(tokens, list)
-        and all(type(token) is int and 0 <= token < 2**31 for token in tokens)
-        and len(set(tokens)) == len(tokens)
-        for tokens in lists
-    )
+    tokens = value or []
+    return not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 2**31 for token in tokens)
+
+
+def _is_no_token_set(value: Any) -> bool:
+    lists = list(value.values()) if isinstance(value, dict) else [value]
+    return any(_is_no_tokens(tokens) or len(set(tokens or [])) < len(tokens or []) for tokens in lists)
 
 
 class FieldRule(NamedTuple):
@@ -89,7 +89,7 @@ FIELDS: dict[str, FieldRule] = {
         _trains_modules,
     ),
     "trainable_token_indices": FieldRule(
-        "tokens of `embed_tokens` and `lm_head`", "anything but lists of different tokens", _is_no_tokens
+        "tokens of `embed_tokens` and `lm_head`", "anything but lists of different tokens", _is_no_token_set
     ),
     "init_lora_weights": FieldRule(
         "all that leave the base model alone: booleans, `gaussian`, `orthogonal`, `eva`, `mica`",
@@ -111,7 +111,12 @@ FIELDS: dict[str, FieldRule] = {
     "qalora_group_size": FieldRule("any value; only `use_qalora` reads it"),
     "layer_replication": FieldRule("", "a model with repeated layers"),
     "target_parameters": FieldRule("", "adapters on bare parameters"),
-    "alora_invocation_tokens": FieldRule("", "activated LoRA"),
+    "alora_invocation_tokens": FieldRule(
+        "lists of tokens: what stands before their last occurrence in the prompt is the base model's, and shares its "
+        "cached prefixes",
+        "anything but lists of tokens",
+        _is_no_tokens,
+    ),
     "use_qalora": FieldRule("", "QA-LoRA"),
     "use_bdlora": FieldRule("", "block-diagonal LoRA"),
     "arrow_config": FieldRule("", "Arrow routing"),

@@ -60,7 +60,10 @@ class WeightsReader:
         with open_tensors(folder, file_limits(self.model.shapes, self._max_rank)) as file:
             plan = self._plans.find(file.header, config.form)
             planned = plan and plan.read(file, [config.scale_of(name) for name in plan.configured])
-            return planned or self._read_unplanned(file, config)
+            packed, digest = planned or self._read_unplanned(file, config)
+        if config.invocation:
+            digest = hashlib.sha256(digest + f"invocation {config.invocation}".encode()).digest()
+        return packed._replace(invocation=config.invocation), digest
 
     def _read_unplanned(self, file: TensorFile, config: PeftConfig) -> tuple[PackedModules, bytes]:
         """Check all keys and shapes of a file, read it, and keep a plan for more files like it."""

@@ -23,6 +23,11 @@ def check_mixable(name: str, adapter: Adapter) -> None:
         raise adapter_error(
             f"adapter '{name}' uses DoRA: it can neither be mixed with others nor have a weight other than 1"
         )
+    if adapter.target.invocation:
+        raise adapter_error(
+            f"adapter '{name}' has alora_invocation_tokens: it can neither be mixed with others nor have a "
+            "weight other than 1"
+        )
     if adapter.target.own_rows:
         raise adapter_error(
             f"adapter '{name}' brings rows of {' and '.join(adapter.target.own_rows)} of its own: it can neither be "

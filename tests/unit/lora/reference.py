@@ -82,7 +82,9 @@ class Engine:
         blocks = iter(range(200))
         for name, prompt in prompts.items():
             adapter = name.split()[0]
-            self.requests[name] = make_request(adapter if adapter in paths else None, paths.get(adapter), name)
+            request = make_request(adapter if adapter in paths else None, paths.get(adapter), name)
+            request.tokens, request.num_prompt_tokens = list(prompt), len(prompt)
+            self.requests[name] = request
             self.tables[name] = [next(blocks) for _ in range(-(-len(prompt) // BLOCK_SIZE))]
             self.manager.resolve(self.requests[name])
 
@@ -96,7 +98,13 @@ class Engine:
 
     def step(self, chunks):
         adapters, head = (
-            prepare([(self.requests[name].adapter, len(chunk)) for name, chunk in chunks.items()])
+            prepare(
+                [
+                    handle
+                    for name, chunk in chunks.items()
+                    for handle in self.requests[name].handles(self.computed[name], len(chunk))
+                ]
+            )
             for prepare in (self.manager.prepare, self.manager.prepare_head)
         )
         rows = SequenceRows(

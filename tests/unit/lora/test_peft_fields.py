@@ -60,7 +60,7 @@ TRAINED = {
     "qalora_group_size": {"qalora_group_size": 8},
     "layer_replication": {"layer_replication": [[0, 2], [1, 2]]},
     "target_parameters": {"target_modules": [], "target_parameters": ["mlp.up_proj.weight"]},
-    "alora_invocation_tokens": {"alora_invocation_tokens": [3, 4], "task_type": "CAUSAL_LM"},
+    "alora_invocation_tokens a": {"alora_invocation_tokens": [3, 4], "task_type": "CAUSAL_LM"},
     "use_bdlora": {
         "use_bdlora": {"target_modules_bd_a": ["q_proj", "v_proj"], "target_modules_bd_b": ["down_proj"], "nblocks": 2}
     },
@@ -76,6 +76,7 @@ WRITTEN = {
     "init_lora_weights k": "PiSSA",
     "bias d": "some",
     "trainable_token_indices c": [1, 1],
+    "alora_invocation_tokens b": ["invoke"],
     "loftq_config": {"loftq_bits": 4},
     "eva_config": {"rho": 2.0},
     "corda_config": {"corda_method": "ipm"},
@@ -127,6 +128,7 @@ def test_served_values_give_the_logits_of_peft(adapters):
     base, paths = adapters
     served = [name for name, path in paths.items() if not FIELDS[(f := name.split()[0])].refuses(saved_value(path, f))]
     prompts = {name.replace(" ", "_"): torch.randint(3, VOCAB, (9,)).tolist() for name in ("base", *served)}
+    prompts["alora_invocation_tokens_a"] = [3, 4, 9, 3, 3, 4, 8, 4, 50]
     folders = {name.replace(" ", "_"): paths[name] for name in served}
     engine = Engine(base, folders, prompts, max_loras=len(prompts))
     engine.admit(prompts)

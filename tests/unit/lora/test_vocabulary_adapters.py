@@ -207,15 +207,16 @@ def test_own_rows_of_a_smaller_vocabulary_and_their_memory(managed, tmp_path):
     torch.testing.assert_close(logits[2:5, : len(own)], hidden[2:5].float() @ own.T, **near)
     assert (logits[2:5, len(own) :] == -torch.inf).all()
     torch.testing.assert_close(logits[[0, 1, 5]], base[[0, 1, 5]], **near)
-    with pytest.raises(AdapterError, match=r"rows of model\.embed_tokens and lm_head of its own"):
+    with pytest.raises(AdapterError, match=r"rows of lm_head and model\.embed_tokens of its own"):
         admit(manager, mixed_request(("own", path, 0.5)))
     manager.forget(request)
     assert len(embedding.own_rows) == 1
-    for index in range(4):  # they take its place
+    for index in range(9):  # they take its place
         one = write_adapter(tmp_path / str(index), tensors(8, seed=index), rank=8)
         manager.forget(admitted(manager, str(index), one))
     manager.forget(other)
-    manager.prepare([(None, 1)])
+    for prepare in (manager.prepare, manager.prepare_head):
+        prepare([(None, 1)])
     assert len(embedding.own_rows) == 0
 
 
