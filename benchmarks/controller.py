@@ -6,22 +6,24 @@ one batch that drains (where it is smaller than four, several batches, one after
 `queued` is three times as many requests as run at once. A ratio is the median of the rounds.
 
 Usage: python benchmarks/controller.py --model MODEL --texts repetitive chat --batches 1 4 16 32 --json FILE
-    [--old CHECKOUT] [--method ngram | --speculative JSON] [--rounds N] [--max-tokens N] [--queues closed queued]
+    [--old CHECKOUT] [--speculative JSON] [--fixed JSON] [--rounds N] [--max-tokens N] [--queues closed queued]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from peers.process import Worker
 
 ROOT = Path(__file__).resolve().parent.parent
 TOPICS = ("a fox", "the sea", "a kettle", "Lisbon", "the moon", "a library", "bees", "trains")
@@ -34,6 +36,7 @@ QUESTIONS = (
     "Explain {} to a child, then explain it again.",
 )
 CLAIM = "Output speed of adaptive speculation over none"
+ANSWER_SECONDS = 1800.0
 TEXTS = ("repetitive", "chat", "base", "random")
 QUEUED = 3
 """Requests for each seat where the queue is filled."""
@@ -71,6 +74,7 @@ def serve(options: dict[str, Any]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(options["model"])
     llm: LLM | None = None
     batch_of_llm = 0
+    print("{}", file=out, flush=True)
     for line in sys.stdin:
         cell = json.loads(line)
         if cell["batch"] != batch_of_llm:
@@ -112,44 +116,25 @@ def serve(options: dict[str, Any]) -> None:
         print(json.dumps({"tokens": tokens, "seconds": seconds}), file=out, flush=True)
 
 
-class Engine:
-    """A child process that generates when it is asked to."""
-
-    def __init__(self, checkout: Path, options: dict[str, Any], folder: str) -> None:
-        """`checkout`: whose package `outrider` is used; `folder`: for a link to it."""
-        link = Path(tempfile.mkdtemp(dir=folder)) / "outrider"
-        link.symlink_to(checkout, target_is_directory=True)
-        environment = os.environ | {"PYTHONPATH": str(link.parent)}
-        command = [sys.executable, str(Path(__file__).resolve()), "--serve", json.dumps(options)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=folder
-        )
-
-    def speed(self, cell: dict[str, Any]) -> float:
-        """Output tokens a second."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(cell) + "\n")
-        self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline())
-        return float(answer["tokens"] / answer["seconds"])
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+def start(name: str, checkout: Path, options: dict[str, Any], folder: Path) -> Worker:
+    """Start the engine of a checkout. `folder` gets a link to the checkout and what the engine prints."""
+    link = folder / name / "outrider"
+    link.parent.mkdir()
+    link.symlink_to(checkout, target_is_directory=True)
+    environment = os.environ | {"PYTHONPATH": str(link.parent)}
+    command = [sys.executable, str(Path(__file__).resolve()), "--serve", json.dumps(options)]
+    return Worker(command, environment, folder / f"{name}.log", ANSWER_SECONDS)
 
 
-def measure(engines: dict[str, Engine], cell: dict[str, Any], rounds: int) -> dict[str, Any]:
+def measure(engines: dict[str, Worker], cell: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Speeds of all engines for one batch size, text and queue; a first round is left out."""
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     names = list(engines)
     for number in range(rounds + 1):
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            speed = engines[name].speed(cell)
+            answer = engines[name].ask(cell)
             if number:
-                speeds[name].append(speed)
+                speeds[name].append(answer["tokens"] / answer["seconds"])
     found: dict[str, Any] = {name: [round(speed, 1) for speed in its] for name, its in speeds.items()}
     for name, base in (("new", "off"), ("old", "off"), ("new", "old"), ("new", "fixed")):
         if name in speeds and base in speeds:
@@ -186,15 +171,18 @@ def main() -> None:
     from outrider.platform.cli.bench.machine import describe_machine
 
     options = {"model": str(Path(args.model).resolve()), "max_tokens": args.max_tokens}
-    with tempfile.TemporaryDirectory() as folder:
-        speculative = json.loads(args.speculative)
-        engines = {"off": Engine(ROOT, options | {"speculative": None}, folder)}
-        engines["new"] = Engine(ROOT, options | {"speculative": speculative}, folder)
-        if args.old:
-            engines["old"] = Engine(args.old.resolve(), options | {"speculative": speculative}, folder)
-        if args.fixed:
-            engines["fixed"] = Engine(ROOT, options | {"speculative": json.loads(args.fixed)}, folder)
-        cells = []
+    speculative = json.loads(args.speculative)
+    kinds = {"off": (ROOT, None), "new": (ROOT, speculative)}
+    if args.old:
+        kinds["old"] = (args.old.resolve(), speculative)
+    if args.fixed:
+        kinds["fixed"] = (ROOT, json.loads(args.fixed))
+    cells = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        engines = {}
+        for name, (checkout, config) in kinds.items():
+            engines[name] = start(name, checkout, options | {"speculative": config}, Path(folder))
+            stack.callback(engines[name].close)
         for batch in args.batches:
             for queue in args.queues if batch > 1 else ["closed"]:
                 for text in args.texts:
@@ -205,8 +193,6 @@ def main() -> None:
                         run = {"run": Path(args.model).name, "machine": describe_machine(), "speculative": speculative}
                         result = {"claim": CLAIM, "runs": [run | {"max_tokens": args.max_tokens, "cells": cells}]}
                         args.json.write_text(json.dumps(result, indent=1) + "\n")
-        for engine in engines.values():
-            engine.close()
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ import torch
 
 from outrider import SamplingParams
 from outrider.platform.cli.bench.machine import describe_machine
+from outrider.platform.cli.bench.pictures import BLUE, GREY, SAND, add_legend, panels, save
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine.engine_core import EngineCore
@@ -241,14 +242,17 @@ def _ratios(over: list[float], under: list[float]) -> list[float]:
 
 def draw(found: dict[str, Any], file: Path) -> None:
     """Write the picture as a PNG: the others' times to first token, and the throughput of all."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     texts = {"quiet": "no flood", "fcfs": "flood, first come first served", "fair": "flood, fair"}
-    colors = {"quiet": "#808080", "fcfs": "#c9a25a", "fair": "#3b6ea5"}
-    figure = Figure(figsize=(10.5, 4.6), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+    colors = {"quiet": GREY, "fcfs": SAND, "fair": BLUE}
+    options, results = found["options"], found["results"]
+    title = [
+        f"One tenant sends {options['flood_load']:g} times what the machine serves, {options['tenants']} others "
+        f"{options['load']:.0%} of it together ({found['model']['name']} model, {found['machine']['cpu']}, 1 thread)",
+        f"fair: p99 is {results['ttft_p99_over_quiet']:.2f} of that without the flood, throughput "
+        f"{results['throughput_over_fcfs']:.2f} of FCFS",
+    ]
+    figure, axes = panels(title, 1, 2, (10.5, 4.6), width_ratios=(2, 1))
+    left, right = axes[0]
     for setting, row in found["settings"].items():
         label = f"{texts[setting]}: p50 {row['ttft_p50_ms']:.0f} ms, p99 {row['ttft_p99_ms']:.0f} ms"
         shares = [part / 2 for part in range(201)]
@@ -257,24 +261,14 @@ def draw(found: dict[str, Any], file: Path) -> None:
     left.set_xlabel("time to first token of the tenants that do not flood, ms (logarithmic)")
     left.set_ylabel("% of their requests")
     left.axhline(99, color="#202020", linewidth=0.8, linestyle=":")
-    figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=3)
+    add_legend(figure, left, columns=3)
     left.xaxis.set_major_formatter("{x:g}")
     rates = {setting: found["settings"][setting]["tokens_per_second"] for setting in SETTINGS}
     bars = right.bar(list(texts.values()), list(rates.values()), color=list(colors.values()))
     right.bar_label(bars, [f"{rate:,.0f}" for rate in rates.values()], fontsize=9)
     right.set_xticks(range(3), ["no flood", "flood,\nFCFS", "flood,\nfair"])
     right.set_ylabel("tokens/s of all tenants together")
-    for axis in (left, right):
-        axis.spines[["top", "right"]].set_visible(False)
-    options, results = found["options"], found["results"]
-    figure.suptitle(
-        f"One tenant sends {options['flood_load']:g} times what the machine serves, {options['tenants']} others "
-        f"{options['load']:.0%} of it together ({found['model']['name']} model, {found['machine']['cpu']}, 1 thread)\n"
-        f"fair: p99 is {results['ttft_p99_over_quiet']:.2f} of that without the flood, throughput "
-        f"{results['throughput_over_fcfs']:.2f} of FCFS",
-        fontsize=11, x=0.01, ha="left",
-    )  # fmt: skip
-    figure.savefig(file, format="png")
+    save(figure, file)
 
 
 def quantile(values: list[float], part: float) -> float:

@@ -16,6 +16,7 @@ import argparse
 import json
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -24,47 +25,28 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from outrider.platform.cli.bench.machine import RANDOM_WEIGHTS
 
 TOKENS = 4096
-COMMON = {"tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1}
+
+
+def sizes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    """Fields of a decoder's configuration."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+
+
+LLAMA = {"vocab_size": TOKENS, "max_position_embeddings": 2048}
+QWEN = {"vocab_size": 151936, "max_position_embeddings": 4096}
 SHAPES = {
-    "small": (
-        LlamaForCausalLM,
-        LlamaConfig(
-            hidden_size=512,
-            intermediate_size=1536,
-            num_hidden_layers=8,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            vocab_size=TOKENS,
-            max_position_embeddings=2048,
-            **COMMON,
-        ),
-    ),
-    "draft": (
-        LlamaForCausalLM,
-        LlamaConfig(
-            hidden_size=256,
-            intermediate_size=768,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            vocab_size=TOKENS,
-            max_position_embeddings=2048,
-            **COMMON,
-        ),
-    ),
-    "medium": (
-        Qwen2ForCausalLM,
-        Qwen2Config(
-            hidden_size=896,
-            intermediate_size=4864,
-            num_hidden_layers=24,
-            num_attention_heads=14,
-            num_key_value_heads=2,
-            vocab_size=151936,
-            max_position_embeddings=4096,
-            **COMMON,
-        ),
-    ),
+    "small": (LlamaForCausalLM, LlamaConfig(**LLAMA, **sizes(512, 1536, 8, 8, 4))),
+    "draft": (LlamaForCausalLM, LlamaConfig(**LLAMA, **sizes(256, 768, 2, 4, 4))),
+    "medium": (Qwen2ForCausalLM, Qwen2Config(**QWEN, **sizes(896, 4864, 24, 14, 2))),
 }
 
 

@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 from outrider.platform.cli.bench.machine import describe_machine
 
 OUTRIDER = [sys.executable, "-P", "-m", "outrider.platform.cli.main"]
-START_SECONDS = 120.0
 
 
 def figures(command: list[str], result: Path) -> dict[str, Any]:
@@ -36,24 +33,14 @@ def figures(command: list[str], result: Path) -> dict[str, Any]:
     return measured
 
 
-def wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
-    """Wait for the server; raises SystemExit when it ends or takes too long."""
-    end = time.monotonic() + START_SECONDS
-    while time.monotonic() < end and server.poll() is None:
-        try:
-            urllib.request.urlopen(url + "/health")
-        except OSError:
-            time.sleep(0.2)
-        else:
-            return
+def port_of(server: subprocess.Popen[str]) -> int:
+    """The port of a server, once it says that it is ready; raises SystemExit when it ends before."""
+    assert server.stdout is not None
+    for line in server.stdout:
+        ready = re.search(r"is ready on http://\S+:(\d+)", line)
+        if ready is not None:
+            return int(ready[1])
     raise SystemExit("the server did not start")
-
-
-def free_port() -> int:
-    """A free TCP port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -64,14 +51,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     load = ["--num-prompts", str(options.num_prompts), "--input-len", str(options.input_len), "--ignore-eos"]
     load += ["--output-len", str(options.output_len)]
     offline = figures(["bench", "throughput", "--model", options.model, *engine, *load], result)
-    port = free_port()
-    server = subprocess.Popen(
-        [*OUTRIDER, "serve", options.model, *engine, "--port", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    command = [*OUTRIDER, "serve", options.model, *engine, "--port", "0", "--log-level", "error"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        wait_until_ready(f"http://127.0.0.1:{port}", server)
+        port = port_of(server)
         load += ["--max-concurrency", str(options.concurrency), "--num-warmups", str(options.concurrency)]
         online = figures(["bench", "serve", "--port", str(port), "--tokenizer", options.model, *load], result)
     finally:

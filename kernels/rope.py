@@ -1,10 +1,11 @@
-"""Rotary position embedding (Su et al. 2021) with the half-split pairs of HF Llama.
+"""Rotary position embedding (Su et al. 2021) with the half-split pairs of HF Llama, or with neighbours as pairs (GLM).
 
 On a GPU, and in C++, the kernels of attention rotate on the way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,13 +13,13 @@ from torch import Tensor
 
 
 class Rotation(NamedTuple):
-    """Angles of T tokens: cos and sin [T, 1, D] as `apply_rope` takes them, equally strided; or tables of all
-    positions."""
+    """Angles of T tokens: cos and sin [T, 1, R] as `apply_rope` takes them, equally strided; or tables of all
+    positions. R is D, or the first elements of a head that are rotated."""
 
     cos: Tensor
     sin: Tensor
     rows: Tensor | None = None
-    """[T] int64, contiguous: each token's place in the tables `cos` and `sin` [P, 1, D], below P; for kernels that look
+    """[T] int64, contiguous: each token's place in the tables `cos` and `sin` [P, 1, R], below P; for kernels that look
     the angles up and do not check the places. None: `cos` and `sin` are the tokens' own."""
 
 
@@ -45,3 +46,20 @@ def apply_rope_invariant(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     swapped = torch.roll(x, x.shape[-1] // 2, -1)
     return torch.mul(x, cos).add_(swapped.mul_(sin))
+
+
+def rope_of_part(
+    rope: Callable[[Tensor, Tensor, Tensor], Tensor], rotary_dim: int, *, interleaved: bool
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """`rope` for the first `rotary_dim` elements of each head, whose neighbours are the pairs if `interleaved`."""
+
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        part, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+        if interleaved:
+            part = part.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        part = rope(part, cos, sin)
+        if interleaved:
+            part = part.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        return torch.cat((part, rest), -1)
+
+    return rotate

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from ..platform.core.errors import AdapterError
 from .device.layout import LM_HEAD, PackedModules
 from .files.peft_config import adapter_error, shown
@@ -62,6 +64,13 @@ class Adapter:
     def targets_head(self) -> bool:
         """True when it changes the base model's lm_head."""
         return self.target.has(LM_HEAD)
+
+    @property
+    def targets_experts(self) -> bool:
+        """True when it changes experts of the base model."""
+        rows = self.target.vocabulary
+        names = list(rows.layout.modules)
+        return any(".experts." in names[index] for index in np.flatnonzero(rows.live.any(0)))
 
 
 def changed_error(name: str, reason: str = "") -> AdapterError:

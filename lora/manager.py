@@ -4,7 +4,7 @@
 
 Loader threads read and write; the engine's thread does everything else. A request is bound to a version when it is
 added (`resolve`), waits alone while that version is not on the device (`admit`), and holds its rows from admission to
-`release`. It stays bound to the version until it is gone for good (`forget`). So long its content stays in host memory.
+`release`. It stays bound to the version, whose content stays in host memory, until it is gone for good (`forget`).
 """
 
 from __future__ import annotations

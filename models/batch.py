@@ -17,7 +17,6 @@ from ..kernels.paged_attention import CACHE_FLOAT8, LayerKV
 from ..kernels.rope import Rotation
 from ..kernels.staging import to_device
 from .attention import ReplayableAttention
-from .layers.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
     from .attention import AttentionBackend
@@ -53,6 +52,21 @@ class KVLayerSpec(NamedTuple):
         return 2 * self.num_kv_heads * self.head_dim
 
 
+class Rope(Protocol):
+    """Angles of positions: `layers.rope.RotaryEmbedding`, or none."""
+
+    @property
+    def short_context(self) -> int | None:
+        """See `RopeConfig.short_context`."""
+        ...
+
+    def rotations(
+        self, positions: Tensor, end: int, in_long_prompt: Tensor | None = None, *, gathers: bool = True
+    ) -> tuple[Rotation, ...]:
+        """See `RotaryEmbedding.rotations`."""
+        ...
+
+
 class PagedModel(Protocol):
     """Model for which a batch is built: a decoder, or a head with layers of its own."""
 
@@ -62,7 +76,7 @@ class PagedModel(Protocol):
         ...
 
     @property
-    def rope(self) -> RotaryEmbedding:
+    def rope(self) -> Rope:
         """Rotary embedding of its layers."""
         ...
 
@@ -136,8 +150,8 @@ class ForwardBatch:
     """[T] int64"""
     positions: Tensor
     """[T] int64"""
-    rotation: Rotation
-    """Angles in the model's dtype."""
+    rotations: tuple[Rotation, ...]
+    """Angles in the model's dtype, for each of the model's rotations; most models have one."""
     attention: Any
     """Plan of the attention backend."""
     kv: Sequence[LayerKV]
@@ -200,14 +214,14 @@ def build_batch(rows: SequenceRows, model: PagedModel, kv: Sequence[LayerKV], ad
         attention.settle(rows.overshoot, on_device)
     long_prompts = rows.long_prompts(model.rope.short_context)
     in_long = to_device(np.repeat(long_prompts, rows.query_lens), model.device) if long_prompts else None
-    rotation = model.rope.rotation(on_device, end, in_long, gathers=not model.attention.looks_up_angles)
+    rotations = model.rope.rotations(on_device, end, in_long, gathers=not model.attention.looks_up_angles)
     input_ids = to_device(np.array(rows.token_ids, dtype=np.int64), model.device)
     for tokens in rows.device_tokens:
         tokens.fill(input_ids)
     return ForwardBatch(
         input_ids=input_ids,
         positions=on_device,
-        rotation=rotation,
+        rotations=rotations,
         attention=attention,
         kv=kv,
         adapters=adapters,

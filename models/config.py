@@ -2,60 +2,34 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..platform.core.errors import UnsupportedModelError
-from .config_values import MOST
-from .config_values import number as _number
-from .config_values import positive as _positive
-from .config_values import shown as _shown
-from .config_values import wrong as _wrong
+from .config_values import number, positive, shown, wrong
 from .expert_config import ExpertConfig, read_experts
-from .families import FAMILIES, FamilyTraits, supported_architectures
+from .families import FAMILIES, PRE_NORMS, FamilyTraits, NormNames, supported_architectures
+from .families.block import Block
+from .layers.activation import PLAIN_ACTIVATIONS
+from .rope_config import RopeConfig, context_length, layer_ropes, rotated_layers
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-ACTIVATIONS = ("silu", "swish")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding."""
-
-    rope_type: str
-    theta: float
-    factor: float = 1.0
-    original_max_position_embeddings: float = 8192.0
-    """Context length before the scaling; used by "llama3", "yarn" and "longrope"."""
-    low_freq_factor: float = 1.0
-    """Bound of the smooth band; used by "llama3", as `high_freq_factor`."""
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    """Turns in the original context above which a dimension keeps its frequency; used by "yarn"."""
-    beta_slow: float = 1.0
-    """Turns in the original context below which a dimension's frequency is divided by the factor; used by "yarn"."""
-    truncate: bool = True
-    """True: both bounds are rounded to whole dimensions; used by "yarn"."""
-    attention_factor: float = 1.0
-    """Factor of cosines and sines; used by "yarn" and "longrope"."""
-    short_factor: tuple[float, ...] = ()
-    """[D / 2] divisors of the frequencies in the original context; used by "longrope"."""
-    long_factor: tuple[float, ...] = ()
-    """[D / 2] divisors beyond the original context, and in all of a prompt that is longer; used by "longrope"."""
-
-    @property
-    def short_context(self) -> int | None:
-        """Most tokens of a prompt that is rotated with the short factors; None: all prompts are rotated alike."""
-        return int(self.original_max_position_embeddings) if self.rope_type == "longrope" else None
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+    "gelu_new": "gelu_pytorch_tanh",
+}
+"""Activation of a gated MLP by its names in `hidden_act`."""
+PLAIN_NAMES = {name: name for name in PLAIN_ACTIVATIONS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +48,7 @@ class DecoderConfig:
     """Context length in tokens: config.json's, times the factor of a linear or YaRN rope scaling."""
     rms_norm_eps: float
     rope: RopeConfig
+    """Rotation of all layers; where they differ (`layer_ropes`), that of layers which see everything."""
     tie_word_embeddings: bool
     windows: tuple[int | None, ...]
     """Sliding window of each layer: a query sees itself and the window - 1 positions before; None: everything."""
@@ -82,12 +57,60 @@ class DecoderConfig:
     mlp_bias: bool
     qk_norm: bool
     """True: queries and keys of each head are normalised before the rotation."""
+    qk_norm_wide: bool = False
+    """True: so are those of all heads together."""
     dtype: torch.dtype
     """Dtype of weights, activations and KV."""
     experts: ExpertConfig | None = None
     """Experts of the layers that have some."""
+    block: Block | None = None
+    """Form of layers with LayerNorm and an MLP without a gate; None: Llama's."""
     batch_invariant: bool = False
     """True: each result for a row is, bit for bit, independent of the other rows of its step; on a CPU only."""
+
+    layer_ropes: tuple[RopeConfig, ...] = ()
+    """Rotation of each layer where they differ; (): all have `rope`."""
+    norms: NormNames = PRE_NORMS
+    norm_offset: float = 0.0
+    """Number that is added to the stored weights of norms."""
+    hidden_act: str = "silu"
+    """Activation of the MLP."""
+    merged_qkv: bool = False
+    """True: the checkpoint has one projection qkv_proj, which adapters target."""
+    merged_gate_up: bool = False
+    """True: the checkpoint has one projection gate_up_proj, which adapters target."""
+    embedding_scale: float = 1.0
+    """Factor of the token embeddings, after adapters."""
+    residual_scale: float = 1.0
+    """Factor of what attention and MLP add to the residual stream."""
+    attention_scale: float | None = None
+    """Factor of attention scores; None: 1 / sqrt(head_dim)."""
+    attention_cap: float | None = None
+    """Cap c of attention scores: a score x becomes c · tanh(x / c)."""
+    logit_scale: float = 1.0
+    """Factor of the logits, before the cap."""
+    logit_cap: float | None = None
+    """Cap of the logits."""
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """Distinct rotations of the layers."""
+        return tuple(dict.fromkeys(self.layer_ropes)) or (self.rope,)
+
+    @property
+    def is_plain(self) -> bool:
+        """True: embeddings, layers and head are computed as Llama's, but for norms of queries and keys."""
+        factors = self.embedding_scale, self.residual_scale, self.logit_scale
+        others = self.block, self.experts, self.attention_scale, self.attention_cap, self.logit_cap
+        merged = self.merged_qkv or self.merged_gate_up or self.qk_norm_wide or bool(self.layer_ropes)
+        is_usual = self.norms == PRE_NORMS and self.norm_offset == 0.0 and self.hidden_act == "silu"
+        whole = self.rope.rotary_dim is None and not self.rope.interleaved
+        return is_usual and whole and not merged and factors == (1.0, 1.0, 1.0) and others == (None,) * len(others)
+
+    @property
+    def embedding_size(self) -> int:
+        """Elements of a token's embedding, and of a state that the head reads."""
+        return (self.block and self.block.embedding_size) or self.hidden_size
 
     @property
     def sliding_window(self) -> int | None:
@@ -106,7 +129,7 @@ def named_architectures(raw: Mapping[str, Any]) -> list[str]:
     if named is None:
         return []
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-        raise _wrong("architectures", f"must be a list of names, got {_shown(named)}")
+        raise wrong("architectures", f"must be a list of names, got {shown(named)}")
     return named
 
 
@@ -148,7 +171,14 @@ def config_from_hf(raw: Mapping[str, Any], dtype: torch.dtype) -> DecoderConfig:
         UnsupportedModelError: the architecture or one of its fields is not supported; `param` names the field.
     """
     architecture = architecture_of(raw)
-    return decoder_config(raw, architecture, dtype, FAMILIES[architecture])
+    traits = FAMILIES[architecture]
+    try:
+        return decoder_config(raw, architecture, dtype, traits)
+    except UnsupportedModelError as error:
+        ours, theirs = error.param or "", traits.keys.get(error.param or "")
+        if theirs is None or theirs not in raw:
+            raise
+        raise wrong(theirs, error.message.removeprefix(f"config.json: {ours} ")) from None
 
 
 def decoder_config(
@@ -161,153 +191,133 @@ def decoder_config(
     """
     # A key with null counts as absent, but the family's default is for absent keys only: null means no window, and as
     # many KV heads as heads.
-    values = {key: value for key, value in {**traits.defaults, **raw}.items() if value is not None}
+    renamed = {ours: raw[theirs] for ours, theirs in traits.keys.items() if theirs in raw}
+    values = {key: value for key, value in {**traits.defaults, **raw, **renamed}.items() if value is not None}
+    block = None if traits.block is None else traits.block(values)
     _refuse_unsupported(values)
-    hidden_size = _positive(values, "hidden_size")
-    num_heads = _positive(values, "num_attention_heads")
-    num_kv_heads = _positive(values, "num_key_value_heads", num_heads)
-    head_dim = _positive(values, "head_dim", hidden_size // num_heads)
-    num_layers = _positive(values, "num_hidden_layers")
+    hidden_size = positive(values, "hidden_size")
+    num_heads = positive(values, "num_attention_heads")
+    num_kv_heads = (block and block.num_kv_heads) or positive(values, "num_key_value_heads", num_heads)
+    head_dim = positive(values, "head_dim", hidden_size // num_heads)
+    num_layers = positive(values, "num_hidden_layers")
     if num_heads % num_kv_heads:
-        raise _wrong("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
+        raise wrong("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
     if head_dim % 2:
-        raise _wrong("head_dim", f"{head_dim} is odd, rotary embeddings need pairs")
-    rope = _rope_config(values, head_dim)
+        raise wrong("head_dim", f"{head_dim} is odd, rotary embeddings need pairs")
+    types = _layer_types(values, num_layers, traits)
+    learns_positions = block is not None and block.positions is not None
+    no_rope = RopeConfig(rope_type="none", theta=1.0)
+    ropes = (no_rope,) * num_layers if learns_positions else layer_ropes(values, head_dim, types, traits)
+    rope = next((r for r, kind in zip(ropes, types, strict=True) if kind == "full_attention"), ropes[0])
     from_file = bool(values.get("attention_bias", False))
     return DecoderConfig(
         architecture=architecture,
-        vocab_size=_positive(values, "vocab_size"),
+        vocab_size=positive(values, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_positive(values, "intermediate_size"),
+        intermediate_size=positive(values, "intermediate_size", None if block is None else 4 * hidden_size),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=_context_length(_positive(values, "max_position_embeddings"), rope),
-        rms_norm_eps=_number("rms_norm_eps", "", values.get("rms_norm_eps", 1e-6)),
+        max_position_embeddings=context_length(positive(values, "max_position_embeddings"), rope),
+        rms_norm_eps=number("rms_norm_eps", "", values.get("rms_norm_eps", 1e-6)),
         rope=rope,
         tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
-        windows=_windows(values, num_layers, traits),
+        windows=_windows(values, types, traits),
         qkv_bias=from_file if traits.attention_bias is None else traits.attention_bias,
-        o_bias=from_file if traits.attention_bias is None else False,
+        o_bias=from_file if traits.attention_bias is None and traits.o_bias else False,
         mlp_bias=bool(values.get("mlp_bias", False)) if traits.mlp_bias is None else traits.mlp_bias,
         qk_norm=traits.qk_norm,
+        qk_norm_wide=traits.qk_norm_wide,
         experts=None if traits.experts is None else read_experts(values, traits.experts, num_layers),
         dtype=dtype,
+        block=block,
+        layer_ropes=ropes if len(set(ropes)) > 1 else (),
+        norms=traits.norms,
+        norm_offset=traits.norm_offset,
+        hidden_act=_activation(values, ACTIVATIONS if block is None or block.mlp is None else PLAIN_NAMES),
+        merged_qkv=traits.merged_qkv,
+        merged_gate_up=traits.merged_gate_up,
+        **_factors(values, hidden_size, dtype, traits),
     )
 
 
+def _factors(values: Mapping[str, Any], hidden_size: int, dtype: torch.dtype, traits: FamilyTraits) -> dict[str, Any]:
+    """Factors and caps that a family has, by their fields in DecoderConfig."""
+    found = {
+        field: number(key, "", values[key]) ** exponent
+        for field, (key, exponent) in traits.numbers.items()
+        if key in values
+    }
+    if traits.scaled_embedding:
+        found["embedding_scale"] = float(torch.tensor(hidden_size**0.5, dtype=dtype))
+    return found
+
+
+def _activation(values: Mapping[str, Any], served: Mapping[str, str]) -> str:
+    """Activation of the MLP; Gemma has a key of its own, and an older one beside it."""
+    field = "hidden_activation" if "hidden_activation" in values else "hidden_act"
+    name = values.get(field, "silu")
+    if not isinstance(name, str) or name not in served:
+        raise wrong(field, f"{shown(name)} is not supported; supported are {', '.join(served)}")
+    return served[name]
+
+
 def _refuse_unsupported(values: Mapping[str, Any]) -> None:
-    activation = values.get("hidden_act", "silu")
-    if activation not in ACTIVATIONS:
-        raise _wrong("hidden_act", f"{_shown(activation)} is not supported; supported is silu")
+    if values.get("use_bidirectional_attention"):
+        raise wrong("use_bidirectional_attention", "is not supported: a text is generated from left to right")
+    if "clip_qkv" in values:
+        raise wrong("clip_qkv", f"({shown(values['clip_qkv'])}) is not supported")
+    refuse_quantized(values)
+
+
+def refuse_quantized(values: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint with quantized weights.
+
+    Raises:
+        UnsupportedModelError: config.json names a method of quantization.
+    """
     quantization = values.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization
-        raise _wrong(
-            "quantization_config", f"({_shown(method)}) is not supported: quantized checkpoints cannot be served"
+        raise wrong(
+            "quantization_config", f"({shown(method)}) is not supported: quantized checkpoints cannot be served"
         )
 
 
-def _rope_config(values: Mapping[str, Any], head_dim: int) -> RopeConfig:
-    """Config of the rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
-    field = "rope_parameters" if "rope_parameters" in values else "rope_scaling"
-    given = values.get(field, {})
-    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-        raise _wrong(field, "must be one flat object for all layers")
-    # `type` is the key's old name.
-    rope_type = given.get("rope_type", given.get("type", "default"))
-    if rope_type not in ROPE_TYPES:
-        raise _wrong(field, f"of type {_shown(rope_type)} is not supported; supported are {', '.join(ROPE_TYPES)}")
-    if given.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise _wrong("partial_rotary_factor", "other than 1 is not supported")
-    if values.get("original_max_position_embeddings") is not None:  # it stands there in configs of Phi 3's form
-        given = {**given, "original_max_position_embeddings": values["original_max_position_embeddings"]}
-    numbers = {"theta": given.get("rope_theta", values.get("rope_theta", 10000.0))}
-    for name in _ROPE_FIELDS.get(rope_type, ()):
-        if given.get(name) is None:
-            raise _wrong(field, f"of type {rope_type!r} lacks {name}")
-        numbers[name] = given[name]
-    numbers |= {name: given[name] for name in _OPTIONAL_ROPE_FIELDS.get(rope_type, ()) if given.get(name)}
-    read: dict[str, Any] = {name: _number(field, name, value) for name, value in numbers.items()}
-    if rope_type == "yarn":
-        scales = read.pop("mscale", None), read.pop("mscale_all_dim", None)
-        read.setdefault("attention_factor", _yarn_attention_factor(read["factor"], *scales))
-        read["truncate"] = given.get("truncate") is not False
-    if rope_type == "longrope":
-        original = read["original_max_position_embeddings"]
-        if original < 2:
-            raise _wrong(field, f"of type 'longrope' has original_max_position_embeddings {original:g}, below 2")
-        read.setdefault("factor", _positive(values, "max_position_embeddings") / original)
-        read.setdefault("attention_factor", math.sqrt(1 + math.log(max(read["factor"], 1.0)) / math.log(original)))
-        read |= {name: _divisors(field, name, given.get(name), head_dim) for name in ("short_factor", "long_factor")}
-    return RopeConfig(rope_type=rope_type, **read)
-
-
-_ROPE_FIELDS = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor", "original_max_position_embeddings"),
-    "longrope": ("original_max_position_embeddings",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-_OPTIONAL_ROPE_FIELDS = {
-    "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
-    "longrope": ("factor", "attention_factor"),
-}
-
-
-def _divisors(field: str, name: str, value: object, head_dim: int) -> tuple[float, ...]:
-    """`value` as a divisor for each frequency."""
-    if not isinstance(value, list) or len(value) != head_dim // 2:
-        raise _wrong(field, f"{name} must be a list of {head_dim // 2} numbers, got {_shown(value)}")
-    return tuple(_number(field, name, divisor) for divisor in value)
-
-
-def _yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Scale of queries and keys (YaRN, Peng et al. 2023, section 3.4), from DeepSeek's two scales if given."""
-
-    def scale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
-
-
-def _context_length(num_positions: int, rope: RopeConfig) -> int:
-    """Context length in tokens.
-
-    config.json has the scaled number for "llama3" and "longrope", the unscaled one for "linear", and either for "yarn",
-    whose scaling has the unscaled one beside it. For "dynamic" it is the unscaled one: beyond it each token would
-    change all keys.
-    """
-    if rope.rope_type == "linear":
-        reach = num_positions * rope.factor
-    elif rope.rope_type == "yarn":
-        reach = rope.original_max_position_embeddings * rope.factor
-    else:
-        return num_positions
-    return max(1, int(min(reach, MOST["max_position_embeddings"])))
-
-
-def _windows(values: Mapping[str, Any], num_layers: int, traits: FamilyTraits) -> tuple[int | None, ...]:
-    if not traits.has_window or "sliding_window" not in values:
-        return (None,) * num_layers
-    if not traits.window_switch:
-        return (_positive(values, "sliding_window"),) * num_layers
-    window = _positive(values, "sliding_window") if values.get("use_sliding_window", False) else None
-    first = values.get("max_window_layers", num_layers)
-    if isinstance(first, bool) or not isinstance(first, int):
-        raise _wrong("max_window_layers", f"must be an integer, got {_shown(first)}")
-    types = values.get("layer_types")
-    if types is None:
-        types = ["sliding_attention" if window and i >= first else "full_attention" for i in range(num_layers)]
+def _layer_types(values: Mapping[str, Any], num_layers: int, traits: FamilyTraits) -> list[str]:
+    """Kind of attention of each layer: "full_attention" or "sliding_attention"."""
+    if not traits.has_window or not (traits.window_switch or traits.window_pattern):
+        return ["full_attention"] * num_layers
+    sliding = [False] * num_layers
+    if traits.no_rope:
+        sliding = [not rotated for rotated in rotated_layers(values, num_layers)]
+    elif traits.window_switch:
+        first = values.get("max_window_layers", num_layers)
+        if isinstance(first, bool) or not isinstance(first, int):
+            raise wrong("max_window_layers", f"must be an integer, got {shown(first)}")
+        sliding = [index >= first for index in range(num_layers)]
+    elif "layer_types" not in values:
+        interval = positive(values, "sliding_window_pattern")
+        sliding = [(index + 1) % interval != 0 for index in range(num_layers)]
+    types = values.get("layer_types", ["sliding_attention" if slides else "full_attention" for slides in sliding])
     if not isinstance(types, list):
-        raise _wrong("layer_types", f"must be a list, got {_shown(types)}")
+        raise wrong("layer_types", f"must be a list, got {shown(types)}")
     if len(types) != num_layers:
-        raise _wrong("layer_types", f"has {len(types)} entries for {num_layers} layers")
+        raise wrong("layer_types", f"has {len(types)} entries for {num_layers} layers")
     for name in types:
         if name not in ("full_attention", "sliding_attention"):
-            raise _wrong(
-                "layer_types", f"{_shown(name)} is not supported; known are full_attention and sliding_attention"
+            raise wrong(
+                "layer_types", f"{shown(name)} is not supported; known are full_attention and sliding_attention"
             )
+    return types
+
+
+def _windows(values: Mapping[str, Any], types: Sequence[str], traits: FamilyTraits) -> tuple[int | None, ...]:
+    if not traits.has_window or "sliding_window" not in values:
+        return (None,) * len(types)
+    if not (traits.window_switch or traits.window_pattern):
+        return (positive(values, "sliding_window"),) * len(types)
+    is_on = not traits.window_switch or values.get("use_sliding_window", False)
+    window = positive(values, "sliding_window") if is_on else None
     return tuple(window if name == "sliding_attention" else None for name in types)

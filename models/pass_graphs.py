@@ -349,7 +349,7 @@ class GraphedPass:
             [shape.tokens, shape.tokens, shape.rows]
         )
         # The tables reach to the last position at once: a graph must not hold tables that are replaced when they grow.
-        rotation = self._model.rope.rotation(positions, self._graphs.limits.max_positions)
-        batch = ForwardBatch(ids, positions, rotation, self._plans[shape], self._kv, adapters[0])
+        rotations = self._model.rope.rotations(positions, self._graphs.limits.max_positions)
+        batch = ForwardBatch(ids, positions, rotations, self._plans[shape], self._kv, adapters[0])
         states = None if self._states is None else self._states[: shape.tokens]
         return self._compute(batch, PassInputs(last, states, adapters))

@@ -18,6 +18,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny: a second thread costs more than it saves
+# What steps take matters little to tests: an adaptive engine does not measure for two seconds before its first request.
+os.environ.setdefault("OUTRIDER_WARM_UP_SECONDS", "0.1")
 
 # An example that takes long says that the machine is busy. The rest is Hypothesis' own, which under CI is the same
 # examples each time.
@@ -63,6 +65,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(RootIsNoTestPackage())
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """`-n auto`: one process more than cores. A quarter of the time a process waits: for servers, browsers, deadlines.
+
+    The variable PYTEST_XDIST_AUTO_NUM_WORKERS says otherwise.
+    """
+    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else len(os.sched_getaffinity(0)) + 1
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Hardly anything that is made while modules are imported is garbage: to look for it is a quarter of the time."""
@@ -73,15 +84,29 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+LONG_FILES = (
+    "test_demo_recipe.py",
+    "test_graphs_engine.py",
+    "test_bench_speculation.py",
+    "test_reader_process.py",
+    "test_heads_engine.py",
+    "test_gpu_check.py",
+    "test_reader_script.py",
+    "test_adaptive_engine.py",
+)
+"""Files outside e2e of more than 10 s. They start first, so that no process computes one when all else is done."""
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spread the files that start servers, and wait for them, among the others: two at once would compete for the cores
-    while they start, and leave them idle while they wait."""
+    """Spread the files that start servers, and wait for them, among the first four fifths of the others: two at once
+    would compete for the cores while they start, and leave them idle while they wait; the last one would wait alone."""
     files = {item.path: "e2e" in item.path.parts for item in items}
     place: dict[Path, float] = {}
-    for waits in (True, False):
+    for waits, share in ((True, 0.8), (False, 1.0)):
         alike = [path for path in files if files[path] is waits]
-        place |= {path: index / len(alike) for index, path in enumerate(alike)}
+        alike.sort(key=lambda path: LONG_FILES.index(path.name) if path.name in LONG_FILES else len(LONG_FILES))
+        place |= {path: share * index / len(alike) for index, path in enumerate(alike)}
     items.sort(key=lambda item: (place[item.path], str(item.path)))
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/benchmarks.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/guides/models.md")
 BEGIN, NAME_END, END = "<!-- figures: ", " -->\n", "<!-- end -->"
 
 Row = dict[str, Any]
@@ -234,6 +234,22 @@ def controller() -> list[str]:
     return [*table(head, rows), "", *source("controller")]
 
 
+# --- Families -----------------------------------------------------------------------------------------------
+
+
+def families() -> list[str]:
+    """Results of the tests of each family: largest differences of a log probability, and equal texts."""
+    checks = ("speculation", "prefix cache", "preemption")
+    rows = []
+    for run in runs("families").values():
+        for row in run["families"]:
+            errors = [f"{error:.0e}" for error in row["errors"]]
+            equal = ["equal" if check in row["shown"] else "" for check in checks]
+            rows.append([f"`{row['architecture']}`", row["code"], *errors, *equal])
+    head = ["architecture", "code", "base", "LoRA", *checks]
+    return [*table(head, rows), "", *source("families")]
+
+
 # --- The README's table -------------------------------------------------------------------------------------
 
 
@@ -274,6 +290,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "speculation-batches": speculation_batches,
     "speculation-demo": speculation_demo,
     "controller": controller,
+    "families": families,
 }
 
 

@@ -9,16 +9,18 @@ from collections.abc import Sequence
 import torch
 
 from outrider import LoRARequest, SamplingParams
+from outrider.platform.cli.bench.engine_runs import Run
+from outrider.platform.cli.bench.prompts import random_ids
 from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine.engine_core import EngineCore
 
 _WAIT_SECONDS = 120.0
+_SPECIAL = range(3)
 
 
 def random_prompt(length: int, vocab: int, seed: int) -> list[int]:
     """Random token ids."""
-    generator = random.Random(seed)
-    return [generator.randrange(3, vocab) for _ in range(length)]
+    return random_ids(random.Random(seed), length, vocab, _SPECIAL)
 
 
 def greedy(max_tokens: int) -> SamplingParams:
@@ -26,41 +28,33 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
 
-def add(
-    engine: EngineCore,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    loras: Sequence[LoRARequest | None] = (),
-) -> list[str]:
-    """Queue requests, with adapters in turn; returns their ids."""
-    ids = [f"{time.monotonic_ns()}-{index}" for index in range(len(prompts))]
-    for index, (request_id, prompt) in enumerate(zip(ids, prompts, strict=True)):
-        lora = loras[index % len(loras)] if loras else None
-        engine.add_request(EngineRequest(request_id, list(prompt), params, lora=lora))
-    return ids
+def make_requests(
+    prompts: Sequence[Sequence[int]], params: SamplingParams, loras: Sequence[LoRARequest | None] = ()
+) -> list[EngineRequest]:
+    """Make requests, with adapters in turn."""
+    now = time.monotonic_ns()
+    return [
+        EngineRequest(f"{now}-{index}", list(prompt), params, lora=loras[index % len(loras)] if loras else None)
+        for index, prompt in enumerate(prompts)
+    ]
 
 
-def step(engine: EngineCore) -> None:
-    """Run one step.
+def start(engine: EngineCore, requests: Sequence[EngineRequest]) -> Run:
+    """Run steps until all prompts are computed and every adapter is loaded.
 
     Raises:
-        RuntimeError: a request has failed.
+        RuntimeError: the requests do not all run together.
     """
-    for delta in engine.step():
-        if delta.error is not None:
-            raise RuntimeError(f"a request failed: {delta.error.message}")
-
-
-def start(engine: EngineCore, ids: Sequence[str]) -> None:
-    """Run steps until all prompts are computed and every adapter is loaded."""
-    wanted, ends = len(ids), time.monotonic() + _WAIT_SECONDS
-    while True:
-        step(engine)
-        running = engine.scheduler.running
-        if len(running) == wanted and all(request.num_output_tokens for request in running):
-            return
-        if time.monotonic() > ends or not engine.has_work():
-            raise RuntimeError(f"{len(running)} of {wanted} requests were running in the end")
+    run, ends = Run(engine, "load"), time.monotonic() + _WAIT_SECONDS
+    for request in requests:
+        run.add(request)
+    while not all(record.num_output_tokens for record in run.records.values()):
+        if time.monotonic() > ends:
+            raise RuntimeError("not all requests were running in the end")
+        run.step()
+    if len(run.live) < len(requests):
+        raise RuntimeError("a request ended before the others had begun")
+    return run
 
 
 def decode(
@@ -73,17 +67,16 @@ def decode(
     warm = 4
     if loras:  # load first: a request would end while the adapter of another is still being loaded
         generate(engine, prompts, greedy(1), loras)
-    ids = add(engine, prompts, greedy(warm + steps + 2), loras)
-    start(engine, ids)
+    run = start(engine, make_requests(prompts, greedy(warm + steps + 2), loras))
     for _ in range(warm):
-        step(engine)
+        run.step()
     synchronize()
     started = time.perf_counter()
     for _ in range(steps):
-        step(engine)
+        run.step()
     synchronize()
     seconds = time.perf_counter() - started
-    engine.abort(ids)
+    run.abort()
     return seconds / steps
 
 
@@ -94,13 +87,8 @@ def generate(
     loras: Sequence[LoRARequest | None] = (),
 ) -> list[list[int]]:
     """Generate all tokens of all requests, in their order."""
-    found: dict[str, list[int]] = {request_id: [] for request_id in add(engine, prompts, params, loras)}
-    while engine.has_work():
-        for delta in engine.step():
-            if delta.error is not None:
-                raise RuntimeError(f"a request failed: {delta.error.message}")
-            found[delta.request_id] += delta.token_ids
-    return list(found.values())
+    done = Run(engine, "load").complete(make_requests(prompts, params, loras), len(prompts))
+    return [record.token_ids for record in done.requests]
 
 
 def device_seconds(engine: EngineCore, prompts: Sequence[Sequence[int]], steps: int) -> tuple[float, float]:
@@ -109,15 +97,14 @@ def device_seconds(engine: EngineCore, prompts: Sequence[Sequence[int]], steps: 
     The first is measured without the profiler, the second with it.
     """
     seconds = decode(engine, prompts, steps)
-    ids = add(engine, prompts, greedy(steps + 8))
-    start(engine, ids)
-    step(engine)
+    run = start(engine, make_requests(prompts, greedy(steps + 8)))
+    run.step()
     synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(steps):
-            step(engine)
+            run.step()
         synchronize()
-    engine.abort(ids)
+    run.abort()
     busy = sum(event.self_device_time_total for event in profile.key_averages()) / 1e6
     return seconds, busy / steps
 

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from outrider import LoRARequest
-from outrider.models.checkpoint.json_files import read_json
-from outrider.models.config import config_from_hf
-from outrider.platform.cli.bench.random_adapters import AdapterWriter
+from outrider.models.config import DecoderConfig, config_from_hf
+from outrider.platform.cli.bench.random_adapters import AdapterWriter, linear_shapes
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.engine.engine_core import EngineCore
 
@@ -35,23 +34,19 @@ class ModelShape(NamedTuple):
     theta: float = 10000.0
 
     @property
-    def projections(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of a layer's projections, by their names in checkpoints."""
-        heads, kv_heads = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {
-            "self_attn.q_proj": (self.hidden, heads),
-            "self_attn.k_proj": (self.hidden, kv_heads),
-            "self_attn.v_proj": (self.hidden, kv_heads),
-            "self_attn.o_proj": (heads, self.hidden),
-            "mlp.gate_proj": (self.hidden, self.inner),
-            "mlp.up_proj": (self.hidden, self.inner),
-            "mlp.down_proj": (self.inner, self.hidden),
-        }
+    def config(self) -> DecoderConfig:
+        """The decoder's configuration."""
+        return config_from_hf(self.raw_config, torch.bfloat16)
+
+    @property
+    def _projections(self) -> list[tuple[int, int]]:
+        """(inputs, outputs) of all projections of all layers."""
+        return [shape for name, shape in linear_shapes(self.config).items() if ".layers." in name]
 
     @property
     def num_linear(self) -> int:
         """Number of weights that every token is multiplied with, without the head."""
-        return self.layers * sum(inputs * outputs for inputs, outputs in self.projections.values())
+        return sum(inputs * outputs for inputs, outputs in self._projections)
 
     @property
     def num_streamed(self) -> int:
@@ -66,11 +61,12 @@ class ModelShape(NamedTuple):
     @property
     def rank_row_bytes(self) -> int:
         """Bytes of one rank row of an adapter on all projections, in bfloat16."""
-        return 2 * self.layers * sum(map(sum, self.projections.values()))
+        return 2 * sum(map(sum, self._projections))
 
-    def write(self, root: Path) -> str:
-        """Write the model's folder, which holds only a config.json."""
-        config = {
+    @property
+    def raw_config(self) -> dict[str, Any]:
+        """Content of config.json."""
+        return {
             "architectures": [self.architecture],
             "model_type": "qwen3" if "Qwen3" in self.architecture else "llama",
             "hidden_size": self.hidden,
@@ -88,9 +84,12 @@ class ModelShape(NamedTuple):
             "dtype": "bfloat16",
             "random_weights": True,
         }
+
+    def write(self, root: Path) -> str:
+        """Write the model's folder, which holds only a config.json."""
         folder = root / self.name
         folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        (folder / "config.json").write_text(json.dumps(self.raw_config), encoding="utf-8")
         return str(folder)
 
 
@@ -118,6 +117,5 @@ def write_adapters(root: Path, shape: ModelShape, ranks: Sequence[int]) -> list[
     """Write adapters of these ranks on all projections."""
     folder = root / f"{shape.name}-adapters"
     folder.mkdir()
-    config = config_from_hf(read_json(Path(shape.write(root)) / "config.json"), torch.bfloat16)
-    writer = AdapterWriter(folder, config, seed=0)
+    writer = AdapterWriter(folder, shape.config, seed=0)
     return [writer.write(str(index), rank) for index, rank in enumerate(ranks)]

@@ -1,26 +1,72 @@
 """Experts of a layer: y[t] = Σ_j w[t, j] · E_{e[t, j]}(x[t]), with E(x) = W_down (silu(W_gate x) · W_up x).
 
-The token-expert pairs are sorted by expert, and each expert that has tokens multiplies all of its tokens at once: its
-weights are read once, those of other experts not at all.
+The pairs of a token and its j-th expert are sorted by expert, and each expert that has tokens multiplies all of its
+tokens at once: its weights are read once, those of other experts not at all.
 
 T tokens, k experts of a token, E experts, H hidden size, I inner size of an expert.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias, Union
+
 from torch import Tensor
 
+from ..dispatch import use_triton
+from ..linear import Packed
+from ..linear.torch import PackedLinear
+from . import native as _native
 from . import torch as _torch
-from .torch import ExpertWeights, Products, Routing, route
+from .native import NativeExperts, is_native
+from .torch import Products, Routing, TorchExperts
 
-__all__ = ["ExpertWeights", "Products", "Routing", "apply_experts", "route", "run_products"]
+__all__ = ["PackedExperts", "Products", "Routing", "pack", "route", "run_products"]
+
+if TYPE_CHECKING:
+    from .triton import TritonExperts
+
+PackedExperts: TypeAlias = Union[TorchExperts, NativeExperts, "TritonExperts"]
+"""Experts of one layer; a call computes y [T, H] from x [T, H]."""
 
 
-def apply_experts(x: Tensor, routing: Routing, weights: ExpertWeights, residual: Tensor | None = None) -> Tensor:
-    """Compute y [T, H] from x [T, H], as a new tensor; `residual` [T, H] is added."""
-    return _torch.run_products(x, routing, weights.products(), residual)
+def pack(gate_up: Sequence[Packed], down: Sequence[Packed], *, batch_invariant: bool = False) -> PackedExperts:
+    """Pack E experts: `gate_up` [2I, H] each, gate first, and `down` [H, I] each.
+
+    With `batch_invariant` a row's result does not depend, bit for bit, on other rows.
+    """
+    if is_native(gate_up) and is_native(down):
+        return NativeExperts(gate_up, down)
+    plain = [_on_triton(weights) for weights in (gate_up, down)]
+    if all(plain):
+        from .triton import TritonExperts
+
+        return TritonExperts(*plain)
+    return TorchExperts(gate_up, down, batch_invariant=batch_invariant)
+
+
+def _on_triton(weights: Sequence[Packed]) -> list[Tensor]:
+    """Weights for Triton's kernel; none where it does not serve them."""
+    plain = [weight.plain for weight in weights if isinstance(weight, PackedLinear)]
+    return [weight for weight in plain if weight is not None and use_triton(weight)]
+
+
+def route(logits: Tensor, top_k: int, *, renormalised: bool, rounded: bool) -> Routing:
+    """Route by the softmax of logits [T, E] in float32.
+
+    Args:
+        logits: Products of the router, in the model's dtype.
+        top_k: Experts of a token.
+        renormalised: True: a token's weights are divided by their sum.
+        rounded: True: they are rounded to the logits' dtype then.
+    """
+    options = {"renormalised": renormalised, "rounded": rounded}
+    return _native.route(logits, top_k, **options) or _torch.route(logits, top_k, **options)
 
 
 def run_products(x: Tensor, routing: Routing, products: Products, residual: Tensor | None = None) -> Tensor:
-    """`apply_experts` with the products of the caller, which may add something to them."""
-    return _torch.run_products(x, routing, products, residual)
+    """Experts by the products of the caller, who may add something to them. The bits are those of `PackedExperts` with
+    the same products."""
+    outputs = _torch.outputs_of_pairs(x, routing, products)
+    y = _native.combine(outputs, routing, residual)
+    return _torch.combine(outputs, routing.weights, residual) if y is None else y

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..act_and_mul import act_and_mul, act_and_mul_invariant
 from ..linear import Packed
-from ..silu_mul import silu_mul, silu_mul_invariant
 
 
 class Routing(NamedTuple):
@@ -36,46 +36,37 @@ class Products(NamedTuple):
     """[n, I] -> [n, H]."""
 
 
-class ExpertWeights(NamedTuple):
-    """Packed weights of each expert."""
+class TorchExperts:
+    """Packed weights of each expert of a layer."""
 
-    gate_up: Sequence[Packed]
-    """[2I, H] each: gate, then up."""
-    down: Sequence[Packed]
-    """[H, I] each."""
-    batch_invariant: bool = False
-
-    def products(self) -> Products:
-        """The plain products."""
-        return Products(
-            lambda expert, x, tokens: self.gate_up[expert](x),
-            silu_mul_invariant if self.batch_invariant else silu_mul,
-            lambda expert, x, tokens: self.down[expert](x),
+    def __init__(self, gate_up: Sequence[Packed], down: Sequence[Packed], *, batch_invariant: bool = False) -> None:
+        self._products = Products(
+            lambda expert, x, tokens: gate_up[expert](x),
+            act_and_mul_invariant if batch_invariant else act_and_mul,
+            lambda expert, x, tokens: down[expert](x),
         )
+
+    def __call__(self, x: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
+        """Compute y [T, H] from x [T, H], as a new tensor; `residual` [T, H] is added."""
+        return combine(outputs_of_pairs(x, routing, self._products), routing.weights, residual)
 
 
 def route(logits: Tensor, top_k: int, *, renormalised: bool, rounded: bool) -> Routing:
-    """Route by the softmax of logits [T, E] in float32.
-
-    Args:
-        logits: Products of the router, in the model's dtype.
-        top_k: Experts of a token.
-        renormalised: True: a token's weights are divided by their sum.
-        rounded: True: they are rounded to the logits' dtype then.
-    """
+    """See the package."""
     weights, experts = torch.softmax(logits, -1, dtype=torch.float32).topk(top_k, -1)
     if renormalised:
         weights /= weights.sum(-1, keepdim=True)
     return Routing(experts, weights.to(logits.dtype).float() if rounded else weights)
 
 
-def run_products(x: Tensor, routing: Routing, products: Products, residual: Tensor | None = None) -> Tensor:
-    """See the package."""
+def outputs_of_pairs(x: Tensor, routing: Routing, products: Products) -> Tensor:
+    """Outputs [T, k, H] of each token's experts for x [T, H]."""
     num_tokens, top_k = routing.experts.shape
-    order = routing.experts.flatten().argsort(stable=True)
+    experts = routing.experts.flatten()
+    order = experts.argsort(stable=True)
     outputs = x.new_empty(num_tokens * top_k, x.shape[1])
     start = 0
-    for expert, count in enumerate(routing.experts.flatten().bincount().tolist()):
+    for expert, count in enumerate(experts.bincount().tolist()):
         if not count:
             continue
         pairs = order[start : start + count]
@@ -83,7 +74,7 @@ def run_products(x: Tensor, routing: Routing, products: Products, residual: Tens
         inner = products.activation(products.gate_up(expert, x[tokens], tokens))
         outputs[pairs] = products.down(expert, inner, tokens)
         start += count
-    return combine(outputs.view(num_tokens, top_k, -1), routing.weights, residual)
+    return outputs.view(num_tokens, top_k, -1)
 
 
 def combine(outputs: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:

@@ -130,6 +130,11 @@ class NativeLinear:
         """
         return self._product(self._weight, x, residual, site, step)
 
+    @property
+    def address(self) -> int:
+        """Address of the kernel's `Weight`, without the bias; valid while this object lives."""
+        return ctypes.addressof(self._base)
+
     def without_bias(self, x: Tensor) -> Tensor:
         """Product x Wᵀ [T, out]."""
         return self._product(self._base, x, None)

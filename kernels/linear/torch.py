@@ -45,6 +45,11 @@ class PackedLinear:
         y = F.linear(x, self._weight, self._bias)
         return y if residual is None else y.add_(residual)
 
+    @property
+    def plain(self) -> Tensor | None:
+        """Weight [out, in]; None where it is prepacked."""
+        return None if self._prepacked else self._weight
+
     def without_bias(self, x: Tensor) -> Tensor:
         """Product x Wᵀ [T, out]."""
         if self._prepacked:

@@ -2,6 +2,7 @@
 
     softmax(q Kᵀ / sqrt(D) + mask) V
 
+With `AttentionOptions` the scores have another factor, or a soft cap.
 
 A query sees only positions up to its own, and within its window.
 
@@ -12,6 +13,7 @@ float8 e4m3, which holds the numbers themselves: those larger than 448 are cut o
 
 from .invariant import PairRun, TileGroup, TrustedTiles, attend_tiles, trusted_tiles
 from .native import NativeStep, RowArrays, Shape, is_native
+from .options import DEFAULT_OPTIONS, AttentionOptions
 from .torch import (
     CACHE_FLOAT8,
     LayerKV,
@@ -21,11 +23,14 @@ from .torch import (
     Workspace,
     attend_long,
     attend_short,
+    soft_cap,
     write_kv,
 )
 
 __all__ = [
     "CACHE_FLOAT8",
+    "DEFAULT_OPTIONS",
+    "AttentionOptions",
     "LayerKV",
     "LongRow",
     "NativeStep",
@@ -41,6 +46,7 @@ __all__ = [
     "attend_short",
     "attend_tiles",
     "is_native",
+    "soft_cap",
     "trusted_tiles",
     "write_kv",
 ]

@@ -14,7 +14,8 @@ from .native import RowArrays
 from .schedule import TILE_FIELDS, Capacity, Layout, Planner, TileGroup, padded_dim
 from .settle import BLOCK, settle_kernel
 from .torch import LayerKV
-from .triton import attention_constants, attention_kernel, reduce_kernel, write_constants, write_kernel
+from .triton import attention_constants, attention_kernel, reduce_kernel
+from .write import write_constants, write_kernel
 
 _LOG2_E = 1.4426950408889634
 # Largest window: a larger one hides nothing, and 32 bits hold this one.
@@ -123,7 +124,7 @@ class DeviceStep:
             *(q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1)),
             *(rotation.cos, rotation.sin, rotation.cos.stride(0), scale, root * root),
             *(kv.k, kv.v, kv.k.stride(0), kv.v.stride(0), self._slots),
-            **write_constants(self._planner.shape, config, norm=norm is not None),
+            **write_constants(self._planner.shape, config, self._planner.options, norm=norm is not None),
             num_warps=config.num_warps,
         )
         return q
@@ -160,7 +161,7 @@ class DeviceStep:
         window: int | None,
     ) -> None:
         """Attend for one group of tiles; `results` are out and, with splits, their parts and sums."""
-        shape = self._planner.shape
+        shape, options = self._planner.shape, self._planner.options
         config = group.config
         is_split = group.num_splits > 1
         out, parts, part_sums = results
@@ -169,11 +170,13 @@ class DeviceStep:
             is_float32=q.dtype == torch.float32,
             is_split=is_split,
             has_window=window is not None,
+            has_cap=options.soft_cap is not None,
         )
         attention_kernel[(group.num_tiles * shape.num_kv_heads, group.num_splits)](
             *(q, q.stride(0), q.stride(1), kv.k, kv.v, kv.k.stride(0), kv.v.stride(0)),
             *(tiles, self._table, out, parts, part_sums),
-            *(shape.head_dim**-0.5 * _LOG2_E, self._first_key, min(window or 0, _MAX_WINDOW)),
+            *((options.scale or shape.head_dim**-0.5) * _LOG2_E, (options.soft_cap or 1.0) * _LOG2_E),
+            *(self._first_key, min(window or 0, _MAX_WINDOW)),
             *(group.num_queries, group.num_splits),
             **constants,
             num_warps=config.num_warps,

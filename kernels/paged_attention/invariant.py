@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..linear.invariant import trial_operands
-from .torch import LayerKV, Workspace
+from .options import DEFAULT_OPTIONS, AttentionOptions
+from .torch import LayerKV, Workspace, soft_cap
 
 BASE = 8
 """Queries of the tile, and pairs of the call, whose results are the reference."""
@@ -64,7 +65,14 @@ class TrustedTiles(NamedTuple):
     pairs: tuple[int, ...]
 
 
-def attend_tiles(q: Tensor, kv: LayerKV, group: TileGroup, out: Tensor, workspace: Workspace) -> None:
+def attend_tiles(
+    q: Tensor,
+    kv: LayerKV,
+    group: TileGroup,
+    out: Tensor,
+    workspace: Workspace,
+    options: AttentionOptions = DEFAULT_OPTIONS,
+) -> None:
     """Attend with q [T, H, D] of the whole batch; fill the group's queries in out [T, H, D], which is mutated."""
     kv_heads, _, _, head_dim = kv.k.shape
     tiles, queries, chunks = group.num_tiles, group.num_queries, group.num_chunks
@@ -79,7 +87,11 @@ def attend_tiles(q: Tensor, kv: LayerKV, group: TileGroup, out: Tensor, workspac
     apart.copy_(scores.view(kv_heads, tiles, chunks, queries * fold, keys))
     # The bias is 0 or -inf: exact, with or without a fused multiply-add.
     by_query = weights.view(kv_heads, tiles, queries, fold, chunks * keys)
-    torch.add(group.bias, by_query, alpha=head_dim**-0.5, out=by_query)
+    scale = options.scale or head_dim**-0.5
+    if options.soft_cap is not None:
+        _cap_chunks(weights, scale, options.soft_cap, keys)
+        scale = 1.0
+    torch.add(group.bias, by_query, alpha=scale, out=by_query)
     if q.dtype == torch.float16:  # hidden scores may be infinite: see `write_kv`
         by_query.masked_fill_(group.bias < 0, -torch.inf)
     weights = torch.softmax(weights, -1)
@@ -92,6 +104,16 @@ def attend_tiles(q: Tensor, kv: LayerKV, group: TileGroup, out: Tensor, workspac
     y = total.to(q.dtype).view(kv_heads, tiles, queries, fold, head_dim).permute(1, 2, 0, 3, 4)
     y = y.reshape(tiles * queries, -1, head_dim).index_select(0, group.place_index)
     out.index_copy_(0, group.token_index, y)
+
+
+def _cap_chunks(scores: Tensor, scale: float, cap: float, keys: int) -> None:
+    """Scale and cap scores [..., n * keys], which are mutated.
+
+    The tangent of a vector's lane and that of a leftover element may differ in the last bit. Chunk by chunk and in one
+    thread, every key is at the same place each time.
+    """
+    for chunk in scores.view(-1, keys):
+        soft_cap(chunk.mul_(scale), cap)
 
 
 def _scores(folded: Tensor, kv: LayerKV, run: PairRun, workspace: Workspace) -> Tensor:

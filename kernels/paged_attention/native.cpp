@@ -25,6 +25,9 @@ constexpr int64_t MIN_PARALLEL_WORK = 1 << 19;  // multiply-adds below which wak
 
 struct Step {                       // what all layers share
     int64_t num_tokens, num_rows, num_heads, num_kv_heads, head_dim, block_size, dtype, first_key;
+    int64_t rotary_dim;             // elements of a head that are rotated, from the first on
+    int64_t interleaved;            // neighbours are the pairs
+    double scale, soft_cap;         // of the scores; 0: 1 / sqrt(D), and no cap
     const int64_t* slots;           // [T] slot of each token's KV
     const int64_t* query_lens;      // [B] in this and the next three
     const int64_t* starts;          // first position
@@ -57,10 +60,30 @@ inline int64_t first_seen(const Step& step, const Layer& layer, int64_t position
     return layer.window ? std::max(step.first_key, position - layer.window + 1) : step.first_key;
 }
 
+// Moves the even elements of x [size] before the odd ones.
+inline void separate_pairs(float* x, int64_t size) {
+    float odd[MAX_DIM / 2];
+    for (int64_t i = 0; i < size / 2; i++) {
+        odd[i] = x[2 * i + 1];
+        x[i] = x[2 * i];
+    }
+    std::memcpy(x + size / 2, odd, size / 2 * sizeof(float));
+}
+
+// Undoes separate_pairs.
+inline void join_pairs(float* x, int64_t size) {
+    float first[MAX_DIM / 2];
+    std::memcpy(first, x, size / 2 * sizeof(float));
+    for (int64_t i = 0; i < size / 2; i++) {
+        x[2 * i + 1] = x[size / 2 + i];
+        x[2 * i] = first[i];
+    }
+}
+
 // y = x, normalised and rotated; `head` counts query heads, then KV heads. y has room for whole vectors.
 template <typename E>
 void prepare_head(const Step& step, const Layer& layer, const E* x, int64_t token, int64_t head, float* y) {
-    const int64_t dim = step.head_dim, half = dim / 2;
+    const int64_t dim = step.head_dim, half = step.rotary_dim / 2;
     alignas(64) float plain[MAX_DIM + LANES];
     Vec squares{};
     for (int64_t i = 0; i < dim; i += LANES) {
@@ -74,6 +97,7 @@ void prepare_head(const Step& step, const Layer& layer, const E* x, int64_t toke
         for (int64_t i = 0; i < dim; i += LANES)
             store(plain + i, load(plain + i) * inverse * load(scale + i, dim - i));
     }
+    if (step.interleaved) separate_pairs(plain, step.rotary_dim);
     const int64_t angle = (layer.rope_rows ? layer.rope_rows[token] : token) * layer.rope_stride;
     const E* cos = (const E*)layer.cos + angle;
     const E* sin = (const E*)layer.sin + angle;
@@ -83,6 +107,8 @@ void prepare_head(const Step& step, const Layer& layer, const E* x, int64_t toke
         store(y + i, first * load(cos + i, count) + second * load(sin + i, count), count);
         store(y + half + i, second * load(cos + half + i, count) + first * load(sin + half + i, count), count);
     }
+    if (step.interleaved) join_pairs(y, 2 * half);
+    for (int64_t i = 2 * half; i < dim; i += LANES) store(y + i, load(plain + i, dim - i), dim - i);
 }
 
 // Writes values that are not finite as 0, and limits keys: see `write_kv` in torch.py. C: the caches' type.
@@ -218,7 +244,8 @@ class Tile {
 
     // Turns row n's scores into weights exp(score - maximum), and rescales its sums to the new maximum.
     void weigh(int64_t n, int64_t base, int64_t vecs) {
-        const float scale = 1.0f / std::sqrt((float)dim_);
+        const float scale = step_.scale > 0 ? (float)step_.scale : 1.0f / std::sqrt((float)dim_);
+        const float cap = (float)step_.soft_cap;
         // Within the tile; clamped, so that 32 bits hold them.
         const int32_t first = (int32_t)std::clamp<int64_t>(first_[n] - base, 0, TILE_KEYS);
         const int32_t last = (int32_t)std::clamp<int64_t>(last_[n] - base, -1, TILE_KEYS);
@@ -227,7 +254,9 @@ class Tile {
         for (int64_t v = 0; v < vecs; v++) {
             VecI32 key = lane_numbers() + (int32_t)(v * LANES);
             VecI32 seen = (key >= first) & (key <= last);
-            Vec score = select(seen, load(scores + v * LANES) * scale, all(-__builtin_inff()));
+            Vec score = load(scores + v * LANES) * scale;
+            if (cap > 0) score = cap - 2.0f * cap / (1.0f + exponential(score * (2.0f / cap)));  // cap tanh(score / cap)
+            score = select(seen, score, all(-__builtin_inff()));
             store(scores + v * LANES, score);
             most = select(score > most, score, most);
         }

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..native import DTYPES, FLOAT8, INTEGER, POINTER, function, library
 from ..rms_norm import NormWeight
 from ..rope import Rotation
+from .options import DEFAULT_OPTIONS, AttentionOptions
 from .torch import CACHE_FLOAT8, LayerKV
 
 MAX_HEAD_DIM = 256
@@ -23,10 +24,20 @@ _ITEM = 8
 """Bytes of an int64."""
 _POINTERS = ("slots", "query_lens", "starts", "token_starts", "table_starts", "blocks")
 _SIZES = ("num_tokens", "num_rows", "num_heads", "num_kv_heads", "head_dim", "block_size", "dtype", "first_key")
+_OPTIONS = (
+    ("rotary_dim", ctypes.c_int64),
+    ("interleaved", ctypes.c_int64),
+    ("scale", ctypes.c_double),
+    ("soft_cap", ctypes.c_double),
+)
 
 
 class _Step(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_int64) for name in _SIZES) + tuple((name, ctypes.c_void_p) for name in _POINTERS)
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _SIZES),
+        *_OPTIONS,
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+    )
 
 
 class Shape(NamedTuple):
@@ -80,6 +91,7 @@ class NativeStep:
         starts: Sequence[int],
         block_tables: Sequence[Sequence[int]],
         first_key: int = 0,
+        options: AttentionOptions = DEFAULT_OPTIONS,
     ) -> None:
         """Plan B rows of T tokens, in order.
 
@@ -108,8 +120,10 @@ class NativeStep:
         parts = (slots, query_lens, starts, token_starts, table_starts, blocks)
         self._rows = np.array(list(chain.from_iterable(parts)), dtype=np.int64)  # kept alive
         sizes = (self._num_tokens, len(starts), *shape, block_size, DTYPES[dtype], first_key)
+        rotary_dim = options.rotary_dim or shape.head_dim
+        numbers = (rotary_dim, options.interleaved, options.scale or 0.0, options.soft_cap or 0.0)
         addresses = accumulate((_ITEM * len(part) for part in parts[:-1]), initial=self._rows.ctypes.data)
-        self._struct = _Step(*sizes, *addresses)
+        self._struct = _Step(*sizes, *numbers, *addresses)
         self._address = ctypes.addressof(self._struct)
 
     def attend_qkv(

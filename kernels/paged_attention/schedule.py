@@ -11,6 +11,7 @@ import torch
 from ..tuning.configs import AttentionConfig, KVWriteConfig
 from ..tuning.store import NO_CONFIGS, Configs
 from .native import RowArrays, Shape
+from .options import DEFAULT_OPTIONS, AttentionOptions
 
 TILE_FIELDS = 8
 """Numbers of a tile: first token, queries (0: an empty tile), position of the first query, place of the row's first
@@ -120,6 +121,7 @@ class Planner:
     """Splits of all tiles; None: as many as keep the device busy."""
     configs: Configs = NO_CONFIGS
     """Launch configs that were tuned for the device."""
+    options: AttentionOptions = DEFAULT_OPTIONS
 
     @property
     def write_config(self) -> KVWriteConfig:

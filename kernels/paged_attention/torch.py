@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .options import DEFAULT_OPTIONS, AttentionOptions
+
 KEY_LIMIT = 1e30
 """Limit of keys. No working model has larger ones, and a sum of 256 products of such keys with its queries fits
 float32."""
@@ -122,7 +124,14 @@ def write_kv(k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor) -> None:
         _movable(cache).view(heads, -1, dim).index_copy_(1, slots, _movable(new).transpose(0, 1))
 
 
-def attend_short(q: Tensor, kv: LayerKV, group: ShortGroup, out: Tensor | None, workspace: Workspace) -> Tensor:
+def attend_short(
+    q: Tensor,
+    kv: LayerKV,
+    group: ShortGroup,
+    out: Tensor | None,
+    workspace: Workspace,
+    options: AttentionOptions = DEFAULT_OPTIONS,
+) -> Tensor:
     """Attend for a group; the query heads of one KV head are folded into the queries.
 
     Args:
@@ -138,26 +147,27 @@ def attend_short(q: Tensor, kv: LayerKV, group: ShortGroup, out: Tensor | None, 
         q = q.index_select(0, group.query_index)
     q = q.view(group.num_rows, group.num_queries, keys.shape[0], -1, head_dim)
     if group.key_range is not None:
-        y = _attend_fused(q, keys, values, group.key_range)
+        low, high = group.key_range
+        keys, values = (x.flatten(1, 2)[:, low:high] for x in (keys, values))
+    if group.key_range is not None and options.soft_cap is None:
+        y = _attend_fused(q, keys, values, options.scale)
     else:
-        y = _attend_by_products(q, keys, values, group.bias)
+        y = _attend_by_products(q, keys, values, group.bias, options)
     y = y.reshape(-1, heads, head_dim)
     if group.padded_index is not None:
         y = y.index_select(0, group.padded_index)
     return y if out is None or group.token_index is None else out.index_copy_(0, group.token_index, y)
 
 
-def _attend_fused(q: Tensor, keys: Tensor, values: Tensor, key_range: tuple[int, int]) -> Tensor:
-    """Fused attention for one query q [1, 1, Hk, H / Hk, D]; keys and values [Hk, blocks, block_size, D]; returns the
-    shape of q."""
-    kv_heads, head_dim = keys.shape[0], keys.shape[-1]
-    low, high = key_range
-    keys = keys.view(1, kv_heads, -1, head_dim)[:, :, low:high]
-    values = values.view(1, kv_heads, -1, head_dim)[:, :, low:high]
-    return F.scaled_dot_product_attention(q.squeeze(1), keys, values).unsqueeze(1)
+def _attend_fused(q: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+    """Fused attention for one query q [1, 1, Hk, H / Hk, D]; keys and values [Hk, keys, D]; returns the shape of q."""
+    y = F.scaled_dot_product_attention(q.squeeze(1), keys.unsqueeze(0), values.unsqueeze(0), scale=scale)
+    return y.unsqueeze(1)
 
 
-def _attend_by_products(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
+def _attend_by_products(
+    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, options: AttentionOptions
+) -> Tensor:
     """Attention by two batched products: q [B, Q, Hk, H / Hk, D], keys and values [Hk, blocks, block_size, D]; returns
     the shape of q.
 
@@ -169,15 +179,31 @@ def _attend_by_products(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | 
     keys = keys.view(kv_heads * rows, -1, head_dim)
     values = values.view(kv_heads * rows, -1, head_dim)
     q = q.permute(2, 0, 1, 3, 4).reshape(kv_heads * rows, queries * fold, head_dim)
-    added, beta = (q.new_empty(1), 0) if bias is None or q.dtype == torch.float16 else (bias, 1)
-    scores = torch.baddbmm(added, q, keys.transpose(1, 2), beta=beta, alpha=head_dim**-0.5)
-    if bias is not None and q.dtype == torch.float16:  # no limit to keys keeps these scores finite
+    # No limit to keys keeps scores in float16 finite, and a cap must not see a bias.
+    masks = q.dtype == torch.float16 or options.soft_cap is not None
+    added, beta = (q.new_empty(1), 0) if bias is None or masks else (bias, 1)
+    scores = torch.baddbmm(added, q, keys.transpose(1, 2), beta=beta, alpha=options.scale or head_dim**-0.5)
+    if options.soft_cap is not None:
+        scores = soft_cap(scores, options.soft_cap)
+    if bias is not None and masks:
         scores.masked_fill_(bias < 0, -torch.inf)
     y = torch.bmm(torch.softmax(scores, -1), values)
     return y.view(kv_heads, rows, queries, fold, head_dim).permute(1, 2, 0, 3, 4)
 
 
-def attend_long(q: Tensor, kv: LayerKV, row: LongRow, out: Tensor, workspace: Workspace) -> None:
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """Capped x, which is mutated: cap · tanh(x / cap) (Gemma 2)."""
+    return x.div_(cap).tanh_().mul_(cap)
+
+
+def attend_long(
+    q: Tensor,
+    kv: LayerKV,
+    row: LongRow,
+    out: Tensor,
+    workspace: Workspace,
+    options: AttentionOptions = DEFAULT_OPTIONS,
+) -> None:
     """Attend for a chunk of one sequence: q [T, H, D] of the whole batch; the row's part of out [T, H, D] is filled."""
     kv_heads, _, _, head_dim = kv.k.shape
     gathered_keys, gathered_values = workspace.gather(kv, row.block_index, q.dtype)
@@ -185,12 +211,31 @@ def attend_long(q: Tensor, kv: LayerKV, row: LongRow, out: Tensor, workspace: Wo
     values = gathered_values.view(1, kv_heads, -1, head_dim)
     q = q[row.tokens[0] : row.tokens[1]].transpose(0, 1).unsqueeze(0)
     for (first, last), (low, high), bias in row.tiles:
-        y = F.scaled_dot_product_attention(
-            q[:, :, first:last],
-            keys[:, :, low:high],
-            values[:, :, low:high],
-            attn_mask=bias,
-            is_causal=bias is None,
-            enable_gqa=q.shape[1] != kv_heads,
-        )
+        tile, tile_keys, tile_values = q[:, :, first:last], keys[:, :, low:high], values[:, :, low:high]
+        if options.soft_cap is not None:
+            y = _attend_capped(tile, tile_keys, tile_values, bias, options)
+        else:
+            y = F.scaled_dot_product_attention(
+                tile,
+                tile_keys,
+                tile_values,
+                attn_mask=bias,
+                is_causal=bias is None,
+                enable_gqa=q.shape[1] != kv_heads,
+                scale=options.scale,
+            )
         out[row.tokens[0] + first : row.tokens[0] + last] = y.squeeze(0).transpose(0, 1)
+
+
+def _attend_capped(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, options: AttentionOptions) -> Tensor:
+    """Attention with capped scores for a tile of queries q [1, H, Q, D]; keys and values [1, Hk, keys, D]; returns the
+    shape of q. Without a bias it is causal, with as many keys as queries."""
+    heads, queries, head_dim = q.shape[1:]
+    kv_heads, num_keys = keys.shape[1:3]
+    if bias is None:
+        bias = q.new_full((queries, num_keys), -torch.inf).triu_(1)
+    folded = q.reshape(kv_heads, -1, head_dim)
+    mask = (bias < 0).expand(heads // kv_heads, -1, -1).reshape(1, -1, num_keys)
+    scores = torch.bmm(folded, keys[0].transpose(1, 2)).mul_(options.scale or head_dim**-0.5)
+    scores = soft_cap(scores, options.soft_cap or 1.0).masked_fill_(mask, -torch.inf)
+    return torch.bmm(torch.softmax(scores, -1), values[0]).view(q.shape)

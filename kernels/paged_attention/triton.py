@@ -14,113 +14,26 @@ import triton
 import triton.language as tl
 
 from ..compile_case import CompileCase, make_case
-from ..tuning.configs import KVWriteConfig
 from .native import Shape
-from .schedule import DEFAULT_WRITE, MIN_SPLIT_KEYS, TILE_FIELDS, default_config, padded_dim
+from .schedule import MIN_SPLIT_KEYS, TILE_FIELDS, default_config, padded_dim
 from .settle import settle_cases
+from .write import write_cases
 
-# The limit of keys, KEY_LIMIT in torch.py, and the largest number of float8 e4m3.
-_KEY_LIMIT = tl.constexpr(1e30)
-_FP8_LIMIT = tl.constexpr(448.0)
 # Maximum before the first key: finite, so that a difference is never NaN.
 _LEAST = tl.constexpr(-3e38)
 _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
 
 
 @triton.jit
-def _storable(x, dtype: tl.constexpr, limit: tl.constexpr):
-    """`x` (float32) as the cache holds it: in `dtype`, finite, and within `limit` (see `write_kv` in torch.py)."""
-    if dtype == tl.float8e4nv:
-        x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
-        x = tl.minimum(tl.maximum(x, -_FP8_LIMIT), _FP8_LIMIT)
-    else:
-        x = x.to(dtype).to(tl.float32)
-        x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
-        if limit and dtype != tl.float16:
-            x = tl.minimum(tl.maximum(x, -_KEY_LIMIT), _KEY_LIMIT)
-    return x.to(dtype)
-
-
-@triton.jit
-def _prepared(low, high, scale, root_squared, cos, sin, columns, mask, HALF: tl.constexpr, NORM: tl.constexpr):
-    """Halves of heads [heads, pairs], normalised if NORM (see kernels/rms_norm) and rotated, in float32.
-
-    `low` and `high` are the first and second halves of heads; `cos` and `sin` point to a token's angles [2 * HALF], of
-    which sin brings its sign; `columns` [pairs] are the pairs' numbers.
-    """
-    if NORM:
-        squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
-        inverse = 1.0 / tl.sqrt(squares + root_squared)
-        low = low * inverse[:, None] * tl.load(scale, mask=mask, other=0.0)
-        high = high * inverse[:, None] * tl.load(scale + HALF, mask=mask, other=0.0)
-    there = columns < HALF
-    cos_low = tl.load(cos + columns, mask=there, other=0.0).to(tl.float32)
-    sin_low = tl.load(sin + columns, mask=there, other=0.0).to(tl.float32)
-    cos_high = tl.load(cos + HALF + columns, mask=there, other=0.0).to(tl.float32)
-    sin_high = tl.load(sin + HALF + columns, mask=there, other=0.0).to(tl.float32)
-    return low * cos_low + high * sin_low, high * cos_high + low * sin_high
-
-
-@triton.jit
-def write_kernel(
-    q, q_token_stride, q_head_stride, k, k_token_stride, k_head_stride, v, v_token_stride, v_head_stride,
-    cos, sin, angle_stride, scale, root_squared,
-    keys, values, key_head_stride, value_head_stride, slots,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
-    """Normalise, if NORM, and rotate q [T, HEADS, D] (mutated) and k; write k and v [T, KV_HEADS, D] to `slots` [T]
-    (negative: nowhere) of the cache; keys and values are mutated. A program takes some heads of a token."""
-    token = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    columns = tl.arange(0, BLOCK_HALF)
-    there = columns < HALF
-    query_parts: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
-    key_parts: tl.constexpr = (KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
-    angles = token * angle_stride
-    slot = tl.load(slots + token).to(tl.int64)
-    if part < query_parts:
-        heads = part * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None].to(tl.int64)
-        mask = (heads < HEADS) & there[None, :]
-        source = q + token * q_token_stride + heads * q_head_stride + columns[None, :]
-        low = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-        high = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
-        weight = scale + heads * (2 * HALF) + columns[None, :]
-        low, high = _prepared(low, high, weight, root_squared, cos + angles, sin + angles, columns, mask, HALF, NORM)
-        tl.store(source, low.to(q.dtype.element_ty), mask=mask)
-        tl.store(source + HALF, high.to(q.dtype.element_ty), mask=mask)
-    elif slot >= 0:
-        if part < query_parts + key_parts:
-            heads = (part - query_parts) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None].to(tl.int64)
-            mask = (heads < KV_HEADS) & there[None, :]
-            source = k + token * k_token_stride + heads * k_head_stride + columns[None, :]
-            low = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-            high = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
-            weight = scale + (HEADS + heads) * (2 * HALF) + columns[None, :]
-            low, high = _prepared(
-                low, high, weight, root_squared, cos + angles, sin + angles, columns, mask, HALF, NORM
-            )
-            target = keys + heads * key_head_stride + slot * (2 * HALF) + columns[None, :]
-            tl.store(target, _storable(low, keys.dtype.element_ty, True), mask=mask)
-            tl.store(target + HALF, _storable(high, keys.dtype.element_ty, True), mask=mask)
-        else:
-            heads = (part - query_parts - key_parts) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None].to(tl.int64)
-            mask = (heads < KV_HEADS) & there[None, :]
-            source = v + token * v_token_stride + heads * v_head_stride + columns[None, :]
-            low = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-            high = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
-            target = values + heads * value_head_stride + slot * (2 * HALF) + columns[None, :]
-            tl.store(target, _storable(low, values.dtype.element_ty, False), mask=mask)
-            tl.store(target + HALF, _storable(high, values.dtype.element_ty, False), mask=mask)
-
-
-@triton.jit
 def _scores(
-    q, k, key, scale, positions, first_key, window,
-    HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, key, scale, soft_cap, positions, first_key, window,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores [BLOCK_M, BLOCK_N] float32, times log2(e); with MASKED, -inf for keys that a query does not see."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if HAS_CAP:
+        # c · tanh(x / c), with c in units of log2(e) like x; exp2 of a large number is infinite, and the quotient 0.
+        scores = soft_cap - 2.0 * soft_cap / (1.0 + tl.exp2(scores * (2.8853900817779268 / soft_cap)))
     if MASKED:
         seen = (key[None, :] <= positions[:, None]) & (key >= first_key)[None, :]
         if HAS_WINDOW:
@@ -132,9 +45,9 @@ def _scores(
 @triton.jit
 def _attend_chunks(
     acc, top, total, q, keys, values, table, begin, end, gap_begin, gap, num_keys, columns,
-    scale, positions, first_key, window,
+    scale, soft_cap, positions, first_key, window,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_CAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over end - begin more chunks: those from `begin`, without the `gap` chunks from `gap_begin`.
     Returns its state: sum of weighted values, maximum, sum of weights."""
@@ -147,7 +60,9 @@ def _attend_chunks(
         place = (block * BLOCK_SIZE + key % BLOCK_SIZE)[:, None] * HEAD_DIM + columns[None, :]
         mask = there[:, None] & (columns < HEAD_DIM)[None, :]
         k = tl.load(keys + place, mask=mask, other=0.0).to(q.dtype)
-        scores = _scores(q, k, key, scale, positions, first_key, window, HAS_WINDOW, MASKED, PRECISION)
+        scores = _scores(
+            q, k, key, scale, soft_cap, positions, first_key, window, HAS_WINDOW, HAS_CAP, MASKED, PRECISION
+        )
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
         fading = tl.exp2(top - new_top)
@@ -188,11 +103,11 @@ def _chunk_range(
 @triton.jit(do_not_specialize=["max_queries", "num_splits"])
 def attention_kernel(
     q, q_token_stride, q_head_stride, keys, values, key_head_stride, value_head_stride,
-    tiles, table, out, parts, part_sums, scale, first_key, window, max_queries, num_splits,
+    tiles, table, out, parts, part_sums, scale, soft_cap, first_key, window, max_queries, num_splits,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     MIN_CHUNKS: tl.constexpr, HAS_SPLITS: tl.constexpr, TWO_LOOPS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile. Writes out [T, H, D] or, with splits, parts [tiles, max_queries, H, num_splits, D] float32
     and part_sums [tiles, max_queries, H, num_splits], the log2 of a part's sum of weights, -inf for an empty part."""
@@ -229,14 +144,14 @@ def attention_kernel(
     if TWO_LOOPS:
         acc, top, total = _attend_chunks(
             acc, top, total, q_tile, keys, values, table, whole_begin, whole_end, whole_end, 0, num_keys, columns,
-            scale, position + query, first_key, window,
-            HEAD_DIM, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, False, PRECISION,
+            scale, soft_cap, position + query, first_key, window,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, False, PRECISION,
         )  # fmt: skip
     gap = whole_end - whole_begin
     acc, top, total = _attend_chunks(
         acc, top, total, q_tile, keys, values, table, begin, end - gap, whole_begin, gap, num_keys, columns,
-        scale, position + query, first_key, window,
-        HEAD_DIM, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, True, PRECISION,
+        scale, soft_cap, position + query, first_key, window,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, True, PRECISION,
     )  # fmt: skip
     divisor = tl.where(total == 0.0, 1.0, total)  # 0: no key is for this query
     result = acc * (1.0 / divisor)[:, None]
@@ -274,7 +189,15 @@ def reduce_kernel(
 
 
 def attention_constants(
-    shape: Shape, block_size: int, block_m: int, block_n: int, *, is_float32: bool, is_split: bool, has_window: bool
+    shape: Shape,
+    block_size: int,
+    block_m: int,
+    block_n: int,
+    *,
+    is_float32: bool,
+    is_split: bool,
+    has_window: bool,
+    has_cap: bool = False,
 ) -> dict[str, Any]:
     """Constants of `attention_kernel`."""
     return {
@@ -290,32 +213,24 @@ def attention_constants(
         # Masks are cheap beside loads from memory, but not beside matrix products.
         "TWO_LOOPS": block_m > 64,
         "HAS_WINDOW": has_window,
+        "HAS_CAP": has_cap,
         "PRECISION": "tf32x3" if is_float32 else "tf32",
     }
 
 
-def write_constants(shape: Shape, config: KVWriteConfig, *, norm: bool) -> dict[str, Any]:
-    """Constants of `write_kernel`."""
-    half = shape.head_dim // 2
-    return {
-        "HEADS": shape.num_heads,
-        "KV_HEADS": shape.num_kv_heads,
-        "HALF": half,
-        "BLOCK_HEADS": config.block_heads,
-        "BLOCK_HALF": triton.next_power_of_2(half),
-        "NORM": norm,
-    }
-
-
 def _attention_case(
-    name: str, dtype: str, shape: Shape, block_size: int, block_m: int, arch: int = 90, *,
-    window: bool = False, cache: str | None = None,
-) -> CompileCase:  # fmt: skip
-    """Case for Ampere alone or for Hopper and later; `cache`: dtype of the cache, if it is another."""
+    name: str, dtype: str, shape: Shape, block_size: int, block_m: int, arch: int = 90, *, cache: str | None = None
+) -> CompileCase:
+    """Case for Ampere alone or for Hopper and later, with a window or a cap if `name` says so; `cache`: dtype of the
+    cache, if it is another."""
     is_float32, is_split = dtype == "fp32", block_m <= 64
     config = default_config(block_m, shape.head_dim, 4 if is_float32 else 2, arch, not is_split)
     constants = attention_constants(
-        *(shape, block_size, block_m, config.block_n), is_float32=is_float32, is_split=is_split, has_window=window
+        *(shape, block_size, block_m, config.block_n),
+        is_float32=is_float32,
+        is_split=is_split,
+        has_window="window" in name,
+        has_cap="cap" in name,
     )
     full = f"paged_attention {name}{dtype} d{shape.head_dim} m{block_m}{' ampere' if arch < 90 else ''}"
     return make_case(
@@ -323,23 +238,10 @@ def _attention_case(
         attention_kernel,
         constants,
         {"q out": f"*{dtype}", "keys values": f"*{cache or dtype}", "tiles table": "*i32", "parts part_sums": "*fp32"}
-        | {"q_token_stride q_head_stride key_head_stride value_head_stride": "i64", "scale": "fp32"},
+        | {"q_token_stride q_head_stride key_head_stride value_head_stride": "i64", "scale soft_cap": "fp32"},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         archs=(80,) if arch < 90 else (90, 100),
-    )
-
-
-def _write_case(name: str, dtype: str, shape: Shape, cache: str, *, norm: bool) -> CompileCase:
-    strides = "q_token_stride q_head_stride k_token_stride k_head_stride v_token_stride v_head_stride"
-    return make_case(
-        f"paged_attention write {name}{dtype} d{shape.head_dim}",
-        write_kernel,
-        write_constants(shape, DEFAULT_WRITE, norm=norm),
-        {"q k v cos sin": f"*{dtype}", "keys values": f"*{cache}", "slots": "*i32", "root_squared": "fp32"}
-        | {"scale": "*fp32" if norm else f"*{dtype}", f"{strides} angle_stride": "i64"}
-        | {"key_head_stride value_head_stride": "i64"},
-        num_warps=DEFAULT_WRITE.num_warps,
     )
 
 
@@ -355,21 +257,18 @@ def compile_cases() -> list[CompileCase]:
     cases = [
         _attention_case("fp8 ", "bf16", common, 16, 16, cache="fp8e4nv"),
         _attention_case("fp8 ", "bf16", common, 16, 128, cache="fp8e4nv"),
-        _write_case("", "bf16", common, "bf16", norm=False),
-        _write_case("norm ", "bf16", common, "bf16", norm=True),
-        _write_case("norm ", "fp32", wide, "fp32", norm=True),
-        _write_case("", "fp16", odd, "fp16", norm=False),
-        _write_case("fp8 ", "bf16", common, "fp8e4nv", norm=False),
         _reduce_case("bf16", 128, 4),
         _reduce_case("bf16", 128, 64),
         _reduce_case("fp16", 256, 32),
+        *write_cases(),
         *settle_cases(),
     ]
     for arch in (80, 90):
         cases += [_attention_case("", "bf16", common, 16, block_m, arch) for block_m in (16, 128)]
-        cases += [_attention_case("window ", "bf16", common, 16, m, arch, window=True) for m in (16, 32, 64, 128)]
-        cases += [_attention_case("window ", "bf16", wide, 16, m, arch, window=True) for m in (16, 32, 64)]
-        cases += [_attention_case("window ", "fp32", common, 16, m, arch, window=True) for m in (16, 32)]
+        cases += [_attention_case("window ", "bf16", common, 16, m, arch) for m in (16, 32, 64, 128)]
+        cases += [_attention_case("window cap ", "bf16", wide, 16, m, arch) for m in (16, 32, 64)]
+        cases += [_attention_case("window cap ", "bf16", common, 16, m, arch) for m in (16, 128)]
+        cases += [_attention_case("window ", "fp32", common, 16, m, arch) for m in (16, 32)]
         cases += [
             _attention_case("", "fp16", Shape(14, 2, 64), 128, 16, arch),
             _attention_case("", "fp16", odd, 64, 128, arch),

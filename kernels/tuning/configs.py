@@ -70,10 +70,10 @@ class RMSNormConfig(KernelConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class SiluMulConfig(KernelConfig):
+class ActAndMulConfig(KernelConfig):
     """Config of SwiGLU's activation."""
 
-    kernel: ClassVar[str] = "silu_mul"
+    kernel: ClassVar[str] = "act_and_mul"
     shape: ClassVar[tuple[str, ...]] = ("width", "itemsize")
 
     block: int = _power_of_two(64, 16384)
@@ -177,7 +177,7 @@ KINDS: dict[str, type[KernelConfig]] = {
         AttentionConfig,
         KVWriteConfig,
         RMSNormConfig,
-        SiluMulConfig,
+        ActAndMulConfig,
         LoRAShrinkConfig,
         LoRAExpandConfig,
         FilterConfig,

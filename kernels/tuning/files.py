@@ -153,8 +153,7 @@ class _Reader:
         if fields.get("version") != VERSION:
             raise self._error("version", f"must be {VERSION}, got {fields.get('version')!r}")
         self._names(fields, {"version", "device", "triton", "date", "kernels"}, "")
-        device = self._object(fields["device"], "device")
-        self._names(device, {"name", "capability"}, "device.")
+        device = self._object(fields["device"], "device", {"name", "capability"})
         capability = device["capability"]
         if not (isinstance(capability, list) and len(capability) == 2 and all(type(n) is int for n in capability)):
             raise self._error("device.capability", f"must be two integers, got {capability!r}")
@@ -177,8 +176,7 @@ class _Reader:
             raise self._error(place, f"must be a list, got {type(found).__name__}")
         for index, item in enumerate(found):
             here = f"{place}[{index}]"
-            fields = self._object(item, here)
-            self._names(fields, {"shape", "config", "microseconds"}, f"{here}.")
+            fields = self._object(item, here, {"shape", "config", "microseconds"})
             shape = self._shape(KINDS[kernel], fields["shape"], f"{here}.shape")
             if (kernel, shape) in entries:
                 raise self._error(f"{here}.shape", "stands there twice")
@@ -186,17 +184,15 @@ class _Reader:
             entries[kernel, shape] = ConfigEntry(config, self._times(fields["microseconds"], f"{here}.microseconds"))
 
     def _shape(self, kind: type[KernelConfig], data: object, place: str) -> tuple[int, ...]:
-        fields = self._object(data, place)
-        self._names(fields, set(kind.shape), f"{place}.")
+        fields = self._object(data, place, set(kind.shape))
         for name, value in fields.items():
             if type(value) is not int or not 0 <= value <= _MAX_SHAPE:
                 raise self._error(f"{place}.{name}", f"must be an integer of at least 0, got {value!r}")
         return tuple(fields[name] for name in kind.shape)
 
     def _config(self, kind: type[KernelConfig], data: object, place: str) -> KernelConfig:
-        fields = self._object(data, place)
         known = {field.name: field for field in dataclasses.fields(kind)}
-        self._names(fields, set(known), f"{place}.")
+        fields = self._object(data, place, set(known))
         for name, value in fields.items():
             wrong = problem(known[name], value)
             if wrong is not None:
@@ -206,17 +202,19 @@ class _Reader:
     def _times(self, data: object, place: str) -> dict[str, Times]:
         found = {}
         for name, item in self._object(data, place).items():
-            fields = self._object(item, f"{place}.{name}")
-            self._names(fields, set(Times._fields), f"{place}.{name}.")
+            fields = self._object(item, f"{place}.{name}", set(Times._fields))
             for which, value in fields.items():
                 if type(value) not in (int, float) or not 0 <= value < float("inf"):
                     raise self._error(f"{place}.{name}.{which}", f"must be a number of at least 0, got {value!r}")
             found[name] = Times(float(fields["default"]), float(fields["tuned"]))
         return found
 
-    def _object(self, data: object, place: str) -> Mapping[str, Any]:
+    def _object(self, data: object, place: str, names: set[str] | None = None) -> Mapping[str, Any]:
+        """The object at `place`, which has exactly the fields `names`."""
         if not isinstance(data, dict):
             raise self._error(place, f"must be an object, got {type(data).__name__}")
+        if names is not None:
+            self._names(data, names, f"{place}.")
         return data
 
     def _text(self, data: object, place: str) -> str:

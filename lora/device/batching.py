@@ -9,6 +9,7 @@ none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -91,11 +92,14 @@ class LoraBatcher:
         self._is_grouped = is_grouped(dtype, device) and not batch_invariant
         self._last: tuple[Rows, LoraBatch | None] = ((), None)
 
-    def build(self, rows: Rows, *, is_plain: bool = True) -> LoraBatch | None:
+    def build(self, rows: Rows, *, is_plain: bool = True, targets_experts: bool = False) -> LoraBatch | None:
         """Return the batch for a step's rows; None when all are the base model's. `is_plain`:
-        no adapter has more than rank rows."""
+        no adapter has more than rank rows. `targets_experts`: an adapter has weights of experts."""
         if rows != self._last[0]:
-            self._last = (rows, self._build(rows, is_plain))
+            batch = self._build(rows, is_plain)
+            if batch is not None and targets_experts:
+                batch = replace(batch, targets_experts=True, replayable=False)
+            self._last = (rows, batch)
         return self._last[1]
 
     def _build(self, rows: Rows, is_plain: bool) -> LoraBatch | None:
@@ -182,12 +186,13 @@ class StepAdapters:
     ) -> LoraBatch | None:
         if not any(version is not None and applies(version) for version, _ in rows):
             return batcher.build(())  # it keeps the allocations of its last batch no longer
-        allocations, is_plain = [], True
+        allocations, is_plain, targets_experts = [], True, False
         for version, count in rows:
             allocation = None
             if version is not None and applies(version):
                 assert version.digest is not None
                 allocation = self._pool.allocation(version.digest)
                 is_plain &= version.is_plain
+                targets_experts |= version.targets_experts
             allocations.append((allocation, count))
-        return batcher.build(allocations, is_plain=is_plain)
+        return batcher.build(allocations, is_plain=is_plain, targets_experts=targets_experts)

@@ -96,6 +96,8 @@ class LoraBatch:
     replayable: bool = False
     """True when a captured graph of the same batcher, for at least as many tokens, serves this step. The batcher's
     buffer has rank rows alone, so a step with gains or biases runs without a graph."""
+    targets_experts: bool = False
+    """True when an adapter has weights of experts."""
     lookups: dict[EmbeddingSite, tuple[LoraRun, ...]] = field(default_factory=dict, compare=False)
     """Runs whose adapters have embeddings, by site. Cached, as a batch serves many steps."""
 

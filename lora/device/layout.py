@@ -21,8 +21,8 @@ from torch import Tensor
 from ...kernels.conversion import place
 from ..step_yield import yield_to_steps
 
-EMBEDDING, LM_HEAD = "model.embed_tokens", "lm_head"
-"""Modules beside the linear ones of the layers."""
+LM_HEAD = "lm_head"
+"""Module of the output head."""
 ALIGNMENT = 64
 """Bytes of a cache line. The columns of A and of B begin at a multiple of it."""
 _ELEMENTS = 1 << 17
@@ -45,7 +45,7 @@ class OwnRows(NamedTuple):
 
     weight: Tensor
     """[n, H], in the dtype of use."""
-    index: Tensor | None
+    tokens: Tensor | None
     """[n] int64, ascending: tokens of the rows; None: the tokens 0 to n - 1, and the adapter has no others."""
 
 
@@ -208,7 +208,7 @@ class PackedModules(NamedTuple):
     biases: Mapping[str, Tensor] = MappingProxyType({})
     """By module: vector [out] that is added to the module's output."""
     own_rows: Mapping[str, OwnRows] = MappingProxyType({})
-    """By module, for `EMBEDDING` and `LM_HEAD`."""
+    """By module, for the token embeddings and `LM_HEAD`."""
     invocation: tuple[int, ...] = ()
     """Tokens of the prompt from which on the weights apply (activated LoRA); (): they apply to all tokens."""
 
@@ -246,8 +246,8 @@ class PackedModules(NamedTuple):
 
 
 class ModelLayout(NamedTuple):
-    """Layouts of one model. Vocabulary modules have their own: they are as wide as the vocabulary, and few adapters
-    have them."""
+    """Layouts of one model. Vocabulary modules and experts have their own: they are as wide as the vocabulary, or very
+    many, and few adapters have them."""
 
     linears: RowLayout
     vocabulary: RowLayout
@@ -259,7 +259,7 @@ class ModelLayout(NamedTuple):
 
     def pack(self, modules: Mapping[str, LoraWeights]) -> PackedModules:
         """Copy an adapter's weights to packed rows. Thread-safe."""
-        vocabulary = {name: weights for name, weights in modules.items() if name in (EMBEDDING, LM_HEAD)}
+        vocabulary = {name: weights for name, weights in modules.items() if name in self.vocabulary.modules}
         linears = {name: weights for name, weights in modules.items() if name not in vocabulary}
         gains = {name: weights.gain for name, weights in modules.items() if weights.gain is not None}
         return PackedModules(self.linears.pack(linears), self.vocabulary.pack(vocabulary), gains)

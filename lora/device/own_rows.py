@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from .layout import EMBEDDING, LM_HEAD, OwnRows
+from .layout import LM_HEAD, OwnRows
 from .pool import Allocation
 
 if TYPE_CHECKING:
@@ -51,12 +51,12 @@ class OwnRowSites:
         """Write an adapter's rows by module."""
         if not own:
             return
-        table, head = own.get(EMBEDDING), own.get(LM_HEAD)
+        table, head = own.get(self._embedding.names.table), own.get(LM_HEAD)
         device = self._embedding.device
         self._rows[allocation] = _DeviceRows(
-            table and OwnRows(table.weight.to(device), _to(table.index, device)),
-            head and self._embedding.pack_head(head.weight),
-            _to(head.index, device) if head else None,
+            table and OwnRows(table.weight.to(device), _to(table.tokens, device)),
+            head and self._embedding.pack_head(head.weight, head.tokens),
+            _to(head.tokens, device) if head else None,
         )
 
     def lookup(self, y: Tensor, input_ids: Tensor, adapters: LoraBatch) -> None:

@@ -12,7 +12,7 @@ from ..files.tensor_keys import ModelModules, ModuleShape
 from .arena import RowArena
 from .dora import head_weight, slice_weight, table_weight
 from .layers import EmbeddingSite, Live, LoraSite
-from .layout import EMBEDDING, LM_HEAD, ModelLayout, PackedModules, RowLayout
+from .layout import LM_HEAD, ModelLayout, PackedModules, RowLayout
 from .own_rows import OwnRowSites
 from .pool import Allocation
 from .vectors import VectorSites
@@ -49,7 +49,8 @@ class AdapterSites:
     ) -> None:
         """Reserve the columns of all modules. `allocate` gives the model its sites."""
         shapes: dict[str, ModuleShape] = {}
-        self._linears = list(linears)
+        # The rows of all experts would fill a device's memory; a CPU's takes only what is written.
+        self._linears = [linear for linear in linears if not (linear.expert and device.type == "cuda")]
         self._embedding = embedding
         layout = ModelLayout(RowLayout(dtype), RowLayout(dtype))
         self.model = ModelModules(shapes, layout)
@@ -61,9 +62,9 @@ class AdapterSites:
             _reserve(linear, self.model)
         if embedding is not None:
             vocab_size, hidden_size = embedding.vocab_size, embedding.hidden_size
-            layout.vocabulary.reserve([EMBEDDING], vocab_size, [hidden_size])
+            layout.vocabulary.reserve([embedding.names.table], vocab_size, [hidden_size])
             layout.vocabulary.reserve([LM_HEAD], hidden_size, [vocab_size])
-            shapes[EMBEDDING] = ModuleShape(
+            shapes[embedding.names.table] = ModuleShape(
                 vocab_size, hidden_size, embedding=True, is_base=embedding.is_table, base=table_weight(embedding)
             )
             shapes[LM_HEAD] = ModuleShape(
@@ -76,25 +77,26 @@ class AdapterSites:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one rank row over all linears, without the vocabulary's rows, which are mostly unused."""
+        """Bytes of one rank row without the vocabulary and without experts, which are mostly unused."""
         return self._rows.row_bytes
 
     def allocate(self, num_rows: int) -> None:
         """Allocate the rows, and give a site to every linear, the embeddings and the head."""
         self._rows.allocate(num_rows)
-        for linear in self._linears:
-            linear.lora = _site(self._rows, linear.in_features, linear.slices)
-            linear.gains = self._vectors.add(linear.slices)
         self._vocabulary.allocate(num_rows)
+        for linear in self._linears:
+            linear.lora = _site(self._vocabulary if linear.expert else self._rows, linear.in_features, linear.slices)
+            linear.gains = None if linear.expert else self._vectors.add(linear.slices)
         if self._embedding is None:
             return
         hidden_size, head = self._embedding.hidden_size, [(LM_HEAD, self._embedding.vocab_size)]
-        index = self._vocabulary.layout.modules[EMBEDDING]
+        table = self._embedding.names.table
+        index = self._vocabulary.layout.modules[table]
         a, b = (self._vocabulary.rows[:, columns] for columns in self._vocabulary.layout.pieces[index])
         self._embedding.own_rows = self._own_rows
         self._embedding.lookup_lora = EmbeddingSite(a, b, *_live(self._vocabulary, index, 1))
         self._embedding.head_lora = _site(self._vocabulary, hidden_size, head)
-        self._embedding.lookup_gains = self._vectors.add([(EMBEDDING, hidden_size)])
+        self._embedding.lookup_gains = self._vectors.add([(table, hidden_size)])
         self._embedding.head_gains = self._vectors.add(head)
 
     def write(self, allocation: Allocation, packed: PackedModules) -> None:
@@ -111,10 +113,12 @@ def _reserve(linear: Linear, model: ModelModules) -> None:
     """Reserve a linear's columns, and note the shapes of its modules."""
     start = 0
     for name, size in linear.slices:
-        model.shapes[name] = ModuleShape(linear.in_features, size, base=slice_weight(linear, start, size))
+        base = None if linear.expert else slice_weight(linear, start, size)
+        model.shapes[name] = ModuleShape(linear.in_features, size, base=base)
         start += size
     names, sizes = [name for name, _ in linear.slices], [size for _, size in linear.slices]
-    model.layout.linears.reserve(names, linear.in_features, sizes)
+    layout = model.layout.vocabulary if linear.expert else model.layout.linears
+    layout.reserve(names, linear.in_features, sizes)
 
 
 def _site(arena: RowArena, in_features: int, modules: Sequence[tuple[str, int]]) -> LoraSite:

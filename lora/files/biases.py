@@ -32,7 +32,7 @@ def read_biases(
     """Return the vectors that an adapter adds, float32 [out] by module of the model, and their digest.
 
     Raises:
-        AdapterError: a trained bias of a module that has none; numbers that are not finite.
+        AdapterError: a bias of an expert; a trained bias of a module that has none; numbers that are not finite.
     """
     biases: dict[str, Tensor] = {}
     digest = hashlib.sha256(b"biases")
@@ -40,6 +40,8 @@ def read_biases(
         for part in (LORA_BIAS, BIAS):
             if part not in module.keys:
                 continue
+            if any(known[target].base is None for target in module.targets):
+                raise adapter_error(f"{module.name}: biases ({module.keys[part]}) are not served here")
             values = file.read(module.keys[part]).float()
             if not bool(torch.isfinite(values).all()):
                 raise adapter_error(f"{module.name}: {module.keys[part]} is not finite")
@@ -56,7 +58,8 @@ def read_biases(
 
 
 def _base_bias(module: FileModule, shape: ModuleShape) -> Tensor:
-    bias = None if shape.base is None else shape.base.bias()
+    assert shape.base is not None
+    bias = shape.base.bias()
     if bias is None:
         raise adapter_error(f"{module.name}: {module.keys[BIAS]}: this module has no bias in the served model")
     return bias.float().cpu()

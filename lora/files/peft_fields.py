@@ -110,7 +110,7 @@ FIELDS: dict[str, FieldRule] = {
     "runtime_config": FieldRule("never saved"),
     "qalora_group_size": FieldRule("any value; only `use_qalora` reads it"),
     "layer_replication": FieldRule("", "a model with repeated layers"),
-    "target_parameters": FieldRule("", "adapters on bare parameters"),
+    "target_parameters": FieldRule("weights of linear modules and routers, `gate_up_proj` and `down_proj` of experts"),
     "alora_invocation_tokens": FieldRule(
         "lists of tokens: what stands before their last occurrence in the prompt is the base model's, and shares its "
         "cached prefixes",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..device.layout import PackedModules
 from .biases import check_biases, read_biases
+from .expert_parameters import split_parameters
 from .peft_config import PeftConfig, adapter_error, read_config, shown
 from .read_plan import ReadPlans
 from .row_conversion import StoredModule, convert_modules
@@ -68,7 +69,10 @@ class WeightsReader:
     def _read_unplanned(self, file: TensorFile, config: PeftConfig) -> tuple[PackedModules, bytes]:
         """Check all keys and shapes of a file, read it, and keep a plan for more files like it."""
         known = self.model.shapes
+        file, parameters = split_parameters(file, known)
         found, saved = group_keys(file.shapes, known, self._owner)
+        for name, parameter in parameters.items():
+            found[name].configured = parameter
         for module in found.values():
             self._check_module(module, config, file.shapes)
         own_rows, own_digest = read_own_rows(saved, found, file, config, known, self.model.layout.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -48,6 +48,8 @@ _WRAPPERS = ("base_model.model.", "base_model.")
 _TRAINING_WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^module\."
 )
+# Name of the model within the causal one, which PEFT may have been given alone.
+_INNER = ("", "model.", "transformer.", "gpt_neox.")
 # The text model in a multimodal one.
 _TEXT_MODEL = re.compile(r"(^|\.)language_model\.")
 _REFUSED_KEYS = (
@@ -58,6 +60,8 @@ _REFUSED_KEYS = (
 )
 # Projections that some models merge, and their parts in other models.
 _MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+# Modules that transformers 5 renamed, and their names in checkpoints.
+_RENAMED = ((".mlp.", ".block_sparse_moe."),)
 _MORE_TENSORS, _MORE_ELEMENTS = 2048, 1 << 21
 """Tensors and numbers beyond those of the largest adapter; see `file_limits`."""
 _MAX_KEY = 1000
@@ -206,7 +210,7 @@ def _matched(key: str) -> re.Match[str] | None:
 
 
 @_cached
-def _unwrapped(module: str) -> str:
+def unwrapped(module: str) -> str:
     """Strip the names of wrappers that were around the model in training."""
     module = _TRAINING_WRAPPERS.sub("", module)
     for wrapper in _WRAPPERS:
@@ -215,11 +219,20 @@ def _unwrapped(module: str) -> str:
     return module
 
 
+def names_of(configured: str) -> Iterator[str]:
+    """Names that a module of a file may have in the model."""
+    text = _TEXT_MODEL.sub(r"\1", configured, count=1)
+    for name in dict.fromkeys(f"{prefix}{given}" for given in (configured, text) for prefix in _INNER):
+        yield name
+        for new, old in _RENAMED:
+            if new in name:
+                yield name.replace(new, old, 1)
+
+
 def _find_module(module: str, known: Mapping[str, ModuleShape]) -> FileModule | None:
     """Find the model's module of a key. PEFT may have been given the inner model, or one around it."""
-    configured = _unwrapped(module)
-    text = _TEXT_MODEL.sub(r"\1", configured, count=1)
-    for name in dict.fromkeys((configured, f"model.{configured}", text, f"model.{text}")):
+    configured = unwrapped(module)
+    for name in names_of(configured):
         if name in known:
             return FileModule(name, configured, (name,), known[name])
         parent, _, last = name.rpartition(".")
@@ -242,7 +255,7 @@ def _saved_module(key: str, known: Mapping[str, ModuleShape]) -> str:
 def _unknown_module(key: str, module: str, owner: Owner) -> Exception:
     _check_refused(key, key if key.endswith(".bias") else f"{module}.")
     return adapter_error(
-        f"{owner.kind} mismatch: {owner.words} has no linear module {_unwrapped(module)!r} (tensor {key})"
+        f"{owner.kind} mismatch: {owner.words} has no linear module {unwrapped(module)!r} (tensor {key})"
     )
 
 

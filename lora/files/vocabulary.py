@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ..device.layout import EMBEDDING, LM_HEAD, OwnRows
+from ..device.layout import LM_HEAD, OwnRows
 from .peft_config import PeftConfig, adapter_error
 from .row_conversion import update_digest
 from .tensor_file import TensorFile
@@ -52,14 +52,15 @@ def read_own_rows(
         weight = rows.weight.to(dtype).contiguous()
         if not rows.weight.is_floating_point() or not bool(torch.isfinite(weight).all()):
             raise adapter_error(f"{name}: {key} is not finite in {str(dtype).removeprefix('torch.')}")
-        own[name] = OwnRows(weight, rows.index)
-        digest.update(f"{name}|{list(weight.shape)}|{None if rows.index is None else rows.index.tolist()}\n".encode())
+        own[name] = OwnRows(weight, rows.tokens)
+        digest.update(f"{name}|{list(weight.shape)}|{None if rows.tokens is None else rows.tokens.tolist()}\n".encode())
         update_digest(digest, weight.view(torch.uint8).numpy().reshape(-1).data)
     _check_missing(saved, own, config)
-    if EMBEDDING in own and own[EMBEDDING].index is not None and LM_HEAD not in own and known[LM_HEAD].tied:
+    trained = next((rows for name, rows in own.items() if known[name].embedding and rows.tokens is not None), None)
+    if trained is not None and LM_HEAD not in own and known[LM_HEAD].tied:
         if LM_HEAD in modules:
             raise adapter_error(f"{LM_HEAD}: an adapter beside trainable_token_indices of the tied embedding")
-        own[LM_HEAD] = own[EMBEDDING]  # PEFT trains the rows of both
+        own[LM_HEAD] = trained  # PEFT trains the rows of both
     return own, digest.digest()
 
 
@@ -96,5 +97,5 @@ def _check_missing(saved: Mapping[str, str], own: Mapping[str, OwnRows], config:
     for name in config.modules_to_save:
         if name.rpartition(".")[2] not in held:
             raise adapter_error(f"modules_to_save names {name[:80]!r}, of which the file has no weight")
-    if config.has_token_indices and not any(rows.index is not None for rows in own.values()):
+    if config.has_token_indices and not any(rows.tokens is not None for rows in own.values()):
         raise adapter_error("trainable_token_indices is set, but the file has no trainable_tokens_delta")

@@ -59,6 +59,8 @@ class AdapterVersion:
     """Bytes of host memory."""
     targets_head: bool = False
     """True when it adapts the model's lm_head."""
+    targets_experts: bool = False
+    """True when it adapts experts of the model."""
     is_plain: bool = True
     """True when it has rank rows for the model and nothing else."""
     invocation: tuple[int, ...] = ()
@@ -93,6 +95,7 @@ class AdapterVersion:
         self.rank, self.rows, self.num_bytes = adapter.target.rank, adapter.rows, adapter.num_bytes
         self.targets_head, self.is_plain = adapter.targets_head, adapter.target.is_plain
         self.invocation = adapter.target.invocation
+        self.targets_experts = adapter.targets_experts
         self.has_draft, self.draft = bool(adapter.drafter.rank), adapter.draft
         self.load_seconds = adapter.load_seconds
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ...kernels.dispatch import has_triton
+from ...kernels.paged_attention import DEFAULT_OPTIONS, AttentionOptions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ...kernels.paged_attention.schedule import Capacity
     from ...kernels.rope import Rotation
     from ..batch import SequenceRows
+    from ..config import DecoderConfig
     from ..layers.norm import RMSNorm
 
 
@@ -34,6 +36,22 @@ class AttentionSpec:
     """Sliding windows of the layers: a query at position p sees (p - window, p]; None: all of [0, p]."""
     dtype: torch.dtype
     device: torch.device
+    options: AttentionOptions = DEFAULT_OPTIONS
+
+
+def attention_spec(config: DecoderConfig, device: torch.device) -> AttentionSpec:
+    """Properties of a decoder's attention."""
+    return AttentionSpec(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        windows=frozenset(config.windows),
+        dtype=config.dtype,
+        device=device,
+        options=AttentionOptions(
+            config.attention_scale, config.attention_cap, config.rope.rotary_dim, config.rope.interleaved
+        ),
+    )
 
 
 class AttentionBackend(Protocol):

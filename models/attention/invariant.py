@@ -90,7 +90,7 @@ class InvariantAttention(SeparateSteps):
         write_kv(k, v, kv, plan.slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for group in plan.by_window[window]:
-            attend_tiles(q, kv, group, out, self._workspace)
+            attend_tiles(q, kv, group, out, self._workspace, self._spec.options)
         return out.view(q.shape[0], -1)
 
     def _split(self, tiles: Sequence[_Tile], keys: int) -> list[list[_Tile]]:

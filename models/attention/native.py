@@ -33,11 +33,12 @@ class NativeAttention:
     def __init__(self, spec: AttentionSpec) -> None:
         self._shape = _shape(spec)
         self._dtype = spec.dtype
+        self._options = spec.options
 
     def plan(self, rows: SequenceRows, positions: np.ndarray, block_size: int) -> NativeStep:
         """See AttentionBackend."""
         ragged = rows.query_lens, rows.starts, rows.block_tables
-        return NativeStep(self._shape, self._dtype, block_size, *ragged, rows.first_key)
+        return NativeStep(self._shape, self._dtype, block_size, *ragged, rows.first_key, self._options)
 
     def forward_qkv(
         self,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.paged_attention import LayerKV
-from ...kernels.rope import Rotation
+from ...kernels.rope import Rotation, rope_of_part
 from . import AttentionSpec
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ class SeparateSteps(ABC):
     def __init__(self, spec: AttentionSpec, rope: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         """Store the model's properties; `rope` is one of `kernels.rope`."""
         self._spec = spec
+        options = spec.options
+        if options.rotary_dim is not None or options.interleaved:
+            rope = rope_of_part(rope, options.rotary_dim or spec.head_dim, interleaved=options.interleaved)
         self._rope = rope
 
     def _tensor(self, array: np.ndarray) -> Tensor:

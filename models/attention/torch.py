@@ -92,14 +92,14 @@ class TorchAttention(SeparateSteps):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, plan: TorchPlan, window: int | None) -> Tensor:
         """See SeparateSteps."""
         write_kv(k, v, kv, plan.slots)
-        work = plan.by_window[window]
+        work, options = plan.by_window[window], self._spec.options
         if not work.long_rows and len(work.groups) == 1:
-            return attend_short(q, kv, work.groups[0], None, self._workspace).reshape(q.shape[0], -1)
+            return attend_short(q, kv, work.groups[0], None, self._workspace, options).reshape(q.shape[0], -1)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for group in work.groups:
-            attend_short(q, kv, group, out, self._workspace)
+            attend_short(q, kv, group, out, self._workspace, options)
         for row in work.long_rows:
-            attend_long(q, kv, row, out, self._workspace)
+            attend_long(q, kv, row, out, self._workspace, options)
         return out.view(q.shape[0], -1)
 
     def _group(self, rows: np.ndarray, tables: RowTables, window: int | None) -> ShortGroup:

@@ -38,7 +38,8 @@ class TritonAttention:
         """Prepare launches; `num_splits` programs share a tile's keys, a power of two; None: chosen for the device."""
         self._spec = spec
         gpu = gpu_of(spec.device)
-        self._planner = Planner(_shape(spec), spec.dtype.itemsize, gpu, num_splits, configs_of(spec.device))
+        configs = configs_of(spec.device)
+        self._planner = Planner(_shape(spec), spec.dtype.itemsize, gpu, num_splits, configs, spec.options)
 
     def plan(self, rows: SequenceRows, positions: np.ndarray, block_size: int) -> DeviceStep:
         """See AttentionBackend."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...platform.core.errors import InvalidRequestError, NotFoundError
+from .gguf_file import is_gguf, read_gguf_config
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -25,3 +26,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{path} is not a JSON object", param="model")
     return value
+
+
+def read_model_config(path: str | Path) -> dict[str, Any]:
+    """Content of config.json in a model directory; of a GGUF file, which has none, what it says in other words.
+
+    Raises:
+        NotFoundError: there is no such file.
+        InvalidRequestError: the file is damaged, or is a GGUF file whose package is not installed.
+        UnsupportedModelError: a GGUF file of a model that is not served.
+    """
+    return read_gguf_config(Path(path)) if is_gguf(path) else read_json(Path(path) / "config.json")

@@ -1,4 +1,4 @@
-"""Loading of a model from a HF directory or hub id."""
+"""Loading of a model from a HF directory, a hub id or a GGUF file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from tqdm import tqdm
 from ...platform.core.config import ModelFacts
 from ...platform.core.errors import InvalidRequestError, NotFoundError
 from ..batch import kv_dtype
-from ..config import DTYPES, config_from_hf, stored_dtype
+from ..config import DTYPES, DecoderConfig, stored_dtype
 from ..decoder import Decoder
-from ..layers.embedding import LM_HEAD
-from ..layers.weights import WeightSlot
-from .json_files import read_json
+from ..implementation import AUTO, build_model, read_config
+from ..layers.weights import RenamedSlot, WeightSlot
+from ..model import LanguageModel
+from ..transformers_model.model import TransformersModel
+from .gguf_file import is_gguf, read_gguf
+from .json_files import read_model_config
 from .weight_files import StoredTensor, load_into, misfits, read_weights
 
 _MAX_SHOWN = 200
@@ -32,14 +35,16 @@ _PICKLES = ["pytorch_model*.bin"]
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 # Files of draft heads, which are often published as pickles of tensors.
 _HUB_FILES_OF_DRAFTS = ["*.json", "*.safetensors", "*.bin", "*.pt"]
+# Name of the model within the causal one: checkpoints of the inner model lack it.
+_PREFIXES = ("model.", "transformer.", "gpt_neox.")
 # Buffers that old checkpoints store although they follow from the config.
-_COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
+_COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$|\.(?:attn|attention)\.(?:masked_)?bias$")
 
 
 def resolve_model_path(
     name_or_path: str | Path, *, draft: bool = False, revision: str | None = None, cache_dir: str | None = None
 ) -> Path:
-    """Folder of a model: a local directory itself, or a hub id, downloaded or found in the hub's cache.
+    """Folder of a model: a local directory itself, or a hub id, downloaded or found in the hub's cache. Or a GGUF file.
 
     Args:
         draft: the files are a draft head's.
@@ -52,14 +57,15 @@ def resolve_model_path(
     name = str(name_or_path)
     try:
         local = Path(name_or_path).expanduser()
-        if local.is_dir():
+        if local.is_dir() or (not draft and is_gguf(local) and local.is_file()):
             return local
         exists = local.exists()
     except (OSError, RuntimeError) as error:  # a name that is too long; "~nobody"
         reason = getattr(error, "strerror", None) or str(error)
         raise NotFoundError(f"model {name[:_MAX_SHOWN]!r}: {reason}", param="model") from error
     if exists or name.count("/") > 1 or name.startswith((".", "/", "~")):
-        raise NotFoundError(f"model {name!r}: there is no such directory", param="model")
+        what = "file" if is_gguf(name) else "directory"
+        raise NotFoundError(f"model {name!r}: there is no such {what}", param="model")
     from huggingface_hub import snapshot_download
 
     patterns = _HUB_FILES_OF_DRAFTS if draft else _HUB_FILES
@@ -78,8 +84,10 @@ def resolve_model_path(
         ) from error
 
 
-def read_facts(path: str | Path, served_dtype: str | None = None, kv_cache_dtype: str = "auto") -> ModelFacts:
-    """Facts about a model for `platform.core.config.resolve`, from config.json alone.
+def read_facts(
+    path: str | Path, served_dtype: str | None = None, kv_cache_dtype: str = "auto", impl: str = AUTO
+) -> ModelFacts:
+    """Facts about a model for `platform.core.config.resolve`, from config.json or the head of a GGUF file alone.
 
     `served_dtype` None or "auto" means the stored dtype; for `kv_cache_dtype` see `models.batch.kv_dtype`.
 
@@ -87,10 +95,10 @@ def read_facts(path: str | Path, served_dtype: str | None = None, kv_cache_dtype
         NotFoundError: there is no config.json.
         UnsupportedModelError: a model that is not served.
     """
-    raw = read_json(Path(path) / "config.json")
+    raw = read_model_config(path)
     stored = stored_dtype(raw)
     served = stored if served_dtype in (None, "auto") else served_dtype
-    config = config_from_hf(raw, DTYPES[served])
+    config = read_config(raw, DTYPES[served], impl)
     elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     return ModelFacts(
         path=str(path),
@@ -112,15 +120,17 @@ def load_model(
     progress: bool = False,
     seed: int = 0,
     batch_invariant: bool = False,
-) -> Decoder:
+    impl: str = AUTO,
+) -> LanguageModel:
     """Build the model of a directory and fill it, tensor by tensor, so that little more than one copy is in memory.
 
     Args:
         dtype: "auto" (as stored), "float32", "bfloat16" or "float16".
-        load_format: "auto": safetensors files, else pickles of tensors; "dummy": random weights from `seed`, of which
-            config.json suffices.
+        load_format: "auto": the GGUF file, or safetensors files, else pickles of tensors; "dummy": random weights from
+            `seed`, of which config.json suffices.
         progress: show a progress bar on stderr.
         batch_invariant: see `DecoderConfig`.
+        impl: see `models.implementation.read_config`.
 
     Raises:
         NotFoundError: files are missing.
@@ -128,12 +138,12 @@ def load_model(
         InvalidRequestError: the files do not hold the model's tensors; the message names them.
     """
     path = Path(path)
-    raw = read_json(path / "config.json")
+    raw = read_model_config(path)
     name = stored_dtype(raw) if dtype == "auto" else dtype
     if name not in DTYPES:
         raise InvalidRequestError(f"dtype must be auto or one of {', '.join(DTYPES)}; got {dtype!r}", param="dtype")
-    config = dataclasses.replace(config_from_hf(raw, DTYPES[name]), batch_invariant=batch_invariant)
-    model = Decoder(config, device)
+    config = dataclasses.replace(read_config(raw, DTYPES[name], impl), batch_invariant=batch_invariant)
+    model = build_model(config, device)
     slots = model.weight_slots()
     tensors = _random_tensors(slots, model, seed) if load_format == "dummy" else _stored_tensors(path, slots, model)
     for tensor_name, tensor in tqdm(
@@ -143,7 +153,7 @@ def load_model(
     return model
 
 
-def _random_tensors(slots: Mapping[str, WeightSlot], model: Decoder, seed: int) -> dict[str, StoredTensor]:
+def _random_tensors(slots: Mapping[str, WeightSlot], model: LanguageModel, seed: int) -> dict[str, StoredTensor]:
     """Random weights that keep activations near 1. Each tensor depends on the seed and its name alone; a large one also
     on the kind of device, which draws it."""
     dtype, device = model.config.dtype, model.device
@@ -163,7 +173,7 @@ def _random(name: str, slot: WeightSlot, dtype: torch.dtype, seed: int, device: 
     return tensor
 
 
-def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: Decoder) -> dict[str, StoredTensor]:
+def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: LanguageModel) -> dict[str, StoredTensor]:
     """Tensors of all slots in the order of the files; the headers of all files are checked first. `slots` is mutated
     when the files have other names than usual.
 
@@ -171,15 +181,30 @@ def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: Decoder) ->
         NotFoundError: a file is missing.
         InvalidRequestError: a file is damaged, or tensors are missing, unexpected or of the wrong shape.
     """
-    tensors = read_weights(path, "model", hint=_NO_WEIGHTS)
-    for name, renamed in model.renamed_slots().items():
+    config = model.config
+    renamed: dict[str, RenamedSlot] = model.renamed_slots() if isinstance(model, Decoder) else {}
+    if is_gguf(path):
+        if not isinstance(config, DecoderConfig):
+            raise InvalidRequestError("model_impl transformers does not go with a GGUF file", param="model_impl")
+        tensors = read_gguf(path, [*slots, *renamed], config)
+    else:
+        tensors = read_weights(path, "model", hint=_NO_WEIGHTS)
+    if isinstance(model, TransformersModel):
+        tensors = model.by_slot(tensors)
+    for name, other in renamed.items():
         if name in tensors:
-            for replaced in renamed.replaced:
+            for replaced in other.replaced:
                 del slots[replaced]
-            slots[name] = renamed.slot
-    ignored = {LM_HEAD} if model.config.tie_word_embeddings else set()
+            slots[name] = other.slot
+    ignored = {f"{model.embedding.names.head}.weight"} if config.tie_word_embeddings else set()
+    tensors = {_with_prefix(name, slots): tensor for name, tensor in tensors.items()}
     shapes = {n: t.shape for n, t in tensors.items() if n not in ignored and not _COMPUTED.search(n)}
     problems = misfits(slots, shapes)
     if problems:
         raise InvalidRequestError(f"the weights in {path} do not fit its config.json; {problems}", param="model")
     return {name: tensor for name, tensor in tensors.items() if name in slots}
+
+
+def _with_prefix(name: str, slots: Mapping[str, WeightSlot]) -> str:
+    """Name of the slot of a stored tensor, whose name may lack the inner model's; `name` itself when there is none."""
+    return next((found for prefix in ("", *_PREFIXES) if (found := prefix + name) in slots), name)

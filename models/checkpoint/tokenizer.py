@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...platform.core.errors import InvalidRequestError, NotFoundError
 from ..families import FAMILIES
-from .json_files import read_json
+from .gguf_file import is_gguf
+from .gguf_tokenizer import load_gguf_tokenizer
+from .json_files import read_json, read_model_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model directory, from its files alone.
+    """Load the tokenizer of a model directory or a GGUF file, from its files alone.
 
     Raises:
-        NotFoundError: there is no such directory.
+        NotFoundError: there is no such directory or file.
         InvalidRequestError: it holds no tokenizer that transformers can load, or one that needs a package that is not
             installed.
     """
     directory = Path(path)
-    if not directory.is_dir():
-        raise NotFoundError(f"tokenizer {str(path)!r}: there is no such directory", param="tokenizer")
+    is_file = is_gguf(directory)
+    if not (directory.is_file() if is_file else directory.is_dir()):
+        what = "file" if is_file else "directory"
+        raise NotFoundError(f"tokenizer {str(path)!r}: there is no such {what}", param="tokenizer")
     _check_packages(directory)
     try:
-        tokenizer = _load(directory)
+        tokenizer = load_gguf_tokenizer(directory) if is_file else _load(directory)
     except Exception as error:  # whatever a broken or missing file makes transformers raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InvalidRequestError(
@@ -50,10 +55,18 @@ def _load(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def _check_packages(directory: Path) -> None:
-    """Refuse a lone tokenizer.model that cannot be read here: the error of transformers does not name the missing
-    package."""
+    """Refuse a lone tokenizer.model or tekken.json that cannot be read here: the error of transformers does not name
+    the missing package."""
+    if (directory / "tokenizer.json").is_file():
+        return
+    tekken = directory / "tekken.json"
+    if tekken.is_file() and find_spec("mistral_common") is None:
+        raise InvalidRequestError(
+            f"{tekken} is read by mistral-common, which is not installed: pip install 'outrider[mistral]'",
+            param="tokenizer",
+        )
     file = directory / "tokenizer.model"
-    if not file.is_file() or (directory / "tokenizer.json").is_file():
+    if not file.is_file():
         return
     with file.open("rb") as opened:
         # SentencePiece's files are protocol buffers; tiktoken's are lines of base64 and a number.
@@ -85,6 +98,8 @@ def eos_token_ids(
     """Ids of all tokens that generation_config.json, config.json, the tokenizer or the file `more` call the end of a
     sequence."""
     found: set[int] = set()
+    if is_gguf(path):
+        found |= _ids(read_model_config(path)["eos_token_id"])
     for file in (Path(path) / "generation_config.json", Path(path) / "config.json", more):
         if file is not None and file.is_file():
             found |= _ids(read_json(file).get("eos_token_id"))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...platform.core.errors import OutriderError
+from .gguf_file import TOKENS, is_gguf, read_gguf_fields
 from .json_files import read_json
 
 _WHOLE = "tokenizer.json"
@@ -13,13 +14,14 @@ _SENTENCEPIECE = "tokenizer.model"
 
 
 def agreement(one: Path, other: Path) -> float | None:
-    """Share of tokens that have the same id in both folders' tokenizers, of the tokens of the larger vocabulary.
+    """Share of tokens that have the same id in both folders' tokenizers, of the tokens of the larger vocabulary; either
+    may be a GGUF file.
 
     None when a folder has no tokenizer file that can be compared.
     """
     if any(_same_bytes(one / name, other / name) for name in (_WHOLE, _SENTENCEPIECE)):
         return 1.0
-    first, second = _read(one / _WHOLE), _read(other / _WHOLE)
+    first, second = _read(one), _read(other)
     if not first or not second:
         return None
     return len(first.items() & second.items()) / max(len(first), len(second))
@@ -29,14 +31,16 @@ def _same_bytes(one: Path, other: Path) -> bool:
     return one.is_file() and other.is_file() and one.read_bytes() == other.read_bytes()
 
 
-def _read(file: Path) -> dict[str, int]:
-    """Ids by token; empty when the file is not of the `tokenizers` library."""
+def _read(model: Path) -> dict[str, int]:
+    """Ids by token; empty when there is no file of the `tokenizers` library."""
     try:
-        raw = read_json(file)
+        if is_gguf(model):
+            return {token: index for index, token in enumerate(read_gguf_fields(model)[TOKENS])}
+        raw = read_json(model / _WHOLE)
     except OutriderError:
         return {}
-    model, added = raw.get("model"), raw.get("added_tokens")
-    vocabulary: Any = model.get("vocab") if isinstance(model, dict) else None
+    pieces, added = raw.get("model"), raw.get("added_tokens")
+    vocabulary: Any = pieces.get("vocab") if isinstance(pieces, dict) else None
     if isinstance(vocabulary, list):  # of Unigram: pairs of a token and its score, in the order of the ids
         vocabulary = {pair[0]: index for index, pair in enumerate(vocabulary) if isinstance(pair, list) and pair}
     if not isinstance(vocabulary, dict):

@@ -53,11 +53,23 @@ def read_weights(folder: Path, param: str, *, extra: Sequence[str] = (), hint: s
     names = (*_USUAL, *extra)
     found = next((folder / name for name in names if (folder / name).is_file()), None)
     if found is None:
+        _refuse_consolidated(folder, param)
         raise NotFoundError(f"{folder} has no weights; looked for {', '.join(names)}{hint}", param=param)
     tensors: dict[str, StoredTensor] = {}
     for file in _shards(found, param, hint):
         tensors |= read_safetensors(file, param) if file.suffix == ".safetensors" else _read_pickle(file, param)
     return tensors
+
+
+def _refuse_consolidated(folder: Path, param: str) -> None:
+    """Raise when the weights have the names of their makers' own code, of which transformers' scripts make ours."""
+    for pattern in ("consolidated*.pth", "consolidated*.safetensors"):
+        for file in sorted(folder.glob(pattern))[:1]:
+            raise InvalidRequestError(
+                f"{file} is in the form of Meta's or Mistral's own code, which is not read; use the repository of the "
+                "Hugging Face form (model*.safetensors), or convert it with transformers' convert_*_weights_to_hf.py",
+                param=param,
+            )
 
 
 def _shards(found: Path, param: str, hint: str) -> list[Path]:

@@ -6,19 +6,59 @@ To add a family, write a module here with its `FamilyTraits` and add it to `FAMI
 
 from __future__ import annotations
 
-from . import llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
-from .traits import FamilyTraits
+from . import (
+    falcon,
+    gemma2,
+    gemma3,
+    glm4,
+    gpt2,
+    gpt_bigcode,
+    gpt_neox,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    olmoe,
+    opt,
+    phi,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+    stablelm,
+    starcoder2,
+)
+from .traits import PRE_NORMS, FamilyTraits, NormNames
 
-__all__ = ["FAMILIES", "FamilyTraits", "supported_architectures"]
+__all__ = ["FAMILIES", "PRE_NORMS", "FamilyTraits", "NormNames", "supported_architectures"]
 
 FAMILIES: dict[str, FamilyTraits] = {
+    "FalconForCausalLM": falcon.TRAITS,
+    "GPTBigCodeForCausalLM": gpt_bigcode.TRAITS,
+    "GPTNeoXForCausalLM": gpt_neox.TRAITS,
+    "Gemma2ForCausalLM": gemma2.TRAITS,
+    "Gemma3ForCausalLM": gemma3.TRAITS,
+    "Glm4ForCausalLM": glm4.TRAITS,
+    "GPT2LMHeadModel": gpt2.TRAITS,
+    "GraniteForCausalLM": granite.TRAITS,
     "LlamaForCausalLM": llama.TRAITS,
     "MistralForCausalLM": mistral.TRAITS,
     "MixtralForCausalLM": mixtral.TRAITS,
+    "Olmo2ForCausalLM": olmo2.TRAITS,
+    "OlmoeForCausalLM": olmoe.TRAITS,
+    "OPTForCausalLM": opt.TRAITS,
+    "PhiForCausalLM": phi.TRAITS,
+    "Phi3ForCausalLM": phi3.TRAITS,
     "Qwen2ForCausalLM": qwen2.TRAITS,
     "Qwen2MoeForCausalLM": qwen2_moe.TRAITS,
     "Qwen3ForCausalLM": qwen3.TRAITS,
     "Qwen3MoeForCausalLM": qwen3_moe.TRAITS,
+    "StableLmForCausalLM": stablelm.TRAITS,
+    "Starcoder2ForCausalLM": starcoder2.TRAITS,
+    "SmolLM3ForCausalLM": smollm3.TRAITS,
 }
 """Traits by a name in the `architectures` of config.json."""
 

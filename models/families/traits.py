@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .block import Block
+
+
+class NormNames(NamedTuple):
+    """Names of a layer's norms in the checkpoint; None: there is no norm at that place."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    """Norm of what attention adds to the residual stream."""
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+    """Norm of what the MLP adds to the residual stream."""
+
+
+PRE_NORMS = NormNames()
+"""Norms of Llama."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +48,40 @@ class FamilyTraits:
     """Properties of a family: values of keys that its config.json may leave out, and facts that no file states."""
 
     defaults: Mapping[str, Any]
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Key of this family's config.json for each of Llama's keys that it calls otherwise."""
+    block: Callable[[Mapping[str, Any]], Block] | None = None
+    """Function from the values of a config.json to the layers' form; None: Llama's."""
     attention_bias: bool | None = None
     """Bias of q, k and v; None: the file's `attention_bias` decides, for o too."""
+    o_bias: bool = True
+    """False: o has none, even where the file decides."""
     mlp_bias: bool | None = None
     """Bias of the MLP; None: the file's `mlp_bias` decides."""
     qk_norm: bool = False
+    qk_norm_wide: bool = False
+    """See `DecoderConfig`, as for the next four."""
+    norms: NormNames = PRE_NORMS
+    norm_offset: float = 0.0
+    merged_qkv: bool = False
+    merged_gate_up: bool = False
+    scaled_embedding: bool = False
+    """True: token embeddings have the factor sqrt(hidden_size), in the model's dtype."""
+    numbers: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    """Field of `DecoderConfig` -> key of config.json, and the power of its number which the field is."""
     window_switch: bool = False
     """True: a window counts only with `use_sliding_window`, and only from layer `max_window_layers` on."""
+    window_pattern: bool = False
+    """True: layers have a window by the file's `layer_types`, or all but every `sliding_window_pattern`-th."""
     has_window: bool = True
+    local_rope: bool = False
+    """True: layers with a window have a rotation of their own."""
+    no_rope: bool = False
+    """True: some layers have no rotation, by `no_rope_layers` or each `no_rope_layer_interval`-th."""
+    partial_rotary: bool = False
+    """True: the file's `partial_rotary_factor` counts."""
+    interleaved_rope: bool = False
+    """True: neighbours are rotated as pairs."""
     experts: ExpertTraits | None = None
     """None: all layers have a dense MLP."""
     plain_tokenizer_type: str | None = None

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ...kernels.linear import Packed, pack, row_squares
+from ...kernels.paged_attention import soft_cap
 from .linear import GainSite, LoraSite
 from .weights import WeightSlot
 
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING = "model.embed_tokens"
+"""Usual name of the table's module."""
 LM_HEAD = "lm_head.weight"
+"""Usual name of the head's tensor."""
 
 # Rows of the table that are summed at once.
 _ROWS = 4096
@@ -44,6 +47,35 @@ class OwnRowSite(Protocol):
         """Replace y [R, vocab] where a row's adapter has rows of the head; y is mutated."""
 
 
+class VocabularyNames(NamedTuple):
+    """Names of the modules in the checkpoint."""
+
+    table: str = EMBEDDING
+    head: str = LM_HEAD.removesuffix(".weight")
+    head_bias: bool = False
+    """True: the head has a bias."""
+
+
+USUAL_NAMES = VocabularyNames()
+
+
+class EmbeddingScales(NamedTuple):
+    """Factors of token embeddings and logits."""
+
+    embedding: float = 1.0
+    logits: float = 1.0
+    logit_cap: float | None = None
+    """Cap c: a logit x, times its factor, becomes c · tanh(x / c)."""
+
+    @property
+    def changes_logits(self) -> bool:
+        """False: the logits are the head's products."""
+        return self.logits != 1.0 or self.logit_cap is not None
+
+
+UNSCALED = EmbeddingScales()
+
+
 class Embedding:
     """Token embeddings and the LM head. A tied head has its own packed copy: a lookup needs plain rows.
 
@@ -56,10 +88,13 @@ class Embedding:
         hidden_size: int,
         *,
         tied: bool,
+        scales: EmbeddingScales = UNSCALED,
         dtype: torch.dtype,
         device: torch.device,
         batch_invariant: bool = False,
+        names: VocabularyNames = USUAL_NAMES,
     ) -> None:
+        self.names = names
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.lookup_lora: EmbeddingSite | None = None
@@ -73,10 +108,13 @@ class Embedding:
         self._shape = (vocab_size, hidden_size)
         self.tied = tied
         """True when the head's weight is the table."""
+        self._scales = scales
         self._dtype = dtype
         self.device = device
         self._batch_invariant = batch_invariant
         self._table: Tensor | None = None
+        self._parts: dict[str, Tensor] = {}
+        self._bias: Tensor | None = None
         self._head: Packed | None = None
 
     def lookup(self, input_ids: Tensor, adapters: Any = None) -> Tensor:
@@ -88,7 +126,7 @@ class Embedding:
             if self.lookup_gains is not None:
                 self.lookup_gains.scale(embedded, adapters)
             self.lookup_lora.add(embedded, input_ids, adapters)
-        return embedded
+        return embedded if self._scales.embedding == 1.0 else embedded.mul_(self._scales.embedding)
 
     def logits(self, hidden: Tensor, adapters: Any = None, out: Tensor | None = None) -> Tensor:
         """Logits [R, vocab] float32 of hidden [R, H], in `out` if given. `adapters` belongs to these R rows."""
@@ -97,13 +135,24 @@ class Embedding:
             if self.own_rows:
                 self.own_rows.logits(logits, hidden, adapters)
             if self.head_gains is not None:
-                self.head_gains.scale(logits, adapters)
+                self.head_gains.scale(logits, adapters, self._bias)
             self.head_lora.add(logits, hidden, adapters)
-        return logits.float() if out is None else out.copy_(logits)
+        out = logits.float() if out is None else out.copy_(logits)
+        return self._scaled(out) if self._scales.changes_logits else out
 
-    def pack_head(self, weight: Tensor) -> Packed:
-        """Pack rows [n, H] of an adapter's head as the head itself is packed."""
-        return pack(weight.to(self.device, self._dtype), batch_invariant=self._batch_invariant)
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """Logits with their factor and cap, in place."""
+        if self._scales.logits != 1.0:
+            logits.mul_(self._scales.logits)
+        cap = self._scales.logit_cap
+        return logits if cap is None else soft_cap(logits, cap)
+
+    def pack_head(self, weight: Tensor, index: Tensor | None) -> Packed:
+        """Pack rows [n, H] of an adapter's head, for the tokens `index` or 0 to n - 1, as the head itself is packed."""
+        bias = self._bias
+        if bias is not None:
+            bias = bias[: len(weight)] if index is None else bias[index.to(self.device)]
+        return pack(weight.to(self.device, self._dtype), bias, batch_invariant=self._batch_invariant)
 
     def table_squares(self) -> Tensor:
         """Squared norm of each column of the table: [H] float32."""
@@ -137,29 +186,38 @@ class Embedding:
             end = min(start + _PROBES, self.hidden_size)
             probes = torch.zeros(end - start, self.hidden_size, dtype=self._dtype, device=self.device)
             probes[:, start:end].fill_diagonal_(1)
-            if not _same(tensor[:, start:end].t().to(self.device, self._dtype), self._head(probes)):
+            if not _same(tensor[:, start:end].t().to(self.device, self._dtype), self._head.without_bias(probes)):
                 return False
         return True
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names; a tied head has none."""
         scale = self._shape[1] ** -0.5
-        slots = {EMBEDDING: WeightSlot(self._shape, self._load_table, scale)}
+        slots = {f"{self.names.table}.weight": WeightSlot(self._shape, self._load_table, scale)}
         if not self.tied:
-            slots[LM_HEAD] = WeightSlot(self._shape, self._load_head, scale)
+            slots[f"{self.names.head}.weight"] = WeightSlot(self._shape, self._load_head, scale)
+        if self.names.head_bias:
+            slots[f"{self.names.head}.bias"] = WeightSlot(self._shape[:1], self._load_bias, scale)
         return slots
 
     def _load_table(self, tensor: Tensor) -> None:
         self._table = tensor.to(self.device, self._dtype, copy=True).contiguous()
         if self.tied:
-            self._set_head(self._table)
+            self._set_head("weight", self._table)
 
     def _load_head(self, tensor: Tensor) -> None:
-        self._set_head(tensor.to(self.device, self._dtype, copy=True))
+        self._set_head("weight", tensor.to(self.device, self._dtype, copy=True))
 
-    def _set_head(self, weight: Tensor) -> None:
-        self.head_squares = row_squares(weight)
-        self._head = pack(weight, batch_invariant=self._batch_invariant)
+    def _load_bias(self, tensor: Tensor) -> None:
+        self._set_head("bias", tensor.to(self.device, self._dtype, copy=True))
+
+    def _set_head(self, part: str, tensor: Tensor) -> None:
+        self._parts[part] = tensor
+        if len(self._parts) == 1 + self.names.head_bias:
+            weight, self._bias = self._parts["weight"], self._parts.get("bias")
+            self.head_squares = row_squares(weight)
+            self._head = pack(weight, self._bias, batch_invariant=self._batch_invariant)
+            self._parts = {}
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -5,12 +5,14 @@ T tokens, k experts of a token, E experts, H hidden size, I inner size of an exp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...kernels.experts import ExpertWeights, apply_experts, route
+from ...kernels.act_and_mul import act_and_mul, act_and_mul_invariant
+from ...kernels.experts import PackedExperts, Products, pack, route, run_products
 from ..config import DecoderConfig
 from ..expert_config import ExpertConfig
 from .linear import AdapterRows, Linear
@@ -21,10 +23,15 @@ from .weights import RenamedSlot, WeightSlot
 def make_mlp(config: DecoderConfig, index: int, device: torch.device) -> Mlp:
     """MLP of layer `index`."""
     name, module = f"layers.{index}", f"model.layers.{index}"
-    common = {"dtype": config.dtype, "device": device, "batch_invariant": config.batch_invariant}
+    common: dict[str, Any] = {"dtype": config.dtype, "device": device, "batch_invariant": config.batch_invariant}
     if config.experts is None or index not in config.experts.layers:
         sizes = config.hidden_size, config.intermediate_size
-        return GatedMlp(name, f"{module}.mlp", sizes, bias=config.mlp_bias, **common)
+        form: dict[str, Any] = {
+            "bias": config.mlp_bias,
+            "activation": config.hidden_act,
+            "merged": config.merged_gate_up,
+        }
+        return GatedMlp(name, f"{module}.mlp", sizes, **form, **common)
     return SparseMlp(name, module, config.hidden_size, config.experts, **common)
 
 
@@ -45,8 +52,8 @@ class SparseMlp:
         for index in range(config.num_experts):
             ours, theirs = f"{name}.experts.{index}", f"{block}.experts.{index}"
             merged = [(f"{theirs}.{gate}", inner), (f"{theirs}.{up}", inner)]
-            self._gate_up.append(Linear(f"{ours}.gate_up", merged, hidden_size, **common))
-            self._down.append(Linear(f"{ours}.down", [(f"{theirs}.{down}", hidden_size)], inner, **common))
+            self._gate_up.append(Linear(f"{ours}.gate_up", merged, hidden_size, expert=True, **common))
+            self._down.append(Linear(f"{ours}.down", [(f"{theirs}.{down}", hidden_size)], inner, expert=True, **common))
         self._shared: GatedMlp | None = None
         if config.shared_size is not None:
             sizes = hidden_size, config.shared_size
@@ -54,7 +61,7 @@ class SparseMlp:
             self._shared_gate = Linear(
                 f"{name}.shared_gate", [(f"{block}.shared_expert_gate", 1)], hidden_size, **common
             )
-        self._weights: ExpertWeights | None = None
+        self._experts: PackedExperts | None = None
 
     def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
         """See `Mlp`."""
@@ -64,20 +71,40 @@ class SparseMlp:
         config = self._config
         logits = self._router.forward(x, batch)
         routing = route(logits, config.top_k, renormalised=config.renormalised, rounded=config.traits.rounded)
-        if self._weights is None:  # all are loaded now
+        if self._experts is None:  # all are loaded now
             gate_up, down = ([linear.packed for linear in linears] for linears in (self._gate_up, self._down))
-            self._weights = ExpertWeights(gate_up, down, self._invariant)
-        return apply_experts(x, routing, self._weights, residual)
+            self._experts = pack(gate_up, down, batch_invariant=self._invariant)
+        if batch.adapters is not None and batch.adapters.targets_experts:
+            return run_products(x, routing, self._adapted(len(x), batch.adapters), residual)
+        return self._experts(x, routing, residual)
+
+    def _adapted(self, num_tokens: int, adapters: Any) -> Products:
+        """Products with the deltas of adapters, which are computed for all tokens: the rows of a step say which tokens
+        belong to which adapter."""
+
+        def product(linears: list[Linear]) -> Callable[[int, Tensor, Tensor], Tensor]:
+            def compute(expert: int, x: Tensor, tokens: Tensor) -> Tensor:
+                linear = linears[expert]
+                spread = x.new_zeros(num_tokens, linear.in_features).index_copy_(0, tokens, x)
+                delta = x.new_zeros(num_tokens, linear.out_features)
+                assert linear.lora is not None, "there are adapters"
+                linear.lora.add(delta, spread, adapters)
+                return linear.packed(x) + delta[tokens]
+
+            return compute
+
+        activation = act_and_mul_invariant if self._invariant else act_and_mul
+        return Products(product(self._gate_up), activation, product(self._down))
 
     def linears(self) -> list[Linear]:
         """See `Mlp`."""
         shared = [] if self._shared is None else [*self._shared.linears(), self._shared_gate]
-        return [self._router, *shared]
+        return [self._router, *shared, *self._gate_up, *self._down]
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """See `Mlp`; each expert has tensors of its own."""
         slots: dict[str, WeightSlot] = {}
-        for linear in (*self.linears(), *self._gate_up, *self._down):
+        for linear in self.linears():
             slots |= linear.weight_slots()
         return slots
 

@@ -54,6 +54,7 @@ class Linear:
         in_features: int,
         *,
         bias: bool = False,
+        expert: bool = False,
         dtype: torch.dtype,
         device: torch.device,
         batch_invariant: bool = False,
@@ -64,6 +65,8 @@ class Linear:
         """(module name in the checkpoint, rows) of each merged projection, in order."""
         self.in_features = in_features
         self.out_features = sum(rows for _, rows in slices)
+        self.expert = expert
+        """True for a layer of an expert, which some tokens pass."""
         self.lora: LoraSite | None = None
         """Site of adapters, set by the adapter manager, as is `gains`."""
         self.gains: GainSite | None = None

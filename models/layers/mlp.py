@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ...kernels.silu_mul import silu_mul, silu_mul_invariant
+from ...kernels.act_and_mul import act_and_mul, act_and_mul_invariant
 from .linear import AdapterRows, Linear
 from .weights import RenamedSlot, WeightSlot
 
@@ -28,7 +28,7 @@ class Mlp(Protocol):
 
 
 class GatedMlp:
-    """W_down (silu(W_gate x) · W_up x), gate and up merged into one product."""
+    """W_down (act(W_gate x) · W_up x), gate and up merged into one product."""
 
     def __init__(
         self,
@@ -37,6 +37,8 @@ class GatedMlp:
         sizes: tuple[int, int],
         *,
         bias: bool = False,
+        activation: str = "silu",
+        merged: bool = False,
         **common: Any,
     ) -> None:
         """Make an MLP without weights.
@@ -46,17 +48,22 @@ class GatedMlp:
             module: Name in the checkpoint, such as "model.layers.3.mlp".
             sizes: Hidden and inner size.
             bias: True when all products have biases.
+            activation: Name of one of kernels/act_and_mul.
+            merged: True when the checkpoint has one tensor gate_up_proj, which adapters target.
             common: Options of every `Linear`.
         """
         hidden, inner = sizes
-        self._silu_mul = silu_mul_invariant if common["batch_invariant"] else silu_mul
-        merged = [(f"{module}.gate_proj", inner), (f"{module}.up_proj", inner)]
-        self._gate_up = Linear(f"{name}.gate_up", merged, hidden, bias=bias, **common)
+        self._act_and_mul = act_and_mul_invariant if common["batch_invariant"] else act_and_mul
+        self._activation = activation
+        slices = [(f"{module}.gate_proj", inner), (f"{module}.up_proj", inner)]
+        if merged:
+            slices = [(f"{module}.gate_up_proj", 2 * inner)]
+        self._gate_up = Linear(f"{name}.gate_up", slices, hidden, bias=bias, **common)
         self._down = Linear(f"{name}.down", [(f"{module}.down_proj", hidden)], inner, bias=bias, **common)
 
     def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
         """See `Mlp`."""
-        return self._down.forward(self._silu_mul(self._gate_up.forward(x, batch)), batch, residual)
+        return self._down.forward(self._act_and_mul(self._gate_up.forward(x, batch), self._activation), batch, residual)
 
     def linears(self) -> list[Linear]:
         """See `Mlp`."""

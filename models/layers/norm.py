@@ -1,4 +1,4 @@
-"""RMS normalisation."""
+"""RMS normalisation, and LayerNorm."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ...kernels.rms_norm import NormWeight, add_rms_norm, prepare, rms_norm, rms_norm_invariant
 from .weights import WeightSlot
@@ -21,16 +22,18 @@ class RMSNorm:
         eps: float,
         *,
         repeats: Sequence[int] | None = None,
+        offset: float = 0.0,
         dtype: torch.dtype,
         device: torch.device,
         batch_invariant: bool = False,
     ) -> None:
         """Create a norm. With one name, x is [..., size]. With `repeats`, x is [..., sum(repeats), size]: repeats[i]
-        heads use weight i."""
+        heads use weight i. `offset` is added to the stored weights."""
         self._names = list(names)
         self._size = size
         self._eps = eps
         self._repeats = repeats
+        self._offset = offset
         self._dtype = dtype
         self._device = device
         self._norm = rms_norm_invariant if batch_invariant else rms_norm
@@ -66,7 +69,38 @@ class RMSNorm:
                     merged = weights[0]
                 else:
                     merged = torch.cat([w.expand(n, -1) for w, n in zip(weights, self._repeats, strict=True)])
-                self._weight = prepare(merged, self._eps)
+                self._weight = prepare(merged.float() + self._offset, self._eps)
                 self._loaded = {}
 
         return WeightSlot((self._size,), load)
+
+
+class LayerNorm:
+    """LayerNorm with bias (Ba et al. 2016) over the last dimension. On a CPU torch computes each row by itself, so a
+    row's result does not depend, bit for bit, on other rows."""
+
+    def __init__(self, name: str, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._name = name
+        self._eps = eps
+        self._dtype = dtype
+        self._device = device
+        self._shape = (size,)
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Norm of x [..., size], a new tensor of x's shape and dtype."""
+        return F.layer_norm(x, self._shape, self._weight, self._bias, self._eps)
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Slots by the checkpoint's tensor names."""
+        return {
+            f"{self._name}.weight": WeightSlot(self._shape, self._load_weight),
+            f"{self._name}.bias": WeightSlot(self._shape, self._load_bias, 0.02),
+        }
+
+    def _load_weight(self, tensor: Tensor) -> None:
+        self._weight = tensor.to(self._device, self._dtype, copy=True)
+
+    def _load_bias(self, tensor: Tensor) -> None:
+        self._bias = tensor.to(self._device, self._dtype, copy=True)

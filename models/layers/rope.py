@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ...kernels.rope import Rotation
-from ..config import RopeConfig
+from ..rope_config import RopeConfig
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
@@ -17,8 +18,10 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     "linear" divides all by the factor (kaiokendev 2023). "llama3" divides those whose wavelength exceeds the original
     context, keeps the short ones, and changes smoothly between (Llama 3.1's reference code). "yarn" does so by
     dimension (Peng et al. 2023, section 3.2). "longrope" has a divisor for each dimension (Ding et al. 2024).
-    "dynamic" divides none within the original context.
+    "dynamic" divides none within the original context. "none" turns nothing.
     """
+    if config.rope_type == "none":
+        return torch.zeros(head_dim // 2)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     if config.rope_type == "longrope":
         return 1.0 / (torch.tensor([config.short_factor, config.long_factor]) * config.theta**exponents)
@@ -53,26 +56,36 @@ def _yarn_bounds(config: RopeConfig, head_dim: int) -> tuple[float, float]:
 
 
 class RotaryEmbedding:
-    """Cosines and sines of positions, computed in float32; the tables grow when a longer sequence comes.
+    """Cosines and sines of positions, computed in float32; the table grows when a longer sequence comes.
+
+    A model whose layers are rotated in different ways has several rotations, which lie side by side in one table.
 
     LongRoPE turns a token with the long factors when its prompt is longer than the short context, or its position is
     beyond it. So a text that grows beyond the short context keeps its earlier keys, as with transformers.
     """
 
-    def __init__(self, config: RopeConfig, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.short_context = config.short_context
+    def __init__(
+        self, configs: Sequence[RopeConfig], head_dim: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Create the rotations of `configs`, of as many elements of a head each."""
+        contexts = {config.short_context for config in configs} - {None}
+        assert len(contexts) <= 1, "rotations change at one length of a prompt"
+        self.short_context = contexts.pop() if contexts else None
         """See `RopeConfig.short_context`."""
-        self._frequencies = inverse_frequencies(config, head_dim)
-        self._scale = config.attention_factor
+        each = [inverse_frequencies(config, config.rotary_dim or head_dim) for config in configs]
+        num_rows = 1 if self.short_context is None else 2
+        self._frequencies = torch.stack([f.expand(num_rows, -1) for f in each], 1)
+        self._scales = torch.tensor([config.attention_factor for config in configs])
         self._dtype = dtype
         self._device = device
         self._table = self._compute(2048)
-        self._cos, self._sin = self._table.split(1, dim=1)
+        self._parts = self._table.split(1, dim=1)
 
-    def rotation(
+    def rotations(
         self, positions: Tensor, end: int, in_long_prompt: Tensor | None = None, *, gathers: bool = True
-    ) -> Rotation:
-        """Rotation of `positions` [T], all below `end`. Without `gathers` it holds tables of all positions.
+    ) -> tuple[Rotation, ...]:
+        """Rotation of `positions` [T], all below `end`, for each config. Without `gathers` it holds tables of all
+        positions.
 
         Args:
             in_long_prompt: [T] bool: tokens of prompts longer than the short context; None: there is none.
@@ -84,18 +97,19 @@ class RotaryEmbedding:
             end *= 2
         if end > self._table.shape[0]:
             self._table = self._compute(1 << (end - 1).bit_length())
-            self._cos, self._sin = self._table.split(1, dim=1)
+            self._parts = self._table.split(1, dim=1)
         if not gathers:
-            return Rotation(self._cos, self._sin, rows)
-        cos, sin = self._table.index_select(0, rows).split(1, dim=1)
-        return Rotation(cos, sin)
+            parts = self._parts
+            return tuple(Rotation(parts[i], parts[i + 1], rows) for i in range(0, len(parts), 2))
+        parts = self._table.index_select(0, rows).split(1, dim=1)
+        return tuple(Rotation(parts[i], parts[i + 1]) for i in range(0, len(parts), 2))
 
     def _compute(self, count: int) -> Tensor:
-        """Table [count, 2, D]: cosines, and sines with the first half negated. LongRoPE has two rows for each position:
-        short and long."""
-        pairs = self._frequencies.shape[-1]
-        positions = torch.arange(count * pairs // self._frequencies.numel(), dtype=torch.float32)
-        angles = torch.outer(positions, self._frequencies.flatten()).view(count, pairs)
-        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
-        table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
-        return table.to(self._device, self._dtype)
+        """Table [count, 2 n, R] of n rotations: cosines, and sines with the first half negated, of each. LongRoPE has
+        two rows for each position: short and long."""
+        rows, number, pairs = self._frequencies.shape
+        positions = torch.arange(count // rows, dtype=torch.float32)
+        angles = torch.outer(positions, self._frequencies.flatten()).view(count, number, pairs)
+        cos, sin = (x * self._scales[:, None] for x in (angles.cos(), angles.sin()))
+        table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 2)
+        return table.view(count, 2 * number, -1).to(self._device, self._dtype)

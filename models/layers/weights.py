@@ -19,6 +19,10 @@ class WeightSlot:
     scale: float = 0.0
     """Standard deviation of random weights (`load_format="dummy"`); 0: all ones."""
 
+    def transposed(self) -> WeightSlot:
+        """Slot for the same matrix where the checkpoint stores it transposed."""
+        return WeightSlot(self.shape[::-1], lambda tensor: self.load(tensor.t().contiguous()), self.scale)
+
 
 class RenamedSlot(NamedTuple):
     """Slot of a tensor that stands for tensors with other names."""

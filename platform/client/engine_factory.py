@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Protocol, cast
@@ -13,6 +14,7 @@ from ..core.adapter_verbs import LocalAdapters
 from ..core.compat.foreign_options import take_foreign
 from ..core.compat.vllm_options import ENGINE, without_effect
 from ..core.config import EngineArgs
+from ..core.errors import OutriderError
 from ..core.lora_request import LoRARequest
 from ..core.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
 from .demo_defaults import apply_demo_defaults, is_demo
@@ -90,12 +92,17 @@ def load_engine(path: str) -> Callable[..., Engine]:
 
 def import_text_side(args: EngineArgs) -> None:
     """Import the modules that `load_text_side` needs, which takes seconds; the demo's tokenizer needs few."""
-    if is_demo(args) and args.tokenizer is None:
+    from ...models.checkpoint.gguf_file import is_gguf
+    from ...models.checkpoint.tokenizer import load_tokenizer
+
+    name = args.tokenizer or args.model
+    if name is not None and is_gguf(name):  # transformers imports what the file's tokenizer needs
+        with suppress(OutriderError):
+            load_tokenizer(name)
+    elif is_demo(args) and args.tokenizer is None:
         from transformers import PreTrainedTokenizerFast  # noqa: F401
     else:
         from transformers import AutoTokenizer  # noqa: F401
-
-    from ...models.checkpoint import tokenizer  # noqa: F401
 
 
 def load_text_side(args: EngineArgs, info: EngineInfo) -> tuple[Any, list[int]]:
@@ -112,7 +119,9 @@ def _tokenizer_path(args: EngineArgs, info: EngineInfo) -> str | Path:
     name = args.tokenizer if args.tokenizer is not None else args.model
     if name is None or (args.tokenizer is None and args.tokenizer_revision in (None, args.revision)):
         return info.model
-    if Path(name).is_dir():
+    from ...models.checkpoint.gguf_file import is_gguf
+
+    if Path(name).is_dir() or is_gguf(name):
         return name
     from ...models.checkpoint.loader import resolve_model_path
 

@@ -22,6 +22,7 @@ _ACTIVATION_RESERVE = 1 << 30
 _GRAPH_RESERVE = 512 << 20
 """Memory reserved for captured graphs: 4 MiB (the driver's and the graph's own) for each of the most that there may be.
 An estimate that has not been measured yet."""
+MODEL_IMPLS = ("auto", "native", "transformers")
 POLICIES = ("fcfs", "priority", "fair")
 
 
@@ -47,6 +48,9 @@ class EngineArgs:
     device: str = "auto"
     load_format: str = "auto"
     """"auto", or "dummy" for random weights."""
+    model_impl: str = "auto"
+    """Code that computes the model: "native", "transformers" (its modelling code over this engine's cache and linear
+    layers), or "auto": native where there is a family for the architecture."""
     seed: int = 0
     max_model_len: int | None = None
     """Context length in tokens, also as "4k" (4000) or "4K" (4096); None, "auto" or -1: the model's."""
@@ -90,7 +94,8 @@ class EngineArgs:
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        self.dtype, self.load_format = plain_value("dtype", self.dtype), plain_value("load_format", self.load_format)
+        for name in ("dtype", "load_format", "model_impl"):
+            setattr(self, name, plain_value(name, getattr(self, name)))
         self.max_model_len = parse_length("max_model_len", self.max_model_len)
 
 
@@ -183,6 +188,7 @@ class EngineConfig:
     dtype: str
     device: str
     load_format: str
+    model_impl: str
     seed: int
     max_logprobs: int
     cache: CacheConfig
@@ -200,6 +206,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": DTYPES,
     "device": ("auto", "cpu", "cuda"),
     "load_format": ("auto", "dummy"),
+    "model_impl": MODEL_IMPLS,
     "kv_cache_dtype": KV_CACHE_DTYPES,
     "scheduling_policy": POLICIES,
 }
@@ -352,6 +359,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
         dtype=dtype,
         device=hardware.device,
         load_format=args.load_format,
+        model_impl=args.model_impl,
         seed=args.seed,
         max_logprobs=facts.vocab_size if args.max_logprobs == -1 else args.max_logprobs,
         cache=CacheConfig(

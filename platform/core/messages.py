@@ -220,5 +220,7 @@ class EngineInfo:
     """Text for people: "off", or the method and the number of drafts."""
     load_seconds: float
     kv_cache_dtype: str = "auto"
+    model_impl: str = "native"
+    """"native" or "transformers": the code that computes the model."""
     max_num_seqs: int = 0
     max_num_queued_reqs: int | None = None

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from uuid import uuid4
 
-from ...models.decoder import Decoder
+from ...models.model import LanguageModel
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, InvalidUserInputError, OverloadedError, PromptTooLongError
 from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo, EngineRequest, EngineStats, TokenDelta
@@ -41,7 +41,7 @@ class EngineCore:
         self._edit_tables: EditTables | None = None  # of the last request that had some: its sequences share them
 
     @property
-    def model(self) -> Decoder:
+    def model(self) -> LanguageModel:
         """The target."""
         return self._runner.model
 

@@ -14,8 +14,9 @@ from ...lora.manager import AdapterManager
 from ...lora.reader import reader_client
 from ...models.batch import allocate_kv
 from ...models.checkpoint.loader import load_model, read_facts, resolve_model_path
-from ...models.decoder import Decoder
 from ...models.demo import demo_model_path
+from ...models.implementation import implementation_of
+from ...models.model import LanguageModel
 from ...models.pass_graphs import PassGraphs
 from ...spec_decode.control.factory import Speculation, make_speculation
 from ...spec_decode.drafters.factory import DrafterContext, draft_kv_bytes_per_token
@@ -104,12 +105,13 @@ def _model_path(args: EngineArgs) -> Path:
     return resolve_model_path(args.model, revision=args.revision, cache_dir=args.download_dir)
 
 
-def _load(config: EngineConfig, path: Path, progress: bool) -> Decoder:
+def _load(config: EngineConfig, path: Path, progress: bool) -> LanguageModel:
     return load_model(
         path,
         config.dtype,
         config.device,
         load_format=config.load_format,
+        impl=config.model_impl,
         progress=progress,
         seed=config.seed,
         batch_invariant=config.batch_invariant,
@@ -118,7 +120,7 @@ def _load(config: EngineConfig, path: Path, progress: bool) -> Decoder:
 
 def _resolve(args: EngineArgs, path: Path) -> EngineConfig:
     """The configuration for the memory free now; the KV cache is sized for the target's layers and a draft model's."""
-    facts = read_facts(path, None if args.dtype == "auto" else args.dtype, args.kv_cache_dtype)
+    facts = read_facts(path, None if args.dtype == "auto" else args.dtype, args.kv_cache_dtype, args.model_impl)
     speculative = parse_speculative(args.speculative_config, args.download_dir)
     dtype = facts.dtype if args.dtype == "auto" else args.dtype
     drafters = draft_kv_bytes_per_token(speculative, dtype, args.kv_cache_dtype)
@@ -126,7 +128,7 @@ def _resolve(args: EngineArgs, path: Path) -> EngineConfig:
     return resolve(args, facts, find_hardware(args.device))
 
 
-def _choose_threads(model: Decoder, dtype: torch.dtype) -> None:
+def _choose_threads(model: LanguageModel, dtype: torch.dtype) -> None:
     """Before anything is timed or packed for a number of threads."""
     if model.device.type == "cpu":
         count = threads_for(_weight_bytes(model, dtype))
@@ -134,11 +136,11 @@ def _choose_threads(model: Decoder, dtype: torch.dtype) -> None:
             torch.set_num_threads(count)
 
 
-def _weight_bytes(model: Decoder, dtype: torch.dtype) -> int:
+def _weight_bytes(model: LanguageModel, dtype: torch.dtype) -> int:
     return model.num_parameters * dtype.itemsize
 
 
-def _has_long_steps(config: EngineConfig, model: Decoder) -> bool:
+def _has_long_steps(config: EngineConfig, model: LanguageModel) -> bool:
     """Whether a step takes every core for so long that another process may come in between: on a CPU."""
     return config.device == "cpu" and _weight_bytes(model, getattr(torch, config.dtype)) >= LARGE_WEIGHTS
 
@@ -149,7 +151,7 @@ def _warm_up(
     runner: ModelRunner,
     speculation: Speculation,
     adapters: AdapterManager | NoAdapters,
-    model: Decoder,
+    model: LanguageModel,
 ) -> None:
     """Do before the first request what it would wait for."""
     policy = speculation.policy
@@ -179,7 +181,7 @@ def _warm_up(
 
 
 def _drafter_context(
-    config: EngineConfig, target: Decoder, graphs: PassGraphs | None, progress: bool
+    config: EngineConfig, target: LanguageModel, graphs: PassGraphs | None, progress: bool
 ) -> DrafterContext:
     return DrafterContext(
         target=target,
@@ -197,7 +199,7 @@ def _drafter_context(
     )
 
 
-def _make_adapters(config: EngineConfig, model: Decoder, speculation: Speculation) -> AdapterManager | NoAdapters:
+def _make_adapters(config: EngineConfig, model: LanguageModel, speculation: Speculation) -> AdapterManager | NoAdapters:
     """One manager for the target's adapters and their draft weights: they are loaded and dropped together.
 
     Raises:
@@ -299,6 +301,7 @@ def _describe(args: EngineArgs, config: EngineConfig, model: Any, load_seconds: 
         speculation=speculation,
         load_seconds=load_seconds,
         kv_cache_dtype=config.cache.dtype,
+        model_impl=implementation_of(model.config),
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_queued_reqs=config.scheduler.max_num_queued_reqs,
     )

@@ -34,7 +34,7 @@ from .base import AdapterPreparer, Drafter, DrafterNeeds, DraftRow, Proposal, Ta
 from .factory import DrafterContext
 
 if TYPE_CHECKING:
-    from ...models.decoder import Decoder
+    from ...models.model import LanguageModel
     from ...models.pass_graphs import GraphedPass, PassGraphs, PassInputs
 
 
@@ -110,7 +110,7 @@ class DraftModelDrafter(Drafter):
 
     def __init__(
         self,
-        model: Decoder,
+        model: LanguageModel,
         *,
         invariant: bool = False,
         max_num_batched_tokens: int = 2048,

@@ -13,7 +13,7 @@ from ...platform.core.speculative_config import SpeculativeConfig
 from .base import Drafter, NoDrafter
 
 if TYPE_CHECKING:
-    from ...models.decoder import Decoder
+    from ...models.model import LanguageModel
     from ...models.pass_graphs import PassGraphs
     from ..verify.draft_sampling import EditLogits
 
@@ -25,7 +25,7 @@ _MAX_SHOWN = 200
 class DrafterContext:
     """Everything that drafters are built from, beside their own configuration."""
 
-    target: Decoder
+    target: LanguageModel
     """Drafts are its token ids; heads read its hidden states, and may share its embeddings and its head."""
     model_path: str | None = None
     """Folder of the target, whose tokenizer a draft model's is compared with."""

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ...models.checkpoint.json_files import read_json
 from ...models.checkpoint.loader import resolve_model_path
-from ...models.config import RopeConfig
 from ...models.layers.weights import WeightSlot
-from ...platform.core.errors import InvalidRequestError, NotFoundError, OutriderError
+from ...models.rope_config import RopeConfig
+from ...platform.core.errors import InvalidRequestError, NotFoundError, OutriderError, UnsupportedModelError
 from ..drafters.checkpoint import PARAM, StoredTensor, fill
 from ..drafters.eagle.config import HIDDEN_NORM, EagleConfig, head_tensors, read_eagle_config, with_tensors
 from .data import Sample, choose_vocab_size, frequent_tokens
@@ -36,8 +36,12 @@ def head_config(options: TrainOptions, target: Target, samples: Sequence[Sample]
 
     Raises:
         InvalidRequestError: sizes that do not go together; names the option.
+        UnsupportedModelError: the target is not of Llama's shape.
     """
     config, eagle3 = target.config, options.method == "eagle3"
+    if not config.is_plain:
+        message = f"EAGLE heads are not trained for {config.architecture}, which is not of Llama's shape"
+        raise UnsupportedModelError(message, param="model")
     num_heads = options.num_heads or config.num_heads
     layer = replace(
         config,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...models.checkpoint.json_files import read_json
+from ...models.checkpoint.json_files import read_json, read_model_config
 from ...models.checkpoint.loader import resolve_model_path
 from ...models.config import DecoderConfig, config_from_hf
 from ...platform.core.errors import AdapterError, OutriderError, UnsupportedModelError
@@ -182,7 +182,7 @@ def read_config(model: str) -> DecoderConfig:
     Raises:
         NotFoundError, UnsupportedModelError: it is not a model that is served.
     """
-    return config_from_hf(read_json(resolve_model_path(model) / "config.json"), torch.float32)
+    return config_from_hf(read_model_config(resolve_model_path(model)), torch.float32)
 
 
 def load_target(

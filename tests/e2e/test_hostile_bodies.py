@@ -7,88 +7,23 @@ itself. Beside them stand the requests that once stalled a server.
 
 import http.client
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import pytest
 
-from outrider.platform.http.body.reader import documented
-from outrider.platform.http.openai.chat_messages import ChatMessage
+from .hostile_bodies import SIZE, SMALL, Case, cases, long_texts, named, repeated
 
 KEY = "operator"
-SIZE = (8 << 20) - 4096
-MAX_GAP_SECONDS = 0.3
-"""Gap of another client: 0.1 s on a machine of its own, three times that among other tests."""
+MAX_GAP_SECONDS = float(os.environ.get("OUTRIDER_TEST_GAP_MS", "300")) / 1000
+"""Gap of another client: 100 ms on a machine of its own, three times that among other tests."""
 MAX_ANSWER_SECONDS = 2.0
 MAX_GROWTH = 64 << 20
-
-
-def repeated(item: bytes, count: int = 1 << 30) -> bytes:
-    """A list of `count` items, or of as many as fit."""
-    return b"[" + b",".join([item] * min(count, SIZE // (len(item) + 1))) + b"]"
-
-
-def named(count: int) -> bytes:
-    return b"{" + b",".join(b'"%06d":1' % i for i in range(count)) + b"}"
-
-
-@cache
-def huge_values() -> tuple[bytes, dict[str, bytes], dict[str, bytes]]:
-    """The longest text; the most of each kind, which are beyond the bounds of a body; as many as it may hold."""
-    most = {
-        "numbers": repeated(b"1"),
-        "texts": repeated(b'"a"'),
-        "lists": repeated(b"[]"),
-        "objects": repeated(b'{"a":[]}'),
-        "names": named(SIZE // 11),
-    }
-    within = {
-        "numbers": repeated(b"1", 262_000),
-        "texts": repeated(b'"a"', 65_000),
-        "objects": repeated(b"{}", 16_000),
-        "names": named(65_000),
-    }
-    return b'"' + b"1:+a" * (SIZE // 4) + b'"', most, within
-
-
-@cache
-def huge_bodies() -> dict[str, bytes]:
-    return {
-        "unknown fields": named(SIZE // 11),
-        "long name": b'{"' + b"n" * SIZE + b'":1}',
-        "same name": b"{" + repeated(b'"u":1')[1:-1] + b"}",
-        "depth": b'{"n":' + b"[" * (SIZE // 2) + b"]" * (SIZE // 2) + b"}",
-        "digits": b'{"n":' + b"9" * SIZE + b"}",
-        "escapes": b'{"n":"' + b'\\"' * (SIZE // 2) + b'"}',
-        "not JSON": b"[" * SIZE,
-    }
-
-
-SMALL: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "a", "max_tokens": 1},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
-    "/tokenize": {"prompt": "a"},
-    "/detokenize": {"tokens": [5]},
-    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/nowhere"},
-    "/admin/v1/tenants": {"name": "acme"},
-    "/admin/v1/keys": {"tenant": "acme"},
-    "/admin/v1/prefixes": {"name": "a", "token_ids": [5]},
-}
-"""What a route needs beside the field that is huge."""
-
-
-class Case(NamedTuple):
-    method: str
-    path: str
-    name: str
-    body: bytes
-    status: int = 0
-    """The one that is expected; 0: any below 500."""
 
 
 class Answer(NamedTuple):
@@ -127,8 +62,7 @@ class Victim:
         return Answer(status, content, time.monotonic() - start)
 
     def problem(self, *cases: Case) -> str:
-        """What is wrong with the answers, or happened to others meanwhile; "" for nothing."""
-        self.probe()
+        """What is wrong with the answers, or happened to others since the last probe; "" for nothing."""
         for case in cases:
             problem = problem_of(self.answer(case), case.status)
             if problem:
@@ -175,60 +109,6 @@ def problem_of(answer: Answer, status: int) -> str:
 # --- every field ---
 
 
-def schema_of(content: dict[str, Any]) -> dict[str, Any]:
-    return content["requestBody"]["content"]["application/json"]["schema"]
-
-
-def places(schema: dict[str, Any], around: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """The path of each field, of names and of "[]" for an item of a list, and its schema."""
-    for form in (schema, *schema.get("anyOf", ())):
-        for name, field in form.get("properties", {}).items():
-            if name == "messages":
-                field = {"type": "array", "items": schema_of(documented(ChatMessage))}
-            yield (*around, name), field
-            yield from places(field, (*around, name))
-        if "items" in form:
-            yield from places(form["items"], (*around, "[]"))
-
-
-def body_with(value: bytes, place: tuple[str, ...], rest: dict[str, Any]) -> bytes:
-    """A body with a value at a place, and all else that the route needs."""
-    for name in reversed(place):
-        value = b"[%s]" % value if name == "[]" else b"{%s:%s}" % (json.dumps(name).encode(), value)
-    others = {name: item for name, item in rest.items() if name != place[0]}
-    return json.dumps(others).encode()[:-1] + b"," + value[1:] if others else value
-
-
-def kind_of(schema: dict[str, Any]) -> str:
-    """The kind of `within` that is right in type for a field; "" for a field that is one value."""
-    for form in (schema, *schema.get("anyOf", ())):
-        if form.get("type") == "array":
-            return {"integer": "numbers", "string": "texts"}.get(form["items"].get("type"), "objects")
-        if form.get("type") == "object":
-            return "names"
-    return ""
-
-
-def cases(document: dict[str, Any]) -> Iterator[list[Case]]:
-    """The cases of each field, and of each route as a whole. A body beyond its bounds ends before its fields are known:
-    one field of each route stands for all."""
-    longest, most, within = huge_values()
-    kinds = list(within)
-    for path, operations in document["paths"].items():
-        for method, operation in operations.items():
-            if "application/json" not in operation.get("requestBody", {}).get("content", {}):
-                continue
-            where = path.replace("{name}", "acme").replace("{key_id}", "none")
-            for index, (place, schema) in enumerate(places(schema_of(operation))):
-                chosen = {kinds[index % len(kinds)], kind_of(schema)} & within.keys()
-                values = {"text": longest} | {kind: within[kind] for kind in chosen}
-                if index == 0:
-                    values |= {f"most {kind}": value for kind, value in most.items()}
-                bodies = {kind: body_with(value, place, SMALL.get(path, {})) for kind, value in values.items()}
-                yield [Case(method.upper(), where, f"{'.'.join(place)}: {kind}", body) for kind, body in bodies.items()]
-            yield [Case(method.upper(), where, *whole) for whole in list(huge_bodies().items())[len(path) % 2 :: 2]]
-
-
 @pytest.mark.slow
 def test_each_field_of_each_route(victim):
     document = json.loads(victim.send("GET", "/openapi.json")[1])
@@ -271,6 +151,11 @@ def refused() -> Iterator[Case]:
     yield post("/v1/completions", b'{"prompt":%s}' % repeated(b"[5]", 1_900_000))
     messages = repeated(b'{"role":"user","content":"a"}', 200_000)
     yield post("/v1/chat/completions", b'{"messages":%s}' % messages)
+    messages = repeated(b'{"role":"user","content":"%s"}' % (b"some words " * 180), 4000)
+    yield post("/v1/chat/completions", b'{"messages":%s}' % messages)
+    for text in long_texts():
+        yield completion(prompt=text)
+        yield post("/v1/chat/completions", b'{"messages":[{"role":"user","content":%s}]}' % text)
     parts = repeated(b'{"text":"a"}', 500_000)
     yield post("/v1/chat/completions", b'{"messages":[{"role":"user","content":%s}]}' % parts)
     yield post("/v1/completions", named(500_000))
@@ -324,7 +209,8 @@ class Stream:
 
     def __init__(self, victim: Victim) -> None:
         self._connection = victim.connect()
-        body = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        usage = {"continuous_usage_stats": True}  # a chunk for each token, also for one without a text
+        body = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True, "stream_options": usage}
         self._response = victim.open(self._connection, "POST", "/v1/completions", json.dumps(body).encode())
         self._response.readline()
         self.gap = 0.0

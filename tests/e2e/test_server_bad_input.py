@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -165,3 +166,23 @@ def test_adapters_come_and_go(http, tmp_path):
     assert (response.status_code, response.text) == (200, "Success: LoRA adapter 'extra' removed successfully.")
     assert error_of(http.post("/v1/unload_lora_adapter", json={"lora_name": "extra"}), 404)["type"] == "NotFoundError"
     error_of(http.post("/v1/completions", json={"model": "extra", "prompt": "x"}), 404)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_an_unload_ends_is_an_error(http, server, tmp_path, stream):
+    """With `abort`: an event of the stream, or the status; never half an answer as if it were whole."""
+    assert http.post("/v1/load_lora_adapter", json={"lora_name": "extra", "lora_path": str(copy_adapter(tmp_path))})
+    body = {"model": "extra", "prompt": "List", "max_tokens": 1900, "ignore_eos": True, "stream": stream}
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(http.post, "/v1/completions", json=body)
+        server.wait_for(lambda: server.metric("lora_requests", adapter="extra", state="running") == 1)
+        gone = http.post("/v1/unload_lora_adapter", json={"lora_name": "extra", "mode": "abort"})
+        assert gone.status_code == 200, gone.text
+    if stream:
+        *_, event, done = answer.result().text.split("\n\n")[:-1]
+        error = json.loads(event.removeprefix("data: "))["error"]
+        assert done == "data: [DONE]"
+    else:
+        error = error_of(answer.result(), 404)
+    assert error["type"] == "NotFoundError"
+    assert "was unloaded" in error["message"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 from pathlib import Path
@@ -13,8 +12,6 @@ import torch
 from outrider import LoRARequest, SamplingParams
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.messages import EngineRequest
-from outrider.platform.engine import setup
-from outrider.platform.engine.runner.warm_up import warm_up
 
 VOCAB = 160
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -143,14 +140,6 @@ class Models:
         elif method in ("eagle", "eagle3", "medusa"):
             config["model"] = str(self.head(method))
         return config
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _short_warm_up():
-    """What steps take matters little to these tests: an adaptive engine does not measure for two seconds."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(setup, "warm_up", functools.partial(warm_up, seconds=0.1))
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from outrider.kernels.act_and_mul import native as silu
 from outrider.kernels.graphs import Captured, GraphBackend, Work
 from outrider.kernels.rms_norm import native as norm
-from outrider.kernels.silu_mul import native as silu
 
 _MAKES_MEMORY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 

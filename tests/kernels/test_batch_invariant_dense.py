@@ -6,13 +6,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from outrider.kernels.act_and_mul import act_and_mul, act_and_mul_invariant
 from outrider.kernels.linear import invariant as kernel
 from outrider.kernels.linear.invariant import BASE, pack_invariant, pieces, product, trial_operands, trusted_sizes
 from outrider.kernels.linear.torch import pack
 from outrider.kernels.lora import expand_invariant, shrink_expand, shrink_expand_invariant
 from outrider.kernels.rms_norm import prepare, rms_norm, rms_norm_invariant
 from outrider.kernels.rope import apply_rope, apply_rope_invariant
-from outrider.kernels.silu_mul import silu_mul, silu_mul_invariant
 
 DTYPES = [torch.bfloat16, torch.float32]
 # (in, out): tails everywhere, the demo's, and sums so long that libraries divide them differently.
@@ -126,8 +126,8 @@ def test_activations(size: int, threads: int, dtype: torch.dtype) -> None:
     torch.set_num_threads(threads)
     try:
         x = (torch.randn(150, 2 * size) * 3).to(dtype)
-        check_rows(silu_mul_invariant, x)
-        assert torch.allclose(silu_mul_invariant(x).float(), silu_mul(x).float(), rtol=1e-2)
+        check_rows(act_and_mul_invariant, x)
+        assert torch.allclose(act_and_mul_invariant(x).float(), act_and_mul(x).float(), rtol=1e-2)
     finally:
         torch.set_num_threads(before)
 

@@ -1,15 +1,16 @@
-"""linear, rms_norm, rope and silu_mul against their definitions in float64."""
+"""linear, rms_norm, rope and act_and_mul against their definitions in float64."""
 
 import pytest
 import torch
+from torch.nn import functional as F
 
+from outrider.kernels.act_and_mul import act_and_mul
 from outrider.kernels.linear import pack
 from outrider.kernels.rms_norm import prepare, rms_norm
 from outrider.kernels.rope import apply_rope
-from outrider.kernels.silu_mul import silu_mul
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Half precision: one rounding of the result (8 or 11 bits), and of intermediates for rope and silu_mul.
+# Half precision: one rounding of the result (8 or 11 bits), and of intermediates for rope and act_and_mul.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -71,7 +72,9 @@ def test_rope_rotates_each_pair_by_its_angle(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_mul(dtype: torch.dtype) -> None:
+def test_act_and_mul(dtype: torch.dtype) -> None:
     x = torch.randn(7, 26).to(dtype)
     gate, up = x.double().chunk(2, -1)
-    close(silu_mul(x), gate * gate.sigmoid() * up)
+    close(act_and_mul(x), gate * gate.sigmoid() * up)
+    close(act_and_mul(x, "gelu"), F.gelu(gate) * up)
+    close(act_and_mul(x, "gelu_pytorch_tanh"), F.gelu(gate, approximate="tanh") * up)

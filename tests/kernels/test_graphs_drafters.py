@@ -18,9 +18,10 @@ from outrider.models import attention
 from outrider.models.attention import triton as triton_attention
 from outrider.models.attention.triton import TritonAttention
 from outrider.models.batch import LayerKV, allocate_kv
-from outrider.models.config import DecoderConfig, RopeConfig
+from outrider.models.config import DecoderConfig
 from outrider.models.decoder import Decoder
 from outrider.models.pass_graphs import GraphedRows, PassGraphs, PassLimits
+from outrider.models.rope_config import RopeConfig
 from outrider.platform.core.request import Request
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.platform.core.speculative_config import parse_speculative
@@ -151,7 +152,7 @@ def make_pair(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> C
             monkeypatch.setattr(attention, "best_backend", lambda spec, *, batch_invariant: TritonAttention)
             planner = triton_attention.Planner
             monkeypatch.setattr(
-                triton_attention, "Planner", lambda shape, size, gpu, _, configs: planner(shape, size, gpu, 1, configs)
+                triton_attention, "Planner", lambda shape, size, gpu, _, *rest: planner(shape, size, gpu, 1, *rest)
             )
             without_native_kernels(monkeypatch)
         return Pair(plain, Side(method, tmp_path, device, graphs), graphs)

@@ -13,9 +13,10 @@ from outrider.models import attention, decoder
 from outrider.models.attention.torch import TorchAttention
 from outrider.models.attention.triton import TritonAttention
 from outrider.models.batch import ForwardBatch, LayerKV, SequenceRows, allocate_kv, build_batch
-from outrider.models.config import DecoderConfig, RopeConfig
+from outrider.models.config import DecoderConfig
 from outrider.models.layers.rope import RotaryEmbedding
 from outrider.models.pass_graphs import PassGraphs, PassInputs, PassLimits, bucket, shape_of
+from outrider.models.rope_config import RopeConfig
 
 from .call_tape import graph_backend, without_native_kernels
 
@@ -137,7 +138,7 @@ def test_prompts_beyond_the_short_context_of_longrope_run_without_a_graph(passes
         short_factor=(1.0,) * half,
         long_factor=tuple(2.0 + i for i in range(half)),
     )
-    passes.model.rope = RotaryEmbedding(config, CONFIG.head_dim, dtype=torch.float32, device=torch.device(device))
+    passes.model.rope = RotaryEmbedding([config], CONFIG.head_dim, dtype=torch.float32, device=torch.device(device))
     rows = passes.rows((39, 2), (120, 2))
     rows.prompt_lens = (40, 100)
     passes.check(rows)

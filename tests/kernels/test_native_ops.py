@@ -7,19 +7,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.kernels import act_and_mul as silu_op
 from outrider.kernels import rms_norm as norm_op
-from outrider.kernels import silu_mul as silu_op
+from outrider.kernels.act_and_mul.native import act_and_mul
+from outrider.kernels.dispatch import has_triton
 from outrider.kernels.native import library
+from outrider.kernels.paged_attention import DEFAULT_OPTIONS, AttentionOptions
 from outrider.kernels.rms_norm import NormWeight, prepare
 from outrider.kernels.rms_norm.native import rms_norm
 from outrider.kernels.rope import Rotation
-from outrider.kernels.silu_mul.native import silu_mul
 from outrider.models.attention import AttentionSpec, make_attention
 from outrider.models.attention.native import NativeAttention
 from outrider.models.batch import KVLayerSpec, SequenceRows, allocate_kv
-from outrider.models.config import RopeConfig
 from outrider.models.layers.norm import RMSNorm
 from outrider.models.layers.rope import RotaryEmbedding
+from outrider.models.rope_config import RopeConfig
 
 from .attention_backends import make_backend
 
@@ -60,29 +62,29 @@ def test_what_the_norm_does_not_serve_goes_to_torch() -> None:
     assert rms_norm(torch.ones(2, 8, dtype=torch.float16), prepare(torch.ones(8), 1e-6)) is None
     assert rms_norm(torch.ones(2, 8), prepare(torch.ones(1, 8), 1e-6)) is not None
     assert norm_op.rms_norm(torch.ones(2, 8).half(), prepare(torch.ones(8).half(), 1e-6)).shape == (2, 8)
-    assert silu_mul(torch.ones(2, 8, dtype=torch.float16)) is None
-    assert silu_op.silu_mul(torch.ones(2, 8).half()).shape == (2, 4)
+    assert act_and_mul(torch.ones(2, 8, dtype=torch.float16)) is None
+    assert silu_op.act_and_mul(torch.ones(2, 8).half()).shape == (2, 4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("half", [1, 7, 16, 33, 1536])
 @pytest.mark.parametrize("rows", [0, 1, 5, 64])
-def test_silu_mul(rows: int, half: int, dtype: torch.dtype) -> None:
+def test_act_and_mul(rows: int, half: int, dtype: torch.dtype) -> None:
     x = (torch.randn(rows, 2 * half) * 5).to(dtype)
-    y = silu_mul(x)
+    y = act_and_mul(x)
     assert y is not None
     gate, up = x.double().chunk(2, -1)
     close(y, gate * gate.sigmoid() * up)
     for row in range(0, rows, 3):
-        assert torch.equal(silu_mul(x[row : row + 1]), y[row : row + 1])
+        assert torch.equal(act_and_mul(x[row : row + 1]), y[row : row + 1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_mul_of_extreme_gates(dtype: torch.dtype) -> None:
+def test_act_and_mul_of_extreme_gates(dtype: torch.dtype) -> None:
     gates = torch.tensor([-1e30, -100.0, -88.5, -87.0, -20.0, -0.0, 0.0, 20.0, 88.5, 1e30, math.inf, math.nan]).to(
         dtype
     )
-    y = silu_mul(torch.cat([gates, torch.ones_like(gates)])[None])
+    y = act_and_mul(torch.cat([gates, torch.ones_like(gates)])[None])
     assert y is not None
     expected = torch.nn.functional.silu(gates.double())
     torch.testing.assert_close(y[0].double(), expected, atol=1e-30, rtol=TOLERANCE[dtype], equal_nan=True)
@@ -114,9 +116,17 @@ class Layer:
         both = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).to(dtype)
         self.rotation = Rotation(both[:, 0], both[:, 1])
 
-    def run(self, name: str, *, window: int | None = None, norm: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
+    def run(
+        self,
+        name: str,
+        *,
+        window: int | None = None,
+        norm: RMSNorm | None = None,
+        options: AttentionOptions = DEFAULT_OPTIONS,
+    ) -> tuple[Tensor, Tensor]:
         """(attention, keys and values written) by the backend called `name`."""
-        spec = AttentionSpec(self.heads, self.kv_heads, self.dim, frozenset({window}), self.dtype, torch.device("cpu"))
+        shape = self.heads, self.kv_heads, self.dim
+        spec = AttentionSpec(*shape, frozenset({window}), self.dtype, torch.device("cpu"), options)
         backend = make_backend(name, spec)
         kv = type(self.kv)(self.kv.k.clone(), self.kv.v.clone())
         plan = backend.plan(self.rows, self.positions, self.block_size)
@@ -150,16 +160,53 @@ def test_attention_of_a_projection_is_that_of_torch(shape, block_size, window, q
     close(got, expected, 5.0)
 
 
+OPTIONS = {
+    "scale": AttentionOptions(scale=0.5),
+    "cap": AttentionOptions(soft_cap=1.5),
+    "part": AttentionOptions(rotary_dim=20),
+    "neighbours": AttentionOptions(interleaved=True),
+    "all": AttentionOptions(scale=0.3, soft_cap=2.0, rotary_dim=16, interleaved=True),
+}
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_are_those_of_torch_in_every_backend(options: AttentionOptions, window: int | None) -> None:
+    layer = Layer([(5, 2), (40, 1), (0, 30), (17, 5), (0, 1)], (4, 2, 32), 16, torch.float32)
+    norm = head_norm((4, 2, 32), torch.float32)
+    plain = layer.run("torch", window=window, norm=norm)[0]
+    half = (options.rotary_dim or 32) // 2
+    parts = [torch.cat((x[..., :half], x[..., 16 : 16 + half]), -1) for x in layer.rotation[:2]]
+    layer.rotation = Rotation(*parts)
+    expected = layer.run("torch", window=window, norm=norm, options=options)
+    assert not torch.allclose(expected[0], plain, atol=1e-2)
+    for name in ("native", "invariant", *(["triton"] if has_triton() else [])):
+        for got, wanted in zip(layer.run(name, window=window, norm=norm, options=options), expected, strict=True):
+            torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5, msg=name)
+
+
+def test_scores_are_scaled_and_capped() -> None:
+    """A query against two keys, by hand."""
+    layer = Layer([(1, 1)], (1, 1, 4), 4, torch.float32)
+    layer.rotation = Rotation(torch.ones(1, 1, 4), torch.zeros(1, 1, 4))
+    q, key, value = layer.qkv.view(3, 4)
+    out, kv = layer.run("torch", options=AttentionOptions(scale=2.0, soft_cap=0.7))
+    block = layer.rows.block_tables[0][0]
+    keys, values = torch.stack((kv[0, 0, block, 0], key)), torch.stack((kv[1, 0, block, 0], value))
+    weights = torch.softmax(0.7 * torch.tanh(2.0 * (keys @ q) / 0.7), 0)
+    torch.testing.assert_close(out[0], weights @ values)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_angles_are_looked_up_in_tables(dtype: torch.dtype) -> None:
     """The same bits as with each token's own angles; both grow when a longer sequence comes."""
     layer = Layer([(5, 2), (40, 1), (2040, 12)], (4, 2, 32), 16, dtype)
     for rope_type in ("default", "linear"):
         config = RopeConfig(rope_type=rope_type, theta=1e4, factor=2.0)
-        rope = RotaryEmbedding(config, 32, dtype=dtype, device=torch.device("cpu"))
-        tables = [rope.rotation(torch.from_numpy(layer.positions), end, gathers=False) for end in (2048, 2052)]
+        rope = RotaryEmbedding([config], 32, dtype=dtype, device=torch.device("cpu"))
+        tables = [rope.rotations(torch.from_numpy(layer.positions), end, gathers=False)[0] for end in (2048, 2052)]
         assert [len(rotation.cos) for rotation in tables] == [2048, 4096]
-        layer.rotation = rope.rotation(torch.from_numpy(layer.positions), 2052)
+        layer.rotation = rope.rotations(torch.from_numpy(layer.positions), 2052)[0]
         assert layer.rotation.cos.shape == (15, 1, 32)
         expected = layer.run("native")
         layer.rotation = tables[1]

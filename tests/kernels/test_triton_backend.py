@@ -11,7 +11,8 @@ from outrider.models.attention.invariant import InvariantAttention
 from outrider.models.attention.torch import TorchAttention
 from outrider.models.attention.triton import TritonAttention
 from outrider.models.batch import SequenceRows, allocate_kv, build_batch
-from outrider.models.config import DecoderConfig, RopeConfig
+from outrider.models.config import DecoderConfig
+from outrider.models.rope_config import RopeConfig
 
 
 def test_the_backend_of_a_gpu() -> None:

@@ -5,11 +5,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from outrider.kernels.act_and_mul import torch as silu_reference
+from outrider.kernels.act_and_mul import triton as silu
 from outrider.kernels.rms_norm import add_rms_norm, prepare
 from outrider.kernels.rms_norm import torch as norm_reference
 from outrider.kernels.rms_norm import triton as norm
-from outrider.kernels.silu_mul import torch as silu_reference
-from outrider.kernels.silu_mul import triton as silu
 
 # One unit in the last place of each dtype, as a share of the value; sums in another order are worth a few in float32.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
@@ -41,7 +41,7 @@ def test_rms_norm_of_strided_rows(device: str) -> None:
 def test_no_rows(device: str) -> None:
     weight = prepare(torch.ones(8, device=device), 1e-6)
     assert norm.rms_norm(torch.empty(0, 8, device=device), weight).shape == (0, 8)
-    assert silu.silu_mul(torch.empty(0, 8, device=device)).shape == (0, 4)
+    assert silu.act_and_mul(torch.empty(0, 8, device=device)).shape == (0, 4)
 
 
 @pytest.mark.parametrize("value", [1e-30, 1e4, 1e18, 1e25, torch.inf, torch.nan])
@@ -94,19 +94,20 @@ def test_what_is_left_to_torch(device: str) -> None:
 
 @DTYPES
 @pytest.mark.parametrize(("rows", "half"), [(1, 1), (3, 17), (5, 64), (2, 1024), (2, 1500), (1, 4864)])
-def test_silu_mul(rows: int, half: int, dtype: torch.dtype, device: str) -> None:
+def test_act_and_mul(rows: int, half: int, dtype: torch.dtype, device: str) -> None:
     x = torch.randn(rows, 2 * half, device=device).mul(4).to(dtype)
-    close(silu.silu_mul(x), silu_reference.silu_mul(x.float()).to(dtype))
+    for activation in silu_reference.ACTIVATIONS if half < 64 else ("silu",):
+        close(silu.act_and_mul(x, activation), silu_reference.act_and_mul(x.float(), activation).to(dtype))
 
 
-def test_silu_mul_of_strided_rows(device: str) -> None:
+def test_act_and_mul_of_strided_rows(device: str) -> None:
     wide = torch.randn(4, 300, device=device)
-    close(silu.silu_mul(wide[:, 20:120]), silu_reference.silu_mul(wide[:, 20:120]))
+    close(silu.act_and_mul(wide[:, 20:120]), silu_reference.act_and_mul(wide[:, 20:120]))
     columns = torch.randn(14, 4, device=device).t()
-    close(silu.silu_mul(columns), silu_reference.silu_mul(columns))
+    close(silu.act_and_mul(columns), silu_reference.act_and_mul(columns))
 
 
-def test_silu_mul_of_large_numbers(device: str) -> None:
+def test_act_and_mul_of_large_numbers(device: str) -> None:
     gate = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4], device=device)
     x = torch.cat([gate, torch.full((5,), 2.0, device=device)])[None]
-    close(silu.silu_mul(x), silu_reference.silu_mul(x))
+    close(silu.act_and_mul(x), silu_reference.act_and_mul(x))

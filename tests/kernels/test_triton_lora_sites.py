@@ -11,11 +11,11 @@ pytest.importorskip("triton")
 from outrider.lora.adapter import AdapterSource
 from outrider.lora.device import arena, batching, layers, vectors
 from outrider.lora.device.batching import LoraBatcher, StepAdapters
-from outrider.lora.device.layout import EMBEDDING, LM_HEAD, LoraWeights
+from outrider.lora.device.layout import LM_HEAD, LoraWeights
 from outrider.lora.device.pool import Allocation, RowPool
 from outrider.lora.device.sites import AdapterSites
 from outrider.lora.registry.versions import AdapterVersion
-from outrider.models.layers.embedding import Embedding
+from outrider.models.layers.embedding import EMBEDDING, Embedding
 from outrider.models.layers.linear import Linear
 
 SLICES = {"q": 24, "k": 8, "v": 8, "down": 20}

@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("triton")
 
 from outrider import LoRARequest, SamplingParams
+from outrider.kernels import act_and_mul as kernels_act_and_mul
 from outrider.kernels import rms_norm as kernels_rms_norm
-from outrider.kernels import silu_mul as kernels_silu_mul
 from outrider.kernels.rms_norm.triton import _rms_norm_kernel as rms_norm_kernel
 from outrider.lora.device import arena, batching, dora
 from outrider.models import attention, decoder
@@ -39,7 +39,7 @@ def test_nothing_is_left_to_compile_for_prompts_and_adapters(
     monkeypatch.setattr(attention, "best_backend", lambda spec, *, batch_invariant: TritonAttention)
     monkeypatch.setattr(kernels_rms_norm, "use_triton", lambda x: True)
     monkeypatch.setattr(decoder, "adds_residuals", lambda device: True)
-    monkeypatch.setattr(kernels_silu_mul, "use_triton", lambda x: True)
+    monkeypatch.setattr(kernels_act_and_mul, "use_triton", lambda x: True)
     monkeypatch.setattr(rehearsal, "LENGTHS", (20,))
     vocab = torch.zeros(1, VOCAB)  # launches are noted and nothing is computed
     monkeypatch.setattr(Decoder, "compute_logits", lambda model, hidden, *_, **__: vocab.repeat(len(hidden), 1))

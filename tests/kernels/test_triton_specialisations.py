@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from outrider.kernels.act_and_mul.triton import act_and_mul
 from outrider.kernels.lora.device_rows import TritonRows, apply_gains
 from outrider.kernels.lora.groups import GroupBuffer, RowGroups
 from outrider.kernels.noise.triton import gumbel_argmax
@@ -24,7 +25,6 @@ from outrider.kernels.rope import Rotation
 from outrider.kernels.sampling.torch import Limits
 from outrider.kernels.sampling.triton import filter_logits
 from outrider.kernels.sampling.triton_logprobs import row_stats, top_logprobs
-from outrider.kernels.silu_mul.triton import silu_mul
 from outrider.kernels.verification import INVARIANT, pack
 from outrider.kernels.verification.triton import verify
 
@@ -53,7 +53,7 @@ def dense(size: int) -> None:
     x, weight = torch.empty(size, HIDDEN), prepare(torch.ones(HIDDEN), 1e-5)
     rms_norm.rms_norm(x, weight)
     rms_norm.add_rms_norm(x, torch.empty_like(x), weight)
-    silu_mul(torch.empty(size, 2 * HIDDEN))
+    act_and_mul(torch.empty(size, 2 * HIDDEN))
 
 
 def attention(size: int) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from outrider.kernels.tuning import KINDS, VARIABLE, Configs, KernelConfigError, bucket, check_source, tuned, using
 from outrider.kernels.tuning import store as store_module
-from outrider.kernels.tuning.configs import KernelConfig, RMSNormConfig, SiluMulConfig
+from outrider.kernels.tuning.configs import ActAndMulConfig, KernelConfig, RMSNormConfig
 from outrider.kernels.tuning.files import ConfigEntry, ConfigFile, DeviceName, Times, parse_configs, read_configs
 from outrider.kernels.tuning.store import SHIPPED, find_configs
 
@@ -88,7 +88,7 @@ def norm_of(data: dict) -> dict:
         (changed(lambda data: data["device"].update(name=3)), "device.name: must be a string, got 3"),
         (changed(lambda data: data["device"].update(capability=[9])), "device.capability: must be two integers"),
         (changed(lambda data: data["kernels"].update(conv=[])), "kernels.conv: no such kernel; there are attention"),
-        (changed(lambda data: data["kernels"].update(silu_mul={})), "kernels.silu_mul: must be a list, got dict"),
+        (changed(lambda data: data["kernels"].update(act_and_mul={})), "kernels.act_and_mul: must be a list, got dict"),
         (
             changed(lambda data: norm_of(data)["shape"].update(width="8")),
             "kernels.rms_norm[0].shape.width: must be an integer of at least 0, got '8'",
@@ -165,7 +165,7 @@ def test_a_file_named_for_a_device_of_another_kind_is_not_its(tmp_path: Path) ->
 def test_shapes_and_kernels_are_kept_apart() -> None:
     configs = Configs({("rms_norm", (4096, 2)): NORM})
     assert configs.get(OTHER, 4096, 4) == OTHER
-    assert configs.get(SiluMulConfig(1024, 4), 4096, 2) == SiluMulConfig(1024, 4)
+    assert configs.get(ActAndMulConfig(1024, 4), 4096, 2) == ActAndMulConfig(1024, 4)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from outrider.kernels.act_and_mul import triton as silu
 from outrider.kernels.lora import device_rows
 from outrider.kernels.noise import triton as noise
 from outrider.kernels.paged_attention import device_step
@@ -16,7 +17,6 @@ from outrider.kernels.paged_attention.schedule import Gpu
 from outrider.kernels.rms_norm import triton as norm
 from outrider.kernels.sampling import triton as filters
 from outrider.kernels.sampling import triton_logprobs as logprobs
-from outrider.kernels.silu_mul import triton as silu
 from outrider.kernels.tuning import Configs, KernelConfig, using
 from outrider.kernels.verification import triton as verification
 from outrider.tools.tune import workloads
@@ -30,7 +30,7 @@ KERNELS = {
     "attention": (device_step, "attention_kernel"),
     "kv_write": (device_step, "write_kernel"),
     "rms_norm": (norm, "_rms_norm_kernel"),
-    "silu_mul": (silu, "_silu_mul_kernel"),
+    "act_and_mul": (silu, "_act_and_mul_kernel"),
     "lora_shrink": (device_rows, "shrink_kernel"),
     "lora_expand": (device_rows, "expand_kernel"),
     "sampling_filter": (filters, "_filter_kernel"),
@@ -43,7 +43,7 @@ CONSTANTS = {
     "attention": {"block_n": "BLOCK_N"},
     "kv_write": {"block_heads": "BLOCK_HEADS"},
     "rms_norm": {"rows": "ROWS"},
-    "silu_mul": {"block": "BLOCK"},
+    "act_and_mul": {"block": "BLOCK"},
     "lora_shrink": {"block": "BLOCK", "dot_block": "DOT_BLOCK"},
     "lora_expand": {"block": "BLOCK"},
     "sampling_filter": {"block": "BLOCK", "depth": "DEPTH"},
@@ -145,9 +145,9 @@ def changes(base: KernelConfig) -> Iterator[KernelConfig]:
 
 
 def test_shapes_without_a_config_are_launched_as_before(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = job_of("silu_mul")
-    spy = Spy(silu._silu_mul_kernel)
-    monkeypatch.setattr(silu, "_silu_mul_kernel", spy)
-    with using(Configs({("silu_mul", (1 << 20, 2)): SPACES["silu_mul"].default((1 << 20, 2), 90)})):
+    job = job_of("act_and_mul")
+    spy = Spy(silu._act_and_mul_kernel)
+    monkeypatch.setattr(silu, "_act_and_mul_kernel", spy)
+    with using(Configs({("act_and_mul", (1 << 20, 2)): SPACES["act_and_mul"].default((1 << 20, 2), 90)})):
         job.works[0].make(torch.device(device))()
     assert spy.launches[0][1]["BLOCK"] == silu.DEFAULT.block

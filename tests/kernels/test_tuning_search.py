@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from triton.runtime.errors import OutOfResources
 
 from outrider.kernels.tuning import DeviceName, KernelConfig, configs_of
-from outrider.kernels.tuning.configs import KINDS, NoiseArgmaxConfig, RMSNormConfig, SiluMulConfig
+from outrider.kernels.tuning.configs import KINDS, ActAndMulConfig, NoiseArgmaxConfig, RMSNormConfig
 from outrider.kernels.tuning.files import ConfigFile, read_configs
 from outrider.tools.tune.search import Found, Job, Searcher, make_jobs, tune
 from outrider.tools.tune.space import SPACES, Space, candidates
@@ -142,11 +142,11 @@ def test_wrong_results_do_not_count(device: str) -> None:
     """The fastest of all gives another result: it is told, and the next one is taken."""
 
     def make(where: torch.device) -> Callable[[], tuple[torch.Tensor, ...]]:
-        config = configs_of(where).get(SiluMulConfig(1024, 4), 128, 2)
+        config = configs_of(where).get(ActAndMulConfig(1024, 4), 128, 2)
         return lambda: (torch.full((2,), 3.0 if config.block == 256 else 7.0, device=where),)
 
-    job = Job("silu_mul", (128, 2), (Workload("w", make),))
-    space = SPACES["silu_mul"]._replace(fits=lambda shape, config: True)
+    job = Job("act_and_mul", (128, 2), (Workload("w", make),))
+    space = SPACES["act_and_mul"]._replace(fits=lambda shape, config: True)
     found, timer = search(job, lambda config: config.block / 1e9, device, space)
     assert found.entry.config.block == 512
     assert {config.block: reason for config, reason in found.refused.items()} == {
@@ -166,11 +166,11 @@ def test_wrong_results_do_not_count(device: str) -> None:
 )
 def test_nan_is_alike_and_integers_are_exact(device: str, want: list, got: list, is_alike: bool) -> None:
     def make(where: torch.device) -> Run:
-        config = configs_of(where).get(SiluMulConfig(1024, 4), 128, 2)
-        return lambda: (torch.tensor(want if config == SiluMulConfig(1024, 4) else got, device=where),)
+        config = configs_of(where).get(ActAndMulConfig(1024, 4), 128, 2)
+        return lambda: (torch.tensor(want if config == ActAndMulConfig(1024, 4) else got, device=where),)
 
-    space = SPACES["silu_mul"]._replace(fits=lambda shape, config: True, tolerance=0.1)
-    found, _ = search(Job("silu_mul", (128, 2), (Workload("w", make),)), lambda config: 1.0, device, space)
+    space = SPACES["act_and_mul"]._replace(fits=lambda shape, config: True, tolerance=0.1)
+    found, _ = search(Job("act_and_mul", (128, 2), (Workload("w", make),)), lambda config: 1.0, device, space)
     assert bool(found.refused) != is_alike
 
 
@@ -186,7 +186,7 @@ class Clock:
 
 
 def tuned_file(tmp_path: Path, device: str, clock: Clock) -> tuple[list[Found], bool]:
-    jobs = [job_of("rms_norm"), job_of("silu_mul")]
+    jobs = [job_of("rms_norm"), job_of("act_and_mul")]
     path = tmp_path / "device.json"
     file = read_configs(path) if path.exists() else ConfigFile(DeviceName("Test", (9, 0)), "3.6.0", "2026-01-31")
     done: list[Found] = []
@@ -207,7 +207,7 @@ def test_a_run_that_was_cut_goes_on(tmp_path: Path, device: str) -> None:
     half = read_configs(tmp_path / "device.json")
     assert list(half.entries) == [first[0].job.key]
     second, whole = tuned_file(tmp_path, device, Clock(1000))
-    assert [found.job.kernel for found in second] == ["silu_mul"]
+    assert [found.job.kernel for found in second] == ["act_and_mul"]
     assert whole
     file = read_configs(tmp_path / "device.json")
     assert file.entries == {**half.entries, second[0].job.key: second[0].entry}
@@ -222,7 +222,7 @@ def test_what_was_found_is_in_use_while_others_are_searched(device: str) -> None
         seen.append(configs_of(torch.device(device)).get(RMSNormConfig(1, 1), 64, 2))
         return 1.0
 
-    Searcher(torch.device(device), 90, seconds).search(job_of("silu_mul"), {("rms_norm", (64, 2)): norm})
+    Searcher(torch.device(device), 90, seconds).search(job_of("act_and_mul"), {("rms_norm", (64, 2)): norm})
     assert set(seen) == {norm}
 
 

@@ -81,12 +81,12 @@ def model_shape(model: str) -> ModelShape:
     Raises:
         OutriderError: no such model, or an architecture that is not served.
     """
-    from ...models.checkpoint.json_files import read_json
+    from ...models.checkpoint.json_files import read_model_config
     from ...models.checkpoint.loader import resolve_model_path
     from ...models.config import DTYPES, config_from_hf, stored_dtype
     from .workloads import ModelShape
 
-    raw = read_json(Path(resolve_model_path(model)) / "config.json")
+    raw = read_model_config(resolve_model_path(model))
     dtype = DTYPES[stored_dtype(raw)]
     config = config_from_hf(raw, dtype)
     heads = config.num_heads, config.num_kv_heads, config.head_dim

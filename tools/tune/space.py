@@ -7,20 +7,20 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from ...kernels.act_and_mul.triton import DEFAULT as SILU
 from ...kernels.lora.device_rows import default_expand_config, default_shrink_config
 from ...kernels.noise.triton import DEFAULT as NOISE
 from ...kernels.paged_attention.schedule import DEFAULT_WRITE, default_config
 from ...kernels.rms_norm.triton import default_config as default_norm
 from ...kernels.sampling.triton import DEFAULT as FILTER
 from ...kernels.sampling.triton_logprobs import DEFAULT_LOGPROBS, DEFAULT_STATS
-from ...kernels.silu_mul.triton import DEFAULT as SILU
 from ...kernels.tuning.configs import (
+    ActAndMulConfig,
     AttentionConfig,
     KernelConfig,
     LoRAExpandConfig,
     LoRAShrinkConfig,
     RMSNormConfig,
-    SiluMulConfig,
 )
 from ...kernels.verification.triton import DEFAULT as VERIFICATION
 
@@ -65,7 +65,7 @@ def _norm_fits(shape: Shape, config: RMSNormConfig) -> bool:
     return 2 <= _a_thread(config.rows * shape[0], config.num_warps) <= 64
 
 
-def _silu_fits(shape: Shape, config: SiluMulConfig) -> bool:
+def _silu_fits(shape: Shape, config: ActAndMulConfig) -> bool:
     return 4 <= _a_thread(config.block, config.num_warps) <= 32 and config.block <= max(shape[0], 256)
 
 
@@ -108,7 +108,7 @@ SPACES: dict[str, Space] = {
         _norm_fits,
         tolerance=2e-2,
     ),
-    "silu_mul": Space(
+    "act_and_mul": Space(
         lambda shape, arch: SILU,
         ({"block": (256, 512, 1024, 2048, 4096), "num_warps": (1, 2, 4, 8)},),
         _silu_fits,

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...kernels.act_and_mul.triton import act_and_mul
 from ...kernels.lora.device_rows import TritonRows
 from ...kernels.lora.groups import RowGroups
 from ...kernels.noise.triton import gumbel_argmax
@@ -21,7 +22,6 @@ from ...kernels.rms_norm.triton import rms_norm
 from ...kernels.rope import Rotation
 from ...kernels.sampling.triton import launch_filter
 from ...kernels.sampling.triton_logprobs import row_stats, top_logprobs
-from ...kernels.silu_mul.triton import silu_mul
 from ...kernels.staging import upload
 from ...kernels.tuning.configs import bucket
 from ...kernels.tuning.store import configs_of
@@ -87,7 +87,7 @@ class Workload(NamedTuple):
     so only first runs have equal results."""
 
 
-class _Inputs:
+class Inputs:
     """Maker of random tensors for a model, equal each time."""
 
     def __init__(self, device: torch.device, model: ModelShape) -> None:
@@ -110,12 +110,15 @@ class _Inputs:
         cos, sin = angles.cos(), angles.sin()
         return qkv, Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
 
-    def step(self, num_rows: int, num_queries: int, context: int) -> tuple[DeviceStep, LayerKV]:
-        """A step of `num_queries` tokens at the end of each context, and its cache."""
+    def step(
+        self, num_rows: int, num_queries: int, context: int, cache: torch.dtype | None = None
+    ) -> tuple[DeviceStep, LayerKV]:
+        """A step of `num_queries` tokens at the end of each context, and its cache (default: of the model's dtype)."""
         model, rows = self.model, _rows(num_rows, num_queries, context)
         shape = Shape(model.heads, model.kv_heads, model.head_dim)
         planner = Planner(shape, model.dtype.itemsize, gpu_of(self.device), configs=configs_of(self.device))
-        kv = LayerKV(*(self(model.kv_heads, len(rows.blocks), BLOCK_SIZE, model.head_dim) for _ in range(2)))
+        size = (model.kv_heads, len(rows.blocks), BLOCK_SIZE, model.head_dim)
+        kv = LayerKV(*(self(*size, dtype=cache) for _ in range(2)))
         return DeviceStep(planner, model.dtype, BLOCK_SIZE, rows, self.device), kv
 
 
@@ -135,31 +138,34 @@ def _rows(num_rows: int, num_queries: int, context: int) -> RowArrays:
 # --- Makers of runs: inputs of a model and sizes of the work -> the timed function --------------------------
 
 
-def _attention(inputs: _Inputs, num_rows: int, num_queries: int, context: int) -> Run:
-    step, kv = inputs.step(num_rows, num_queries, context)
+def attention(inputs: Inputs, num_rows: int, num_queries: int, context: int, cache: torch.dtype | None = None) -> Run:
+    """Rotation, write and attention of rows of `num_queries` at the end of their contexts."""
+    step, kv = inputs.step(num_rows, num_queries, context, cache)
     qkv, rotation = inputs.projection(num_rows * num_queries)
     return lambda: (step.attend_qkv(qkv, rotation, None, kv, None),)
 
 
-def _kv_write(inputs: _Inputs, num_rows: int) -> Run:
+def kv_write(inputs: Inputs, num_rows: int) -> Run:
     """Rotation of queries and keys, and the write of keys and values."""
     step, kv = inputs.step(num_rows, 1, 1)
     qkv, rotation = inputs.projection(num_rows)
     return lambda: (step.write_qkv(qkv, rotation, None, kv), kv.k, kv.v)
 
 
-def _norm(inputs: _Inputs, num_rows: int) -> Run:
+def norm(inputs: Inputs, num_rows: int) -> Run:
+    """RMSNorm of the hidden states."""
     hidden = inputs.model.hidden
     x, weight = inputs(num_rows, hidden), prepare(inputs(hidden, dtype=torch.float32), 1e-5)
     return lambda: (rms_norm(x, weight),)
 
 
-def _activation(inputs: _Inputs, num_rows: int) -> Run:
+def activation(inputs: Inputs, num_rows: int) -> Run:
+    """Activation of the MLP."""
     x = inputs(num_rows, 2 * inputs.model.inner)
-    return lambda: (silu_mul(x),)
+    return lambda: (act_and_mul(x),)
 
 
-def _adapters(inputs: _Inputs, site: tuple[int, tuple[int, ...]], rank: int, num_tokens: int, num_adapters: int) -> Run:
+def adapters(inputs: Inputs, site: tuple[int, tuple[int, ...]], rank: int, num_tokens: int, num_adapters: int) -> Run:
     """Shrink and expand of one projection; the tokens are divided among the adapters, run by run."""
     (num_inputs, slices), count = site, num_adapters
     outputs, width = sum(slices), len(slices) * num_inputs
@@ -178,12 +184,12 @@ def _adapters(inputs: _Inputs, site: tuple[int, tuple[int, ...]], rank: int, num
     return run
 
 
-def _filtering(inputs: _Inputs, num_rows: int) -> Run:
-    """Half of the rows with top-k, the others with top-p."""
+def filtering(inputs: Inputs, num_rows: int, top_k: bool | None = None) -> Run:
+    """Half of the rows with top-k, the others with top-p; or all of them with one of both."""
     logits = inputs.logits(num_rows)
     out = torch.empty_like(logits)
-    even = np.arange(num_rows) % 2 == 0
-    k, p = np.where(even, 50, 0).astype(np.int64), np.where(even, 1.0, 0.9)
+    has_k = np.arange(num_rows) % 2 == 0 if top_k is None else np.full(num_rows, top_k)
+    k, p = np.where(has_k, 50, 0).astype(np.int64), np.where(has_k, 1.0, 0.9)
     parameters = upload(inputs.device, np.full(num_rows, 0.8), k, p, np.full(num_rows, -np.inf))
 
     def run() -> tuple[Tensor, ...]:
@@ -193,21 +199,25 @@ def _filtering(inputs: _Inputs, num_rows: int) -> Run:
     return run
 
 
-def _stats(inputs: _Inputs, num_rows: int) -> Run:
+def stats(inputs: Inputs, num_rows: int) -> Run:
+    """Statistics of rows of logits."""
     return partial(row_stats, inputs.logits(num_rows))
 
 
-def _logprobs(inputs: _Inputs, num_rows: int) -> Run:
+def logprobs(inputs: Inputs, num_rows: int) -> Run:
+    """Log-probabilities of the chosen token and of the five likeliest."""
     chosen = torch.zeros(num_rows, dtype=torch.int64, device=inputs.device)
     return partial(top_logprobs, inputs.logits(num_rows), chosen, 5)
 
 
-def _draws(inputs: _Inputs, num_rows: int) -> Run:
+def draws(inputs: Inputs, num_rows: int) -> Run:
+    """Draws of one token for each row of logits."""
     logits, keys = inputs.logits(num_rows), torch.arange(num_rows, device=inputs.device)
     return lambda: (gumbel_argmax(logits, keys),)
 
 
-def _verification(inputs: _Inputs, rule: int, num_drafts: int, num_requests: int) -> Run:
+def verification(inputs: Inputs, rule: int, num_drafts: int, num_requests: int) -> Run:
+    """Verification of `num_requests` requests with `num_drafts` drafts each."""
     logits, count = inputs.logits(num_requests * (1 + num_drafts)), num_requests
     probs = inputs.logits(count * num_drafts).softmax(-1) if rule == REJECTION else None
     ids = [[7 % inputs.model.vocab] * num_drafts] * count
@@ -219,22 +229,23 @@ def _verification(inputs: _Inputs, rule: int, num_drafts: int, num_requests: int
 # --- All work of a kernel -----------------------------------------------------------------------------------
 
 _OF_ROWS: dict[str, tuple[str, Callable[..., Run]]] = {
-    "kv_write": ("head_dim", _kv_write),
-    "rms_norm": ("hidden", _norm),
-    "silu_mul": ("inner", _activation),
+    "kv_write": ("head_dim", kv_write),
+    "rms_norm": ("hidden", norm),
+    "act_and_mul": ("inner", activation),
 }
 """The size of the model that decides the shape, and the maker."""
 _OF_LOGITS: dict[str, Callable[..., Run]] = {
-    "sampling_filter": _filtering,
-    "sampling_stats": _stats,
-    "sampling_logprobs": _logprobs,
-    "noise_argmax": _draws,
-    "verification": _verification,
+    "sampling_filter": filtering,
+    "sampling_stats": stats,
+    "sampling_logprobs": logprobs,
+    "noise_argmax": draws,
+    "verification": verification,
 }
 
 
-def _work(model: ModelShape, what: str, maker: Callable[..., Run], *sizes: object) -> Workload:
-    return Workload(what, lambda device: maker(_Inputs(device, model), *sizes))
+def make_work(model: ModelShape, what: str, maker: Callable[..., Run], *sizes: object) -> Workload:
+    """Work of one maker; `sizes` are its arguments after the inputs."""
+    return Workload(what, lambda device: maker(Inputs(device, model), *sizes))
 
 
 def every_work(kernel: str, model: ModelShape, sizes: WorkSizes) -> Iterator[tuple[tuple[int, ...], Workload]]:
@@ -248,19 +259,19 @@ def every_work(kernel: str, model: ModelShape, sizes: WorkSizes) -> Iterator[tup
                 width = site[0] if kernel == "lora_shrink" else sum(site[1])
                 for tokens, count in steps:
                     what = f"{site[0]} to {'+'.join(map(str, site[1]))}, {tokens} tokens of {count} adapters"
-                    work = _work(model, what, _adapters, site, sizes.rank, tokens, count)
+                    work = make_work(model, what, adapters, site, sizes.rank, tokens, count)
                     yield (tile, bucket(width), item), work
     elif kernel in _OF_ROWS:
         size, maker = _OF_ROWS[kernel]
         for rows in sizes.rows:
-            yield (bucket(getattr(model, size)), item), _work(model, f"{rows} rows", maker, rows)
+            yield (bucket(getattr(model, size)), item), make_work(model, f"{rows} rows", maker, rows)
     else:
         rules = {"invariant": INVARIANT, "rejection": REJECTION} if kernel == "verification" else {"": 0}
         for rows in sizes.logits:
             for name, rule in rules.items():
                 more = (rule, sizes.drafts) if name else ()
                 what = f"{rows} x {sizes.drafts} drafts, {name}" if name else f"{rows} rows"
-                yield (bucket(model.vocab),), _work(model, what, _OF_LOGITS[kernel], *more, rows)
+                yield (bucket(model.vocab),), make_work(model, what, _OF_LOGITS[kernel], *more, rows)
 
 
 def _attention_work(model: ModelShape, sizes: WorkSizes) -> Iterator[tuple[tuple[int, ...], Workload]]:
@@ -272,4 +283,4 @@ def _attention_work(model: ModelShape, sizes: WorkSizes) -> Iterator[tuple[tuple
         layout = planner.layout(_rows(rows, queries, context))
         (group,) = layout.groups
         shape_of = planner.tuned_shape(group.block_m, is_long=layout.long is not None)
-        yield shape_of, _work(model, f"{rows} x {context}, {queries} queries", _attention, rows, queries, context)
+        yield shape_of, make_work(model, f"{rows} x {context}, {queries} queries", attention, rows, queries, context)

@@ -44,20 +44,12 @@ def add_commands(admin: Commands) -> None:
 
 
 def _add_fields(parser: argparse.ArgumentParser, *, change: bool) -> None:
-    parser.add_argument(
-        "--weight",
-        type=float,
-        default=argparse.SUPPRESS,
-        metavar="X",
-        help="share under --scheduling-policy fair, relative to others'" + ("" if change else " (default: 1)"),
-    )
-    parser.add_argument(
-        "--max-adapters",
-        type=int,
-        default=argparse.SUPPRESS,
-        metavar="N",
-        help="adapters that the tenant may load itself" + ("" if change else " (default: 0)"),
-    )
+    for flag, kind, metavar, text, default in (
+        ("--weight", float, "X", "share under --scheduling-policy fair, relative to others'", 1),
+        ("--max-adapters", int, "N", "adapters that the tenant may load itself", 0),
+    ):
+        note = "" if change else f" (default: {default})"
+        parser.add_argument(flag, type=kind, default=argparse.SUPPRESS, metavar=metavar, help=text + note)
     add_limit_options(parser, change=change)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .... import __version__
-from ....models.checkpoint.json_files import read_json
+from ....models.checkpoint.json_files import read_model_config
 from ....models.demo import DEMO_MODEL_NAME
 from ...core.errors import OutriderError
 from ...core.messages import EngineInfo
@@ -89,7 +89,7 @@ def describe_model(given: str | None, info: EngineInfo) -> dict[str, Any]:
 def has_random_weights(folder: Path) -> bool:
     """True when a model's config.json says that it was never trained."""
     try:
-        return bool(read_json(folder / "config.json").get(RANDOM_WEIGHTS))
+        return bool(read_model_config(folder).get(RANDOM_WEIGHTS))
     except OutriderError:
         return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ....models.config import DecoderConfig
+from ....models.decoder import Decoder
 from ...core.lora_request import LoRARequest
 
 FILES_PER_RANK = 4
@@ -22,19 +24,11 @@ _SCALES_PER_OCTAVE = 128
 """Number of scales from one power of two to the next. Thousands of scales stay small, and bfloat16 keeps them apart."""
 
 
+@functools.cache
 def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """(in, out) features of a layer's projections, by their names in a checkpoint."""
-    hidden, wide = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return {
-        "self_attn.q_proj": (hidden, queries),
-        "self_attn.k_proj": (hidden, keys),
-        "self_attn.v_proj": (hidden, keys),
-        "self_attn.o_proj": (queries, hidden),
-        "mlp.gate_proj": (hidden, wide),
-        "mlp.up_proj": (hidden, wide),
-        "mlp.down_proj": (wide, hidden),
-    }
+    """(in, out) features of all projections, by their names in a checkpoint."""
+    linears = Decoder(config).linears()
+    return {name: (linear.in_features, size) for linear in linears for name, size in linear.slices}
 
 
 class AdapterWriter:
@@ -60,7 +54,7 @@ class AdapterWriter:
             "peft_type": "LORA",
             "r": rank,
             "lora_alpha": rank * 2.0 ** (number // FILES_PER_RANK / _SCALES_PER_OCTAVE),
-            "target_modules": sorted(name.rpartition(".")[2] for name in linear_shapes(self._config)),
+            "target_modules": sorted({name.rpartition(".")[2] for name in linear_shapes(self._config)}),
             "bias": "none",
             "inference_mode": True,
             "task_type": "CAUSAL_LM",
@@ -76,15 +70,13 @@ class AdapterWriter:
         return file
 
     def _tensors(self, rank: int, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
-        for layer in range(self._config.num_layers):
-            for module, (in_features, out_features) in linear_shapes(self._config).items():
-                prefix = f"base_model.model.model.layers.{layer}.{module}.lora_"
-                for part, shape, size in (
-                    ("A", (rank, in_features), in_features**-0.5),
-                    ("B", (out_features, rank), 0.01),
-                ):
-                    values = torch.randn(shape, generator=generator) * size
-                    yield f"{prefix}{part}.weight", values.to(self._config.dtype)
+        for module, (in_features, out_features) in linear_shapes(self._config).items():
+            for part, shape, size in (
+                ("A", (rank, in_features), in_features**-0.5),
+                ("B", (out_features, rank), 0.01),
+            ):
+                values = torch.randn(shape, generator=generator) * size
+                yield f"base_model.model.{module}.lora_{part}.weight", values.to(self._config.dtype)
 
 
 def _link(source: Path, target: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.compat.vllm_options import VALUES
-from ...core.config import DTYPES, KV_CACHE_DTYPES, POLICIES, EngineArgs, check_args
+from ...core.config import DTYPES, KV_CACHE_DTYPES, MODEL_IMPLS, POLICIES, EngineArgs, check_args
 from ...core.errors import InvalidRequestError
 from ...core.speculative_config import parse_speculative
 from .field_flags import add_field_flag, given_fields
@@ -20,6 +20,7 @@ _CHOICES = {
     "kv_cache_dtype": KV_CACHE_DTYPES,
     "scheduling_policy": POLICIES,
     "device": ("auto", "cpu", "cuda"),
+    "model_impl": (*MODEL_IMPLS, *VALUES["model_impl"]),
     "load_format": ("auto", "dummy", *VALUES["load_format"]),
 }
 _TYPES = {"max_model_len": length, "kv_cache_memory_bytes": memory}
@@ -41,6 +42,10 @@ GROUPS: dict[str, dict[str, str]] = {
         "dtype": 'type of weights and activations; "auto" takes the checkpoint\'s',
         "device": "where to run; auto takes a GPU if there is one",
         "load_format": '"dummy" fills the model with random weights, for benchmarks',
+        "model_impl": (
+            "code that computes the model: native, transformers (its modelling code over this engine's cache and "
+            "linear layers), or auto, which is native where there is a family for the architecture"
+        ),
         "max_model_len": (
             "longest sequence, prompt and output together, in tokens, also as 4k (4000) or 4K (4096) "
             "(default: auto, the model's limit)"

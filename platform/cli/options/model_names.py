@@ -22,11 +22,13 @@ class ModelNames(NamedTuple):
 def names_of_model(model: str) -> ModelNames:
     """Names of a model, from the folder or hub id that the server was started with.
 
-    The shown name is the last part of the hub id or of the given path; for a link it is the link's name. Aliases are
-    the given model with and without a slash at its end, its absolute and its resolved path, and the hub id of a
-    snapshot in the hub's cache.
+    The shown name is the last part of the hub id or of the given path; for a link it is the link's name, for a file it
+    has no suffix. Aliases are the given model with and without a slash at its end, its absolute and its resolved path,
+    and the hub id of a snapshot in the hub's cache.
     """
     path = Path(model).expanduser()
+    if path.is_file():
+        return _distinct(path.stem, [model, path.name, os.path.abspath(path), os.path.realpath(path)])
     if not path.is_dir():
         return _distinct(_last_part(model), [model])
     absolute, resolved = os.path.abspath(path), os.path.realpath(path)

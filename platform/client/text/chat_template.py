@@ -57,7 +57,10 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
         )
     template = options.get("chat_template")
     if template is None and getattr(tokenizer, "chat_template", None) is None:
-        raise InvalidRequestError("the model has no chat template; give chat_template", param="chat_template")
+        raise InvalidRequestError(
+            "the model has no chat template: give chat_template, or start the server with --chat-template FILE",
+            param="chat_template",
+        )
     conversation = [_message(index, message) for index, message in enumerate(_as_messages(messages))]
     extra = dict(options.get("chat_template_kwargs") or {})
     clash = sorted(TAKEN_VARIABLES & set(extra))

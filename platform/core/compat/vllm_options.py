@@ -81,6 +81,7 @@ ALIASES = {
 
 VALUES: dict[str, dict[str, str]] = {
     "dtype": {"half": "float16", "float": "float32"},
+    "model_impl": {"vllm": "native"},
     "load_format": {"safetensors": "auto", "hf": "auto", "fastsafetensors": "auto"},
 }
 """Other spellings of an option's values."""
@@ -120,7 +121,6 @@ ENGINE: dict[str, Option] = {
     # The model and its files
     **each(only("auto", "generate", why="models generate text only"), "task runner"),
     "convert": only("auto", "none", why="models generate text only"),
-    "model_impl": only("auto", "native", "vllm", why="models have this engine's own implementations only"),
     "tokenizer_mode": only("auto", "hf", why="tokenizers are those of transformers"),
     "skip_tokenizer_init": off("requests need the tokenizer; detokenize=False leaves it out of answers"),
     "trust_remote_code": ignored_flag(NO_CODE),

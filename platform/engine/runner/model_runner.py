@@ -17,7 +17,7 @@ from torch import Tensor
 from ....kernels.device_outcome import DeviceOutcome
 from ....kernels.staging import to_device
 from ....models.batch import ForwardBatch, LayerKV, build_batch
-from ....models.decoder import Decoder, DecoderOutput
+from ....models.model import DecoderOutput, LanguageModel
 from ....models.pass_graphs import PassGraphs, PassInputs
 from ....spec_decode.control.policy import SpeculationPolicy
 from ....spec_decode.drafters.base import AdapterPreparer, DeviceStep, Drafter, DraftRow, Proposal, TargetOutput
@@ -36,7 +36,7 @@ LOGITS_CHUNK = 128
 class RunnerParts(NamedTuple):
     """Parts of a runner."""
 
-    model: Decoder
+    model: LanguageModel
     kv: list[LayerKV]
     """The target's layers."""
     sampler: Sampler
@@ -117,7 +117,7 @@ class ModelRunner:
             self._passes = parts.graphs.of(parts.model, parts.kv, self._compute, preparers)
 
     @property
-    def model(self) -> Decoder:
+    def model(self) -> LanguageModel:
         """The target."""
         return self._model
 

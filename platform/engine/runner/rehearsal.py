@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from ....lora.manager import AdapterManager
-from ....models.decoder import Decoder
 from ....models.layers.linear import Linear
+from ....models.model import LanguageModel
 from ...core.lora_request import LoRARequest
 from ...core.request import Request
 from ..queue.scheduler import Scheduler
@@ -54,7 +54,7 @@ def rehearse_adapter(
     scheduler: Scheduler,
     runner: ModelRunner,
     adapters: AdapterManager,
-    model: Decoder,
+    model: LanguageModel,
     draft: tuple[str, Sequence[Linear]],
 ) -> None:
     """Rehearse with an adapter at every site of the model and of the drafter; nothing is left of it.
@@ -72,12 +72,12 @@ def rehearse_adapter(
             adapters.catalog.stats()  # its load is told to nobody
 
 
-def write_adapter(folder: Path, model: Decoder, draft: tuple[str, Sequence[Linear]]) -> LoRARequest:
-    """A PEFT adapter of rank 1 for every module, with zeros."""
+def write_adapter(folder: Path, model: LanguageModel, draft: tuple[str, Sequence[Linear]]) -> LoRARequest:
+    """A PEFT adapter of rank 1 for every module but those of experts, with zeros."""
     method, draft_linears = draft
-    tensors = _tensors(model.linears())
-    vocab, hidden = model.config.vocab_size, model.config.hidden_size
-    tensors |= _pair("model.embed_tokens", vocab, hidden, "lora_embedding_A", "lora_embedding_B")
+    tensors = _tensors([linear for linear in model.linears() if not linear.expert])
+    vocab, hidden = model.config.vocab_size, model.config.embedding_size
+    tensors |= _pair(model.embedding.names.table, vocab, hidden, "lora_embedding_A", "lora_embedding_B")
     if not model.config.tie_word_embeddings:
         tensors |= _pair("lm_head", hidden, vocab)
     _write(folder, tensors)

@@ -81,7 +81,7 @@ def print_summary(startup: Startup, console: Console | None = None) -> None:
 
 def _rows(startup: Startup) -> list[tuple[str, str]]:
     info, config = startup.info, startup.config
-    tokens = info.num_kv_blocks * info.block_size
+    tokens, parameters = info.num_kv_blocks * info.block_size, format_count(info.num_parameters)
     short = "" if info.kv_cache_dtype == "auto" else f" in {info.kv_cache_dtype}"
     if info.enable_lora:
         names = ", ".join(f"{adapter.name} (rank {adapter.rank})" for adapter in startup.adapters)
@@ -100,7 +100,7 @@ def _rows(startup: Startup) -> list[tuple[str, str]]:
     sampling_row = [("Sampling", f"{sampling} unless a request says otherwise (generation_config.json)")]
     return [
         ("Model", f"{', '.join(config.served_model_names)}  ({info.model})"),
-        ("", f"{info.architecture}, {format_count(info.num_parameters)} parameters, {info.dtype} on {info.device}"),
+        ("", f"{info.architecture} ({info.model_impl}), {parameters} parameters, {info.dtype} on {info.device}"),
         ("Context", f"{info.max_model_len:,} tokens"),
         ("KV cache", f"{info.num_kv_blocks:,} blocks of {info.block_size} tokens = {tokens:,} tokens{short}"),
         ("Adapters", adapters),

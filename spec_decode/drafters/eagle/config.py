@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 from ....models.batch import kv_dtype
 from ....models.checkpoint.json_files import read_json
 from ....models.config import DTYPES, DecoderConfig, decoder_config, named_architectures
-from ....models.families import FamilyTraits, supported_architectures
+from ....models.families import FAMILIES, FamilyTraits
 from ..checkpoint import StoredTensor, read_tensors, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_FAMILIES = tuple(name.removesuffix("ForCausalLM") for name in supported_architectures())
+    from ....models.model import ModelConfig
+
+_FAMILIES = tuple(name.removesuffix("ForCausalLM") for name, traits in FAMILIES.items() if traits.block is None)
 ARCHITECTURES = {
     "eagle": tuple(
         pattern.format(family)
@@ -95,7 +97,7 @@ def head_tensors(path: Path) -> dict[str, StoredTensor]:
     }
 
 
-def read_eagle_config(raw: Mapping[str, Any], method: str, target: DecoderConfig) -> EagleConfig:
+def read_eagle_config(raw: Mapping[str, Any], method: str, target: ModelConfig) -> EagleConfig:
     """Read config.json, for a head without tensors (`load_format="dummy"`); see `with_tensors`.
 
     Raises:
@@ -104,6 +106,8 @@ def read_eagle_config(raw: Mapping[str, Any], method: str, target: DecoderConfig
     """
     flat = _flattened(raw)
     _check_architecture(raw, method)
+    if target.embedding_size != target.hidden_size:
+        raise refuse("the target's embeddings and hidden states have different sizes: EAGLE heads are not for it")
     eagle3 = method == "eagle3"
     layer = decoder_config(flat, "eagle", target.dtype, _TRAITS)
     if layer.num_layers != 1:
@@ -213,7 +217,7 @@ def _check_architecture(raw: Mapping[str, Any], method: str) -> None:
     raise refuse(f"config.json names architectures {what}; method {method} loads {', '.join(known)}{hint}")
 
 
-def _target_hidden_size(flat: Mapping[str, Any], layer: DecoderConfig, target: DecoderConfig) -> int:
+def _target_hidden_size(flat: Mapping[str, Any], layer: DecoderConfig, target: ModelConfig) -> int:
     size = _integer(flat, "target_hidden_size", layer.hidden_size)
     if size != target.hidden_size:
         field = "target_hidden_size" if flat.get("target_hidden_size") is not None else "hidden_size"

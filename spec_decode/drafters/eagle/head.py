@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ....kernels.act_and_mul import act_and_mul
 from ....kernels.linear import Packed, pack
 from ....kernels.rope import Rotation
-from ....kernels.silu_mul import silu_mul
-from ....models.attention import AttentionSpec, make_attention
+from ....models.attention import attention_spec, make_attention
 from ....models.batch import ForwardBatch, KVLayerSpec, SequenceRows
-from ....models.decoder import Decoder
 from ....models.layers.linear import Linear
 from ....models.layers.norm import RMSNorm
 from ....models.layers.rope import RotaryEmbedding
 from ....models.layers.weights import WeightSlot
+from ....models.model import LanguageModel
 from ...verify.draft_sampling import DraftVocabulary
 from ..base import Adapters
 from ..checkpoint import refuse
@@ -52,17 +52,17 @@ class LastRows:
 class _ShiftedRope(RotaryEmbedding):
     """The head's rotary embedding: what is kept at position p of a sequence is rotated as position p - 1."""
 
-    def rotation(
+    def rotations(
         self, positions: Tensor, end: int, in_long_prompt: Tensor | None = None, *, gathers: bool = True
-    ) -> Rotation:
+    ) -> tuple[Rotation, ...]:
         """See `RotaryEmbedding`; all positions are at least 1."""
-        return super().rotation(positions - 1, end, in_long_prompt, gathers=gathers)
+        return super().rotations(positions - 1, end, in_long_prompt, gathers=gathers)
 
 
 class EagleHead:
     """One layer, built without weights: fill every slot of `weight_slots`, then run it."""
 
-    def __init__(self, config: EagleConfig, target: Decoder, device: str) -> None:
+    def __init__(self, config: EagleConfig, target: LanguageModel, device: str) -> None:
         """`target` lends embeddings and head where the head has none.
 
         Raises:
@@ -79,17 +79,8 @@ class EagleHead:
                 f"the head has no {missing}.weight, and its hidden size {layer.hidden_size} is not the target's "
                 f"{config.target_hidden_size}: it cannot share the target's"
             )
-        self.attention = make_attention(
-            AttentionSpec(
-                num_heads=layer.num_heads,
-                num_kv_heads=layer.num_kv_heads,
-                head_dim=layer.head_dim,
-                windows=frozenset(layer.windows),
-                dtype=layer.dtype,
-                device=self.device,
-            )
-        )
-        self.rope = _ShiftedRope(layer.rope, layer.head_dim, dtype=layer.dtype, device=self.device)
+        self.attention = make_attention(attention_spec(layer, self.device))
+        self.rope = _ShiftedRope([layer.rope], layer.head_dim, dtype=layer.dtype, device=self.device)
         self._build_linears()
         self._build_norms()
         self._embedding: Tensor | None = None
@@ -213,13 +204,15 @@ class EagleHead:
             x = residual = self._fc.forward(torch.cat((embedded, hidden), dim=-1), batch)
         window = self.config.layer.windows[0]
         qkv = self._qkv.forward(x, batch)
-        attended = self.attention.forward_qkv(qkv, batch.rotation, None, batch.kv[0], batch.attention, window)
+        attended = self.attention.forward_qkv(qkv, batch.rotations[0], None, batch.kv[0], batch.attention, window)
         rows: ForwardBatch | Adapters = batch
         if last is not None:
             attended, residual = last.rows.last_of(attended, residual)
             rows = Adapters(last.adapters())
         x = self._o.forward(attended, rows, residual=residual)
-        x = self._down.forward(silu_mul(self._gate_up.forward(self._post_norm(x), rows)), rows, residual=x)
+        x = self._down.forward(
+            act_and_mul(self._gate_up.forward(self._post_norm(x), rows), self.config.layer.hidden_act), rows, residual=x
+        )
         return self._final_norm(x) if self.config.norm_output else x
 
     def logits(self, state: Tensor, out: Tensor | None = None) -> Tensor:

@@ -10,17 +10,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....models.config import DecoderConfig, named_architectures
+from ....models.config import named_architectures
 from ....models.layers.linear import Linear
 from ....models.layers.weights import WeightSlot
 from ..base import Adapters
 from ..checkpoint import StoredTensor, refuse
+
+if TYPE_CHECKING:
+    from ....models.model import ModelConfig
 
 ARCHITECTURES = ("MedusaModel", "MedusaForCausalLM", "MedusaLlamaForCausalLM", "MedusaMistralForCausalLM")
 _PREFIXES = ("medusa_heads.", "medusa_head.", "heads.")
@@ -45,7 +48,7 @@ class MedusaConfig:
     dtype: torch.dtype
 
 
-def read_medusa_config(raw: Mapping[str, Any], target: DecoderConfig) -> MedusaConfig:
+def read_medusa_config(raw: Mapping[str, Any], target: ModelConfig) -> MedusaConfig:
     """Read config.json. The original format names neither sizes nor architectures: they are the target's.
 
     Raises:
@@ -58,7 +61,7 @@ def read_medusa_config(raw: Mapping[str, Any], target: DecoderConfig) -> MedusaC
             "config.json is not Medusa's: it has no medusa_num_heads, and names architectures "
             f"{', '.join(named) or 'none'}"
         )
-    hidden, vocab = target.hidden_size, target.vocab_size
+    hidden, vocab = target.embedding_size, target.vocab_size
     for field, ours, what in (("hidden_size", hidden, "hidden size"), ("vocab_size", vocab, "vocabulary")):
         value = raw.get(field)
         if value is not None and value != ours:

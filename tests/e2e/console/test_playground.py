@@ -115,6 +115,7 @@ def test_errors_of_a_request_are_shown_and_nothing_is_lost(signed_in):
 
 
 def test_nothing_is_sent_before_the_models_are_known(tab, admin_key):
+    tab.page.clock.install()
     tab.page.route("**/v1/models", lambda route: route.abort())
     page = tab.open(admin_key).page
     page.get_by_placeholder("Message").fill("Hello")
@@ -122,4 +123,5 @@ def test_nothing_is_sent_before_the_models_are_known(tab, admin_key):
     page.get_by_placeholder("Message").press("Control+Enter")
     expect(page.locator(".turn")).to_have_count(0)
     page.unroute("**/v1/models")
+    page.clock.fast_forward(10_000)  # then it asks again
     expect(page.get_by_role("button", name="Send")).to_be_enabled()

@@ -36,6 +36,7 @@ SAMPLES = {
     "revision": "v2", "tokenizer": "/tok", "tokenizer_revision": "v3", "download_dir": "/cache",
     "generation_config": "none", "override_generation_config": {"temperature": 0.5},
     "dtype": "float32", "device": "cpu", "load_format": "dummy", "seed": 5, "max_model_len": 100,
+    "model_impl": "transformers",
     "max_num_seqs": 3, "max_num_batched_tokens": 200, "max_logprobs": 7, "block_size": 8, "num_gpu_blocks_override": 50,
     "kv_cache_memory_bytes": 10**6, "gpu_memory_utilization": 0.5, "enable_prefix_caching": False,
     "kv_cache_dtype": "fp8",
@@ -124,6 +125,10 @@ def test_the_model_answers_to_the_name_it_was_started_with(tmp_path, monkeypatch
     assert {resolved, f"{resolved}/", "acme/tiny-1b"} <= set(config.model_aliases)
     _, config = resolve("Qwen/Qwen3-0.6B")
     assert (config.served_model_names, config.model_aliases) == (("Qwen3-0.6B",), ("Qwen/Qwen3-0.6B",))
+    (tmp_path / "tiny.Q8_0.gguf").touch()
+    _, config = resolve("tiny.Q8_0.gguf")
+    assert config.served_model_names == ("tiny.Q8_0",)
+    assert {"tiny.Q8_0.gguf", str(tmp_path / "tiny.Q8_0.gguf")} <= set(config.model_aliases)
     _, config = resolve("my-model", "--served-model-name", "one")
     assert (config.served_model_names, config.model_aliases) == (("one",), ())
     with pytest.raises(InvalidRequestError, match="the model's own name"):

@@ -23,6 +23,7 @@ from outrider.platform.client.llm import LLM
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import InvalidRequestError, NotFoundError, ShuttingDownError
 from outrider.platform.core.lora_request import LoRARequest
+from outrider.platform.core.outputs import CompletionOutput
 from outrider.platform.core.sampling_params import SamplingParams
 
 
@@ -298,6 +299,7 @@ def test_outputs(model_path: str) -> None:
     with LLM(model_path) as llm:
         [output] = llm.generate("hello", SamplingParams(max_tokens=2), use_tqdm=False)
     assert output.outputs[0].finished() is True
+    assert CompletionOutput(0, "", []).finished() is False
     assert output.metrics is not None
     assert output.num_cached_tokens == output.metrics.num_cached_tokens > 0
     assert output.metrics.first_token_latency is not None

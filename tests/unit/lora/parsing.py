@@ -6,9 +6,10 @@ from typing import NamedTuple
 import torch
 
 from outrider.lora.adapter import Adapter, AdapterSource
-from outrider.lora.device.layout import EMBEDDING, LM_HEAD, ModelLayout, RowLayout
+from outrider.lora.device.layout import LM_HEAD, ModelLayout, RowLayout
 from outrider.lora.files.folder import AdapterFiles
 from outrider.lora.files.tensor_keys import ModelModules
+from outrider.models.layers.embedding import EMBEDDING
 
 
 class DraftTarget(NamedTuple):

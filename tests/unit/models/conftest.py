@@ -12,6 +12,8 @@ from torch import Tensor
 from outrider.models.batch import LayerKV, SequenceRows, allocate_kv, build_batch
 from outrider.models.decoder import Decoder
 
+from ...tiny_families import Family, build
+
 BLOCK_SIZE = 4
 NUM_BLOCKS = 200
 
@@ -59,20 +61,6 @@ def driver() -> type[Driver]:
     return Driver
 
 
-TINY = {
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 131,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
-
-
 @pytest.fixture(scope="session")
 def save_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, torch.nn.Module]]:
     """save_tiny("Llama", dtype=..., shard=..., **config) -> (directory, the transformers model in that dtype)."""
@@ -80,19 +68,7 @@ def save_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[P
     def save(
         family: str, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB", **config: object
     ) -> tuple[Path, torch.nn.Module]:
-        import transformers
-
-        torch.manual_seed(0)
-        hf_config = getattr(transformers, f"{family}Config")(**{**TINY, **config})
-        model = getattr(transformers, f"{family}ForCausalLM")(hf_config).eval()
-        for name, parameter in model.named_parameters():
-            # Larger than the default, so that attention is peaked, logits are of order 1, and norms and biases count.
-            if "norm" in name:
-                torch.nn.init.uniform_(parameter, 0.5, 1.5)
-            else:
-                torch.nn.init.normal_(
-                    parameter, 0.0, 0.3 if name.endswith("bias") else 1.3 * parameter.shape[-1] ** -0.5
-                )
+        model = build(Family(family, config))
         path = tmp_path_factory.mktemp(family.lower())
         model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
         # Loaded again: `.to` has rounded the rotary frequencies too.

@@ -20,6 +20,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         "Qwen3Moe",
         {**SPARSE, "head_dim": 12, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 9},
     ),
+    "olmoe": ("Olmoe", {"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True}),
     "qwen2": ("Qwen2Moe", {**SPARSE, "shared_expert_intermediate_size": 40}),
 }
 PROMPTS = {0: list(range(3, 40)), 1: [7], 2: list(range(90, 60, -2)), 3: list(range(5, 130, 3))}
@@ -64,7 +65,12 @@ def test_bfloat16_is_as_close_to_float32_as_transformers(family: str, save_tiny:
 def test_a_config_with_wrong_experts_is_refused(save_tiny: Callable, tmp_path: Path) -> None:
     path, _ = save_tiny("Qwen3Moe", **CASES["qwen3"][1])
     raw = json.loads((path / "config.json").read_text())
-    for field, value in (("num_experts_per_tok", 7), ("num_local_experts", 1 << 20), ("mlp_only_layers", ["all"])):
+    for field, value in (
+        ("num_experts_per_tok", 7),
+        ("num_local_experts", 1 << 20),
+        ("mlp_only_layers", ["all"]),
+        ("clip_qkv", 8.0),
+    ):
         (tmp_path / "config.json").write_text(json.dumps({**raw, field: value}))
         with pytest.raises(UnsupportedModelError) as caught:
             load_model(tmp_path)

@@ -1,5 +1,6 @@
 """Model directories: sharded, tied, incomplete, wrong, or without weights."""
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -179,7 +180,7 @@ def test_facts_are_read_without_weights(tiny: Path, tmp_path: Path) -> None:
     assert read_facts(tmp_path, "auto") == facts
     assert read_facts(tmp_path, kv_cache_dtype="fp8").kv_bytes_per_token == 2 * 2 * 2 * 12
     raw = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**raw, "architectures": ["GPT2LMHeadModel"]}))
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "architectures": ["MambaForCausalLM"]}))
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM"):
         read_facts(tmp_path)
 
@@ -215,3 +216,41 @@ def test_wrong_dtype_is_refused(tiny: Path) -> None:
     with pytest.raises(InvalidRequestError, match="float8") as caught:
         load_model(tiny, dtype="float8")
     assert caught.value.param == "dtype"
+
+
+@pytest.mark.parametrize("name", ["consolidated.00.pth", "consolidated.safetensors"])
+def test_consolidated_files_are_refused_by_name(tiny: Path, tmp_path: Path, name: str) -> None:
+    shutil.copy(tiny / "config.json", tmp_path)
+    (tmp_path / name).touch()
+    with pytest.raises(InvalidRequestError, match=rf"{name} is in the form of Meta's or Mistral's"):
+        load_model(tmp_path)
+
+
+def test_float8_weights_are_refused_by_name(changed: Callable) -> None:
+    def edit(tensors: dict) -> None:
+        name = "model.layers.1.mlp.up_proj.weight"
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+    with pytest.raises(InvalidRequestError, match=r"layers\.1\.mlp\.up_proj\.weight is float8_e4m3fn"):
+        load_model(changed(edit))
+
+
+def test_sharded_pickles_equal_the_single_file(save_tiny: Callable, tmp_path: Path, driver: Callable) -> None:
+    single, _ = save_tiny("Qwen3")
+    shutil.copy(single / "config.json", tmp_path)
+    tensors = list(load_file(single / "model.safetensors").items())
+    parts = {f"pytorch_model-{part + 1:05}-of-00002.bin": dict(tensors[part::2]) for part in range(2)}
+    for name, part in parts.items():
+        torch.save(part, tmp_path / name)
+    weight_map = {tensor: name for name, part in parts.items() for tensor in part}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    a, b = (driver(load_model(path)).forward_once({0: TOKENS})[0] for path in (single, tmp_path))
+    assert a.equal(b)
+
+
+def test_configs_of_transformers_4_and_5(tiny: Path, tmp_path: Path) -> None:
+    raw = json.loads((tiny / "config.json").read_text())
+    old = {key: value for key, value in raw.items() if key not in ("rope_parameters", "dtype")}
+    old |= {"rope_theta": raw["rope_parameters"]["rope_theta"], "rope_scaling": None, "torch_dtype": raw["dtype"]}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    assert read_facts(tmp_path) == dataclasses.replace(read_facts(tiny), path=str(tmp_path))

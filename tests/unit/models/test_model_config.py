@@ -33,15 +33,8 @@ def test_supported_architectures_are_named() -> None:
     with pytest.raises(UnsupportedModelError) as caught:
         read("Bert")
     assert "BertForCausalLM" in str(caught.value)
-    assert supported_architectures() == [
-        "LlamaForCausalLM",
-        "MistralForCausalLM",
-        "MixtralForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen2MoeForCausalLM",
-        "Qwen3ForCausalLM",
-        "Qwen3MoeForCausalLM",
-    ]
+    assert supported_architectures() == sorted(supported_architectures())
+    assert {"GPT2LMHeadModel", "LlamaForCausalLM", "OPTForCausalLM"} <= set(supported_architectures())
     assert all(name in str(caught.value) for name in supported_architectures())
 
 
@@ -53,7 +46,7 @@ def test_a_config_without_architectures_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "param", "said"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act", "gelu"),
+        ({"hidden_act": "relu"}, "hidden_act", "relu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "gptq"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters", "yarn"),
         ({"rope_scaling": {"type": "proportional", "factor": 2.0}}, "rope_scaling", "proportional"),
@@ -163,8 +156,8 @@ def test_frequencies_of_yarn_are_those_of_transformers(extra: dict[str, Any]) ->
     config = read("Llama", **shape, num_key_value_heads=8, rope_parameters=scaling)
     torch.testing.assert_close(inverse_frequencies(config.rope, config.head_dim), wanted, rtol=1e-6, atol=0.0)
     assert config.rope.attention_factor == pytest.approx(factor)
-    rope = RotaryEmbedding(config.rope, config.head_dim, dtype=torch.float32, device=torch.device("cpu"))
-    assert rope.rotation(torch.tensor([0]), 1).cos.flatten()[0].item() == pytest.approx(factor)
+    rope = RotaryEmbedding([config.rope], config.head_dim, dtype=torch.float32, device=torch.device("cpu"))
+    assert rope.rotations(torch.tensor([0]), 1)[0].cos.flatten()[0].item() == pytest.approx(factor)
 
 
 def test_the_context_length_counts_a_rope_scaling() -> None:

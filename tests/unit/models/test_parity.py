@@ -9,6 +9,8 @@ from torch import Tensor
 
 from outrider.models.checkpoint.loader import load_model
 
+from ...tiny_families import FAMILIES
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -31,6 +33,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2-mixed-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16, "rms_norm_eps": 1e-5}),
     "qwen3-bias-mha": ("Qwen3", {"head_dim": 10, "num_key_value_heads": 4, "attention_bias": True}),
+    **{name: (family.prefix, family.config) for name, family in FAMILIES.items()},
 }
 
 LENGTHS = {0: 45, 1: 3, 2: 24, 3: 17, 4: 1, 5: 38}
@@ -97,11 +100,14 @@ def _check_greedy(reference: torch.nn.Module, prompts: dict, run: Callable, last
         assert logits[len(prompts[row]) - 1 :].argmax(-1).tolist() == text
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("case", "dtype"), [("llama-gqa-tied", torch.float16), *((case, torch.bfloat16) for case in ("qwen3", *FAMILIES))]
+)
 def test_half_precision_is_as_close_to_float32_as_transformers(
-    dtype: torch.dtype, save_tiny: Callable, driver: Callable
+    case: str, dtype: torch.dtype, save_tiny: Callable, driver: Callable
 ) -> None:
-    path, reference = save_tiny("Llama", dtype=dtype)
+    family, config = CASES[case]
+    path, reference = save_tiny(family, dtype=dtype, **config)
     tokens = torch.randint(0, 131, (30,), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         theirs = reference(tokens[None]).logits[0].float()

@@ -96,6 +96,27 @@ def test_package_that_is_missing_is_named(tmp_path: Path, monkeypatch, content: 
         load_tokenizer(tmp_path)
 
 
+def test_lone_tekken_names_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tekken.json").write_text("{}")
+    monkeypatch.setattr("outrider.models.checkpoint.tokenizer.find_spec", lambda name: None)
+    with pytest.raises(InvalidRequestError, match=r"mistral-common.*outrider\[mistral\]"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["jinja", "text", "list"])
+def test_chat_templates_in_all_forms(directory: Path, form: str) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    if form == "jinja":
+        (directory / "chat_template.jinja").write_text(template)
+    else:
+        file = directory / "tokenizer_config.json"
+        named = [{"name": "default", "template": template}, {"name": "tool_use", "template": "tools"}]
+        settings = json.loads(file.read_text()) | {"chat_template": template if form == "text" else named}
+        file.write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a b"}], tokenize=False) == "a b"
+
+
 def test_missing_tokenizers_are_typed_errors(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError) as missing:
         load_tokenizer(tmp_path / "nosuch")

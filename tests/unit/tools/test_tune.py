@@ -86,10 +86,10 @@ def test_a_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 def test_what_another_compiler_was_measured_with_is_begun_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from outrider.kernels.tuning.configs import SiluMulConfig
+    from outrider.kernels.tuning.configs import ActAndMulConfig
 
-    entry = ConfigEntry(SiluMulConfig(64, 1), {"w": Times(2.0, 1.0)})
-    ConfigFile(DeviceName("cpu", (0, 0)), "1.0", "2026-01-31", {("silu_mul", (128, 2)): entry}).write(
+    entry = ConfigEntry(ActAndMulConfig(64, 1), {"w": Times(2.0, 1.0)})
+    ConfigFile(DeviceName("cpu", (0, 0)), "1.0", "2026-01-31", {("act_and_mul", (128, 2)): entry}).write(
         tmp_path / "cpu.json"
     )
     run(tmp_path, monkeypatch)

@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .....models.checkpoint.json_files import read_json
+from .....models.checkpoint.json_files import read_model_config
 from .....models.checkpoint.loader import resolve_model_path
 from .....models.config import DTYPES, config_from_hf, stored_dtype
 from .....models.demo import demo_model_path
@@ -52,7 +52,7 @@ class Session:
         self._options = options
         self._given = [LoRARequest(name, path=path) for name, path in given.items()]
         self._path = demo_model_path() if is_demo(options.model) else resolve_model_path(options.model)
-        self._raw = read_json(self._path / "config.json")
+        self._raw = read_model_config(self._path)
         dtype = stored_dtype(self._raw) if options.dtype == "auto" else options.dtype
         self._shape = config_from_hf(self._raw, DTYPES[dtype])
         self._writer = AdapterWriter(scratch, self._shape, options.seed)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from outrider.platform.client.process.event_loops import in_event_loop
 from outrider.platform.core.errors import InvalidRequestError
@@ -136,6 +137,13 @@ def test_a_list_of_a_wrong_type_has_one_error(http, name):
     error = error_of(http.post("/v1/completions", COMPLETION | {name: [None] * 60}))
     assert error["message"].count("should be") <= 2
     assert error["param"].startswith(name)
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words", "stop_token_ids", "allowed_token_ids", "prompt", "adapters"])
+def test_validation_ends_at_the_first_wrong_entry(name):
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate(COMPLETION | {name: [None] * 60})
+    assert caught.value.error_count() <= 5  # one of each alternative
 
 
 @pytest.mark.parametrize("name", ["allowed_token_ids", "logit_bias"])

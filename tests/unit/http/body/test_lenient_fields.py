@@ -101,6 +101,11 @@ def test_other_servers_defaults(http):
     assert ignored(chat(http, **defaults, **dict.fromkeys(empty))) == []
 
 
+def test_other_servers_defaults_of_completions(http):
+    fields = {"suffix": "", "best_of": 1, "use_beam_search": False, "length_penalty": 1, "truncate_prompt_tokens": None}
+    assert ignored(http.post(COMPLETIONS, {"prompt": "a", "logprobs": None, "echo": False, **fields})) == []
+
+
 def test_the_header_is_short_and_safe(http):
     names = [f"näme\r\nX-Evil: {i}," + "y" * 500 for i in range(60)]
     response = chat(http, **dict.fromkeys(names, 1))

@@ -106,6 +106,17 @@ def test_noise_does_not_switch_drafting_on_and_off():
     assert sum(one != other for one, other in itertools.pairwise(drafting)) < 40
 
 
+def test_noise_does_not_change_the_drafter_back_and_forth():
+    """Of two drafters that are equally good, an adapter keeps the one that it has."""
+    accept, drafters = {(BASE, 0): 0.7, (BASE, 1): 0.7}, [Costs(0.05, 0.6)] * 2
+    world = World(long, accept, [BASE] * 8, drafters, noise=0.03, length=10_000_000).warm_up()
+    world.run(300)
+    world.drafters_used.clear()
+    world.run(1500)
+    most_used = [2 * sum(used) > len(used) for used in world.drafters_used]  # trials have two rows
+    assert sum(one != other for one, other in itertools.pairwise(most_used)) < 3
+
+
 def test_where_steps_are_short_a_class_of_batch_sizes_has_one_number():
     """It is chosen about once a second, and the same for all rows of an adapter."""
     world = World(short, {(BASE, 0): 0.8}, [BASE] * 4, [LOOKUP]).warm_up()

@@ -144,6 +144,7 @@ def test_a_run_says_how_far_it_is(options, samples, monkeypatch):
     text = "\n".join(lines)
     learned = sum(len(s.token_ids) - s.num_prompt_tokens for s in samples[8:])
     assert f"in 30 steps, 7.5 times over {learned:,} tokens of 32 samples" in text
+    assert re.search(r"to compare: with [\d,]+ tokens .* length of \d\.\d\d; this run trains [\d,]+", text)
     assert f"warning: {learned:,} tokens to learn from are few" in text
     assert "warning: 30 steps over" in text
     assert re.search(

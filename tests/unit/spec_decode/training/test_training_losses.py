@@ -6,6 +6,9 @@ from torch.nn import functional as F
 from outrider.spec_decode.training.build import new_drafter
 from outrider.spec_decode.training.methods import base as drafter_module
 from outrider.spec_decode.training.methods.base import Step, Wanted, greedy_tokens, soft_cross_entropy
+from outrider.spec_decode.training.target import load_target
+
+from .conftest import CPU, save_target
 
 
 def test_soft_cross_entropy_in_chunks(monkeypatch):
@@ -77,6 +80,16 @@ def test_a_head_begins_as_the_targets_last_layer(options, samples, read_batch):
     assert torch.equal(head["layers.0.self_attn.q_proj.weight"][:, 32:], last.self_attn.q_proj.weight)
     assert torch.equal(head["layers.0.self_attn.o_proj.weight"], last.self_attn.o_proj.weight)
     assert torch.equal(head["norm.weight"], target._causal.base_model.norm.weight)
+
+
+def test_a_large_vocabulary_is_reduced_by_default(options, samples, tmp_path):
+    save_target(tmp_path / "large", vocab_size=20_000)
+    target = load_target(str(tmp_path / "large"), None, torch.float32, CPU, None)
+    drafter = new_drafter(options(model=str(tmp_path / "large")), target, samples)
+    assert drafter.vocabulary is not None
+    assert len(drafter.vocabulary) == 8192
+    whole = new_drafter(options(model=str(tmp_path / "large"), draft_vocab_size=20_000), target, samples)
+    assert whole.vocabulary is None
 
 
 def test_eagle_learns_states_and_tokens(options, samples, read_batch):

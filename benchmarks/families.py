@@ -1,0 +1,62 @@
+"""Checks of every model family by a test run, as the file that the table in docs/guides/models.md is rendered from.
+
+    python benchmarks/families.py benchmarks/results/families.json
+
+Tiny random models of each family, with their adapters, are compared with transformers and PEFT in float32. The largest
+difference is that of a log probability of a generated token.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from outrider.platform.cli.bench.machine import describe_machine
+
+TESTS = ("tests/integration/test_families.py", "tests/integration/test_transformers_model.py")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_tests() -> list[dict[str, Any]]:
+    """Records of a test run: see `tests/family_records.py`.
+
+    Raises:
+        CalledProcessError: a test has failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "records"
+        environment = {**os.environ, "OUTRIDER_FAMILY_RECORDS": str(file)}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
+        subprocess.run(command, cwd=ROOT, env=environment, check=True)
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def merged(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each architecture and code, sorted: all that is shown, and the largest errors."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for found in records:
+        key = found["architecture"], found["code"]
+        row = rows.setdefault(key, {"architecture": key[0], "code": key[1], "shown": [], "errors": []})
+        row["shown"] += [name for name in found["shown"] if name not in row["shown"]]
+        if found["errors"]:
+            before = row["errors"] or [0.0, 0.0]
+            row["errors"] = [max(pair) for pair in zip(before, found["errors"], strict=True)]
+    return [rows[key] for key in sorted(rows)]
+
+
+def main() -> None:
+    """Run the tests and write the file."""
+    output = Path(sys.argv[1])
+    machine = describe_machine() | {"command": "python benchmarks/families.py F"}
+    run = {"run": "tests", "machine": machine, "families": merged(run_tests())}
+    claim = "Parity of every model family with transformers and PEFT, by tests on tiny random models"
+    output.write_text(json.dumps({"claim": claim, "runs": [run]}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Decoding speed of a mixture of experts, compared with the time that the memory needs for a token's active weights.
+
+    python benchmarks/moe.py [--tokens 48] [--rounds 5] [--output-json F]
+
+The model has the shape of Qwen3-MoE with 0.5 billion active parameters and random weights. One request is decoded, and
+the products of plain linear layers with as many bytes are timed beside it, in turn: their median is the least time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from lora_models import make_tokenizer
+
+from outrider import LLM, SamplingParams
+from outrider.kernels.linear import pack
+from outrider.platform.cli.bench.machine import RANDOM_WEIGHTS, describe_machine
+
+LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 24, 1024, 512, 16, 8, 64
+EXPERTS, TOP_K, VOCAB = 32, 8, 151936
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": HIDDEN,
+    "moe_intermediate_size": INNER,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": TOP_K,
+    "norm_topk_prob": True,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    RANDOM_WEIGHTS: True,
+}
+LINEAR = (4096, 1024)
+"""(out, in) of the plain layers."""
+
+
+def active_weights() -> int:
+    """Weights that one token multiplies."""
+    attention = HIDDEN * HEAD_DIM * (2 * HEADS + 2 * KV_HEADS)
+    return LAYERS * (attention + HIDDEN * EXPERTS + 3 * TOP_K * HIDDEN * INNER) + VOCAB * HIDDEN
+
+
+def make_decode(llm: LLM, tokens: int) -> Callable[[], float]:
+    """Return a function that gives the seconds of one decoded token, without the prompt's."""
+    prompt = {"prompt_token_ids": list(range(3, 35))}
+
+    def seconds(count: int) -> float:
+        began = time.perf_counter()
+        llm.generate([prompt], SamplingParams(temperature=0, max_tokens=count, ignore_eos=True), use_tqdm=False)
+        return time.perf_counter() - began
+
+    return lambda: (seconds(tokens + 1) - seconds(1)) / tokens
+
+
+def make_stream(weights: int) -> Callable[[], float]:
+    """Return a function that gives the seconds for products of one row with as many weights."""
+    out, inner = LINEAR
+    linears = [pack(torch.randn(out, inner).bfloat16()) for _ in range(round(weights / (out * inner)))]
+    x = torch.randn(1, inner).bfloat16()
+
+    @torch.inference_mode()
+    def seconds() -> float:
+        began = time.perf_counter()
+        for linear in linears:
+            linear(x)
+        return (time.perf_counter() - began) * weights / (len(linears) * out * inner)
+
+    return seconds
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=48, help="decoded in each round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output-json", type=Path)
+    args = parser.parse_args()
+    found: dict[str, list[float]] = {"decode": [], "stream": []}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(CONFIG))
+        make_tokenizer().save_pretrained(folder)
+        with LLM(folder, load_format="dummy", max_model_len=512, max_num_seqs=4) as llm:
+            decode, stream = make_decode(llm, args.tokens), make_stream(active_weights())
+            for number in range(args.rounds + 1):  # the first one warms up
+                for name, work in (("decode", decode), ("stream", stream)):
+                    taken = work()
+                    if number:
+                        found[name].append(taken)
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    share = round(medians["stream"] / medians["decode"], 3)
+    gigabytes = 2 * active_weights() / 1e9
+    print(
+        f"{active_weights() / 1e9:.2f}B active: {medians['decode'] * 1e3:.1f} ms a token, the same bytes "
+        f"{medians['stream'] * 1e3:.1f} ms ({gigabytes / medians['stream']:.0f} GB/s): {share} of the possible speed"
+    )
+    if args.output_json is not None:
+        settings = {"tokens": args.tokens, "rounds": args.rounds, "threads": torch.get_num_threads(), **CONFIG}
+        report = {
+            "claim": "Decoding of a mixture of experts over the speed that its active bytes allow",
+            "machine": describe_machine(),
+            "settings": settings,
+            "active_weights": active_weights(),
+            "tokens_per_second": round(1 / medians["decode"], 2),
+            "share": share,
+            "rounds": found,
+        }
+        args.output_json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

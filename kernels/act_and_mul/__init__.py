@@ -1,0 +1,30 @@
+"""Activation of a gated MLP (Shazeer 2020): act(gate) · up, where act is SiLU or GELU."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..dispatch import use_triton
+from . import torch as _torch
+from .native import act_and_mul as _native
+
+__all__ = ["act_and_mul", "act_and_mul_invariant"]
+
+
+def act_and_mul(x: Tensor, activation: str = "silu") -> Tensor:
+    """Product act(x[:, :I]) · x[:, I:] of x [T, 2I]; returns [T, I], contiguous.
+
+    `activation` is one of `torch.ACTIVATIONS`.
+    """
+    if use_triton(x):
+        from . import triton as _triton
+
+        return _triton.act_and_mul(x, activation)
+    y = _native(x, activation)
+    return _torch.act_and_mul(x, activation) if y is None else y
+
+
+def act_and_mul_invariant(x: Tensor, activation: str = "silu") -> Tensor:
+    """`act_and_mul` in which a row's result does not depend, bit for bit, on other rows."""
+    y = _native(x, activation)
+    return _torch.act_and_mul_invariant(x, activation) if y is None else y

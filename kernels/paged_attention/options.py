@@ -1,0 +1,22 @@
+"""Options of a model's attention."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class AttentionOptions(NamedTuple):
+    """Properties of a model's attention beside its heads."""
+
+    scale: float | None = None
+    """Factor of the scores; None: 1 / sqrt(D)."""
+    soft_cap: float | None = None
+    """Cap c of the scores: a score x becomes c · tanh(x / c)."""
+    rotary_dim: int | None = None
+    """Elements of a head that are rotated, from its first on; None: all."""
+    interleaved: bool = False
+    """True: neighbours are rotated as pairs; False: an element and the one half of the rotated elements after it."""
+
+
+DEFAULT_OPTIONS = AttentionOptions()
+"""Options of Llama's attention."""

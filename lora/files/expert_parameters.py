@@ -1,0 +1,114 @@
+"""Adapters on parameters that hold all experts (PEFT's `target_parameters`), seen as adapters of single experts.
+
+    ….experts.lora_A.weight             [E · r, in]    rows e · r to e · r + r belong to expert e
+    ….experts.lora_B.weight             [out, r · E]   columns e, e + E, e + 2 E... belong to expert e
+    ….experts.base_layer.lora_A.weight                 of a second parameter, which PEFT wraps first
+
+The shapes say whether the parameter is gate_up_proj or down_proj. The delta of expert e is B[:, e::E] A[e · r:].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from ..step_yield import yield_to_steps
+from .peft_config import adapter_error
+from .tensor_file import TensorFile
+from .tensor_keys import ModuleShape, names_of, unwrapped
+
+_KEY = re.compile(r"^(?P<module>.+\.experts)(?:\.base_layer)*\.lora_A(?P<rest>(?:\.[^.]+)?\.weight)$")
+_CACHED = 4
+"""Tensors that are kept while they are read: A and B of both parameters of a layer."""
+
+
+def split_parameters(file: TensorFile, known: Mapping[str, ModuleShape]) -> tuple[TensorFile, dict[str, str]]:
+    """View a file's parameters of all experts as modules of single experts.
+
+    Returns:
+        The view, or the file itself when it has no such parameters; and by module the name of its parameter, which the
+        patterns of adapter_config.json match.
+
+    Raises:
+        AdapterError: the model has no experts there, or the shapes fit none of their parameters.
+    """
+    found = [match for key in file.shapes if (match := _KEY.match(key))]
+    if not found:
+        return file, {}
+    view = _View(file)
+    holders = _holders(known)
+    for match in found:
+        configured = unwrapped(match["module"])
+        holder = next((holders[name] for name in names_of(configured) if name in holders), None)
+        b = f"{match[0].removesuffix('lora_A' + match['rest'])}lora_B{match['rest']}"
+        shapes = file.shapes[match[0]], file.shapes.get(b, ())
+        if holder is None or len(shapes[0]) != 2 or len(shapes[1]) != 2:
+            raise adapter_error(f"base mismatch: the served model has no experts for {match[0]} {list(shapes[0])}")
+        gate_up, down = list(holder.values())[:2], list(holder.values())[2:]
+        for parameter, projections in (("gate_up_proj", gate_up), ("down_proj", down)):
+            sizes = [known[names[0]].out_features for names in projections]
+            if (known[projections[0][0]].in_features, sum(sizes)) == (shapes[0][1], shapes[1][0]):
+                view.add((match[0], b), projections, sizes, f"{configured}.{parameter}")
+                break
+        else:
+            raise adapter_error(
+                f"base mismatch: {match[0]} {list(shapes[0])} and {b} {list(shapes[1])} fit no parameter of the experts"
+            )
+        yield_to_steps()
+    return TensorFile(view.shapes, view.read), view.configured
+
+
+def _holders(known: Mapping[str, ModuleShape]) -> dict[str, dict[str, list[str]]]:
+    """Modules of experts in the experts' order, by the module that holds them and by the projection: gate, up, down."""
+    holders: dict[str, dict[str, list[str]]] = {}
+    for name in known:
+        holder, _, rest = name.rpartition(".experts.")
+        if holder:
+            holders.setdefault(f"{holder}.experts", {}).setdefault(rest.partition(".")[2], []).append(name)
+    return holders
+
+
+class _View:
+    """Tensors of a file, some of them divided."""
+
+    def __init__(self, file: TensorFile) -> None:
+        self.shapes = dict(file.shapes)
+        self.configured: dict[str, str] = {}
+        self._file = file
+        self._parts: dict[str, Callable[[], Tensor]] = {}
+        self._kept: dict[str, Tensor] = {}
+
+    def add(self, keys: tuple[str, str], projections: list[list[str]], sizes: list[int], parameter: str) -> None:
+        """Divide A and B of a parameter; `projections` has the names of each one, expert by expert."""
+        (rows, in_features), num_experts = self.shapes.pop(keys[0]), len(projections[0])
+        if rows % num_experts or self.shapes.pop(keys[1])[1] != rows:
+            raise adapter_error(f"{keys[0]}: {rows} rows are no rank for each of {num_experts} experts, or not B's")
+        rank, start = rows // num_experts, 0
+        for names, size in zip(projections, sizes, strict=True):
+            for expert, name in enumerate(names):
+                a, b = f"{name}.lora_A.weight", f"{name}.lora_B.weight"
+                if a in self.shapes:
+                    raise adapter_error(f"two tensors for the same weight: {a} and {keys[0]}")
+                self.shapes |= {a: (rank, in_features), b: (size, rank)}
+                self._parts[a] = lambda e=expert: self._whole(keys[0])[e * rank : (e + 1) * rank]  # type: ignore[misc]
+                self._parts[b] = (
+                    lambda e=expert, s=start, n=size: (  # type: ignore[misc]
+                        self._whole(keys[1])[s : s + n, e::num_experts].contiguous()
+                    )
+                )
+                self.configured[name] = parameter
+            start += size
+
+    def read(self, key: str) -> Tensor:
+        """Read a tensor of the view."""
+        part = self._parts.get(key)
+        return self._file.read(key) if part is None else part()
+
+    def _whole(self, key: str) -> Tensor:
+        if key not in self._kept:
+            if len(self._kept) >= _CACHED:
+                del self._kept[next(iter(self._kept))]
+            self._kept[key] = self._file.read(key)
+        return self._kept[key]

@@ -1,0 +1,58 @@
+"""Tokenizer of a GGUF file: built by transformers, mended where its parts do not follow the file."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .gguf_file import TOKENS, read_gguf_fields
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
+
+_SPLIT = "tokenizer.ggml.pre"
+"""Field that names the split of text before merges."""
+# Splits that are GPT-2's; that are GPT-2's after each digit was split off; after which a known word is not merged, and
+# text begins with a token for that.
+_GPT2 = {"default", "gpt-2", "phi-2", "mpt", "olmo", "jais"}
+_GPT2_WITHOUT_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+_WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "tekken"}
+
+
+def load_gguf_tokenizer(file: Path) -> PreTrainedTokenizerFast:
+    """Build the tokenizer of a GGUF file, from the file alone. It raises whatever a broken file makes transformers
+    raise.
+
+    Raises:
+        InvalidRequestError: the file is damaged, or its package is not installed.
+    """
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    found = read_gguf_fields(file)
+    split = found.get(_SPLIT, "default")
+    # Not by `from_pretrained`, which prefers a tokenizer.json beside the file.
+    built = PreTrainedTokenizerFast(name_or_path=str(file.parent.absolute()), gguf_file=file.name)
+    parts = json.loads(built.backend_tokenizer.to_str())
+    # Its classes add the special tokens of their first models, with ids that this model has no embeddings for.
+    parts["added_tokens"] = [token for token in parts["added_tokens"] if token["id"] < len(found[TOKENS])]
+    splitter = parts["pre_tokenizer"]
+    if splitter is not None and splitter["type"] == "ByteLevel":  # of a split that transformers does not know
+        if split in _GPT2_WITHOUT_DIGITS:
+            digits = {"type": "Digits", "individual_digits": True}
+            parts["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, splitter]}
+        elif split not in _GPT2:
+            logger.warning(
+                "%s: text is split as for GPT-2, because the split %.80r is not known; --tokenizer names another one",
+                file,
+                split,
+            )
+    options = dict(built.init_kwargs)
+    if split in _WHOLE_WORDS:
+        parts["model"]["ignore_merges"] = True
+        options.setdefault("add_bos_token", True)
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(parts)), **options)

@@ -1,0 +1,148 @@
+"""Layers of a decoder: attention and MLP, each between norms and added to the residual stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attention import AttentionBackend
+from .batch import ForwardBatch, LayerKV
+from .config import DecoderConfig
+from .families import PRE_NORMS
+from .layers.experts import make_mlp
+from .layers.linear import Linear
+from .layers.norm import RMSNorm
+from .layers.weights import WeightSlot
+
+
+def make_layer(config: DecoderConfig, index: int, attention: AttentionBackend, device: torch.device) -> DecoderLayer:
+    """Layer `index`, without weights."""
+    is_plain = config.norms == PRE_NORMS and config.residual_scale == 1.0 and not config.qk_norm_wide
+    return (DecoderLayer if is_plain else GeneralLayer)(config, index, attention, device)
+
+
+class DecoderLayer:
+    """Layer of Llama: attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, index: int, attention: AttentionBackend, device: torch.device) -> None:
+        self._attention = attention
+        self._window = config.windows[index]
+        self._rope = config.ropes.index(config.layer_ropes[index]) if config.layer_ropes else 0
+        heads = config.num_heads * config.head_dim
+        kv_heads = config.num_kv_heads * config.head_dim
+        hidden = config.hidden_size
+        self._common: Any = {"dtype": config.dtype, "device": device, "batch_invariant": config.batch_invariant}
+        self._config = config
+        self._theirs = f"model.layers.{index}"
+
+        def linear(name: str, modules: dict[str, int], in_features: int, bias: bool) -> Linear:
+            slices = [(f"{self._theirs}.{module}", rows) for module, rows in modules.items()]
+            return Linear(f"layers.{index}.{name}", slices, in_features, bias=bias, **self._common)
+
+        qkv = {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads, "self_attn.v_proj": kv_heads}
+        if config.merged_qkv:
+            qkv = {"self_attn.qkv_proj": heads + 2 * kv_heads}
+        self.qkv = linear("qkv", qkv, hidden, config.qkv_bias)
+        self.o = linear("o", {"self_attn.o_proj": hidden}, heads, config.o_bias)
+        self.mlp = make_mlp(config, index, device)
+        self._norms: list[RMSNorm] = []
+        self.qk_norm: RMSNorm | None = None
+        if config.qk_norm:
+            repeats = [config.num_heads, config.num_kv_heads]
+            self.qk_norm = self._norm(["self_attn.q_norm", "self_attn.k_norm"], config.head_dim, repeats)
+        self._make_norms()
+
+    def _norm(self, names: list[str], size: int, repeats: list[int] | None = None) -> RMSNorm:
+        full = [f"{self._theirs}.{name}.weight" for name in names]
+        config = self._config
+        norm = RMSNorm(full, size, config.rms_norm_eps, repeats=repeats, offset=config.norm_offset, **self._common)
+        self._norms.append(norm)
+        return norm
+
+    def _make_norms(self) -> None:
+        self.input_norm = self._norm(["input_layernorm"], self._config.hidden_size)
+        self.post_norm = self._norm(["post_attention_layernorm"], self._config.hidden_size)
+
+    def forward(self, hidden: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+        """Compute the next layer's hidden [T, H] from hidden [T, H]."""
+        qkv = self.qkv.forward(self.input_norm(hidden), batch)
+        rotation = batch.rotations[self._rope]
+        attended = self._attention.forward_qkv(qkv, rotation, self.qk_norm, kv, batch.attention, self._window)
+        hidden = self.o.forward(attended, batch, residual=hidden)
+        return self.mlp.forward(self.post_norm(hidden), batch, hidden)
+
+    def forward_deferred(
+        self, hidden: Tensor, delta: Tensor | None, batch: ForwardBatch, kv: LayerKV
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the layer for hidden + delta [T, H]; return such a pair, which the next norm adds."""
+        if delta is None:
+            normed = self.input_norm(hidden)
+        else:
+            normed, hidden = self.input_norm.add(delta, hidden)
+        qkv = self.qkv.forward(normed, batch)
+        rotation = batch.rotations[self._rope]
+        attended = self._attention.forward_qkv(qkv, rotation, self.qk_norm, kv, batch.attention, self._window)
+        normed, hidden = self.post_norm.add(self.o.forward(attended, batch), hidden)
+        return hidden, self.mlp.forward(normed, batch)
+
+    def linears(self) -> list[Linear]:
+        """Linear layers in the order of the computation."""
+        return [self.qkv, self.o, *self.mlp.linears()]
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Slots by the checkpoint's tensor names."""
+        slots = self.qkv.weight_slots() | self.o.weight_slots() | self.mlp.weight_slots()
+        for norm in self._norms:
+            slots |= norm.weight_slots()
+        return slots
+
+
+class GeneralLayer(DecoderLayer):
+    """Layer with any of the norms before and after attention and MLP, and a factor of what these two add."""
+
+    def _make_norms(self) -> None:
+        config = self._config
+        self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = (
+            None if name is None else self._norm([name], config.hidden_size) for name in config.norms
+        )
+        self._wide_norms: list[tuple[RMSNorm, slice]] = []
+        if config.qk_norm_wide:
+            heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+            for name, start, size in (("q", 0, heads), ("k", heads, kv_heads)):
+                norm = self._norm([f"self_attn.{name}_norm"], size)
+                self._wide_norms.append((norm, slice(start, start + size)))
+
+    def forward(self, hidden: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+        """See DecoderLayer."""
+        hidden, delta = self.forward_deferred(hidden, None, batch, kv)
+        return hidden + delta
+
+    def forward_deferred(
+        self, hidden: Tensor, delta: Tensor | None, batch: ForwardBatch, kv: LayerKV
+    ) -> tuple[Tensor, Tensor]:
+        """See DecoderLayer."""
+        normed, hidden = _entering(self._before_attention, hidden, delta)
+        qkv = self.qkv.forward(normed, batch)
+        for norm, columns in self._wide_norms:
+            qkv[:, columns] = norm(qkv[:, columns].contiguous())
+        rotation = batch.rotations[self._rope]
+        attended = self._attention.forward_qkv(qkv, rotation, self.qk_norm, kv, batch.attention, self._window)
+        delta = self._leaving(self._after_attention, self.o.forward(attended, batch))
+        normed, hidden = _entering(self._before_mlp, hidden, delta)
+        return hidden, self._leaving(self._after_mlp, self.mlp.forward(normed, batch))
+
+    def _leaving(self, norm: RMSNorm | None, x: Tensor) -> Tensor:
+        if norm is not None:
+            x = norm(x)
+        return x if self._config.residual_scale == 1.0 else x.mul_(self._config.residual_scale)
+
+
+def _entering(norm: RMSNorm | None, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Norm, if there is one, of hidden + delta, and this sum."""
+    if norm is not None and delta is not None:
+        return norm.add(delta, hidden)
+    if delta is not None:
+        hidden = hidden + delta
+    return hidden if norm is None else norm(hidden), hidden

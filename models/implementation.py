@@ -1,0 +1,51 @@
+"""Choice between the shared decoder, which runs families natively, and transformers' own code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .config import DecoderConfig, config_from_hf, named_architectures
+from .decoder import Decoder
+from .families import FAMILIES
+
+if TYPE_CHECKING:
+    import torch
+
+    from .model import LanguageModel
+    from .transformers_model.config import TransformersConfig
+
+AUTO, NATIVE, TRANSFORMERS = "auto", "native", "transformers"
+
+
+def read_config(raw: Mapping[str, Any], dtype: torch.dtype, impl: str = AUTO) -> DecoderConfig | TransformersConfig:
+    """Config of a model that runs in `dtype`, from its config.json. AUTO: native where there is a family.
+
+    Raises:
+        UnsupportedModelError: the model is not served so; the message says why.
+    """
+    is_family = any(name in FAMILIES for name in named_architectures(raw))
+    if impl == NATIVE or (impl == AUTO and is_family):
+        return config_from_hf(raw, dtype)
+    from .transformers_model.config import transformers_config  # imports transformers, which takes a second
+
+    # An architecture that neither knows: the error lists the families.
+    return transformers_config(raw, dtype) or config_from_hf(raw, dtype)
+
+
+def implementation_of(config: object) -> str:
+    """NATIVE or TRANSFORMERS."""
+    return NATIVE if isinstance(config, DecoderConfig) else TRANSFORMERS
+
+
+def build_model(config: DecoderConfig | TransformersConfig, device: torch.device | str) -> LanguageModel:
+    """Model without weights.
+
+    Raises:
+        InvalidRequestError: it does not do what the config asks for.
+    """
+    if isinstance(config, DecoderConfig):
+        return Decoder(config, device)
+    from .transformers_model.model import TransformersModel
+
+    return TransformersModel(config, device)

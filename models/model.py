@@ -1,0 +1,149 @@
+"""Language model as the engine, the drafters and the adapters see it. `Decoder` and `TransformersModel` implement it.
+
+build_batch(rows, model, kv) --> forward --> hidden [T, H] --> compute_logits --> [R, vocab]
+weight_slots: filled once by the loader;  linears, embedding: sites of adapters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from .attention import AttentionBackend
+    from .batch import ForwardBatch, KVLayerSpec, Rope
+    from .layers.embedding import Embedding
+    from .layers.linear import Linear
+    from .layers.weights import WeightSlot
+
+
+class ModelConfig(Protocol):
+    """Sizes of a model. All are read-only."""
+
+    @property
+    def architecture(self) -> str:
+        """Name in the `architectures` of config.json."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the head."""
+        ...
+
+    @property
+    def hidden_size(self) -> int:
+        """Elements of a hidden state: H."""
+        ...
+
+    @property
+    def embedding_size(self) -> int:
+        """Elements of a token's embedding."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """Layers, each with a cache of its own."""
+        ...
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of queries in each layer."""
+        ...
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values in each layer."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+        ...
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Context length in tokens."""
+        ...
+
+    @property
+    def tie_word_embeddings(self) -> bool:
+        """True when the head's weight is the embedding table."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of weights, activations and KV."""
+        ...
+
+
+class DecoderOutput(NamedTuple):
+    """Result of a forward pass."""
+
+    hidden: Tensor
+    """[T, H] hidden states after the final norm."""
+    aux: tuple[Tensor, ...]
+    """[T, H] each: hidden states that enter the requested layers; empty when they were copied."""
+
+
+class LanguageModel(Protocol):
+    """Causal language model over a paged cache. It is a `PagedModel`, for which batches are built."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Sizes."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which it runs."""
+        ...
+
+    @property
+    def rope(self) -> Rope:
+        """Angles that its attention backend rotates by."""
+        ...
+
+    @property
+    def attention(self) -> AttentionBackend:
+        """Attention backend of its layers."""
+        ...
+
+    @property
+    def kv_layers(self) -> list[KVLayerSpec]:
+        """Cache of each layer for a token, in order."""
+        ...
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all weights; a tied head counts once."""
+        ...
+
+    @property
+    def embedding(self) -> Embedding:
+        """Token embeddings and the head."""
+        ...
+
+    def forward(self, batch: ForwardBatch, aux_layers: Sequence[int] = ()) -> DecoderOutput:
+        """Compute a batch; the tokens' KV is written to `batch.kv`.
+
+        Args:
+            aux_layers: Layers whose entering hidden states are returned too; the number of layers means the output of
+                the last one.
+        """
+        ...
+
+    def compute_logits(self, hidden: Tensor, adapters: Any = None, out: Tensor | None = None) -> Tensor:
+        """Logits [R, vocab_size] float32 of hidden [R, H], in `out` if given. `adapters` is the input of the head's
+        LoRA site for these R rows alone; None when none of them has an adapter there."""
+        ...
+
+    def linears(self) -> list[Linear]:
+        """Linear layers that adapters may target."""
+        ...
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Slots of all tensors that the model needs, by their names in HF checkpoints."""
+        ...

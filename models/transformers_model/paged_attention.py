@@ -1,0 +1,88 @@
+"""Attention function that transformers calls: keys and values go to the paged cache, and queries attend there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.rope import Rotation
+from .rotation import NotedRotation
+
+if TYPE_CHECKING:
+    from ..attention import AttentionBackend
+    from ..batch import ForwardBatch
+
+NAME = "outrider_paged"
+"""Name in transformers' `AttentionInterface`. It has no mask function, so models make no masks."""
+
+
+class AttentionCall(NamedTuple):
+    """Attention of one layer."""
+
+    module: str
+    """Name of the module that calls the interface."""
+    window: int | None
+
+
+class PassState:
+    """Batch of the pass that is under way: modules of transformers cannot be given one."""
+
+    __slots__ = ("batch", "head_adapters", "noted")
+
+    def __init__(self) -> None:
+        self.batch: ForwardBatch = None  # type: ignore[assignment]  # set before every pass
+        self.head_adapters: Any = None
+        self.noted = NotedRotation()
+
+
+class PagedLayer:
+    """Attention of one layer over its cache."""
+
+    def __init__(self, call: AttentionCall, index: int, backend: AttentionBackend, state: PassState) -> None:
+        self._window = call.window
+        self._index = index
+        self._forward = backend.forward_qkv
+        self._state = state
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Any) -> Tensor:
+        """Attend with query [1, H, T, D], key and value [1, Hk, T, D]; return [1, T, H, D]. They are rotated, unless
+        the rotation was noted."""
+        batch = self._state.batch
+        rotation = self._state.noted.rotation or batch.rotations[0]
+        qkv = torch.cat((query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)), 2)
+        _, tokens, _, dim = qkv.shape
+        y = self._forward(qkv.view(tokens, -1), rotation, None, batch.kv[self._index], batch.attention, self._window)
+        return y.view(1, tokens, -1, dim)
+
+
+class NoRotation:
+    """Angles for a backend whose queries and keys come rotated: cosines are 1, sines 0. Implements Rope."""
+
+    short_context: int | None = None
+
+    def __init__(self, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._cos = torch.ones(1, 1, head_dim, dtype=dtype, device=device)
+        self._sin = torch.zeros(1, 1, head_dim, dtype=dtype, device=device)
+
+    def rotations(
+        self, positions: Tensor, end: int, in_long_prompt: Tensor | None = None, *, gathers: bool = True
+    ) -> tuple[Rotation, ...]:
+        """See RotaryEmbedding: one row for all tokens."""
+        shape = (len(positions), 1, self._cos.shape[2])
+        return (Rotation(self._cos.expand(shape), self._sin.expand(shape)),)
+
+
+def paged_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention function of the interface; `module.paged` is a `PagedLayer`, or records the call in the dry pass."""
+    return module.paged(query, key, value, attention_mask, options), None
+
+
+def register() -> None:
+    """Make the function known to transformers."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, paged_attention)

@@ -1,0 +1,113 @@
+"""Models of transformers without weights: built on the meta device, then given buffers and our layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...platform.core.errors import UnsupportedModelError
+from ..config import named_architectures, refuse_quantized
+from .paged_attention import NAME, register
+
+_LARGEST = 1 << 40
+"""Largest integer that a config may hold: a larger one is a damaged file."""
+_MOST_LAYERS = 1 << 12
+
+
+def refused(architecture: str, reason: str) -> UnsupportedModelError:
+    """Error for a model that this way does not serve."""
+    return UnsupportedModelError(
+        f"unsupported architecture: {architecture} cannot run through transformers' code: {reason}", param="model"
+    )
+
+
+def find_architecture(raw: Mapping[str, Any]) -> str | None:
+    """The causal language model of transformers that a config.json names; None when it names none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(raw.get("model_type")))
+    return known if known in named_architectures(raw) else None
+
+
+def build_on_meta(raw: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> Any:
+    """Model of transformers for a config.json, without weights. No code of the checkpoint is run.
+
+    Raises:
+        UnsupportedModelError: transformers cannot build it; the message has its reason.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    refuse_quantized(raw)
+    _check_sizes(raw, architecture)
+    register()
+    try:
+        config = CONFIG_MAPPING[str(raw.get("model_type"))].from_dict({k: v for k, v in raw.items() if k != "auto_map"})
+        cls = getattr(transformers, architecture)
+        if config.is_encoder_decoder:
+            raise refused(architecture, "it has an encoder")
+        if getattr(cls, "_is_stateful", False):
+            raise refused(architecture, "it has state-space layers, whose state is not kept in blocks")
+        with torch.device("meta"):
+            model = cls._from_config(config, dtype=dtype, attn_implementation=NAME).eval()
+    except UnsupportedModelError:
+        raise
+    except KeyError as error:
+        reason = "its attention is its own" if NAME in error.args else f"its config.json has no {error}"
+        raise refused(architecture, reason) from error
+    except Exception as error:  # a wrong value raises whatever it runs into
+        raise refused(architecture, _first_line(error)) from error
+    return model.requires_grad_(False)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0][:200] if text else ''}"
+
+
+def _check_sizes(raw: Mapping[str, Any], architecture: str) -> None:
+    for key, value in raw.items():
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            raise refused(architecture, f"config.json: {key:.80} is larger than {_LARGEST}")
+        if "layer" in key and isinstance(value, int) and value > _MOST_LAYERS:
+            raise refused(architecture, f"config.json: {key:.80} is larger than {_MOST_LAYERS}")
+
+
+def replace_linears(model: nn.Module, make: Callable[[str, nn.Module], nn.Module], keep: object = None) -> None:
+    """Put `make(name, module)` in the place of every plain Linear and Conv1D, except `keep`."""
+    from transformers.pytorch_utils import Conv1D
+
+    for name, module in list(model.named_modules()):
+        if type(module) in (nn.Linear, Conv1D) and module is not keep:
+            replace(model, name, make(name, module))
+
+
+def replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` in the place of the submodule `name`."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
+
+
+def name_of(model: nn.Module, wanted: nn.Module) -> str:
+    """Name of a submodule."""
+    return next(name for name, module in model.named_modules() if module is wanted)
+
+
+def sizes_of(module: Any) -> tuple[int, int]:
+    """Input and output features of a Linear or a Conv1D."""
+    return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else (module.nx, module.nf)
+
+
+def fill_buffers(model: Any, device: torch.device) -> None:
+    """Compute buffers such as rotary frequencies, as transformers does after loading."""
+    for module in model.modules():
+        names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        for name in names:
+            module._buffers[name] = torch.zeros_like(module._buffers[name], device="cpu")
+        if names:
+            model._init_weights(module)
+        for name in names:
+            module._buffers[name] = module._buffers[name].to(device)

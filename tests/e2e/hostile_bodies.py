@@ -1,0 +1,178 @@
+"""Bodies of up to 8 MiB for each field of each route of an OpenAPI document: the largest and the most numerous values,
+right and wrong in type."""
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+from outrider.platform.http.body.reader import documented
+from outrider.platform.http.openai.chat_messages import ChatMessage
+
+SIZE = (8 << 20) - 4096
+
+
+def repeated(item: bytes, count: int = 1 << 30) -> bytes:
+    """A list of `count` items, or of as many as fit."""
+    return b"[" + b",".join([item] * min(count, SIZE // (len(item) + 1))) + b"]"
+
+
+def named(count: int, value: bytes = b"1") -> bytes:
+    return b"{" + b",".join(b'"%06d":%s' % (i, value) for i in range(count)) + b"}"
+
+
+def quoted(text: str) -> bytes:
+    """A string of as many of these characters as fit."""
+    return b'"' + text.encode() * (SIZE // len(text.encode())) + b'"'
+
+
+@cache
+def long_texts() -> list[bytes]:
+    """The longest texts: of one, two and four bytes a character, escaped, and of white space."""
+    return [*map(quoted, ("1:+a", "İ", "😀", "\\u00e9", " \\n"))]
+
+
+@cache
+def most_values() -> dict[str, bytes]:
+    """The most of each kind, which are beyond the bounds of a body."""
+    return {
+        "numbers": repeated(b"1"),
+        "texts": repeated(b'"a"'),
+        "lists": repeated(b"[]"),
+        "objects": repeated(b'{"a":[]}'),
+        "names": named(SIZE // 11),
+    }
+
+
+@cache
+def many_values() -> dict[str, bytes]:
+    """As many of each kind as a body may hold."""
+    return {
+        "numbers": repeated(b"1", 262_000),
+        "texts": repeated(b'"a"', 65_000),
+        "objects": repeated(b"{}", 16_000),
+        "names": named(65_000),
+    }
+
+
+@cache
+def huge_bodies() -> dict[str, bytes]:
+    return {
+        "unknown fields": named(SIZE // 11),
+        "long name": b'{"' + b"n" * SIZE + b'":1}',
+        "same name": b"{" + repeated(b'"u":1')[1:-1] + b"}",
+        "depth": b'{"n":' + b"[" * (SIZE // 2) + b"]" * (SIZE // 2) + b"}",
+        "digits": b'{"n":' + b"9" * SIZE + b"}",
+        "escapes": b'{"n":"' + b'\\"' * (SIZE // 2) + b'"}',
+        "not JSON": b"[" * SIZE,
+    }
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [5]},
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/nowhere"},
+    "/admin/v1/tenants": {"name": "acme"},
+    "/admin/v1/keys": {"tenant": "acme"},
+    "/admin/v1/prefixes": {"name": "a", "token_ids": [5]},
+}
+"""What a route needs beside the field that is huge."""
+
+
+class Case(NamedTuple):
+    method: str
+    path: str
+    name: str
+    body: bytes
+    status: int = 0
+    """The one that is expected; 0: any below 500."""
+
+
+# --- every field ---
+
+
+def schema_of(content: dict[str, Any]) -> dict[str, Any]:
+    return content["requestBody"]["content"]["application/json"]["schema"]
+
+
+def places(schema: dict[str, Any], around: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """The path of each field, of names and of "[]" for an item of a list, and its schema."""
+    for form in (schema, *schema.get("anyOf", ())):
+        for name, field in form.get("properties", {}).items():
+            if name == "messages":
+                field = {"type": "array", "items": schema_of(documented(ChatMessage))}
+            yield (*around, name), field
+            yield from places(field, (*around, name))
+        if "items" in form:
+            yield from places(form["items"], (*around, "[]"))
+
+
+def body_with(value: bytes, place: tuple[str, ...], rest: dict[str, Any]) -> bytes:
+    """A body with a value at a place, and all else that the route needs."""
+    before, after = b"", b""
+    for name in place:
+        before += b"[" if name == "[]" else b"{%s:" % json.dumps(name).encode()
+        after = (b"]" if name == "[]" else b"}") + after
+    others = {name: item for name, item in rest.items() if name != place[0]}
+    if others:
+        before = json.dumps(others).encode()[:-1] + b"," + before[1:]
+    return b"".join((before, value, after))
+
+
+SMALL_ITEMS = {
+    "messages": (4_000, b'{"role":"user","content":"a"}'),
+    "content": (16_000, b'{"type":"text","text":"a"}'),
+    "tool_calls": (8_000, b'{"function":{"name":"f","arguments":"{}"}}'),
+    "adapters": (16_000, b'{"name":"a"}'),
+}
+"""Number and entry of a list of objects that is right in type."""
+
+
+def is_number(kinds: set[str]) -> bool:
+    return not kinds.isdisjoint({"integer", "number"})
+
+
+def values_of(name: str, schema: dict[str, Any], turn: int) -> dict[str, bytes]:
+    """The largest and the most numerous values of a field, right in type where there are such, and wrong. `turn`
+    chooses the characters of texts, every other time the plain ones, and the kind of wrong entries."""
+    text, digits = long_texts()[(turn % 2) * (turn // 2 % len(long_texts()))], b"9" * SIZE
+    forms = (schema, *schema.get("anyOf", ()))
+    kinds = {form["type"] for form in forms if "type" in form}
+    items = [form["items"] for form in forms if "items" in form]
+    values = {"text": text} if is_number(kinds) else {"text": text, "text in a list": b"[%s]" % text}
+    if is_number(kinds):
+        values["digits"] = digits
+    many, right = many_values(), set()
+    for item in items:
+        item_kinds = {form["type"] for form in (item, *item.get("anyOf", ())) if "type" in form}
+        if is_number(item_kinds):
+            values["digits in a list"] = b"[%s]" % digits
+        right |= {"numbers"} if is_number(item_kinds) else set()
+        right |= {"texts"} if "string" in item_kinds else set()
+        if "object" in item_kinds:
+            count, small = SMALL_ITEMS.get(name, (16_000, b"{}"))
+            values["entries"] = repeated(small, count)
+    if "object" in kinds:
+        values["text in an object"] = b'{"5":%s}' % text
+        right |= {"names"}
+    wrong = sorted(many.keys() - right)
+    return values | {kind: many[kind] for kind in {*right, wrong[turn % len(wrong)]}}
+
+
+def cases(document: dict[str, Any]) -> Iterator[list[Case]]:
+    """The cases of each field, and of each route as a whole. A body beyond its bounds ends before its fields are known:
+    one field of each route stands for all."""
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            if "application/json" not in operation.get("requestBody", {}).get("content", {}):
+                continue
+            where = path.replace("{name}", "acme").replace("{key_id}", "none")
+            for index, (place, schema) in enumerate(places(schema_of(operation))):
+                values = values_of(next(name for name in reversed(place) if name != "[]"), schema, index)
+                if index == 0:
+                    values |= {f"most {kind}": value for kind, value in most_values().items()}
+                bodies = {kind: body_with(value, place, SMALL.get(path, {})) for kind, value in values.items()}
+                yield [Case(method.upper(), where, f"{'.'.join(place)}: {kind}", body) for kind, body in bodies.items()]
+            yield [Case(method.upper(), where, *whole) for whole in list(huge_bodies().items())[len(path) % 2 :: 2]]

@@ -1,0 +1,63 @@
+"""Engines of models with experts: a request's bytes do not depend on what a step computes beside it, nor on drafts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from outrider import LoRARequest, SamplingParams
+
+from ..tiny_families import FAMILIES, build
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
+
+
+class Served:
+    """A tiny model, an adapter on attention and experts, and requests on both."""
+
+    def __init__(self, root, family) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        self.folder, adapter = str(root / "base"), str(root / "adapter")
+        base = build(family)
+        base.save_pretrained(self.folder)
+        options = {"target_modules": ["q_proj"], "target_parameters": family.parameters, "init_lora_weights": False}
+        get_peft_model(base, LoraConfig(r=3, lora_alpha=2, **options)).save_pretrained(adapter)
+        tokens = torch.randint(3, 131, (60,)).tolist()
+        prompts = [tokens, tokens[:40] + [5, 6, 7] * 5, [9, 8, 7] * 6, tokens[:1]]
+        self.jobs = [(p, GREEDY, which) for p in prompts for which in (None, LoRARequest("a", path=adapter))]
+
+
+@pytest.fixture(scope="module", params=["mixtral", "qwen3-moe"])
+def served(request, tmp_path_factory) -> Served:
+    return Served(tmp_path_factory.mktemp(request.param), FAMILIES[request.param])
+
+
+def engine_of(make_engine, served: Served, **options):
+    values = {"model": served.folder, "max_model_len": 96, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    return make_engine(**(values | options))
+
+
+def said(outcomes):
+    return [(outcome.token_ids, outcome.logprobs) for outcome in outcomes]
+
+
+@pytest.mark.parametrize("speculation", [None, {"method": "ngram", "num_speculative_tokens": 3}])
+def test_batch_invariance(make_engine, run, served, speculation):
+    options = {"dtype": "bfloat16", "batch_invariant": True, "max_num_batched_tokens": 40}
+    engine = engine_of(make_engine, served, speculative_config=speculation, **options)
+    alone = [said(run(engine, [job]))[0] for job in served.jobs]
+    assert said(run(engine, served.jobs[::-1]))[::-1] == alone
+
+
+def test_a_head_that_reads_hidden_states_of_layers_changes_no_text(make_engine, run, served, tmp_path):
+    config = {"hidden_size": 48, "vocab_size": 131, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 4, "intermediate_size": 64, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    jobs, options = served.jobs[::2], {"enable_lora": False, "load_format": "dummy", "max_num_seqs": 4}
+    plain = run(engine_of(make_engine, served, **options), jobs)
+    speculation = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 2}
+    drafted = run(engine_of(make_engine, served, speculative_config=speculation, **options), jobs)
+    assert [outcome.token_ids for outcome in drafted] == [outcome.token_ids for outcome in plain]

@@ -1,0 +1,103 @@
+"""Engines of every family: greedy text is that of transformers and of PEFT, with drafts, chunks, cached prefixes and
+preemption. A family joins with a row in `tiny_families`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from outrider import LoRARequest, SamplingParams
+
+from ..family_records import record
+from ..tiny_families import FAMILIES, SIZES, Family, build
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
+TOLERANCE = 2e-3
+"""Largest difference of a log probability: the sums of an adapter's products are rounded in another order than PEFT's,
+and weights of these models are large."""
+
+
+class Served:
+    """A tiny model with an adapter on every projection, and requests on both."""
+
+    def __init__(self, root, family: Family) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        self.folder, adapter = str(root / "base"), str(root / "adapter")
+        self._base = build(family)
+        self.architecture = type(self._base).__name__
+        self._base.save_pretrained(self.folder)
+        targets = {"target_modules": family.targets, "target_parameters": family.parameters or None}
+        lora = LoraConfig(r=4, lora_alpha=3, init_lora_weights=False, **targets)
+        self._tuned = get_peft_model(self._base, lora).eval()
+        self._tuned.save_pretrained(adapter)
+        tokens = torch.randint(3, SIZES["vocab_size"], (60,)).tolist()
+        prompts = [tokens, tokens[:40] + [5, 6, 7] * 5, [9, 8, 7] * 6, tokens[:1]]
+        self.jobs = [(p, GREEDY, which) for p in prompts for which in (None, LoRARequest("a", path=adapter))]
+
+    @torch.inference_mode()
+    def check(self, outcomes) -> list[float]:
+        """transformers must choose each token after those before it, with the same probability; returns the largest
+        difference of a log probability, of the base model and of the adapter."""
+        largest = [0.0, 0.0]
+        for (prompt, _, lora), outcome in zip(self.jobs, outcomes, strict=True):
+            ids = torch.tensor([prompt + outcome.token_ids[:-1]])
+            if lora is None:
+                with self._tuned.disable_adapter():
+                    logits = self._tuned(ids).logits[0, len(prompt) - 1 :]
+            else:
+                logits = self._tuned(ids).logits[0, len(prompt) - 1 :]
+            assert outcome.token_ids == logits.argmax(-1).tolist()
+            theirs = torch.log_softmax(logits, -1).max(-1).values
+            ours = torch.tensor([found.logprobs[0] for found in outcome.logprobs])
+            torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
+            largest[lora is not None] = max(largest[lora is not None], float((ours - theirs).abs().max()))
+        return largest
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def served(request, tmp_path_factory) -> Served:
+    return Served(tmp_path_factory.mktemp(request.param), FAMILIES[request.param])
+
+
+def engine_of(make_engine, served: Served, **options):
+    values = {"model": served.folder, "max_model_len": 96, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    return make_engine(**(values | options))
+
+
+def test_drafts_chunks_and_prefixes(make_engine, run, served):
+    speculation = {"method": "ngram", "num_speculative_tokens": 4}
+    engine = engine_of(make_engine, served, speculative_config=speculation, max_num_batched_tokens=64)
+    first = run(engine, served.jobs)
+    errors = served.check(first)
+    again = run(engine, served.jobs)
+    served.check(again)
+    assert max(outcome.num_cached_tokens for outcome in again) >= 32
+    assert sum(sum(outcome.accepted) for outcome in first) > 0
+    record(served.architecture, "native", ["base", "LoRA", "speculation", "prefix cache"], errors)
+
+
+def test_preemption(make_engine, run, served):
+    engine = engine_of(make_engine, served, block_size=16, num_gpu_blocks_override=14, enable_prefix_caching=False)
+    served.check(run(engine, served.jobs))
+    assert engine.stats().num_preemptions > 0
+    record(served.architecture, "native", ["preemption"])
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa"])
+def test_heads_share_scaled_embeddings_and_capped_logits(make_engine, run, method, tmp_path):
+    """Heads of random weights change no text."""
+    served = Served(tmp_path, FAMILIES["gemma2"])
+    config = {"hidden_size": 48, "vocab_size": 131, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    if method == "medusa":
+        config = {"hidden_size": 48, "vocab_size": 131, "medusa_num_heads": 2, "medusa_num_layers": 1}
+    config |= {"num_attention_heads": 4, "intermediate_size": 64, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    served.jobs = served.jobs[::2]
+    options = {"enable_lora": False, "load_format": "dummy", "max_num_seqs": 4}
+    plain = run(engine_of(make_engine, served, **options), served.jobs)
+    speculation = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 2}
+    drafted = run(engine_of(make_engine, served, speculative_config=speculation, **options), served.jobs)
+    assert [outcome.token_ids for outcome in drafted] == [outcome.token_ids for outcome in plain]

@@ -1,0 +1,95 @@
+"""Experts against their definition in float64: the torch path, the C++ kernel and Triton's."""
+
+import pytest
+import torch
+
+from outrider.kernels import experts
+from outrider.kernels.experts import Routing
+from outrider.kernels.experts import torch as reference
+from outrider.kernels.experts.native import NativeExperts
+from outrider.kernels.linear import pack
+
+# Roundings of the inner product, its activation and the output, as shares of values near 1.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-2, torch.float16: 8e-3}
+SHAPES = [(1, 6, 48, 26, 3), (5, 4, 16, 8, 4), (37, 7, 50, 30, 2), (130, 3, 34, 70, 1)]
+
+
+def draw(num_experts: int, hidden: int, inner: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [E, 2I, H] and [E, H, I]."""
+    gate_up = torch.randn(num_experts, 2 * inner, hidden) * hidden**-0.5
+    return gate_up.to(dtype), (torch.randn(num_experts, hidden, inner) * inner**-0.5).to(dtype)
+
+
+def draw_routing(rows: int, num_experts: int, top_k: int, dtype: torch.dtype) -> Routing:
+    logits = torch.randn(rows, num_experts).to(dtype)
+    return reference.route(logits, top_k, renormalised=True, rounded=True)
+
+
+def define(x, routing, gate_up, down, residual) -> torch.Tensor:
+    """The sum over a token's experts, one by one, in float64."""
+    y = torch.zeros(x.shape, dtype=torch.float64) if residual is None else residual.double()
+    for t in range(len(x)):
+        for expert, weight in zip(routing.experts[t].tolist(), routing.weights[t].double(), strict=True):
+            gate, up = (gate_up[expert].double() @ x[t].double()).chunk(2)
+            y[t] += weight * (down[expert].double() @ (gate * gate.sigmoid() * up))
+    return y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "num_experts", "hidden", "inner", "top_k"), SHAPES)
+def test_experts(rows: int, num_experts: int, hidden: int, inner: int, top_k: int, dtype: torch.dtype) -> None:
+    weights = draw(num_experts, hidden, inner, dtype)
+    packed = experts.pack(*([pack(weight) for weight in part] for part in weights))
+    x, residual = (torch.randn(rows, hidden).to(dtype) for _ in range(2))
+    routing = draw_routing(rows, num_experts, top_k, dtype)
+    for added in (None, residual):
+        error = (packed(x, routing, added) - define(x, routing, *weights, added)).abs().max()
+        assert error < TOLERANCE[dtype]
+
+
+def test_native_experts_have_the_bits_of_single_products_whatever_is_beside_a_row() -> None:
+    weights = draw(6, 64, 24, torch.bfloat16)
+    linears = [[pack(weight) for weight in part] for part in weights]
+    packed = experts.pack(*linears)
+    if not isinstance(packed, NativeExperts):
+        pytest.skip("this processor has no native product")
+    x, residual = (torch.randn(1100, 64).bfloat16() for _ in range(2))  # more than one call's tokens
+    routing = draw_routing(1100, 6, 2, torch.bfloat16)
+    y = packed(x, routing, residual)
+    gate_up, down = (lambda e, rows, _, part=part: part[e](rows) for part in linears)
+    products = experts.Products(gate_up, reference.act_and_mul, down)
+    assert torch.equal(experts.run_products(x, routing, products, residual), y)
+    for rows in (slice(1099, 1100), slice(3, 17)):
+        part = Routing(routing.experts[rows], routing.weights[rows])
+        assert torch.equal(packed(x[rows], part, residual[rows]), y[rows])
+    with pytest.raises(ValueError, match="bfloat16"):
+        packed(x.float(), routing)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("both", [True, False])
+def test_native_routing(dtype: torch.dtype, both: bool) -> None:
+    options = {"renormalised": both, "rounded": both}
+    logits = (torch.randperm(60 * 33).view(60, 33) / 200).to(dtype)
+    logits[0] = 1e4 * logits[0]
+    ours, theirs = experts.route(logits, 5, **options), reference.route(logits, 5, **options)
+    torch.testing.assert_close(ours.weights, theirs.weights, rtol=1e-2 if both else 1e-5, atol=1e-12)
+    chosen = [logits.gather(1, routing.experts)[1:] for routing in (ours, theirs)]
+    assert torch.equal(*chosen)  # where weights are equal either expert may come first, as zeros in the first row
+    assert all(len(set(row)) == 5 for row in ours.experts.tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("rows", "num_experts", "hidden", "inner", "top_k"), SHAPES)
+def test_triton(
+    rows: int, num_experts: int, hidden: int, inner: int, top_k: int, dtype: torch.dtype, device: str
+) -> None:
+    pytest.importorskip("triton")
+    from outrider.kernels.experts.triton import TritonExperts
+
+    weights = draw(num_experts, hidden, inner, dtype)
+    packed = TritonExperts(*([weight.contiguous().to(device) for weight in part] for part in weights))
+    x, residual = (torch.randn(rows, hidden).to(dtype) for _ in range(2))
+    routing = draw_routing(rows, num_experts, top_k, dtype)
+    y = packed(x.to(device), Routing(*(part.to(device) for part in routing)), residual.to(device)).cpu()
+    assert (y - define(x, routing, *weights, residual)).abs().max() < TOLERANCE[dtype]

@@ -1,0 +1,129 @@
+"""Real models in float32: greedy text is that of transformers, in every way of computing it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider import SamplingParams
+
+PROMPTS = [
+    "The capital of France is", "Once upon a time, in a small village,", "2 + 2 =", "1, 2, 3, 4, 5, 6,",
+    "def fibonacci(n):\n    ", "SELECT name FROM users WHERE", "for (int i = 0; i <", "import torch\nmodel =",
+    '{"name": "Ada", "age":', "<html>\n<body>\n  <h1>", "| a | b |\n|---|---|\n| 1 |", "- milk\n- eggs\n-",
+    "Q: Why is the sky blue?\nA:", "Translate to French: good morning ->", "Der schnelle braune Fuchs", "La vida es",
+    "日本の首都は", "Привет, как", "🎉🎂 Happy", "the the the the the the the", "A", " ", "Dear Sir or Madam,\n\n",
+    "Repeat after me: red green blue red green blue red green",
+]  # fmt: skip
+TEXTS = [
+    "🎉👩‍👩‍👧‍👦 naïve café",
+    "漢字とかな、中文字符。",
+    "def f(x):\n\treturn {x: 'y'}  # 12345",
+    "  two  spaces\r\n\ttab ",
+    "a" * 999,
+]
+
+
+@pytest.fixture(scope="session")
+def plain(model, greedy):
+    """Outputs of all prompts without speculation, from the GGUF file."""
+    from outrider import LLM
+
+    llm = LLM(str(model.gguf), dtype="float32", max_model_len=512, max_num_seqs=32, kv_cache_memory_bytes=512 << 20)
+    outputs = llm.generate(PROMPTS, greedy, use_tqdm=False)
+    llm.shutdown()
+    return outputs
+
+
+def tokens(outputs):
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_prompts(plain, reference, check_greedy):
+    assert len(plain) == 24
+    for output in plain:
+        check_greedy(reference, output)
+
+
+def test_folder(model, plain, greedy):
+    from outrider import LLM
+
+    llm = LLM(str(model.folder), dtype="bfloat16", max_model_len=256, kv_cache_memory_bytes=128 << 20)
+    other = LLM(str(model.gguf), max_model_len=256, kv_cache_memory_bytes=128 << 20)
+    assert tokens(llm.generate(PROMPTS[:4], greedy, use_tqdm=False)) == tokens(
+        other.generate(PROMPTS[:4], greedy, use_tqdm=False)
+    )
+    llm.shutdown()
+    other.shutdown()
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
+def test_drafters(method, model, make_llm, plain, greedy):
+    config = {"method": method, "num_speculative_tokens": 4}
+    if method == "draft_model":
+        config["model"] = str(model.gguf)
+    llm = make_llm(speculative_config=config)
+    assert tokens(llm.generate(PROMPTS, greedy, use_tqdm=False)) == tokens(plain)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+def test_heads(method, model, make_llm, plain, greedy, tmp_path):
+    from outrider.spec_decode.training.data import Sample
+    from outrider.spec_decode.training.options import TrainOptions
+    from outrider.spec_decode.training.run import train_draft
+
+    samples = [Sample([*output.prompt_token_ids, *output.outputs[0].token_ids], 1) for output in plain]
+    options = TrainOptions(
+        method=method, model=str(model.folder), data="", output=str(tmp_path), steps=2, warmup=1, dtype="float32",
+        batch_tokens=256, eval_every=1000, progress=False, medusa_heads=2,
+    )  # fmt: skip
+    train_draft(options, samples, samples[:1])
+    llm = make_llm(speculative_config={"method": method, "model": str(tmp_path), "num_speculative_tokens": 2})
+    assert tokens(llm.generate(PROMPTS, greedy, use_tqdm=False)) == tokens(plain)
+
+
+def test_chunks_and_prefix_hits(make_llm, reference, check_greedy, greedy):
+    llm = make_llm(max_num_batched_tokens=64, max_num_seqs=8)
+    long = "\n".join(PROMPTS)
+    first, second = (llm.generate([long, f"{long}\nAnd then"], greedy, use_tqdm=False) for _ in range(2))
+    assert tokens(first) == tokens(second)
+    assert second[0].num_cached_tokens > 64
+    for output in first:
+        check_greedy(reference, output)
+
+
+def test_adapters_in_one_batch_with_the_base(model, make_llm, plain, check_greedy, greedy):
+    llm = make_llm(enable_lora=True, max_loras=3, max_lora_rank=8)
+    chosen = [None, *model.adapters.values()] * 3
+    prompts = PROMPTS[:12]
+    outputs = llm.generate(prompts, greedy, lora_request=chosen, use_tqdm=False)
+    assert tokens(outputs)[::4] == tokens(plain)[:12:4]
+    for index, adapter in enumerate(model.adapters.values(), 1):
+        reference = model.reference(adapter)
+        for output in outputs[index::4]:
+            check_greedy(reference, output)
+    assert tokens(outputs) != tokens(plain)[:12]
+
+
+def test_tokenizer(model):
+    from outrider.models.checkpoint.tokenizer import load_tokenizer
+
+    ours, theirs = load_tokenizer(model.gguf), load_tokenizer(model.folder)
+    for text in [*TEXTS, *PROMPTS]:
+        ids = ours.encode(text, add_special_tokens=False)
+        assert ours.decode(ids) == text
+        assert max(ids) < len(theirs)
+    messages = [{"role": "user", "content": text} for text in TEXTS[:1]]
+    if ours.chat_template is not None:
+        text = ours.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert TEXTS[0] in text
+        ids = ours.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert ours.decode(ids) == text
+
+
+def test_long_context(make_llm, reference, check_greedy):
+    llm = make_llm(max_model_len=6400, max_num_batched_tokens=2048, max_num_seqs=1)
+    prompt = [int(token) for token in torch.randint(1000, 20000, (6000,), generator=torch.Generator().manual_seed(0))]
+    (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    assert len(output.prompt_token_ids) == 6000
+    check_greedy(reference, output)

@@ -1,0 +1,117 @@
+"""Tiny random models of all families, as transformers makes them, and the projections that adapters target there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 131,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+GATED = ["gate_proj", "up_proj", "down_proj"]
+SCALED = [*ATTENTION, *GATED, "embed_tokens"]
+MERGED = ["gate_up_proj", "down_proj"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model, whose config in transformers is `prefix`Config."""
+
+    prefix: str
+    config: dict[str, Any] = field(default_factory=dict)
+    """Changes of SIZES."""
+    targets: list[str] = field(default_factory=lambda: ATTENTION + GATED)
+    """Every projection, which an adapter changes."""
+    parameters: list[str] = field(default_factory=list)
+    """Parameters beside them, which hold the weights of a router or of all experts."""
+
+
+_LOCAL = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9}
+_PHI4_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + i / 10 for i in range(6)],
+    "long_factor": [1.0 + i for i in range(6)],
+}
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+_SPARSE = ["gate.weight", "experts.gate_up_proj", "experts.down_proj"]
+_ALL_HEADS = {"num_key_value_heads": 4}
+_QKV = ["q_proj", "k_proj", "v_proj"]
+_C_ATTN = ["c_attn", "c_proj", "c_fc"]
+_BY_HEAD = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
+FAMILIES: dict[str, Family] = {
+    "llama": Family("Llama", {"tie_word_embeddings": True}, SCALED),
+    "mistral": Family("Mistral", {"sliding_window": 20}),
+    "qwen2": Family("Qwen2"),
+    "qwen3": Family("Qwen3", {"head_dim": 16}),
+    "gemma2": Family("Gemma2", {**_LOCAL, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}, SCALED),
+    "gemma3": Family("Gemma3Text", {**_LOCAL, "num_hidden_layers": 3, "sliding_window_pattern": 3}, SCALED),
+    "phi3": Family("Phi3", {"sliding_window": 20}, ["qkv_proj", "o_proj", *MERGED]),
+    "phi4-mini": Family(
+        "Phi3",
+        {
+            **{"hidden_size": 64, "rope_parameters": _PHI4_ROPE, "original_max_position_embeddings": 128},
+            **{"tie_word_embeddings": True},
+        },
+        ["qkv_proj", "o_proj", *MERGED],
+    ),
+    "smollm3": Family("SmolLM3", {"num_hidden_layers": 3, "no_rope_layer_interval": 2}),
+    "smollm3-window": Family(
+        "SmolLM3", {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 8, "attention_bias": True}
+    ),
+    "olmo2": Family("Olmo2"),
+    "granite": Family(
+        "Granite",
+        {
+            **{"embedding_multiplier": 3.0, "logits_scaling": 2.5, "residual_multiplier": 0.6},
+            **{"attention_multiplier": 0.2, "tie_word_embeddings": True},
+        },
+        SCALED,
+    ),
+    "glm4": Family("Glm4", {"head_dim": 16}, ATTENTION + MERGED),
+    "gpt2": Family("GPT2", _ALL_HEADS, [*_C_ATTN, "wte"]),
+    "bigcode": Family("GPTBigCode", {**_ALL_HEADS, "multi_query": False}, _C_ATTN),
+    "opt": Family("OPT", {**_ALL_HEADS, "ffn_dim": 80}, [*_QKV, "out_proj", "fc1", "fc2"]),
+    "opt-projected": Family(
+        "OPT",
+        {**_ALL_HEADS, "ffn_dim": 80, "do_layer_norm_before": False, "word_embed_proj_dim": 24},
+        [*_QKV, "out_proj", "fc1", "fc2", "project_in", "project_out"],
+    ),
+    "neox": Family("GPTNeoX", {**_ALL_HEADS, "hidden_size": 64}, _BY_HEAD),
+    "falcon": Family("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 80}, _BY_HEAD),
+    "phi": Family("Phi", _ALL_HEADS, [*_QKV, "dense", "fc1", "fc2"]),
+    "stablelm": Family("StableLm", {"hidden_size": 64, "use_qkv_bias": True}),
+    "mixtral": Family("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, ATTENTION, _SPARSE),
+    "qwen3-moe": Family("Qwen3Moe", {**_EXPERTS, "head_dim": 12, "mlp_only_layers": [0]}, ATTENTION + GATED, _SPARSE),
+    "qwen2-moe": Family("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 40}, ATTENTION + GATED, _SPARSE),
+    "olmoe": Family("Olmoe", {**_EXPERTS, "intermediate_size": 24}, ATTENTION, _SPARSE),
+    "starcoder2": Family("Starcoder2", {"sliding_window": 9}, [*ATTENTION, "c_fc", "c_proj"]),
+}
+
+
+def build(family: Family) -> Any:
+    """The model in float32, with weights large enough that attention is peaked and that norms and biases count."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family.prefix}Config")(**{**SIZES, **family.config})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for name, parameter in model.named_parameters():
+        if ("norm" in name or "ln_" in name) and not name.endswith("bias"):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        else:
+            size = 0.3 if name.endswith("bias") else 1.3 * parameter.shape[-1] ** -0.5
+            torch.nn.init.normal_(parameter, 0.0, size)
+    return model

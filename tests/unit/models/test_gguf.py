@@ -1,0 +1,188 @@
+"""GGUF files: each family and type of block gives the model that the same numbers in a folder give."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from safetensors.torch import save_file
+
+from outrider.models.checkpoint.gguf_file import read_gguf
+from outrider.models.checkpoint.json_files import read_model_config
+from outrider.models.checkpoint.loader import load_model, read_facts, resolve_model_path
+from outrider.models.checkpoint.tokenizer import eos_token_ids, load_tokenizer
+from outrider.models.checkpoint.vocabulary import agreement
+from outrider.models.demo import demo_model_path
+from outrider.platform.core.errors import InvalidRequestError, NotFoundError, UnsupportedModelError
+
+from ...gguf_files import write_gguf
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+QUANTISED = [Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1]
+BLOCKS = [Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_NL, Type.IQ4_XS]
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}  # fmt: skip
+
+
+@pytest.fixture
+def logits(driver: Callable) -> Callable:
+    return lambda path: driver(load_model(path, "float32")).forward_once({0: TOKENS})[0]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_a_file_is_the_folder_it_was_made_of(family: str, save_tiny: Callable, tmp_path: Path, logits) -> None:
+    folder, _ = save_tiny(family, **SIZES, head_dim=20, tie_word_embeddings=family == "Qwen3")
+    file = tmp_path / "m.gguf"
+    write_gguf(folder, file)
+    config = read_model_config(file)
+    assert (config["dtype"], config["head_dim"]) == ("float32", 20)
+    assert config["tie_word_embeddings"] == (family == "Qwen3")
+    assert logits(file).equal(logits(folder))
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Gemma3Text"])
+def test_gemma(family: str, save_tiny: Callable, tmp_path: Path, logits) -> None:
+    more = {"num_hidden_layers": 6, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 5}
+    folder, _ = save_tiny(family, **SIZES, **more)
+    raw = json.loads((folder / "config.json").read_text())
+    raw["architectures"] = [raw["architectures"][0].replace("Text", "")]
+    (folder / "config.json").write_text(json.dumps(raw))
+    write_gguf(folder, tmp_path / "m.gguf")
+    torch.testing.assert_close(logits(tmp_path / "m.gguf"), logits(folder), rtol=1e-4, atol=1e-4)  # w + 1 - 1
+
+
+def test_biases_of_queries_are_reordered_too(save_tiny: Callable, tmp_path: Path, logits) -> None:
+    folder, _ = save_tiny("Llama", **SIZES, attention_bias=True, mlp_bias=True)
+    write_gguf(folder, tmp_path / "m.gguf")
+    assert logits(tmp_path / "m.gguf").equal(logits(folder))
+
+
+@pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
+def test_quantised_matrices(kind: Type, save_tiny: Callable, tmp_path: Path, logits) -> None:
+    folder, _ = save_tiny("Llama", **SIZES)
+    rounded = tmp_path / "rounded"
+    shutil.copytree(folder, rounded)
+    save_file(write_gguf(folder, tmp_path / "m.gguf", lambda name: kind), rounded / "model.safetensors")
+    assert read_facts(tmp_path / "m.gguf").dtype == {"F16": "float16"}.get(kind.name, "bfloat16")
+    assert logits(tmp_path / "m.gguf").equal(logits(rounded))
+
+
+def test_a_file_is_what_transformers_reads(save_tiny: Callable, tmp_path: Path, logits) -> None:
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    folder, _ = save_tiny("Llama", **SIZES)
+    write_gguf(folder, tmp_path / "m.gguf", lambda name: Type.Q8_0, llama__vocab_size=131)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    theirs.save_pretrained(tmp_path / "converted")
+    assert logits(tmp_path / "m.gguf").equal(logits(tmp_path / "converted"))
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
+def test_blocks_of_any_bytes(kind: Type, tmp_path: Path) -> None:
+    file, name = tmp_path / "m.gguf", "model.layers.0.mlp.down_proj.weight"
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    data = np.random.default_rng(0).integers(0, 60, (3, 512 // block * size), dtype=np.uint8)
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_tensor("blk.0.ffn_down.weight", data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    stored = read_gguf(file, [name], SimpleNamespace(num_layers=1, num_heads=1, num_kv_heads=1, norm_offset=0.0))[name]
+    assert stored.shape == (3, 512)
+    expected = torch.from_numpy(gguf.dequantize(data, kind))
+    assert torch.equal(stored.read(), expected)
+    assert expected.abs().sum() > 0
+
+
+def test_llama_3s_rotation_is_in_a_tensor(save_tiny: Callable, tmp_path: Path, driver: Callable) -> None:
+    folder, model = save_tiny("Llama", **SIZES, rope_parameters=LLAMA3)
+    plain = {"rope_type": "default", "rope_theta": 5e5}
+    base = 1 / 5e5 ** (torch.arange(0, 16, 2) / 16)
+    divisors = (base / model.model.rotary_emb.inv_freq).numpy()
+    assert divisors.max() > 1
+    add = gguf.GGUFWriter.write_header_to_file
+
+    def with_divisors(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("rope_freqs.weight", divisors)
+        add(writer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "write_header_to_file", with_divisors)
+        write_gguf(folder, tmp_path / "m.gguf")
+    assert read_model_config(tmp_path / "m.gguf")["rope_parameters"] | plain != plain
+    got, wanted = (
+        driver(load_model(path, "float32")).forward_once({0: TOKENS})[0] for path in (tmp_path / "m.gguf", folder)
+    )
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_yarn(save_tiny: Callable, tmp_path: Path, logits) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    folder, _ = save_tiny("Qwen2", **SIZES, rope_parameters=yarn)
+    more = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
+    write_gguf(folder, tmp_path / "m.gguf", **{f"qwen2__rope__scaling__{key}": value for key, value in more.items()})
+    assert logits(tmp_path / "m.gguf").equal(logits(folder))
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("gguf") / "demo.gguf"
+    write_gguf(demo_model_path(), file, tokenizer__ggml__eot_token_id=7)
+    return file
+
+
+def test_tokenizer_template_and_ends(demo: Path) -> None:
+    theirs, ours = load_tokenizer(demo_model_path()), load_tokenizer(demo)
+    assert ours.get_vocab() == theirs.get_vocab()
+    for text in ("SELECT name FROM users\n\tWHERE id = 12345;", "Ünïcödé 漢字 🎉🏽\u200d", "<|end|> a  b <|pad|>", ""):
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.decode(ours.encode(text, add_special_tokens=False)) == text
+    assert ours.chat_template == theirs.chat_template
+    assert eos_token_ids(demo, ours) == {2, 7}
+    assert agreement(demo, demo_model_path()) == 1.0
+
+
+def test_a_tokenizer_beside_the_file_is_another_models(demo: Path, tmp_path: Path) -> None:
+    shutil.copy(demo, tmp_path / "demo.gguf")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert load_tokenizer(tmp_path / "demo.gguf").get_vocab() == load_tokenizer(demo).get_vocab()
+
+
+def test_without_its_package_the_error_names_the_extra(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(InvalidRequestError, match=r"outrider\[gguf\]"):
+        read_facts(demo)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="no such file"):
+        resolve_model_path(tmp_path / "m.gguf")
+    with pytest.raises(NotFoundError, match="no such file"):
+        load_tokenizer(tmp_path / "m.gguf")
+
+
+def test_files_that_are_not_served(save_tiny: Callable, tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "mamba.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModelError, match=r"mamba; supported are gemma2"):
+        read_facts(tmp_path / "mamba.gguf")
+    folder, _ = save_tiny("Llama", **SIZES)
+    write_gguf(folder, tmp_path / "part.gguf", split__count=2)
+    with pytest.raises(UnsupportedModelError, match="gguf-split --merge"):
+        read_facts(tmp_path / "part.gguf")
