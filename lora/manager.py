@@ -129,6 +129,7 @@ class AdapterManager:
             raise
         if reason is not None:
             return reason
+        request.num_base_tokens = version.count_base_tokens(request.tokens[: request.num_prompt_tokens])
         version.start(request)
         assert version.digest is not None
         self._residency.pool.retain(version.digest)

@@ -185,7 +185,7 @@ class StepAdapters:
         self, batcher: LoraBatcher, rows: PlanRows, applies: Callable[[AdapterVersion], bool]
     ) -> LoraBatch | None:
         if not any(version is not None and applies(version) for version, _ in rows):
-            return None
+            return batcher.build(())  # it keeps the allocations of its last batch no longer
         allocations, is_plain, targets_experts = [], True, False
         for version, count in rows:
             allocation = None

@@ -40,6 +40,15 @@ class LoraWeights(NamedTuple):
     """[out] float32: factor of each row of the base weight (DoRA); None: all are 1."""
 
 
+class OwnRows(NamedTuple):
+    """Rows of the embeddings or of the head that an adapter brings itself; see `own_rows`."""
+
+    weight: Tensor
+    """[n, H], in the dtype of use."""
+    tokens: Tensor | None
+    """[n] int64, ascending: tokens of the rows; None: the tokens 0 to n - 1, and the adapter has no others."""
+
+
 class PackedRows(NamedTuple):
     """Rank rows of one adapter in one layout, without the columns that it does not have. Immutable."""
 
@@ -198,6 +207,10 @@ class PackedModules(NamedTuple):
     """By module; see `LoraWeights.gain`."""
     biases: Mapping[str, Tensor] = MappingProxyType({})
     """By module: vector [out] that is added to the module's output."""
+    own_rows: Mapping[str, OwnRows] = MappingProxyType({})
+    """By module, for the token embeddings and `LM_HEAD`."""
+    invocation: tuple[int, ...] = ()
+    """Tokens of the prompt from which on the weights apply (activated LoRA); (): they apply to all tokens."""
 
     @property
     def layout(self) -> ModelLayout:
@@ -212,17 +225,19 @@ class PackedModules(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of memory."""
-        vectors = sum(part.nbytes for part in (*self.gains.values(), *self.biases.values()))
-        return self.linears.num_bytes + self.vocabulary.num_bytes + vectors
+        # The same rows may serve a tied head.
+        own = {id(rows.weight): rows.weight for rows in self.own_rows.values()}
+        rest = sum(part.nbytes for part in (*self.gains.values(), *self.biases.values(), *own.values()))
+        return self.linears.num_bytes + self.vocabulary.num_bytes + rest
 
     @property
     def is_plain(self) -> bool:
         """True when it has rank rows and nothing else."""
-        return not self.gains and not self.biases
+        return not self.gains and not self.biases and not self.own_rows
 
     def has(self, name: str) -> bool:
         """Return whether the adapter changes this module."""
-        return self.linears.has(name) or self.vocabulary.has(name) or name in self.biases
+        return self.linears.has(name) or self.vocabulary.has(name) or name in self.biases or name in self.own_rows
 
     def modules(self) -> dict[str, LoraWeights]:
         """Weights by module, as views."""

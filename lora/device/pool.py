@@ -47,7 +47,7 @@ def count_rows(config: LoRAConfig, bytes_per_row: int) -> int:
 class Allocation:
     """Rank rows that an adapter owns on the device. Compared by identity. Immutable."""
 
-    __slots__ = ("index", "key", "rows")
+    __slots__ = ("__weakref__", "index", "key", "rows")
 
     def __init__(self, key: bytes, rows: tuple[int, ...]) -> None:
         self.key = key

@@ -13,6 +13,7 @@ from .arena import RowArena
 from .dora import head_weight, slice_weight, table_weight
 from .layers import EmbeddingSite, Live, LoraSite
 from .layout import LM_HEAD, ModelLayout, PackedModules, RowLayout
+from .own_rows import OwnRowSites
 from .pool import Allocation
 from .vectors import VectorSites
 
@@ -56,6 +57,7 @@ class AdapterSites:
         """Modules that adapters may target, and the layout of their rows."""
         self._rows, self._vocabulary = (RowArena(part, device) for part in layout)
         self._vectors = VectorSites(dtype, device)
+        self._own_rows = None if embedding is None else OwnRowSites(embedding)
         for linear in self._linears:
             _reserve(linear, self.model)
         if embedding is not None:
@@ -66,7 +68,11 @@ class AdapterSites:
                 vocab_size, hidden_size, embedding=True, is_base=embedding.is_table, base=table_weight(embedding)
             )
             shapes[LM_HEAD] = ModuleShape(
-                hidden_size, vocab_size, is_base=embedding.is_head, base=head_weight(embedding)
+                hidden_size,
+                vocab_size,
+                is_base=embedding.is_head,
+                base=head_weight(embedding),
+                tied=embedding.tied,
             )
 
     @property
@@ -87,6 +93,7 @@ class AdapterSites:
         table = self._embedding.names.table
         index = self._vocabulary.layout.modules[table]
         a, b = (self._vocabulary.rows[:, columns] for columns in self._vocabulary.layout.pieces[index])
+        self._embedding.own_rows = self._own_rows
         self._embedding.lookup_lora = EmbeddingSite(a, b, *_live(self._vocabulary, index, 1))
         self._embedding.head_lora = _site(self._vocabulary, hidden_size, head)
         self._embedding.lookup_gains = self._vectors.add([(table, hidden_size)])
@@ -98,6 +105,8 @@ class AdapterSites:
         self._rows.write(allocation, packed.linears)
         self._vocabulary.write(allocation, packed.vocabulary)
         self._vectors.write(allocation, packed.gains, packed.biases)
+        if self._own_rows is not None:
+            self._own_rows.write(allocation, packed.own_rows)
 
 
 def _reserve(linear: Linear, model: ModelModules) -> None:

@@ -64,7 +64,8 @@ def read_biases(
 
 
 def _base_bias(module: FileModule, shape: ModuleShape) -> Tensor:
-    bias = None if shape.base is None else shape.base.bias()
+    assert shape.base is not None
+    bias = shape.base.bias()
     if bias is None:
         raise adapter_error(f"{module.name}: {module.keys[BIAS]}: this module has no bias in the served model")
     return bias.float().cpu()

@@ -73,6 +73,8 @@ class AdapterFiles:
         self.check(source)
         target, digest = self._target.read(Path(source.path))
         found = self._read_draft(source)
+        if target.invocation and not isinstance(found, str):
+            found = "draft weights are not used with alora_invocation_tokens"
         if isinstance(found, str):
             return Adapter(digest, target, self.drafter.layout.pack({}), found)
         drafter, draft_digest = found

@@ -45,11 +45,30 @@ class PeftConfig:
     """True when every lora_B has a bias."""
     modules_to_save: tuple[str, ...]
     """Only embeddings and heads."""
+    invocation: tuple[int, ...]
+    """Tokens of the prompt from which on the adapter applies; (): it applies to all tokens."""
+    ties_weights: bool
+    """True when what is trained of a tied embedding is trained of the head too."""
+    trainable_tokens: tuple[tuple[str, tuple[int, ...]], ...]
+    """Tokens of trained rows, by name of the embedding or head; the name "" stands for the embedding."""
 
     @property
     def form(self) -> tuple[Any, ...]:
         """All fields but those of the scales."""
-        return self.rank, self.rank_pattern.items, self.use_dora, self.lora_bias, self.modules_to_save
+        more = (self.use_dora, self.lora_bias, self.modules_to_save, self.trainable_tokens)
+        return self.rank, self.rank_pattern.items, *more
+
+    @property
+    def has_token_indices(self) -> bool:
+        """True when rows of some tokens are trained."""
+        return bool(self.trainable_tokens)
+
+    def token_indices(self, module: str) -> tuple[int, ...]:
+        """Return the tokens of an embedding's or head's trained rows; AdapterError when none are named."""
+        for name, tokens in self.trainable_tokens:
+            if name in ("", module) or module.endswith(f".{name}") or name.endswith(f".{module}"):
+                return tokens
+        raise adapter_error(f"{CONFIG_FILE}: trainable_token_indices names no tokens of {module}")
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module, by its name in the model that PEFT was given."""
@@ -78,6 +97,11 @@ def _pattern(config: dict[str, Any], name: str, *, integer: bool) -> Patterns:
     for pattern, value in values.items():
         _positive(f"{name}[{shown_value(pattern)}]", value, integer=integer)
     return patterns
+
+
+def _trainable_tokens(values: list[int] | dict[str, list[int]]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    named = values if isinstance(values, dict) else {"": values}
+    return tuple((name, tuple(tokens)) for name, tokens in named.items())
 
 
 def read_config(folder: Path) -> PeftConfig:
@@ -112,4 +136,7 @@ def read_config(folder: Path) -> PeftConfig:
         bias=str(config.get("bias") or "none"),
         lora_bias=bool(config.get("lora_bias")),
         modules_to_save=tuple(config.get("modules_to_save") or ()),
+        invocation=tuple(config.get("alora_invocation_tokens") or ()),
+        ties_weights=bool(config.get("ensure_weight_tying")),
+        trainable_tokens=_trainable_tokens(config.get("trainable_token_indices") or {}),
     )

@@ -22,12 +22,21 @@ def _changes_base(value: Any) -> bool:
 
 
 def _trains_modules(value: Any) -> bool:
-    """Return whether modules other than embeddings and heads are trained in full. Of these two PEFT users often save
-    untrained copies; the reader of the file finds out whether they are."""
+    """Return whether modules other than embeddings and heads are trained in full."""
     names = value or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return True
     return any(name.rpartition(".")[2] not in ("embed_tokens", "lm_head") for name in names)
+
+
+def _is_no_tokens(value: Any) -> bool:
+    tokens = value or []
+    return not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 2**31 for token in tokens)
+
+
+def _is_no_token_set(value: Any) -> bool:
+    lists = list(value.values()) if isinstance(value, dict) else [value]
+    return any(_is_no_tokens(tokens) or len(set(tokens or [])) < len(tokens or []) for tokens in lists)
 
 
 class FieldRule(NamedTuple):
@@ -75,11 +84,13 @@ FIELDS: dict[str, FieldRule] = {
     ),
     "lora_bias": FieldRule(_ANY),
     "modules_to_save": FieldRule(
-        "`embed_tokens` and `lm_head`, where they equal the base model's",
+        "`embed_tokens` and `lm_head`, with a vocabulary that is not larger than the base model's",
         "other fully trained modules",
         _trains_modules,
     ),
-    "trainable_token_indices": FieldRule("", "trained embeddings of some tokens"),
+    "trainable_token_indices": FieldRule(
+        "tokens of `embed_tokens` and `lm_head`", "anything but lists of different tokens", _is_no_token_set
+    ),
     "init_lora_weights": FieldRule(
         "all that leave the base model alone: booleans, `gaussian`, `orthogonal`, `eva`, `mica`",
         "`pissa`, `olora`, `corda`, `loftq` and `lora_ga`, which change the base weights, unless "
@@ -100,7 +111,12 @@ FIELDS: dict[str, FieldRule] = {
     "qalora_group_size": FieldRule("any value; only `use_qalora` reads it"),
     "layer_replication": FieldRule("", "a model with repeated layers"),
     "target_parameters": FieldRule("weights of linear modules and routers, `gate_up_proj` and `down_proj` of experts"),
-    "alora_invocation_tokens": FieldRule("", "activated LoRA"),
+    "alora_invocation_tokens": FieldRule(
+        "lists of tokens: what stands before their last occurrence in the prompt is the base model's, and shares its "
+        "cached prefixes",
+        "anything but lists of tokens",
+        _is_no_tokens,
+    ),
     "use_qalora": FieldRule("", "QA-LoRA"),
     "use_bdlora": FieldRule("", "block-diagonal LoRA"),
     "arrow_config": FieldRule("", "Arrow routing"),

@@ -6,7 +6,7 @@ The tensors' keys and shapes say what is adapted; adapter_config.json says how i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -31,6 +31,7 @@ from .tensor_keys import (
     file_limits,
     group_keys,
 )
+from .vocabulary import read_own_rows
 
 
 class WeightsReader:
@@ -57,20 +58,21 @@ class WeightsReader:
         with open_tensors(folder, file_limits(self.model.shapes, self._max_rank)) as file:
             plan = self._plans.find(file.header, config.form)
             planned = plan and plan.read(file, [config.scale_of(name) for name in plan.configured])
-            return planned or self._read_unplanned(file, config)
+            packed, digest = planned or self._read_unplanned(file, config)
+        if config.invocation:
+            digest = hashlib.sha256(digest + f"invocation {config.invocation}".encode()).digest()
+        return packed._replace(invocation=config.invocation), digest
 
     def _read_unplanned(self, file: TensorFile, config: PeftConfig) -> tuple[PackedModules, bytes]:
         """Check all keys and shapes of a file, read it, and keep a plan for more files like it."""
         known = self.model.shapes
         file, parameters = split_parameters(file, known)
-        found, copies = group_keys(file.shapes, known, self._owner)
+        found, saved = group_keys(file.shapes, known, self._owner)
         for name, parameter in parameters.items():
             found[name].configured = parameter
         for module in found.values():
             self._check_module(module, config, file.shapes)
-        _check_saved(config, copies.values())
-        for key, name in copies.items():
-            _check_copy(key, file, name, known[name])
+        own_rows, own_digest = read_own_rows(saved, found, file, config, known, self.model.layout.dtype)
         modules = [
             stored
             for _, module in sorted(found.items())
@@ -81,8 +83,10 @@ class WeightsReader:
         biased = [module for _, module in sorted(found.items()) if module.keys.keys() & {BIAS, LORA_BIAS}]
         if biased:
             biases, further = read_biases(biased, file, config, self.model)
-            return packed._replace(biases=biases), hashlib.sha256(digest + further).digest()
-        if file.header is not None and not copies:
+            packed, digest = packed._replace(biases=biases), hashlib.sha256(digest + further).digest()
+        if own_rows:
+            packed, digest = packed._replace(own_rows=own_rows), hashlib.sha256(digest + own_digest).digest()
+        if file.header is not None and packed.is_plain and not saved:
             self._plans.keep(modules, file.header, config.form)
         return packed, digest
 
@@ -107,25 +111,6 @@ class WeightsReader:
                     f"{list(expected[part])} (rank {rank} by the configuration, {shape.in_features} -> "
                     f"{shape.out_features} in {self._owner.words})"
                 )
-
-
-def _check_saved(config: PeftConfig, copied: Iterable[str]) -> None:
-    """Refuse modules that were trained as a whole, unless the file has an unchanged copy; see `_check_copy`."""
-    held = {name.rpartition(".")[2] for name in copied}
-    for name in config.modules_to_save:
-        if name.rpartition(".")[2] not in held:
-            raise adapter_error(f"fully trained modules (modules_to_save) are not served: {name[:80]!r}")
-
-
-def _check_copy(key: str, file: TensorFile, name: str, shape: ModuleShape) -> None:
-    """Refuse a copy of a base weight that differs from the model's: with a trained one it is another model."""
-    expected = (shape.in_features, shape.out_features) if shape.embedding else (shape.out_features, shape.in_features)
-    found = file.shapes[key]
-    if found != expected or shape.is_base is None or not shape.is_base(file.read(key)):
-        raise adapter_error(
-            f"{name}: the file brings a weight of its own ({key}, {list(found)}) that is not the served model's "
-            f"({list(expected)}); fully trained modules are not served"
-        )
 
 
 def _split(

@@ -35,8 +35,12 @@ _KEY = re.compile(
     r"|(?:base_layer\.)?(?P<bias>bias))$"
 )
 # PEFT's save_pretrained copies the base weights of an adapted embedding or head into the adapter's file; a trained one
-# (modules_to_save) has the same key.
-_COPY = re.compile(r"^(?P<module>.+?)(?:\.base_layer|\.original_module|\.modules_to_save(?:\.[^.]+)?)?\.weight$")
+# (modules_to_save) has the same key. See `vocabulary`.
+_SAVED = re.compile(
+    r"^(?P<module>.+?)(?:"
+    r"(?:\.base_layer|\.original_module|\.modules_to_save(?:\.[^.]+)?)?\.weight"
+    r"|(?:\.token_adapter)?\.trainable_tokens_delta(?:\.[^.]+)?)$"
+)
 # State of VeLoRA's and MonteCLoRA's training, which their adapters do not need any more.
 _TRAINING_STATE = re.compile(r"\.lora_(?:velora|monteclora)_")
 # Wrappers that PEFT, torch.compile, FSDP, checkpointing and DDP put around a model while it is trained.
@@ -79,6 +83,8 @@ class ModuleShape(NamedTuple):
     refused."""
     base: BaseWeight | None = None
     """The weights that DoRA's gains and trained biases refer to; None: both are refused."""
+    tied: bool = False
+    """True for a head whose weight is that of the embeddings."""
 
 
 class ModelModules(NamedTuple):
@@ -136,13 +142,13 @@ def group_keys(
     """Group a file's keys by the modules of a model with `known` modules, called `owner` in messages.
 
     Returns:
-        The file's modules, and by key the modules of which the file holds a copy of the base's weight.
+        The file's modules, and by key the embedding or head of which the file holds the weight or some rows.
 
     Raises:
         AdapterError: a key of something that is not served, two keys for one weight, a weight that is missing.
     """
     modules: dict[str, FileModule] = {}
-    copies: dict[str, str] = {}
+    saved: dict[str, str] = {}
     found: dict[str, FileModule | None] = {}  # each module has several keys
     for key in sorted(shapes):
         if len(key) > _MAX_KEY:
@@ -151,7 +157,7 @@ def group_keys(
         if match is None and _TRAINING_STATE.search(key):
             continue
         if match is None:
-            copies[key] = _copied_module(key, known)
+            saved[key] = _saved_module(key, known)
             continue
         if match["module"] not in found:
             found[match["module"]] = _find_module(match["module"], known)
@@ -170,7 +176,7 @@ def group_keys(
     if not any(A in module.keys for module in modules.values()):
         raise adapter_error("the adapter holds no LoRA weights")
     _check_parts(modules)
-    return modules, copies
+    return modules, saved
 
 
 def _check_parts(modules: Mapping[str, FileModule]) -> None:
@@ -237,8 +243,8 @@ def _find_module(module: str, known: Mapping[str, ModuleShape]) -> FileModule | 
     return None
 
 
-def _copied_module(key: str, known: Mapping[str, ModuleShape]) -> str:
-    match = _COPY.match(key)
+def _saved_module(key: str, known: Mapping[str, ModuleShape]) -> str:
+    match = _SAVED.match(key)
     module = _find_module(match["module"], known) if match else None
     if module is not None and module.shape.is_base is not None:
         return module.name

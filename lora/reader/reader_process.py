@@ -48,7 +48,7 @@ def answer(source: AdapterSource, files: AdapterFiles) -> tuple[dict[str, Any], 
     """Return the answer to one request, and the descriptor of the adapter's memory, which the caller must close."""
     try:
         adapter = files.read(source)
-        if not all(part.is_plain for part in adapter.packed):
+        if adapter.target.invocation or not all(part.is_plain for part in adapter.packed):
             return {"unable": "it has more than rank rows"}, None
         message, buffers = encode_adapter(adapter)
         return {"adapter": message}, _sealed(buffers)

@@ -17,10 +17,21 @@ from ..files.peft_config import adapter_error
 
 
 def check_mixable(name: str, adapter: Adapter) -> None:
-    """Refuse (AdapterError) a part that scales base weights (DoRA): its weight is not a factor of what it adds."""
+    """Refuse (AdapterError) a part that scales base weights (DoRA) or replaces some: its weight is not a factor of
+    what it adds."""
     if adapter.target.gains or adapter.drafter.gains:
         raise adapter_error(
             f"adapter '{name}' uses DoRA: it can neither be mixed with others nor have a weight other than 1"
+        )
+    if adapter.target.invocation:
+        raise adapter_error(
+            f"adapter '{name}' has alora_invocation_tokens: it can neither be mixed with others nor have a "
+            "weight other than 1"
+        )
+    if adapter.target.own_rows:
+        raise adapter_error(
+            f"adapter '{name}' brings rows of {' and '.join(adapter.target.own_rows)} of its own: it can neither be "
+            "mixed with others nor have a weight other than 1"
         )
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import heapq
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ...platform.core.errors import ErrorInfo
 from ...platform.core.request import Request
 from ..adapter import Adapter, AdapterSource
+
+_TOKEN_BYTES = array("q").itemsize
+_NEVER = 1 << 62
+"""More tokens than any text has."""
 
 Order = tuple[Any, ...]
 """Position in the scheduling policy's order, see `Request.order`: the smallest is the most urgent."""
@@ -57,6 +63,8 @@ class AdapterVersion:
     """True when it adapts experts of the model."""
     is_plain: bool = True
     """True when it has rank rows and nothing else, for the model and for the drafter."""
+    invocation: tuple[int, ...] = ()
+    """Tokens of the prompt from which on it applies; (): it applies to all tokens."""
     has_draft: bool = False
     """True when it brings weights for the drafter."""
     draft: str = ""
@@ -86,9 +94,21 @@ class AdapterVersion:
         self.digest = self.expected = adapter.digest
         self.rank, self.rows, self.num_bytes = adapter.target.rank, adapter.rows, adapter.num_bytes
         self.targets_head, self.is_plain = adapter.targets_head, all(part.is_plain for part in adapter.packed)
+        self.invocation = adapter.target.invocation
         self.targets_experts = adapter.targets_experts
         self.has_draft, self.draft = bool(adapter.drafter.rank), adapter.draft
         self.load_seconds = adapter.load_seconds
+
+    def count_base_tokens(self, prompt: Sequence[int]) -> int:
+        """Return the number of a prompt's tokens before the last invocation of an activated adapter: the base model
+        computes these. Without an invocation the base model computes all that there will ever be."""
+        if not self.invocation:
+            return 0
+        tokens, wanted = (array("q", part).tobytes() for part in (prompt, self.invocation))
+        at = tokens.rfind(wanted)
+        while at % _TOKEN_BYTES and at >= 0:  # no whole tokens
+            at = tokens.rfind(wanted, 0, at + len(wanted) - 1)
+        return at // _TOKEN_BYTES if at >= 0 else _NEVER
 
     @property
     def label(self) -> str:

@@ -33,6 +33,20 @@ class EmbeddingSite(Protocol):
         """y [T, H] += each token's adapter looked up at input_ids [T]; y is mutated."""
 
 
+class OwnRowSite(Protocol):
+    """Rows of the embeddings and of the head that adapters bring themselves."""
+
+    def __len__(self) -> int:
+        """Return the number of adapters with such rows."""
+        ...
+
+    def lookup(self, y: Tensor, input_ids: Tensor, adapters: Any) -> None:
+        """Replace y [T, H] where a token's adapter has a row for it; y is mutated."""
+
+    def logits(self, y: Tensor, hidden: Tensor, adapters: Any) -> None:
+        """Replace y [R, vocab] where a row's adapter has rows of the head; y is mutated."""
+
+
 class VocabularyNames(NamedTuple):
     """Names of the modules in the checkpoint."""
 
@@ -86,15 +100,17 @@ class Embedding:
         self.lookup_lora: EmbeddingSite | None = None
         """Site of adapters, set by the adapter manager, as is `head_lora`."""
         self.head_lora: LoraSite | None = None
+        self.own_rows: OwnRowSite | None = None
         self.lookup_gains: GainSite | None = None
         self.head_gains: GainSite | None = None
         self.head_squares: Tensor | None = None
         """[vocab] float32, once loaded: squared norm of each row of the head's weight."""
         self._shape = (vocab_size, hidden_size)
-        self._tied = tied
+        self.tied = tied
+        """True when the head's weight is the table."""
         self._scales = scales
         self._dtype = dtype
-        self._device = device
+        self.device = device
         self._batch_invariant = batch_invariant
         self._table: Tensor | None = None
         self._parts: dict[str, Tensor] = {}
@@ -105,6 +121,8 @@ class Embedding:
         """Hidden states [T, H] of token ids [T]. `adapters` is that of `ForwardBatch` for these tokens."""
         embedded = F.embedding(input_ids, self._table)  # type: ignore[arg-type]  # the loader left no slot empty
         if self.lookup_lora is not None and adapters is not None:
+            if self.own_rows:
+                self.own_rows.lookup(embedded, input_ids, adapters)
             if self.lookup_gains is not None:
                 self.lookup_gains.scale(embedded, adapters)
             self.lookup_lora.add(embedded, input_ids, adapters)
@@ -114,6 +132,8 @@ class Embedding:
         """Logits [R, vocab] float32 of hidden [R, H], in `out` if given. `adapters` belongs to these R rows."""
         logits = self._head(hidden)  # type: ignore[misc]
         if self.head_lora is not None and adapters is not None:
+            if self.own_rows:
+                self.own_rows.logits(logits, hidden, adapters)
             if self.head_gains is not None:
                 self.head_gains.scale(logits, adapters, self._bias)
             self.head_lora.add(logits, hidden, adapters)
@@ -127,10 +147,17 @@ class Embedding:
         cap = self._scales.logit_cap
         return logits if cap is None else soft_cap(logits, cap)
 
+    def pack_head(self, weight: Tensor, index: Tensor | None) -> Packed:
+        """Pack rows [n, H] of an adapter's head, for the tokens `index` or 0 to n - 1, as the head itself is packed."""
+        bias = self._bias
+        if bias is not None:
+            bias = bias[: len(weight)] if index is None else bias[index.to(self.device)]
+        return pack(weight.to(self.device, self._dtype), bias, batch_invariant=self._batch_invariant)
+
     def table_squares(self) -> Tensor:
         """Squared norm of each column of the table: [H] float32."""
         assert self._table is not None
-        squares = torch.zeros(self.hidden_size, dtype=torch.float32, device=self._device)
+        squares = torch.zeros(self.hidden_size, dtype=torch.float32, device=self.device)
         for rows in self._table.split(_ROWS):
             squares += torch.linalg.vector_norm(rows, dim=0, dtype=torch.float32).square_()
         return squares
@@ -147,19 +174,19 @@ class Embedding:
     def is_table(self, tensor: Tensor) -> bool:
         """True when `tensor` [vocab, H] is the table, rounded to the model's dtype."""
         assert self._table is not None
-        return _same(tensor.to(self._device, self._dtype), self._table)
+        return _same(tensor.to(self.device, self._dtype), self._table)
 
     @torch.inference_mode()
     def is_head(self, tensor: Tensor) -> bool:
         """True when `tensor` [vocab, H] is the head's weight, rounded to the model's dtype."""
-        if self._tied:
+        if self.tied:
             return self.is_table(tensor)
         assert self._head is not None
         for start in range(0, self.hidden_size, _PROBES):  # packed, it shows its columns only in products
             end = min(start + _PROBES, self.hidden_size)
-            probes = torch.zeros(end - start, self.hidden_size, dtype=self._dtype, device=self._device)
+            probes = torch.zeros(end - start, self.hidden_size, dtype=self._dtype, device=self.device)
             probes[:, start:end].fill_diagonal_(1)
-            if not _same(tensor[:, start:end].t().to(self._device, self._dtype), self._head.without_bias(probes)):
+            if not _same(tensor[:, start:end].t().to(self.device, self._dtype), self._head.without_bias(probes)):
                 return False
         return True
 
@@ -167,22 +194,22 @@ class Embedding:
         """Slots by the checkpoint's tensor names; a tied head has none."""
         scale = self._shape[1] ** -0.5
         slots = {f"{self.names.table}.weight": WeightSlot(self._shape, self._load_table, scale)}
-        if not self._tied:
+        if not self.tied:
             slots[f"{self.names.head}.weight"] = WeightSlot(self._shape, self._load_head, scale)
         if self.names.head_bias:
             slots[f"{self.names.head}.bias"] = WeightSlot(self._shape[:1], self._load_bias, scale)
         return slots
 
     def _load_table(self, tensor: Tensor) -> None:
-        self._table = tensor.to(self._device, self._dtype, copy=True).contiguous()
-        if self._tied:
+        self._table = tensor.to(self.device, self._dtype, copy=True).contiguous()
+        if self.tied:
             self._set_head("weight", self._table)
 
     def _load_head(self, tensor: Tensor) -> None:
-        self._set_head("weight", tensor.to(self._device, self._dtype, copy=True))
+        self._set_head("weight", tensor.to(self.device, self._dtype, copy=True))
 
     def _load_bias(self, tensor: Tensor) -> None:
-        self._set_head("bias", tensor.to(self._device, self._dtype, copy=True))
+        self._set_head("bias", tensor.to(self.device, self._dtype, copy=True))
 
     def _set_head(self, part: str, tensor: Tensor) -> None:
         self._parts[part] = tensor

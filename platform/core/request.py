@@ -86,6 +86,10 @@ class Request:
     """Prefix-cache namespace, `sharing` and the adapter's content, set at admission; None keeps it out of the cache."""
     num_shared_tokens: int = 0
     """Leading tokens whose blocks all tenants share: those are in the namespace of the adapter's content alone."""
+    num_base_tokens: int = 0
+    """Leading tokens that the base model computes although there is an adapter (activated LoRA), set at admission."""
+    activation: bytes = b""
+    """Namespace of what follows them, set at admission; their own blocks are in the base model's namespace."""
     shared_namespace: bytes = b""
     """Namespace of the adapter's content alone, set at admission."""
     text_namespace: tuple[bytes, bytes] = (b"", b"")
@@ -144,6 +148,11 @@ class Request:
     """`params.token_cost`, likewise."""
     stop_ids: frozenset[int] = field(init=False)
     """`params.stop_token_ids`, which may be many: each new token is looked up."""
+
+    def handles(self, start: int, count: int) -> list[tuple[Any, int]]:
+        """(adapter, number of tokens) for `count` tokens from `start` on."""
+        num_base = min(max(self.num_base_tokens - start, 0), count)
+        return [pair for pair in ((None, num_base), (self.adapter, count - num_base)) if pair[1]]
 
     def __post_init__(self) -> None:
         self.stop_ids = frozenset(self.params.stop_token_ids or ())

@@ -104,10 +104,13 @@ class PrefixNamespaces(Gate):
         request.text_namespace = (request.text_namespace[0], adapter)
         if request.sharing is None:
             return None
+        activation = b""
+        if request.num_base_tokens:
+            adapter, activation = activation, adapter
         if self._short_context is not None and request.num_prompt_tokens > self._short_context:
             adapter += b"long"
         namespace = request.sharing + adapter
-        if namespace != request.namespace:
-            request.namespace, request.shared_namespace = namespace, adapter
+        if (namespace, activation) != (request.namespace, request.activation):
+            request.namespace, request.shared_namespace, request.activation = namespace, adapter, activation
             request.block_hashes.clear()
         return None

@@ -298,6 +298,8 @@ WIDE = {
     "head": {"r": 5, "target_modules": ["lm_head"], "lora_bias": True},
     "tokens": {"r": 3, "target_modules": ["embed_tokens", "q_proj"]},
     "both": {"r": 8, "target_modules": ["embed_tokens", "lm_head", "v_proj", "down_proj"]},
+    "saved": {"r": 2, "target_modules": ["v_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "rows": {"r": 2, "target_modules": ["k_proj"], "trainable_token_indices": [5, 6, 7, 8, 30]},
 }
 
 
@@ -314,7 +316,11 @@ def wide(models, tmp_path_factory):
         folder = str(tmp_path_factory.mktemp(name))
         base = AutoModelForCausalLM.from_pretrained(models.target, dtype=torch.float32)
         config = LoraConfig(lora_alpha=1, init_lora_weights=False, **options)
-        get_peft_model(base, config).save_pretrained(folder)
+        model = get_peft_model(base, config)
+        for key, parameter in model.named_parameters():
+            if "modules_to_save" in key or "trainable_tokens_delta" in key:
+                parameter.data += 0.1 * torch.randn_like(parameter)
+        model.save_pretrained(folder)
         requests[name] = LoRARequest(name, path=folder)
     return requests
 
@@ -324,7 +330,7 @@ def test_adapters_on_the_vocabulary_equal_peft(models, make_engine, run, prompts
     import torch
     from peft import PeftModel
 
-    engine = make_engine(**LORA, max_loras=4, speculative_config=models.speculative(method, 3))
+    engine = make_engine(**LORA, max_loras=6, speculative_config=models.speculative(method, 3))
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1, prompt_logprobs=1)
     outcomes = dict(zip(wide, run(engine, [(prompts[1], params, lora) for lora in wide.values()]), strict=True))
     texts = {name: outcome.token_ids for name, outcome in outcomes.items()}
@@ -356,7 +362,7 @@ def test_each_row_of_logits_has_its_own_adapter(models, make_engine, run, prompt
     jobs = [
         (prompt, params, lora) for prompt in (prompts[2], prompts[4]) for params in sampling for lora in wide.values()
     ]
-    engine = {"max_loras": 4, "max_num_seqs": 10, "enable_prefix_caching": False, **LORA}
+    engine = {"max_loras": 6, "max_num_seqs": 10, "enable_prefix_caching": False, **LORA}
     plain = run(make_engine(**engine), jobs)
     drafted = run(make_engine(**engine, speculative_config=models.speculative(method, k)), jobs)
     assert [o.token_ids for o in drafted] == [o.token_ids for o in plain]
@@ -372,7 +378,7 @@ def test_each_row_of_logits_has_its_own_adapter(models, make_engine, run, prompt
 
 def test_without_adapters_on_the_vocabulary_it_costs_nothing(models, make_engine, run, prompts, greedy, wide):
     """No pass over the head or the embeddings has an adapter's product when none of the batch wants one."""
-    engine = make_engine(**LORA, max_loras=4)
+    engine = make_engine(**LORA, max_loras=6)
     embedding, calls = engine._runner._model.embedding, []
 
     class Spy:

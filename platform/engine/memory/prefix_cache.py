@@ -13,7 +13,10 @@ text is as separate as ever:
                                                  +-> tenant b -> block 2 -> ...
     own root (tenant a, salt, adapter) -> block 0 -> ...
 
-The three kinds of roots are hashed under different personalizations, which no tenant has a say in: a namespace of one
+An activated adapter (aLoRA) begins to apply in the middle of a prompt. The blocks before that are the base model's,
+in its namespace; the block where it begins is chained from their hash and the adapter's content.
+
+The kinds of roots are hashed under different personalizations, which no tenant has a say in: a namespace of one
 kind cannot be made to look like one of another.
 """
 
@@ -28,6 +31,7 @@ from .block_pool import BlockPool
 
 # Personalizations of the hash.
 _BLOCK, _OWN, _SHARED, _AFTER_SHARED = b"block", b"own root", b"shared root", b"after shared"
+_ACTIVATED = b"activated"
 
 
 def _hash(data: bytes, kind: bytes) -> bytes:
@@ -111,6 +115,11 @@ class PrefixCache:
 
     def _parent(self, request: Request, index: int) -> bytes:
         """What the hash of a request's block `index` continues."""
+        if request.activation and index == request.num_base_tokens // self.block_size:
+            return _hash(self._parent_in_namespace(request, index) + request.activation, _ACTIVATED)
+        return self._parent_in_namespace(request, index)
+
+    def _parent_in_namespace(self, request: Request, index: int) -> bytes:
         assert request.namespace is not None
         num_shared = request.num_shared_tokens // self.block_size
         if index == 0:

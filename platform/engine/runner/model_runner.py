@@ -268,7 +268,11 @@ class ModelRunner:
         logits = computed.logits
         if logits is None:
             picked = hidden if len(index) == len(hidden) else hidden[to_device(np.array(index), hidden.device)]
-            handles = [(row.request.adapter, 1 + len(row.drafts.token_ids)) for row in chosen]
+            handles = [
+                handle
+                for row in chosen
+                for handle in row.request.handles(row.request.num_prompt_tokens - 1, 1 + len(row.drafts.token_ids))
+            ]
             logits = self._model.compute_logits(picked, self._prepare_head(handles))
         return self._sampler.begin(logits, chosen, overshoot)
 
@@ -284,7 +288,7 @@ class ModelRunner:
         found: list[TokenLogprobs] = []
         for start in range(row.start, min(row.end, last), LOGITS_CHUNK):
             end = min(start + LOGITS_CHUNK, row.end, last)
-            adapters = self._prepare_head([(request.adapter, end - start)])
+            adapters = self._prepare_head(request.handles(start, end - start))
             logits = self._model.compute_logits(hidden[start - row.start : end - row.start], adapters)
             found += token_logprobs(logits, request.tokens[start + 1 : end + 1], request.params.prompt_logprobs or 0)
         return found

@@ -60,7 +60,10 @@ def prepare(plan: StepPlan, places: dict[Request, int], *, drafts: bool) -> Prep
         rows.query_lens.append(row.num_tokens)
         rows.starts.append(row.start)
         rows.block_tables.append(request.blocks)
-        step.handles.append((request.adapter, row.num_tokens))
+        if request.num_base_tokens <= row.start:
+            step.handles.append((request.adapter, row.num_tokens))
+        else:
+            step.handles.extend(request.handles(row.start, row.num_tokens))
         if row.samples:
             step.with_logits.extend(range(end - 1 - row.num_drafts, end))
             seen = Seen(token_entries(request)) if request.counts_tokens else None

@@ -114,7 +114,7 @@ def test_files_of_two_dtypes_that_are_served_alike_are_one_content(tmp_path):
         ({"lora_bias": True}, "lora_bias"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
-        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+        ({"alora_invocation_tokens": [-1]}, "alora_invocation_tokens"),
         ({"r": 0}, "r must be a positive integer"),
         ({"r": "8"}, "r must be a positive integer"),
         ({"lora_alpha": None}, "lora_alpha must be a positive number"),

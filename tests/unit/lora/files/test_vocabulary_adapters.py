@@ -13,6 +13,7 @@ from outrider.platform.core.errors import AdapterError
 
 from ..conftest import HIDDEN, admitted, make_linears, tensors, write_adapter
 from ..parsing import parse
+from ..registry.mix_requests import admit, mixed_request
 
 VOCAB = 300
 E, H = "base_model.model.model.embed_tokens", "base_model.model.lm_head"
@@ -76,14 +77,14 @@ def test_copies_of_the_base_weights_are_no_part_of_the_adapter(tmp_path, tied, d
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("where", [E, H])
 @pytest.mark.parametrize("element", [(0, 0), (VOCAB - 1, HIDDEN - 1)])
-def test_trained_copies_are_refused(tmp_path, tied, where, element):
+def test_trained_copies_that_no_field_names_are_refused(tmp_path, tied, where, element):
     embedding, table, head = make_embedding(tied)
     weight = (table if where is E else head).clone()
     weight[element] += 1e-3
     name = "embed_tokens" if where is E else "lm_head"
-    with pytest.raises(AdapterError, match=f"{name}.*fully trained modules are not served"):
+    with pytest.raises(AdapterError, match=f"{name}.*modules_to_save does not name it"):
         read(write_adapter(tmp_path, state() | {f"{where}.base_layer.weight": weight}), embedding)
-    with pytest.raises(AdapterError, match="fully trained"):
+    with pytest.raises(AdapterError, match="the shapes differ"):
         read(write_adapter(tmp_path, state() | {f"{where}.base_layer.weight": weight[:-1]}), embedding)
 
 
@@ -105,6 +106,39 @@ def test_refusals(tmp_path, extra, message):
         read(write_adapter(tmp_path, extra), embedding)
     with pytest.raises(AdapterError, match="not served"):  # where the model has no such sites
         parse(write_adapter(tmp_path / "y", state()), {}, max_rank=8, dtype=torch.float32)
+
+
+NAMED = {"modules_to_save": ["embed_tokens"]}
+DELTA = f"{E}.token_adapter.trainable_tokens_delta"
+
+
+@pytest.mark.parametrize(
+    ("extra", "config", "message"),
+    [
+        ({f"{E}.weight": torch.ones(VOCAB + 1, HIDDEN)}, NAMED, r"\[301, 16\].*its vocabulary is larger"),
+        ({f"{E}.weight": torch.ones(VOCAB, HIDDEN + 1)}, NAMED, r"\[300, 17\].*the shapes differ"),
+        ({f"{E}.weight": torch.ones(())}, NAMED, "the shapes differ"),
+        ({f"{E}.weight": torch.full((VOCAB, HIDDEN), torch.inf)}, NAMED, "not finite"),
+        ({f"{E}.weight": torch.ones(VOCAB, HIDDEN, dtype=torch.int8)}, NAMED, "not finite"),
+        ({}, NAMED, "modules_to_save names 'embed_tokens', of which the file has no weight"),
+        ({f"{E}.weight": torch.ones(VOCAB, HIDDEN)} | state(4, head=False), NAMED, "beside other weights"),
+        ({DELTA: torch.ones(2, HIDDEN)}, {}, "trainable_token_indices names no tokens"),
+        ({DELTA: torch.ones(2, HIDDEN)}, {"trainable_token_indices": [1]}, r"1 tokens below 300 do not fit"),
+        ({DELTA: torch.ones(1, HIDDEN)}, {"trainable_token_indices": [VOCAB]}, "do not fit"),
+        ({DELTA: torch.ones(1, HIDDEN)}, {"trainable_token_indices": {"lm_head": [1]}}, "names no tokens"),
+        ({DELTA: torch.ones(1, HIDDEN)}, {"trainable_token_indices": [-1]}, "lists of different tokens"),
+        ({DELTA: torch.ones(1, HIDDEN)}, {"trainable_token_indices": "1"}, "lists of different tokens"),
+        ({}, {"trainable_token_indices": [1]}, "no trainable_tokens_delta"),
+    ],
+)
+def test_own_rows_that_do_not_fit(tmp_path, extra, config, message):
+    embedding, _, _ = make_embedding()
+    known_linear = {"model.layers.0.self_attn.q_proj": ModuleShape(HIDDEN, 16)}
+    weights = tensors(modules=("q_proj",), layers=(0,)) | extra
+    with pytest.raises(AdapterError, match=message):
+        parse(
+            write_adapter(tmp_path, weights, **config), known(embedding) | known_linear, max_rank=8, dtype=torch.float32
+        )
 
 
 # --- rows ---
@@ -151,6 +185,39 @@ def test_lookups_and_logits_of_mixed_rows(managed, lengths):
         torch.testing.assert_close(out, expected, **near)
     for request in requests.values():
         manager.forget(request)
+
+
+def test_own_rows_of_a_smaller_vocabulary_and_their_memory(managed, tmp_path):
+    """They count in host memory, leave the device with their adapter, and cannot be mixed."""
+    manager, embedding, table, _, folders = managed
+    own = torch.randn(VOCAB - 7, HIDDEN)
+    weights = tensors(2) | {f"{E}.weight": own, f"{H}.weight": own.clone()}
+    path = write_adapter(tmp_path / "own", weights, rank=2, modules_to_save=["embed_tokens", "lm_head"])
+    request, other = admitted(manager, "own", path), admitted(manager, "neither", folders["neither"])
+    assert request.adapter.num_bytes > 2 * own.numel() * table.to(manager.dtype).itemsize
+    rows = [(None, 2), (request.adapter, 3), (other.adapter, 1)]
+    ids = torch.tensor([1, 2, 3, 1, VOCAB - 1, 3])
+    looked_up, hidden = embedding.lookup(ids, manager.prepare(rows)), torch.randn(6, HIDDEN).to(manager.dtype)
+    expected = table.clone()
+    expected[: len(own)] = own
+    assert torch.equal(looked_up[2:5], expected[ids[2:5]].to(manager.dtype))
+    assert torch.equal(looked_up[[0, 1, 5]], table[ids[[0, 1, 5]]].to(manager.dtype))
+    logits, base = embedding.logits(hidden, manager.prepare_head(rows)), embedding.logits(hidden)
+    near = {"atol": 1e-4, "rtol": 1e-5} if manager.dtype == torch.float32 else {"atol": 0.2, "rtol": 0.03}
+    torch.testing.assert_close(logits[2:5, : len(own)], hidden[2:5].float() @ own.T, **near)
+    assert (logits[2:5, len(own) :] == -torch.inf).all()
+    torch.testing.assert_close(logits[[0, 1, 5]], base[[0, 1, 5]], **near)
+    with pytest.raises(AdapterError, match=r"rows of lm_head and model\.embed_tokens of its own"):
+        admit(manager, mixed_request(("own", path, 0.5)))
+    manager.forget(request)
+    assert len(embedding.own_rows) == 1
+    for index in range(9):  # they take its place
+        one = write_adapter(tmp_path / str(index), tensors(8, seed=index), rank=8)
+        manager.forget(admitted(manager, str(index), one))
+    manager.forget(other)
+    for prepare in (manager.prepare, manager.prepare_head):
+        prepare([(None, 1)])
+    assert len(embedding.own_rows) == 0
 
 
 def test_the_head_costs_nothing_where_nobody_adapts_it(managed):

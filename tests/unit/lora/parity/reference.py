@@ -52,8 +52,10 @@ def train(base, seed, *, init_lora_weights=False, **options):
     for name, parameter in model.named_parameters():
         if "lora_magnitude_vector" in name:
             parameter.data *= 1 + 0.3 * torch.randn_like(parameter)
-        elif parameter.requires_grad and name.endswith(".bias"):
+        elif parameter.requires_grad and (name.endswith(".bias") or "trainable_tokens_delta" in name):
             parameter.data += torch.randn_like(parameter)
+        elif "modules_to_save" in name:
+            parameter.data += 0.3 * torch.randn_like(parameter) * (options["modules_to_save"] != ["lm_head"])
         elif "lora_B" in name and init_lora_weights in ("gaussian", "orthogonal"):  # no delta yet
             parameter.data += 0.3 * torch.randn_like(parameter)
     return model
@@ -82,7 +84,9 @@ class Engine:
         blocks = iter(range(200))
         for name, prompt in prompts.items():
             adapter = name.split()[0]
-            self.requests[name] = make_request(adapter if adapter in paths else None, paths.get(adapter), name)
+            request = make_request(adapter if adapter in paths else None, paths.get(adapter), name)
+            request.tokens, request.num_prompt_tokens = list(prompt), len(prompt)
+            self.requests[name] = request
             self.tables[name] = [next(blocks) for _ in range(-(-len(prompt) // BLOCK_SIZE))]
             self.manager.resolve(self.requests[name])
 
@@ -96,7 +100,13 @@ class Engine:
 
     def step(self, chunks):
         adapters, head = (
-            prepare([(self.requests[name].adapter, len(chunk)) for name, chunk in chunks.items()])
+            prepare(
+                [
+                    handle
+                    for name, chunk in chunks.items()
+                    for handle in self.requests[name].handles(self.computed[name], len(chunk))
+                ]
+            )
             for prepare in (self.manager.prepare, self.manager.prepare_head)
         )
         rows = SequenceRows(

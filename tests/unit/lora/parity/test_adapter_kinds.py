@@ -64,6 +64,10 @@ KINDS = {
     # biases: of lora_B, and the model's own, trained
     "lora-bias": {"r": 3, "lora_alpha": 9, "target_modules": ["lm_head", *ALL], "lora_bias": True},
     "biases": {"r": 2, "lora_alpha": 4, "target_modules": ["v_proj", "up_proj"], "bias": "all"},
+    # the embedding and the head trained as a whole, or some rows of them
+    "saved": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "saved-tokens": {"r": 3, "lora_alpha": 8, "target_modules": ALL, "modules_to_save": ["embed_tokens"], **DORA},
+    "rows": {"r": 4, "lora_alpha": 8, "target_modules": ["up_proj"], "trainable_token_indices": [9, 3, 77, 130]},
     # the head saved whole, but as it was
     "saved-head": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
 }
@@ -137,10 +141,10 @@ def test_each_kind_is_far_from_the_base_and_its_vectors_matter(case):
     engine.admit(prompts)
     for linear in engine.model.linears():
         linear.gains = None
-    engine.model.embedding.lookup_gains = engine.model.embedding.head_gains = None
+    engine.model.embedding.lookup_gains = engine.model.embedding.head_gains = engine.model.embedding.own_rows = None
     for name, got in engine.run(prompts).items():
         keys = "".join(load_peft_weights(paths[name])) if name in paths else ""
-        trained = "lora_magnitude_vector" in keys or "bias" in keys
+        trained = any(word in keys for word in ("lora_magnitude_vector", "bias", "embed_tokens.weight", "_delta"))
         assert ((got - expected[name]).abs().max() > 0.05) == trained, name
     engine.close()
 
@@ -196,17 +200,12 @@ def test_kinds_that_are_refused_by_name(tmp_path, family):
     common = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
     kinds = {
         "modules_to_save.*mlp": {"modules_to_save": ["mlp"]},
-        "trainable_token_indices": {"trainable_token_indices": [1, 2]},
         "init_lora_weights": {"init_lora_weights": "olora"},
         "layer_replication": {"layer_replication": [[0, 2], [1, 2]]},
     }
     for index, (message, options) in enumerate(kinds.items()):
         train(base, index, **common, **options).save_pretrained(tmp_path / str(index))
         refused(tmp_path / str(index), base, message)
-    trained = train(base, 3, **common, modules_to_save=["lm_head"])
-    trained.base_model.model.lm_head.modules_to_save["default"].weight.data[5] += 1
-    trained.save_pretrained(tmp_path / "trained")
-    refused(tmp_path / "trained", base, "lm_head.*fully trained modules are not served")
     save_pissa(base, tmp_path)
     refused(tmp_path / "raw", base, "init_lora_weights='pissa'")
 

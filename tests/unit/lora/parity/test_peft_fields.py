@@ -41,7 +41,10 @@ TRAINED = {
     "lora_bias a": {"lora_bias": True, "bias": "all", "target_modules": ["lm_head", *ALL], "use_rslora": True},
     "modules_to_save a": {"modules_to_save": ["embed_tokens", "lm_head"]},
     "modules_to_save b": {"modules_to_save": ["mlp"]},
-    "trainable_token_indices": {"trainable_token_indices": [1, 5]},
+    "modules_to_save c": {"modules_to_save": ["lm_head"], "lora_bias": True},
+    "modules_to_save d": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "trainable_token_indices a": {"trainable_token_indices": [9, 5, 20, 7]},
+    "trainable_token_indices b": {"trainable_token_indices": {"embed_tokens": [1, 7], "lm_head": [2]}},
     "init_lora_weights a": {"init_lora_weights": "gaussian"},
     "init_lora_weights b": {"init_lora_weights": "orthogonal"},
     "init_lora_weights c": {"init_lora_weights": "mica"},
@@ -57,7 +60,7 @@ TRAINED = {
     "qalora_group_size": {"qalora_group_size": 8},
     "layer_replication": {"layer_replication": [[0, 2], [1, 2]]},
     "target_parameters": {"target_modules": [], "target_parameters": ["mlp.up_proj.weight"]},
-    "alora_invocation_tokens": {"alora_invocation_tokens": [3, 4], "task_type": "CAUSAL_LM"},
+    "alora_invocation_tokens a": {"alora_invocation_tokens": [3, 4], "task_type": "CAUSAL_LM"},
     "use_bdlora": {
         "use_bdlora": {"target_modules_bd_a": ["q_proj", "v_proj"], "target_modules_bd_b": ["down_proj"], "nblocks": 2}
     },
@@ -72,6 +75,8 @@ WRITTEN = {
     "init_lora_weights j": "lora_ga",
     "init_lora_weights k": "PiSSA",
     "bias d": "some",
+    "trainable_token_indices c": [1, 1],
+    "alora_invocation_tokens b": ["invoke"],
     "loftq_config": {"loftq_bits": 4},
     "eva_config": {"rho": 2.0},
     "corda_config": {"corda_method": "ipm"},
@@ -87,7 +92,7 @@ WITHOUT_PEFT = {"eva_config", "corda_config", "lora_ga_config", "megatron_config
 def disturb(model):
     """Change whatever has no effect yet, so that its absence would show."""
     for name, parameter in model.named_parameters():
-        if name.endswith("trainable_tokens_delta.default") or (".lora_A" in name and not parameter.any()):
+        if "lm_head.modules_to_save" in name or (".lora_A" in name and not parameter.any()):
             parameter.data += 0.3 * torch.randn_like(parameter)
     return model
 
@@ -123,6 +128,7 @@ def test_served_values_give_the_logits_of_peft(adapters):
     base, paths = adapters
     served = [name for name, path in paths.items() if not FIELDS[(f := name.split()[0])].refuses(saved_value(path, f))]
     prompts = {name.replace(" ", "_"): torch.randint(3, VOCAB, (9,)).tolist() for name in ("base", *served)}
+    prompts["alora_invocation_tokens_a"] = [3, 4, 9, 3, 3, 4, 8, 4, 50]
     folders = {name.replace(" ", "_"): paths[name] for name in served}
     engine = Engine(base, folders, prompts, max_loras=len(prompts))
     engine.admit(prompts)
