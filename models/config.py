@@ -160,7 +160,9 @@ def architecture_of(raw: Mapping[str, Any]) -> str:
             return name
     what = ", ".join(named) or f"none (model_type {raw.get('model_type')!r})"
     raise UnsupportedModelError(
-        f"unsupported architecture: {what}; supported are {', '.join(supported_architectures())}", param="model"
+        f"unsupported architecture: {what}; supported are {', '.join(supported_architectures())}; many other decoders of "
+        "transformers run with model_impl auto or transformers",
+        param="model",
     )
 
 
