@@ -47,8 +47,7 @@ def positive(values: Mapping[str, Any], field: str, default: int | None = None) 
 def number(field: str, name: str, value: object) -> float:
     """`value` as a positive number, of which float32 holds powers too; in an error `field` is the object and `name` its
     key."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not _SMALLEST <= value <= _LARGEST:  # so no NaN
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _SMALLEST <= value <= _LARGEST:
         said = f"{name} must be" if name else "must be"
         raise wrong(field, f"{said} a positive number, {_SMALLEST:g} to {_LARGEST:g}, got {shown(value)}")
     return float(value)
