@@ -159,8 +159,11 @@ def architecture_of(raw: Mapping[str, Any]) -> str:
         if name in FAMILIES:
             return name
     what = ", ".join(named) or f"none (model_type {raw.get('model_type')!r})"
+    ours = ", ".join(supported_architectures())
     raise UnsupportedModelError(
-        f"unsupported architecture: {what}; supported are {', '.join(supported_architectures())}", param="model"
+        f"unsupported architecture: {what}; supported are {ours}; many other decoders of transformers run with "
+        "model_impl auto or transformers",
+        param="model",
     )
 
 

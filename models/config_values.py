@@ -19,7 +19,7 @@ MOST = {
     "sliding_window": 1 << 40,
 }
 _MOST_ELSE = 1 << 24
-_LARGEST = 1e18
+_SMALLEST, _LARGEST = 1e-30, 1e18
 _MOST_SHOWN = 80
 
 
@@ -45,8 +45,9 @@ def positive(values: Mapping[str, Any], field: str, default: int | None = None) 
 
 
 def number(field: str, name: str, value: object) -> float:
-    """`value` as a positive number; in an error `field` is the object and `name` its key."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _LARGEST:  # so no NaN
+    """`value` as a positive number, of which float32 holds powers too; in an error `field` is the object and `name` its
+    key."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _SMALLEST <= value <= _LARGEST:
         said = f"{name} must be" if name else "must be"
-        raise wrong(field, f"{said} a positive number of at most {_LARGEST:g}, got {shown(value)}")
+        raise wrong(field, f"{said} a positive number, {_SMALLEST:g} to {_LARGEST:g}, got {shown(value)}")
     return float(value)

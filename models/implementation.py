@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..platform.core.errors import UnsupportedModelError
 from .config import DecoderConfig, config_from_hf, named_architectures
+from .config_values import shown
 from .decoder import Decoder
 from .families import FAMILIES
 
@@ -29,8 +31,14 @@ def read_config(raw: Mapping[str, Any], dtype: torch.dtype, impl: str = AUTO) ->
         return config_from_hf(raw, dtype)
     from .transformers_model.config import transformers_config  # imports transformers, which takes a second
 
+    found = transformers_config(raw, dtype)
+    if found is None and is_family:
+        named = ", ".join(named_architectures(raw))
+        raise UnsupportedModelError(
+            f"config.json: transformers has no {named} of model_type {shown(raw.get('model_type'))}", param="model"
+        )
     # An architecture that neither knows: the error lists the families.
-    return transformers_config(raw, dtype) or config_from_hf(raw, dtype)
+    return found or config_from_hf(raw, dtype)
 
 
 def implementation_of(config: object) -> str:

@@ -5,6 +5,7 @@ Quantised tensors are dequantised one by one when they are loaded.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -54,8 +55,8 @@ _ENDS = ("eos", "eot", "eom")
 
 
 def is_gguf(path: str | Path) -> bool:
-    """True for the path of a GGUF file, by its name."""
-    return str(path).lower().endswith(SUFFIX)
+    """True for the path of a GGUF file, by its name; a directory may be called so too."""
+    return str(path).lower().endswith(SUFFIX) and not os.path.isdir(path)
 
 
 def read_gguf_config(path: Path) -> dict[str, Any]:

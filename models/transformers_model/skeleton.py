@@ -15,6 +15,11 @@ from .paged_attention import NAME, register
 _LARGEST = 1 << 40
 """Largest integer that a config may hold: a larger one is a damaged file."""
 _MOST_LAYERS = 1 << 12
+_NOT_READ = frozenset(
+    "auto_map attn_implementation experts_implementation return_dict torchscript "
+    "output_attentions output_hidden_states output_router_logits".split()
+)
+"""Keys of config.json that would choose other code, or change the form of a pass's output."""
 
 
 def refused(architecture: str, reason: str) -> UnsupportedModelError:
@@ -45,7 +50,8 @@ def build_on_meta(raw: Mapping[str, Any], architecture: str, dtype: torch.dtype)
     _check_sizes(raw, architecture)
     register()
     try:
-        config = CONFIG_MAPPING[str(raw.get("model_type"))].from_dict({k: v for k, v in raw.items() if k != "auto_map"})
+        values = {key: value for key, value in raw.items() if key not in _NOT_READ}
+        config = CONFIG_MAPPING[str(raw.get("model_type"))].from_dict(values)
         cls = getattr(transformers, architecture)
         if config.is_encoder_decoder:
             raise refused(architecture, "it has an encoder")

@@ -148,8 +148,26 @@ def test_options_that_do_not_go(models, tmp_path):
     raw = json.loads((models.target / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "architectures": ["MyOwnForCausalLM"]}))
     for impl in ("auto", "native", "transformers"):
-        with pytest.raises(UnsupportedModelError, match=r"MyOwnForCausalLM; supported are .*LlamaForCausalLM"):
+        with pytest.raises(
+            UnsupportedModelError, match=r"MyOwnForCausalLM; supported are .*LlamaForCausalLM.*model_impl"
+        ):
             read_facts(tmp_path, impl=impl)
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "model_type": "other"}))
+    assert read_facts(tmp_path).architecture == "LlamaForCausalLM"
+    with pytest.raises(UnsupportedModelError, match=r"transformers has no LlamaForCausalLM of model_type 'other'"):
+        read_facts(tmp_path, impl="transformers")
+
+
+def test_a_config_does_not_choose_code_or_the_form_of_outputs(models, tmp_path, make_engine, run):
+    raw = json.loads((models.target / "config.json").read_text())
+    odd = {"return_dict": False, "output_hidden_states": True, "output_attentions": True, "torchscript": True}
+    odd |= {"attn_implementation": "some/kernel", "experts_implementation": "some/kernel"}
+    odd |= {"auto_map": {"AutoConfig": "x.Y"}}
+    (tmp_path / "config.json").write_text(json.dumps({**raw, **odd}))
+    (tmp_path / "model.safetensors").symlink_to(models.target / "model.safetensors")
+    folders = models.target, tmp_path
+    found = [run(make_engine(model=str(f), model_impl="transformers"), [(PROMPT, GREEDY, None)])[0] for f in folders]
+    assert found[0].token_ids == found[1].token_ids
 
 
 def test_checkpoints_without_prefix_and_damaged_ones(tmp_path):

@@ -175,6 +175,12 @@ def test_a_missing_file(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "m.gguf")
 
 
+def test_a_folder_with_the_name_of_a_file(save_tiny: Callable, tmp_path: Path) -> None:
+    folder, _ = save_tiny("Llama", **SIZES)
+    other = shutil.copytree(folder, tmp_path / "m.gguf")
+    assert read_facts(resolve_model_path(other)).vocab_size == read_facts(folder).vocab_size
+
+
 def test_files_that_are_not_served(save_tiny: Callable, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "mamba.gguf", "mamba")
     writer.write_header_to_file()

@@ -64,6 +64,8 @@ def test_a_config_without_architectures_is_refused() -> None:
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps", "inf"),
         ({"rope_theta": float("nan")}, "rope_scaling", "theta.*nan"),
         ({"rope_scaling": {"type": "linear", "factor": 10**400}}, "rope_scaling", "factor"),
+        ({"rope_theta": 1e-320}, "rope_scaling", "theta.*1e-320"),
+        ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 1e-320}, "logits_scaling", "1e-320"),
         ({"intermediate_size": 10**30}, "intermediate_size", "at most 16777216"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers", "at most 4096"),
     ],
