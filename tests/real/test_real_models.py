@@ -72,6 +72,8 @@ def test_heads(method, model, make_llm, plain, greedy, tmp_path):
     from outrider.spec_decode.training.options import TrainOptions
     from outrider.spec_decode.training.run import train_draft
 
+    if method == "eagle3" and model.name.startswith("gemma"):
+        pytest.skip("EAGLE heads are trained for targets of Llama's shape")
     samples = [Sample([*output.prompt_token_ids, *output.outputs[0].token_ids], 1) for output in plain]
     options = TrainOptions(
         method=method, model=str(model.folder), data="", output=str(tmp_path), steps=2, warmup=1, dtype="float32",
