@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...models.checkpoint.json_files import read_json
 from ..core.errors import InvalidRequestError, NotFoundError, OutriderError
@@ -97,10 +97,10 @@ class SyncPoolingMethods:
 
     generate: Callable[..., list[RequestOutput]]
 
-    @property
-    def engine_info(self) -> EngineInfo:
-        """See `LLM`."""
-        raise NotImplementedError
+    if TYPE_CHECKING:
+
+        @property
+        def engine_info(self) -> EngineInfo: ...
 
     def embed(
         self,
@@ -167,10 +167,10 @@ class AsyncPoolingMethods:
     generate: Callable[..., AsyncIterator[RequestOutput]]
     start: Callable[..., Any]
 
-    @property
-    def engine_info(self) -> EngineInfo:
-        """See `AsyncLLM`."""
-        raise NotImplementedError
+    if TYPE_CHECKING:
+
+        @property
+        def engine_info(self) -> EngineInfo: ...
 
     async def embed(
         self,

@@ -15,8 +15,12 @@ from typing import Any, TypedDict, cast
 from ...core.compat.foreign_options import take_foreign
 from ...core.compat.vllm_python import CHAT
 from ...core.errors import InvalidRequestError
+from .deadline import DeadlineError, deadline
 from .template_checks import check_texts_arrive, check_tools_arrive
 
+TEMPLATE_SECONDS = 10.0
+"""Longest time of a template, which may be an adapter's: a program of somebody else. A conversation that fills a long
+context takes less than one second."""
 _PROBE = "zqprobezq"
 """A text that no template contains."""
 _A_AS_PARTS = [{"type": "text", "text": "a"}]
@@ -83,15 +87,20 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
                 **extra,
             )
 
-        text = _render_open(render, conversation) if continue_final_message else render(conversation)
+        with deadline(TEMPLATE_SECONDS):
+            text = _render_open(render, conversation) if continue_final_message else render(conversation)
+            check_texts_arrive(conversation, text)
+            if not continue_final_message:
+                check_tools_arrive(conversation, text, render)
+            return text
     except InvalidRequestError:
         raise
+    except DeadlineError as error:
+        raise InvalidRequestError(
+            f"the chat template takes longer than {TEMPLATE_SECONDS:g} s for these messages", param="messages"
+        ) from error
     except Exception as error:  # templates are programs of the model or the user: they raise anything
         raise InvalidRequestError(f"the chat template refuses the messages: {error}", param="messages") from error
-    check_texts_arrive(conversation, text)
-    if not continue_final_message:
-        check_tools_arrive(conversation, text, render)
-    return text
 
 
 # --- the form that a template reads -----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from outrider.platform.client.input_processor import InputProcessor
+from outrider.platform.client.text import chat_template
 from outrider.platform.client.text.template_checks import check_texts_arrive
 from outrider.platform.core.errors import InvalidRequestError
 from outrider.platform.core.messages import EngineInfo
@@ -228,3 +229,16 @@ def test_many_altered_texts_are_found_without_looking_at_all_of_the_prompt_for_e
     rendered = Rendered("".join(f"<u>{alter(text)}" for text in texts))
     check_texts_arrive(messages, rendered)
     assert rendered.num_misses < 5
+
+
+ENDLESS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [ENDLESS + STRING, STRING + ENDLESS])
+def test_a_template_that_does_not_end_is_stopped(tokenizer, monkeypatch, template):
+    monkeypatch.setattr(chat_template, "TEMPLATE_SECONDS", 0.3)
+    messages = [{"role": "user", "content": "hello"}]
+    with pytest.raises(InvalidRequestError, match=r"takes longer than 0\.3 s") as raised:
+        chat_template.render_messages(tokenizer, messages, {"chat_template": template})
+    assert raised.value.param == "messages"
+    assert "hello" in chat_template.render_messages(tokenizer, messages, {"chat_template": STRING})
