@@ -20,9 +20,9 @@ from ..linear.torch import PackedLinear
 from . import native as _native
 from . import torch as _torch
 from .native import NativeExperts, is_native
-from .torch import Products, Routing, TorchExperts
+from .torch import Products, Routing, Scoring, TorchExperts
 
-__all__ = ["PackedExperts", "Products", "Routing", "pack", "route", "run_products"]
+__all__ = ["PackedExperts", "Products", "Routing", "Scoring", "pack", "route", "run_products"]
 
 if TYPE_CHECKING:
     from .triton import TritonExperts
@@ -61,7 +61,7 @@ def _on_triton(weights: Sequence[Packed]) -> list[Tensor]:
     return [weight for weight in plain if weight is not None and use_triton(weight)]
 
 
-def route(logits: Tensor, top_k: int, *, renormalised: bool, rounded: bool) -> Routing:
+def route(logits: Tensor, top_k: int, *, renormalised: bool, rounded: bool, scoring: Scoring | None = None) -> Routing:
     """Route by the softmax of logits [T, E] in float32.
 
     Args:
@@ -69,7 +69,10 @@ def route(logits: Tensor, top_k: int, *, renormalised: bool, rounded: bool) -> R
         top_k: Experts of a token.
         renormalised: True: a token's weights are divided by their sum.
         rounded: True: they are rounded to the logits' dtype then.
+        scoring: Another rule by which experts are chosen and weighed; the weights are not rounded.
     """
+    if scoring is not None:
+        return _torch.route_scored(logits, top_k, scoring, renormalised=renormalised)
     options = {"renormalised": renormalised, "rounded": rounded}
     return _native.route(logits, top_k, **options) or _torch.route(logits, top_k, **options)
 
