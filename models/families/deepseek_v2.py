@@ -22,6 +22,7 @@ TRAITS = FamilyTraits(
     keys={"num_experts": "n_routed_experts"},
     has_window=False,
     interleaved_rope=True,
+    mlp_bias=False,
     latent=True,
     constants={"norm_topk_prob": 0, "moe_layer_freq": 1},
     experts=ExpertTraits(renormalised=False, rounded=False, ungated=True, grouped=True, float_router=True),
