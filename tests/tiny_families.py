@@ -117,12 +117,6 @@ FAMILIES: dict[str, Family] = {
     "deepseek2": Family(
         "DeepseekV2", {**_LATENT, "rope_parameters": _DEEPSEEK_ROPE}, ["q_proj", *_KV, *GATED], _SPARSE
     ),
-    "deepseek2-groups": Family(
-        "DeepseekV2",
-        {**_LATENT, **_QUERY_RANK, "topk_method": "group_limited_greedy"},
-        ["q_a_proj", "q_b_proj", *_KV, *GATED],
-        _SPARSE,
-    ),
     "deepseek3": Family("DeepseekV3", {**_LATENT, **_QUERY_RANK}, ["q_a_proj", "q_b_proj", *_KV, *GATED], _SPARSE),
     "gpt-oss": Family("GptOss", _GPT_OSS, ATTENTION, ["router.weight", *_SPARSE[1:]]),
     "starcoder2": Family("Starcoder2", {"sliding_window": 9}, [*ATTENTION, "c_fc", "c_proj"]),
