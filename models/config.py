@@ -246,8 +246,7 @@ def decoder_config(
         hidden_act=_activation(values, ACTIVATIONS if block is None or block.mlp is None else PLAIN_NAMES),
         merged_qkv=traits.merged_qkv,
         merged_gate_up=traits.merged_gate_up,
-        **({"attention_scale": latent_scale(values, latent)} if latent else {}),
-        **_factors(values, hidden_size, dtype, traits),
+        **_factors(values, hidden_size, dtype, traits, latent),
     )
 
 
@@ -262,7 +261,9 @@ def _kv_heads(values: Mapping[str, Any], num_heads: int, hidden_size: int, block
     return num_kv_heads, head_dim
 
 
-def _factors(values: Mapping[str, Any], hidden_size: int, dtype: torch.dtype, traits: FamilyTraits) -> dict[str, Any]:
+def _factors(
+    values: Mapping[str, Any], hidden_size: int, dtype: torch.dtype, traits: FamilyTraits, latent: LatentConfig | None
+) -> dict[str, Any]:
     """Factors and caps that a family has, by their fields in DecoderConfig."""
     found = {
         field: number(key, "", values[key]) ** exponent
@@ -271,6 +272,8 @@ def _factors(values: Mapping[str, Any], hidden_size: int, dtype: torch.dtype, tr
     }
     if traits.scaled_embedding:
         found["embedding_scale"] = float(torch.tensor(hidden_size**0.5, dtype=dtype))
+    if latent is not None:
+        found["attention_scale"] = latent_scale(values, latent)
     return found
 
 
