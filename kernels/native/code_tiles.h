@@ -156,8 +156,8 @@ constexpr int FLOAT_ROWS = 4;
 // The numbers of LANES outputs for input k of a quad. `quad`: their codes, 8 bits for each of the 4 inputs.
 template <int64_t FORM>
 inline Vec numbers(VecU32 quad, int k, const float* levels) {
-    const VecU32 code = (quad >> (8 * k)) & (FORM == BYTES || FORM == FLOAT8 ? 255u : 15u);
-    if constexpr (FORM == FLOAT8) {
+    const VecU32 code = (quad >> (8 * k)) & (FORM == BYTES || FORM == FLOAT8_CODES ? 255u : 15u);
+    if constexpr (FORM == FLOAT8_CODES) {
         // Without an exponent there is no leading one: 2^-6 is taken off again.
         const VecU32 size = (code & 127) << 20, is_small = (VecU32)(size < (8u << 20));
         const Vec value = (Vec)(size + (is_small & (121u << 23)) + (~is_small & (120u << 23)));
@@ -179,8 +179,8 @@ inline Vec numbers(VecU32 quad, int k, const float* levels) {
 
 template <int64_t FORM, int R>
 inline void float_tile(const CodeTile& tile) {
-    constexpr int GROUP = R == 1 ? 4 : 2;  // vectors of sums at once
     constexpr bool IS_HALF = FORM == NIBBLES || FORM == LEVELS;
+    constexpr int GROUP = std::min(R == 1 ? 4 : 2, IS_HALF ? VECS_OF_PANEL / 2 : VECS_OF_PANEL);  // vectors at once
     const Rows& rows = *tile.rows;
     const float* levels = (const float*)tile.block->levels;
     const char* next = tile.next;
@@ -224,7 +224,7 @@ inline void float_tiles(int rows, const CodeTile& tile) {
         case NIBBLES: return float_tiles<NIBBLES>(rows, tile);
         case BYTES: return float_tiles<BYTES>(rows, tile);
         case LEVELS: return float_tiles<LEVELS>(rows, tile);
-        default: return float_tiles<FLOAT8>(rows, tile);
+        default: return float_tiles<FLOAT8_CODES>(rows, tile);
     }
 }
 

@@ -15,7 +15,7 @@ enum Form : int64_t {
     SMALL_LEVELS = 1,  // as NIBBLES; a table has the number of each code, 0 to 255
     BYTES = 2,         // codes 0 to 255
     LEVELS = 3,        // as NIBBLES; a table has the float32 of each code
-    FLOAT8 = 4,        // float8 e4m3
+    FLOAT8_CODES = 4,        // float8 e4m3
 };
 
 struct Inputs {             // how a block takes its inputs
@@ -48,7 +48,7 @@ struct QuantizedWeight {
 
 constexpr int64_t QUAD = 4;  // inputs whose codes are side by side
 
-inline int64_t quad_bytes(int64_t form) { return form == BYTES || form == FLOAT8 ? 4 * PANEL : 2 * PANEL; }
+inline int64_t quad_bytes(int64_t form) { return form == BYTES || form == FLOAT8_CODES ? 4 * PANEL : 2 * PANEL; }
 inline int64_t header_bytes(const Block& block) { return (block.has_offsets ? 4 : 2) * PANEL; }
 inline int64_t num_quads(int64_t inputs) { return (inputs + QUAD - 1) / QUAD; }
 inline int64_t chunk_bytes(const Block& block) { return header_bytes(block) + num_quads(block.chunk) * quad_bytes(block.form); }

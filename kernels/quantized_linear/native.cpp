@@ -1,4 +1,6 @@
 // y = x Wᵀ + b (+ residual) for quantised weights and bfloat16 inputs, with the adapters of a step in the same call.
+#include <cmath>
+
 #include "code_tiles.h"
 
 using namespace outrider;
@@ -129,7 +131,56 @@ void pack(const Block& block, const uint8_t* codes, uint8_t flip, const uint16_t
     }
 }
 
+float half_value(uint16_t bits) {
+    const uint32_t wide = uint32_t(bits & 0x8000) << 16 | uint32_t(bits & 0x7fff) << 13;
+    float result;
+    std::memcpy(&result, &wide, sizeof result);
+    return result;
+}
+
+// The number of one code.
+float number(const Block& block, uint8_t code) {
+    if (block.form == SMALL_LEVELS) return float(((const uint8_t*)block.levels)[code] - block.zero);
+    if (block.form == LEVELS) return ((const float*)block.levels)[code];
+    if (block.form != FLOAT8_CODES) return float(code - block.zero);
+    const int exponent = code >> 3 & 15, fraction = code & 7;
+    const float size = exponent ? std::ldexp(8.0f + fraction, exponent - 10) : std::ldexp(float(fraction), -9);
+    return code & 128 ? -size : size;
+}
+
+// y [in] = row `output` of a block, dequantised.
+void dequantize(const Block& block, const int32_t* order, int64_t output, bf16* y) {
+    const uint8_t* from = block.panels + output / PANEL * panel_bytes(block);
+    const int64_t bytes = quad_bytes(block.form), i = output % PANEL;
+    const bool is_upper = bytes == 2 * PANEL && i >= PANEL / 2;
+    const int64_t lane = is_upper ? i - PANEL / 2 : i;
+    for (int64_t first = 0; first < block.in_features; first += block.chunk) {
+        const int64_t last = std::min(first + block.chunk, block.in_features);
+        const uint16_t* header = (const uint16_t*)from;
+        const float scale = half_value(header[i]) * float(block.scale_unit);
+        const float offset = block.has_offsets ? half_value(header[PANEL + i]) * float(block.offset_unit) : 0;
+        from += header_bytes(block);
+        for (int64_t k = first; k < last; k++) {
+            uint8_t code = from[(k - first) / QUAD * bytes + lane * QUAD + (k - first) % QUAD];
+            if (bytes == 2 * PANEL) code = is_upper ? code >> 4 : code & 15;
+            put(y + (order ? order[k] : k), number(block, code) * scale + offset);
+        }
+        from += num_quads(last - first) * bytes;
+    }
+}
+
 }  // namespace
+
+// y [count, in] bfloat16 = rows `ids` of the weight, which has them.
+extern "C" void outrider_quantized_rows(const QuantizedWeight* weight, const int64_t* ids, int64_t count, void* y) {
+#pragma omp parallel for if (count * weight->in_features >= MIN_SHARED_INPUTS && num_threads() > 1)
+    for (int64_t r = 0; r < count; r++) {
+        const Block* block = weight->blocks;
+        int64_t output = ids[r];
+        for (; output >= block->out_features; block++) output -= block->out_features;
+        dequantize(*block, weight->inputs[block->inputs].order, output, (bf16*)y + r * weight->in_features);
+    }
+}
 
 // 1 where the processor multiplies integers; elsewhere SMALL_LEVELS is not served.
 extern "C" int64_t outrider_quantized_integers() { return HAS_INTEGER_TILES; }
