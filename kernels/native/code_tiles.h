@@ -25,50 +25,61 @@ struct CodeTile {               // part of a product: some rows, some chunks of 
     int64_t row, first_chunk, last_chunk;
     const uint8_t* codes;   // of the first chunk
     float* sums;            // [rows, PANEL]
-    const char* next;       // lines that are prefetched, `lines` with every quad of inputs
+    const char* next;       // lines that are prefetched, `lines` with STRIDE quads of inputs
     int lines;
     Fetch* fetch;           // FETCHED lines of it with every quad, or null
 };
 
-// Adds a chunk's products of R rows to their sums: vector v of row r is product(r, v).
-template <int R, typename F>
-inline void finish(const CodeTile& tile, int64_t chunk, const uint8_t* header, F product) {
+// A chunk of a panel.
+struct Chunk {
+    int64_t number, quads;      // of inputs
+    const uint8_t *header, *codes;
+
+    Chunk(const Block& block, int64_t number, const uint8_t* header)
+        : number(number),
+          quads(num_quads(std::min(block.chunk, block.in_features - number * block.chunk))),
+          header(header),
+          codes(header + header_bytes(block)) {}
+
+    const uint8_t* end(const Block& block) const { return codes + quads * quad_bytes(block.form); }
+};
+
+// Adds a chunk's products of R rows to their sums.
+template <int R>
+inline void finish(const CodeTile& tile, const Chunk& chunk, const Vec (&products)[R][VECS_OF_PANEL]) {
     const Block& block = *tile.block;
     const Vec scale_unit = all(float(block.scale_unit)), offset_unit = all(float(block.offset_unit));
-    const uint16_t *scales = (const uint16_t*)header, *offsets = scales + PANEL;
+    const uint16_t *scales = (const uint16_t*)chunk.header, *offsets = scales + PANEL;
+    const bool has_zeros = block.offsets == ZERO_POINTS;
+    Vec units[R], totals[R];
+    for (int r = 0; r < R; r++) {
+        const float unit = tile.rows->units(tile.row + r)[chunk.number];
+        units[r] = all(unit);
+        totals[r] = all(tile.rows->totals(tile.row + r)[chunk.number] * (has_zeros ? 1 : unit));
+    }
     for (int v = 0; v < VECS_OF_PANEL; v++) {
         const Vec scale = load_half(scales + v * LANES) * scale_unit;
+        const Vec zero = has_zeros ? load_bytes((const uint8_t*)offsets + v * LANES) : zeros();
         for (int r = 0; r < R; r++) {
             float* to = tile.sums + r * PANEL + v * LANES;
-            store(to, load(to) + product(r, v) * (scale * tile.rows->units(tile.row + r)[chunk]));
+            const Vec product = has_zeros ? products[r][v] - zero * totals[r] : products[r][v];
+            store(to, load(to) + product * (scale * units[r]));
         }
-        if (!block.has_offsets) continue;
+        if (block.offsets != HALF_OFFSETS) continue;
         const Vec offset = load_half(offsets + v * LANES) * offset_unit;
         for (int r = 0; r < R; r++) {
             float* to = tile.sums + r * PANEL + v * LANES;
-            const Rows& rows = *tile.rows;
-            store(to, load(to) + offset * (rows.totals(tile.row + r)[chunk] * rows.units(tile.row + r)[chunk]));
+            store(to, load(to) + offset * totals[r]);
         }
     }
 }
 
-// Calls f(chunk, header, codes, quads) for each chunk.
-template <typename F>
-inline void each_chunk(const CodeTile& tile, F f) {
-    const Block& block = *tile.block;
-    const uint8_t* header = tile.codes;
-    for (int64_t c = tile.first_chunk; c < tile.last_chunk; c++) {
-        const int64_t quads = num_quads(std::min(block.chunk, block.in_features - c * block.chunk));
-        const uint8_t* codes = header + header_bytes(block);
-        f(c, header, codes, quads);
-        header = codes + quads * quad_bytes(block.form);
-    }
-}
+constexpr int64_t STRIDE = 8;  // quads between two prefetches
 
 inline const char* prefetch(const CodeTile& tile, const char* next) {
     for (int line = 0; line < tile.lines; line++, next += LINE) __builtin_prefetch(next);
     if (tile.fetch)
-        for (int line = 0; line < FETCHED; line++) tile.fetch->line();
+        for (int line = 0; line < FETCHED * STRIDE; line++) tile.fetch->line();
     return next;
 }
 
@@ -91,40 +102,55 @@ inline void load_quad(const uint8_t* p, __m512i table, __m512i* codes) {
     }
 }
 
+// sum += codes * inputs, four for each lane. GCC copies the sums around its own form of this instruction.
+inline __attribute__((always_inline)) void accumulate(__m512i& sum, __m512i codes, __m512i inputs) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(inputs));
+}
+
 template <int64_t FORM, int PLANES, int R>
 inline void integer_tile(const CodeTile& tile) {
     const Block& block = *tile.block;
     const Rows& rows = *tile.rows;
     const int8_t* x = rows.bytes(tile.row);
+    const int64_t stride = rows.padded;
     const __m512i table =
         FORM == SMALL_LEVELS ? _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)block.levels)) : __m512i{};
     const char* next = tile.next;
-    each_chunk(tile, [&](int64_t chunk, const uint8_t* header, const uint8_t* codes, int64_t quads) {
+    const uint8_t* header = tile.codes;
+    for (int64_t c = tile.first_chunk; c < tile.last_chunk; c++) {
+        const Chunk chunk(block, c, header);
         __m512i sums[R * PLANES][4];
         for (int r = 0; r < R; r++) {
-            const uint32_t zero = uint32_t(block.zero) * rows.integer_totals(tile.row + r)[chunk];
+            const __m512i zero = _mm512_set1_epi32(-uint32_t(block.zero) * rows.integer_totals(tile.row + r)[c]);
             for (int p = 0; p < PLANES; p++)
-                for (int v = 0; v < 4; v++)
-                    sums[r * PLANES + p][v] = p + 1 == PLANES ? _mm512_set1_epi32(-zero) : _mm512_setzero_si512();
+                for (int v = 0; v < 4; v++) sums[r * PLANES + p][v] = p + 1 == PLANES ? zero : _mm512_setzero_si512();
         }
-        const int8_t* part = x + chunk * rows.padded_chunk;
-        for (int64_t q = 0; q < quads; q++, codes += quad_bytes(FORM)) {
-            __m512i weights[4];
-            load_quad<FORM>(codes, table, weights);
+        const int8_t* part = x + c * rows.padded_chunk;
+        const uint8_t* codes = chunk.codes;
+        for (int64_t q = 0; q < chunk.quads; q += STRIDE) {
             next = prefetch(tile, next);
-            for (int r = 0; r < R * PLANES; r++) {
-                int32_t four;
-                std::memcpy(&four, part + r * rows.padded + q * QUAD, sizeof four);
-                const __m512i inputs = _mm512_set1_epi32(four);
-                for (int v = 0; v < 4; v++) sums[r][v] = _mm512_dpbusd_epi32(sums[r][v], weights[v], inputs);
+            const int64_t stop = std::min(q + STRIDE, chunk.quads);
+            for (int64_t i = q; i < stop; i++, codes += quad_bytes(FORM), part += QUAD) {
+                __m512i weights[4];
+                load_quad<FORM>(codes, table, weights);
+                for (int r = 0; r < R * PLANES; r++) {
+                    int32_t four;
+                    std::memcpy(&four, part + r * stride, sizeof four);
+                    const __m512i inputs = _mm512_set1_epi32(four);
+                    for (int v = 0; v < 4; v++) accumulate(sums[r][v], weights[v], inputs);
+                }
             }
         }
-        finish<R>(tile, chunk, header, [&](int r, int v) {
-            __m512i total = sums[r * PLANES + PLANES - 1][v];
-            if (PLANES == 2) total = _mm512_add_epi32(total, _mm512_slli_epi32(sums[r * PLANES][v], 8));
-            return (Vec)_mm512_cvtepi32_ps(total);
-        });
-    });
+        Vec products[R][4];
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < 4; v++) {
+                __m512i total = sums[r * PLANES + PLANES - 1][v];
+                if (PLANES == 2) total = _mm512_add_epi32(total, _mm512_slli_epi32(sums[r * PLANES][v], 8));
+                products[r][v] = (Vec)_mm512_cvtepi32_ps(total);
+            }
+        finish<R>(tile, chunk, products);
+        header = chunk.end(block);
+    }
 }
 
 template <int64_t FORM, int PLANES, int R = 6 / PLANES>
@@ -182,35 +208,38 @@ inline void float_tile(const CodeTile& tile) {
     constexpr bool IS_HALF = FORM == NIBBLES || FORM == LEVELS;
     constexpr int GROUP = std::min(R == 1 ? 4 : 2, IS_HALF ? VECS_OF_PANEL / 2 : VECS_OF_PANEL);  // vectors at once
     const Rows& rows = *tile.rows;
-    const float* levels = (const float*)tile.block->levels;
+    const float *levels = (const float*)tile.block->levels, *x = rows.floats(tile.row);
+    const int64_t stride = rows.padded, padded = rows.padded_chunk;
     const char* next = tile.next;
-    each_chunk(tile, [&](int64_t chunk, const uint8_t* header, const uint8_t* codes, int64_t quads) {
-        Vec sums[R][VECS_OF_PANEL];
+    const uint8_t* header = tile.codes;
+    for (int64_t c = tile.first_chunk; c < tile.last_chunk; c++) {
+        const Chunk chunk(*tile.block, c, header);
+        Vec products[R][VECS_OF_PANEL];
         for (int group = 0; group < VECS_OF_PANEL; group += GROUP) {
-            Vec own[R][GROUP];
+            Vec sums[R][GROUP];
             for (int r = 0; r < R; r++)
-                for (int v = 0; v < GROUP; v++)
-                    own[r][v] = all(-float(tile.block->zero) * rows.totals(tile.row + r)[chunk]);
+                for (int v = 0; v < GROUP; v++) sums[r][v] = all(-float(tile.block->zero) * rows.totals(tile.row + r)[c]);
             // Of codes in 4 bits the second half of the outputs has the upper bits.
             const int shift = IS_HALF && group >= VECS_OF_PANEL / 2 ? 4 : 0;
-            const int64_t place = (shift ? group - VECS_OF_PANEL / 2 : group) * 4 * LANES;
-            for (int64_t q = 0; q < quads; q++) {
-                VecU32 quad[GROUP];
-                std::memcpy(quad, codes + q * quad_bytes(FORM) + place, sizeof quad);
-                if (group == 0) next = prefetch(tile, next);
-                for (int v = 0; v < GROUP; v++) quad[v] >>= shift;
-                for (int k = 0; k < 4; k++)
-                    for (int v = 0; v < GROUP; v++) {
-                        const Vec weight = numbers<FORM>(quad[v], k, levels);
-                        for (int r = 0; r < R; r++)
-                            own[r][v] += weight * rows.floats(tile.row + r)[chunk * rows.padded_chunk + q * QUAD + k];
+            const uint8_t* codes = chunk.codes + (shift ? group - VECS_OF_PANEL / 2 : group) * 4 * LANES;
+            for (int64_t q = 0; q < chunk.quads; q++, codes += quad_bytes(FORM)) {
+                if (group == 0 && q % STRIDE == 0) next = prefetch(tile, next);
+                for (int v = 0; v < GROUP; v++) {
+                    VecU32 quad;
+                    std::memcpy(&quad, codes + v * sizeof quad, sizeof quad);
+                    quad >>= shift;
+                    for (int k = 0; k < 4; k++) {
+                        const Vec weight = numbers<FORM>(quad, k, levels);
+                        for (int r = 0; r < R; r++) sums[r][v] += weight * (x + r * stride)[c * padded + q * QUAD + k];
                     }
+                }
             }
             for (int r = 0; r < R; r++)
-                for (int v = 0; v < GROUP; v++) sums[r][group + v] = own[r][v];
+                for (int v = 0; v < GROUP; v++) products[r][group + v] = sums[r][v];
         }
-        finish<R>(tile, chunk, header, [&](int r, int v) { return sums[r][v]; });
-    });
+        finish<R>(tile, chunk, products);
+        header = chunk.end(*tile.block);
+    }
 }
 
 template <int64_t FORM, int R = FLOAT_ROWS>
@@ -236,21 +265,23 @@ inline void multiply_panel(const Block& block, const Rows& rows, int64_t panel, 
     const int64_t most = !is_integer ? FLOAT_ROWS : rows.num_planes == 2 ? 3 : 6;
     const int64_t num_tiles = (end - begin + most - 1) / most, chunks = block.num_chunks();
     const int64_t step = std::max<int64_t>(BLOCK_INPUTS / block.chunk, 1), quad_lines = quad_bytes(block.form) / LINE;
+    const int64_t stride_lines = quad_lines * STRIDE;
     const uint8_t* codes = block.panels + panel * panel_bytes(block);
     for (int64_t c = 0; c < chunks; c += step) {
         const int64_t last_chunk = std::min(c + step, chunks);
-        const int64_t bytes = (last_chunk - c) * chunk_bytes(block);
+        const int64_t bytes = (last_chunk - c) * chunk_bytes(block, block.chunk);
         CodeTile tile{&block, &rows, begin, c, last_chunk, codes, sums, nullptr, 0, fetch && !fetch->ended() ? fetch : nullptr};
         // As in panels.h: the first tile waits for the memory, the others would let it idle, so they prefetch.
         tile.next = (const char*)codes + (num_tiles == 1 ? AHEAD : bytes);
-        const int64_t lines = is_last && last_chunk == chunks ? 0 : std::max(quad_lines / num_tiles, int64_t(1));
+        const bool is_end = is_last && last_chunk == chunks;
+        const char* const end_of_next = tile.next + bytes;
         for (int64_t t = 0; t < num_tiles; t++) {
             const int64_t first = (end - begin) * t / num_tiles, last = (end - begin) * (t + 1) / num_tiles;
             tile.row = begin + first;
             tile.sums = sums + first * PANEL;
-            tile.lines = t * lines < quad_lines ? lines : 0;
+            tile.lines = is_end || tile.next >= end_of_next ? 0 : std::max<int64_t>(stride_lines / num_tiles, 1);
             is_integer ? integer_tiles(int(last - first), tile) : float_tiles(int(last - first), tile);
-            tile.next += tile.lines * bytes / quad_lines;
+            tile.next += tile.lines * (bytes / LINE / stride_lines) * LINE;
         }
         codes += bytes;
     }

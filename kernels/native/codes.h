@@ -1,7 +1,7 @@
 // Quantised weights in panels of PANEL outputs, and the inputs as their products take them.
 //
 // The inputs are cut into chunks that share a scale. A panel is, for each chunk, PANEL scales, PANEL offsets if there
-// are any, and the codes: for every 4 inputs those of PANEL outputs side by side, 4 to an output. It is read once, from
+// are any (or zero points), and the codes: for every 4 inputs those of PANEL outputs side by side, 4 to an output. It is read once, from
 // front to back.
 #pragma once
 
@@ -18,6 +18,12 @@ enum Form : int64_t {
     FLOAT8_CODES = 4,        // float8 e4m3
 };
 
+enum Offsets : int64_t {
+    NO_OFFSETS = 0,
+    HALF_OFFSETS = 1,  // float16
+    ZERO_POINTS = 2,   // 0 to 255, subtracted from the codes
+};
+
 struct Inputs {             // how a block takes its inputs
     int64_t chunk;          // inputs that share a scale; the last chunk may be shorter
     const int32_t* order;   // [in]: input of each column of the codes, or null
@@ -28,7 +34,7 @@ struct Block {              // outputs of a weight that share a form
     int64_t form, in_features, out_features;
     int64_t chunk, group;   // a group is one chunk or some
     int64_t zero;           // subtracted from all codes
-    int64_t has_offsets;
+    int64_t offsets;        // an Offsets
     int64_t inputs;         // number of its Inputs
     double scale_unit, offset_unit;  // of the stored scales and offsets, times 2^112
     const uint8_t* panels;
@@ -48,13 +54,25 @@ struct QuantizedWeight {
 
 constexpr int64_t QUAD = 4;  // inputs whose codes are side by side
 
-inline int64_t quad_bytes(int64_t form) { return form == BYTES || form == FLOAT8_CODES ? 4 * PANEL : 2 * PANEL; }
-inline int64_t header_bytes(const Block& block) { return (block.has_offsets ? 4 : 2) * PANEL; }
+inline bool is_nibble(int64_t form) { return form != BYTES && form != FLOAT8_CODES; }
+inline int64_t quad_bytes(int64_t form) { return (is_nibble(form) ? 2 : 4) * PANEL; }
+inline int64_t header_bytes(const Block& block) {
+    return (block.offsets == HALF_OFFSETS ? 4 : block.offsets == ZERO_POINTS ? 3 : 2) * PANEL;
+}
 inline int64_t num_quads(int64_t inputs) { return (inputs + QUAD - 1) / QUAD; }
-inline int64_t chunk_bytes(const Block& block) { return header_bytes(block) + num_quads(block.chunk) * quad_bytes(block.form); }
+inline int64_t chunk_bytes(const Block& block, int64_t inputs) {
+    return header_bytes(block) + num_quads(inputs) * quad_bytes(block.form);
+}
 inline int64_t panel_bytes(const Block& block) {
     const int64_t whole = block.in_features / block.chunk, rest = block.in_features % block.chunk;
-    return whole * chunk_bytes(block) + (rest ? header_bytes(block) + num_quads(rest) * quad_bytes(block.form) : 0);
+    return whole * chunk_bytes(block, block.chunk) + (rest ? chunk_bytes(block, rest) : 0);
+}
+
+inline Vec load_bytes(const uint8_t* p) {
+    typedef uint8_t VecU8 __attribute__((vector_size(OUTRIDER_LANES)));
+    VecU8 bytes;
+    std::memcpy(&bytes, p, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, VecI32), Vec);
 }
 
 // float16 as float32, times 2^-112.

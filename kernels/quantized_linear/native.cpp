@@ -101,12 +101,12 @@ void multiply(const QuantizedWeight& weight, const bf16* x, const bf16* residual
     }
 }
 
-// Packs a block's codes [out, in], each of a byte and combined with `flip`; scales, and offsets if there are any,
-// [out, groups] float16.
-void pack(const Block& block, const uint8_t* codes, uint8_t flip, const uint16_t* scales, const uint16_t* offsets) {
+// Packs a block's codes [out, in], each of a byte and combined with `flip`; scales [out, groups] float16, and offsets
+// float16 or zero points uint8 if there are any.
+void pack(const Block& block, const uint8_t* codes, uint8_t flip, const uint16_t* scales, const void* offsets) {
     const int64_t num_panels = (block.out_features + PANEL - 1) / PANEL, in = block.in_features;
     const int64_t groups = (in + block.group - 1) / block.group, bytes = quad_bytes(block.form);
-    const bool is_half = bytes == 2 * PANEL;
+    const bool is_half = is_nibble(block.form);
 #pragma omp parallel for if (num_threads() > 1)
     for (int64_t panel = 0; panel < num_panels; panel++) {
         uint8_t* to = (uint8_t*)block.panels + panel * panel_bytes(block);
@@ -117,7 +117,8 @@ void pack(const Block& block, const uint8_t* codes, uint8_t flip, const uint16_t
             for (int64_t i = 0; i < width; i++) {
                 const int64_t place = (start + i) * groups + first / block.group;
                 ((uint16_t*)to)[i] = scales[place];
-                if (offsets) ((uint16_t*)to)[PANEL + i] = offsets[place];
+                if (block.offsets == HALF_OFFSETS) ((uint16_t*)to)[PANEL + i] = ((const uint16_t*)offsets)[place];
+                if (block.offsets == ZERO_POINTS) to[2 * PANEL + i] = ((const uint8_t*)offsets)[place];
             }
             to += header_bytes(block);
             for (int64_t i = 0; i < width; i++) {
@@ -152,18 +153,20 @@ float number(const Block& block, uint8_t code) {
 void dequantize(const Block& block, const int32_t* order, int64_t output, bf16* y) {
     const uint8_t* from = block.panels + output / PANEL * panel_bytes(block);
     const int64_t bytes = quad_bytes(block.form), i = output % PANEL;
-    const bool is_upper = bytes == 2 * PANEL && i >= PANEL / 2;
+    const bool is_upper = is_nibble(block.form) && i >= PANEL / 2;
     const int64_t lane = is_upper ? i - PANEL / 2 : i;
     for (int64_t first = 0; first < block.in_features; first += block.chunk) {
         const int64_t last = std::min(first + block.chunk, block.in_features);
         const uint16_t* header = (const uint16_t*)from;
         const float scale = half_value(header[i]) * float(block.scale_unit);
-        const float offset = block.has_offsets ? half_value(header[PANEL + i]) * float(block.offset_unit) : 0;
+        float offset = 0;
+        if (block.offsets == HALF_OFFSETS) offset = half_value(header[PANEL + i]) * float(block.offset_unit);
+        const int zero = block.offsets == ZERO_POINTS ? from[2 * PANEL + i] : 0;
         from += header_bytes(block);
         for (int64_t k = first; k < last; k++) {
             uint8_t code = from[(k - first) / QUAD * bytes + lane * QUAD + (k - first) % QUAD];
-            if (bytes == 2 * PANEL) code = is_upper ? code >> 4 : code & 15;
-            put(y + (order ? order[k] : k), number(block, code) * scale + offset);
+            if (is_nibble(block.form)) code = is_upper ? code >> 4 : code & 15;
+            put(y + (order ? order[k] : k), (number(block, code) - zero) * scale + offset);
         }
         from += num_quads(last - first) * bytes;
     }
@@ -192,7 +195,7 @@ extern "C" int64_t outrider_quantized_bytes(const Block* block) {
 
 extern "C" void outrider_quantized_pack(const Block* block, const void* codes, int64_t flip, const void* scales,
                                         const void* offsets) {
-    pack(*block, (const uint8_t*)codes, uint8_t(flip), (const uint16_t*)scales, (const uint16_t*)offsets);
+    pack(*block, (const uint8_t*)codes, uint8_t(flip), (const uint16_t*)scales, offsets);
 }
 
 // `site`: rank rows of the adapters whose deltas are added afterwards, or null.

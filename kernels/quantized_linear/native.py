@@ -23,6 +23,7 @@ from .weight import QuantizedWeight
 
 _NIBBLES, _SMALL_LEVELS, _BYTES, _LEVELS, _FLOAT8 = range(5)
 """Forms of codes.h."""
+_NO_OFFSETS, _HALF_OFFSETS, _ZERO_POINTS = range(3)
 _MAX_CHUNK = 256
 """Most inputs of a chunk: 256 products of 8 and 16 bits fit into 32."""
 _MAX_EXPONENT = 24
@@ -37,7 +38,7 @@ class _Block(ctypes.Structure):
         ("chunk", INTEGER),
         ("group", INTEGER),
         ("zero", INTEGER),
-        ("has_offsets", INTEGER),
+        ("offsets", INTEGER),
         ("inputs", INTEGER),
         ("scale_unit", ctypes.c_double),
         ("offset_unit", ctypes.c_double),
@@ -176,12 +177,16 @@ class NativeQuantizedLinear(NativeProduct):
         to.scale_unit *= unit
         offsets = None
         if block.offsets is not None:
-            zero = _zero_point(block)
-            if zero is None:
-                offsets, to.offset_unit = _halves(block.offsets, "offsets")
+            zeros = _zero_points(block)
+            if zeros is None:
+                to.offsets, (offsets, to.offset_unit) = _HALF_OFFSETS, _halves(block.offsets, "offsets")
+            elif zeros.min() == zeros.max():
+                to.zero += int(zeros.flatten()[0])
+            elif zeros.min() + to.zero >= 0 and zeros.max() + to.zero < 256:
+                to.offsets, offsets = _ZERO_POINTS, (zeros + to.zero).to(torch.uint8)
+                to.zero = 0
             else:
-                to.zero += zero
-        to.has_offsets = offsets is not None
+                to.offsets, (offsets, to.offset_unit) = _HALF_OFFSETS, _halves(block.offsets, "offsets")
         panels = torch.empty(functions.num_bytes(ctypes.addressof(to)), dtype=torch.uint8)
         to.panels = panels.data_ptr()
         self._kept.append(panels)
@@ -222,15 +227,14 @@ def _form(block: QuantizedWeight, has_integers: bool) -> tuple[int, int, int]:
     return _LEVELS, 0, 1
 
 
-def _zero_point(block: QuantizedWeight) -> int | None:
-    """Integer z for which all offsets are -z times the scale; None: there is none."""
+def _zero_points(block: QuantizedWeight) -> Tensor | None:
+    """Integers z [O, G], up to 255, for which the offsets are -z times the scales; None: there are none."""
     assert block.offsets is not None
-    if block.levels is not None or block.codes.is_floating_point():
+    if block.codes.is_floating_point():
         return None
-    place = int(block.scales.abs().argmax())
-    scale, offset = float(block.scales.flatten()[place]), float(block.offsets.flatten()[place])
-    zero = round(-offset / scale) if scale else 0
-    return zero if abs(zero) < 256 and torch.equal(block.offsets, block.scales * -zero) else None
+    zeros = (block.offsets / -block.scales).nan_to_num(0, 0, 0).round_()
+    is_exact = zeros.abs().max() < 256 and torch.equal(block.offsets, block.scales * -zeros)
+    return zeros.to(torch.int16) if is_exact else None
 
 
 def _halves(values: Tensor, name: str) -> tuple[Tensor, float]:
