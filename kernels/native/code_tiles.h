@@ -45,33 +45,38 @@ struct Chunk {
 };
 
 // Adds a chunk's products of R rows to their sums.
-template <int R>
-inline void finish(const CodeTile& tile, const Chunk& chunk, const Vec (&products)[R][VECS_OF_PANEL]) {
+template <int64_t OFFSETS, int R>
+inline void add_products(const CodeTile& tile, const Chunk& chunk, const Vec (&products)[R][VECS_OF_PANEL]) {
     const Block& block = *tile.block;
     const Vec scale_unit = all(float(block.scale_unit)), offset_unit = all(float(block.offset_unit));
     const uint16_t *scales = (const uint16_t*)chunk.header, *offsets = scales + PANEL;
-    const bool has_zeros = block.offsets == ZERO_POINTS;
     Vec units[R], totals[R];
     for (int r = 0; r < R; r++) {
         const float unit = tile.rows->units(tile.row + r)[chunk.number];
         units[r] = all(unit);
-        totals[r] = all(tile.rows->totals(tile.row + r)[chunk.number] * (has_zeros ? 1 : unit));
+        totals[r] = all(tile.rows->totals(tile.row + r)[chunk.number] * (OFFSETS == HALF_OFFSETS ? unit : 1));
     }
     for (int v = 0; v < VECS_OF_PANEL; v++) {
         const Vec scale = load_half(scales + v * LANES) * scale_unit;
-        const Vec zero = has_zeros ? load_bytes((const uint8_t*)offsets + v * LANES) : zeros();
+        Vec other = zeros();
+        if (OFFSETS == ZERO_POINTS) other = load_bytes((const uint8_t*)offsets + v * LANES);
+        if (OFFSETS == HALF_OFFSETS) other = load_half(offsets + v * LANES) * offset_unit;
         for (int r = 0; r < R; r++) {
             float* to = tile.sums + r * PANEL + v * LANES;
-            const Vec product = has_zeros ? products[r][v] - zero * totals[r] : products[r][v];
-            store(to, load(to) + product * (scale * units[r]));
-        }
-        if (block.offsets != HALF_OFFSETS) continue;
-        const Vec offset = load_half(offsets + v * LANES) * offset_unit;
-        for (int r = 0; r < R; r++) {
-            float* to = tile.sums + r * PANEL + v * LANES;
-            store(to, load(to) + offset * totals[r]);
+            Vec sum = load(to), product = products[r][v];
+            if (OFFSETS == ZERO_POINTS) product -= other * totals[r];
+            sum += product * (scale * units[r]);
+            if (OFFSETS == HALF_OFFSETS) sum += other * totals[r];
+            store(to, sum);
         }
     }
+}
+
+template <int R>
+inline void finish(const CodeTile& tile, const Chunk& chunk, const Vec (&products)[R][VECS_OF_PANEL]) {
+    if (tile.block->offsets == NO_OFFSETS) add_products<NO_OFFSETS>(tile, chunk, products);
+    else if (tile.block->offsets == ZERO_POINTS) add_products<ZERO_POINTS>(tile, chunk, products);
+    else add_products<HALF_OFFSETS>(tile, chunk, products);
 }
 
 constexpr int64_t STRIDE = 8;  // quads between two prefetches

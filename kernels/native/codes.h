@@ -164,15 +164,29 @@ class Rows {
     // The largest absolute value: a NaN if there is one.
     static bf16 largest_bits(const bf16* x, int64_t count) {
         VecU32 most = VecU32{};
-        for (int64_t i = 0; i < count; i += LANES) {
-            const VecU32 bits = (VecU32)load(x + i, count - i) & 0x7fffffffu;
-            const VecU32 is_more = (VecU32)(bits > most);
+        const auto add = [&](Vec value) {
+            const VecU32 bits = (VecU32)value & 0x7fffffffu, is_more = (VecU32)(bits > most);
             most = (bits & is_more) | (most & ~is_more);
-        }
-        uint32_t lanes[LANES], largest = 0;
+        };
+        int64_t i = 0;
+        for (; i + LANES <= count; i += LANES) add(load(x + i));
+        if (i < count) add(load(x + i, count - i));
+#if OUTRIDER_LANES == 16
+        return {uint16_t(_mm512_reduce_max_epu32((__m512i)most) >> 16)};
+#else
+        uint32_t lanes[LANES];
         std::memcpy(lanes, &most, sizeof lanes);
-        for (uint32_t lane : lanes) largest = std::max(largest, lane);
-        return {uint16_t(largest >> 16)};
+        return {uint16_t(*std::max_element(lanes, lanes + LANES) >> 16)};
+#endif
+    }
+
+    // Calls f(value, i, number of lanes) for the inputs of a chunk and the zeros behind them.
+    template <typename F>
+    void each_vector(const bf16* x, int64_t count, F f) const {
+        int64_t i = 0;
+        for (; i + LANES <= count; i += LANES) f(load(x + i), i, std::integral_constant<int64_t, LANES>());
+        for (; i < padded_chunk; i += LANES)
+            f(i < count ? load(x + i, count - i) : zeros(), i, std::min<int64_t>(LANES, padded_chunk - i));
     }
 
     template <typename F>
@@ -181,45 +195,59 @@ class Rows {
         units_[place] = unit;
         if (!inputs_->is_integer && !is_rounded_) {
             Vec total = zeros();
-            for (int64_t i = 0; i < padded_chunk; i += LANES) {
-                const Vec value = i < count ? load(x + i, count - i) : zeros();
+            float* to = floats_.data() + row * padded + at;
+            each_vector(x, count, [&](Vec value, int64_t i, auto lanes) {
                 total += value;
-                store(floats_.data() + row * padded + at + i, value, std::min<int64_t>(LANES, padded_chunk - i));
-            }
+                store(to + i, value, lanes);
+            });
             totals_[place] = sum(total);
             return;
         }
         const float round = 12582912.0f;  // 1.5 * 2^23: a number added to it becomes an integer
         VecU32 total = VecU32{};
-        for (int64_t i = 0; i < padded_chunk; i += LANES) {
-            const Vec value = i < count ? scaled(load(x + i, count - i)) : zeros();
-            const int64_t lanes = std::min<int64_t>(LANES, padded_chunk - i);
-            VecU32 number = (VecU32)(value + round) - 0x4b400000u;
-            const VecU32 is_beyond = (VecU32)((VecI32)number > 32639);  // by one: a byte's upper half would overflow
-            number = (number & ~is_beyond) | (32639 & is_beyond);
-            total += number;
-            if (!inputs_->is_integer) {
-                store(floats_.data() + row * padded + at + i, value + round - round, lanes);
-                continue;
-            }
-            int8_t* to = bytes_.data() + row * num_planes * padded + at + i;
-            if (num_planes == 2) {
-                put_bytes(to, (number + 128) >> 8, lanes);
-                to += padded;
-            }
-            put_bytes(to, number, lanes);
+        if (!inputs_->is_integer) {
+            float* to = floats_.data() + row * padded + at;
+            each_vector(x, count, [&](Vec value, int64_t i, auto lanes) {
+                value = scaled(value) + round;
+                total += (VecU32)value - 0x4b400000u;
+                store(to + i, value - round, lanes);
+            });
+        } else {
+            int8_t* const upper = bytes_.data() + row * num_planes * padded + at;
+            int8_t* const lower = upper + (num_planes - 1) * padded;
+            each_vector(x, count, [&](Vec value, int64_t i, auto lanes) {
+                VecI32 number = (VecI32)(scaled(value) + round) - 0x4b400000;
+                const VecI32 is_beyond = number > 32639;  // by one: the upper byte would overflow
+                number = (number & ~is_beyond) | (32639 & is_beyond);
+                total += (VecU32)number;
+                if (num_planes == 2) put_bytes(upper + i, (number + 128) >> 8, lanes);
+                put_bytes(lower + i, number, lanes);
+            });
         }
-        uint32_t lanes[LANES], all = 0;
-        std::memcpy(lanes, &total, sizeof lanes);
-        for (uint32_t lane : lanes) all += lane;
-        integer_totals_[place] = all;
-        totals_[place] = float(int32_t(all));
+        integer_totals_[place] = sum_of(total);
+        totals_[place] = float(int32_t(integer_totals_[place]));
     }
 
-    static void put_bytes(int8_t* to, VecU32 numbers, int64_t count) {
+    static uint32_t sum_of(VecU32 value) {
+#if OUTRIDER_LANES == 16
+        return _mm512_reduce_add_epi32((__m512i)value);
+#else
+        uint32_t lanes[LANES], all = 0;
+        std::memcpy(lanes, &value, sizeof lanes);
+        for (uint32_t lane : lanes) all += lane;
+        return all;
+#endif
+    }
+
+    template <typename N>
+    static void put_bytes(int8_t* to, VecI32 numbers, N count) {
+#if OUTRIDER_LANES == 16
+        const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)numbers);
+#else
         typedef int8_t VecI8 __attribute__((vector_size(OUTRIDER_LANES)));
-        const VecI8 bytes = __builtin_convertvector((VecI32)numbers, VecI8);
-        std::memcpy(to, &bytes, count >= LANES ? LANES : count);
+        const VecI8 bytes = __builtin_convertvector(numbers, VecI8);
+#endif
+        std::memcpy(to, &bytes, count);
     }
 
     const Inputs* inputs_;
