@@ -123,8 +123,8 @@ class NativeProduct:
 
     @property
     def address(self) -> int:
-        """Address of the kernel's `Weight`, without the bias; valid while this object lives."""
-        return ctypes.addressof(self._base)
+        """Address of the kernel's `Weight`; valid while this object lives."""
+        return ctypes.addressof(self._weight)
 
     def without_bias(self, x: Tensor) -> Tensor:
         """Product x Wᵀ [T, out]."""
