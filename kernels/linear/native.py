@@ -92,7 +92,17 @@ class NativeProduct:
     """
 
     fuses_adapters = True
-    __slots__ = ("_base", "_kept", "_product", "_releasing", "_rows", "_weight", "in_features", "num_bytes", "out_features")
+    __slots__ = (
+        "_base",
+        "_kept",
+        "_product",
+        "_releasing",
+        "_rows",
+        "_weight",
+        "in_features",
+        "num_bytes",
+        "out_features",
+    )
     in_features: int
     out_features: int
     num_bytes: int
@@ -131,7 +141,12 @@ class NativeProduct:
         return self._multiply(self._base, x, None)
 
     def _multiply(
-        self, weight: ctypes.Structure, x: Tensor, residual: Tensor | None, site: int = 0, step: AdapterTokens | None = None
+        self,
+        weight: ctypes.Structure,
+        x: Tensor,
+        residual: Tensor | None,
+        site: int = 0,
+        step: AdapterTokens | None = None,
     ) -> Tensor:
         rows, in_features = x.shape
         if in_features != self.in_features or x.dtype is not torch.bfloat16:
