@@ -112,8 +112,9 @@ inline __attribute__((always_inline)) void accumulate(__m512i& sum, __m512i code
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(inputs));
 }
 
+// Inlined, GCC would keep the sums in memory.
 template <int64_t FORM, int PLANES, int R>
-inline void integer_tile(const CodeTile& tile) {
+__attribute__((noinline)) void integer_tile(const CodeTile& tile) {
     const Block& block = *tile.block;
     const Rows& rows = *tile.rows;
     const int8_t* x = rows.bytes(tile.row);
@@ -209,7 +210,7 @@ inline Vec numbers(VecU32 quad, int k, const float* levels) {
 }
 
 template <int64_t FORM, int R>
-inline void float_tile(const CodeTile& tile) {
+__attribute__((noinline)) void float_tile(const CodeTile& tile) {
     constexpr bool IS_HALF = FORM == NIBBLES || FORM == LEVELS;
     constexpr int GROUP = std::min(R == 1 ? 4 : 2, IS_HALF ? VECS_OF_PANEL / 2 : VECS_OF_PANEL);  // vectors at once
     const Rows& rows = *tile.rows;

@@ -7,7 +7,7 @@ using namespace outrider;
 
 namespace {
 
-constexpr int64_t MIN_SHARED_INPUTS = 1 << 15;  // fewer are prepared by one thread: waiting for others costs more
+constexpr int64_t MIN_SHARED_INPUTS = 1 << 13;  // fewer are prepared by one thread: waiting for others costs more
 
 struct QuantizedCall {
     const QuantizedWeight& weight;
