@@ -137,4 +137,7 @@ def build(family: Family) -> Any:
         else:
             size = 0.3 if name.endswith("bias") else 1.3 * parameter.shape[-1] ** -0.5
             torch.nn.init.normal_(parameter, 0.0, size)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.2)
     return model
