@@ -55,7 +55,7 @@ class ToolChoice(NamedTuple):
         ]
         schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
         # Definitions of the tools' own schemas are looked up from the root.
-        definitions = {}
+        definitions: dict[str, dict[str, Any]] = {}
         for tool in self.tools:
             for key in ("$defs", "definitions"):
                 definitions.setdefault(key, {}).update(_parameters(tool["function"]).get(key) or {})

@@ -19,8 +19,9 @@ Delta = dict[str, Any]
 class AnswerParser(Protocol):
     """Parser of one choice."""
 
-    has_calls: bool
-    """True once the answer calls a tool."""
+    @property
+    def has_calls(self) -> bool:
+        """True once the answer calls a tool."""
 
     def feed(self, text: str) -> list[Delta]:
         """Deltas of the next piece."""
@@ -170,7 +171,11 @@ class ForcedCalls:
     def __init__(self, name: str | None) -> None:
         """`name`: of the one tool, whose arguments are the answer; None: the answer is a list of calls."""
         self._scanner = JsonCalls(CallDeltas(), name)
-        self.has_calls = True
+
+    @property
+    def has_calls(self) -> bool:
+        """See `AnswerParser`."""
+        return True
 
     def feed(self, text: str) -> list[Delta]:
         """See `AnswerParser`."""
