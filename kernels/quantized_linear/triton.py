@@ -1,0 +1,462 @@
+"""Products with quantised weights: a program dequantises a block of the weight in registers, and adds its product with a
+tile of tokens. The weight is the left operand, which tensor cores take from registers.
+
+For few tokens a launch has few programs, so that the inputs are split among several; a second kernel adds their sums, in
+order. `torch._int_mm` and `torch._weight_int4pack_mm` would serve some forms: they refuse few tokens or round scales to
+bfloat16, and would be further paths. `torch._scaled_mm` wants inputs in FP8.
+
+T tokens, I inputs, O outputs, S bytes of a row of codes; see `device_weight.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..compile_case import CompileCase, make_case
+from ..tuning import bucket, tuned
+from ..tuning.configs import QuantizedLinearConfig
+from . import device_weight
+from .device_weight import WHOLE, DeviceWeight, join
+from .weight import QuantizedWeight
+
+MAX_PARTS = 16
+"""Most parts of the inputs."""
+REDUCE_BLOCK = 256
+ROUND_BLOCK, ROUND_WARPS = 1024, 4
+_LEAST = 256
+"""Fewest bytes of a row that a program multiplies."""
+
+
+@triton.jit
+def _numbers(packed, levels, dtype, HALF: tl.constexpr, FORM: tl.constexpr, PLAIN: tl.constexpr):
+    """Numbers of codes, float32; of "int4" 16 more, since those are made of bits. PLAIN: in `dtype`."""
+    if FORM == "int4":
+        numbers = ((packed.to(tl.int32) << (19 - 4 * HALF)) & 0x780000 | 0x41800000).to(tl.float32, bitcast=True)
+    elif FORM == "levels4":
+        numbers = tl.load(levels + ((packed >> 4 * HALF) & 15).to(tl.int32))
+    elif FORM == "levels8":
+        numbers = tl.load(levels + packed.to(tl.int32))
+    elif FORM == "fp8":
+        # The bits of a float32 whose exponent is 120 too small: times 2^120, which is exact, also for subnormals.
+        wide = packed.to(tl.int32)
+        numbers = ((wide & 0x7F) << 20 | (wide & 0x80) << 24).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    elif PLAIN:
+        numbers = packed.to(dtype)
+    else:
+        numbers = packed.to(tl.float32)
+    return numbers
+
+
+@triton.jit
+def _of_groups(values, k, rows, wanted, OUT, GROUP: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Values [G, OUT] of the groups of inputs k to k + BLOCK_K: [BLOCK_O, BLOCK_K], or [BLOCK_O, 1] of one group."""
+    first = values + (k // GROUP).to(tl.int64) * OUT
+    if GROUP < BLOCK_K:
+        count: tl.constexpr = BLOCK_K // GROUP
+        group = tl.arange(0, count)
+        found = tl.load(first + group[None, :] * OUT + rows[:, None], mask=wanted[:, None], other=0.0)
+        wide = tl.broadcast_to(found.to(tl.float32)[:, :, None], [BLOCK_O, count, GROUP])
+        found = tl.reshape(wide, [BLOCK_O, BLOCK_K])
+    else:
+        found = tl.load(first + rows, mask=wanted, other=0.0).to(tl.float32)[:, None]
+    return found
+
+
+@triton.jit
+def weight_block(
+    packed, scales, offsets, levels, k, rows, wanted, OUT, dtype,
+    HALF: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_OFFSETS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Weights [BLOCK_O, BLOCK_K] of the inputs from k on, in `dtype`; HALF: the codes in the upper halves of bytes."""
+    numbers = _numbers(packed, levels, dtype, HALF, FORM, not HAS_SCALES)
+    if HAS_SCALES:
+        scale = _of_groups(scales, k, rows, wanted, OUT, GROUP, BLOCK_O, BLOCK_K)
+        bias: tl.constexpr = ZERO + 16 if FORM == "int4" else ZERO
+        if HAS_OFFSETS:
+            offset = _of_groups(offsets, k, rows, wanted, OUT, GROUP, BLOCK_O, BLOCK_K)
+            numbers = numbers * scale + (offset - bias * scale)
+        elif bias != 0:
+            numbers = numbers * scale - bias * scale
+        else:
+            numbers = numbers * scale
+    return numbers.to(dtype)
+
+
+@triton.jit
+def tile_product(
+    x_rows, known, codes, scales, offsets, levels, rows, wanted, first, stop, IN, OUT, codes_stride,
+    FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Product [BLOCK_O, BLOCK_T] float32 of the outputs `rows` and the tokens at `x_rows`, over bytes [first, stop) of
+    the codes; `wanted` and `known` are masks of both."""
+    dtype: tl.constexpr = x_rows.dtype.element_ty
+    is_exact: tl.constexpr = dtype == tl.int8
+    halves: tl.constexpr = 2 if FORM == "int4" or FORM == "levels4" else 1
+    sums = tl.zeros([BLOCK_O, BLOCK_T], tl.int32 if is_exact else tl.float32)
+    step = tl.arange(0, BLOCK_K)
+    codes += rows.to(tl.int64)[:, None] * codes_stride + step[None, :]
+    for start in tl.range(first, stop, BLOCK_K):
+        packed = tl.load(codes + start, mask=wanted[:, None], other=0)
+        for half in tl.static_range(halves):
+            k = start + half * codes_stride
+            inputs = tl.load(
+                x_rows[None, :] + k + step[:, None], mask=known[None, :] & (k + step < IN)[:, None], other=0
+            )
+            if is_exact:
+                sums = tl.dot(packed, inputs, sums, out_dtype=tl.int32)
+            else:
+                weights = weight_block(
+                    packed, scales, offsets, levels, k, rows, wanted, OUT, dtype,
+                    half, FORM, GROUP, ZERO, HAS_SCALES, HAS_OFFSETS, BLOCK_O, BLOCK_K,
+                )  # fmt: skip
+                sums = tl.dot(weights, inputs, sums, input_precision="ieee")
+    return sums.to(tl.float32)
+
+
+@triton.jit
+def _store(
+    total, y, factors, offsets, rounded, bias, residual, rows, wanted, tokens, known, y_stride, residual_stride,
+    HAS_OFFSETS: tl.constexpr, IS_ROUNDED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """y[tokens, rows] = total [rows, tokens] · factors, with bias and residual; y is mutated."""
+    inside = wanted[:, None] & known[None, :]
+    total *= tl.load(factors + rows, mask=wanted, other=0.0)[:, None]
+    if IS_ROUNDED:
+        if HAS_OFFSETS:
+            codes = tl.load(rounded + 2 * tokens + 1, mask=known, other=0.0)
+            total += tl.load(offsets + rows, mask=wanted, other=0.0)[:, None] * codes[None, :]
+        total *= tl.load(rounded + 2 * tokens, mask=known, other=0.0)[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + rows, mask=wanted, other=0.0).to(tl.float32)[:, None]
+    if HAS_RESIDUAL:
+        added = tl.load(residual + tokens[None, :] * residual_stride + rows[:, None], mask=inside, other=0.0)
+        total += added.to(tl.float32)
+    tl.store(y + tokens[None, :] * y_stride + rows[:, None], total.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _product_kernel(
+    x,  # [T, IN], of the dtype, or int8 where inputs are rounded
+    rounded,  # [T, 2] float32: scale of the rounded inputs, and sum of their codes
+    codes,  # [OUT, codes_stride]
+    scales,  # [G, OUT]
+    offsets,  # [G, OUT]
+    levels,
+    factors,  # [OUT]
+    bias,  # [OUT]
+    residual,  # [T, OUT]
+    y,  # [T, OUT]; of a launch in parts [PARTS, T, OUT] float32, without factors
+    num_tokens,
+    IN,
+    OUT,
+    x_stride,
+    codes_stride,
+    residual_stride,
+    y_stride,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    PARTS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,  # a program has one part; else all
+    BLOCK_O: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """y = x Wᵀ + b (+ residual), or parts of the sums of x Wᵀ. The order of a sum depends on PARTS and BLOCK_K."""
+    tiles = tl.cdiv(num_tokens, BLOCK_T)
+    rest = tl.program_id(0) // tiles
+    tokens = (tl.program_id(0) % tiles * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    known = tokens < num_tokens
+    blocks = tl.cdiv(OUT, BLOCK_O)
+    rows = rest % blocks * BLOCK_O + tl.arange(0, BLOCK_O)
+    wanted = rows < OUT
+    x_rows = x + tokens * x_stride
+    is_exact: tl.constexpr = x.dtype.element_ty == tl.int8
+    width = tl.cdiv(codes_stride, PARTS * BLOCK_K) * BLOCK_K
+    if IS_SPLIT:
+        part = rest // blocks
+        total = tile_product(
+            x_rows, known, codes, scales, offsets, levels, rows, wanted,
+            part * width, tl.minimum(part * width + width, codes_stride), IN, OUT, codes_stride,
+            FORM, GROUP, ZERO, HAS_SCALES, HAS_OFFSETS and not is_exact, BLOCK_O, BLOCK_T, BLOCK_K,
+        )  # fmt: skip
+        target = y + (part * num_tokens + tokens)[None, :] * OUT + rows[:, None]
+        tl.store(target, total, mask=wanted[:, None] & known[None, :])
+    else:
+        total = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
+        for part in tl.range(PARTS):
+            total += tile_product(
+                x_rows, known, codes, scales, offsets, levels, rows, wanted,
+                part * width, tl.minimum(part * width + width, codes_stride), IN, OUT, codes_stride,
+                FORM, GROUP, ZERO, HAS_SCALES, HAS_OFFSETS and not is_exact, BLOCK_O, BLOCK_T, BLOCK_K,
+            )  # fmt: skip
+        _store(
+            total, y, factors, offsets, rounded, bias, residual, rows, wanted, tokens, known,
+            y_stride, residual_stride, HAS_OFFSETS, is_exact, HAS_BIAS, HAS_RESIDUAL,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _reduce_kernel(
+    sums,  # [PARTS, T, OUT] float32
+    rounded,
+    offsets,
+    factors,
+    bias,
+    residual,
+    y,  # [T, OUT]
+    num_tokens,
+    OUT,
+    residual_stride,
+    y_stride,
+    HAS_OFFSETS: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+):
+    """y = sums of all parts, in order, · factors + b (+ residual)"""
+    blocks = tl.cdiv(OUT, BLOCK_O)
+    rows = tl.program_id(0) % blocks * BLOCK_O + tl.arange(0, BLOCK_O)
+    tokens = (tl.program_id(0) // blocks + tl.arange(0, 1)).to(tl.int64)
+    wanted, known = rows < OUT, tokens < num_tokens
+    places = sums + tokens[None, :] * OUT + rows[:, None]
+    total = tl.load(places, mask=wanted[:, None], other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(places + part * num_tokens.to(tl.int64) * OUT, mask=wanted[:, None], other=0.0)
+    _store(
+        total, y, factors, offsets, rounded, bias, residual, rows, wanted, tokens, known,
+        y_stride, residual_stride, HAS_OFFSETS, IS_ROUNDED, HAS_BIAS, HAS_RESIDUAL,
+    )  # fmt: skip
+
+
+@triton.jit
+def _round_kernel(
+    x,  # [T, IN]
+    codes,  # [T, IN] int8
+    rounded,  # [T, 2] float32: scale, and sum of the codes
+    IN,
+    x_stride,
+    BLOCK: tl.constexpr,
+):
+    """scale = max |x| / 127 of a row, codes = round(x / scale), ties to even"""
+    token = tl.program_id(0).to(tl.int64)
+    step = tl.arange(0, BLOCK)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, IN, BLOCK):
+        k = start + step
+        value = tl.load(x + token * x_stride + k, mask=k < IN, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value))
+    scale = tl.math.div_rn(tl.max(largest, 0), 127.0)
+    divisor = tl.where(scale > 0, scale, 1.0)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, IN, BLOCK):
+        k = start + step
+        value = tl.load(x + token * x_stride + k, mask=k < IN, other=0.0).to(tl.float32)
+        # A float32 near 1.5 · 2^23 has no fraction.
+        code = tl.math.div_rn(value, divisor) + 12582912.0 - 12582912.0
+        tl.store(codes + token * IN + k, code.to(tl.int8), mask=k < IN)
+        total += code
+    total = tl.sum(total, 0)
+    tl.store(rounded + 2 * token, scale + 0 * total)  # NaN where an input is not finite
+    tl.store(rounded + 2 * token + 1, total)
+
+
+def default_config(tile: int, itemsize: int) -> QuantizedLinearConfig:
+    """Default launch config for tiles of `tile` tokens and inputs of `itemsize` bytes."""
+    if itemsize == 4:  # without tensor cores
+        return QuantizedLinearConfig(block_o=32, block_k=32, num_warps=4, num_stages=2, programs=128)
+    if tile == 16:
+        # A warp has 16 outputs, so that no two dequantise the same weights.
+        return QuantizedLinearConfig(block_o=32, block_k=128, num_warps=2, num_stages=4, programs=128)
+    return QuantizedLinearConfig(block_o=tile, block_k=64, num_warps=tile // 16, num_stages=3, programs=128)
+
+
+TILES = (16, 64, 128)
+"""Tokens of a tile: of few tokens, of some, and of prompts."""
+INVARIANT_TILE = 64
+"""Tile of every step where a row must not depend on other rows."""
+
+
+def is_served(blocks: Sequence[QuantizedWeight], dtype: torch.dtype) -> bool:
+    """True when `TritonQuantizedLinear` can hold these blocks."""
+    return all(map(device_weight.is_served, blocks)) and dtype in (torch.float16, torch.bfloat16, torch.float32)
+
+
+class TritonQuantizedLinear:
+    """Packed weight [out, in] and bias [out]; immutable. Blocks of different forms take a launch each."""
+
+    fuses_adapters = False
+    __slots__ = ("_bias", "_batch_invariant", "_dtype", "in_features", "num_bytes", "out_features", "weights")
+
+    def __init__(
+        self, blocks: Sequence[QuantizedWeight], bias: Tensor | None, dtype: torch.dtype, *, batch_invariant: bool
+    ) -> None:
+        """Pack `blocks`, for which `is_served` is True: see the package."""
+        self.weights = join(blocks, dtype)
+        """Rows of the weight as the kernels read them, in order."""
+        self._bias = None if bias is None else bias.to(dtype)
+        self._dtype = dtype
+        self._batch_invariant = batch_invariant
+        self.out_features = sum(weight.outputs for weight in self.weights)
+        self.in_features = blocks[0].shape[1]
+        self.num_bytes = sum(weight.num_bytes for weight in self.weights)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x Wᵀ + b (+ residual) as a new tensor.
+
+        Args:
+            x: [T, in], of the dtype.
+            residual: [T, out], of the dtype; added before the result is rounded.
+        """
+        return self._product(x, self._bias, residual)
+
+    def without_bias(self, x: Tensor) -> Tensor:
+        """Product x Wᵀ [T, out]."""
+        return self._product(x, None, None)
+
+    def _product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        y = torch.empty(len(x), self.out_features, dtype=self._dtype, device=x.device)
+        if not len(x):
+            return y
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        if residual is not None and residual.stride(1) != 1:
+            residual = residual.contiguous()
+        first = 0
+        for weight in self.weights:
+            outputs = slice(first, first + weight.outputs)
+            first = outputs.stop
+            _multiply(
+                _Operands(
+                    x if weight.order is None else x.index_select(1, weight.order),
+                    weight,
+                    y[:, outputs],
+                    None if bias is None else bias[outputs],
+                    None if residual is None else residual[:, outputs],
+                ),
+                self._batch_invariant,
+            )
+        return y
+
+
+class _Operands(NamedTuple):
+    x: Tensor
+    weight: DeviceWeight
+    y: Tensor
+    """[T, O], whose rows may be any distance apart; written."""
+    bias: Tensor | None
+    residual: Tensor | None
+
+    @property
+    def ends(self) -> dict[str, Any]:
+        """Constants of the kernel that stores the result."""
+        return {"HAS_BIAS": self.bias is not None, "HAS_RESIDUAL": self.residual is not None}
+
+
+def _multiply(operands: _Operands, batch_invariant: bool) -> None:
+    """Launch the kernels of one product."""
+    x, weight, y, bias, residual = operands
+    num_tokens = len(x)
+    tile = INVARIANT_TILE if batch_invariant else next((t for t in TILES if num_tokens <= t), TILES[-1])
+    config = _config(weight, tile, x)
+    parts = num_parts(weight, config) if tile < TILES[-1] else 1
+    is_split = parts > 1 and num_tokens <= tile
+    rounded = weight.factors
+    if weight.rounds_inputs:
+        x, rounded = _round(x)
+    added = y if residual is None else residual
+    rest = weight.factors, y if bias is None else bias, added
+    target = torch.empty(parts, *y.shape, dtype=torch.float32, device=x.device) if is_split else y
+    block_k = _block_k(config, weight.group)
+    constants = form_constants(weight) | {"PARTS": parts, "IS_SPLIT": is_split}
+    constants |= {"HAS_BIAS": False, "HAS_RESIDUAL": False} if is_split else operands.ends
+    grid = triton.cdiv(weight.outputs, config.block_o) * triton.cdiv(num_tokens, tile) * (parts if is_split else 1)
+    _product_kernel[(grid,)](
+        *(x, rounded, *tables(weight), *rest, target),
+        *(num_tokens, weight.inputs, weight.outputs, x.stride(0), weight.codes.stride(0)),
+        *(added.stride(0), y.stride(0)),
+        **constants,
+        BLOCK_O=config.block_o,
+        BLOCK_T=tile,
+        BLOCK_K=block_k,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    if is_split:
+        _reduce_kernel[(triton.cdiv(weight.outputs, REDUCE_BLOCK) * num_tokens,)](
+            *(target, rounded, tables(weight)[2], *rest, y),
+            *(num_tokens, weight.outputs, added.stride(0), y.stride(0)),
+            HAS_OFFSETS=weight.offsets is not None and weight.rounds_inputs,
+            IS_ROUNDED=weight.rounds_inputs,
+            **operands.ends,
+            PARTS=parts,
+            BLOCK_O=REDUCE_BLOCK,
+        )
+
+
+def tables(weight: DeviceWeight) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes, scales, offsets and levels as arguments of a kernel; others stand for those that are None."""
+    scales = weight.factors if weight.scales is None else weight.scales
+    offsets = scales if weight.offsets is None else weight.offsets
+    return weight.codes, scales, offsets, weight.factors if weight.levels is None else weight.levels
+
+
+def form_constants(weight: DeviceWeight) -> dict[str, Any]:
+    """Constants of a kernel that depend on the form of the weight."""
+    return {
+        "FORM": weight.form,
+        "GROUP": weight.group,
+        "ZERO": weight.zero,
+        "HAS_SCALES": weight.scales is not None,
+        "HAS_OFFSETS": weight.offsets is not None,
+    }
+
+
+def _round(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [T, I] int8 of inputs, and [T, 2] float32: their scale and the sum of the codes."""
+    codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    rounded = torch.empty(len(x), 2, dtype=torch.float32, device=x.device)
+    _round_kernel[(len(x),)](
+        x, codes, rounded, x.shape[1], x.stride(0), BLOCK=ROUND_BLOCK, num_warps=ROUND_WARPS
+    )
+    return codes, rounded
+
+
+def _config(weight: DeviceWeight, tile: int, x: Tensor) -> QuantizedLinearConfig:
+    itemsize = x.element_size()
+    bits = 4 if weight.form.endswith("4") else 8
+    shape = tile, bucket(weight.inputs), bucket(weight.outputs), bits, itemsize
+    return tuned(x.device, default_config(tile, itemsize), *shape)
+
+
+def _block_k(config: QuantizedLinearConfig, group: int) -> int:
+    """Bytes of a block: it has whole groups, or a group has whole blocks."""
+    size = config.block_k
+    return size if group % size == 0 or size % group == 0 else group & -group
+
+
+def num_parts(weight: DeviceWeight, config: QuantizedLinearConfig) -> int:
+    """Number of parts of the inputs: as many as give a launch for one tile enough programs."""
+    programs, parts = triton.cdiv(weight.outputs, config.block_o), 1
+    while programs * parts < config.programs and parts < MAX_PARTS and weight.codes.shape[1] >= 2 * parts * _LEAST:
+        parts *= 2
+    return parts
+
+
+def compile_cases() -> list[CompileCase]:
+    """Cases of the kernels: every form and tile."""
+    return []
