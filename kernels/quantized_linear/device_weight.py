@@ -40,7 +40,7 @@ class DeviceWeight:
     offsets: Tensor | None
     """[G, O], of the scales' dtype; None: minus `zero` times the scale."""
     levels: Tensor | None
-    """[16 or 256] float32."""
+    """[16 or 256] of the dtype of products."""
     order: Tensor | None
     """[I] int64."""
     group: int
@@ -123,7 +123,7 @@ def _store(weight: QuantizedWeight, dtype: torch.dtype) -> DeviceWeight:
         factors=factors,
         scales=scales,
         offsets=offsets,
-        levels=weight.levels,
+        levels=None if weight.levels is None else weight.levels.to(dtype),
         order=weight.order,
         group=WHOLE if groups == 1 else weight.group,
         zero=zero,

@@ -1,5 +1,6 @@
-"""Products with quantised weights: a program dequantises a block of the weight in registers, and adds its product with a
-tile of tokens. The weight is the left operand, which tensor cores take from registers.
+"""Products with quantised weights: a program makes numbers of a block of codes in registers, multiplies them with a tile
+of tokens, and multiplies the sums of a group with its scale. The weight is the left operand: that one tensor cores take
+from registers.
 
 For few tokens a launch has few programs, so that the inputs are split among several; a second kernel adds their sums, in
 order. `torch._int_mm` and `torch._weight_int4pack_mm` would serve some forms: they refuse few tokens or round scales to
@@ -34,59 +35,31 @@ _LEAST = 256
 
 
 @triton.jit
-def _numbers(packed, levels, dtype, HALF: tl.constexpr, FORM: tl.constexpr, PLAIN: tl.constexpr):
-    """Numbers of codes, float32; of "int4" 16 more, since those are made of bits. PLAIN: in `dtype`."""
+def _numbers(packed, levels, dtype: tl.constexpr, HALF: tl.constexpr, FORM: tl.constexpr, ZERO: tl.constexpr):
+    """Numbers of codes less ZERO, in `dtype`, which holds them exactly. HALF: the codes in the upper halves of bytes.
+
+    Numbers are made of bits, since conversions are slow. Of 4 bits: the mantissa of a number from 16 on. Of FP8: a number
+    whose exponent is too small by the difference of both biases; its product with a power of two is exact, also of
+    subnormals.
+    """
+    bits: tl.constexpr = tl.int32 if dtype == tl.float32 else tl.int16
+    mantissa: tl.constexpr = 23 if dtype == tl.float32 else 10 if dtype == tl.float16 else 7
     if FORM == "int4":
-        numbers = ((packed.to(tl.int32) << (19 - 4 * HALF)) & 0x780000 | 0x41800000).to(tl.float32, bitcast=True)
+        sixteen: tl.constexpr = 0x41800000 if dtype == tl.float32 else 0x4C00 if dtype == tl.float16 else 0x4180
+        code = (packed >> 4 if HALF else packed & 15).to(bits)
+        numbers = (code << (mantissa - 4) | sixteen).to(dtype, bitcast=True) - (16 + ZERO)
     elif FORM == "levels4":
-        numbers = tl.load(levels + ((packed >> 4 * HALF) & 15).to(tl.int32))
+        numbers = tl.load(levels + (packed >> 4 if HALF else packed & 15).to(tl.int32))
     elif FORM == "levels8":
         numbers = tl.load(levels + packed.to(tl.int32))
     elif FORM == "fp8":
-        # The bits of a float32 whose exponent is 120 too small: times 2^120, which is exact, also for subnormals.
-        wide = packed.to(tl.int32)
-        numbers = ((wide & 0x7F) << 20 | (wide & 0x80) << 24).to(tl.float32, bitcast=True) * 1.329227995784916e36
-    elif PLAIN:
+        sign: tl.constexpr = 24 if dtype == tl.float32 else 8
+        power: tl.constexpr = 256.0 if dtype == tl.float16 else 1.329227995784916e36  # 2^8, 2^120
+        wide = packed.to(bits)
+        numbers = ((wide & 0x7F) << (mantissa - 3) | (wide & 0x80) << sign).to(dtype, bitcast=True) * power
+    else:
         numbers = packed.to(dtype)
-    else:
-        numbers = packed.to(tl.float32)
     return numbers
-
-
-@triton.jit
-def _of_groups(values, k, rows, wanted, OUT, GROUP: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Values [G, OUT] of the groups of inputs k to k + BLOCK_K: [BLOCK_O, BLOCK_K], or [BLOCK_O, 1] of one group."""
-    first = values + (k // GROUP).to(tl.int64) * OUT
-    if GROUP < BLOCK_K:
-        count: tl.constexpr = BLOCK_K // GROUP
-        group = tl.arange(0, count)
-        found = tl.load(first + group[None, :] * OUT + rows[:, None], mask=wanted[:, None], other=0.0)
-        wide = tl.broadcast_to(found.to(tl.float32)[:, :, None], [BLOCK_O, count, GROUP])
-        found = tl.reshape(wide, [BLOCK_O, BLOCK_K])
-    else:
-        found = tl.load(first + rows, mask=wanted, other=0.0).to(tl.float32)[:, None]
-    return found
-
-
-@triton.jit
-def weight_block(
-    packed, scales, offsets, levels, k, rows, wanted, OUT, dtype,
-    HALF: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
-    HAS_SCALES: tl.constexpr, HAS_OFFSETS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Weights [BLOCK_O, BLOCK_K] of the inputs from k on, in `dtype`; HALF: the codes in the upper halves of bytes."""
-    numbers = _numbers(packed, levels, dtype, HALF, FORM, not HAS_SCALES)
-    if HAS_SCALES:
-        scale = _of_groups(scales, k, rows, wanted, OUT, GROUP, BLOCK_O, BLOCK_K)
-        bias: tl.constexpr = ZERO + 16 if FORM == "int4" else ZERO
-        if HAS_OFFSETS:
-            offset = _of_groups(offsets, k, rows, wanted, OUT, GROUP, BLOCK_O, BLOCK_K)
-            numbers = numbers * scale + (offset - bias * scale)
-        elif bias != 0:
-            numbers = numbers * scale - bias * scale
-        else:
-            numbers = numbers * scale
-    return numbers.to(dtype)
 
 
 @triton.jit
@@ -96,7 +69,7 @@ def tile_product(
     BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Product [BLOCK_O, BLOCK_T] float32 of the outputs `rows` and the tokens at `x_rows`, over bytes [first, stop) of
-    the codes; `wanted` and `known` are masks of both."""
+    the codes; `wanted` and `known` are masks of both. A group has whole blocks."""
     dtype: tl.constexpr = x_rows.dtype.element_ty
     is_exact: tl.constexpr = dtype == tl.int8
     halves: tl.constexpr = 2 if FORM == "int4" or FORM == "levels4" else 1
@@ -107,17 +80,23 @@ def tile_product(
         packed = tl.load(codes + start, mask=wanted[:, None], other=0)
         for half in tl.static_range(halves):
             k = start + half * codes_stride
-            inputs = tl.load(
-                x_rows[None, :] + k + step[:, None], mask=known[None, :] & (k + step < IN)[:, None], other=0
-            )
+            group = (k // GROUP).to(tl.int64) * OUT
+            if HAS_SCALES:  # early: they are needed late
+                scale = tl.load(scales + group + rows, mask=wanted, other=0.0)
+                if HAS_OFFSETS:
+                    offset = tl.load(offsets + group + rows, mask=wanted, other=0.0)
+            inside = known[None, :] & (k + step < IN)[:, None]
+            inputs = tl.load(x_rows[None, :] + k + step[:, None], mask=inside, other=0)
             if is_exact:
                 sums = tl.dot(packed, inputs, sums, out_dtype=tl.int32)
             else:
-                weights = weight_block(
-                    packed, scales, offsets, levels, k, rows, wanted, OUT, dtype,
-                    half, FORM, GROUP, ZERO, HAS_SCALES, HAS_OFFSETS, BLOCK_O, BLOCK_K,
-                )  # fmt: skip
-                sums = tl.dot(weights, inputs, sums, input_precision="ieee")
+                numbers = _numbers(packed, levels, dtype, half, FORM, ZERO)
+                if HAS_SCALES:
+                    sums += tl.dot(numbers, inputs, input_precision="ieee") * scale.to(tl.float32)[:, None]
+                    if HAS_OFFSETS:
+                        sums += offset.to(tl.float32)[:, None] * tl.sum(inputs.to(tl.float32), axis=0)[None, :]
+                else:
+                    sums = tl.dot(numbers, inputs, sums, input_precision="ieee")
     return sums.to(tl.float32)
 
 
@@ -142,7 +121,7 @@ def _store(
     tl.store(y + tokens[None, :] * y_stride + rows[:, None], total.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "IN", "OUT"])
 def _product_kernel(
     x,  # [T, IN], of the dtype, or int8 where inputs are rounded
     rounded,  # [T, 2] float32: scale of the rounded inputs, and sum of their codes
@@ -170,11 +149,13 @@ def _product_kernel(
     HAS_RESIDUAL: tl.constexpr,
     PARTS: tl.constexpr,
     IS_SPLIT: tl.constexpr,  # a program has one part; else all
+    ALIGNMENT: tl.constexpr,  # of IN and OUT
     BLOCK_O: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """y = x Wᵀ + b (+ residual), or parts of the sums of x Wᵀ. The order of a sum depends on PARTS and BLOCK_K."""
+    IN, OUT = IN // ALIGNMENT * ALIGNMENT, OUT // ALIGNMENT * ALIGNMENT  # so that the compiler knows
     tiles = tl.cdiv(num_tokens, BLOCK_T)
     rest = tl.program_id(0) // tiles
     tokens = (tl.program_id(0) % tiles * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
@@ -208,7 +189,7 @@ def _product_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "OUT"])
 def _reduce_kernel(
     sums,  # [PARTS, T, OUT] float32
     rounded,
@@ -278,11 +259,11 @@ def _round_kernel(
 def default_config(tile: int, itemsize: int) -> QuantizedLinearConfig:
     """Default launch config for tiles of `tile` tokens and inputs of `itemsize` bytes."""
     if itemsize == 4:  # without tensor cores
-        return QuantizedLinearConfig(block_o=32, block_k=32, num_warps=4, num_stages=2, programs=128)
+        return QuantizedLinearConfig(block_o=32, block_k=32, num_warps=4, num_stages=2, programs=256)
     if tile == 16:
         # A warp has 16 outputs, so that no two dequantise the same weights.
-        return QuantizedLinearConfig(block_o=32, block_k=128, num_warps=2, num_stages=4, programs=128)
-    return QuantizedLinearConfig(block_o=tile, block_k=64, num_warps=tile // 16, num_stages=3, programs=128)
+        return QuantizedLinearConfig(block_o=32, block_k=128, num_warps=2, num_stages=4, programs=256)
+    return QuantizedLinearConfig(block_o=tile, block_k=64, num_warps=tile // 16, num_stages=3, programs=256)
 
 
 TILES = (16, 64, 128)
@@ -372,7 +353,8 @@ def _multiply(operands: _Operands, batch_invariant: bool) -> None:
     x, weight, y, bias, residual = operands
     num_tokens = len(x)
     tile = INVARIANT_TILE if batch_invariant else next((t for t in TILES if num_tokens <= t), TILES[-1])
-    config = _config(weight, tile, x)
+    itemsize = 1 if weight.rounds_inputs else x.element_size()
+    config = tuned(x.device, default_config(tile, itemsize), *shape_of(weight, tile, itemsize))
     parts = num_parts(weight, config) if tile < TILES[-1] else 1
     is_split = parts > 1 and num_tokens <= tile
     rounded = weight.factors
@@ -423,6 +405,7 @@ def form_constants(weight: DeviceWeight) -> dict[str, Any]:
         "ZERO": weight.zero,
         "HAS_SCALES": weight.scales is not None,
         "HAS_OFFSETS": weight.offsets is not None,
+        "ALIGNMENT": 16 if weight.inputs % 16 == weight.outputs % 16 == 0 else 1,
     }
 
 
@@ -430,23 +413,18 @@ def _round(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [T, I] int8 of inputs, and [T, 2] float32: their scale and the sum of the codes."""
     codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     rounded = torch.empty(len(x), 2, dtype=torch.float32, device=x.device)
-    _round_kernel[(len(x),)](
-        x, codes, rounded, x.shape[1], x.stride(0), BLOCK=ROUND_BLOCK, num_warps=ROUND_WARPS
-    )
+    _round_kernel[(len(x),)](x, codes, rounded, x.shape[1], x.stride(0), BLOCK=ROUND_BLOCK, num_warps=ROUND_WARPS)
     return codes, rounded
 
 
-def _config(weight: DeviceWeight, tile: int, x: Tensor) -> QuantizedLinearConfig:
-    itemsize = x.element_size()
-    bits = 4 if weight.form.endswith("4") else 8
-    shape = tile, bucket(weight.inputs), bucket(weight.outputs), bits, itemsize
-    return tuned(x.device, default_config(tile, itemsize), *shape)
+def shape_of(weight: DeviceWeight, tile: int, itemsize: int) -> tuple[int, int, int, int, int]:
+    """Shape by which the launch config is found: see `QuantizedLinearConfig`."""
+    return tile, bucket(weight.inputs), bucket(weight.outputs), 4 if weight.form.endswith("4") else 8, itemsize
 
 
 def _block_k(config: QuantizedLinearConfig, group: int) -> int:
-    """Bytes of a block: it has whole groups, or a group has whole blocks."""
-    size = config.block_k
-    return size if group % size == 0 or size % group == 0 else group & -group
+    """Bytes of a block: a group has whole blocks."""
+    return min(config.block_k, group & -group)
 
 
 def num_parts(weight: DeviceWeight, config: QuantizedLinearConfig) -> int:
@@ -458,5 +436,51 @@ def num_parts(weight: DeviceWeight, config: QuantizedLinearConfig) -> int:
 
 
 def compile_cases() -> list[CompileCase]:
-    """Cases of the kernels: every form and tile."""
-    return []
+    """Cases of the kernels: forms of each format, with groups longer and shorter than a block, and every tile."""
+    forms = [
+        ("int4", 128, 8, False, "bf16"),
+        ("int4", 32, 0, True, "fp16"),
+        ("int4", 64, 0, True, "fp32"),
+        ("levels4", 64, 0, False, "bf16"),
+        ("int8", WHOLE, 0, False, "bf16"),
+        ("int8", 16, 0, True, "bf16"),
+        ("fp8", WHOLE, 0, False, "fp16"),
+        ("fp8", 128, 0, False, "bf16"),
+        ("int8", WHOLE, 0, True, "i8"),
+    ]
+    cases = [
+        _product_case(form, tile, parts)
+        for form in forms
+        for tile, parts in ((TILES[0], 1), (TILES[0], 4), (INVARIANT_TILE, -4), (TILES[2], 1))
+    ]
+    for dtype, is_rounded in (("bf16", False), ("fp16", True)):
+        ends = {"HAS_OFFSETS": is_rounded, "IS_ROUNDED": is_rounded, "HAS_BIAS": is_rounded, "HAS_RESIDUAL": True}
+        types = {"sums rounded factors offsets": "*fp32", "bias residual y": f"*{dtype}"}
+        name = f"quantized_linear reduce {dtype}{' rounded' if is_rounded else ''}"
+        cases.append(make_case(name, _reduce_kernel, ends | {"PARTS": 8, "BLOCK_O": REDUCE_BLOCK}, types))
+        types = {"x": f"*{dtype}", "codes": "*i8", "rounded": "*fp32"}
+        name = f"quantized_linear round {dtype}"
+        cases.append(make_case(name, _round_kernel, {"BLOCK": ROUND_BLOCK}, types, num_warps=ROUND_WARPS))
+    return cases
+
+
+def _product_case(form: tuple[str, int, int, bool, str], tile: int, parts: int) -> CompileCase:
+    """Case of a product; negative `parts`: all in one program."""
+    kind, group, zero, has_offsets, dtype = form
+    has_scales = dtype != "i8" and (group < WHOLE or has_offsets)
+    config = default_config(tile, {"fp32": 4, "i8": 1}.get(dtype, 2))
+    constants = {
+        "FORM": kind, "GROUP": group, "ZERO": zero, "HAS_SCALES": has_scales, "HAS_OFFSETS": has_offsets,
+        "ALIGNMENT": 16, "HAS_BIAS": parts == 1 and has_offsets, "HAS_RESIDUAL": parts < 4,
+        "PARTS": abs(parts), "IS_SPLIT": parts > 1,
+        "BLOCK_O": config.block_o, "BLOCK_T": tile, "BLOCK_K": _block_k(config, group),
+    }  # fmt: skip
+    table = "*fp32" if dtype in ("fp32", "i8") or not has_scales else "*fp16"
+    own = "*bf16" if dtype == "i8" else f"*{dtype}"
+    types = {
+        "x": f"*{dtype}", "codes": "*i8" if kind == "int8" else "*u8", "scales offsets": table,
+        "rounded factors": "*fp32", "levels": f"*{dtype}", "bias residual": own, "y": "*fp32" if parts > 1 else own,
+    }  # fmt: skip
+    name = f"quantized_linear {kind} g{0 if group == WHOLE else group} {dtype} tile{tile} parts{parts}"
+    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return make_case(name, _product_kernel, constants, types, **launch)
