@@ -6,17 +6,21 @@ With `input_bits` 8 the inputs are rounded too: x ≈ s · q, s = max |x| / 127 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, Union
 
 import torch
 from torch import Tensor
 
+from ..dispatch import use_triton
 from .torch import TorchQuantizedLinear
 from .weight import QuantizedWeight, row_squares
 
 __all__ = ["QuantizedLinear", "QuantizedWeight", "pack", "row_squares"]
 
-QuantizedLinear: TypeAlias = TorchQuantizedLinear
+if TYPE_CHECKING:
+    from .triton import TritonQuantizedLinear
+
+QuantizedLinear: TypeAlias = Union[TorchQuantizedLinear, "TritonQuantizedLinear"]
 """Packed weight and bias; a call computes the product."""
 
 
@@ -28,4 +32,9 @@ def pack(
     The blocks may differ in all but the number of inputs and in `input_bits`; the result is a copy, so that they may be
     freed. With `batch_invariant` a row's result does not depend, bit for bit, on other rows.
     """
+    if use_triton(blocks[0].codes):
+        from .triton import TritonQuantizedLinear, is_served
+
+        if is_served(blocks, dtype):
+            return TritonQuantizedLinear(blocks, bias, dtype, batch_invariant=batch_invariant)
     return TorchQuantizedLinear(blocks, bias, dtype, batch_invariant=batch_invariant)

@@ -32,7 +32,7 @@ class DeviceWeight:
     form: str
     """Meaning of a code: "int4", "int8", "fp8", or with a table "levels4" and "levels8"."""
     codes: Tensor
-    """[O, S] int8 for "int8", else uint8. Of 4 bits byte s holds code s in its lower half and code S + s in the upper."""
+    """[O, S] int8 for "int8", else uint8. Of 4 bits byte s holds codes s, in its lower half, and S + s."""
     factors: Tensor
     """[O] float32."""
     scales: Tensor | None
@@ -56,10 +56,36 @@ class DeviceWeight:
         return len(self.codes)
 
     @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 4 if self.form.endswith("4") else 8
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that are held."""
         tensors = (self.codes, self.factors, self.scales, self.offsets, self.levels, self.order)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def dense(self, ids: Tensor) -> Tensor:
+        """Rows `ids` [n] of W: [n, I] float32."""
+        codes = self.codes[ids]
+        if self.bits == 4:
+            codes = torch.cat((codes & 15, codes >> 4), 1)
+        codes = codes[:, : self.inputs]
+        if self.levels is not None:
+            numbers = self.levels[codes.long()].float()
+        else:
+            numbers = (codes.view(torch.float8_e4m3fn) if self.form == "fp8" else codes).float() - self.zero
+        factors = self.factors[ids, None]
+        if self.rounds_inputs:
+            dense = numbers * factors if self.offsets is None else numbers * factors + self.offsets.t()[ids]
+        else:
+            groups = torch.arange(self.inputs, device=ids.device) // self.group
+            for table, operation in ((self.scales, torch.Tensor.mul_), (self.offsets, torch.Tensor.add_)):
+                if table is not None:
+                    operation(numbers, table.t()[ids][:, groups])
+            dense = numbers.mul_(factors)
+        return dense if self.order is None else torch.empty_like(dense).index_copy_(1, self.order, dense)
 
 
 def is_served(weight: QuantizedWeight) -> bool:

@@ -1,10 +1,10 @@
-"""Products with quantised weights: a program makes numbers of a block of codes in registers, multiplies them with a tile
-of tokens, and multiplies the sums of a group with its scale. The weight is the left operand: that one tensor cores take
-from registers.
+"""Products with quantised weights: a program makes numbers of a block of codes in registers, multiplies them with a
+tile of tokens, and multiplies the sums of a group with its scale. The weight is the left operand: that one tensor cores
+take from registers.
 
-For few tokens a launch has few programs, so that the inputs are split among several; a second kernel adds their sums, in
-order. `torch._int_mm` and `torch._weight_int4pack_mm` would serve some forms: they refuse few tokens or round scales to
-bfloat16, and would be further paths. `torch._scaled_mm` wants inputs in FP8.
+For few tokens a launch has few programs, so that the inputs are split among several; a second kernel adds their sums,
+in order. `torch._int_mm` and `torch._weight_int4pack_mm` would serve some forms, but refuse few tokens or round scales
+to bfloat16, and would be further paths. `torch._scaled_mm` wants inputs in FP8.
 
 T tokens, I inputs, O outputs, S bytes of a row of codes; see `device_weight.py`.
 """
@@ -38,9 +38,9 @@ _LEAST = 256
 def _numbers(packed, levels, dtype: tl.constexpr, HALF: tl.constexpr, FORM: tl.constexpr, ZERO: tl.constexpr):
     """Numbers of codes less ZERO, in `dtype`, which holds them exactly. HALF: the codes in the upper halves of bytes.
 
-    Numbers are made of bits, since conversions are slow. Of 4 bits: the mantissa of a number from 16 on. Of FP8: a number
-    whose exponent is too small by the difference of both biases; its product with a power of two is exact, also of
-    subnormals.
+    Numbers are made of bits, since conversions are slow. Of 4 bits: the mantissa of a number from 16 on. Of FP8: a
+    number whose exponent is too small by the difference of both biases; its product with a power of two is exact, also
+    of subnormals.
     """
     bits: tl.constexpr = tl.int32 if dtype == tl.float32 else tl.int16
     mantissa: tl.constexpr = 23 if dtype == tl.float32 else 10 if dtype == tl.float16 else 7
@@ -256,20 +256,22 @@ def _round_kernel(
     tl.store(rounded + 2 * token + 1, total)
 
 
-def default_config(tile: int, itemsize: int) -> QuantizedLinearConfig:
-    """Default launch config for tiles of `tile` tokens and inputs of `itemsize` bytes."""
+def default_config(tile: int, bits: int, itemsize: int) -> QuantizedLinearConfig:
+    """Default launch config for tiles of `tile` tokens, codes of `bits`, and inputs of `itemsize` bytes."""
     if itemsize == 4:  # without tensor cores
-        return QuantizedLinearConfig(block_o=32, block_k=32, num_warps=4, num_stages=2, programs=256)
+        outputs = 32 if tile <= 32 else 16
+        return QuantizedLinearConfig(block_o=outputs, block_k=32, num_warps=4, num_stages=2, programs=256)
     if tile == 16:
-        # A warp has 16 outputs, so that no two dequantise the same weights.
+        # A warp has 16 outputs, so that no two make the same numbers.
         return QuantizedLinearConfig(block_o=32, block_k=128, num_warps=2, num_stages=4, programs=256)
-    return QuantizedLinearConfig(block_o=tile, block_k=64, num_warps=tile // 16, num_stages=3, programs=256)
+    outputs, stages = max(64, tile), 3 if tile > 32 else 4
+    return QuantizedLinearConfig(outputs, block_k=8 * bits, num_warps=outputs // 16, num_stages=stages, programs=256)
 
 
 TILES = (16, 64, 128)
 """Tokens of a tile: of few tokens, of some, and of prompts."""
-INVARIANT_TILE = 64
-"""Tile of every step where a row must not depend on other rows."""
+INVARIANT_TILE = 32
+"""Tile of every step where a row must not depend on other rows: it has registers for the sums of all parts too."""
 
 
 def is_served(blocks: Sequence[QuantizedWeight], dtype: torch.dtype) -> bool:
@@ -281,7 +283,7 @@ class TritonQuantizedLinear:
     """Packed weight [out, in] and bias [out]; immutable. Blocks of different forms take a launch each."""
 
     fuses_adapters = False
-    __slots__ = ("_bias", "_batch_invariant", "_dtype", "in_features", "num_bytes", "out_features", "weights")
+    __slots__ = ("_batch_invariant", "_bias", "_dtype", "in_features", "num_bytes", "out_features", "weights")
 
     def __init__(
         self, blocks: Sequence[QuantizedWeight], bias: Tensor | None, dtype: torch.dtype, *, batch_invariant: bool
@@ -308,6 +310,11 @@ class TritonQuantizedLinear:
     def without_bias(self, x: Tensor) -> Tensor:
         """Product x Wᵀ [T, out]."""
         return self._product(x, None, None)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` [n] int64 of the weight: [n, in] in the dtype."""
+        (weight,) = self.weights
+        return weight.dense(ids).to(self._dtype)
 
     def _product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         y = torch.empty(len(x), self.out_features, dtype=self._dtype, device=x.device)
@@ -353,8 +360,7 @@ def _multiply(operands: _Operands, batch_invariant: bool) -> None:
     x, weight, y, bias, residual = operands
     num_tokens = len(x)
     tile = INVARIANT_TILE if batch_invariant else next((t for t in TILES if num_tokens <= t), TILES[-1])
-    itemsize = 1 if weight.rounds_inputs else x.element_size()
-    config = tuned(x.device, default_config(tile, itemsize), *shape_of(weight, tile, itemsize))
+    config = config_of(weight, tile, x.device, x.element_size())
     parts = num_parts(weight, config) if tile < TILES[-1] else 1
     is_split = parts > 1 and num_tokens <= tile
     rounded = weight.factors
@@ -417,9 +423,16 @@ def _round(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, rounded
 
 
+def config_of(weight: DeviceWeight, tile: int, device: torch.device, itemsize: int) -> QuantizedLinearConfig:
+    """Launch config for inputs of `itemsize` bytes."""
+    shape = shape_of(weight, tile, itemsize)
+    return tuned(device, default_config(tile, *shape[3:]), *shape)
+
+
 def shape_of(weight: DeviceWeight, tile: int, itemsize: int) -> tuple[int, int, int, int, int]:
     """Shape by which the launch config is found: see `QuantizedLinearConfig`."""
-    return tile, bucket(weight.inputs), bucket(weight.outputs), 4 if weight.form.endswith("4") else 8, itemsize
+    size = 1 if weight.rounds_inputs else itemsize
+    return tile, bucket(weight.inputs), bucket(weight.outputs), weight.bits, size
 
 
 def _block_k(config: QuantizedLinearConfig, group: int) -> int:
@@ -451,7 +464,7 @@ def compile_cases() -> list[CompileCase]:
     cases = [
         _product_case(form, tile, parts)
         for form in forms
-        for tile, parts in ((TILES[0], 1), (TILES[0], 4), (INVARIANT_TILE, -4), (TILES[2], 1))
+        for tile, parts in ((TILES[0], 1), (TILES[0], 4), (INVARIANT_TILE, -4), (TILES[1], 4), (TILES[2], 1))
     ]
     for dtype, is_rounded in (("bf16", False), ("fp16", True)):
         ends = {"HAS_OFFSETS": is_rounded, "IS_ROUNDED": is_rounded, "HAS_BIAS": is_rounded, "HAS_RESIDUAL": True}
@@ -464,11 +477,16 @@ def compile_cases() -> list[CompileCase]:
     return cases
 
 
+_FEW_REGISTERS = {("levels4", "bf16", 64): (90, 100), ("int4", "fp16", 128): (80, 90)}
+"""Architectures of cases for which registers are enough; on the third they spill 8 and 96 bytes of a thread, which
+costs time."""
+
+
 def _product_case(form: tuple[str, int, int, bool, str], tile: int, parts: int) -> CompileCase:
     """Case of a product; negative `parts`: all in one program."""
     kind, group, zero, has_offsets, dtype = form
     has_scales = dtype != "i8" and (group < WHOLE or has_offsets)
-    config = default_config(tile, {"fp32": 4, "i8": 1}.get(dtype, 2))
+    config = default_config(tile, 4 if kind.endswith("4") else 8, {"fp32": 4, "i8": 1}.get(dtype, 2))
     constants = {
         "FORM": kind, "GROUP": group, "ZERO": zero, "HAS_SCALES": has_scales, "HAS_OFFSETS": has_offsets,
         "ALIGNMENT": 16, "HAS_BIAS": parts == 1 and has_offsets, "HAS_RESIDUAL": parts < 4,
@@ -482,5 +500,6 @@ def _product_case(form: tuple[str, int, int, bool, str], tile: int, parts: int) 
         "rounded factors": "*fp32", "levels": f"*{dtype}", "bias residual": own, "y": "*fp32" if parts > 1 else own,
     }  # fmt: skip
     name = f"quantized_linear {kind} g{0 if group == WHOLE else group} {dtype} tile{tile} parts{parts}"
-    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    archs = _FEW_REGISTERS.get((kind, dtype, tile), (80, 90, 100))
+    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages, "archs": archs}
     return make_case(name, _product_kernel, constants, types, **launch)
