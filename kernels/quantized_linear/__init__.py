@@ -18,7 +18,7 @@ from .weight import QuantizedWeight, row_squares
 __all__ = ["QuantizedLinear", "QuantizedWeight", "pack", "row_squares"]
 
 if TYPE_CHECKING:
-    from .triton import TritonQuantizedLinear
+    from .device_linear import TritonQuantizedLinear
 
 QuantizedLinear: TypeAlias = Union[TorchQuantizedLinear, "TritonQuantizedLinear"]
 """Packed weight and bias; a call computes the product."""
@@ -33,7 +33,7 @@ def pack(
     freed. With `batch_invariant` a row's result does not depend, bit for bit, on other rows.
     """
     if use_triton(blocks[0].codes):
-        from .triton import TritonQuantizedLinear, is_served
+        from .device_linear import TritonQuantizedLinear, is_served
 
         if is_served(blocks, dtype):
             return TritonQuantizedLinear(blocks, bias, dtype, batch_invariant=batch_invariant)

@@ -12,8 +12,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from outrider.kernels.quantized_linear import QuantizedWeight
+from outrider.kernels.quantized_linear.device_linear import TritonQuantizedLinear, is_served, shape_of
 from outrider.kernels.quantized_linear.device_weight import join
-from outrider.kernels.quantized_linear.triton import TritonQuantizedLinear, default_config, is_served, shape_of
+from outrider.kernels.quantized_linear.triton import default_config
 from outrider.kernels.tuning import Configs, using
 
 # Share of the largest result: sums in another order; scales, and results, of 11 or 8 bits.

@@ -20,7 +20,7 @@ from outrider.kernels.paged_attention.torch import LayerKV
 from outrider.kernels.penalties import Penalised
 from outrider.kernels.penalties.triton import penalise
 from outrider.kernels.quantized_linear import QuantizedWeight
-from outrider.kernels.quantized_linear.triton import TritonQuantizedLinear
+from outrider.kernels.quantized_linear.device_linear import TritonQuantizedLinear
 from outrider.kernels.rms_norm import triton as rms_norm
 from outrider.kernels.rms_norm.torch import prepare
 from outrider.kernels.rope import Rotation

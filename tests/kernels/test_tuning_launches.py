@@ -14,7 +14,7 @@ from outrider.kernels.lora import device_rows
 from outrider.kernels.noise import triton as noise
 from outrider.kernels.paged_attention import device_step
 from outrider.kernels.paged_attention.schedule import Gpu
-from outrider.kernels.quantized_linear import triton as quantized
+from outrider.kernels.quantized_linear import device_linear as quantized
 from outrider.kernels.rms_norm import triton as norm
 from outrider.kernels.sampling import triton as filters
 from outrider.kernels.sampling import triton_logprobs as logprobs
@@ -32,7 +32,7 @@ KERNELS = {
     "kv_write": (device_step, "write_kernel"),
     "rms_norm": (norm, "_rms_norm_kernel"),
     "act_and_mul": (silu, "_act_and_mul_kernel"),
-    "quantized_linear": (quantized, "_product_kernel"),
+    "quantized_linear": (quantized, "product_kernel"),
     "lora_shrink": (device_rows, "shrink_kernel"),
     "lora_expand": (device_rows, "expand_kernel"),
     "sampling_filter": (filters, "_filter_kernel"),

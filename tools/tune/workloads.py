@@ -18,7 +18,7 @@ from ...kernels.paged_attention import LayerKV, RowArrays, Shape
 from ...kernels.paged_attention.device_step import DeviceStep
 from ...kernels.paged_attention.schedule import Planner, gpu_of
 from ...kernels.quantized_linear import QuantizedWeight
-from ...kernels.quantized_linear.triton import TritonQuantizedLinear
+from ...kernels.quantized_linear.device_linear import TritonQuantizedLinear
 from ...kernels.rms_norm.torch import prepare
 from ...kernels.rms_norm.triton import rms_norm
 from ...kernels.rope import Rotation
