@@ -53,6 +53,7 @@ SECTIONS = (
     Entry("ceilings", 15, "timing.measure_ceilings"),
     Entry("parity", 35, "checks.check_parity"),
     Entry("kernels", 60, "kernels.measure_kernels"),
+    Entry("quantized", 35, "kernels.measure_quantized"),
     Entry("8b", 65, "end_to_end.measure_model", "LLAMA_8B"),
     Entry("8b-lora", 55, "end_to_end.measure_adapters", "LLAMA_8B"),
     Entry("0.6b", 30, "end_to_end.measure_model", "QWEN_06B"),

@@ -42,20 +42,20 @@ class TritonQuantizedLinear:
     """Packed weight [out, in] and bias [out]; immutable. Blocks of different forms take a launch each."""
 
     fuses_adapters = False
-    __slots__ = ("_batch_invariant", "_bias", "_dtype", "in_features", "num_bytes", "out_features", "weights")
+    __slots__ = ("_batch_invariant", "_bias", "_dtype", "device_weights", "in_features", "num_bytes", "out_features")
 
     def __init__(
         self, blocks: Sequence[QuantizedWeight], bias: Tensor | None, dtype: torch.dtype, *, batch_invariant: bool
     ) -> None:
         """Pack `blocks`, for which `is_served` is True: see the package."""
-        self.weights = join(blocks, dtype)
+        self.device_weights = join(blocks, dtype)
         """Rows of the weight as the kernels read them, in order."""
         self._bias = None if bias is None else bias.to(dtype)
         self._dtype = dtype
         self._batch_invariant = batch_invariant
-        self.out_features = sum(weight.outputs for weight in self.weights)
+        self.out_features = sum(weight.outputs for weight in self.device_weights)
         self.in_features = blocks[0].shape[1]
-        self.num_bytes = sum(weight.num_bytes for weight in self.weights)
+        self.num_bytes = sum(weight.num_bytes for weight in self.device_weights)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x Wᵀ + b (+ residual) as a new tensor.
@@ -70,9 +70,14 @@ class TritonQuantizedLinear:
         """Product x Wᵀ [T, out]."""
         return self._product(x, None, None)
 
+    @property
+    def bias(self) -> Tensor | None:
+        """Bias [out]."""
+        return self._bias
+
     def rows(self, ids: Tensor) -> Tensor:
         """Rows `ids` [n] int64 of the weight: [n, in] in the dtype."""
-        (weight,) = self.weights
+        (weight,) = self.device_weights
         return weight.dense(ids).to(self._dtype)
 
     def _product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -84,7 +89,7 @@ class TritonQuantizedLinear:
         if residual is not None and residual.stride(1) != 1:
             residual = residual.contiguous()
         first = 0
-        for weight in self.weights:
+        for weight in self.device_weights:
             outputs = slice(first, first + weight.outputs)
             first = outputs.stop
             _multiply(
@@ -128,7 +133,8 @@ def _multiply(operands: _Operands, batch_invariant: bool) -> None:
     added = y if residual is None else residual
     rest = weight.factors, y if bias is None else bias, added
     target = torch.empty(parts, *y.shape, dtype=torch.float32, device=x.device) if is_split else y
-    constants = form_constants(weight) | {"PARTS": parts, "IS_SPLIT": is_split}
+    is_aligned = weight.inputs % 16 == weight.outputs % 16 == 0
+    constants = weight.constants | {"ALIGNMENT": 16 if is_aligned else 1, "PARTS": parts, "IS_SPLIT": is_split}
     constants |= {"HAS_BIAS": False, "HAS_RESIDUAL": False} if is_split else operands.ends
     grid = triton.cdiv(weight.outputs, config.block_o) * triton.cdiv(num_tokens, tile) * (parts if is_split else 1)
     product_kernel[(grid,)](
@@ -159,18 +165,6 @@ def tables(weight: DeviceWeight) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scales = weight.factors if weight.scales is None else weight.scales
     offsets = scales if weight.offsets is None else weight.offsets
     return weight.codes, scales, offsets, weight.factors if weight.levels is None else weight.levels
-
-
-def form_constants(weight: DeviceWeight) -> dict[str, Any]:
-    """Constants of a kernel that depend on the form of the weight."""
-    return {
-        "FORM": weight.form,
-        "GROUP": weight.group,
-        "ZERO": weight.zero,
-        "HAS_SCALES": weight.scales is not None,
-        "HAS_OFFSETS": weight.offsets is not None,
-        "ALIGNMENT": 16 if weight.inputs % 16 == weight.outputs % 16 == 0 else 1,
-    }
 
 
 def _round(x: Tensor) -> tuple[Tensor, Tensor]:

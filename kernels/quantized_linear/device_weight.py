@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +62,17 @@ class DeviceWeight:
         return 4 if self.form.endswith("4") else 8
 
     @property
+    def constants(self) -> dict[str, Any]:
+        """Constants of a kernel that depend on the form."""
+        return {
+            "FORM": self.form,
+            "GROUP": self.group,
+            "ZERO": self.zero,
+            "HAS_SCALES": self.scales is not None,
+            "HAS_OFFSETS": self.offsets is not None,
+        }
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that are held."""
         tensors = (self.codes, self.factors, self.scales, self.offsets, self.levels, self.order)
@@ -98,14 +110,15 @@ def join(blocks: Sequence[QuantizedWeight], dtype: torch.dtype) -> list[DeviceWe
     joined: list[list[DeviceWeight]] = []
     for block in blocks:
         stored = _store(block, dtype)
-        if joined and _is_alike(joined[-1][0], stored):
+        if joined and is_alike(joined[-1][0], stored):
             joined[-1].append(stored)
         else:
             joined.append([stored])
     return [parts[0] if len(parts) == 1 else _concatenate(parts) for parts in joined]
 
 
-def _is_alike(a: DeviceWeight, b: DeviceWeight) -> bool:
+def is_alike(a: DeviceWeight, b: DeviceWeight) -> bool:
+    """True when both have one form, so that one kernel multiplies them."""
     plain = all(getattr(a, name) == getattr(b, name) for name in ("form", "group", "zero", "rounds_inputs"))
     both = [(getattr(a, name), getattr(b, name)) for name in ("scales", "offsets", "levels", "order")]
     if not plain or any((x is None) is not (y is None) for x, y in both):

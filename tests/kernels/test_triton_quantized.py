@@ -167,14 +167,14 @@ def test_blocks_of_one_form_are_one_weight(device: str) -> None:
     b = replace(b, offsets=-8 * b.scales)
     other = make("fp8", 7, 128)
     packed = packed_on(device, torch.float16, a, b, other, bias=torch.ones(39))
-    assert [weight.outputs for weight in packed.weights] == [32, 7]
+    assert [weight.outputs for weight in packed.device_weights] == [32, 7]
     x = torch.randn(3, 128).half()
     for part, columns in ((a, slice(0, 20)), (b, slice(20, 32)), (other, slice(32, 39))):
         expected = x.double() @ part.dequantized().double().t() + 1
         check(packed(x.to(device))[:, columns], expected, TOLERANCE[torch.float16])
     ordered = replace(a, order=torch.randperm(128))
-    assert len(packed_on(device, torch.float16, ordered, replace(b, order=ordered.order)).weights) == 1
-    assert len(packed_on(device, torch.float16, ordered, replace(b, order=torch.randperm(128))).weights) == 2
+    assert len(packed_on(device, torch.float16, ordered, replace(b, order=ordered.order)).device_weights) == 1
+    assert len(packed_on(device, torch.float16, ordered, replace(b, order=torch.randperm(128))).device_weights) == 2
 
 
 def test_ends_of_the_range(device: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.act_and_mul.triton import act_and_mul
+from ...kernels.linear import pack as pack_linear
 from ...kernels.lora.device_rows import TritonRows
 from ...kernels.lora.groups import RowGroups
 from ...kernels.noise.triton import gumbel_argmax
@@ -183,6 +184,12 @@ def quantized_weight(inputs: Inputs, kind: str, shape: tuple[int, int]) -> Quant
         return QuantizedWeight(bits=8, codes=codes, scales=scales / 40, group=group)
     codes = numbers.mul_(3).add_(8).clamp_(0, 15).to(torch.uint8)
     return QuantizedWeight(bits=4, codes=codes, scales=scales / 3, group=group, offsets=-2.5 * scales)
+
+
+def plain_product(inputs: Inputs, shape: tuple[int, int], num_tokens: int) -> Run:
+    """Product with a weight [out, in] of the model's dtype."""
+    x, packed = inputs(num_tokens, shape[1]), pack_linear(inputs(*shape))
+    return lambda: (packed(x),)
 
 
 def quantized_product(inputs: Inputs, kind: str, shape: tuple[int, int], num_tokens: int) -> Run:
