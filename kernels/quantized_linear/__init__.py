@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from ..dispatch import use_triton
+from .native import NativeQuantizedLinear, is_native
 from .torch import TorchQuantizedLinear
 from .weight import QuantizedWeight, row_squares
 
-__all__ = ["QuantizedLinear", "QuantizedWeight", "pack", "row_squares"]
+__all__ = ["NativeQuantizedLinear", "QuantizedLinear", "QuantizedWeight", "pack", "row_squares"]
 
 if TYPE_CHECKING:
     from .device_linear import TritonQuantizedLinear
 
-QuantizedLinear: TypeAlias = Union[TorchQuantizedLinear, "TritonQuantizedLinear"]
+QuantizedLinear: TypeAlias = Union[NativeQuantizedLinear, TorchQuantizedLinear, "TritonQuantizedLinear"]
 """Packed weight and bias; a call computes the product."""
 
 
@@ -32,6 +33,8 @@ def pack(
     The blocks may differ in all but the number of inputs and in `input_bits`; the result is a copy, so that they may be
     freed. With `batch_invariant` a row's result does not depend, bit for bit, on other rows.
     """
+    if is_native(blocks, dtype):
+        return NativeQuantizedLinear(blocks, bias)
     if use_triton(blocks[0].codes):
         from .device_linear import TritonQuantizedLinear, is_served
 
