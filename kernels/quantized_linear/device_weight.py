@@ -127,12 +127,17 @@ def is_alike(a: DeviceWeight, b: DeviceWeight) -> bool:
 
 
 def _concatenate(parts: Sequence[DeviceWeight]) -> DeviceWeight:
-    def cat(name: str, dim: int = 0) -> Tensor | None:
-        tensors = [getattr(part, name) for part in parts]
-        return None if tensors[0] is None else torch.cat(tensors, dim)
+    def columns(tables: Sequence[Tensor | None]) -> Tensor | None:
+        found = [table for table in tables if table is not None]
+        return torch.cat(found, 1) if found else None
 
-    joined = {"scales": cat("scales", 1), "offsets": cat("offsets", 1)}
-    return replace(parts[0], codes=cat("codes"), factors=cat("factors"), **joined)
+    return replace(
+        parts[0],
+        codes=torch.cat([part.codes for part in parts]),
+        factors=torch.cat([part.factors for part in parts]),
+        scales=columns([part.scales for part in parts]),
+        offsets=columns([part.offsets for part in parts]),
+    )
 
 
 def _store(weight: QuantizedWeight, dtype: torch.dtype) -> DeviceWeight:
