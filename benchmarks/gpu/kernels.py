@@ -67,7 +67,7 @@ def quantized(model: ModelShape, num_tokens: int) -> Iterator[Case]:
     """Products of a layer's projections with quantised weights, and in the model's dtype beside them."""
     for inputs, slices in model.projections:
         outputs = sum(slices)
-        for kind, bits in (("bf16", 16.0), ("fp8", 8.25), ("int8", 8.0), ("int4", 4.25)):
+        for kind, bits in (("bf16", 16.0), ("fp8", 8.125), ("int8", 8.0), ("int4", 4.25)):
             what = f"linear {kind} {inputs} to {outputs}, {num_tokens} tokens"
             if kind == "bf16":
                 work = make_work(model, what, workloads.plain_product, (outputs, inputs), num_tokens)
