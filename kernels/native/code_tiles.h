@@ -191,6 +191,10 @@ inline Vec numbers(VecU32 quad, int k, const float* levels) {
     } else if constexpr (FORM == LEVELS) {
 #if OUTRIDER_LANES == 16
         return (Vec)_mm512_permutexvar_ps((__m512i)code, _mm512_loadu_ps(levels));
+#elif OUTRIDER_LANES == 8
+        const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(levels), (__m256i)code);
+        const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(levels + 8), (__m256i)code);
+        return (Vec)_mm256_blendv_ps(low, high, (__m256)(code << 28));  // by the code's highest bit
 #else
         uint32_t lanes[LANES];
         float found[LANES];

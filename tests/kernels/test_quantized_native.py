@@ -105,8 +105,8 @@ def inputs_of(rows: int, width: int, seed: int = 1) -> Tensor:
 
 
 def check(y: Tensor, x: Tensor, weight: QuantizedWeight, extra: Tensor | None = None) -> None:
-    """Compare with float64. Errors: of the result 2^-8, as of levels that are no integers; of scales and offsets 2^-12; of
-    inputs in fixed point 2^-15 of the largest among those that share a scale (256 at most); some bits of float32's sums.
+    """Compare with float64. Errors: of the result 2^-8, as of levels that are no integers; of scales and offsets 2^-12;
+    of inputs in fixed point 2^-15 of the largest of those that share a scale (256 at most); of float32's sums less.
     """
     dense, numbers = weight.dequantized().double(), x.double()
     if weight.input_bits:
