@@ -20,7 +20,13 @@ _SPLIT = "tokenizer.ggml.pre"
 # text begins with a token for that.
 _GPT2 = {"default", "gpt-2", "phi-2", "mpt", "olmo", "jais"}
 _GPT2_WITHOUT_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-_WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "tekken"}
+_WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
+# Splits that are GPT-4's, but for the most digits that stay together.
+_GPT4 = {"chatglm-bpe": 3, "glm4": 3, "stablelm2": 1}
+_GPT4_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def load_gguf_tokenizer(file: Path) -> PreTrainedTokenizerFast:
@@ -45,6 +51,11 @@ def load_gguf_tokenizer(file: Path) -> PreTrainedTokenizerFast:
         if split in _GPT2_WITHOUT_DIGITS:
             digits = {"type": "Digits", "individual_digits": True}
             parts["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, splitter]}
+        elif split in _GPT4:
+            pattern = {"Regex": _GPT4_PATTERN % _GPT4[split]}
+            words = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+            bytes_only = {**splitter, "add_prefix_space": False, "use_regex": False}
+            parts["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [words, bytes_only]}
         elif split not in _GPT2:
             logger.warning(
                 "%s: text is split as for GPT-2, because the split %.80r is not known; --tokenizer names another one",
