@@ -24,6 +24,11 @@ class GgufFile(NamedTuple):
     tensors: dict[str, Any]
     """Tensors of the package's reader by their names; their data are read when they are needed."""
 
+    @property
+    def is_split(self) -> bool:
+        """True: the model has several files."""
+        return bool(self.fields.get(_COUNT, 1) > 1)
+
 
 def open_gguf(path: Path, *, tensors: bool = True) -> GgufFile:
     """Read fields and the places of all tensors; of a split model, `path` is the first part.
@@ -37,10 +42,10 @@ def open_gguf(path: Path, *, tensors: bool = True) -> GgufFile:
     """
     reader = _open(path)
     fields = _contents(reader)
-    readers = [reader]
-    if tensors and fields.get(_COUNT, 1) > 1:
-        readers += [_open(part) for part in _other_parts(path, fields)]
-    return GgufFile(fields, {tensor.name: tensor for each in readers for tensor in each.tensors})
+    found = GgufFile(fields, {tensor.name: tensor for tensor in reader.tensors})
+    for part in _other_parts(path, fields) if tensors and found.is_split else ():
+        found.tensors.update((tensor.name, tensor) for tensor in _open(part).tensors)
+    return found
 
 
 def _other_parts(path: Path, fields: dict[str, Any]) -> list[Path]:
