@@ -24,7 +24,7 @@ class GgufFamily:
     architecture: str
     """Name in the `architectures` of config.json."""
     with_experts: str | None = None
-    """The same for files with experts, if it is another one."""
+    """Architecture of files with experts, if it is another one."""
     neighbours_rotated: bool = False
     """True: rows of q and k are in the order in which neighbours are rotated as pairs; ours rotate the two halves."""
     facts: Callable[[Values, Container[str]], dict[str, Any]] = _nothing

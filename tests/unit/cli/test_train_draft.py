@@ -114,26 +114,10 @@ def test_training_writes_a_head_a_log_and_a_checkpoint(command, tmp_path, capsys
     assert (out / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("draft", [False, True], ids=["target", "draft"])
-def test_a_gguf_file_trains_as_its_folder(draft, command, target, tmp_path):
-    file = tmp_path / "files" / "target.gguf"
-    file.parent.mkdir()
-    write_gguf(target, file)
-    heads = []
-    for model, output in ((file, "one"), (target, "two")):
-        more = ("--method", "draft-lora", "--draft", model, "--rank", 2) if draft else ("--model", model)
-        assert main(command(*more, output=output)) == 0
-        (tensors,) = (tmp_path / output).glob("*model.safetensors")
-        heads.append(load_file(tensors))
-    assert heads[0].keys() == heads[1].keys()
-    assert all(tensor.equal(heads[1][name]) for name, tensor in heads[0].items())
-    assert any(tensor.any() for tensor in heads[0].values())
-
-
-def test_a_gguf_file_in_parts_is_refused(command, target, tmp_path, capsys):
-    write_gguf(target, tmp_path / "m.gguf", split=20)
-    assert main(command("--model", tmp_path / "m-00001-of-00002.gguf")) == 1
-    assert "gguf-split --merge" in capsys.readouterr().err
+def test_a_gguf_file_is_a_target(command, target, tmp_path):
+    write_gguf(target, tmp_path / "m.gguf")
+    assert main(command("--model", tmp_path / "m.gguf", "--intermediate-size", 24)) == 0
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_generated_completions_are_the_engines_and_are_kept(command, target, tmp_path, monkeypatch, capsys):
