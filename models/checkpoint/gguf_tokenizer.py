@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .gguf_file import TOKENS, read_gguf_fields
 
@@ -36,34 +36,49 @@ def load_gguf_tokenizer(file: Path) -> PreTrainedTokenizerFast:
     Raises:
         InvalidRequestError: the file is damaged, or its package is not installed.
     """
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     found = read_gguf_fields(file)
     split = found.get(_SPLIT, "default")
     # Not by `from_pretrained`, which prefers a tokenizer.json beside the file.
     built = PreTrainedTokenizerFast(name_or_path=str(file.parent.absolute()), gguf_file=file.name)
-    parts = json.loads(built.backend_tokenizer.to_str())
-    # Its classes add the special tokens of their first models, with ids that this model has no embeddings for.
-    parts["added_tokens"] = [token for token in parts["added_tokens"] if token["id"] < len(found[TOKENS])]
-    splitter = parts["pre_tokenizer"]
-    if splitter is not None and splitter["type"] == "ByteLevel":  # of a split that transformers does not know
-        if split in _GPT2_WITHOUT_DIGITS:
-            digits = {"type": "Digits", "individual_digits": True}
-            parts["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, splitter]}
-        elif split in _GPT4:
-            pattern = {"Regex": _GPT4_PATTERN % _GPT4[split]}
-            words = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
-            bytes_only = {**splitter, "add_prefix_space": False, "use_regex": False}
-            parts["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [words, bytes_only]}
-        elif split not in _GPT2:
-            logger.warning(
-                "%s: text is split as for GPT-2, because the split %.80r is not known; --tokenizer names another one",
-                file,
-                split,
-            )
-    options = dict(built.init_kwargs)
+    built = _without_strange_tokens(built, len(found[TOKENS]))
+    if not _mend_split(built.backend_tokenizer, split):
+        logger.warning(
+            "%s: text is split as for GPT-2, because the split %.80r is not known; --tokenizer names another one",
+            file,
+            split,
+        )
     if split in _WHOLE_WORDS:
-        parts["model"]["ignore_merges"] = True
-        options.setdefault("add_bos_token", True)
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(parts)), **options)
+        built.backend_tokenizer.model.ignore_merges = True
+        built.add_bos_token = built.init_kwargs.get("add_bos_token", True)
+    return built
+
+
+def _without_strange_tokens(built: PreTrainedTokenizerFast, size: int) -> PreTrainedTokenizerFast:
+    """Drop the special tokens of transformers' first models, whose ids are beyond the vocabulary of this one."""
+    if max(built.added_tokens_decoder, default=0) < size:
+        return built
+    from tokenizers import Tokenizer
+
+    parts = json.loads(built.backend_tokenizer.to_str())
+    parts["added_tokens"] = [token for token in parts["added_tokens"] if token["id"] < size]
+    return type(built)(tokenizer_object=Tokenizer.from_str(json.dumps(parts)), **built.init_kwargs)
+
+
+def _mend_split(backend: Any, split: str) -> bool:
+    """Split text by a rule that transformers does not know; False: nor is it known here."""
+    from tokenizers import Regex, pre_tokenizers
+
+    splitter = backend.pre_tokenizer
+    if not isinstance(splitter, pre_tokenizers.ByteLevel):
+        return True
+    if split in _GPT2_WITHOUT_DIGITS:
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), splitter])
+    elif split in _GPT4:
+        words = pre_tokenizers.Split(Regex(_GPT4_PATTERN % _GPT4[split]), behavior="isolated")
+        whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([words, whole])
+    else:
+        return split in _GPT2
+    return True

@@ -15,7 +15,7 @@ from .gguf_tokenizer import load_gguf_tokenizer
 from .json_files import read_json, read_model_config
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +66,8 @@ def _load(directory: Path) -> PreTrainedTokenizerBase:
 def _load_tekken(file: Path) -> PreTrainedTokenizerBase:
     """Tokenizer of Mistral's own file, with the template beside it, or one that mistral-common makes."""
     try:
-        from transformers.integrations.mistral import convert_tekken_tokenizer
-
-        tokenizer: Any = convert_tekken_tokenizer(str(file))
+        mistral: Any = import_module("transformers.integrations.mistral")
+        tokenizer: PreTrainedTokenizerFast = mistral.convert_tekken_tokenizer(str(file))
     except ImportError as error:
         raise InvalidRequestError(
             f"{file} is read by mistral-common, which is not installed: pip install 'outrider[mistral]'",

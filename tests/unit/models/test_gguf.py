@@ -114,10 +114,11 @@ def test_quantised_matrices(kind: Type, save_tiny: Callable, tmp_path: Path, log
     assert logits(tmp_path / "m.gguf").equal(logits(rounded))
 
 
-def test_a_file_is_what_transformers_reads(save_tiny: Callable, tmp_path: Path, logits) -> None:
+@pytest.mark.parametrize("family", ["Llama", "StableLm", "Starcoder2"])
+def test_a_file_is_what_transformers_reads(family: str, save_tiny: Callable, tmp_path: Path, logits) -> None:
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    folder, _ = save_tiny("Llama", **SIZES)
+    folder, _ = save_tiny(family, **SIZES)
     write_gguf(folder, tmp_path / "m.gguf", lambda name: Type.Q8_0, llama__vocab_size=131)
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="m.gguf", dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
