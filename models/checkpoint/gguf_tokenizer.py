@@ -51,7 +51,7 @@ def load_gguf_tokenizer(file: Path) -> PreTrainedTokenizerFast:
         )
     if split in _WHOLE_WORDS:
         built.backend_tokenizer.model.ignore_merges = True
-        built.add_bos_token = built.init_kwargs.get("add_bos_token", True)
+        built.add_bos_token = built.init_kwargs.get("add_bos_token", True)  # type: ignore[misc]  # it has a setter
     return built
 
 

@@ -73,7 +73,7 @@ def _load_tekken(file: Path) -> PreTrainedTokenizerBase:
             f"{file} is read by mistral-common, which is not installed: pip install 'outrider[mistral]'",
             param="tokenizer",
         ) from error
-    tokenizer.add_bos_token = True
+    tokenizer.add_bos_token = True  # type: ignore[misc]  # it has a setter
     if tokenizer.chat_template is None and find_spec("mistral_common") is None:
         logger.warning("%s has no chat template; mistral-common makes one: pip install 'outrider[mistral]'", file)
     return tokenizer
