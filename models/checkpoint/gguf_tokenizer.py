@@ -7,6 +7,12 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..families.gguf_families import (
+    GPT2_SPLITS,
+    GPT2_SPLITS_WITHOUT_DIGITS,
+    GPT4_SPLITS,
+    SPLITS_OF_WHOLE_WORDS,
+)
 from .gguf_file import TOKENS, read_gguf_fields
 
 if TYPE_CHECKING:
@@ -16,13 +22,7 @@ logger = logging.getLogger(__name__)
 
 _SPLIT = "tokenizer.ggml.pre"
 """Field that names the split of text before merges."""
-# Splits that are GPT-2's; that are GPT-2's after each digit was split off; after which a known word is not merged, and
-# text begins with a token for that.
-_GPT2 = {"default", "gpt-2", "phi-2", "mpt", "olmo", "jais"}
-_GPT2_WITHOUT_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-_WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
-# Splits that are GPT-4's, but for the most digits that stay together.
-_GPT4 = {"chatglm-bpe": 3, "glm4": 3, "stablelm2": 1}
+# GPT-4's split, but for the most digits that stay together.
 _GPT4_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -49,7 +49,7 @@ def load_gguf_tokenizer(file: Path) -> PreTrainedTokenizerFast:
             file,
             split,
         )
-    if split in _WHOLE_WORDS:
+    if split in SPLITS_OF_WHOLE_WORDS:
         built.backend_tokenizer.model.ignore_merges = True
         built.add_bos_token = built.init_kwargs.get("add_bos_token", True)  # type: ignore[misc]  # it has a setter
     return built
@@ -73,12 +73,12 @@ def _mend_split(backend: Any, split: str) -> bool:
     splitter = backend.pre_tokenizer
     if not isinstance(splitter, pre_tokenizers.ByteLevel):
         return True
-    if split in _GPT2_WITHOUT_DIGITS:
+    if split in GPT2_SPLITS_WITHOUT_DIGITS:
         backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), splitter])
-    elif split in _GPT4:
-        words = pre_tokenizers.Split(Regex(_GPT4_PATTERN % _GPT4[split]), behavior="isolated")
+    elif split in GPT4_SPLITS:
+        words = pre_tokenizers.Split(Regex(_GPT4_PATTERN % GPT4_SPLITS[split]), behavior="isolated")
         whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.pre_tokenizer = pre_tokenizers.Sequence([words, whole])
     else:
-        return split in _GPT2
+        return split in GPT2_SPLITS
     return True
