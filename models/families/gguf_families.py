@@ -84,10 +84,10 @@ GGUF_FAMILIES = {
 """Families by `general.architecture`."""
 
 GPT2_SPLITS = {"default", "gpt-2", "phi-2", "mpt", "olmo", "jais"}
-"""Values of `tokenizer.ggml.pre` that split text as GPT-2."""
+"""Splits of text as GPT-2's, by `tokenizer.ggml.pre`."""
 GPT2_SPLITS_WITHOUT_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-"""Those that split it as GPT-2 after each digit was split off."""
+"""Splits as GPT-2's after each digit was split off."""
 GPT4_SPLITS = {"chatglm-bpe": 3, "glm4": 3, "stablelm2": 1}
-"""Those that split it as GPT-4, and the most digits that stay together."""
+"""Splits as GPT-4's, and the most digits that stay together."""
 SPLITS_OF_WHOLE_WORDS = frozenset("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 tekken".split())
-"""Those after which a known word is not merged, and text begins with a token for that."""
+"""Splits after which a known word is not merged, and where text begins with a token for that."""
