@@ -203,7 +203,7 @@ def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: LanguageMod
     if is_gguf(path):
         if not isinstance(config, DecoderConfig):
             raise InvalidRequestError("model_impl transformers does not go with a GGUF file", param="model_impl")
-        tensors = read_gguf(path, [*slots, *renamed], config)
+        tensors = read_gguf(path, slots, config)
     else:
         tensors = unpacked(read_weights(path, "model", hint=_NO_WEIGHTS), config.dtype)
     if isinstance(model, TransformersModel):
