@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...kernels.threads import use_pool
 from ...lora.device.sites import AdapterHooks
 from ...lora.manager import AdapterManager
 from ...lora.reader import reader_client
@@ -134,6 +135,9 @@ def _choose_threads(model: LanguageModel, dtype: torch.dtype) -> None:
         count = threads_for(_weight_bytes(model, dtype))
         if count is not None:
             torch.set_num_threads(count)
+        import os
+        if os.environ.get("POOL", "1") == "1":
+            use_pool(dtype is torch.bfloat16)
 
 
 def _weight_bytes(model: LanguageModel, dtype: torch.dtype) -> int:
