@@ -34,7 +34,7 @@ def use_pool(yes: bool) -> None:
     choose = function("outrider_use_pool", INTEGER)
     if choose is not None:
         choose(yes)
-        if yes:
+        if yes and torch.get_num_threads() > 1:
             _let_openmp_sleep()
 
 

@@ -132,12 +132,10 @@ def _resolve(args: EngineArgs, path: Path) -> EngineConfig:
 def _choose_threads(model: LanguageModel, dtype: torch.dtype) -> None:
     """Before anything is timed or packed for a number of threads."""
     if model.device.type == "cpu":
-        count = threads_for(_weight_bytes(model, dtype))
-        if count is not None:
+        count = threads_for(_weight_bytes(model, dtype), torch.get_num_threads())
+        if count != torch.get_num_threads():
             torch.set_num_threads(count)
-        import os
-        if os.environ.get("POOL", "1") == "1":
-            use_pool(dtype is torch.bfloat16)
+        use_pool(all(linear.packed.fuses_adapters for linear in model.linears()))  # the products are native
 
 
 def _weight_bytes(model: LanguageModel, dtype: torch.dtype) -> int:
