@@ -19,7 +19,17 @@ COMPILERS = ("c++", "g++", "clang++")
 TIMEOUT_SECONDS = 300
 
 # No -ffast-math: what a row gets must not depend on how a compiler reorders sums. The order is written in the sources.
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-ffp-contract=fast", "-Wall", "-Wno-psabi")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-fPIC",
+    "-pthread",
+    "-fno-math-errno",
+    "-ffp-contract=fast",
+    "-Wall",
+    "-Wno-psabi",
+)
 
 
 class BuildError(RuntimeError):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ...platform.core.config import ModelFacts
+from ...platform.core.config import EngineArgs, ModelFacts
 from ...platform.core.errors import InvalidRequestError, NotFoundError
 from ..batch import kv_dtype
 from ..config import DTYPES, DecoderConfig, stored_dtype
@@ -25,6 +25,7 @@ from ..model import LanguageModel
 from ..transformers_model.model import TransformersModel
 from .gguf_file import is_gguf, read_gguf
 from .json_files import read_model_config
+from .mxfp4 import unpacked
 from .weight_files import StoredTensor, load_into, misfits, read_weights
 
 _MAX_SHOWN = 200
@@ -82,6 +83,21 @@ def resolve_model_path(
             f"model {name!r}{at} is neither a local directory nor a model that could be had from the hub: {reason}",
             param="model",
         ) from error
+
+
+def tokenizer_path(args: EngineArgs, model: str | Path) -> Path:
+    """Folder or file of the tokenizer, for the model that was found at `model`. The model's tokenizer has the model's
+    revision unless `tokenizer_revision` is given.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    name = args.tokenizer if args.tokenizer is not None else args.model
+    if name is None or (args.tokenizer is None and args.tokenizer_revision in (None, args.revision)):
+        return Path(model)
+    if Path(name).is_dir() or is_gguf(name):
+        return Path(name)
+    return resolve_model_path(name, revision=args.tokenizer_revision, cache_dir=args.download_dir)
 
 
 def read_facts(
@@ -188,7 +204,7 @@ def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: LanguageMod
             raise InvalidRequestError("model_impl transformers does not go with a GGUF file", param="model_impl")
         tensors = read_gguf(path, [*slots, *renamed], config)
     else:
-        tensors = read_weights(path, "model", hint=_NO_WEIGHTS)
+        tensors = unpacked(read_weights(path, "model", hint=_NO_WEIGHTS), config.dtype)
     if isinstance(model, TransformersModel):
         tensors = model.by_slot(tensors)
     for name, other in renamed.items():
