@@ -128,7 +128,7 @@ def ways(options: argparse.Namespace) -> dict[str, tuple[Path, dict[str, str]]]:
     """Checkout and environment variables of each way."""
     found: dict[str, tuple[Path, dict[str, str]]] = {"this": (ROOT, {})}
     if options.baseline is not None:
-        found |= {f"baseline, {name}": (options.baseline.resolve(), way) for name, way in WAYS.items()}
+        found |= {f"baseline, {name}": (options.baseline.resolve(), WAYS[name]) for name in options.ways}
     return found
 
 
@@ -180,6 +180,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--worker", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--baseline", type=Path, help="another checkout, measured in turn with this one")
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS), help="of the baseline")
     parser.add_argument("--cases", type=lambda text: text.split(","), default=list(CASES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--neighbours", type=int, default=4, help="number of busy loops (default: %(default)s)")
