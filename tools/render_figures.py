@@ -162,13 +162,13 @@ NEIGHBOUR_WAYS = ("this", "baseline, default", "baseline, spin 10000", "baseline
 
 def neighbours() -> list[str]:
     """Median seconds alone and beside busy loops, by case and way to share work; empty where nothing was measured."""
-    cells = {case: ways for run in runs("neighbours").values() for case, ways in run["median_seconds"].items()}
+    cells = {case: ways for run in runs("serving").values() for case, ways in run.get("median_seconds", {}).items()}
     rows = []
     for case, name in NEIGHBOUR_CASES.items():
         found = [cells[case].get(way) for way in NEIGHBOUR_WAYS]
         rows.append([name, *(f"{c['alone']:.2f}, {c['beside neighbours']:.2f}" if c else "" for c in found)])
     head = ["seconds alone, beside", "pool", "OpenMP", "it with 10,000 spins", "it passive", "one thread"]
-    return [*table(head, rows), "", *source("neighbours")]
+    return [*table(head, rows), "", *source("serving")]
 
 
 def fp8_cache() -> list[str]:
