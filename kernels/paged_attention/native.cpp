@@ -11,6 +11,7 @@
 
 #include "float8.h"
 #include "small_products.h"
+#include "team.h"
 
 using namespace outrider;
 
@@ -327,17 +328,16 @@ template <typename E, typename C>
 void run(const Step& step, const Layer& layer) {
     int64_t work;
     const std::vector<Item> items = items_of(step, layer, &work);
-    const int64_t count = (int64_t)items.size(), team = work >= MIN_PARALLEL_WORK ? num_threads() : 1;
-#pragma omp parallel if (team > 1)
-    {
-#pragma omp for schedule(static)
-        for (int64_t token = 0; token < step.num_tokens; token++) write_token<E, C>(step, layer, token);
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < count; i++) {
-            const int64_t next = i + team;
-            Tile<E, C>(step, layer, items[i]).run(next < count ? &items[next] : nullptr);
-        }
-    }
+    const int64_t count = (int64_t)items.size(), tokens = step.num_tokens;
+    const int team = team_for(work >= MIN_PARALLEL_WORK);
+    const auto write = [&](int64_t part) {
+        for (int64_t i = tokens * part / team; i < tokens * (part + 1) / team; i++) write_token<E, C>(step, layer, i);
+    };
+    const auto attend = [&](int64_t i) {
+        const int64_t next = i + team;
+        Tile<E, C>(step, layer, items[i]).run(next < count ? &items[next] : nullptr);
+    };
+    parallel(team, Phase{team, write}, Phase{count, attend});
 }
 
 }  // namespace

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...kernels.threads import use_pool
 from ...lora.device.sites import AdapterHooks
 from ...lora.manager import AdapterManager
 from ...lora.reader import reader_client
@@ -142,9 +143,10 @@ def _resolve(args: EngineArgs, path: Path) -> EngineConfig:
 def _choose_threads(model: LanguageModel, dtype: torch.dtype) -> None:
     """Before anything is timed or packed for a number of threads."""
     if model.device.type == "cpu":
-        count = threads_for(_weight_bytes(model, dtype))
-        if count is not None:
+        count = threads_for(_weight_bytes(model, dtype), torch.get_num_threads())
+        if count != torch.get_num_threads():
             torch.set_num_threads(count)
+        use_pool(all(linear.packed.fuses_adapters for linear in model.linears()))  # the products are native
 
 
 def _weight_bytes(model: LanguageModel, dtype: torch.dtype) -> int:

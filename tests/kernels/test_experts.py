@@ -75,12 +75,14 @@ def test_experts_of_gpt_oss(rows, num_experts, hidden, inner, top_k, dtype) -> N
     assert (torch_path(x, routing) - expected).abs().max() < 6 * TOLERANCE[dtype]
 
 
+@pytest.mark.usefixtures("team")
 def test_native_experts_have_the_bits_of_single_products_whatever_is_beside_a_row() -> None:
     weights = draw(6, 64, 24, torch.bfloat16)
     linears = [[pack(weight) for weight in part] for part in weights]
     packed = experts.pack(*linears)
     if not isinstance(packed, NativeExperts):
         pytest.skip("this processor has no native product")
+    torch.set_num_threads(3)
     x, residual = (torch.randn(1100, 64).bfloat16() for _ in range(2))  # more than one call's tokens
     routing = draw_routing(1100, 6, 2, torch.bfloat16)
     y = packed(x, routing, residual)
