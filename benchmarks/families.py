@@ -1,6 +1,6 @@
 """Checks of every model family by a test run, as the file that the table in docs/guides/models.md is rendered from.
 
-    python benchmarks/families.py benchmarks/results/families.json
+    python benchmarks/families.py --output-json benchmarks/results/families.json
 
 Tiny random models of each family, with their adapters, are compared with transformers and PEFT in float32. The largest
 difference is that of a log probability of a generated token.
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from outrider.platform.cli.bench.machine import describe_machine
+from script import make_parser, write_result
 
 TESTS = ("tests/integration/test_families.py", "tests/integration/test_transformers_model.py")
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,11 +51,9 @@ def merged(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Run the tests and write the file."""
-    output = Path(sys.argv[1])
-    machine = describe_machine() | {"command": "python benchmarks/families.py F"}
-    run = {"run": "tests", "machine": machine, "families": merged(run_tests())}
+    options = make_parser(__doc__).parse_args()
     claim = "Parity of every model family with transformers and PEFT, by tests on tiny random models"
-    output.write_text(json.dumps({"claim": claim, "runs": [run]}, indent=1) + "\n", encoding="utf-8")
+    write_result(options.output_json, claim, "tests", {"families": merged(run_tests())})
 
 
 if __name__ == "__main__":

@@ -164,8 +164,8 @@ def values_of(name: str, schema: dict[str, Any], turn: int) -> dict[str, bytes]:
 
 def cases(document: dict[str, Any]) -> Iterator[list[Case]]:
     """The cases of each field, and of each route as a whole. A body beyond its bounds ends before its fields are known:
-    one field of each route stands for all. Routes that share a field, as chat and completions do, share its values: each
-    gets at least one of them, and together they get all."""
+    one field of each route stands for all. Routes that share a field, as chat and completions do, share its values:
+    each gets at least one of them, and together they get all."""
     routes = [
         (method.upper(), path, list(places(schema_of(operation))))
         for path, operations in document["paths"].items()

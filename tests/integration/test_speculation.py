@@ -218,8 +218,10 @@ def third_token(models):
 )
 def test_unseeded_frequencies_are_the_targets(models, make_engine, run, third_token, method, rule):
     """Suffix drafts are as certain as n-grams, EAGLE's are drawn as EAGLE-3's; the invariant rule does not ask how
-    drafts were drawn. Chi-square over the third token of 2,000 samples. There are 16 paths to it; cells under 5 expected are pooled.
-    The bound is the 99.99% quantile."""
+    drafts were drawn.
+
+    Chi-square over the third token of 2,000 samples. There are 16 paths to it; cells under 5 expected are pooled. The
+    bound is the 99.99% quantile."""
     speculative = models.speculative(method, 3) | {"rejection_sample_method": rule}
     check_frequencies(make_engine(speculative_config=speculative, max_num_seqs=200), run, third_token)
 
