@@ -31,7 +31,7 @@ from .tensor_keys import (
     file_limits,
     group_keys,
 )
-from .vocabulary import read_own_rows
+from .vocabulary import VocabularyReader, resize, saved_keys
 
 
 class WeightsReader:
@@ -70,9 +70,11 @@ class WeightsReader:
         found, saved = group_keys(file.shapes, known, self._owner)
         for name, parameter in parameters.items():
             found[name].configured = parameter
+        groups = saved_keys(saved, file)
+        resize(found, groups, file)
         for module in found.values():
             self._check_module(module, config, file.shapes)
-        own_rows, own_digest = read_own_rows(saved, found, file, config, known, self.model.layout.dtype)
+        own_rows, own_digest = VocabularyReader(file, config, self.model).read(groups, found)
         modules = [
             stored
             for _, module in sorted(found.items())

@@ -38,7 +38,7 @@ _KEY = re.compile(
 # (modules_to_save) has the same key. See `vocabulary`.
 _SAVED = re.compile(
     r"^(?P<module>.+?)(?:"
-    r"(?:\.base_layer|\.original_module|\.modules_to_save(?:\.[^.]+)?)?\.weight"
+    r"(?:(?:\.token_adapter)?\.base_layer|\.original_module|\.modules_to_save(?:\.[^.]+)?)?\.weight"
     r"|(?:\.token_adapter)?\.trainable_tokens_delta(?:\.[^.]+)?)$"
 )
 # State of VeLoRA's and MonteCLoRA's training, which their adapters do not need any more.
@@ -85,6 +85,12 @@ class ModuleShape(NamedTuple):
     """The weights that DoRA's gains and trained biases refer to; None: both are refused."""
     tied: bool = False
     """True for a head whose weight is that of the embeddings."""
+
+    @property
+    def vocabulary(self) -> tuple[int, int]:
+        """Vocabulary and hidden size of an embedding or a head."""
+        sizes = self.in_features, self.out_features
+        return sizes if self.embedding else sizes[::-1]
 
 
 class ModelModules(NamedTuple):

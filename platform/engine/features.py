@@ -11,6 +11,7 @@ from typing import Any
 from ...lora.registry.catalog import AdapterStats
 from ..core.errors import InvalidRequestError, NotFoundError
 from ..core.messages import AdapterInfo
+from ..core.model_limits import check_token_ids, check_tokens_of
 from ..core.request import Request
 from .queue.gates import Gate
 
@@ -45,6 +46,10 @@ class NoAdapters(Gate):
     def namespace(self, request: Request) -> bytes:
         """The base model's."""
         return b""
+
+    def vocab_size(self, request: Request) -> int:
+        """No adapter has tokens of its own."""
+        return 0
 
     @property
     def catalog(self) -> NoAdapters:
@@ -113,4 +118,29 @@ class PrefixNamespaces(Gate):
         if (namespace, activation) != (request.namespace, request.activation):
             request.namespace, request.shared_namespace, request.activation = namespace, adapter, activation
             request.block_hashes.clear()
+        return None
+
+
+class Vocabularies(Gate):
+    """Checks the token ids of adapters' requests when they are admitted: only then is known how many tokens the adapter
+    has. Listed after the adapters' gate."""
+
+    def __init__(self, size: int, adapter_size: Callable[[Request], int], *, drafts_with_weights: bool) -> None:
+        """`size` is the base model's number of tokens, and `adapter_size` returns that of an admitted request's adapter
+        or 0. A drafter with weights knows the base model's tokens alone."""
+        self._size = size
+        self._adapter_size = adapter_size
+        self._drafts_with_weights = drafts_with_weights
+
+    def admit(self, request: Request) -> str | None:
+        """Refuse (InvalidRequestError) ids that the adapter does not have. Nothing is drafted for an adapter with more
+        tokens by a drafter that does not know them."""
+        if request.lora is None:
+            return None
+        size = max(self._size, self._adapter_size(request))
+        check_token_ids("prompt", request.tokens[: request.num_prompt_tokens], size)
+        check_token_ids("eos_token_ids", request.eos_token_ids, size)
+        check_tokens_of(request.params, size)
+        if size > self._size and self._drafts_with_weights and request.params.max_drafts != 0:
+            request.params = request.params.clone(speculative=0)
         return None

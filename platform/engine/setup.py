@@ -25,7 +25,7 @@ from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
 from ..core.speculative_config import parse_speculative
 from ..core.threads import LARGE_WEIGHTS, beside_a_server, threads_for
-from .features import NoAdapters, PrefixNamespaces
+from .features import NoAdapters, PrefixNamespaces, Vocabularies
 from .hardware import find_hardware
 from .memory.block_pool import BlockPool
 from .memory.prefix_cache import PrefixCache
@@ -91,7 +91,7 @@ def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
             speculation.policy,
         )
     )
-    scheduler = _make_scheduler(config, speculation, adapters, model.rope.short_context)
+    scheduler = _make_scheduler(config, speculation, adapters, model)
     _warm_up(config, scheduler, runner, speculation, adapters, model)
     if beside_a_server() and _has_long_steps(config, model):
         adapters.start_reader()
@@ -252,10 +252,12 @@ def _make_scheduler(
     config: EngineConfig,
     speculation: Speculation,
     adapters: AdapterManager | NoAdapters,
-    short_context: int | None,
+    model: LanguageModel,
 ) -> Scheduler:
     pool = BlockPool(config.cache.num_blocks)
-    gates = [adapters, PrefixNamespaces(adapters.namespace, short_context)]
+    needs, size = speculation.drafter.needs, model.config.vocab_size
+    vocabularies = Vocabularies(size, adapters.vocab_size, drafts_with_weights=bool(needs.linears or needs.kv_layers))
+    gates = [adapters, vocabularies, PrefixNamespaces(adapters.namespace, model.rope.short_context)]
     cache = PrefixCache(pool, config.cache.block_size)
     return Scheduler(config.scheduler, pool, cache, gates, _draft_limits(config, speculation), speculation.policy)
 
