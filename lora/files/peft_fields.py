@@ -84,12 +84,12 @@ FIELDS: dict[str, FieldRule] = {
     ),
     "lora_bias": FieldRule(_ANY),
     "modules_to_save": FieldRule(
-        "`embed_tokens` and `lm_head`, with a vocabulary that is not larger than the base model's",
+        "`embed_tokens` and `lm_head`, of a resized vocabulary too",
         "other fully trained modules",
         _trains_modules,
     ),
     "trainable_token_indices": FieldRule(
-        "tokens of `embed_tokens` and `lm_head`", "anything but lists of different tokens", _is_no_token_set
+        "tokens of `embed_tokens` and `lm_head`, added ones too", "anything but lists of different tokens", _is_no_token_set
     ),
     "init_lora_weights": FieldRule(
         "all that leave the base model alone: booleans, `gaussian`, `orthogonal`, `eva`, `mica`",

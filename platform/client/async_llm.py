@@ -196,6 +196,10 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
         """Prompts to requests."""
         return self._parts().requests.input_processor
 
+    def processor_of(self, lora: AnyLoRA | None) -> Awaitable[InputProcessor]:
+        """See `RequestMaker.processor_of`."""
+        return self._parts().requests.processor_of(lora)
+
     @property
     def output_processor(self) -> OutputProcessor:
         """The engine's tokens to outputs."""
@@ -287,13 +291,13 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
         check_request_id(request_id)
         # The engine gets an id that is never used again: it may still tell of an aborted request with the user's id.
         engine_id = f"{request_id}~{next(self._numbers)}"
-        requests = await self._parts().requests.make(
+        requests, tokenizer = await self._parts().requests.make(
             prompt, sampling_params, request_id=engine_id, lora_request=lora_request, **options
         )
         if self._draining:
             raise ShuttingDownError("the server is shutting down")
         engine = self._supervisor.ready_engine()
-        state = self.output_processor.add(request_id, requests, text_of(prompt))
+        state = self.output_processor.add(request_id, requests, text_of(prompt), tokenizer)
         consumer = self._pacer.open(request_id)
         try:
             engine.send(Add(requests))

@@ -139,7 +139,9 @@ class Vocabularies(Gate):
             return None
         size = max(self._size, self._adapter_size(request))
         check_token_ids("prompt", request.tokens[: request.num_prompt_tokens], size)
-        check_token_ids("eos_token_ids", request.eos_token_ids, size)
+        if any(token >= size for token in request.eos_token_ids):
+            # A tokenizer may name end tokens that the model cannot say; edits of the logits know them otherwise.
+            request.eos_token_ids, request.edit_state = frozenset(t for t in request.eos_token_ids if t < size), None
         check_tokens_of(request.params, size)
         if size > self._size and self._drafts_with_weights and request.params.max_drafts != 0:
             request.params = request.params.clone(speculative=0)
