@@ -3,24 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from torch import Tensor, cat
 
-from .invariant import InvariantLinear, pack_invariant
+from .invariant import pack_invariant
 from .native import NativeLinear, is_native
 from .native import row_squares as _row_squares
-from .torch import PackedLinear
 from .torch import pack as _pack
 from .torch import row_squares as _slow_row_squares
 
 __all__ = ["NativeLinear", "Packed", "pack", "row_squares"]
 
-
 Weight: TypeAlias = Tensor | Sequence[Tensor]
 """Weight [out, in], or the blocks of rows that make it up, in order."""
-Packed: TypeAlias = PackedLinear | InvariantLinear | NativeLinear
-"""Packed weight and bias; a call computes the product."""
+
+
+class Packed(Protocol):
+    """Packed weight [out, in] and bias [out], here or in `quantized_linear`; a call computes the product."""
+
+    in_features: int
+    out_features: int
+
+    @property
+    def fuses_adapters(self) -> bool:
+        """True: a call does the work of adapters too, as that of `NativeLinear`."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weight as it is held."""
+        ...
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x Wᵀ + b (+ residual) [T, out] as a new tensor."""
+        ...
+
+    def without_bias(self, x: Tensor) -> Tensor:
+        """Product x Wᵀ [T, out]."""
+        ...
 
 
 def pack(weight: Weight, bias: Tensor | None = None, *, batch_invariant: bool = False) -> Packed:

@@ -46,12 +46,14 @@ def pieces(num_rows: int, sizes: tuple[int, ...], cheap: int = _CHEAP) -> list[t
 class InvariantLinear:
     """Packed weight whose results for a row do not depend on other rows. Made by `pack_invariant`."""
 
-    __slots__ = ("_packed", "_sizes", "in_features", "out_features")
+    fuses_adapters = False
+    __slots__ = ("_packed", "_sizes", "in_features", "num_bytes", "out_features")
 
     def __init__(self, packed: PackedLinear, sizes: tuple[int, ...]) -> None:
         self._packed = packed
         self._sizes = sizes
         self.in_features, self.out_features = packed.in_features, packed.out_features
+        self.num_bytes = packed.num_bytes
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x Wᵀ + b (+ residual) as a new tensor; see `PackedLinear`."""

@@ -88,7 +88,8 @@ def row_squares(weight: Tensor) -> Tensor | None:
 class NativeLinear:
     """Packed weight [out, in] and bias [out]; immutable. A row's result does not depend on other rows, bit for bit."""
 
-    __slots__ = ("_base", "_kept", "_releasing", "_weight", "in_features", "out_features")
+    fuses_adapters = True
+    __slots__ = ("_base", "_kept", "_releasing", "_weight", "in_features", "num_bytes", "out_features")
 
     def __init__(self, blocks: Sequence[Tensor], bias: Tensor | None) -> None:
         """Pack `blocks`, the rows of the weight in order, each a tensor for which `is_native` is True; they may be
@@ -101,6 +102,7 @@ class NativeLinear:
         packed = torch.empty(
             -(-self.out_features // functions.panel) * functions.panel, self.in_features, dtype=torch.bfloat16
         )
+        self.num_bytes = packed.nbytes
         bias = None if bias is None else bias.to(torch.bfloat16).contiguous()
         shape = (self.in_features, self.out_features, packed.data_ptr())
         # Function without bias, and function with bias.
@@ -132,8 +134,8 @@ class NativeLinear:
 
     @property
     def address(self) -> int:
-        """Address of the kernel's `Weight`, without the bias; valid while this object lives."""
-        return ctypes.addressof(self._base)
+        """Address of the kernel's `Weight`; valid while this object lives."""
+        return ctypes.addressof(self._weight)
 
     def without_bias(self, x: Tensor) -> Tensor:
         """Product x Wᵀ [T, out]."""

@@ -23,13 +23,15 @@ def _prepacks(weight: Tensor) -> bool:
 class PackedLinear:
     """Packed weight [out, in] and bias [out]; immutable. Made by `pack`."""
 
-    __slots__ = ("_bias", "_prepacked", "_weight", "in_features", "out_features")
+    fuses_adapters = False
+    __slots__ = ("_bias", "_prepacked", "_weight", "in_features", "num_bytes", "out_features")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, int], prepacked: bool) -> None:
         self._weight = weight
         self._bias = bias
         self._prepacked = prepacked
         self.out_features, self.in_features = shape
+        self.num_bytes = shape[0] * shape[1] * weight.dtype.itemsize
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x Wᵀ + b (+ residual) as a new tensor.
@@ -49,6 +51,11 @@ class PackedLinear:
     def plain(self) -> Tensor | None:
         """Weight [out, in]; None where it is prepacked."""
         return None if self._prepacked else self._weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Bias [out]."""
+        return self._bias
 
     def without_bias(self, x: Tensor) -> Tensor:
         """Product x Wᵀ [T, out]."""

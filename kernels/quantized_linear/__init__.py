@@ -1,5 +1,31 @@
-"""y = x Wᵀ + b (+ residual) for a weight that is stored as codes with scales."""
+"""y = x Wᵀ + b (+ residual) for a weight that is stored as codes with scales: see `QuantizedWeight`.
 
-from .weight import QuantizedWeight
+With `input_bits` 8 the inputs are rounded too: x ≈ s · q, s = max |x| / 127 for each row, q = round(x / s).
+"""
 
-__all__ = ["QuantizedWeight"]
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from .torch import TorchQuantizedLinear
+from .weight import QuantizedWeight, row_squares
+
+__all__ = ["QuantizedLinear", "QuantizedWeight", "pack", "row_squares"]
+
+QuantizedLinear: TypeAlias = TorchQuantizedLinear
+"""Packed weight and bias; a call computes the product."""
+
+
+def pack(
+    blocks: Sequence[QuantizedWeight], bias: Tensor | None, dtype: torch.dtype, *, batch_invariant: bool = False
+) -> QuantizedLinear:
+    """Pack `blocks`, the rows of a weight [out, in] in order, and `bias` [out], for inputs and outputs of `dtype`.
+
+    The blocks may differ in all but the number of inputs and in `input_bits`; the result is a copy, so that they may be
+    freed. With `batch_invariant` a row's result does not depend, bit for bit, on other rows.
+    """
+    return TorchQuantizedLinear(blocks, bias, dtype, batch_invariant=batch_invariant)

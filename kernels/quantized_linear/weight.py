@@ -5,10 +5,14 @@ O outputs, I inputs, G groups of inputs that share a scale.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+_CHUNK = 1 << 22
+"""Weights that are dequantised at once: 16 MiB of float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,20 +37,54 @@ class QuantizedWeight:
     levels: Tensor | None = None
     """[2 ** bits] float32: number of each code (NF4, IQ4_NL); None: the code itself."""
     input_bits: int | None = None
-    """8: inputs are rounded to int8 with one scale for each row (W8A8); None: they stay as they are."""
+    """8: inputs are rounded to int8 with one scale for each row (W8A8), codes are int8 and `group` is I; None: inputs
+    stay as they are."""
 
     @property
     def shape(self) -> tuple[int, int]:
         """(O, I)."""
         return self.codes.shape[0], self.codes.shape[1]
 
+    def to(self, device: torch.device) -> QuantizedWeight:
+        """Copy to a device; self where it is there already."""
+        if self.codes.device == device:
+            return self
+        offsets, order, levels = (
+            None if tensor is None else tensor.to(device) for tensor in (self.offsets, self.order, self.levels)
+        )
+        codes, scales = self.codes.to(device), self.scales.to(device)
+        return replace(self, codes=codes, scales=scales, offsets=offsets, order=order, levels=levels)
+
+    def rows(self, start: int, stop: int) -> QuantizedWeight:
+        """Outputs `start` to `stop` - 1."""
+        offsets = None if self.offsets is None else self.offsets[start:stop]
+        return replace(self, codes=self.codes[start:stop], scales=self.scales[start:stop], offsets=offsets)
+
+    def chunks(self) -> Iterator[tuple[int, QuantizedWeight]]:
+        """Pieces of a few megabytes: first output, and the rows from there."""
+        outputs, inputs = self.shape
+        step = max(1, _CHUNK // max(1, inputs))
+        for start in range(0, outputs, step):
+            yield start, self.rows(start, min(start + step, outputs))
+
     def dequantized(self) -> Tensor:
         """Compute W [O, I] in float32."""
-        numbers = self.codes.float() if self.levels is None else self.levels[self.codes.long()]
-        columns = torch.arange(self.shape[1], device=self.codes.device) // self.group
-        result = numbers * self.scales[:, columns]
+        result = self.codes.float() if self.levels is None else self.levels[self.codes.long()]
+        result *= self._spread(self.scales)
         if self.offsets is not None:
-            result += self.offsets[:, columns]
+            result += self._spread(self.offsets)
         if self.order is None:
             return result
         return torch.empty_like(result).index_copy_(1, self.order, result)
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """Values [O, G] of the groups for each input, or [O, 1] where all inputs share them."""
+        if values.shape[1] == 1:
+            return values
+        return values.repeat_interleave(self.group, 1)[:, : self.shape[1]]
+
+
+def row_squares(weight: QuantizedWeight) -> Tensor:
+    """Squared norm of each row of W: [O] float32."""
+    chunks = [torch.linalg.vector_norm(rows.dequantized(), dim=1) for _, rows in weight.chunks()]
+    return torch.cat(chunks).square_() if chunks else weight.scales.new_zeros(0)

@@ -25,6 +25,7 @@ from ..model import LanguageModel
 from ..transformers_model.model import TransformersModel
 from .gguf_file import is_gguf, read_gguf
 from .json_files import read_model_config
+from .mxfp4 import unpacked
 from .weight_files import StoredTensor, load_into, misfits, read_weights
 
 _MAX_SHOWN = 200
@@ -188,7 +189,7 @@ def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: LanguageMod
             raise InvalidRequestError("model_impl transformers does not go with a GGUF file", param="model_impl")
         tensors = read_gguf(path, [*slots, *renamed], config)
     else:
-        tensors = read_weights(path, "model", hint=_NO_WEIGHTS)
+        tensors = unpacked(read_weights(path, "model", hint=_NO_WEIGHTS), config.dtype)
     if isinstance(model, TransformersModel):
         tensors = model.by_slot(tensors)
     for name, other in renamed.items():

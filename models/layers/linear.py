@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ...kernels.linear import NativeLinear, Packed, pack, row_squares
-from .weights import WeightSlot
+from ...kernels import quantized_linear
+from ...kernels.linear import Packed, pack, row_squares
+from ...kernels.quantized_linear import QuantizedWeight
+from .weights import Weight, WeightSlot
 
 
 class AdapterRows(Protocol):
@@ -28,7 +30,7 @@ class LoraSite(Protocol):
         """y [T, out] += each token's adapter applied to x [T, in]; y is mutated."""
 
     def fused(self, adapters: Any) -> tuple[int, Any] | None:
-        """Arguments with which `NativeLinear` does `add` in its own call; None when it cannot."""
+        """Arguments with which a packed weight that fuses adapters does `add` in its own call; None when it cannot."""
 
 
 class GainSite(Protocol):
@@ -74,13 +76,17 @@ class Linear:
         """[out], once loaded."""
         self.row_squares: Tensor | None = None
         """[out] float32, once loaded: squared norm of each row of W, which cannot be read any more."""
+        self.quantize: Callable[[Tensor], QuantizedWeight] | None = None
+        """Function that quantises each projection when it is loaded, set before by who wants it."""
         self._bias = bias
         self._dtype = dtype
         self._device = device
         self._batch_invariant = batch_invariant
         # Tensors of the slices while loading, maybe the file's own memory; released when packed.
-        self._parts: dict[tuple[str, int], Tensor] = {}
+        self._parts: dict[tuple[str, int], Weight] = {}
         self._packed: Packed | None = None
+        # The packed weight, if its call does the work of adapters too.
+        self._fusing: Any = None
 
     def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
         """Compute a new tensor [T, out] from x [T, in]; `residual` [T, out] is added."""
@@ -88,8 +94,8 @@ class Linear:
         if self.lora is None or adapters is None:
             return packed(x, residual)  # type: ignore[misc]  # the loader left no slot empty
         has_gains = self.gains is not None and self.gains.written
-        if isinstance(packed, NativeLinear) and not has_gains and (fused := self.lora.fused(adapters)) is not None:
-            return packed(x, residual, *fused)
+        if self._fusing is not None and not has_gains and (fused := self.lora.fused(adapters)) is not None:
+            return self._fusing(x, residual, *fused)
         y = packed(x, residual)  # type: ignore[misc]
         if self.gains is not None and has_gains:
             self.gains.scale(y, adapters, self.bias, residual)
@@ -117,13 +123,41 @@ class Linear:
 
     def _slot(self, kind: str, index: int, shape: tuple[int, ...]) -> WeightSlot:
         def load(tensor: Tensor) -> None:
-            self._parts[kind, index] = tensor.to(self._device, self._dtype)
-            if len(self._parts) == len(self.slices) * (1 + self._bias):
-                blocks = [self._parts["weight", i] for i in range(len(self.slices))]
-                if self._bias:
-                    self.bias = torch.cat([self._parts["bias", i] for i in range(len(self.slices))])
-                self.row_squares = torch.cat([row_squares(block) for block in blocks])
-                self._packed = pack(blocks, self.bias, batch_invariant=self._batch_invariant)
-                self._parts = {}
+            if self.quantize is not None and kind == "weight":
+                load_quantized(self.quantize(tensor.to(self._device)))
+            else:
+                self._add_part(kind, index, tensor.to(self._device, self._dtype))
 
-        return WeightSlot(shape, load, scale=self.in_features**-0.5)
+        def load_quantized(weight: QuantizedWeight) -> None:
+            self._add_part(kind, index, weight.to(self._device))
+
+        scale = self.in_features**-0.5
+        return WeightSlot(shape, load, scale, load_quantized=load_quantized if kind == "weight" else None)
+
+    def _add_part(self, kind: str, index: int, part: Weight) -> None:
+        """Keep a part; pack all of them when they are complete."""
+        self._parts[kind, index] = part
+        places = range(len(self.slices))
+        if len(self._parts) < len(self.slices) * (1 + self._bias):
+            return
+        if self._bias:
+            self.bias = torch.cat([self._parts["bias", i] for i in places])  # type: ignore[misc]  # plain tensors
+        blocks = [self._parts["weight", i] for i in places]
+        self._parts = {}
+        self._packed, self.row_squares = pack_weights(blocks, self.bias, self._dtype, self._batch_invariant)
+        if self._packed.fuses_adapters:
+            self._fusing = self._packed
+
+
+def pack_weights(
+    blocks: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, batch_invariant: bool
+) -> tuple[Packed, Tensor]:
+    """Pack rows of a weight [out, in], some of which may be quantised and others not; the second result has the squared
+    norm of each row, [out] float32."""
+    quantized = [block for block in blocks if isinstance(block, QuantizedWeight)]
+    if len(quantized) == len(blocks) and len({block.input_bits for block in quantized}) == 1:
+        squares = torch.cat([quantized_linear.row_squares(block) for block in quantized])
+        return quantized_linear.pack(quantized, bias, dtype, batch_invariant=batch_invariant), squares
+    plain = [block if isinstance(block, Tensor) else block.dequantized().to(dtype) for block in blocks]
+    squares = torch.cat([row_squares(block) for block in plain])
+    return pack(plain, bias, batch_invariant=batch_invariant), squares

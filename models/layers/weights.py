@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
+
+from ...kernels.quantized_linear import QuantizedWeight
+
+Weight: TypeAlias = Tensor | QuantizedWeight
+"""Weight as a checkpoint holds it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -18,6 +23,17 @@ class WeightSlot:
     """Take the tensor, in any dtype and on any device, without keeping a reference to it."""
     scale: float = 0.0
     """Standard deviation of random weights (`load_format="dummy"`); 0: all ones."""
+    load_quantized: Callable[[QuantizedWeight], None] | None = None
+    """Take a quantised weight instead; None: it is dequantised for `load`."""
+
+    def fill(self, weight: Weight) -> None:
+        """Take a weight in either form."""
+        if isinstance(weight, Tensor):
+            self.load(weight)
+        elif self.load_quantized is not None:
+            self.load_quantized(weight)
+        else:
+            self.load(weight.dequantized())
 
     def transposed(self) -> WeightSlot:
         """Slot for the same matrix where the checkpoint stores it transposed."""
