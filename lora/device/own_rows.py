@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 _COLUMNS = 64
-"""Columns are added to the logits in multiples of this: kernels are compiled for the remainder of their number by 16."""
+"""Columns are added to the logits in multiples of this: kernels are compiled for multiples of 16 and for others."""
 
 
 class _DeviceRows(NamedTuple):

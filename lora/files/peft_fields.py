@@ -89,7 +89,9 @@ FIELDS: dict[str, FieldRule] = {
         _trains_modules,
     ),
     "trainable_token_indices": FieldRule(
-        "tokens of `embed_tokens` and `lm_head`, added ones too", "anything but lists of different tokens", _is_no_token_set
+        "tokens of `embed_tokens` and `lm_head`, added ones too",
+        "anything but lists of different tokens",
+        _is_no_token_set,
     ),
     "init_lora_weights": FieldRule(
         "all that leave the base model alone: booleans, `gaussian`, `orthogonal`, `eva`, `mica`",

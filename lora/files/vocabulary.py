@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..device.layout import LM_HEAD, OwnRows
 from .peft_config import PeftConfig, adapter_error
@@ -65,9 +64,12 @@ def resize(modules: Mapping[str, FileModule], groups: Mapping[str, SavedKeys], f
     for name, group in groups.items():
         if name in modules and group.whole:
             module, size = modules[name], _num_rows(file.shapes[group.whole], modules[name].shape)
-            field = "in_features" if module.shape.embedding else "out_features"
-            if size > getattr(module.shape, field):
-                module.shape = module.shape._replace(**{field: size})
+            if size <= module.shape.vocabulary[0]:
+                continue
+            if module.shape.embedding:
+                module.shape = module.shape._replace(in_features=size)
+            else:
+                module.shape = module.shape._replace(out_features=size)
 
 
 class VocabularyReader:
@@ -78,9 +80,7 @@ class VocabularyReader:
         self._config = config
         self._known, self._dtype = model.shapes, model.layout.dtype
 
-    def read(
-        self, groups: Mapping[str, SavedKeys], modules: dict[str, FileModule]
-    ) -> tuple[dict[str, OwnRows], bytes]:
+    def read(self, groups: Mapping[str, SavedKeys], modules: dict[str, FileModule]) -> tuple[dict[str, OwnRows], bytes]:
         """Return the rows that an adapter brings itself, by module, and their digest.
 
         Args:

@@ -152,8 +152,8 @@ class Embedding:
         return out
 
     def mask(self, logits: Tensor, adapters: Any) -> None:
-        """Set logits [R, W] to -inf for tokens that a row's adapter does not have. `logits` does this already; once more
-        where the model scales them afterwards."""
+        """Set logits [R, W] to -inf for tokens that a row's adapter does not have. `logits` does this already; needed
+        once more where the model scales them afterwards."""
         if self.own_rows and adapters is not None:
             self.own_rows.mask(logits, adapters)
 

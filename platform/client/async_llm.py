@@ -27,7 +27,7 @@ from .adapters.spelling import AnyLoRA
 from .engine_factory import DEFAULT_ENGINE, demo_lora_requests, engine_args, import_text_side, load_text_side
 from .input_processor import InputProcessor, Prompt, RequestOptions, check_request_id, text_of
 from .kernel_configs import use_kernel_configs
-from .output_processor import OutputProcessor, RequestState
+from .output_processor import OutputProcessor
 from .pooling import AsyncPoolingMethods
 from .process.event_loops import Done, in_event_loop, run_in
 from .process.ipc import Abort, Add
@@ -366,8 +366,8 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
     async def share_prefixes(self, prefixes: Iterable[Sequence[int]]) -> None:
         """From then on share the KV of these beginnings of prompts (token ids) among all tenants, and of no others.
         Requests with a `cache_salt` take no part. One call at a time. EngineDeadError before the first start."""
-        built = await asyncio.to_thread(SharedPrefixes, prefixes, self.info.block_size)
-        self.input_processor.shared_prefixes = built
+        processor = self.input_processor
+        processor.shared_prefixes = await asyncio.to_thread(SharedPrefixes, prefixes, self.info.block_size)
 
     # --- what the supervisor tells --------------------------------------------------------------------------------
 
@@ -379,8 +379,7 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
         self._pacer.wake_all(processed.touched)
 
     def _on_death(self, error: OutriderError) -> None:
-        failed: list[RequestState] = [] if self._started is None else self.output_processor.fail_all(error)
-        for state in failed:
+        for state in [] if self._started is None else self.output_processor.fail_all(error):
             self._pacer.wake(state.request_id)
 
     # --- what LLM has too ------------------------------------------------------------------------------------------
@@ -398,5 +397,4 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
     async def stats(self) -> EngineStats:
         """A snapshot of the engine's counters; they start anew when the engine has been started again."""
         await self.start()
-        stats: EngineStats = await self._supervisor.ready_engine().call("stats")
-        return stats
+        return cast(EngineStats, await self._supervisor.ready_engine().call("stats"))

@@ -19,9 +19,7 @@ MAX_ALLOWED = 1 << 21
 """Largest number of allowed tokens, counted once for each sequence: a step looks at all of them."""
 
 
-def check_params(
-    params: SamplingParams, vocab_size: int, max_logprobs: int, num_token_ids: int | None = None
-) -> None:
+def check_params(params: SamplingParams, vocab_size: int, max_logprobs: int, num_token_ids: int | None = None) -> None:
     """Refuse parameters that a model cannot serve. Pure. `num_token_ids`: bound of token ids, where an adapter may have
     more than the model's.
 

@@ -1,4 +1,4 @@
-"""Tokenizers in adapters' folders: prompts, texts, ends and chats are the adapter's, and the model's stay as they are."""
+"""Tokenizers in adapters' folders: prompts, texts, ends and chats are the adapter's; the model's stay as they are."""
 
 import json
 import shutil
@@ -16,7 +16,9 @@ from outrider.platform.core.errors import AdapterError, InvalidRequestError
 
 VOCAB = 2048
 START, END = VOCAB, VOCAB + 1
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
 
 
 def add_chat_tokens(folder):
@@ -57,7 +59,7 @@ def test_prompt_and_text_are_the_adapters(llm, chatml):
         assert (output.outputs[0].text == "<|im_start|>" * 3) == own
     (output,) = llm.generate(prompt, biased, chatml, use_tqdm=False)
     assert [entry[START].decoded_token for entry in output.outputs[0].logprobs] == ["<|im_start|>"] * 3
-    with pytest.raises(InvalidRequestError, match="logit_bias.*outside the vocabulary of 2048"):
+    with pytest.raises(InvalidRequestError, match=r"logit_bias.*outside the vocabulary of 2048"):
         llm.generate(prompt, biased, use_tqdm=False)
 
 

@@ -80,7 +80,7 @@ def test_parameters_name_added_tokens(make_engine, run, resized):
     cases = {
         "bias": params(logit_bias={added: 100.0}),
         "allowed": params(allowed_token_ids=[added, 5]),
-        "banned": params(logit_bias={token: -100.0 for token in range(VOCAB, SIZE)}),
+        "banned": params(logit_bias=dict.fromkeys(range(VOCAB, SIZE), -100.0)),
         "stop": params(logit_bias={added: 100.0}, stop_token_ids=[added], min_tokens=3),
         "penalised": params(repetition_penalty=100.0, prompt_logprobs=1, logprobs=0),
     }

@@ -71,8 +71,9 @@ class AdapterTokenizers:
             return None  # the model's is of another kind, which knows no such files
         state = os.stat(folder / FILE)
         key = (str(folder), state.st_ino, state.st_mtime_ns, state.st_size)
-        if (digest := self._digests.get(key)) in self._found:
-            return self._found[digest]
+        known = self._digests.get(key)
+        if known is not None and known in self._found:
+            return self._found[known]
         content, settings = _limited(folder / FILE, MAX_BYTES), b"{}"
         if (folder / SETTINGS).is_file():
             settings = _limited(folder / SETTINGS, MAX_SETTINGS_BYTES)

@@ -139,7 +139,7 @@ class FakeAsyncLLM:
         self, prompt: Any, sampling_params: SamplingParams, *, request_id: str, **options: Any
     ) -> AsyncIterator[RequestOutput]:
         assert options.pop("delta")
-        requests = self.input_processor.process(request_id, prompt, sampling_params, lora=options.get('lora_request'))
+        requests = self.input_processor.process(request_id, prompt, sampling_params, lora=options.get("lora_request"))
         self.calls.append({"prompt": prompt, "params": sampling_params, "request_id": request_id, **options})
         self.running.add(request_id)
         metrics = RequestMetrics(0.0, num_cached_tokens=2)

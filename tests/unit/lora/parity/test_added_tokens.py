@@ -29,7 +29,9 @@ def train_resized(base, seed, size=SIZE, **options):
     resized.resize_token_embeddings(size, mean_resizing=False)
     for module in (resized.get_input_embeddings(), resized.get_output_embeddings()):
         torch.nn.init.normal_(module.weight.data[VOCAB:], 0.0, 0.3)
-    model = get_peft_model(resized, LoraConfig(r=3, init_lora_weights=False, **{"target_modules": ["q_proj"], **options}))
+    model = get_peft_model(
+        resized, LoraConfig(r=3, init_lora_weights=False, **{"target_modules": ["q_proj"], **options})
+    )
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and "lora_" not in name:
             parameter.data += 0.3 * torch.randn_like(parameter)
@@ -57,7 +59,7 @@ def case(request, tmp_path_factory):
 
 def test_logits_are_those_of_peft_and_the_base_has_no_added_token(case):
     base, paths = case
-    prompts = {"base": [3, 5, 9, 11]} | {name: PROMPT for name in paths} | {"base-2": [7, 4, 2]}
+    prompts = {"base": [3, 5, 9, 11]} | dict.fromkeys(paths, PROMPT) | {"base-2": [7, 4, 2]}
     engine = Engine(base, paths, prompts)
     engine.admit(prompts)
     for chunks in ((1000,), (2, 3)):
@@ -67,7 +69,9 @@ def test_logits_are_those_of_peft_and_the_base_has_no_added_token(case):
             else:
                 expected = resized_logits(base, paths[name], PROMPT)
             size = expected.shape[1]
-            torch.testing.assert_close(logits[:, :size], expected, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                logits[:, :size], expected, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+            )
             assert bool((logits[:, size:] == -torch.inf).all()), name
     alone = engine.run(["base"])["base"]
     assert alone.shape[1] == VOCAB
