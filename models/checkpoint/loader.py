@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ...platform.core.config import ModelFacts
+from ...platform.core.config import EngineArgs, ModelFacts
 from ...platform.core.errors import InvalidRequestError, NotFoundError
 from ..batch import kv_dtype
 from ..config import DTYPES, DecoderConfig, stored_dtype
@@ -83,6 +83,21 @@ def resolve_model_path(
             f"model {name!r}{at} is neither a local directory nor a model that could be had from the hub: {reason}",
             param="model",
         ) from error
+
+
+def tokenizer_path(args: EngineArgs, model: str | Path) -> Path:
+    """Folder or file of the tokenizer, for the model that was found at `model`. The model's tokenizer has the model's
+    revision unless `tokenizer_revision` is given.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    name = args.tokenizer if args.tokenizer is not None else args.model
+    if name is None or (args.tokenizer is None and args.tokenizer_revision in (None, args.revision)):
+        return Path(model)
+    if Path(name).is_dir() or is_gguf(name):
+        return Path(name)
+    return resolve_model_path(name, revision=args.tokenizer_revision, cache_dir=args.download_dir)
 
 
 def read_facts(

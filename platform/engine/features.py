@@ -133,7 +133,7 @@ class Vocabularies(Gate):
         self._drafts_with_weights = drafts_with_weights
 
     def admit(self, request: Request) -> str | None:
-        """Refuse (InvalidRequestError) ids that the adapter does not have. Nothing is drafted for an adapter with more
+        """Refuse (InvalidRequestError) ids that the adapter does not have, and grammars where it has more. Nothing is drafted for an adapter with more
         tokens by a drafter that does not know them."""
         if request.lora is None:
             return None
@@ -143,6 +143,12 @@ class Vocabularies(Gate):
             # A tokenizer may name end tokens that the model cannot say; edits of the logits know them otherwise.
             request.eos_token_ids, request.edit_state = frozenset(t for t in request.eos_token_ids if t < size), None
         check_tokens_of(request.params, size)
+        if size > self._size and request.params.structured_outputs is not None:
+            raise InvalidRequestError(
+                f"structured_outputs are not served with adapter {request.lora.name!r}, which adds tokens to the "
+                "vocabulary: grammars know the model's tokens",
+                param="structured_outputs",
+            )
         if size > self._size and self._drafts_with_weights and request.params.max_drafts != 0:
             request.params = request.params.clone(speculative=0)
         return None

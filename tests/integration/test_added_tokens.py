@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from outrider import LoRARequest, SamplingParams
+from outrider.platform.core.structured_outputs import StructuredOutputsParams
 
 from .conftest import VOCAB
 
@@ -108,8 +109,10 @@ def test_tokens_that_an_adapter_does_not_have_are_refused(models, make_engine, r
         ([5, VOCAB], greedy, models.lora("a")),
         ([5], SamplingParams(logit_bias={SIZE: 1.0}), resized[1]),
         (prompts[0], greedy, resized[1]),
+        ([5], SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+")), resized[1]),
     ]
     found = run(engine, jobs)
+    assert "which adds tokens to the vocabulary" in found[4].error.message
     for outcome, size in zip(found, (SIZE, VOCAB, SIZE), strict=False):
         assert outcome.error.type == "BadRequestError"
         assert f"outside the vocabulary of {size} tokens" in outcome.error.message

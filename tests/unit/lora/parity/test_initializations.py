@@ -85,7 +85,7 @@ def base(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", [*CONVERTED, *PLAIN])
 def test_logits_are_those_of_the_trained_model(base, tmp_path, kind):
-    """The model that was trained, with changed base weights, and PEFT on the plain base agree, and so does the engine."""
+    """The model that was trained, whose base may have changed, PEFT on the plain base, and the engine agree."""
     prompt = [3, 5, 9, 11, 7, 20]
     model, path = trained(base, kind, tmp_path)
     with torch.inference_mode():
