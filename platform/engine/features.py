@@ -133,8 +133,8 @@ class Vocabularies(Gate):
         self._drafts_with_weights = drafts_with_weights
 
     def admit(self, request: Request) -> str | None:
-        """Refuse (InvalidRequestError) ids that the adapter does not have, and grammars where it has more. Nothing is drafted for an adapter with more
-        tokens by a drafter that does not know them."""
+        """Refuse (InvalidRequestError) ids that the adapter does not have, and grammars where it has more. A drafter
+        that does not know the adapter's tokens drafts nothing then."""
         if request.lora is None:
             return None
         size = max(self._size, self._adapter_size(request))
