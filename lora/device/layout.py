@@ -49,6 +49,8 @@ class OwnRows(NamedTuple):
     """[n] int64, ascending: tokens of the rows; None: the tokens 0 to n - 1, and the adapter has no others."""
     vocab_size: int = 0
     """Number of the adapter's tokens; 0: that of the base model."""
+    bias: Tensor | None = None
+    """[n], of a head that has one; None: the base model's."""
 
 
 class PackedRows(NamedTuple):

@@ -69,7 +69,7 @@ class OwnRowSites:
         device, base = self._embedding.device, self._embedding.vocab_size
         self._rows[allocation] = _DeviceRows(
             table and OwnRows(table.weight.to(device), _to(table.tokens, device)),
-            head and self._embedding.pack_head(head.weight, head.tokens),
+            head and self._embedding.pack_head(head.weight, head.tokens, head.bias),
             _to(head.tokens, device) if head else None,
             head_size=head.vocab_size or base if head else base,
             vocab_size=max(base, *(rows.vocab_size for rows in own.values())),

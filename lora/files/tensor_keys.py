@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...platform.core.errors import AdapterError
 from ..device.dora import BaseWeight
-from ..device.layout import ModelLayout
+from ..device.layout import LM_HEAD, ModelLayout
 from ..step_yield import yield_to_steps
 from .peft_config import adapter_error
 from .tensor_header import FileLimits
@@ -33,7 +33,7 @@ _KEY = re.compile(
     r"|lora_embedding_(?P<embedding>[AB])(?:\.[^.]+)?"
     r"|(?P<magnitude>lora_magnitude_vector)(?:\.[^.]+)?(?:\.weight)?"
     r"|lora_B(?:\.[^.]+)?\.(?P<lora_bias>bias)"
-    r"|(?:base_layer\.)?(?P<bias>bias))$"
+    r"|(?:(?:base_layer|modules_to_save(?:\.[^.]+)?)\.)?(?P<bias>bias))$"
 )
 # PEFT's save_pretrained copies the base weights of an adapted embedding or head into the adapter's file; a trained one
 # (modules_to_save) has the same key. See `vocabulary`.
@@ -63,8 +63,8 @@ _REFUSED_KEYS = (
 )
 # Projections that some models merge, and their parts in other models.
 _MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-# Modules that transformers 5 renamed, and their names in checkpoints.
-_RENAMED = ((".mlp.", ".block_sparse_moe."),)
+# Modules that transformers 5 renamed, and their names in checkpoints; heads that have another name in some models.
+_RENAMED = ((".mlp.", ".block_sparse_moe."), ("embed_out", LM_HEAD))
 _MORE_TENSORS, _MORE_ELEMENTS = 2048, 1 << 21
 """Tensors and numbers beyond those of the largest adapter; see `file_limits`."""
 _MAX_KEY = 1000

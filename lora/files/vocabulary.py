@@ -17,10 +17,11 @@ from typing import NamedTuple
 import torch
 
 from ..device.layout import LM_HEAD, OwnRows
+from .biases import base_bias
 from .peft_config import PeftConfig, adapter_error
 from .row_conversion import update_digest
 from .tensor_file import FLOATS, TensorFile
-from .tensor_keys import MAGNITUDE, A, B, FileModule, ModelModules, ModuleShape
+from .tensor_keys import BIAS, MAGNITUDE, A, B, FileModule, ModelModules, ModuleShape
 
 MAX_ADDED_TOKENS = 1 << 16
 """Largest number of tokens that an adapter adds to the vocabulary. Adapters for another language add some 20,000."""
@@ -98,12 +99,15 @@ class VocabularyReader:
                 own[name] = self._checked(name, rows)
         self._check_missing(groups, own)
         self._tie(own, modules)
+        self._read_bias(own, modules)
         self._check_sizes(own)
         digest = hashlib.sha256(b"own rows")
-        for name, (weight, tokens, size) in own.items():
+        for name, (weight, tokens, size, bias) in own.items():
             listed = None if tokens is None else tokens.tolist()
             digest.update(f"{name}|{list(weight.shape)}|{listed}|{size}\n".encode())
-            update_digest(digest, weight.view(torch.uint8).numpy().reshape(-1).data)
+            for part in (weight, bias):
+                if part is not None:
+                    update_digest(digest, part.contiguous().view(torch.uint8).numpy().reshape(-1).data)
         return own, digest.digest()
 
     def _read_module(self, name: str, group: SavedKeys, modules: dict[str, FileModule]) -> OwnRows | None:
@@ -139,7 +143,7 @@ class VocabularyReader:
                 return OwnRows(weight[vocab:], torch.arange(vocab, num_rows), num_rows) if added else None
             if added:
                 return OwnRows(weight, None, num_rows)
-        is_named = name.rpartition(".")[2] in {saved.rpartition(".")[2] for saved in self._config.modules_to_save}
+        is_named = _last(name) in {_last(saved) for saved in self._config.modules_to_save}
         is_named |= self._config.ties_weights and shape.tied
         if is_named and group.trained and num_rows > 0:
             return OwnRows(self._file.read(key), None, num_rows)
@@ -188,9 +192,9 @@ class VocabularyReader:
         return rows._replace(weight=weight)
 
     def _check_missing(self, groups: Mapping[str, SavedKeys], own: Mapping[str, OwnRows]) -> None:
-        held = {name.rpartition(".")[2] for name in groups}
+        held = {_last(name) for name in groups}
         for name in self._config.modules_to_save:
-            if name.rpartition(".")[2] not in held:
+            if _last(name) not in held:
                 raise adapter_error(f"modules_to_save names {name[:80]!r}, of which the file has no weight")
         if self._config.has_token_indices and not any(group.rows for group in groups.values()):
             raise adapter_error("trainable_token_indices is set, but the file has no trainable_tokens_delta")
@@ -205,6 +209,27 @@ class VocabularyReader:
                 raise adapter_error(f"{LM_HEAD}: an adapter beside trainable_token_indices of the tied embedding")
             own[LM_HEAD] = trained
 
+    def _read_bias(self, own: dict[str, OwnRows], modules: dict[str, FileModule]) -> None:
+        """Take the head's bias from `modules`: it is trained together with the head, or a copy of the base's."""
+        head = modules.get(LM_HEAD)
+        if head is None or BIAS not in head.keys or self._config.bias != "none":
+            return
+        key = head.keys[BIAS]
+        bias, base = self._file.read(key).to(self._dtype), base_bias(head, self._known[LM_HEAD]).to(self._dtype)
+        if LM_HEAD in own and own[LM_HEAD].tokens is not None:
+            raise adapter_error(f"{LM_HEAD}: a bias ({key}) beside rows of some tokens is not served")
+        if LM_HEAD in own:
+            own[LM_HEAD] = own[LM_HEAD]._replace(bias=self._checked(LM_HEAD, OwnRows(bias, None)).weight)
+        elif not torch.equal(bias, base):
+            if LM_HEAD in map(_last, self._config.modules_to_save):
+                return  # the weight is the base's: the bias alone was trained
+            raise adapter_error(
+                f"{LM_HEAD}: the file brings a bias of its own ({key}): modules_to_save does not name it"
+            )
+        del head.keys[BIAS]
+        if not head.keys:
+            del modules[LM_HEAD]
+
     def _check_sizes(self, own: Mapping[str, OwnRows]) -> None:
         """Refuse a head that says tokens of which the embedding has no rows."""
         if not own or LM_HEAD not in self._known:
@@ -216,6 +241,12 @@ class VocabularyReader:
             raise adapter_error(f"{LM_HEAD} has {sizes[1]} tokens, and {table} only {sizes[0]}")
         if sizes[0] > vocab and self._config.invocation:
             raise adapter_error("alora_invocation_tokens with a larger vocabulary is not served")
+
+
+def _last(name: str) -> str:
+    """Return the last part of a module's name, with the usual name for a head."""
+    last = name.rpartition(".")[2]
+    return LM_HEAD if last == "embed_out" else last
 
 
 def _num_rows(found: tuple[int, ...], shape: ModuleShape) -> int:

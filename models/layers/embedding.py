@@ -164,13 +164,20 @@ class Embedding:
         cap = self._scales.logit_cap
         return logits if cap is None else soft_cap(logits, cap)
 
-    def pack_head(self, weight: Tensor, index: Tensor | None) -> Packed:
-        """Pack rows [n, H] of an adapter's head, for the tokens `index` or 0 to n - 1, as the head itself is packed."""
-        bias = self._bias
+    @property
+    def head_bias(self) -> Tensor | None:
+        """Bias [vocab] of the head, if it has one."""
+        return self._bias
+
+    def pack_head(self, weight: Tensor, index: Tensor | None, bias: Tensor | None = None) -> Packed:
+        """Pack rows [n, H] of an adapter's head as the head itself is packed, for the tokens `index` or 0 to n - 1, with
+        their `bias` or the head's."""
         if bias is not None:
+            bias = bias.to(self.device, self._dtype)
+        elif self._bias is not None:
             index = torch.arange(len(weight)) if index is None else index
             added = max(0, int(index.max()) + 1 - self.vocab_size)
-            bias = F.pad(bias, (0, added))[index.to(self.device)]
+            bias = F.pad(self._bias, (0, added))[index.to(self.device)]
         return pack(weight.to(self.device, self._dtype), bias, batch_invariant=self._batch_invariant)
 
     def table_squares(self) -> Tensor:
