@@ -170,8 +170,8 @@ class Embedding:
         return self._bias
 
     def pack_head(self, weight: Tensor, index: Tensor | None, bias: Tensor | None = None) -> Packed:
-        """Pack rows [n, H] of an adapter's head as the head itself is packed, for the tokens `index` or 0 to n - 1, with
-        their `bias` or the head's."""
+        """Pack rows [n, H] of an adapter's head, as the head itself is packed, for the tokens `index` or 0 to n - 1.
+        `bias`: theirs; None for the head's."""
         if bias is not None:
             bias = bias.to(self.device, self._dtype)
         elif self._bias is not None:
