@@ -58,7 +58,7 @@ def case(request, tmp_path_factory):
     generator = torch.Generator().manual_seed(3)
     names = ["base", *adapters]
     prompts = {
-        name: torch.randint(3, VOCAB, (7 + 5 * i,), generator=generator).tolist() for i, name in enumerate(names)
+        name: torch.randint(3, VOCAB, (7 + 4 * i,), generator=generator).tolist() for i, name in enumerate(names)
     }
     return base, paths, prompts, {name: peft_logits(base, paths.get(name), prompts[name]) for name in names}
 
