@@ -247,7 +247,7 @@ def families() -> list[str]:
             equal = ["equal" if check in row["shown"] else "" for check in checks]
             rows.append([f"`{row['architecture']}`", row["code"], *errors, *equal])
     head = ["architecture", "code", "base", "LoRA", *checks]
-    return [*table(head, rows), "", *source("families")]
+    return [*table(head, sorted(rows)), "", *source("families")]
 
 
 # --- The README's table -------------------------------------------------------------------------------------

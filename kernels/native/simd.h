@@ -11,7 +11,7 @@
 #include <omp.h>
 #endif
 
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 

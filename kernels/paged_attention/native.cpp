@@ -16,7 +16,7 @@ using namespace outrider;
 
 namespace {
 
-constexpr int MAX_DIM = 256;        // largest head
+constexpr int MAX_DIM = 576;        // largest head
 constexpr int TILE_KEYS = 64;       // keys that are read at once
 constexpr int TILE_ROWS = 32;       // query vectors for a tile of keys
 constexpr float KEY_LIMIT = 1e30f;  // the number of torch.py
@@ -39,7 +39,7 @@ struct Step {                       // what all layers share
 struct Layer {                      // strides in elements; heads of a token side by side
     const void *q, *k, *v;
     int64_t token_stride;           // of q, k and v
-    void *key_cache, *value_cache;  // [Hk, num_blocks, block_size, D]
+    void *key_cache, *value_cache;  // [Hk, num_blocks, block_size, D]; the same where keys are the values too
     int64_t head_stride;            // of the caches
     int64_t window;                 // 0: none
     const void *cos, *sin;          // of each token [D], the sines of the first half negated
@@ -127,6 +127,7 @@ void write_token(const Step& step, const Layer& layer, int64_t token) {
             k = select(k - k == 0.0f, k, zeros());
             k = select(k > KEY_LIMIT, all(KEY_LIMIT), select(k < -KEY_LIMIT, all(-KEY_LIMIT), k));
             store((C*)layer.key_cache + place + i, k, dim - i);
+            if (layer.value_cache == layer.key_cache) continue;
             store((C*)layer.value_cache + place + i, select(v - v == 0.0f, v, zeros()), dim - i);
         }
     }

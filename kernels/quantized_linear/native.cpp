@@ -1,7 +1,7 @@
 // y = x Wᵀ + b (+ residual) for quantised weights and bfloat16 inputs, with the adapters of a step in the same call.
 #include <cmath>
 
-#include "code_tiles.h"
+#include "half_tiles.h"
 
 using namespace outrider;
 
@@ -125,7 +125,7 @@ void pack(const Block& block, const uint8_t* codes, uint8_t flip, const uint16_t
                 const uint8_t* from = codes + (start + i) * in;
                 const int64_t shift = is_half && i >= PANEL / 2 ? 4 : 0, lane = shift ? i - PANEL / 2 : i;
                 for (int64_t k = first; k < last; k++)
-                    to[(k - first) / QUAD * bytes + lane * QUAD + (k - first) % QUAD] |= (from[k] ^ flip) << shift;
+                    to[(k - first) / QUAD * bytes + place_of(block.form, lane, (k - first) % QUAD)] |= (from[k] ^ flip) << shift;
             }
             to += num_quads(last - first) * bytes;
         }
@@ -164,7 +164,7 @@ void dequantize(const Block& block, const int32_t* order, int64_t output, bf16* 
         const int zero = block.offsets == ZERO_POINTS ? from[2 * PANEL + i] : 0;
         from += header_bytes(block);
         for (int64_t k = first; k < last; k++) {
-            uint8_t code = from[(k - first) / QUAD * bytes + lane * QUAD + (k - first) % QUAD];
+            uint8_t code = from[(k - first) / QUAD * bytes + place_of(block.form, lane, (k - first) % QUAD)];
             if (is_nibble(block.form)) code = is_upper ? code >> 4 : code & 15;
             put(y + (order ? order[k] : k), (number(block, code) - zero) * scale + offset);
         }

@@ -115,7 +115,8 @@ def read_facts(
     stored = stored_dtype(raw)
     served = stored if served_dtype in (None, "auto") else served_dtype
     config = read_config(raw, DTYPES[served], impl)
-    elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    is_shared = isinstance(config, DecoderConfig) and config.latent is not None
+    elements = (1 if is_shared else 2) * config.num_layers * config.num_kv_heads * config.head_dim
     return ModelFacts(
         path=str(path),
         architecture=config.architecture,

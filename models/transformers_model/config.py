@@ -20,7 +20,7 @@ TOKENS = 3
 """Tokens of the dry pass."""
 _HARMLESS = frozenset(
     "dropout scaling softcap sliding_window is_causal use_cache cache past_key_values position_ids cache_position "
-    "position_embeddings output_attentions output_hidden_states return_dict".split()
+    "position_embeddings output_attentions output_hidden_states return_dict s_aux".split()
 )
 """Options of attention that are served, or without effect here."""
 
@@ -184,6 +184,9 @@ class _DryPass:
             raise refused(self._architecture, "its keys and values have different sizes")
         if head_dim % 2:
             raise refused(self._architecture, f"its heads have an odd size, {head_dim}")
+        sinks = options.get("s_aux")
+        if sinks is not None and sinks.shape != (heads,):
+            raise refused(self._architecture, f"its attention has sinks of shape {list(sinks.shape)}")
         kind = AttentionOptions(options.get("scaling"), options.get("softcap") or None)
         self.all_noted &= [*map(id, self._noted)] == [id(q), id(k)]
         self._noted = ()

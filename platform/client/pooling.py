@@ -88,13 +88,17 @@ def _pairs(text_1: Prompt | Sequence[Prompt], text_2: Prompt | Sequence[Prompt])
     return first, second
 
 
+def cosine(a: Sequence[float], b: Sequence[float]) -> float:
+    """Cosine of two vectors; 0 where one is zero."""
+    lengths = math.hypot(*a) * math.hypot(*b)
+    return math.fsum(x * y for x, y in zip(a, b, strict=True)) / (lengths or 1.0)
+
+
 def _score(
     params: PoolingParams | None, first: RequestOutput, second: RequestOutput
 ) -> PoolingRequestOutput[ScoringOutput]:
-    a, b = _vector(params, first), _vector(params, second)
-    lengths = math.hypot(*a) * math.hypot(*b)
-    cosine = math.fsum(x * y for x, y in zip(a, b, strict=True)) / (lengths or 1.0)
-    result: PoolingRequestOutput[ScoringOutput] = _result(first, ScoringOutput(cosine))
+    similarity = cosine(_vector(params, first), _vector(params, second))
+    result: PoolingRequestOutput[ScoringOutput] = _result(first, ScoringOutput(similarity))
     result.prompt_token_ids = [*first.prompt_token_ids, *second.prompt_token_ids]
     return result
 

@@ -254,7 +254,7 @@ def test_the_kernel_is_the_default_where_it_serves() -> None:
     assert isinstance(make_attention(spec, batch_invariant=True), NativeAttention)
     for other in (
         AttentionSpec(4, 2, 32, frozenset({None}), torch.float16, torch.device("cpu")),
-        AttentionSpec(4, 2, 512, frozenset({None}), torch.bfloat16, torch.device("cpu")),
+        AttentionSpec(4, 2, 640, frozenset({None}), torch.bfloat16, torch.device("cpu")),
     ):
         assert not isinstance(make_attention(other), NativeAttention)
         assert not isinstance(make_attention(other, batch_invariant=True), NativeAttention)
