@@ -95,7 +95,7 @@ def _describe(raw: str, architecture: str, dtype: torch.dtype) -> TransformersCo
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=_context_length(architecture, config),
+        max_position_embeddings=context_length(architecture, config),
         tie_word_embeddings=head.weight is embedding.weight,
         calls=tuple(dry.calls),
         attention=options,
@@ -224,12 +224,13 @@ def _check_windows(architecture: str, config: Any, calls: list[AttentionCall]) -
         raise refused(architecture, "the windows of its config do not reach the attention interface")
 
 
-def _context_length(architecture: str, config: Any) -> int:
-    """Context length in tokens. LongRoPE turns all rows of a pass alike, so it ends with the short context."""
+def context_length(architecture: str, config: Any) -> int:
+    """Context length in tokens. LongRoPE turns all rows of a pass alike, so it ends with the short context, also where
+    layers of one type alone have it."""
     found = getattr(config, "max_position_embeddings", None)
     if not isinstance(found, int) or found < 1:
         raise refused(architecture, "its config has no max_position_embeddings")
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        return min(found, int(rope.get("original_max_position_embeddings") or found))
-    return found
+    ropes = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    shorts = [part.get("original_max_position_embeddings") for part in ropes if part.get("rope_type") == "longrope"]
+    return min([found, *(int(short) for short in shorts if short)])

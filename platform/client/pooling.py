@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...models.checkpoint.json_files import read_json
+from ..core.compat.foreign_options import take_foreign
+from ..core.compat.vllm_python import GENERATE
 from ..core.errors import InvalidRequestError, NotFoundError, OutriderError
 from ..core.messages import EngineInfo
 from ..core.outputs import RequestOutput
 from ..core.pooling import EmbeddingOutput, PoolingOutput, PoolingParams, PoolingRequestOutput, ScoringOutput
 from ..core.sampling_params import SamplingParams
 from .adapters.spelling import AnyLoRA, for_each
-from .input_processor import Prompt, as_prompts
+from .input_processor import Prompt, RequestOptions, as_prompts
 
 _FILE = Path("1_Pooling") / "config.json"
 _MODES = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls"}
@@ -60,6 +62,11 @@ def _vector(params: PoolingParams | None, output: RequestOutput, *, normalize: b
 
 def _result(output: RequestOutput, value: Any) -> PoolingRequestOutput[Any]:
     return PoolingRequestOutput(output.request_id, value, output.prompt_token_ids, output.num_cached_tokens)
+
+
+def _take_options(who: str, options: dict[str, Any]) -> None:
+    """Check further options under the name of the method that was called; see `take_foreign`."""
+    take_foreign(who, options, GENERATE, RequestOptions.__annotations__)
 
 
 def _check_task(task: str) -> None:
@@ -119,7 +126,7 @@ class SyncPoolingMethods:
         Prompts, adapters and options are as in `generate`, and so are errors; a wrong field of the parameters is named
         in `param`.
         """
-        outputs, params = self._pooled(prompts, pooling_params, lora_request, use_tqdm, options)
+        outputs, params = self._pooled("embed", prompts, pooling_params, lora_request, use_tqdm, options)
         return [
             _result(output, EmbeddingOutput(_vector(one, output))) for output, one in zip(outputs, params, strict=True)
         ]
@@ -135,7 +142,7 @@ class SyncPoolingMethods:
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Pooled hidden states as they are, of any length; the rest is as in `embed`."""
         _check_task(pooling_task)
-        outputs, params = self._pooled(prompts, pooling_params, lora_request, use_tqdm, options)
+        outputs, params = self._pooled("encode", prompts, pooling_params, lora_request, use_tqdm, options)
         return [
             _result(output, PoolingOutput(_vector(one, output, normalize=False)))
             for output, one in zip(outputs, params, strict=True)
@@ -152,13 +159,14 @@ class SyncPoolingMethods:
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """Cosine similarity of pairs of texts: one with each of many, or lists of one length pair by pair."""
         first, second = _pairs(text_1, text_2)
-        outputs, _ = self._pooled([*first, *second], pooling_params, lora_request, use_tqdm, options)
+        outputs, _ = self._pooled("score", [*first, *second], pooling_params, lora_request, use_tqdm, options)
         halves = outputs[: len(first)], outputs[len(first) :]
         return [_score(pooling_params, *pair) for pair in zip(*halves, strict=True)]
 
     def _pooled(
-        self, prompts: Any, params: Any, lora: Any, use_tqdm: Any, options: dict[str, Any]
+        self, method: str, prompts: Any, params: Any, lora: Any, use_tqdm: Any, options: dict[str, Any]
     ) -> tuple[list[RequestOutput], list[PoolingParams | None]]:
+        _take_options(f"LLM.{method}()", options)
         batch = as_prompts(prompts)
         of_each: list[PoolingParams | None] = for_each("pooling_params", params, len(batch), None)
         sampling = [_sampling(self, one) for one in of_each]
@@ -186,6 +194,7 @@ class AsyncPoolingMethods:
         **options: Any,
     ) -> PoolingRequestOutput[EmbeddingOutput]:
         """Embedding of a prompt; see `LLM.embed`."""
+        _take_options("AsyncLLM.embed()", options)
         output = await self._pooled(prompt, pooling_params, request_id, lora_request, options)
         return _result(output, EmbeddingOutput(_vector(pooling_params, output)))
 
@@ -201,6 +210,7 @@ class AsyncPoolingMethods:
     ) -> PoolingRequestOutput[PoolingOutput]:
         """Pooled hidden states of a prompt; see `LLM.encode`."""
         _check_task(pooling_task)
+        _take_options("AsyncLLM.encode()", options)
         output = await self._pooled(prompt, pooling_params, request_id, lora_request, options)
         return _result(output, PoolingOutput(_vector(pooling_params, output, normalize=False)))
 
@@ -215,6 +225,7 @@ class AsyncPoolingMethods:
         """Cosine similarity of pairs of texts; see `LLM.score`."""
         first, second = _pairs(text_1, text_2)
         texts = (*first, *second)
+        _take_options("AsyncLLM.score()", options)
         tasks = [
             asyncio.ensure_future(self._pooled(text, pooling_params, None, lora_request, options)) for text in texts
         ]

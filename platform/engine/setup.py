@@ -23,13 +23,14 @@ from ...models.implementation import implementation_of
 from ...models.model import LanguageModel
 from ...models.pass_graphs import PassGraphs
 from ...spec_decode.control.factory import Speculation, make_speculation
+from ...spec_decode.drafters.base import Drafter
 from ...spec_decode.drafters.factory import DrafterContext, draft_kv_bytes_per_token
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
 from ..core.speculative_config import parse_speculative
 from ..core.threads import LARGE_WEIGHTS, beside_a_server, threads_for
-from .features import NoAdapters, PrefixNamespaces
+from .features import NoAdapters, PrefixNamespaces, Vocabularies
 from .hardware import find_hardware
 from .memory.block_pool import BlockPool
 from .memory.prefix_cache import PrefixCache
@@ -98,8 +99,13 @@ def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
         )
     )
     grammars = Grammars(partial(_load_tokenizer, args, path), model.config.vocab_size)
-    namespaces = PrefixNamespaces(adapters.namespace, model.rope.short_context)
-    scheduler = _make_scheduler(config, speculation, [adapters, grammars, namespaces])
+    gates = [
+        adapters,
+        Vocabularies(model.config.vocab_size, adapters.vocab_size, drafts_with_weights=_has_weights(drafter)),
+        grammars,
+        PrefixNamespaces(adapters.namespace, model.rope.short_context),
+    ]
+    scheduler = _make_scheduler(config, speculation, gates)
     _warm_up(config, scheduler, runner, speculation, adapters, model)
     if beside_a_server() and _has_long_steps(config, model):
         adapters.start_reader()
@@ -259,6 +265,11 @@ def _make_sampler(config: EngineConfig) -> Sampler:
         always_invariant=config.speculative.rejection_sample_method == "invariant",
         synthetic_rates=config.speculative.synthetic_acceptance_rates,
     )
+
+
+def _has_weights(drafter: Drafter) -> bool:
+    needs = drafter.needs
+    return bool(needs.linears or needs.kv_layers)
 
 
 def _make_scheduler(
