@@ -7,6 +7,9 @@ package; `platform/engine/sampling/grammars.py` follows it token by token.
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -19,6 +22,10 @@ MAX_CONSTRAINT_CHARS = 65_536
 MAX_CHOICES = 1024
 _WHITESPACE = r"[ ]|\n[ \t]{0,40}"
 """Whitespace between the parts of JSON: a model that may write any amount of it sometimes writes nothing else."""
+_STACK_BYTES = 1 << 28
+"""Stack of a thread that compiles: `llguidance` calls itself for each rule within another one, and 65,536 characters
+hold more of them than a usual stack of 8 MiB. Only what is used takes memory."""
+_stack_size = threading.Lock()
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _NO_PACKAGE = "structured outputs need the package llguidance: pip install 'outrider[structured]'"
 
@@ -170,9 +177,35 @@ class StructuredOutputsParams:
             InvalidRequestError: it cannot be served; the message names the keyword or the place.
         """
         text = self.grammar_text()
-        is_wrong, messages = _package().LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
+        validate = _package().LLMatcher.validate_grammar_with_warnings
+        is_wrong, messages = on_deep_stack(lambda: validate(text, limits=parser_limits()), source=self.source)
         if is_wrong:
             raise self._wrong(_shortened("; ".join(messages)))
+
+
+def on_deep_stack(work: Callable[[], Any], *, source: str) -> Any:
+    """Result of `work`, which compiles a constraint, in a thread with a stack for any grammar of its length.
+
+    Raises:
+        InvalidRequestError: `llguidance` gave up; it names `source`.
+    """
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # also a panic of the package, which is no Exception
+            failure = _wrong(source, _shortened(str(error) or type(error).__name__))
+            failure.__cause__ = error
+            result.set_exception(failure)
+
+    with _stack_size:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="grammar", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+    return result.result()
 
 
 def parser_limits() -> Any:

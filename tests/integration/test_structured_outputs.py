@@ -96,6 +96,14 @@ def test_other_parameters_combine(llm):
     assert llm.generate([PROMPTS[0]] * 2, wanted, use_tqdm=False)[0].outputs[0].text == free
 
 
+def test_behind_its_end_an_answer_has_ends_alone(llm):
+    wanted = params({"regex": "(ab){2}"}, ignore_eos=True, max_tokens=24)
+    output = llm.generate("Hello", wanted, use_tqdm=False)[0].outputs[0]
+    assert output.text == "abab"
+    assert len(output.token_ids) == 24
+    assert len(set(output.token_ids[-18:])) == 1
+
+
 def test_what_leaves_no_token_is_an_error_of_that_request(llm):
     banned = params(
         {"choice": ["yes"]}, allowed_token_ids=[llm.get_tokenizer().encode("Q", add_special_tokens=False)[0]]

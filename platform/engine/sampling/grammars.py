@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ....kernels.staging import to_device
-from ...core.errors import InvalidRequestError
+from ...core.errors import InvalidRequestError, OutriderError
 from ...core.request import Drafts, Request
-from ...core.structured_outputs import StructuredOutputsParams, parser_limits
+from ...core.structured_outputs import StructuredOutputsParams, on_deep_stack, parser_limits
 from ..queue.gates import Gate
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ class GrammarState:
             fitting = drafts[taken:]
             count = self._matcher.try_consume_tokens(fitting) if fitting and not self._is_lost else 0
             taken, consumed = taken + count, consumed + count
-            if count < len(fitting):
+            # Behind the end only the token of the end is offered, again and again: it is sampled with `ignore_eos`.
+            if count < len(fitting) and not self._matcher.is_stopped():
                 break
             if self._is_lost:
                 mask[:] = 0
@@ -139,7 +140,17 @@ class Grammars(Gate):
         text = wanted.grammar_text()
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._vocabulary(eos_token_ids), text, log_level=0, limits=parser_limits())
+        try:
+            vocabulary = self._vocabulary(eos_token_ids)
+        except OutriderError:
+            raise
+        except Exception as error:  # the package says so in many ways, and a step that raises ends the engine
+            raise InvalidRequestError(
+                f"structured_outputs are not served with this model's tokenizer: {error}", param="structured_outputs"
+            ) from error
+        matcher = on_deep_stack(
+            lambda: LLMatcher(vocabulary, text, log_level=0, limits=parser_limits()), source=wanted.source
+        )
         if matcher.is_error():
             problem = matcher.get_error().splitlines()[0][:500]
             raise InvalidRequestError(f"{wanted.source}: {problem}", param=wanted.source)

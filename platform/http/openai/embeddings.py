@@ -93,7 +93,9 @@ async def _pooled(
     body: PoolingFields = accepted.body
     serving = accepted.serving
     try:
-        prompts = await serving.prompts(texts, add_special_tokens=body.add_special_tokens is not False)
+        prompts = await serving.prompts(
+            texts, add_special_tokens=body.add_special_tokens is not False, lora=accepted.lora
+        )
     except InvalidRequestError as error:
         error.param = field
         raise

@@ -90,3 +90,8 @@ def test_properties_that_are_not_named():
     assert closed.key != open_ended.key
     assert '"additionalProperties":false' in closed.grammar_text()
     assert '"additionalProperties":false' not in open_ended.grammar_text()
+
+
+def test_rules_within_rules_do_not_end_the_process():
+    rules = "\n".join(f"a{index}: ((((a{index + 1}))))" for index in range(2500))
+    StructuredOutputsParams(grammar=f'start: a0\n{rules}\na2500: "x"').check()

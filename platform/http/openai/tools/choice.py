@@ -46,20 +46,14 @@ class ToolChoice(NamedTuple):
                 "type": "object",
                 "properties": {
                     "name": {"const": tool["function"]["name"]},
-                    "parameters": _parameters(tool["function"]),
+                    "parameters": _moved(_parameters(tool["function"]), f"#/items/anyOf/{index}/properties/parameters"),
                 },
                 "required": ["name", "parameters"],
                 "additionalProperties": False,
             }
-            for tool in self.tools
+            for index, tool in enumerate(self.tools)
         ]
         schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
-        # Definitions of the tools' own schemas are looked up from the root.
-        definitions: dict[str, dict[str, Any]] = {}
-        for tool in self.tools:
-            for key in ("$defs", "definitions"):
-                definitions.setdefault(key, {}).update(_parameters(tool["function"]).get(key) or {})
-        schema |= {key: value for key, value in definitions.items() if value}
         if not self.parallel:
             schema["maxItems"] = 1
         return StructuredOutputsParams(json=schema, source=source)
@@ -67,6 +61,20 @@ class ToolChoice(NamedTuple):
 
 def _parameters(function: dict[str, Any]) -> dict[str, Any]:
     return function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema for `place` in another one: its references to itself and to its own definitions begin there."""
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: place + value[1:]
+        if key == "$ref" and isinstance(value, str) and value.startswith("#")
+        else _moved(value, place)
+        for key, value in schema.items()
+    }
 
 
 def tool_choice_of(body: ToolFields) -> ToolChoice:

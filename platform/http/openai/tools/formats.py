@@ -10,6 +10,8 @@ from typing import Any
 
 _CALL = {"type": "function", "function": "{content}"}
 _NAMED_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_SPACE = r"(?<!\s)\s*+"
+"""All white space before a call. Without the look-behind each of n characters of it would begin a search: n² steps."""
 _THINK = {"open": "<think>", "close": "</think>", "content": "text"}
 
 
@@ -25,7 +27,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     ),
     "llama3_json": _format(
         {
-            "open_pattern": r'\s*(?:<\|python_tag\|>)?\s*(?=\{\s*"(?:type"\s*:\s*"function"\s*,\s*")?name"\s*:)',
+            "open_pattern": _SPACE + r'(?:<\|python_tag\|>\s*+)?(?=\{\s*"(?:type"\s*:\s*"function"\s*,\s*")?name"\s*:)',
             "close_pattern": r";|(?=<\|eom_id\|>)",
             "content": "json",
             "transform": _CALL,
@@ -33,7 +35,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     ),
     "pythonic": _format(
         {
-            "open_pattern": r"\s*(?:<\|python_start\|>)?(?=\[\s*[A-Za-z_][\w.-]*\()",
+            "open_pattern": _SPACE + r"(?:<\|python_start\|>)?(?=\[\s*[A-Za-z_][\w.-]*\()",
             "close_pattern": r"(?<=\)\s*\])(?:<\|python_end\|>)?(?=\s*\Z)",
             "content": "python-call-list",
             "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},

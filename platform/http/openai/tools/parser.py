@@ -74,7 +74,7 @@ class JsonCalls:
         self._name: str | None = None
         self._held = ""  # arguments before the name
         self._begun = False
-        self._in_arguments = False
+        self._in_arguments = self._has_arguments = False
         self._bare = name is not None
         self._deltas: list[Delta] = [] if name is None else [calls.begin(name)]
 
@@ -107,11 +107,13 @@ class JsonCalls:
                 self._string(self._token)
                 self._token = ""
         elif before == 1 and character == ":" and self._key in ("arguments", "parameters"):
-            self._in_arguments = True
+            self._in_arguments = self._has_arguments = True
         elif before == 1 and character == ",":
             self._key = None
         elif before == 1 and self._depth == 0:
-            self._key, self._name, self._held, self._begun = None, None, "", False
+            if self._begun and not self._has_arguments:
+                self._deltas += self._calls.arguments("{}")
+            self._key, self._name, self._held, self._begun, self._has_arguments = None, None, "", False, False
 
     def _string(self, token: str) -> None:
         """A key, or a value, of a call."""
@@ -260,14 +262,14 @@ class FormatParser:
         return self._follow(lambda: self._parser.finalize()[1], "")
 
     def _follow(self, step: Any, text: str) -> list[Delta]:
+        deltas: list[Delta] = []
         try:
-            events = step()
-        except ValueError:  # a call that is none: its text, and what follows, is content
+            for event in step():
+                deltas += self._event(event)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            # A call that is none: its text, and what follows, is content.
             raw, self._parser = self._raw + text, None
             return self._text("content", raw)
-        deltas: list[Delta] = []
-        for event in events:
-            deltas += self._event(event)
         return deltas
 
     def _event(self, event: dict[str, Any]) -> list[Delta]:

@@ -174,3 +174,17 @@ def test_a_format_is_guessed_from_the_chat_template(template, kind):
     tokenizer.response_template = {"own": 1}
     assert format_of(None, tokenizer) == {"own": 1}
     assert format_of(None, Tokenizer()) is None
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_white_space_is_searched_once(name):
+    """Without the look-behind of the patterns, this takes minutes."""
+    parser = FormatParser(FORMATS[name], "", with_calls=True)
+    deltas = [delta for _ in range(20) for delta in parser.feed(" " * 1000)]
+    assert not [delta for delta in [*deltas, *parser.finish()] if "tool_calls" in delta]
+
+
+def test_a_call_without_arguments_has_an_empty_object():
+    parser = FormatParser(FORMATS["hermes"], "", with_calls=True)
+    deltas = [*parser.feed('<tool_call>{"name": "now"}</tool_call>'), *parser.finish()]
+    assert "".join(delta["tool_calls"][0]["function"]["arguments"] for delta in deltas) == "{}"

@@ -116,6 +116,25 @@ def test_forced_calls_are_grammars(http, llm, name):
     assert without_ids(result["tool_calls"]) == [CALL]
 
 
+def test_each_tools_definitions_are_its_own(http, llm):
+    llm.reply = "[]"
+    tools = []
+    for name, kind in (("first", "integer"), ("second", "string")):
+        schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": kind}}}
+        tools.append({"type": "function", "function": {"name": name, "parameters": schema}})
+    message(chat(http, tools=tools, tool_choice="required"))
+    constraint = llm.calls[-1]["params"].structured_outputs
+    schema = json.loads(constraint.json)
+    for index, kind in enumerate(("integer", "string")):
+        place = f"#/items/anyOf/{index}/properties/parameters"
+        moved = schema["items"]["anyOf"][index]["properties"]["parameters"]
+        assert moved["properties"]["a"] == {"$ref": f"{place}/$defs/A"}
+        assert moved["$defs"]["A"] == {"type": kind}
+    constraint.check()
+    tools[0]["function"]["parameters"]["$defs"] = "none"
+    assert chat(http, tools=tools, tool_choice="required").status_code < 500
+
+
 def test_an_answer_that_is_cut_off_keeps_its_reason(http, llm):
     llm.reply = f"<tool_call>{json.dumps(CALL)}</tool_call>"
     choice = message(chat(http, tools=[TOOL], max_tokens=40))
