@@ -66,7 +66,9 @@ FORMATS: dict[str, dict[str, Any]] = {
             "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
             "close_pattern": r"</function>\s*</tool_call>",
             "content": "xml-inline",
-            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+            "content_args": {
+                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>"
+            },
             "transform": _NAMED_CALL,
         }
     ),

@@ -73,6 +73,7 @@ class JsonCalls:
         self._key: str | None = None  # whose value comes next
         self._name: str | None = None
         self._held = ""  # arguments before the name
+        self._passed: list[str] = []  # characters of arguments since the last delta
         self._begun = False
         self._in_arguments = self._has_arguments = False
         self._bare = name is not None
@@ -82,6 +83,7 @@ class JsonCalls:
         """Deltas of the next piece."""
         for character in text:
             self._take(character)
+        self._flush()
         deltas, self._deltas = self._deltas, []
         return _joined(deltas)
 
@@ -125,6 +127,7 @@ class JsonCalls:
             self._key = value
         elif self._key == "name":
             self._name = value
+            self._flush()
             self._deltas.append(self._calls.begin(value))
             self._deltas += self._calls.arguments(self._held)
             self._begun, self._held = True, ""
@@ -133,9 +136,14 @@ class JsonCalls:
         if character.isspace() and not self._in_string and self._depth <= (0 if self._bare else 1):
             return
         if self._bare or self._begun:
-            self._deltas += self._calls.arguments(character)
+            self._passed.append(character)
         else:
             self._held += character
+
+    def _flush(self) -> None:
+        """Make a delta of the arguments that are passed on."""
+        self._deltas += self._calls.arguments("".join(self._passed))
+        self._passed.clear()
 
     def _track(self, character: str) -> None:
         """Follow strings and containers."""

@@ -188,3 +188,11 @@ def test_a_call_without_arguments_has_an_empty_object():
     parser = FormatParser(FORMATS["hermes"], "", with_calls=True)
     deltas = [*parser.feed('<tool_call>{"name": "now"}</tool_call>'), *parser.finish()]
     assert "".join(delta["tool_calls"][0]["function"]["arguments"] for delta in deltas) == "{}"
+
+
+def test_arguments_that_never_end_are_searched_once():
+    """Without the look-ahead of the pattern, this takes half a minute."""
+    parser = FormatParser(FORMATS["qwen3_coder"], "", with_calls=True)
+    text = "<tool_call><function=f>" + "<parameter=a>" * 5000
+    [call] = [call for delta in [*parser.feed(text), *parser.finish()] for call in delta["tool_calls"] if "id" in call]
+    assert call["function"]["name"] == "f"
