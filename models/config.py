@@ -14,6 +14,7 @@ from .expert_config import ExpertConfig, read_experts
 from .families import FAMILIES, PRE_NORMS, FamilyTraits, NormNames, supported_architectures
 from .families.block import Block
 from .layers.activation import PLAIN_ACTIVATIONS
+from .quantization import Format, read_format
 from .rope_config import RopeConfig, context_length, layer_ropes, rotated_layers
 
 DTYPES: dict[str, torch.dtype] = {
@@ -68,6 +69,8 @@ class DecoderConfig:
     batch_invariant: bool = False
     """True: each result for a row is, bit for bit, independent of the other rows of its step; on a CPU only."""
 
+    quantization: Format | None = None
+    """Format of the checkpoint's weights; None: they are not quantised."""
     layer_ropes: tuple[RopeConfig, ...] = ()
     """Rotation of each layer where they differ; (): all have `rope`."""
     norms: NormNames = PRE_NORMS
@@ -241,6 +244,7 @@ def decoder_config(
         hidden_act=_activation(values, ACTIVATIONS if block is None or block.mlp is None else PLAIN_NAMES),
         merged_qkv=traits.merged_qkv,
         merged_gate_up=traits.merged_gate_up,
+        quantization=read_format(values),
         **_factors(values, hidden_size, dtype, traits),
     )
 
@@ -271,7 +275,6 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
         raise wrong("use_bidirectional_attention", "is not supported: a text is generated from left to right")
     if "clip_qkv" in values:
         raise wrong("clip_qkv", f"({shown(values['clip_qkv'])}) is not supported")
-    refuse_quantized(values)
 
 
 def refuse_quantized(values: Mapping[str, Any]) -> None:
@@ -284,7 +287,8 @@ def refuse_quantized(values: Mapping[str, Any]) -> None:
     if quantization is not None:
         method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization
         raise wrong(
-            "quantization_config", f"({shown(method)}) is not supported: quantized checkpoints cannot be served"
+            "quantization_config",
+            f"({shown(method)}) is not supported: quantized checkpoints are served for native families alone",
         )
 
 

@@ -22,6 +22,7 @@ from ..decoder import Decoder
 from ..implementation import AUTO, build_model, read_config
 from ..layers.weights import RenamedSlot, WeightSlot
 from ..model import LanguageModel
+from ..quantization import unpack
 from ..transformers_model.model import TransformersModel
 from .gguf_file import is_gguf, read_gguf
 from .json_files import read_model_config
@@ -107,7 +108,15 @@ def read_facts(
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         kv_bytes_per_token=elements * kv_dtype(config.dtype, kv_cache_dtype).itemsize,
+        quantization=quantization_of(path, config),
     )
+
+
+def quantization_of(path: str | Path, config: object) -> str | None:
+    """Method by which the weights in `path` are quantised; None: they are not."""
+    if isinstance(config, DecoderConfig) and config.quantization is not None:
+        return config.quantization.method
+    return "gguf" if is_gguf(path) else None
 
 
 @torch.inference_mode()
@@ -189,6 +198,8 @@ def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: LanguageMod
         tensors = read_gguf(path, [*slots, *renamed], config)
     else:
         tensors = read_weights(path, "model", hint=_NO_WEIGHTS)
+        if isinstance(config, DecoderConfig) and config.quantization is not None:
+            tensors = unpack(tensors, config.quantization, lambda name: _with_prefix(name, slots) in slots, "model")
     if isinstance(model, TransformersModel):
         tensors = model.by_slot(tensors)
     for name, other in renamed.items():

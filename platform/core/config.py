@@ -112,6 +112,8 @@ class ModelFacts:
     """Context length in tokens, with the rope scaling."""
     kv_bytes_per_token: int
     """Bytes of one token's keys and values in all layers, of target and drafter, in their data types."""
+    quantization: str | None = None
+    """Method by which the stored weights are quantised; None: they are not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
