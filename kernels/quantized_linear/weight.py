@@ -60,6 +60,11 @@ class QuantizedWeight:
         offsets = None if self.offsets is None else self.offsets[start:stop]
         return replace(self, codes=self.codes[start:stop], scales=self.scales[start:stop], offsets=offsets)
 
+    def take(self, index: Tensor) -> QuantizedWeight:
+        """Outputs `index` [n] in this order."""
+        offsets = None if self.offsets is None else self.offsets[index]
+        return replace(self, codes=self.codes[index], scales=self.scales[index], offsets=offsets)
+
     def chunks(self) -> Iterator[tuple[int, QuantizedWeight]]:
         """Pieces of a few megabytes: first output, and the rows from there."""
         outputs, inputs = self.shape

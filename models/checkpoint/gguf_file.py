@@ -1,6 +1,6 @@
 """GGUF files, llama.cpp's form of a model: config, tokenizer and tensors in one file, read by the package `gguf`.
 
-Quantised tensors are dequantised one by one when they are loaded.
+Matrices of most quantised types stay packed; the others are dequantised one by one when they are loaded.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from ...platform.core.errors import InvalidRequestError, UnsupportedModelError
 from ..families.gguf_families import GGUF_FAMILIES, GgufFamily
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ..config import DecoderConfig
+    from ..layers.weights import Weight
     from .weight_files import StoredTensor
 
 SUFFIX = ".gguf"
@@ -136,7 +135,7 @@ def read_gguf(path: Path, names: Iterable[str], config: DecoderConfig) -> dict[s
             # The converter adds what the model would add to its norms.
             offset = config.norm_offset if tensor.name.endswith("norm.weight") else 0.0
             shape = tuple(int(size) for size in reversed(tensor.shape))
-            read = partial(_dequantised, path, tensor, shape, heads, offset)
+            read = partial(_read_tensor, path, tensor, shape, heads, offset)
             tensors[ours.get(tensor.name, tensor.name)] = StoredTensor(shape, read)
         return tensors
 
@@ -199,7 +198,7 @@ def _rounded(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _dequantised(path: Path, tensor: Any, shape: tuple[int, ...], num_heads: int, offset: float) -> Tensor:
+def _read_tensor(path: Path, tensor: Any, shape: tuple[int, ...], num_heads: int, offset: float) -> Weight:
     """The tensor less `offset`; with `num_heads` its rows are ordered for a rotation of halves."""
     import torch
 
@@ -207,9 +206,19 @@ def _dequantised(path: Path, tensor: Any, shape: tuple[int, ...], num_heads: int
         import gguf
         import numpy as np
 
+        from ..quantization.gguf_blocks import read_blocks
+
+        packed = read_blocks(tensor.tensor_type.name, tensor.data, shape) if len(shape) == 2 and not offset else None
+        if packed is not None and not num_heads:
+            return packed
+        order = np.arange(shape[0])
+        if num_heads:
+            order = order.reshape(num_heads, shape[0] // num_heads // 2, 2).swapaxes(1, 2).reshape(-1)
+        if packed is not None:
+            return packed.take(torch.from_numpy(order))
         values = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(shape)
         if num_heads:
-            values = values.reshape(num_heads, shape[0] // num_heads // 2, 2, -1).swapaxes(1, 2).reshape(shape)
+            values = values[order]
         if offset:
             values = values - np.float32(offset)
         return torch.from_numpy(np.require(values, requirements="W"))

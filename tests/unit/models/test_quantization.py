@@ -78,13 +78,13 @@ def test_files_of_the_library_itself(bits: int, symmetric: bool, tmp_path: Path)
     if not symmetric:
         state["weight_zero_point"] = torch.randint(-8, 8, (24, 3), dtype=torch.int8)
     stored = PackedQuantizationCompressor.compress(state, scheme)
-    config = {"quant_method": "compressed-tensors", "config_groups": {"a": scheme.model_dump()}}
+    config = {"quant_method": "compressed-tensors", "config_groups": {"a": scheme.model_dump(mode="json")}}
     form = read_format({"quantization_config": config | {"format": "pack-quantized"}})
     assert form is not None
     files = {f"up.{name}": StoredTensor(tuple(tensor.shape), tensor.clone) for name, tensor in stored.items()}
     weight = unpack(files, form, lambda _: True, "model")["up.weight"].read()
     expected = PackedQuantizationCompressor.decompress(stored, scheme)["weight"]
-    torch.testing.assert_close(weight.dequantized(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(weight.dequantized(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_facts_name_the_format(make: Callable) -> None:
