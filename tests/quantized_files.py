@@ -195,7 +195,9 @@ CASES: dict[str, Case] = {
     "ct-w4-asym": Case(
         _scheme("int", 4, "group", group_size=GROUP, symmetric=False), packed_integers(4, symmetric=False)
     ),
-    "ct-w4-act": Case(_scheme("int", 4, "group", group_size=GROUP, actorder="group"), packed_integers(4, shuffled=True)),
+    "ct-w4-act": Case(
+        _scheme("int", 4, "group", group_size=GROUP, actorder="group"), packed_integers(4, shuffled=True)
+    ),
     "ct-w4-row": Case(_scheme("int", 4, "channel"), packed_integers(4, group=-1)),
     "ct-w8": Case(_PACKED_8, packed_integers(8)),
     "ct-int8": Case(_scheme("int", 8, "channel"), integers),
@@ -236,7 +238,10 @@ def write_quantized(source: Path, target: Path, case: Case, seed: int = 0) -> No
             packed[f"{module}.{part}"] = value if is_tensor else torch.from_numpy(np.ascontiguousarray(value))
         dense[name] = torch.from_numpy(weight.astype(np.float32))
     raw = json.loads((source / "config.json").read_text())
-    for folder, tensors, more in ((target, packed, {"quantization_config": case.config}), (target / "dense", dense, {})):
+    for folder, tensors, more in (
+        (target, packed, {"quantization_config": case.config}),
+        (target / "dense", dense, {}),
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(raw | more))

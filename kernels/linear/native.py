@@ -141,6 +141,13 @@ class NativeLinear:
         """Product x Wᵀ [T, out]."""
         return self._product(self._base, x, None)
 
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` [n] of the weight: [n, in]."""
+        functions = _functions()
+        assert functions is not None
+        panels = self._kept[0].view(-1, self.in_features // 2, functions.panel, 2)
+        return panels[ids // functions.panel, :, ids % functions.panel].view(len(ids), self.in_features)
+
     def _product(
         self, weight: _Weight, x: Tensor, residual: Tensor | None, site: int = 0, step: AdapterTokens | None = None
     ) -> Tensor:

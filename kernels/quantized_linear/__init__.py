@@ -6,7 +6,7 @@ With `input_bits` 8 the inputs are rounded too: x ≈ s · q, s = max |x| / 127 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,10 +14,24 @@ from torch import Tensor
 from .torch import TorchQuantizedLinear
 from .weight import QuantizedWeight, row_squares
 
-__all__ = ["QuantizedLinear", "QuantizedWeight", "pack", "row_squares"]
+__all__ = ["QuantizedLinear", "QuantizedWeight", "RowSource", "pack", "pack_table", "row_squares"]
 
 QuantizedLinear: TypeAlias = TorchQuantizedLinear
 """Packed weight and bias; a call computes the product."""
+
+
+@runtime_checkable
+class RowSource(Protocol):
+    """Packed weight whose rows can be looked up, so that a tied table needs no copy of its own."""
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` [n] of the weight in the dtype: [n, in]."""
+        ...
+
+
+def pack_table(weight: QuantizedWeight, dtype: torch.dtype) -> TorchQuantizedLinear:
+    """Pack a weight [vocab, in] of which rows are looked up."""
+    return TorchQuantizedLinear([weight], None, dtype, batch_invariant=False)
 
 
 def pack(

@@ -5,7 +5,7 @@ O outputs, I inputs, G groups of inputs that share a scale.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -64,6 +64,17 @@ class QuantizedWeight:
         """Outputs `index` [n] in this order."""
         offsets = None if self.offsets is None else self.offsets[index]
         return replace(self, codes=self.codes[index], scales=self.scales[index], offsets=offsets)
+
+    @staticmethod
+    def cat(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+        """Outputs of all parts, which have the same form."""
+        offsets = [part.offsets for part in parts if part.offsets is not None]
+        return replace(
+            parts[0],
+            codes=torch.cat([part.codes for part in parts]),
+            scales=torch.cat([part.scales for part in parts]),
+            offsets=torch.cat(offsets) if offsets else None,
+        )
 
     def chunks(self) -> Iterator[tuple[int, QuantizedWeight]]:
         """Pieces of a few megabytes: first output, and the rows from there."""

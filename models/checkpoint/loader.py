@@ -23,6 +23,7 @@ from ..implementation import AUTO, build_model, read_config
 from ..layers.weights import RenamedSlot, WeightSlot
 from ..model import LanguageModel
 from ..quantization import unpack
+from ..quantization.rounding import round_int8, rounding_of
 from ..transformers_model.model import TransformersModel
 from .gguf_file import is_gguf, read_gguf
 from .json_files import read_model_config
@@ -119,6 +120,16 @@ def quantization_of(path: str | Path, config: object) -> str | None:
     return "gguf" if is_gguf(path) else None
 
 
+def quantization_name(path: str | Path, config: object, rounded: str | None = None) -> str:
+    """Text for people about the form of the weights; "": they are not quantised. `rounded`: as `quantization` of
+    `load_model`."""
+    if rounded is not None:
+        return f"{rounded} (rounded while loading)"
+    if isinstance(config, DecoderConfig) and config.quantization is not None:
+        return config.quantization.name
+    return quantization_of(path, config) or ""
+
+
 @torch.inference_mode()
 def load_model(
     path: str | Path,
@@ -130,6 +141,7 @@ def load_model(
     seed: int = 0,
     batch_invariant: bool = False,
     impl: str = AUTO,
+    quantization: str | None = None,
 ) -> LanguageModel:
     """Build the model of a directory and fill it, tensor by tensor, so that little more than one copy is in memory.
 
@@ -140,6 +152,7 @@ def load_model(
         progress: show a progress bar on stderr.
         batch_invariant: see `DecoderConfig`.
         impl: see `models.implementation.read_config`.
+        quantization: one of `ROUNDINGS`, by which full-precision weights are quantised; None: they stay as stored.
 
     Raises:
         NotFoundError: files are missing.
@@ -153,6 +166,11 @@ def load_model(
         raise InvalidRequestError(f"dtype must be auto or one of {', '.join(DTYPES)}; got {dtype!r}", param="dtype")
     config = dataclasses.replace(read_config(raw, DTYPES[name], impl), batch_invariant=batch_invariant)
     model = build_model(config, device)
+    if quantization is not None:
+        for linear in model.linears():
+            linear.quantize = rounding_of(linear, quantization)
+        model.embedding.quantize = round_int8
+    model.embedding.single_copy = quantization_of(path, config) is not None
     slots = model.weight_slots()
     tensors = _random_tensors(slots, model, seed) if load_format == "dummy" else _stored_tensors(path, slots, model)
     for tensor_name, tensor in tqdm(

@@ -32,7 +32,9 @@ def parse(values: Mapping[str, Any]) -> Format:
     choice(values, "quant_algo", ("FP8", None), None)
     block = block_size(values.get("weight_block_size"), "weight_block_size")
     name = "fp8" if block is None else f"fp8 in blocks of {block[0]} x {block[1]}"
-    return Format("fp8", name, PARTS, lambda parts: describe(parts, block), markers=("weight_scale_inv", "weight_scale"))
+    return Format(
+        "fp8", name, PARTS, lambda parts: describe(parts, block), markers=("weight_scale_inv", "weight_scale")
+    )
 
 
 def block_size(value: object, option: str) -> tuple[int, int] | None:

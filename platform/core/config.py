@@ -23,6 +23,8 @@ _GRAPH_RESERVE = 512 << 20
 """Memory reserved for captured graphs: 4 MiB (the driver's and the graph's own) for each of the most that there may be.
 An estimate that has not been measured yet."""
 MODEL_IMPLS = ("auto", "native", "transformers")
+QUANTIZATIONS = ("int8", "int4", "fp8")
+"""Methods that quantise weights while they are loaded."""
 POLICIES = ("fcfs", "priority", "fair")
 
 
@@ -48,6 +50,9 @@ class EngineArgs:
     device: str = "auto"
     load_format: str = "auto"
     """"auto", or "dummy" for random weights."""
+    quantization: str | None = None
+    """"int8", "int4" or "fp8": quantise the weights of a full-precision checkpoint while they are loaded. The method of
+    a quantised checkpoint, such as "gptq", says nothing new. None: weights stay as they are stored."""
     model_impl: str = "auto"
     """Code that computes the model: "native", "transformers" (its modelling code over this engine's cache and linear
     layers), or "auto": native where there is a family for the architecture."""
@@ -94,8 +99,10 @@ class EngineArgs:
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("dtype", "load_format", "model_impl"):
+        for name in ("dtype", "load_format", "model_impl", "quantization"):
             setattr(self, name, plain_value(name, getattr(self, name)))
+        if self.quantization in ("none", "None"):
+            self.quantization = None
         self.max_model_len = parse_length("max_model_len", self.max_model_len)
 
 
@@ -191,6 +198,8 @@ class EngineConfig:
     device: str
     load_format: str
     model_impl: str
+    quantization: str | None
+    """Method by which weights are quantised while they are loaded; None: not at all."""
     seed: int
     max_logprobs: int
     cache: CacheConfig
@@ -326,6 +335,29 @@ def _lora_config(args: EngineArgs) -> LoRAConfig | None:
     )
 
 
+def rounding(asked: str | None, stored: str | None, param: str = "quantization") -> str | None:
+    """Method by which weights are quantised while they are loaded, when `asked` is the option and `stored` the method
+    of the checkpoint; None: they stay as they are stored.
+
+    Raises:
+        InvalidRequestError: there is no such method, or the checkpoint has another one.
+    """
+    if asked in (None, "none", stored):
+        return None
+    if stored is not None:
+        raise InvalidRequestError(
+            f"{param} is {asked!r}, but the checkpoint's weights are quantised by {stored!r}; leave it out",
+            param=param,
+        )
+    if asked not in QUANTIZATIONS:
+        raise InvalidRequestError(
+            f"{param} must be one of {', '.join(QUANTIZATIONS)} for a checkpoint whose weights are not quantised; "
+            f"got {asked!r}",
+            param=param,
+        )
+    return asked
+
+
 def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineConfig:
     """The configuration for these options, model and machine. Pure.
 
@@ -362,6 +394,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
         device=hardware.device,
         load_format=args.load_format,
         model_impl=args.model_impl,
+        quantization=rounding(args.quantization, facts.quantization),
         seed=args.seed,
         max_logprobs=facts.vocab_size if args.max_logprobs == -1 else args.max_logprobs,
         cache=CacheConfig(

@@ -13,7 +13,7 @@ from ...lora.device.sites import AdapterHooks
 from ...lora.manager import AdapterManager
 from ...lora.reader import reader_client
 from ...models.batch import allocate_kv
-from ...models.checkpoint.loader import load_model, read_facts, resolve_model_path
+from ...models.checkpoint.loader import load_model, quantization_name, read_facts, resolve_model_path
 from ...models.demo import demo_model_path
 from ...models.implementation import implementation_of
 from ...models.model import LanguageModel
@@ -115,6 +115,7 @@ def _load(config: EngineConfig, path: Path, progress: bool) -> LanguageModel:
         progress=progress,
         seed=config.seed,
         batch_invariant=config.batch_invariant,
+        quantization=config.quantization,
     )
 
 
@@ -137,7 +138,12 @@ def _choose_threads(model: LanguageModel, dtype: torch.dtype) -> None:
 
 
 def _weight_bytes(model: LanguageModel, dtype: torch.dtype) -> int:
-    return model.num_parameters * dtype.itemsize
+    """Bytes of the weights as they are held. A plain table that is tied to the head counts once: a step reads one."""
+    linears, embedding = model.linears(), model.embedding
+    packed = sum(linear.out_features * linear.in_features for linear in linears)
+    table = embedding.vocab_size * embedding.hidden_size * (1 if embedding.tied else 2)
+    others = max(0, model.num_parameters - packed - table) * dtype.itemsize
+    return sum(linear.packed.num_bytes for linear in linears) + min(embedding.num_bytes, table * dtype.itemsize) + others
 
 
 def _has_long_steps(config: EngineConfig, model: LanguageModel) -> bool:
@@ -304,4 +310,6 @@ def _describe(args: EngineArgs, config: EngineConfig, model: Any, load_seconds: 
         model_impl=implementation_of(model.config),
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_queued_reqs=config.scheduler.max_num_queued_reqs,
+        quantization=quantization_name(config.model, model.config, config.quantization),
+        weight_bytes=_weight_bytes(model, getattr(torch, config.dtype)),
     )

@@ -39,7 +39,9 @@ def make(save_tiny: Callable, tmp_path_factory: pytest.TempPathFactory) -> Calla
 @pytest.mark.parametrize("kind", CASES)
 def test_logits_are_those_of_the_dequantised_weights(kind: str, make: Callable, driver: Callable) -> None:
     folder = make(kind)
-    ours, dense = (driver(load_model(path, "float32")).forward_once({0: TOKENS})[0] for path in (folder, folder / "dense"))
+    ours, dense = (
+        driver(load_model(path, "float32")).forward_once({0: TOKENS})[0] for path in (folder, folder / "dense")
+    )
     scale = float(dense.abs().max())
     if CASES[kind].rounds_inputs:
         assert 1e-5 * scale < float((ours - dense).abs().max()) < ROUNDED * scale
@@ -61,7 +63,9 @@ def test_bfloat16_rounds_as_the_dequantised_weights_do(kind: str, make: Callable
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Phi3", "Gemma2"])
 def test_families_with_merged_projections_and_biases(family: str, make: Callable, driver: Callable) -> None:
     folder = make("gptq", family)
-    ours, dense = (driver(load_model(path, "float32")).forward_once({0: TOKENS})[0] for path in (folder, folder / "dense"))
+    ours, dense = (
+        driver(load_model(path, "float32")).forward_once({0: TOKENS})[0] for path in (folder, folder / "dense")
+    )
     torch.testing.assert_close(ours, dense, rtol=0, atol=1e-5 * float(dense.abs().max()))
 
 
@@ -103,7 +107,11 @@ UNSUPPORTED = {
     "format": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}},
     "config_groups": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
     "weight_block_size": {"quant_method": "fp8", "weight_block_size": [0, "x"]},
-    "bnb_4bit_quant_storage": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"},
+    "bnb_4bit_quant_storage": {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_storage": "bfloat16",
+    },
 }
 
 
