@@ -88,6 +88,8 @@ class DecoderConfig:
     """Factor of what attention and MLP add to the residual stream."""
     attention_scale: float | None = None
     """Factor of attention scores; None: 1 / sqrt(head_dim)."""
+    sinks: bool = False
+    """True: each head has a learned score of a key without a value."""
     attention_cap: float | None = None
     """Cap c of attention scores: a score x becomes c · tanh(x / c)."""
     logit_scale: float = 1.0
@@ -105,7 +107,7 @@ class DecoderConfig:
         """True: embeddings, layers and head are computed as Llama's, but for norms of queries and keys."""
         factors = self.embedding_scale, self.residual_scale, self.logit_scale
         others = self.block, self.experts, self.attention_scale, self.attention_cap, self.logit_cap
-        merged = self.merged_qkv or self.merged_gate_up or self.qk_norm_wide or bool(self.layer_ropes)
+        merged = self.merged_qkv or self.merged_gate_up or self.qk_norm_wide or self.sinks or bool(self.layer_ropes)
         is_usual = self.norms == PRE_NORMS and self.norm_offset == 0.0 and self.hidden_act == "silu"
         whole = self.rope.rotary_dim is None and not self.rope.interleaved
         return is_usual and whole and not merged and factors == (1.0, 1.0, 1.0) and others == (None,) * len(others)
@@ -200,7 +202,7 @@ def decoder_config(
     renamed = {ours: raw[theirs] for ours, theirs in traits.keys.items() if theirs in raw}
     values = {key: value for key, value in {**traits.defaults, **raw, **renamed}.items() if value is not None}
     block = None if traits.block is None else traits.block(values)
-    _refuse_unsupported(values)
+    _refuse_unsupported(values, traits)
     hidden_size = positive(values, "hidden_size")
     num_heads = positive(values, "num_attention_heads")
     num_kv_heads = (block and block.num_kv_heads) or positive(values, "num_key_value_heads", num_heads)
@@ -235,6 +237,7 @@ def decoder_config(
         mlp_bias=bool(values.get("mlp_bias", False)) if traits.mlp_bias is None else traits.mlp_bias,
         qk_norm=traits.qk_norm,
         qk_norm_wide=traits.qk_norm_wide,
+        sinks=traits.sinks,
         experts=None if traits.experts is None else read_experts(values, traits.experts, num_layers),
         dtype=dtype,
         block=block,
@@ -244,7 +247,7 @@ def decoder_config(
         hidden_act=_activation(values, ACTIVATIONS if block is None or block.mlp is None else PLAIN_NAMES),
         merged_qkv=traits.merged_qkv,
         merged_gate_up=traits.merged_gate_up,
-        quantization=read_format(values),
+        quantization=None if _is_mxfp4(values, traits) else read_format(values),
         **_factors(values, hidden_size, dtype, traits),
     )
 
@@ -270,11 +273,21 @@ def _activation(values: Mapping[str, Any], served: Mapping[str, str]) -> str:
     return served[name]
 
 
-def _refuse_unsupported(values: Mapping[str, Any]) -> None:
+def _refuse_unsupported(values: Mapping[str, Any], traits: FamilyTraits) -> None:
     if values.get("use_bidirectional_attention"):
         raise wrong("use_bidirectional_attention", "is not supported: a text is generated from left to right")
     if "clip_qkv" in values:
         raise wrong("clip_qkv", f"({shown(values['clip_qkv'])}) is not supported")
+    for key, served in traits.constants.items():
+        if values.get(key, served) != served:
+            raise wrong(key, f"({shown(values[key])}) is not supported; supported is {served:g}")
+
+
+def _is_mxfp4(values: Mapping[str, Any], traits: FamilyTraits) -> bool:
+    """True for experts stored as MXFP4, which the loader reads."""
+    quantization = values.get("quantization_config")
+    named = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+    return named and traits.experts is not None and traits.experts.transposed
 
 
 def refuse_quantized(values: Mapping[str, Any]) -> None:

@@ -19,7 +19,8 @@ from .layers.weights import WeightSlot
 
 def make_layer(config: DecoderConfig, index: int, attention: AttentionBackend, device: torch.device) -> DecoderLayer:
     """Layer `index`, without weights."""
-    is_plain = config.norms == PRE_NORMS and config.residual_scale == 1.0 and not config.qk_norm_wide
+    is_usual = config.norms == PRE_NORMS and config.residual_scale == 1.0
+    is_plain = is_usual and not config.qk_norm_wide and not config.sinks
     return (DecoderLayer if is_plain else GeneralLayer)(config, index, attention, device)
 
 
@@ -100,13 +101,14 @@ class DecoderLayer:
 
 
 class GeneralLayer(DecoderLayer):
-    """Layer with any of the norms before and after attention and MLP, and a factor of what these two add."""
+    """Layer with any of the norms before and after attention and MLP, a factor of what these two add, and sinks."""
 
     def _make_norms(self) -> None:
         config = self._config
         self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = (
             None if name is None else self._norm([name], config.hidden_size) for name in config.norms
         )
+        self._sinks: Tensor | None = None
         self._wide_norms: list[tuple[RMSNorm, slice]] = []
         if config.qk_norm_wide:
             heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -128,10 +130,23 @@ class GeneralLayer(DecoderLayer):
         for norm, columns in self._wide_norms:
             qkv[:, columns] = norm(qkv[:, columns].contiguous())
         rotation = batch.rotations[self._rope]
-        attended = self._attention.forward_qkv(qkv, rotation, self.qk_norm, kv, batch.attention, self._window)
+        attended = self._attention.forward_qkv(
+            qkv, rotation, self.qk_norm, kv, batch.attention, self._window, self._sinks
+        )
         delta = self._leaving(self._after_attention, self.o.forward(attended, batch))
         normed, hidden = _entering(self._before_mlp, hidden, delta)
         return hidden, self._leaving(self._after_mlp, self.mlp.forward(normed, batch))
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """See DecoderLayer."""
+        slots = super().weight_slots()
+        if self._config.sinks:
+            slots[f"{self._theirs}.self_attn.sinks"] = WeightSlot((self._config.num_heads,), self._load_sinks, 1.0)
+        return slots
+
+    def _load_sinks(self, tensor: Tensor) -> None:
+        # Rounded to the model's dtype first, as in a model that holds its weights in it.
+        self._sinks = tensor.to(self._common["device"], self._config.dtype).float().contiguous()
 
     def _leaving(self, norm: RMSNorm | None, x: Tensor) -> Tensor:
         if norm is not None:

@@ -45,6 +45,13 @@ _PHI4_ROPE = {
     "long_factor": [1.0 + i for i in range(6)],
 }
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+_GPT_OSS = {
+    **{"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
+    "rope_parameters": {
+        **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False},
+        "original_max_position_embeddings": 64,
+    },
+}
 _SPARSE = ["gate.weight", "experts.gate_up_proj", "experts.down_proj"]
 _ALL_HEADS = {"num_key_value_heads": 4}
 _QKV = ["q_proj", "k_proj", "v_proj"]
@@ -96,6 +103,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3-moe": Family("Qwen3Moe", {**_EXPERTS, "head_dim": 12, "mlp_only_layers": [0]}, ATTENTION + GATED, _SPARSE),
     "qwen2-moe": Family("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 40}, ATTENTION + GATED, _SPARSE),
     "olmoe": Family("Olmoe", {**_EXPERTS, "intermediate_size": 24}, ATTENTION, _SPARSE),
+    "gpt-oss": Family("GptOss", _GPT_OSS, ATTENTION, ["router.weight", *_SPARSE[1:]]),
     "starcoder2": Family("Starcoder2", {"sliding_window": 9}, [*ATTENTION, "c_fc", "c_proj"]),
 }
 

@@ -1,4 +1,8 @@
-"""Activation of a gated MLP (Shazeer 2020): act(gate) · up, where act is SiLU or GELU."""
+"""Activation of a gated MLP (Shazeer 2020): act(gate) · up, where act is SiLU or GELU.
+
+gpt-oss has "clamped_swiglu": gate and up alternate, and with g = min(gate, 7) the product is
+g · sigmoid(1.702 g) · (1 + clamp(up, -7, 7)).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ __all__ = ["act_and_mul", "act_and_mul_invariant"]
 def act_and_mul(x: Tensor, activation: str = "silu") -> Tensor:
     """Product act(x[:, :I]) · x[:, I:] of x [T, 2I]; returns [T, I], contiguous.
 
-    `activation` is one of `torch.ACTIVATIONS`.
+    `activation` is one of `torch.ACTIVATIONS`, or "clamped_swiglu".
     """
     if use_triton(x):
         from . import triton as _triton

@@ -1,5 +1,5 @@
 // y = act(gate) * up, where gate and up are the halves of each row; or y = act(x).
-#include "vector_math.h"
+#include "clamped_swiglu.h"
 
 using namespace outrider;
 
@@ -59,6 +59,12 @@ void act_and_mul(const void* x, void* y, int64_t rows, int64_t half) {
     }
 }
 
+template <typename E>
+void clamped(const void* x, void* y, int64_t rows, int64_t half) {
+#pragma omp parallel for if (rows * half >= MIN_PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < rows; row++) clamped_swiglu((const E*)x + row * 2 * half, (E*)y + row * half, half);
+}
+
 template <typename Act>
 void by_dtype(const void* x, void* y, int64_t rows, int64_t half, int64_t dtype) {
     if (dtype == FLOAT32)
@@ -69,11 +75,13 @@ void by_dtype(const void* x, void* y, int64_t rows, int64_t half, int64_t dtype)
 
 }  // namespace
 
-// x [rows, 2 * half] and y [rows, half], contiguous; activation 0: SiLU, 1: GELU with tanh.
+// x [rows, 2 * half] and y [rows, half], contiguous; activation 0: SiLU, 1: GELU with tanh, 2: that of gpt-oss.
 extern "C" void outrider_act_and_mul(const void* x, void* y, int64_t rows, int64_t half, int64_t dtype,
                                      int64_t activation) {
     if (activation == 0)
         by_dtype<Silu>(x, y, rows, half, dtype);
+    else if (activation == 2)
+        dtype == FLOAT32 ? clamped<float>(x, y, rows, half) : clamped<bf16>(x, y, rows, half);
     else
         by_dtype<GeluTanh>(x, y, rows, half, dtype);
 }

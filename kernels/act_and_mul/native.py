@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..native import DTYPES, INTEGER, POINTER, function
 
-_CODES = {"silu": 0, "gelu_pytorch_tanh": 1}
+_CODES = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_swiglu": 2}
 """Numbers of the activations that the kernel computes."""
 
 

@@ -16,12 +16,19 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Activations by their Hugging Face names."""
 
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+"""Numbers of gpt-oss's activation, which the kernels have as constants."""
+
 # torch divides operations from this many elements on among threads, and a thread's part may end anywhere in a row.
 _SERIAL = 1 << 15
 
 
 def act_and_mul(x: Tensor, activation: str = "silu") -> Tensor:
     """Product act(x[:, :I]) · x[:, I:] for x [T, 2I]; returns [T, I], contiguous."""
+    if activation == "clamped_swiglu":
+        gate, up = x[:, ::2].float().clamp_(max=SWIGLU_LIMIT), x[:, 1::2].float()
+        product = (gate * SWIGLU_ALPHA).sigmoid_().mul_(gate)
+        return product.mul_(up.clamp_(-SWIGLU_LIMIT, SWIGLU_LIMIT).add_(1.0)).to(x.dtype)
     half = x.shape[-1] // 2
     return ACTIVATIONS[activation](x[:, :half]).mul_(x[:, half:])
 

@@ -20,9 +20,18 @@ def _act_and_mul_kernel(x, y, x_stride, HALF: tl.constexpr, BLOCK: tl.constexpr,
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = columns < HALF
-    gate = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + row * x_stride + HALF + columns, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION == "silu":
+    gate_columns = columns
+    up_columns = HALF + columns
+    if ACTIVATION == "clamped_swiglu":
+        gate_columns = 2 * columns
+        up_columns = 2 * columns + 1
+    gate = tl.load(x + row * x_stride + gate_columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + up_columns, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION == "clamped_swiglu":
+        gate = tl.minimum(gate, 7.0)
+        value = gate / (1.0 + tl.exp(-1.702 * gate))
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
+    elif ACTIVATION == "silu":
         value = gate / (1.0 + tl.exp(-gate))
     elif ACTIVATION == "gelu":
         value = gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
@@ -62,5 +71,6 @@ def compile_cases() -> list[CompileCase]:
             ("silu", "fp32", 1111),
             ("gelu_pytorch_tanh", "bf16", 9216),
             ("gelu", "bf16", 4096),
+            ("clamped_swiglu", "bf16", 2880),
         )
     ]

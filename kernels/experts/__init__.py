@@ -1,4 +1,5 @@
 """Experts of a layer: y[t] = Σ_j w[t, j] · E_{e[t, j]}(x[t]), with E(x) = W_down (silu(W_gate x) · W_up x).
+The weights may have biases, and the activation may be another of `act_and_mul`.
 
 The pairs of a token and its j-th expert are sorted by expert, and each expert that has tokens multiplies all of its
 tokens at once: its weights are read once, those of other experts not at all.
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias, Union
 
-from torch import Tensor
+from torch import Tensor, stack
 
 from ..dispatch import use_triton
 from ..linear import Packed
@@ -30,19 +31,28 @@ PackedExperts: TypeAlias = Union[TorchExperts, NativeExperts, "TritonExperts"]
 """Experts of one layer; a call computes y [T, H] from x [T, H]."""
 
 
-def pack(gate_up: Sequence[Packed], down: Sequence[Packed], *, batch_invariant: bool = False) -> PackedExperts:
-    """Pack E experts: `gate_up` [2I, H] each, gate first, and `down` [H, I] each.
+def pack(
+    gate_up: Sequence[Packed], down: Sequence[Packed], *, activation: str = "silu", batch_invariant: bool = False
+) -> PackedExperts:
+    """Pack E experts: `gate_up` [2I, H] each, as `activation` takes their products, and `down` [H, I] each.
 
     With `batch_invariant` a row's result does not depend, bit for bit, on other rows.
     """
-    if is_native(gate_up) and is_native(down):
-        return NativeExperts(gate_up, down)
+    if is_native(gate_up) and is_native(down) and activation in ("silu", "clamped_swiglu"):
+        return NativeExperts(gate_up, down, activation)
     plain = [_on_triton(weights) for weights in (gate_up, down)]
     if all(plain):
         from .triton import TritonExperts
 
-        return TritonExperts(*plain)
-    return TorchExperts(gate_up, down, batch_invariant=batch_invariant)
+        biases = [_biases(weights) for weights in (gate_up, down)]
+        return TritonExperts(*plain, biases=biases, activation=activation)
+    return TorchExperts(gate_up, down, activation=activation, batch_invariant=batch_invariant)
+
+
+def _biases(weights: Sequence[Packed]) -> Tensor | None:
+    """Biases [E, out] of weights for Triton's kernel; None: they have none."""
+    found = [weight.bias for weight in weights if isinstance(weight, PackedLinear) and weight.bias is not None]
+    return stack(found) if found else None
 
 
 def _on_triton(weights: Sequence[Packed]) -> list[Tensor]:

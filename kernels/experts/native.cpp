@@ -1,10 +1,11 @@
-// Experts of a layer: y[t] = sum over j of w[t][j] * down(silu(gate(x)) * up(x)) of expert e[t][j], in one call.
+// Experts of a layer: y[t] = sum over j of w[t][j] * down(silu(gate(x)) * up(x)) of expert e[t][j], in one call; or with
+// the activation of gpt-oss. The products add the weights' biases.
 //
 // The pairs of a token and its j-th expert are sorted by expert. The panels of all experts that have pairs form one
 // list, of which each thread reads an equal part from front to back; each weight is read once. The bits of a token's
 // result depend on its own row alone, as those of the products do.
+#include "clamped_swiglu.h"
 #include "panels.h"
-#include "vector_math.h"
 
 using namespace outrider;
 
@@ -12,6 +13,7 @@ namespace {
 
 struct Experts {
     int64_t num_experts, hidden, inner;
+    int64_t clamped;               // 0: SiLU; 1: the activation of gpt-oss
     const Weight* const* gate_up;  // [E], each [2 * inner, hidden]
     const Weight* const* down;     // [E], each [hidden, inner]
 };
@@ -142,13 +144,18 @@ void multiply(const Weight* const* weights, const Sorted& sorted, const bf16* x,
 }
 
 // inner [pairs, I] = silu(gate) * up, the halves of gate_up [pairs, 2I]; rounded as the kernel of the dense MLP does.
-void activate(const bf16* gate_up, bf16* inner, int64_t size, int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; row++)
+void activate(const bf16* gate_up, bf16* inner, int64_t size, bool is_clamped, int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; row++) {
+        if (is_clamped) {
+            clamped_swiglu(gate_up + row * 2 * size, inner + row * size, size);
+            continue;
+        }
         for (int64_t i = 0; i < size; i += LANES) {
             const bf16* gate = gate_up + row * 2 * size + i;
             const Vec g = load(gate, size - i), up = load(gate + size, size - i);
             store(inner + row * size + i, g / (1.0f + exponential(-g)) * up, size - i);
         }
+    }
 }
 
 void apply(const Experts& experts, const Routing& routing, const bf16* x, const bf16* residual, bf16* y, bf16* scratch) {
@@ -166,7 +173,7 @@ void apply(const Experts& experts, const Routing& routing, const bf16* x, const 
 #pragma omp barrier
         multiply(experts.gate_up, sorted, inputs, merged, number, team);
 #pragma omp barrier
-        activate(merged, activated, inner, pairs * number / team, pairs * (number + 1) / team);
+        activate(merged, activated, inner, experts.clamped, pairs * number / team, pairs * (number + 1) / team);
 #pragma omp barrier
         multiply(experts.down, sorted, activated, outputs, number, team);
 #pragma omp barrier

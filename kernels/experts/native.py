@@ -26,6 +26,7 @@ class _Experts(ctypes.Structure):
         ("num_experts", INTEGER),
         ("hidden", INTEGER),
         ("inner", INTEGER),
+        ("clamped", INTEGER),
         ("gate_up", POINTER),
         ("down", POINTER),
     )
@@ -67,13 +68,13 @@ def is_native(weights: Sequence[Packed]) -> TypeGuard[Sequence[NativeLinear]]:
 class NativeExperts:
     """Packed weights of each expert of a layer; immutable."""
 
-    def __init__(self, gate_up: Sequence[NativeLinear], down: Sequence[NativeLinear]) -> None:
+    def __init__(self, gate_up: Sequence[NativeLinear], down: Sequence[NativeLinear], activation: str = "silu") -> None:
         """Make experts of weights for which `is_native` is True, without a copy."""
         self._kept = gate_up, down
         self._hidden, self._inner = gate_up[0].in_features, down[0].in_features
         self._pointers = [(POINTER * len(part))(*(weight.address for weight in part)) for part in (gate_up, down)]
         addresses = map(ctypes.addressof, self._pointers)
-        self._experts = _Experts(len(gate_up), self._hidden, self._inner, *addresses)
+        self._experts = _Experts(len(gate_up), self._hidden, self._inner, activation != "silu", *addresses)
         self._releasing = max(1, RELEASING_WORK // (3 * self._hidden * self._inner))  # pairs
 
     def __call__(self, x: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -39,10 +40,17 @@ class Products(NamedTuple):
 class TorchExperts:
     """Packed weights of each expert of a layer."""
 
-    def __init__(self, gate_up: Sequence[Packed], down: Sequence[Packed], *, batch_invariant: bool = False) -> None:
+    def __init__(
+        self,
+        gate_up: Sequence[Packed],
+        down: Sequence[Packed],
+        *,
+        activation: str = "silu",
+        batch_invariant: bool = False,
+    ) -> None:
         self._products = Products(
             lambda expert, x, tokens: gate_up[expert](x),
-            act_and_mul_invariant if batch_invariant else act_and_mul,
+            partial(act_and_mul_invariant if batch_invariant else act_and_mul, activation=activation),
             lambda expert, x, tokens: down[expert](x),
         )
 

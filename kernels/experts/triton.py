@@ -25,6 +25,7 @@ BLOCK_N, BLOCK_K, NUM_WARPS, NUM_STAGES = 64, 64, 4, 3
 def _grouped_kernel(
     x,  # [P / PAIRS, IN]: pair p reads row p / PAIRS
     addresses,  # [E] int64: weight [OUT, IN] of each expert
+    biases,  # [E, OUT], or anything without HAS_BIAS
     order,  # [P] int64: pairs, sorted by expert
     experts,  # [tiles] int64: expert of each tile; at least NUM_EXPERTS when there is no such tile
     pair_ends,  # [E] int64: end of each expert's pairs in `order`
@@ -37,8 +38,9 @@ def _grouped_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):
-    """y[p] = W[expert of p] x[p / PAIRS]"""
+    """y[p] = W[expert of p] x[p / PAIRS] (+ b[expert of p])"""
     blocks: tl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0) // blocks
     expert = tl.load(experts + tile)
@@ -60,6 +62,8 @@ def _grouped_kernel(
             inside = (k < IN)[:, None] & (column < OUT)[None, :]
             block = tl.load(weight + column[None, :] * IN + k[:, None], mask=inside, other=0.0)
             sums = tl.dot(inputs, block, sums, input_precision="ieee")
+        if HAS_BIAS:
+            sums += tl.load(biases + expert * OUT + column, mask=column < OUT, other=0.0).to(tl.float32)[None, :]
         target = y + pair[:, None] * OUT + column[None, :]
         tl.store(target, sums.to(y.dtype.element_ty), mask=known[:, None] & (column < OUT)[None, :])
 
@@ -90,9 +94,18 @@ def _plan(experts: Tensor, num_experts: int) -> _Plan:
 class TritonExperts:
     """Weights of each expert of a layer, which stay where they are."""
 
-    def __init__(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> None:
-        """Make experts of contiguous weights [2I, H] and [H, I]."""
+    def __init__(
+        self,
+        gate_up: Sequence[Tensor],
+        down: Sequence[Tensor],
+        *,
+        biases: Sequence[Tensor | None] = (None, None),
+        activation: str = "silu",
+    ) -> None:
+        """Make experts of contiguous weights [2I, H] and [H, I], and of `biases` [E, 2I] and [E, H]."""
         self._kept = gate_up, down
+        self._biases = biases
+        self._activation = activation
         self._addresses = [
             torch.tensor([weight.data_ptr() for weight in part], device=part[0].device) for part in (gate_up, down)
         ]
@@ -101,35 +114,43 @@ class TritonExperts:
         """Compute y [T, H] from x [T, H], as a new tensor; `residual` [T, H] is added."""
         num_tokens, top_k = routing.experts.shape
         plan = _plan(routing.experts, len(self._kept[0]))
-        inner = act_and_mul(self._product(x.contiguous(), 0, plan, top_k))
+        inner = act_and_mul(self._product(x.contiguous(), 0, plan, top_k), self._activation)
         outputs = self._product(inner, 1, plan, 1)
         return combine(outputs.view(num_tokens, top_k, -1), routing.weights, residual)
 
     def _product(self, x: Tensor, part: int, plan: _Plan, pairs: int) -> Tensor:
         out, inputs = self._kept[part][0].shape
         y = x.new_empty(len(plan.order), out)
+        biases = self._biases[part]
         grid = (len(plan.experts) * triton.cdiv(out, BLOCK_N),)
         if len(plan.order):
             _grouped_kernel[grid](
-                x, self._addresses[part], *plan[:4], y,
+                x, self._addresses[part], x if biases is None else biases, *plan[:4], y,
                 NUM_EXPERTS=len(self._kept[part]), PAIRS=pairs, IN=inputs, OUT=out, BLOCK_M=plan.block_m,
-                BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+                BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, HAS_BIAS=biases is not None, num_warps=NUM_WARPS,
+                num_stages=NUM_STAGES,
             )  # fmt: skip
         return y
 
 
 def compile_cases() -> list[CompileCase]:
     """Cases of the kernel: both tiles, shapes of models, every dtype."""
-    shapes = (("bf16", 128, 8, 2048, 1536, 16), ("bf16", 128, 1, 768, 2048, 64), ("fp16", 8, 2, 4096, 28672, 64))
+    shapes = (
+        ("bf16", 128, 8, 2048, 1536, 16),
+        ("bf16", 128, 1, 768, 2048, 64),
+        ("fp16", 8, 2, 4096, 28672, 64),
+        ("bf16", 32, 4, 2880, 5760, 16),
+        ("bf16", 32, 1, 2880, 2880, 64),
+    )
     return [
         make_case(
             f"experts {dtype} e{experts} k{pairs} {inputs}x{out} m{block_m}",
             _grouped_kernel,
             {
                 "NUM_EXPERTS": experts, "PAIRS": pairs, "IN": inputs, "OUT": out,
-                "BLOCK_M": block_m, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K,
+                "BLOCK_M": block_m, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K, "HAS_BIAS": experts == 32,
             },
-            {"x y": f"*{dtype}", "addresses order experts pair_ends tile_ends": "*i64"},
+            {"x biases y": f"*{dtype}", "addresses order experts pair_ends tile_ends": "*i64"},
             num_warps=NUM_WARPS,
             num_stages=NUM_STAGES,
         )

@@ -134,8 +134,8 @@ class NativeLinear:
 
     @property
     def address(self) -> int:
-        """Address of the kernel's `Weight`, without the bias; valid while this object lives."""
-        return ctypes.addressof(self._base)
+        """Address of the kernel's `Weight`; valid while this object lives."""
+        return ctypes.addressof(self._weight)
 
     def without_bias(self, x: Tensor) -> Tensor:
         """Product x Wᵀ [T, out]."""

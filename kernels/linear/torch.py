@@ -52,6 +52,11 @@ class PackedLinear:
         """Weight [out, in]; None where it is prepacked."""
         return None if self._prepacked else self._weight
 
+    @property
+    def bias(self) -> Tensor | None:
+        """Bias [out]."""
+        return self._bias
+
     def without_bias(self, x: Tensor) -> Tensor:
         """Product x Wᵀ [T, out]."""
         if self._prepacked:

@@ -2,7 +2,8 @@
 
     softmax(q Kᵀ / sqrt(D) + mask) V
 
-With `AttentionOptions` the scores have another factor, or a soft cap.
+With `AttentionOptions` the scores have another factor, or a soft cap. Sinks (gpt-oss) are one number for each query
+head, the score of a key without a value, which every query sees.
 
 A query sees only positions up to its own, and within its window.
 

@@ -14,7 +14,7 @@ from .native import RowArrays
 from .schedule import TILE_FIELDS, Capacity, Layout, Planner, TileGroup, padded_dim
 from .settle import BLOCK, settle_kernel
 from .torch import LayerKV
-from .triton import attention_constants, attention_kernel, reduce_kernel
+from .triton import Features, attention_constants, attention_kernel, reduce_kernel
 from .write import write_constants, write_kernel
 
 _LOG2_E = 1.4426950408889634
@@ -97,15 +97,21 @@ class DeviceStep:
         settle_kernel[(self._layout.num_tiles,)](*arrays, BLOCK_SIZE=self._block_size, BLOCK=BLOCK, num_warps=1)
 
     def attend_qkv(
-        self, qkv: Tensor, rotation: Rotation, norm: NormWeight | None, kv: LayerKV, window: int | None
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        norm: NormWeight | None,
+        kv: LayerKV,
+        window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend with a projection's output, heads side by side: qkv [T, (H + 2 Hk) · D], whose queries are mutated;
         return [T, H · D]. With a window a query at position p sees (p - window, p].
 
         Queries and keys are first normalised, if there is a `norm` (of scale [H + Hk, D]), and rotated, in float32.
-        Values that are not finite are written as 0, and keys are limited: see `write_kv`.
+        Values that are not finite are written as 0, and keys are limited: see `write_kv`. `sinks` [H] are float32.
         """
-        return self._attend(self.write_qkv(qkv, rotation, norm, kv), kv, window)
+        return self._attend(self.write_qkv(qkv, rotation, norm, kv), kv, window, sinks)
 
     def write_qkv(self, qkv: Tensor, rotation: Rotation, norm: NormWeight | None, kv: LayerKV) -> Tensor:
         """Normalise, rotate and write as `attend_qkv` does; return the queries [T, H, D], a view of `qkv`."""
@@ -140,14 +146,14 @@ class DeviceStep:
             if cache.dtype not in (self._dtype, torch.float8_e4m3fn):
                 raise ValueError(f"a cache must be {self._dtype} or torch.float8_e4m3fn; got {cache.dtype}")
 
-    def _attend(self, q: Tensor, kv: LayerKV, window: int | None) -> Tensor:
+    def _attend(self, q: Tensor, kv: LayerKV, window: int | None, sinks: Tensor | None) -> Tensor:
         num_heads, _, dim = self._planner.shape
         out = torch.empty(q.shape[0], num_heads * dim, dtype=q.dtype, device=q.device)
         parts = self._parts or self._make_parts()
         tiles = self._data
         for group in self._layout.groups:
             of_splits = parts if group.num_splits > 1 else (out, out)
-            self._attend_group(q, kv, group, tiles, (out, *of_splits), window)
+            self._attend_group(q, kv, group, tiles, (out, *of_splits), window, sinks)
             tiles = tiles[group.num_tiles * TILE_FIELDS :]
         return out
 
@@ -159,6 +165,7 @@ class DeviceStep:
         tiles: Tensor,
         results: tuple[Tensor, Tensor, Tensor],
         window: int | None,
+        sinks: Tensor | None,
     ) -> None:
         """Attend for one group of tiles; `results` are out and, with splits, their parts and sums."""
         shape, options = self._planner.shape, self._planner.options
@@ -168,13 +175,11 @@ class DeviceStep:
         constants = attention_constants(
             *(shape, self._block_size, group.block_m, config.block_n),
             is_float32=q.dtype == torch.float32,
-            is_split=is_split,
-            has_window=window is not None,
-            has_cap=options.soft_cap is not None,
+            features=Features(is_split, window is not None, options.soft_cap is not None, sinks is not None),
         )
         attention_kernel[(group.num_tiles * shape.num_kv_heads, group.num_splits)](
             *(q, q.stride(0), q.stride(1), kv.k, kv.v, kv.k.stride(0), kv.v.stride(0)),
-            *(tiles, self._table, out, parts, part_sums),
+            *(tiles, self._table, out, parts, part_sums, part_sums if sinks is None else sinks),
             *((options.scale or shape.head_dim**-0.5) * _LOG2_E, (options.soft_cap or 1.0) * _LOG2_E),
             *(self._first_key, min(window or 0, _MAX_WINDOW)),
             *(group.num_queries, group.num_splits),

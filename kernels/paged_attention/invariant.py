@@ -24,6 +24,8 @@ BASE = 8
 """Queries of the tile, and pairs of the call, whose results are the reference."""
 _TILES = (1, 2, 4, 8, 16, 32)
 _PAIRS = (2, 4, 8, 16, 32)
+# Elements of a vector on any machine, or a multiple.
+_LANES = 16
 # Most matrices of a call in a trial, over all KV heads.
 _MAX_TRIAL = 128
 
@@ -72,8 +74,10 @@ def attend_tiles(
     out: Tensor,
     workspace: Workspace,
     options: AttentionOptions = DEFAULT_OPTIONS,
+    sinks: Tensor | None = None,
 ) -> None:
-    """Attend with q [T, H, D] of the whole batch; fill the group's queries in out [T, H, D], which is mutated."""
+    """Attend with q [T, H, D] of the whole batch; fill the group's queries in out [T, H, D], which is mutated. `sinks`
+    [H] are float32."""
     kv_heads, _, _, head_dim = kv.k.shape
     tiles, queries, chunks = group.num_tiles, group.num_queries, group.num_chunks
     folded = q.index_select(0, group.query_index).view(tiles, queries, kv_heads, -1, head_dim)
@@ -94,7 +98,7 @@ def attend_tiles(
     torch.add(group.bias, by_query, alpha=scale, out=by_query)
     if q.dtype == torch.float16:  # hidden scores may be infinite: see `write_kv`
         by_query.masked_fill_(group.bias < 0, -torch.inf)
-    weights = torch.softmax(weights, -1)
+    weights = _softmax(weights, sinks)
     apart = weights.view(kv_heads, tiles, queries * fold, chunks, keys).transpose(2, 3)
     parts = _weighted_values(apart.to(q.dtype).reshape(kv_heads, tiles * chunks, -1, keys), kv, group, workspace)
     parts = parts.view(kv_heads, tiles, chunks, queries * fold, head_dim)
@@ -104,6 +108,20 @@ def attend_tiles(
     y = total.to(q.dtype).view(kv_heads, tiles, queries, fold, head_dim).permute(1, 2, 0, 3, 4)
     y = y.reshape(tiles * queries, -1, head_dim).index_select(0, group.place_index)
     out.index_copy_(0, group.token_index, y)
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax of scores [Hk, N, Q · H / Hk, keys], with the sinks of the heads as one key more.
+
+    A whole vector is added, so that no key's place in a vector changes.
+    """
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    kv_heads, tiles, rows, keys = scores.shape
+    block = scores.new_full((kv_heads, tiles, rows, _LANES), -torch.inf)
+    fold = len(sinks) // kv_heads
+    block.view(kv_heads, tiles, -1, fold, _LANES)[..., 0] = sinks.view(kv_heads, 1, 1, fold)
+    return torch.softmax(torch.cat((scores, block), -1), -1)[..., :keys].contiguous()
 
 
 def _cap_chunks(scores: Tensor, scale: float, cap: float, keys: int) -> None:

@@ -47,6 +47,7 @@ struct Layer {                      // strides in elements; heads of a token sid
     const int64_t* rope_rows;       // [T] each token's row of cos and sin; null: their rows are the tokens'
     const float* norm_scale;        // [H + Hk, D]: see kernels/rms_norm; null: no normalisation
     float norm_root;
+    const float* sinks;             // [H]: score of a key without a value, for each head; null: none
     void* out;                      // [T, H, D]
 };
 
@@ -168,8 +169,9 @@ class Tile {
             const int64_t position = step.starts[item.row] + query;
             last_[n] = position;
             first_[n] = first_seen(step, layer, position);
-            maxima_[n] = LEAST;
+            maxima_[n] = layer.sinks ? std::max(layer.sinks[head + member], LEAST) : LEAST;
             totals_[n] = zeros();
+            if (layer.sinks) totals_[n][0] = 1.0f;  // exp(sink - maximum)
         }
         std::memset(sums_, 0, num_rows_ * padded_ * sizeof(float));
     }
@@ -345,9 +347,9 @@ extern "C" void outrider_attention(
     const void* step, const void* q, const void* k, const void* v, int64_t token_stride,
     void* key_cache, void* value_cache, int64_t head_stride, int64_t cache_dtype, int64_t window, const void* cos,
     const void* sin, int64_t rope_stride, const int64_t* rope_rows, const float* norm_scale, float norm_root,
-    void* out) {
+    const float* sinks, void* out) {
     const Layer layer{q, k, v, token_stride, key_cache, value_cache, head_stride, window, cos, sin,
-                      rope_stride, rope_rows, norm_scale, norm_root, out};
+                      rope_stride, rope_rows, norm_scale, norm_root, sinks, out};
     const Step& shared = *(const Step*)step;
     const bool is_short = cache_dtype == FLOAT8;
     if (shared.dtype == FLOAT32)

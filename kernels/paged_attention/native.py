@@ -70,7 +70,7 @@ def _function() -> Any:
         "outrider_attention",
         *([POINTER] * 4 + [INTEGER]),
         *(POINTER, POINTER, INTEGER, INTEGER, INTEGER),
-        *(POINTER, POINTER, INTEGER, POINTER, POINTER, ctypes.c_float, POINTER),
+        *(POINTER, POINTER, INTEGER, POINTER, POINTER, ctypes.c_float, POINTER, POINTER),
     )
 
 
@@ -127,7 +127,13 @@ class NativeStep:
         self._address = ctypes.addressof(self._struct)
 
     def attend_qkv(
-        self, qkv: Tensor, rotation: Rotation, norm: NormWeight | None, kv: LayerKV, window: int | None
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        norm: NormWeight | None,
+        kv: LayerKV,
+        window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend with a projection's output, heads side by side: qkv [T, (H + 2 Hk) · D], contiguous; return [T, H ·
         D].
@@ -135,7 +141,7 @@ class NativeStep:
         Queries and keys are first normalised, if there is a `norm` (of scale [H + Hk, D]), and rotated, in float32.
         Values that are not finite are written as 0, and keys are limited: see `write_kv`. A query's result depends, bit
         for bit, on its own sequence alone. With `rotation.rows` the angles come from tables, and the rows are not
-        checked.
+        checked. `sinks` [H] are float32.
         """
         num_heads, num_kv_heads, dim = self._shape
         width = (num_heads + 2 * num_kv_heads) * dim
@@ -151,7 +157,7 @@ class NativeStep:
             *self._cache(kv),
             window or 0,
             *(cos.data_ptr(), sin.data_ptr(), cos.stride(0), None if rows is None else rows.data_ptr()),
-            *(scale, root, out.data_ptr()),
+            *(scale, root, None if sinks is None else sinks.data_ptr(), out.data_ptr()),
         )
         return out
 

@@ -131,12 +131,14 @@ def attend_short(
     out: Tensor | None,
     workspace: Workspace,
     options: AttentionOptions = DEFAULT_OPTIONS,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend for a group; the query heads of one KV head are folded into the queries.
 
     Args:
         q: [T, H, D] of the whole batch.
         out: [T, H, D], filled for the group's tokens; None when the group is the whole batch.
+        sinks: [H] float32.
 
     Returns:
         [T, H, D]: `out`, or a new tensor.
@@ -149,10 +151,10 @@ def attend_short(
     if group.key_range is not None:
         low, high = group.key_range
         keys, values = (x.flatten(1, 2)[:, low:high] for x in (keys, values))
-    if group.key_range is not None and options.soft_cap is None:
+    if group.key_range is not None and options.soft_cap is None and sinks is None:
         y = _attend_fused(q, keys, values, options.scale)
     else:
-        y = _attend_by_products(q, keys, values, group.bias, options)
+        y = _attend_by_products(q, keys, values, group.bias, options, sinks)
     y = y.reshape(-1, heads, head_dim)
     if group.padded_index is not None:
         y = y.index_select(0, group.padded_index)
@@ -166,7 +168,7 @@ def _attend_fused(q: Tensor, keys: Tensor, values: Tensor, scale: float | None) 
 
 
 def _attend_by_products(
-    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, options: AttentionOptions
+    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, options: AttentionOptions, sinks: Tensor | None
 ) -> Tensor:
     """Attention by two batched products: q [B, Q, Hk, H / Hk, D], keys and values [Hk, blocks, block_size, D]; returns
     the shape of q.
@@ -187,8 +189,17 @@ def _attend_by_products(
         scores = soft_cap(scores, options.soft_cap)
     if bias is not None and masks:
         scores.masked_fill_(bias < 0, -torch.inf)
-    y = torch.bmm(torch.softmax(scores, -1), values)
+    if sinks is not None:
+        sinks = sinks.view(kv_heads, 1, 1, fold).expand(-1, rows, queries, -1).reshape(kv_heads * rows, -1, 1)
+    y = torch.bmm(_softmax(scores, sinks), values)
     return y.view(kv_heads, rows, queries, fold, head_dim).permute(1, 2, 0, 3, 4)
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax of scores [..., keys], with the sinks [..., 1], if there are some, as one key more."""
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    return torch.softmax(torch.cat((scores, sinks.to(scores.dtype)), -1), -1)[..., :-1]
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
@@ -203,8 +214,10 @@ def attend_long(
     out: Tensor,
     workspace: Workspace,
     options: AttentionOptions = DEFAULT_OPTIONS,
+    sinks: Tensor | None = None,
 ) -> None:
-    """Attend for a chunk of one sequence: q [T, H, D] of the whole batch; the row's part of out [T, H, D] is filled."""
+    """Attend for a chunk of one sequence: q [T, H, D] of the whole batch; the row's part of out [T, H, D] is filled.
+    `sinks` [H] are float32."""
     kv_heads, _, _, head_dim = kv.k.shape
     gathered_keys, gathered_values = workspace.gather(kv, row.block_index, q.dtype)
     keys = gathered_keys.view(1, kv_heads, -1, head_dim)
@@ -212,8 +225,8 @@ def attend_long(
     q = q[row.tokens[0] : row.tokens[1]].transpose(0, 1).unsqueeze(0)
     for (first, last), (low, high), bias in row.tiles:
         tile, tile_keys, tile_values = q[:, :, first:last], keys[:, :, low:high], values[:, :, low:high]
-        if options.soft_cap is not None:
-            y = _attend_capped(tile, tile_keys, tile_values, bias, options)
+        if options.soft_cap is not None or sinks is not None:
+            y = _attend_tile(tile, tile_keys, tile_values, bias, options, sinks)
         else:
             y = F.scaled_dot_product_attention(
                 tile,
@@ -227,9 +240,11 @@ def attend_long(
         out[row.tokens[0] + first : row.tokens[0] + last] = y.squeeze(0).transpose(0, 1)
 
 
-def _attend_capped(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, options: AttentionOptions) -> Tensor:
-    """Attention with capped scores for a tile of queries q [1, H, Q, D]; keys and values [1, Hk, keys, D]; returns the
-    shape of q. Without a bias it is causal, with as many keys as queries."""
+def _attend_tile(
+    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, options: AttentionOptions, sinks: Tensor | None
+) -> Tensor:
+    """Attention with capped scores or sinks for a tile of queries q [1, H, Q, D]; keys and values [1, Hk, keys, D];
+    returns the shape of q. Without a bias it is causal, with as many keys as queries."""
     heads, queries, head_dim = q.shape[1:]
     kv_heads, num_keys = keys.shape[1:3]
     if bias is None:
@@ -237,5 +252,8 @@ def _attend_capped(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None,
     folded = q.reshape(kv_heads, -1, head_dim)
     mask = (bias < 0).expand(heads // kv_heads, -1, -1).reshape(1, -1, num_keys)
     scores = torch.bmm(folded, keys[0].transpose(1, 2)).mul_(options.scale or head_dim**-0.5)
-    scores = soft_cap(scores, options.soft_cap or 1.0).masked_fill_(mask, -torch.inf)
-    return torch.bmm(torch.softmax(scores, -1), values[0]).view(q.shape)
+    if options.soft_cap is not None:
+        scores = soft_cap(scores, options.soft_cap)
+    if sinks is not None:
+        sinks = sinks.view(kv_heads, -1, 1).repeat_interleave(queries, 1)
+    return torch.bmm(_softmax(scores.masked_fill_(mask, -torch.inf), sinks), values[0]).view(q.shape)

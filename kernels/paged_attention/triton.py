@@ -8,7 +8,7 @@ heads. For small batches several programs share the chunks of a tile, and anothe
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -40,6 +40,17 @@ def _scores(
             seen = seen & (key[None, :] > positions[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
     return scores
+
+
+@triton.jit
+def _first_state(sinks, split, BLOCK_M: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """Maximum and sum of weights before the first key; the first split begins with the sinks [BLOCK_M]."""
+    top = tl.full([BLOCK_M], _LEAST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:
+        top = tl.where(split == 0, tl.load(sinks) * 1.4426950408889634, top)
+        total = tl.where(split == 0, 1.0, total)
+    return top, total
 
 
 @triton.jit
@@ -103,11 +114,11 @@ def _chunk_range(
 @triton.jit(do_not_specialize=["max_queries", "num_splits"])
 def attention_kernel(
     q, q_token_stride, q_head_stride, keys, values, key_head_stride, value_head_stride,
-    tiles, table, out, parts, part_sums, scale, soft_cap, first_key, window, max_queries, num_splits,
+    tiles, table, out, parts, part_sums, sinks, scale, soft_cap, first_key, window, max_queries, num_splits,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     MIN_CHUNKS: tl.constexpr, HAS_SPLITS: tl.constexpr, TWO_LOOPS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile. Writes out [T, H, D] or, with splits, parts [tiles, max_queries, H, num_splits, D] float32
     and part_sums [tiles, max_queries, H, num_splits], the log2 of a part's sum of weights, -inf for an empty part."""
@@ -139,8 +150,7 @@ def attention_kernel(
     keys += head.to(tl.int64) * key_head_stride
     values += head.to(tl.int64) * value_head_stride
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    top = tl.full([BLOCK_M], _LEAST, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    top, total = _first_state(sinks + query_head, split, BLOCK_M, HAS_SINKS)
     if TWO_LOOPS:
         acc, top, total = _attend_chunks(
             acc, top, total, q_tile, keys, values, table, whole_begin, whole_end, whole_end, 0, num_keys, columns,
@@ -188,6 +198,15 @@ def reduce_kernel(
     tl.store(out + place, result.to(out.dtype.element_ty), mask=columns < HEAD_DIM)
 
 
+class Features(NamedTuple):
+    """Parts of `attention_kernel` that a launch needs."""
+
+    splits: bool
+    window: bool
+    cap: bool
+    sinks: bool
+
+
 def attention_constants(
     shape: Shape,
     block_size: int,
@@ -195,9 +214,7 @@ def attention_constants(
     block_n: int,
     *,
     is_float32: bool,
-    is_split: bool,
-    has_window: bool,
-    has_cap: bool = False,
+    features: Features,
 ) -> dict[str, Any]:
     """Constants of `attention_kernel`."""
     return {
@@ -209,11 +226,12 @@ def attention_constants(
         "BLOCK_N": block_n,
         "BLOCK_D": padded_dim(shape.head_dim),
         "MIN_CHUNKS": MIN_SPLIT_KEYS // block_n,
-        "HAS_SPLITS": is_split,
+        "HAS_SPLITS": features.splits,
         # Masks are cheap beside loads from memory, but not beside matrix products.
         "TWO_LOOPS": block_m > 64,
-        "HAS_WINDOW": has_window,
-        "HAS_CAP": has_cap,
+        "HAS_WINDOW": features.window,
+        "HAS_CAP": features.cap,
+        "HAS_SINKS": features.sinks,
         "PRECISION": "tf32x3" if is_float32 else "tf32",
     }
 
@@ -221,23 +239,26 @@ def attention_constants(
 def _attention_case(
     name: str, dtype: str, shape: Shape, block_size: int, block_m: int, arch: int = 90, *, cache: str | None = None
 ) -> CompileCase:
-    """Case for Ampere alone or for Hopper and later, with a window or a cap if `name` says so; `cache`: dtype of the
-    cache, if it is another."""
+    """Case for Ampere alone or for Hopper and later, with a window, a cap or sinks if `name` says so; `cache`: dtype of
+    the cache, if it is another."""
     is_float32, is_split = dtype == "fp32", block_m <= 64
     config = default_config(block_m, shape.head_dim, 4 if is_float32 else 2, arch, not is_split)
     constants = attention_constants(
         *(shape, block_size, block_m, config.block_n),
         is_float32=is_float32,
-        is_split=is_split,
-        has_window="window" in name,
-        has_cap="cap" in name,
+        features=Features(is_split, "window" in name, "cap" in name, "sinks" in name),
     )
     full = f"paged_attention {name}{dtype} d{shape.head_dim} m{block_m}{' ampere' if arch < 90 else ''}"
     return make_case(
         full,
         attention_kernel,
         constants,
-        {"q out": f"*{dtype}", "keys values": f"*{cache or dtype}", "tiles table": "*i32", "parts part_sums": "*fp32"}
+        {
+            "q out": f"*{dtype}",
+            "keys values": f"*{cache or dtype}",
+            "tiles table": "*i32",
+            "parts part_sums sinks": "*fp32",
+        }
         | {"q_token_stride q_head_stride key_head_stride value_head_stride": "i64", "scale soft_cap": "fp32"},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -253,7 +274,7 @@ def _reduce_case(dtype: str, head_dim: int, num_splits: int) -> CompileCase:
 
 def compile_cases() -> list[CompileCase]:
     """Cases of all kernels."""
-    common, wide, odd = Shape(32, 8, 128), Shape(16, 8, 256), Shape(24, 8, 80)
+    common, wide, odd, gpt_oss = Shape(32, 8, 128), Shape(16, 8, 256), Shape(24, 8, 80), Shape(64, 8, 64)
     cases = [
         _attention_case("fp8 ", "bf16", common, 16, 16, cache="fp8e4nv"),
         _attention_case("fp8 ", "bf16", common, 16, 128, cache="fp8e4nv"),
@@ -269,6 +290,9 @@ def compile_cases() -> list[CompileCase]:
         cases += [_attention_case("window cap ", "bf16", wide, 16, m, arch) for m in (16, 32, 64)]
         cases += [_attention_case("window cap ", "bf16", common, 16, m, arch) for m in (16, 128)]
         cases += [_attention_case("window ", "fp32", common, 16, m, arch) for m in (16, 32)]
+        cases += [
+            _attention_case(f"sinks {w}", "bf16", gpt_oss, 16, m, arch) for w in ("", "window ") for m in (16, 128)
+        ]
         cases += [
             _attention_case("", "fp16", Shape(14, 2, 64), 128, 16, arch),
             _attention_case("", "fp16", odd, 64, 128, arch),

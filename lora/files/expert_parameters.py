@@ -46,8 +46,8 @@ def split_parameters(file: TensorFile, known: Mapping[str, ModuleShape]) -> tupl
         shapes = file.shapes[match[0]], file.shapes.get(b, ())
         if holder is None or len(shapes[0]) != 2 or len(shapes[1]) != 2:
             raise adapter_error(f"base mismatch: the served model has no experts for {match[0]} {list(shapes[0])}")
-        gate_up, down = list(holder.values())[:2], list(holder.values())[2:]
-        for parameter, projections in (("gate_up_proj", gate_up), ("down_proj", down)):
+        *gate_up, last = holder.values()
+        for parameter, projections in (("gate_up_proj", gate_up), ("down_proj", [last])):
             sizes = [known[names[0]].out_features for names in projections]
             if (known[projections[0][0]].in_features, sum(sizes)) == (shapes[0][1], shapes[1][0]):
                 view.add((match[0], b), projections, sizes, f"{configured}.{parameter}")
@@ -61,7 +61,8 @@ def split_parameters(file: TensorFile, known: Mapping[str, ModuleShape]) -> tupl
 
 
 def _holders(known: Mapping[str, ModuleShape]) -> dict[str, dict[str, list[str]]]:
-    """Modules of experts in the experts' order, by the module that holds them and by the projection: gate, up, down."""
+    """Modules of experts in the experts' order, by the module that holds them and by the projection: gate and up, or
+    one of both, and down."""
     holders: dict[str, dict[str, list[str]]] = {}
     for name in known:
         holder, _, rest = name.rpartition(".experts.")

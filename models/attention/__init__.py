@@ -64,11 +64,19 @@ class AttentionBackend(Protocol):
         """Plan for `rows` all that does not depend on the layer; `positions` [T] int64 are their tokens'."""
 
     def forward_qkv(
-        self, qkv: Tensor, rotation: Rotation, norm: RMSNorm | None, kv: LayerKV, plan: Any, window: int | None
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        norm: RMSNorm | None,
+        kv: LayerKV,
+        plan: Any,
+        window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Normalise, rotate, store and attend with a projection's output qkv [T, (H + 2 Hk) · D], which may be mutated.
 
         Queries and keys are normalised, if there is a `norm` for their H + Hk heads, and rotated before they are used.
+        `sinks` [H] float32 are the heads' scores of a key without a value.
         """
 
 

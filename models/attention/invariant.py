@@ -85,12 +85,21 @@ class InvariantAttention(SeparateSteps):
             ]
         return InvariantPlan(self._tensor(tables.slots(positions)), by_window)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, plan: InvariantPlan, window: int | None) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv: LayerKV,
+        plan: InvariantPlan,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         """See SeparateSteps."""
         write_kv(k, v, kv, plan.slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for group in plan.by_window[window]:
-            attend_tiles(q, kv, group, out, self._workspace, self._spec.options)
+            attend_tiles(q, kv, group, out, self._workspace, self._spec.options, sinks)
         return out.view(q.shape[0], -1)
 
     def _split(self, tiles: Sequence[_Tile], keys: int) -> list[list[_Tile]]:

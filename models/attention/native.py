@@ -48,6 +48,7 @@ class NativeAttention:
         kv: LayerKV,
         plan: NativeStep,
         window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See AttentionBackend."""
-        return plan.attend_qkv(qkv, rotation, norm.weight if norm is not None else None, kv, window)
+        return plan.attend_qkv(qkv, rotation, norm.weight if norm is not None else None, kv, window, sinks)

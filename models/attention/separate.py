@@ -35,11 +35,20 @@ class SeparateSteps(ABC):
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._spec.device)
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, plan: Any, window: int | None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, plan: Any, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
         """Store k and v [T, Hk, D] (which may be mutated) in `kv`, then attend with q [T, H, D]; return [T, H · D]."""
 
     def forward_qkv(
-        self, qkv: Tensor, rotation: Rotation, norm: RMSNorm | None, kv: LayerKV, plan: Any, window: int | None
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        norm: RMSNorm | None,
+        kv: LayerKV,
+        plan: Any,
+        window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See AttentionBackend."""
         heads = qkv.view(qkv.shape[0], -1, self._spec.head_dim)
@@ -50,4 +59,4 @@ class SeparateSteps(ABC):
         assert rotation.rows is None, "it does not look up angles"
         qk = self._rope(qk, rotation.cos, rotation.sin)
         q, k = qk[:, : self._spec.num_heads], qk[:, self._spec.num_heads :]
-        return self.forward(q, k, v, kv, plan, window)
+        return self.forward(q, k, v, kv, plan, window, sinks)

@@ -89,17 +89,19 @@ class TorchAttention(SeparateSteps):
             )
         return TorchPlan(self._tensor(tables.slots(positions)), by_window)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, plan: TorchPlan, window: int | None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, plan: TorchPlan, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
         """See SeparateSteps."""
         write_kv(k, v, kv, plan.slots)
-        work, options = plan.by_window[window], self._spec.options
+        work, extra = plan.by_window[window], (self._workspace, self._spec.options, sinks)
         if not work.long_rows and len(work.groups) == 1:
-            return attend_short(q, kv, work.groups[0], None, self._workspace, options).reshape(q.shape[0], -1)
+            return attend_short(q, kv, work.groups[0], None, *extra).reshape(q.shape[0], -1)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for group in work.groups:
-            attend_short(q, kv, group, out, self._workspace, options)
+            attend_short(q, kv, group, out, *extra)
         for row in work.long_rows:
-            attend_long(q, kv, row, out, self._workspace, options)
+            attend_long(q, kv, row, out, *extra)
         return out.view(q.shape[0], -1)
 
     def _group(self, rows: np.ndarray, tables: RowTables, window: int | None) -> ShortGroup:

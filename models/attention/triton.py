@@ -69,6 +69,7 @@ class TritonAttention:
         kv: LayerKV,
         plan: DeviceStep,
         window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See AttentionBackend."""
-        return plan.attend_qkv(qkv, rotation, norm.weight if norm is not None else None, kv, window)
+        return plan.attend_qkv(qkv, rotation, norm.weight if norm is not None else None, kv, window, sinks)

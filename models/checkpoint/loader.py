@@ -27,6 +27,7 @@ from ..quantization.rounding import round_int8, rounding_of
 from ..transformers_model.model import TransformersModel
 from .gguf_file import is_gguf, read_gguf
 from .json_files import read_model_config
+from .mxfp4 import unpacked
 from .weight_files import StoredTensor, load_into, misfits, read_weights
 
 _MAX_SHOWN = 200
@@ -215,7 +216,7 @@ def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: LanguageMod
             raise InvalidRequestError("model_impl transformers does not go with a GGUF file", param="model_impl")
         tensors = read_gguf(path, [*slots, *renamed], config)
     else:
-        tensors = read_weights(path, "model", hint=_NO_WEIGHTS)
+        tensors = unpacked(read_weights(path, "model", hint=_NO_WEIGHTS), config.dtype)
         if isinstance(config, DecoderConfig) and config.quantization is not None:
             tensors = unpack(tensors, config.quantization, lambda name: _with_prefix(name, slots) in slots, "model")
     if isinstance(model, TransformersModel):

@@ -31,8 +31,8 @@ class ExpertTraits:
 
     block: str = "mlp"
     """Module of a layer that holds the router `gate` and the experts."""
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Projections of an expert."""
+    projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    """Projections of an expert: gate and up, or one of both, and down."""
     intermediate_size: str = "moe_intermediate_size"
     """Key of an expert's inner size."""
     renormalised: bool | None = None
@@ -41,6 +41,14 @@ class ExpertTraits:
     """True: these weights are rounded to the model's dtype."""
     shared: bool = False
     """True: each token has a shared expert too, with a gate of its own."""
+    router: str = "gate"
+    """Module of the router in the block."""
+    bias: bool = False
+    """True: router and experts have biases."""
+    transposed: bool = False
+    """True: the tensors of all experts are [E, in, out], gate and up in one product; they may be stored as MXFP4."""
+    activation: str = "silu"
+    """Activation of an expert."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +90,10 @@ class FamilyTraits:
     """True: the file's `partial_rotary_factor` counts."""
     interleaved_rope: bool = False
     """True: neighbours are rotated as pairs."""
+    sinks: bool = False
+    """See `DecoderConfig`."""
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """Keys of config.json of which one number is served."""
     experts: ExpertTraits | None = None
     """None: all layers have a dense MLP."""
     plain_tokenizer_type: str | None = None

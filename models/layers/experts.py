@@ -6,6 +6,7 @@ T tokens, k experts of a token, E experts, H hidden size, I inner size of an exp
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,14 +47,17 @@ class SparseMlp:
         self._module = module
         self._block = block = f"{module}.{config.traits.block}"
         inner = config.intermediate_size
-        gate, up, down = config.traits.projections
-        self._router = Linear(f"{name}.router", [(f"{block}.gate", config.num_experts)], hidden_size, **common)
+        traits = config.traits
+        *merged, down = traits.projections
+        router = [(f"{block}.{traits.router}", config.num_experts)]
+        self._router = Linear(f"{name}.router", router, hidden_size, bias=traits.bias, **common)
         self._gate_up, self._down = [], []
+        options = {"bias": traits.bias, "expert": True, **common}
         for index in range(config.num_experts):
             ours, theirs = f"{name}.experts.{index}", f"{block}.experts.{index}"
-            merged = [(f"{theirs}.{gate}", inner), (f"{theirs}.{up}", inner)]
-            self._gate_up.append(Linear(f"{ours}.gate_up", merged, hidden_size, expert=True, **common))
-            self._down.append(Linear(f"{ours}.down", [(f"{theirs}.{down}", hidden_size)], inner, expert=True, **common))
+            slices = [(f"{theirs}.{projection}", 2 * inner // len(merged)) for projection in merged]
+            self._gate_up.append(Linear(f"{ours}.gate_up", slices, hidden_size, **options))
+            self._down.append(Linear(f"{ours}.down", [(f"{theirs}.{down}", hidden_size)], inner, **options))
         self._shared: GatedMlp | None = None
         if config.shared_size is not None:
             sizes = hidden_size, config.shared_size
@@ -73,7 +77,8 @@ class SparseMlp:
         routing = route(logits, config.top_k, renormalised=config.renormalised, rounded=config.traits.rounded)
         if self._experts is None:  # all are loaded now
             gate_up, down = ([linear.packed for linear in linears] for linears in (self._gate_up, self._down))
-            self._experts = pack(gate_up, down, batch_invariant=self._invariant)
+            activation = config.traits.activation
+            self._experts = pack(gate_up, down, activation=activation, batch_invariant=self._invariant)
         if batch.adapters is not None and batch.adapters.targets_experts:
             return run_products(x, routing, self._adapted(len(x), batch.adapters), residual)
         return self._experts(x, routing, residual)
@@ -94,7 +99,8 @@ class SparseMlp:
             return compute
 
         activation = act_and_mul_invariant if self._invariant else act_and_mul
-        return Products(product(self._gate_up), activation, product(self._down))
+        activate = partial(activation, activation=self._config.traits.activation)
+        return Products(product(self._gate_up), activate, product(self._down))
 
     def linears(self) -> list[Linear]:
         """See `Mlp`."""
@@ -110,31 +116,33 @@ class SparseMlp:
 
     def renamed_slots(self) -> dict[str, RenamedSlot]:
         """See `Mlp`; one tensor [E, 2I, H] holds gate and up of all experts, and one [E, H, I] down."""
-        config, block = self._config, f"{self._module}.mlp"
-        sizes = config.num_experts, config.intermediate_size, self._hidden_size
-        gate_up, down = (_Merged(linears) for linears in (self._gate_up, self._down))
-        slots = {
-            f"{block}.experts.gate_up_proj": gate_up.slot((sizes[0], 2 * sizes[1], sizes[2])),
-            f"{block}.experts.down_proj": down.slot((sizes[0], sizes[2], sizes[1])),
-        }
+        traits, block = self._config.traits, f"{self._module}.mlp"
+        slots: dict[str, RenamedSlot] = {}
+        for name, linears in (("gate_up_proj", self._gate_up), ("down_proj", self._down)):
+            slots[f"{block}.experts.{name}"] = _merged(linears, "weight", transposed=traits.transposed)
+            if traits.bias:
+                slots[f"{block}.experts.{name}_bias"] = _merged(linears, "bias")
         if block != self._block:
             for name, slot in self._router.weight_slots().items():
                 slots[name.replace(self._block, block, 1)] = RenamedSlot(slot, (name,))
         return slots
 
 
-class _Merged:
-    """Linear layers of all experts whose weights one tensor holds."""
+def _merged(linears: list[Linear], kind: str, *, transposed: bool = False) -> RenamedSlot:
+    """Slot of the tensor that holds the weights or the biases (`kind`) of all experts' layers: [E, out, in], or [E, in,
+    out] if `transposed`; and [E, out]."""
+    by_expert = [
+        {name: slot for name, slot in linear.weight_slots().items() if name.endswith(f".{kind}")} for linear in linears
+    ]
+    first = linears[0]
+    shape = (first.out_features, first.in_features) if kind == "weight" else (first.out_features,)
 
-    def __init__(self, linears: list[Linear]) -> None:
-        self._slots = [linear.weight_slots() for linear in linears]
-
-    def slot(self, shape: tuple[int, int, int]) -> RenamedSlot:
-        names = tuple(name for slots in self._slots for name in slots)
-        return RenamedSlot(WeightSlot(shape, self._load, shape[2] ** -0.5), names)
-
-    def _load(self, tensor: Tensor) -> None:
-        for expert, slots in zip(tensor, self._slots, strict=True):
+    def load(tensor: Tensor) -> None:
+        for expert, slots in zip(tensor.mT if transposed else tensor, by_expert, strict=True):
             parts = expert.split([slot.shape[0] for slot in slots.values()])
             for slot, part in zip(slots.values(), parts, strict=True):
-                slot.load(part)
+                slot.load(part.contiguous())
+
+    stored = (len(linears), *(shape[::-1] if transposed else shape))
+    names = tuple(name for slots in by_expert for name in slots)
+    return RenamedSlot(WeightSlot(stored, load, first.in_features**-0.5), names)

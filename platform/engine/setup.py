@@ -143,7 +143,9 @@ def _weight_bytes(model: LanguageModel, dtype: torch.dtype) -> int:
     packed = sum(linear.out_features * linear.in_features for linear in linears)
     table = embedding.vocab_size * embedding.hidden_size * (1 if embedding.tied else 2)
     others = max(0, model.num_parameters - packed - table) * dtype.itemsize
-    return sum(linear.packed.num_bytes for linear in linears) + min(embedding.num_bytes, table * dtype.itemsize) + others
+    return (
+        sum(linear.packed.num_bytes for linear in linears) + min(embedding.num_bytes, table * dtype.itemsize) + others
+    )
 
 
 def _has_long_steps(config: EngineConfig, model: LanguageModel) -> bool:

@@ -33,8 +33,23 @@ def unrotated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Rotation]:
 
 
 def attend(
-    backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, plan: Any, window: int | None
+    backend: AttentionBackend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: LayerKV,
+    plan: Any,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention without rotation and norm: [T, H · D]."""
     qkv, rotation = unrotated(q, k, v)
-    return backend.forward_qkv(qkv, rotation, None, kv, plan, window)
+    return backend.forward_qkv(qkv, rotation, None, kv, plan, window, sinks)
+
+
+def weights_of(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax of scores [H, Q, K], with `sinks` [H] as scores of one key more."""
+    if sinks is None:
+        return scores.softmax(-1)
+    block = sinks.to(scores).view(-1, 1, 1).expand(-1, scores.shape[1], 1)
+    return torch.cat((scores, block), -1).softmax(-1)[..., :-1]

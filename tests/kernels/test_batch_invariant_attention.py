@@ -33,7 +33,9 @@ class Row:
         self.k, self.v = (torch.randn(length, kv_heads, dim, generator=generator).to(dtype) for _ in range(2))
 
 
-def attend(chunks: list[tuple[Row, int, int]], shape, *, block_size, window, dtype, seed=0, name="invariant") -> Tensor:
+def attend(
+    chunks: list[tuple[Row, int, int]], shape, *, block_size, window, dtype, seed=0, name="invariant", has_sinks=False
+) -> Tensor:
     """Queries [start, stop) of each row in one batch, what is before in the cache; [sum(stop - start), H * D]."""
     heads, kv_heads, dim = shape
     spec = AttentionSpec(heads, kv_heads, dim, frozenset({window}), dtype, torch.device("cpu"))
@@ -54,10 +56,11 @@ def attend(chunks: list[tuple[Row, int, int]], shape, *, block_size, window, dty
     positions = np.concatenate([np.arange(start, stop) for _, start, stop in chunks])
     plan = backend.plan(rows, positions, block_size)
     q, k, v = (torch.cat([getattr(row, part)[start:stop] for row, start, stop in chunks]) for part in "qkv")
-    return attention_backends.attend(backend, q, k, v, kv, plan, window)
+    sinks = torch.linspace(-2, 3, heads) if has_sinks else None
+    return attention_backends.attend(backend, q, k, v, kv, plan, window, sinks)
 
 
-def dense(row: Row, window: int | None) -> Tensor:
+def dense(row: Row, window: int | None, sinks: Tensor | None = None) -> Tensor:
     """The definition, in float64: [length, H * D]."""
     fold = row.q.shape[1] // row.k.shape[1]
     k, v = (x.double().repeat_interleave(fold, 1) for x in (row.k, row.v))
@@ -66,7 +69,8 @@ def dense(row: Row, window: int | None) -> Tensor:
     hidden = positions > positions[:, None]
     if window is not None:
         hidden |= positions <= positions[:, None] - window
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v).flatten(1)
+    weights = attention_backends.weights_of(scores.masked_fill(hidden, -torch.inf), sinks)
+    return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
 
 
 @settings(max_examples=60)
@@ -80,6 +84,7 @@ def test_a_row_is_the_same_bits_alone_in_a_batch_and_in_chunks(
         "window": data.draw(st.sampled_from([None, None, 1, 3, 17, 150, 1000])),
         "dtype": dtype,
         "name": name,
+        "has_sinks": data.draw(st.booleans()),
     }
     lengths = data.draw(st.lists(st.sampled_from([1, 2, 5, 17, 40, 127, 128, 129, 300]), min_size=1, max_size=6))
     rows = [Row(length, shape, dtype, seed) for seed, length in enumerate(lengths)]
@@ -109,11 +114,13 @@ def test_a_row_is_the_same_bits_alone_in_a_batch_and_in_chunks(
 @pytest.mark.parametrize("name", BACKENDS)
 def test_it_is_attention(name: str, shape: tuple[int, int, int], window: int | None, dtype: torch.dtype) -> None:
     rows = [Row(length, shape, dtype, seed) for seed, length in enumerate((300, 1, 129, 40))]
-    got = attend([(row, 0, row.length) for row in rows], shape, block_size=16, window=window, dtype=dtype, name=name)
-    expected = torch.cat([dense(row, window) for row in rows]).to(dtype)
-    # bfloat16: scores, weights and chunks' results are rounded to 8 bits.
-    tolerance = 2e-5 if dtype == torch.float32 else 5e-2
-    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+    options = {"block_size": 16, "window": window, "dtype": dtype, "name": name}
+    for sinks in (None, torch.linspace(-2, 3, shape[0])):
+        got = attend([(row, 0, row.length) for row in rows], shape, **options, has_sinks=sinks is not None)
+        expected = torch.cat([dense(row, window, sinks) for row in rows]).to(dtype)
+        # bfloat16: scores, weights and chunks' results are rounded to 8 bits.
+        tolerance = 2e-5 if dtype == torch.float32 else 5e-2
+        torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("batch", range(1, 41))

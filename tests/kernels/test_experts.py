@@ -25,13 +25,19 @@ def draw_routing(rows: int, num_experts: int, top_k: int, dtype: torch.dtype) ->
     return reference.route(logits, top_k, renormalised=True, rounded=True)
 
 
-def define(x, routing, gate_up, down, residual) -> torch.Tensor:
-    """The sum over a token's experts, one by one, in float64."""
+def define(x, routing, gate_up, down, residual, biases=None) -> torch.Tensor:
+    """The sum over a token's experts, one by one, in float64; with `biases` and the activation of gpt-oss."""
     y = torch.zeros(x.shape, dtype=torch.float64) if residual is None else residual.double()
     for t in range(len(x)):
         for expert, weight in zip(routing.experts[t].tolist(), routing.weights[t].double(), strict=True):
-            gate, up = (gate_up[expert].double() @ x[t].double()).chunk(2)
-            y[t] += weight * (down[expert].double() @ (gate * gate.sigmoid() * up))
+            inner = gate_up[expert].double() @ x[t].double()
+            if biases is None:
+                gate, up = inner.chunk(2)
+                y[t] += weight * (down[expert].double() @ (gate * gate.sigmoid() * up))
+                continue
+            gate, up = (inner + biases[0][expert].double()).view(-1, 2).clamp(max=7).unbind(1)
+            inner = gate * torch.sigmoid(1.702 * gate) * (1 + up.clamp(min=-7))
+            y[t] += weight * (down[expert].double() @ inner + biases[1][expert].double())
     return y
 
 
@@ -45,6 +51,27 @@ def test_experts(rows: int, num_experts: int, hidden: int, inner: int, top_k: in
     for added in (None, residual):
         error = (packed(x, routing, added) - define(x, routing, *weights, added)).abs().max()
         assert error < TOLERANCE[dtype]
+
+
+def draw_biases(weights: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+    """Biases [E, 2I], some beyond the limits of the activation, and [E, H]."""
+    scales = (4.0, 1.0)
+    return [scale * torch.randn(part.shape[:2]).to(part.dtype) for scale, part in zip(scales, weights, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "num_experts", "hidden", "inner", "top_k"), SHAPES)
+def test_experts_of_gpt_oss(rows, num_experts, hidden, inner, top_k, dtype) -> None:
+    weights = draw(num_experts, hidden, inner, dtype)
+    biases = draw_biases(weights)
+    linears = [[pack(*one) for one in zip(*part, strict=True)] for part in zip(weights, biases, strict=True)]
+    x, routing = torch.randn(rows, hidden).to(dtype), draw_routing(rows, num_experts, top_k, dtype)
+    expected = define(x, routing, *weights, None, biases)
+    for invariant in (False, True):
+        packed = experts.pack(*linears, activation="clamped_swiglu", batch_invariant=invariant)
+        assert (packed(x, routing) - expected).abs().max() < 6 * TOLERANCE[dtype]
+    torch_path = reference.TorchExperts(*linears, activation="clamped_swiglu")
+    assert (torch_path(x, routing) - expected).abs().max() < 6 * TOLERANCE[dtype]
 
 
 def test_native_experts_have_the_bits_of_single_products_whatever_is_beside_a_row() -> None:
@@ -93,3 +120,8 @@ def test_triton(
     routing = draw_routing(rows, num_experts, top_k, dtype)
     y = packed(x.to(device), Routing(*(part.to(device) for part in routing)), residual.to(device)).cpu()
     assert (y - define(x, routing, *weights, residual)).abs().max() < TOLERANCE[dtype]
+    biases = draw_biases(weights)
+    on_device = {"biases": [bias.to(device) for bias in biases], "activation": "clamped_swiglu"}
+    packed = TritonExperts(*([weight.contiguous().to(device) for weight in part] for part in weights), **on_device)
+    y = packed(x.to(device), Routing(*(part.to(device) for part in routing))).cpu()
+    assert (y - define(x, routing, *weights, None, biases)).abs().max() < 6 * TOLERANCE[dtype]

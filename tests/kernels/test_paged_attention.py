@@ -15,14 +15,14 @@ from outrider.models.attention import AttentionSpec
 from outrider.models.attention.torch import split_by_length
 from outrider.models.batch import KVLayerSpec, SequenceRows, allocate_kv
 
-from .attention_backends import attend, make_backend, unrotated
+from .attention_backends import attend, make_backend, unrotated, weights_of
 
 BACKENDS = ["torch", "native"] if library() is not None else ["torch"]
 # float32: sums in another order. bfloat16: scores, weights and results are rounded to 8 bits.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | None) -> Tensor:
+def dense(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | None, sinks: Tensor | None) -> Tensor:
     """q [n, H, D] at positions start.., k and v [start + n, Hk, D]; the definition, in float64."""
     fold = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(fold, 1) for x in (k, v))
@@ -32,7 +32,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | None) -> Te
     hidden = keys > positions
     if window is not None:
         hidden |= keys <= positions - window
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    return torch.einsum("hqk,khd->qhd", weights_of(scores.masked_fill(hidden, -torch.inf), sinks), v)
 
 
 def leave_behind(kv: LayerKV, kind: str) -> None:
@@ -62,6 +62,7 @@ def run(
     left="large",
     name="torch",
     cache="auto",
+    has_sinks=False,
 ):
     """Attention of `rows` (start, query_len) in one batch; returns it and what it should be, [T, H*D] each. With an fp8
     cache keys and values are such that it can hold."""
@@ -69,6 +70,7 @@ def run(
     generator = torch.Generator().manual_seed(seed)
     spec = AttentionSpec(heads, kv_heads, dim, frozenset({window}), dtype, torch.device("cpu"))
     backend = make_backend(name, spec)
+    sinks = torch.randn(heads, generator=generator) * 2 if has_sinks else None
     needed = [-(-(start + count) // block_size) for start, count in rows]
     order = torch.randperm(sum(needed) + 3, generator=generator).tolist()
     tables = [[order.pop() for _ in range(count)] for count in needed]
@@ -85,11 +87,11 @@ def run(
         queries.append(q)
         new_keys.append(k[start:])
         new_values.append(v[start:])
-        expected.append(dense(q, k, v, start, window))
+        expected.append(dense(q, k, v, start, window, sinks))
     sequences = SequenceRows([0] * sum(n for _, n in rows), [n for _, n in rows], [s for s, _ in rows], tables)
     positions = np.concatenate([np.arange(start, start + count) for start, count in rows])
     plan = backend.plan(sequences, positions, block_size)
-    out = attend(backend, torch.cat(queries), torch.cat(new_keys), torch.cat(new_values), kv, plan, window)
+    out = attend(backend, torch.cat(queries), torch.cat(new_keys), torch.cat(new_values), kv, plan, window, sinks)
     return out, torch.cat(expected).flatten(1).to(dtype)
 
 
@@ -132,6 +134,7 @@ def test_any_rows_match_dense_attention(rows, shape, block_size, window, seed, n
 @pytest.mark.parametrize("name", BACKENDS)
 def test_shapes_of_a_step(name, rows, window, dtype) -> None:
     check(rows, window=window, dtype=dtype, shape=(8, 2, 16), block_size=16, name=name)
+    check(rows, window=window, dtype=dtype, shape=(8, 2, 16), block_size=16, name=name, has_sinks=True)
 
 
 @pytest.mark.parametrize("rows", [[(7, 1)], [(3, 5), (9, 1), (0, 4), (21, 2), (30, 8)], [(0, 33), (12, 1), (300, 40)]])

@@ -20,7 +20,7 @@ from outrider.models.attention.triton import TritonAttention
 from outrider.models.batch import KVLayerSpec, SequenceRows, allocate_kv
 from outrider.models.layers.norm import RMSNorm
 
-from .attention_backends import make_backend, unrotated
+from .attention_backends import make_backend, unrotated, weights_of
 
 # float32: sums in another order. float16: weights and results are rounded to 11 bits.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
@@ -73,7 +73,7 @@ def make_inputs(
     return Inputs(sequences, positions, on_device, q.to(device), k.to(device), v.to(device), past, block_size)
 
 
-def dense(inputs: Inputs, window: int | None = None, first_key: int = 0) -> Tensor:
+def dense(inputs: Inputs, window: int | None = None, first_key: int = 0, sinks: Tensor | None = None) -> Tensor:
     """The definition in float64, [T, H * D]."""
     results, token = [], 0
     for start, count, (k, v) in zip(inputs.sequences.starts, inputs.sequences.query_lens, inputs.past, strict=True):
@@ -85,7 +85,7 @@ def dense(inputs: Inputs, window: int | None = None, first_key: int = 0) -> Tens
         hidden = (keys > positions) | (keys < first_key)
         if window is not None:
             hidden |= keys <= positions - window
-        results.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
+        results.append(torch.einsum("hqk,khd->qhd", weights_of(scores.masked_fill(hidden, -torch.inf), sinks), v))
         token += count
     return torch.cat(results).flatten(1)
 
@@ -110,10 +110,10 @@ def check(
     close(attend(make_step(inputs, shape, num_splits), inputs, window), dense(inputs, window))
 
 
-def attend(step: DeviceStep, inputs: Inputs, window: int | None = None) -> Tensor:
+def attend(step: DeviceStep, inputs: Inputs, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
     """Attention without rotation."""
     qkv, rotation = unrotated(inputs.q, inputs.k, inputs.v)
-    return step.attend_qkv(qkv, rotation, None, inputs.kv, window)
+    return step.attend_qkv(qkv, rotation, None, inputs.kv, window, sinks)
 
 
 def close(got: Tensor, expected: Tensor) -> None:
@@ -145,6 +145,14 @@ def test_block_sizes(device: str, block_size: int) -> None:
 def test_split_keys(device: str, num_splits: int, window: int | None) -> None:
     rows = [(1030, 1), (0, 1), (255, 2), (600, 5), (300, 70)]
     check(rows, Shape(2, 1, 16), device, num_splits=num_splits, window=window)
+
+
+@pytest.mark.parametrize(("dtype", "window", "num_splits"), [(torch.float32, None, 4), (torch.float16, 20, 1)])
+def test_sinks_count_once(device: str, dtype: torch.dtype, window: int | None, num_splits: int) -> None:
+    inputs = make_inputs([*MIXED, (700, 1)], LLAMA, dtype, device)
+    sinks = torch.linspace(-3, 6, LLAMA.num_heads)
+    got = attend(make_step(inputs, LLAMA, num_splits), inputs, window, sinks.to(device))
+    close(got, dense(inputs, window, sinks=sinks))
 
 
 @pytest.mark.parametrize("window", [1, 65])

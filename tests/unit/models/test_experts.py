@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from outrider.models.checkpoint.loader import load_model
-from outrider.platform.core.errors import UnsupportedModelError
+from outrider.models.checkpoint.mxfp4 import dequantized
+from outrider.platform.core.errors import InvalidRequestError, UnsupportedModelError
 
 SPARSE = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3, "num_hidden_layers": 3}
 CASES: dict[str, tuple[str, dict[str, object]]] = {
@@ -21,6 +24,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         {**SPARSE, "head_dim": 12, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 9},
     ),
     "olmoe": ("Olmoe", {"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "gpt-oss": ("GptOss", {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 8}),
     "qwen2": ("Qwen2Moe", {**SPARSE, "shared_expert_intermediate_size": 40}),
 }
 PROMPTS = {0: list(range(3, 40)), 1: [7], 2: list(range(90, 60, -2)), 3: list(range(5, 130, 3))}
@@ -51,7 +55,7 @@ def test_logits_match_transformers_in_both_layouts(
                 torch.testing.assert_close(logits, expected[row], atol=1e-4, rtol=0, msg=f"{folder}, {chunk}, {row}")
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "GptOss"])
 def test_bfloat16_is_as_close_to_float32_as_transformers(family: str, save_tiny: Callable, driver: Callable) -> None:
     path, reference = save_tiny(family, dtype=torch.bfloat16, **dict(CASES.values())[family])
     exact = type(reference).from_pretrained(path, dtype=torch.float32)
@@ -60,6 +64,44 @@ def test_bfloat16_is_as_close_to_float32_as_transformers(family: str, save_tiny:
         theirs, exactly = reference(tokens).logits[0].float(), exact(tokens).logits[0]
     ours = logits_of(driver(load_model(path)), 1000)[3]
     assert (ours - exactly).abs().mean() < 1.5 * (theirs - exactly).abs().mean()
+
+
+def test_experts_stored_as_mxfp4(save_tiny: Callable, driver: Callable, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_local_experts": 3}
+    path, reference = save_tiny("GptOss", **sizes, num_experts_per_tok=2)
+    tensors = load_file(path / "model.safetensors")
+    for layer in range(2):
+        experts = reference.model.layers[layer].mlp.experts
+        for name, rows, columns in (("gate_up_proj", 192, 64), ("down_proj", 64, 96)):
+            blocks = torch.randint(0, 256, (3, rows, columns // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(121, 126, (3, rows, columns // 32), dtype=torch.uint8)
+            getattr(experts, name).data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            key = f"model.layers.{layer}.mlp.experts.{name}"
+            del tensors[key]
+            tensors |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+    raw = json.loads((path / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, tmp_path / "model.safetensors")
+    with torch.no_grad():
+        expected = reference(torch.tensor([PROMPTS[3]])).logits[0]
+    got = logits_of(driver(load_model(tmp_path)), 1000)[3]
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    for name in (f"{key}_scales", f"{key}_blocks"):
+        save_file({k: tensor for k, tensor in tensors.items() if k != name}, tmp_path / "model.safetensors")
+        with pytest.raises(InvalidRequestError, match=f"missing: .*unexpected: {key}_"):
+            load_model(tmp_path)
+    save_file({**tensors, name: tensors[name].to(torch.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidRequestError, match="must be uint8"):
+        load_model(tmp_path)
+
+
+def test_every_mxfp4_number_is_that_of_transformers() -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).view(16, 1, 16).expand(-1, 32, -1)
+    scales = torch.arange(512).div(2, rounding_mode="floor").clamp(max=254).to(torch.uint8).view(16, 32)
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = convert_moe_packed_tensors(blocks[None], scales[None], dtype=dtype)[0].T
+        assert torch.equal(dequantized(blocks, scales, dtype), expected)
 
 
 def test_a_config_with_wrong_experts_is_refused(save_tiny: Callable, tmp_path: Path) -> None:
