@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .platform.core.outputs import CompletionOutput, RequestOutput
     from .platform.core.pooling import PoolingParams
     from .platform.core.sampling_params import SamplingParams
+    from .platform.core.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,7 @@ _NAMES_OF = {
     ".platform.core.outputs": "CompletionOutput RequestOutput",
     ".platform.core.pooling": "PoolingParams",
     ".platform.core.sampling_params": "SamplingParams",
+    ".platform.core.structured_outputs": "StructuredOutputsParams",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
 
@@ -85,6 +87,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "ShuttingDownError",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "UnsupportedModelError",

@@ -7,8 +7,6 @@ namespace {
 
 #ifdef OUTRIDER_PANELS
 
-constexpr int64_t MOST_FETCHED = 512 << 10;  // most bytes of adapters' rows prefetched during a product
-
 // Computes panels [first, last); `fetch` prefetches during the last ones.
 void multiply(const Call& call, int64_t rows, int64_t first, int64_t last, Fetch* fetch) {
     const int64_t pairs = call.weight->in_features / 2 * ((rows + ROWS - 1) / ROWS);  // of a panel

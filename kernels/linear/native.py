@@ -85,36 +85,35 @@ def row_squares(weight: Tensor) -> Tensor | None:
     return squares
 
 
-class NativeLinear:
-    """Packed weight [out, in] and bias [out]; immutable. A row's result does not depend on other rows, bit for bit."""
+class NativeProduct:
+    """Packed weight [out, in] and bias [out]; immutable. A row's result does not depend on other rows, bit for bit.
+
+    A subclass packs them, and sets the attributes.
+    """
 
     fuses_adapters = True
-    __slots__ = ("_base", "_kept", "_releasing", "_weight", "in_features", "num_bytes", "out_features")
-
-    def __init__(self, blocks: Sequence[Tensor], bias: Tensor | None) -> None:
-        """Pack `blocks`, the rows of the weight in order, each a tensor for which `is_native` is True; they may be
-        freed."""
-        functions = _functions()
-        assert functions is not None, "is_native says when this may be made"
-        if any(len(block) % functions.panel for block in blocks[:-1]):
-            blocks = [torch.cat(list(blocks))]
-        self.out_features, self.in_features = sum(map(len, blocks)), blocks[0].shape[1]
-        packed = torch.empty(
-            -(-self.out_features // functions.panel) * functions.panel, self.in_features, dtype=torch.bfloat16
-        )
-        self.num_bytes = packed.nbytes
-        bias = None if bias is None else bias.to(torch.bfloat16).contiguous()
-        shape = (self.in_features, self.out_features, packed.data_ptr())
-        # Function without bias, and function with bias.
-        self._base = _Weight(*shape, None)
-        self._weight = self._base if bias is None else _Weight(*shape, bias.data_ptr())
-        self._kept = (packed, bias)
-        self._releasing = max(1, RELEASING_WORK // (self.out_features * self.in_features))  # rows
-        first = 0
-        for block in blocks:
-            rows = block.contiguous()
-            functions.pack(ctypes.addressof(self._base), rows.data_ptr(), first, len(rows))
-            first += len(rows)
+    __slots__ = (
+        "_base",
+        "_kept",
+        "_product",
+        "_releasing",
+        "_rows",
+        "_weight",
+        "in_features",
+        "num_bytes",
+        "out_features",
+    )
+    in_features: int
+    out_features: int
+    num_bytes: int
+    """Bytes of the packed weight."""
+    # Arguments of the kernel: without the bias, and with it.
+    _base: ctypes.Structure
+    _weight: ctypes.Structure
+    # Kernel, and the one without Python's lock during the call, which serves so many rows or more.
+    _product: Any
+    _releasing: Any
+    _rows: int
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, site: int = 0, step: AdapterTokens | None = None
@@ -130,7 +129,7 @@ class NativeLinear:
         Raises:
             ValueError: x or residual has another shape or dtype, or `step` is of more tokens.
         """
-        return self._product(self._weight, x, residual, site, step)
+        return self._multiply(self._weight, x, residual, site, step)
 
     @property
     def address(self) -> int:
@@ -139,17 +138,15 @@ class NativeLinear:
 
     def without_bias(self, x: Tensor) -> Tensor:
         """Product x Wᵀ [T, out]."""
-        return self._product(self._base, x, None)
+        return self._multiply(self._base, x, None)
 
-    def rows(self, ids: Tensor) -> Tensor:
-        """Rows `ids` [n] of the weight: [n, in]."""
-        functions = _functions()
-        assert functions is not None
-        panels = self._kept[0].view(-1, self.in_features // 2, functions.panel, 2)
-        return panels[ids // functions.panel, :, ids % functions.panel].view(len(ids), self.in_features)
-
-    def _product(
-        self, weight: _Weight, x: Tensor, residual: Tensor | None, site: int = 0, step: AdapterTokens | None = None
+    def _multiply(
+        self,
+        weight: ctypes.Structure,
+        x: Tensor,
+        residual: Tensor | None,
+        site: int = 0,
+        step: AdapterTokens | None = None,
     ) -> Tensor:
         rows, in_features = x.shape
         if in_features != self.in_features or x.dtype is not torch.bfloat16:
@@ -164,9 +161,7 @@ class NativeLinear:
                 )
             residual = residual.contiguous()
             added = residual.data_ptr()
-        functions = _functions()
-        assert functions is not None
-        product = functions.releasing if rows >= self._releasing else functions.product
+        product = self._releasing if rows >= self._rows else self._product
         address = None
         if step is not None:
             if step.stop > rows:
@@ -174,3 +169,41 @@ class NativeLinear:
             address = step.address
         product(ctypes.addressof(weight), x.data_ptr(), added, y.data_ptr(), rows, site or None, address)
         return y
+
+
+class NativeLinear(NativeProduct):
+    """Packed weight of bfloat16."""
+
+    __slots__ = ()
+
+    def __init__(self, blocks: Sequence[Tensor], bias: Tensor | None) -> None:
+        """Pack `blocks`, the rows of the weight in order, each a tensor for which `is_native` is True; they may be
+        freed."""
+        functions = _functions()
+        assert functions is not None, "is_native says when this may be made"
+        if any(len(block) % functions.panel for block in blocks[:-1]):
+            blocks = [torch.cat(list(blocks))]
+        self.out_features, self.in_features = sum(map(len, blocks)), blocks[0].shape[1]
+        packed = torch.empty(
+            -(-self.out_features // functions.panel) * functions.panel, self.in_features, dtype=torch.bfloat16
+        )
+        self.num_bytes = packed.nbytes
+        bias = None if bias is None else bias.to(torch.bfloat16).contiguous()
+        shape = (self.in_features, self.out_features, packed.data_ptr())
+        self._base = _Weight(*shape, None)
+        self._weight = self._base if bias is None else _Weight(*shape, bias.data_ptr())
+        self._kept = (packed, bias)
+        self._product, self._releasing = functions.product, functions.releasing
+        self._rows = max(1, RELEASING_WORK // (self.out_features * self.in_features))
+        first = 0
+        for block in blocks:
+            rows = block.contiguous()
+            functions.pack(ctypes.addressof(self._base), rows.data_ptr(), first, len(rows))
+            first += len(rows)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` [n] of the weight: [n, in] bfloat16."""
+        packed, functions = self._kept[0], _functions()
+        assert functions is not None
+        panels = packed.view(-1, self.in_features // 2, functions.panel, 2)
+        return panels[ids // functions.panel, :, ids % functions.panel].view(len(ids), self.in_features)

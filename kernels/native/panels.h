@@ -29,18 +29,11 @@ struct Call {
 constexpr int64_t PANEL = 64;
 constexpr int64_t MIN_PARALLEL_WORK = 1 << 17;  // multiply-adds below which waking threads costs more than it saves
 
-// oneDNN is faster on processors with AMX tiles, and with several threads if the compiler has no OpenMP.
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__) && defined(_OPENMP)
-#define OUTRIDER_PANELS
-
-constexpr int64_t VECS = PANEL / LANES, PAIR_LINE = 2 * LANES;
-constexpr int ROWS = 6;                 // ROWS * VECS sums fit into the registers beside a step's operands
-constexpr int64_t BLOCK_ROWS = 192;     // rows that use a panel before the next one; their inputs stay in the cache
-constexpr int64_t BLOCK_PAIRS = 512;    // pairs of a panel that stay in the cache
-constexpr int64_t AHEAD = 4096;         // bytes of the weight that are prefetched
-constexpr int64_t LINE = 64;            // bytes
-constexpr int64_t PAIR_LINES = 2 * PANEL * int64_t(sizeof(bf16)) / LINE;  // lines of a panel's pair
-constexpr int FETCHED = 2;              // lines of them with each pair of inputs
+constexpr int64_t LINE = 64;                    // bytes
+constexpr int64_t AHEAD = 4096;                 // bytes of the weight that are prefetched
+constexpr int64_t BLOCK_ROWS = 192;             // rows that use a panel before the next one; their inputs stay in the cache
+constexpr int64_t MOST_FETCHED = 512 << 10;     // most bytes of adapters' rows prefetched during a product
+constexpr int FETCHED = 2;                      // lines of them with each pair of inputs
 
 // Prefetches memory line by line.
 class Fetch {
@@ -70,6 +63,15 @@ class Fetch {
     const Span *span_, *end_;
     const char *at_ = nullptr, *stop_ = nullptr;
 };
+
+// oneDNN is faster on processors with AMX tiles, and with several threads if the compiler has no OpenMP.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__) && defined(_OPENMP)
+#define OUTRIDER_PANELS
+
+constexpr int64_t VECS = PANEL / LANES, PAIR_LINE = 2 * LANES;
+constexpr int ROWS = 6;                 // ROWS * VECS sums fit into the registers beside a step's operands
+constexpr int64_t BLOCK_PAIRS = 512;    // pairs of a panel that stay in the cache
+constexpr int64_t PAIR_LINES = 2 * PANEL * int64_t(sizeof(bf16)) / LINE;  // lines of a panel's pair
 
 // sums[r * PANEL + i] (+)= x[r] . panel[i] over `pairs` pairs of inputs, for R rows. With each pair LINES lines from
 // `next` on are prefetched, and with FETCH also FETCHED lines of `fetch`.

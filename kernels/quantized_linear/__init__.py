@@ -11,12 +11,21 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
+from .native import NativeQuantizedLinear, is_native
 from .torch import TorchQuantizedLinear
 from .weight import QuantizedWeight, row_squares
 
-__all__ = ["QuantizedLinear", "QuantizedWeight", "RowSource", "pack", "pack_table", "row_squares"]
+__all__ = [
+    "NativeQuantizedLinear",
+    "QuantizedLinear",
+    "QuantizedWeight",
+    "RowSource",
+    "pack",
+    "pack_table",
+    "row_squares",
+]
 
-QuantizedLinear: TypeAlias = TorchQuantizedLinear
+QuantizedLinear: TypeAlias = NativeQuantizedLinear | TorchQuantizedLinear
 """Packed weight and bias; a call computes the product."""
 
 
@@ -42,4 +51,6 @@ def pack(
     The blocks may differ in all but the number of inputs and in `input_bits`; the result is a copy, so that they may be
     freed. With `batch_invariant` a row's result does not depend, bit for bit, on other rows.
     """
+    if is_native(blocks, dtype):
+        return NativeQuantizedLinear(blocks, bias)
     return TorchQuantizedLinear(blocks, bias, dtype, batch_invariant=batch_invariant)

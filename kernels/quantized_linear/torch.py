@@ -27,8 +27,9 @@ class _Block(NamedTuple):
         return replace(self.form.rows(start, stop), codes=self._unpacked(self.codes[start:stop]))
 
     def take(self, index: Tensor) -> QuantizedWeight:
-        scales, offsets = (None if v is None else v[index] for v in (self.form.scales, self.form.offsets))
-        return replace(self.form, codes=self._unpacked(self.codes[index]), scales=scales, offsets=offsets)
+        offsets = None if self.form.offsets is None else self.form.offsets[index]
+        codes = self._unpacked(self.codes[index])
+        return replace(self.form, codes=codes, scales=self.form.scales[index], offsets=offsets)
 
     def _unpacked(self, codes: Tensor) -> Tensor:
         if self.form.bits == 8:

@@ -9,12 +9,13 @@ import zlib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ...platform.core.config import ModelFacts
+from ...platform.core.config import EngineArgs, ModelFacts
 from ...platform.core.errors import InvalidRequestError, NotFoundError
 from ..batch import kv_dtype
 from ..config import DTYPES, DecoderConfig, stored_dtype
@@ -42,6 +43,18 @@ _HUB_FILES_OF_DRAFTS = ["*.json", "*.safetensors", "*.bin", "*.pt"]
 _PREFIXES = ("model.", "transformer.", "gpt_neox.")
 # Buffers that old checkpoints store although they follow from the config.
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$|\.(?:attn|attention)\.(?:masked_)?bias$")
+
+
+class ModelOptions(NamedTuple):
+    """Options of a model beside its sizes and places."""
+
+    impl: str = AUTO
+    """See `models.implementation.read_config`."""
+    quantization: str | None = None
+    """One of `ROUNDINGS`, by which full-precision weights are quantised; None: they stay as they are stored."""
+
+
+DEFAULT_OPTIONS = ModelOptions()
 
 
 def resolve_model_path(
@@ -85,6 +98,21 @@ def resolve_model_path(
             f"model {name!r}{at} is neither a local directory nor a model that could be had from the hub: {reason}",
             param="model",
         ) from error
+
+
+def tokenizer_path(args: EngineArgs, model: str | Path) -> Path:
+    """Folder or file of the tokenizer, for the model that was found at `model`. The model's tokenizer has the model's
+    revision unless `tokenizer_revision` is given.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    name = args.tokenizer if args.tokenizer is not None else args.model
+    if name is None or (args.tokenizer is None and args.tokenizer_revision in (None, args.revision)):
+        return Path(model)
+    if Path(name).is_dir() or is_gguf(name):
+        return Path(name)
+    return resolve_model_path(name, revision=args.tokenizer_revision, cache_dir=args.download_dir)
 
 
 def read_facts(
@@ -141,8 +169,7 @@ def load_model(
     progress: bool = False,
     seed: int = 0,
     batch_invariant: bool = False,
-    impl: str = AUTO,
-    quantization: str | None = None,
+    options: ModelOptions = DEFAULT_OPTIONS,
 ) -> LanguageModel:
     """Build the model of a directory and fill it, tensor by tensor, so that little more than one copy is in memory.
 
@@ -152,8 +179,6 @@ def load_model(
             `seed`, of which config.json suffices.
         progress: show a progress bar on stderr.
         batch_invariant: see `DecoderConfig`.
-        impl: see `models.implementation.read_config`.
-        quantization: one of `ROUNDINGS`, by which full-precision weights are quantised; None: they stay as stored.
 
     Raises:
         NotFoundError: files are missing.
@@ -165,11 +190,11 @@ def load_model(
     name = stored_dtype(raw) if dtype == "auto" else dtype
     if name not in DTYPES:
         raise InvalidRequestError(f"dtype must be auto or one of {', '.join(DTYPES)}; got {dtype!r}", param="dtype")
-    config = dataclasses.replace(read_config(raw, DTYPES[name], impl), batch_invariant=batch_invariant)
+    config = dataclasses.replace(read_config(raw, DTYPES[name], options.impl), batch_invariant=batch_invariant)
     model = build_model(config, device)
-    if quantization is not None:
+    if options.quantization is not None:
         for linear in model.linears():
-            linear.quantize = rounding_of(linear, quantization)
+            linear.quantize = rounding_of(linear, options.quantization)
         model.embedding.quantize = round_int8
     model.embedding.single_copy = quantization_of(path, config) is not None
     slots = model.weight_slots()

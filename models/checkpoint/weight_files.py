@@ -37,6 +37,11 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     read: Callable[[], Weight]
 
+    def dense(self) -> Tensor:
+        """Read it as a plain tensor."""
+        value = self.read()
+        return value if isinstance(value, Tensor) else value.dequantized()
+
 
 def read_weights(folder: Path, param: str, *, extra: Sequence[str] = (), hint: str = "") -> dict[str, StoredTensor]:
     """Tensors of a directory by their names; the files are safetensors, or pickles of tensors.

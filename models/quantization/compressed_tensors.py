@@ -105,8 +105,9 @@ def _scheme(field: str, group: object, whole: str) -> _Scheme:
     if (strategy == "block") != (block is not None) or (strategy == "block" and kind == "int"):
         raise unsupported(f"{option}strategy", strategy, "blocks of float8 with a block_structure")
     inputs = group.get("input_activations")
-    rounds = isinstance(inputs, Mapping) and kind == "int" and bits == 8 and inputs.get("type", "int") == "int"
-    if rounds:
+    rounds = False
+    if isinstance(inputs, Mapping) and kind == "int" and bits == 8 and inputs.get("type", "int") == "int":
+        rounds = True
         option_of_inputs = f"{field}.input_activations.num_bits"
         choice({option_of_inputs: inputs.get("num_bits", 8)}, option_of_inputs, (8,), 8)
     size = group_size(weights, f"{option}group_size", -1) if strategy == "group" else -1

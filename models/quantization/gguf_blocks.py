@@ -162,7 +162,7 @@ def read_blocks(kind: str, data: Bytes, shape: tuple[int, int]) -> QuantizedWeig
 
     return QuantizedWeight(
         bits=found.bits,
-        codes=torch.from_numpy(np.require(codes, requirements="CW")).view(shape),
+        codes=torch.from_numpy(np.require(codes, requirements=["C", "W"])).view(shape),
         scales=rows(scales),
         group=found.inputs // scales.shape[1],
         offsets=None if offsets is None else rows(offsets),

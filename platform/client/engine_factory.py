@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Protocol, cast
 
@@ -108,24 +107,11 @@ def import_text_side(args: EngineArgs) -> None:
 def load_text_side(args: EngineArgs, info: EngineInfo) -> tuple[Any, list[int]]:
     """The tokenizer and the end-of-sequence ids for a started engine."""
     from ...models.checkpoint.generation_config import chosen_file
+    from ...models.checkpoint.loader import tokenizer_path
     from ...models.checkpoint.tokenizer import eos_token_ids, load_tokenizer
 
-    tokenizer = load_tokenizer(_tokenizer_path(args, info))
+    tokenizer = load_tokenizer(tokenizer_path(args, info.model))
     return tokenizer, sorted(eos_token_ids(info.model, tokenizer, chosen_file(args.generation_config)))
-
-
-def _tokenizer_path(args: EngineArgs, info: EngineInfo) -> str | Path:
-    """Folder of the tokenizer. The model's tokenizer has the model's revision unless `tokenizer_revision` is given."""
-    name = args.tokenizer if args.tokenizer is not None else args.model
-    if name is None or (args.tokenizer is None and args.tokenizer_revision in (None, args.revision)):
-        return info.model
-    from ...models.checkpoint.gguf_file import is_gguf
-
-    if Path(name).is_dir() or is_gguf(name):
-        return name
-    from ...models.checkpoint.loader import resolve_model_path
-
-    return resolve_model_path(name, revision=args.tokenizer_revision, cache_dir=args.download_dir)
 
 
 def demo_lora_requests(args: EngineArgs) -> dict[str, LoRARequest]:

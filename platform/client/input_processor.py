@@ -272,6 +272,8 @@ class InputProcessor:
                 if getattr(params, name) == -1 and self._info.max_logprobs >= self._info.vocab_size
             },
         )
+        if resolved.structured_outputs is not None:
+            resolved.structured_outputs.check()
         check_params(resolved, self._info.vocab_size, self._info.max_logprobs)
         return resolved
 
@@ -318,7 +320,10 @@ def is_long(prompt: Prompt, params: object) -> bool:
     if isinstance(params, SamplingParams):
         lists = (params.bad_words, params.allowed_token_ids, params.logit_bias)
     return (
-        len(text or "") > _LONG_TEXT or num_ids > _MANY_IDS or any(len(value or ()) > _FEW_ENTRIES for value in lists)
+        (isinstance(params, SamplingParams) and params.structured_outputs is not None)
+        or len(text or "") > _LONG_TEXT
+        or num_ids > _MANY_IDS
+        or any(len(value or ()) > _FEW_ENTRIES for value in lists)
     )
 
 

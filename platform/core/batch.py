@@ -35,6 +35,8 @@ class RowPlan:
     """Drafts to propose after this step: there are KV blocks for them."""
     drafter: int = 0
     """Index of the drafter that proposes them."""
+    is_forced: bool = False
+    """True: its drafts are tokens that a grammar leaves no choice about."""
     awaits_token: bool = False
     """Whether its first token is the one that the sequence's row in the step under way samples; its drafts follow,
     which that step makes."""

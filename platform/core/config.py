@@ -12,6 +12,7 @@ from typing import Any
 
 from .compat.vllm_options import plain_value
 from .errors import InvalidRequestError
+from .quantization import rounding
 from .sampling_params import MAX_SEED, check_integer, check_number, check_text
 from .sizes import parse_bytes, parse_length
 from .speculative_config import SpeculativeConfig, parse_speculative
@@ -23,8 +24,6 @@ _GRAPH_RESERVE = 512 << 20
 """Memory reserved for captured graphs: 4 MiB (the driver's and the graph's own) for each of the most that there may be.
 An estimate that has not been measured yet."""
 MODEL_IMPLS = ("auto", "native", "transformers")
-QUANTIZATIONS = ("int8", "int4", "fp8")
-"""Methods that quantise weights while they are loaded."""
 POLICIES = ("fcfs", "priority", "fair")
 
 
@@ -51,8 +50,8 @@ class EngineArgs:
     load_format: str = "auto"
     """"auto", or "dummy" for random weights."""
     quantization: str | None = None
-    """"int8", "int4" or "fp8": quantise the weights of a full-precision checkpoint while they are loaded. The method of
-    a quantised checkpoint, such as "gptq", says nothing new. None: weights stay as they are stored."""
+    """"int8", "int4" or "fp8": quantise weights while they are loaded; None, or the method of a quantised checkpoint,
+    such as "gptq": as they are stored."""
     model_impl: str = "auto"
     """Code that computes the model: "native", "transformers" (its modelling code over this engine's cache and linear
     layers), or "auto": native where there is a family for the architecture."""
@@ -333,29 +332,6 @@ def _lora_config(args: EngineArgs) -> LoRAConfig | None:
         memory_bytes=_bytes("lora_memory", args.lora_memory),
         max_cpu_bytes=_bytes("max_cpu_lora_memory", args.max_cpu_lora_memory),
     )
-
-
-def rounding(asked: str | None, stored: str | None, param: str = "quantization") -> str | None:
-    """Method by which weights are quantised while they are loaded, when `asked` is the option and `stored` the method
-    of the checkpoint; None: they stay as they are stored.
-
-    Raises:
-        InvalidRequestError: there is no such method, or the checkpoint has another one.
-    """
-    if asked in (None, "none", stored):
-        return None
-    if stored is not None:
-        raise InvalidRequestError(
-            f"{param} is {asked!r}, but the checkpoint's weights are quantised by {stored!r}; leave it out",
-            param=param,
-        )
-    if asked not in QUANTIZATIONS:
-        raise InvalidRequestError(
-            f"{param} must be one of {', '.join(QUANTIZATIONS)} for a checkpoint whose weights are not quantised; "
-            f"got {asked!r}",
-            param=param,
-        )
-    return asked
 
 
 def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineConfig:

@@ -21,12 +21,14 @@ class Drafts(NamedTuple):
     probs: Any = None
     """Tensor [len(token_ids), vocab]: the distribution each draft was drawn from; None when drafts are certain
     (n-gram), or when the request's verification does not need it."""
+    forced: bool = False
+    """True: they are tokens that a grammar leaves no choice about, and are verified whatever a drafter may do."""
 
     def truncated(self, k: int) -> Drafts:
         """The first `k` drafts."""
         if k >= len(self.token_ids):
             return self
-        return Drafts(self.token_ids[:k], None if self.probs is None else self.probs[:k])
+        return Drafts(self.token_ids[:k], None if self.probs is None else self.probs[:k], self.forced)
 
 
 NO_DRAFTS = Drafts([])
@@ -134,6 +136,8 @@ class Request:
     """For penalties."""
     edit_state: Any = None
     """State that the edits of its logits remember; opaque here."""
+    grammar: Any = None
+    """Place in the grammar of `params.structured_outputs`, set at admission; opaque here."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Collected while the prompt is computed in chunks."""
     pooled: Any = None

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from .compat.foreign_options import take_foreign
 from .compat.vllm_python import SAMPLING
 from .errors import InvalidRequestError
+from .structured_outputs import StructuredOutputsParams, parse
 
 T = TypeVar("T")
 
@@ -222,6 +223,8 @@ class SamplingParams:
     speculative: bool | int | None = None
     pooling: str | None = None
     """"last", "mean" or "cls": pool the prompt's hidden states and generate nothing; set by `LLM.embed` and its kin."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """Constraint on the form of the answer; a mapping with its fields is taken too."""
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
     """Filled in at admission from `bad_words` with the model's tokenizer."""
 
@@ -269,6 +272,8 @@ class SamplingParams:
             if not self.allowed_token_ids:
                 raise InvalidRequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
         self._check_logit_bias()
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
+            self.structured_outputs = parse(self.structured_outputs)
         if self.pooling is not None and self.pooling not in POOLINGS:
             raise InvalidRequestError(
                 f"pooling must be one of {', '.join(POOLINGS)}, got {shown(self.pooling)}", param="pooling"
@@ -329,13 +334,14 @@ class SamplingParams:
             or bool(self.bad_words_token_ids)
             or self.min_tokens > 0
             or bool(self.logit_bias)
+            or self.structured_outputs is not None
             or self.penalises
         )
 
     @property
     def edits_read_tokens(self) -> bool:
         """True when the host must know the last tokens for these edits."""
-        return any(len(word) > 1 for word in self.bad_words_token_ids)
+        return self.structured_outputs is not None or any(len(word) > 1 for word in self.bad_words_token_ids)
 
     @property
     def penalises(self) -> bool:

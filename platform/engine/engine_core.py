@@ -32,11 +32,12 @@ class EngineCore:
         self._config = parts.config
         self._runner = parts.runner
         self._adapters = parts.adapters
+        self._grammars = parts.grammars
         self._random = random.Random(args.seed)
         self._run_id = uuid4().hex
         self.adapters = EngineAdapters(parts.adapters.catalog, parts.scheduler)
         """Loads, unloads and pins adapters; see `core.adapter_verbs`."""
-        self._pipeline = Pipeline(parts.scheduler, parts.runner, parts.adapters.wait)
+        self._pipeline = Pipeline(parts.scheduler, parts.runner, self._wait)
         self._speculation = SpeculationTotals()
         self._edit_tables: EditTables | None = None  # of the last request that had some: its sequences share them
 
@@ -124,11 +125,17 @@ class EngineCore:
         self._pipeline.abandon()
         self._runner.close()
         self._adapters.close()
+        self._grammars.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all allocators agree with what the sequences hold."""
         self.scheduler.check_integrity()
         self._adapters.check_integrity()
+
+    def _wait(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds for a grammar or an adapter, unless none is on its way."""
+        if not self._grammars.wait(timeout):
+            self._adapters.wait(timeout)
 
     def _check(self, request: EngineRequest) -> None:
         if request.request_id in self.scheduler:

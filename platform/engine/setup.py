@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +15,15 @@ from ...lora.device.sites import AdapterHooks
 from ...lora.manager import AdapterManager
 from ...lora.reader import reader_client
 from ...models.batch import allocate_kv
-from ...models.checkpoint.loader import load_model, quantization_name, read_facts, resolve_model_path
+from ...models.checkpoint.loader import (
+    ModelOptions,
+    load_model,
+    quantization_name,
+    read_facts,
+    resolve_model_path,
+    tokenizer_path,
+)
+from ...models.checkpoint.tokenizer import load_tokenizer
 from ...models.demo import demo_model_path
 from ...models.implementation import implementation_of
 from ...models.model import LanguageModel
@@ -29,13 +39,14 @@ from .features import NoAdapters, PrefixNamespaces
 from .hardware import find_hardware
 from .memory.block_pool import BlockPool
 from .memory.prefix_cache import PrefixCache
-from .queue.gates import DraftLimits
+from .queue.gates import DraftLimits, Gate
 from .queue.scheduler import Scheduler
 from .runner.device_queue import DeviceQueue
 from .runner.graphs import capture_ahead, make_graphs
 from .runner.model_runner import ModelRunner, RunnerParts
 from .runner.rehearsal import rehearse_adapter, rehearse_prompts
 from .runner.warm_up import rehearse, warm_up
+from .sampling.grammars import Grammars
 from .sampling.logits_edits import edit_draft_logits
 from .sampling.sampler import Sampler
 
@@ -48,6 +59,7 @@ class EngineParts(NamedTuple):
     scheduler: Scheduler
     runner: ModelRunner
     adapters: AdapterManager | NoAdapters
+    grammars: Grammars
 
 
 def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
@@ -91,12 +103,14 @@ def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
             speculation.policy,
         )
     )
-    scheduler = _make_scheduler(config, speculation, adapters, model.rope.short_context)
+    grammars = Grammars(partial(_load_tokenizer, args, path), model.config.vocab_size)
+    namespaces = PrefixNamespaces(adapters.namespace, model.rope.short_context)
+    scheduler = _make_scheduler(config, speculation, [adapters, grammars, namespaces])
     _warm_up(config, scheduler, runner, speculation, adapters, model)
     if beside_a_server() and _has_long_steps(config, model):
         adapters.start_reader()
     info = _describe(args, config, model, time.perf_counter() - started)
-    return EngineParts(config, info, scheduler, runner, adapters)
+    return EngineParts(config, info, scheduler, runner, adapters, grammars)
 
 
 def _model_path(args: EngineArgs) -> Path:
@@ -105,17 +119,20 @@ def _model_path(args: EngineArgs) -> Path:
     return resolve_model_path(args.model, revision=args.revision, cache_dir=args.download_dir)
 
 
+def _load_tokenizer(args: EngineArgs, path: Path) -> Any:
+    return load_tokenizer(tokenizer_path(args, path))
+
+
 def _load(config: EngineConfig, path: Path, progress: bool) -> LanguageModel:
     return load_model(
         path,
         config.dtype,
         config.device,
         load_format=config.load_format,
-        impl=config.model_impl,
         progress=progress,
         seed=config.seed,
         batch_invariant=config.batch_invariant,
-        quantization=config.quantization,
+        options=ModelOptions(config.model_impl, config.quantization),
     )
 
 
@@ -259,11 +276,9 @@ def _make_sampler(config: EngineConfig) -> Sampler:
 def _make_scheduler(
     config: EngineConfig,
     speculation: Speculation,
-    adapters: AdapterManager | NoAdapters,
-    short_context: int | None,
+    gates: Sequence[Gate],
 ) -> Scheduler:
     pool = BlockPool(config.cache.num_blocks)
-    gates = [adapters, PrefixNamespaces(adapters.namespace, short_context)]
     cache = PrefixCache(pool, config.cache.block_size)
     return Scheduler(config.scheduler, pool, cache, gates, _draft_limits(config, speculation), speculation.policy)
 

@@ -290,7 +290,9 @@ class SpeculationPolicy:
                 continue
             if counts_all or state.trial_rounds:
                 asked, made = state.asked
-                if row.num_drafts != made:  # no room for all, or a row that was planned before its request ended
+                if row.is_forced:  # no drafter made them
+                    asked = made = 0
+                elif row.num_drafts != made:  # no room for all, or a row that was planned before its request ended
                     asked = made = row.num_drafts
                 if asked:
                     for counts in _counts_of(state, state.proposed_by):

@@ -12,7 +12,7 @@ from ...models.checkpoint.weight_files import StoredTensor, load_into, misfits, 
 from ...models.layers.linear import Linear
 from ...models.layers.weights import WeightSlot
 from ...models.quantization.rounding import rounding_of
-from ...platform.core.config import rounding
+from ...platform.core.quantization import rounding
 from ...platform.core.errors import InvalidRequestError
 from ...platform.core.speculative_config import SpeculativeConfig
 

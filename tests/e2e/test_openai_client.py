@@ -1,8 +1,11 @@
 """The real `openai` client against a real server with the demo model."""
 
 import json
+import re
+from typing import Annotated
 
 import openai
+import pydantic
 import pytest
 
 ADAPTERS = ("json", "sql", "support")
@@ -266,3 +269,55 @@ def test_tokenize_round_trip(http):
     tokens = http.post("/tokenize", json={"prompt": "Hello wörld!", "add_special_tokens": False}).json()
     assert tokens["count"] == len(tokens["tokens"]) > 0
     assert http.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "Hello wörld!"}
+
+
+class Order(pydantic.BaseModel):
+    """Form of an answer, as `client.chat.completions.parse` takes it."""
+
+    customer: Annotated[str, pydantic.Field(max_length=20)]
+    quantity: Annotated[int, pydantic.Field(ge=0, le=99)]
+
+
+@pytest.mark.parametrize("model", ["outrider-demo", "sql"])
+def test_answers_have_the_form_of_a_schema(client, model):
+    messages = [{"role": "user", "content": "Anna from Lisbon ordered 3 green lamps for 42 euros."}]
+    options = {"model": model, "messages": messages, "temperature": 0, "max_tokens": 80}
+    parsed = client.chat.completions.parse(**options, response_format=Order).choices[0].message.parsed
+    assert isinstance(parsed, Order)
+    whole = client.chat.completions.create(**options, response_format={"type": "json_object"})
+    chunks = client.chat.completions.create(**options, response_format={"type": "json_object"}, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content
+    assert text.startswith("{")
+    slow = client.chat.completions.parse(**options, response_format=Order, extra_body={"speculative": False})
+    assert slow.choices[0].message.parsed == parsed
+
+
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({"structured_outputs": {"regex": "[a-z]{2,4}-[0-9]"}}, "[a-z]{2,4}-[0-9]"),
+        ({"guided_choice": ["red", "green"]}, "red|green"),
+        ({"guided_regex": "x{3}"}, "xxx"),
+        ({"guided_grammar": 'root ::= "a" | "b"'}, "a|b"),
+        ({"guided_json": '{"type": "boolean"}'}, "true|false"),
+    ],
+)
+def test_other_forms_of_answers(client, fields, form):
+    answer = client.completions.create(model="json", prompt="x", max_tokens=20, temperature=0, extra_body=fields)
+    assert re.fullmatch(form, answer.choices[0].text)
+    assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"if": {}}}}}, "if"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "exclude"),
+        ({"structured_outputs": {"regex": "("}}, "unclosed"),
+    ],
+)
+def test_forms_that_cannot_be_served(client, fields, named):
+    with pytest.raises(openai.BadRequestError, match=named) as caught:
+        client.completions.create(model="json", prompt="x", extra_body=fields)
+    assert caught.value.param in fields

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from .foreign_options import (
     NO_EXPERTS,
-    NO_FORMATS,
     NO_IMAGES,
     NO_REASONING,
     NO_USER_CODE,
@@ -26,7 +25,7 @@ SAMPLING: dict[str, Option] = {
     **each(off("beam search is not there yet"), "use_beam_search early_stopping"),
     "length_penalty": only(1, why="beam search is not there yet"),
     "truncate_prompt_tokens": only(why="cut the prompt before"),
-    **each(only(why=NO_FORMATS), "structured_outputs guided_decoding"),
+    "guided_decoding": only(why="write structured_outputs=StructuredOutputsParams(...)"),
     "logits_processors": only([], (), why=NO_USER_CODE),
     "output_kind": only(0, why="LLM returns final outputs; AsyncLLM.generate takes delta=True"),
     "logprob_token_ids": only(why="ask for logprobs and pick among them"),
@@ -54,7 +53,7 @@ PROMPT: dict[str, Option] = {
 GENERATE: dict[str, Option] = {
     "prompt_token_ids": only(why='write prompts={"prompt_token_ids": ids}, or a list of such prompts'),
     "tokenization_kwargs": only({}, why="cut or pad the prompt before"),
-    "guided_options_request": only(why=NO_FORMATS),
+    "guided_options_request": only(why="write SamplingParams(structured_outputs=...)"),
     "prompt_adapter_request": only(why="prompt adapters are not served"),
     "mm_processor_kwargs": only({}, why=NO_IMAGES),
     # AsyncLLM

@@ -45,7 +45,7 @@ class DraftLimits(NamedTuple):
 
     def room(self, request: Request, least: int, most: int, max_model_len: int) -> int:
         """Most drafts that may follow when the sequence has grown by `least` to `most` tokens."""
-        limit = self.num_drafts
+        limit = len(request.drafts.token_ids) if request.drafts.forced else self.num_drafts
         if limit == 0:
             return 0
         if request.params.max_drafts is not None:

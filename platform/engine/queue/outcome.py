@@ -40,7 +40,7 @@ def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | Non
             break
     accepted = min(got.num_accepted, kept)
     for counts in (request.speculation, request.speculation_totals):
-        if counts is not None:
+        if counts is not None and not row.is_forced:
             counts.count(row.num_drafts, accepted)
     delta = TokenDelta(request.request_id, got.token_ids[:kept], finish_reason=reason, stop_reason=stop)
     delta.num_draft_tokens, delta.num_accepted = row.num_drafts, accepted

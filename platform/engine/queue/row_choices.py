@@ -22,16 +22,15 @@ def row_choices(
     Yields:
         a row, and the positions after its end that need blocks too.
     """
-    awaits_token, num_pending = request.awaits_token, request.num_pending
+    awaits_token, num_pending, is_forced = request.awaits_token, request.num_pending, request.drafts.forced
     known = len(request.tokens) + num_pending - request.num_planned
     num_drafts = 0
-    if share:
+    if share or is_forced:
         there = request.under_way[-1].max_new_drafts if awaits_token else len(request.drafts.token_ids)
         if there:
-            num_drafts = max(
-                0, min(there, budget - known, share, limits.room(request, num_pending, num_pending, longest))
-            )
-    choices = ((num_drafts, True), (num_drafts, False), (0, False)) if share else ((0, False),)
+            most = there if is_forced else min(there, share)
+            num_drafts = max(0, min(most, budget - known, limits.room(request, num_pending, num_pending, longest)))
+    choices = ((num_drafts, True), (num_drafts, False), (0, False)) if share or is_forced else ((0, False),)
     for count, lookahead in choices:
         num_tokens = min(known + count, budget)
         samples = num_tokens >= known and request.params.pooling is None
@@ -39,7 +38,14 @@ def row_choices(
         if samples and share and (lookahead or not limits.extra_slots):
             new_drafts = min(share, _wanted(request, count, limits, longest))
         row = RowPlan(
-            request, request.num_planned, num_tokens, count, samples, new_drafts, awaits_token=awaits_token and samples
+            request,
+            request.num_planned,
+            num_tokens,
+            count,
+            samples,
+            new_drafts,
+            is_forced=is_forced and count > 0,
+            awaits_token=awaits_token and samples,
         )
         yield row, new_drafts if limits.extra_slots else 0
 

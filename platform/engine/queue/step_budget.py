@@ -35,7 +35,7 @@ class StepBudget:
         self.rows[row.request] = row
         self.num_left -= row.num_tokens
         self.for_prompts -= row.num_tokens
-        self.for_drafts -= row.num_drafts
+        self.for_drafts -= 0 if row.is_forced else row.num_drafts
 
     def drop(self, request: Request) -> None:
         """Plan nothing for this sequence; what its row would have taken is left again."""
@@ -43,4 +43,4 @@ class StepBudget:
         if row is not None:
             self.num_left += row.num_tokens
             self.for_prompts += row.num_tokens
-            self.for_drafts += row.num_drafts
+            self.for_drafts += 0 if row.is_forced else row.num_drafts

@@ -24,6 +24,7 @@ from ....spec_decode.drafters.base import AdapterPreparer, DeviceStep, Drafter, 
 from ...core.batch import RowPlan, RowResult, StepPlan, StepResult
 from ...core.messages import TokenLogprobs
 from ...core.request import NO_DRAFTS, Request, Status
+from ..sampling.grammars import with_forced
 from ..sampling.sampler import Pending, Ready, Sampler, not_finite, token_logprobs
 from .device_queue import DeviceQueue, Done, Stopwatch
 from .pooling import pooled_part
@@ -171,7 +172,10 @@ class ModelRunner:
                 continue
             if queued.proposals is not None:  # the device drafted after tokens whose number it did not tell
                 num_computed = len(request.tokens) if num_computed else request.num_draft_computed
-            request.drafts, request.num_draft_computed = proposal.drafts, num_computed
+            drafts = proposal.drafts if request.grammar is None else with_forced(request, proposal.drafts)
+            if drafts is not proposal.drafts:  # the drafter has not computed these
+                num_computed = min(num_computed, len(request.tokens))
+            request.drafts, request.num_draft_computed = drafts, num_computed
         if self._policy is not None:
             self._policy.observe(plan, result, result.seconds)
         return result.seconds + time.perf_counter() - self._capture_seconds - started

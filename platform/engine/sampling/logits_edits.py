@@ -22,6 +22,7 @@ from ....spec_decode.drafters.base import DraftRow
 from ...core.request import Request
 from ...core.sampling_params import SamplingParams
 from .bad_words import BadWords
+from .grammars import mask_logits
 
 NEGATIVE_INFINITY = float("-inf")
 
@@ -128,8 +129,8 @@ class Edit:
 
 
 def apply_edits(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
-    """Edit `logits` [R, V] (float32) in place, in vLLM's order: allowed tokens, bad words, minimum length, bias,
-    penalties."""
+    """Edit `logits` [R, V] (float32) in place, in vLLM's order: grammar, allowed tokens, bad words, minimum
+    length, bias, penalties."""
     for edit in EDITS:
         chosen = [row for row in rows if edit.wanted(row.request.params)]
         if chosen:
@@ -206,6 +207,7 @@ def _penalties(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
 
 
 EDITS: tuple[Edit, ...] = (
+    Edit(lambda p: p.structured_outputs is not None, mask_logits),
     Edit(lambda p: p.allowed_token_ids is not None, _allow_only),
     Edit(lambda p: bool(p.bad_words_token_ids), _bad_words),
     Edit(lambda p: p.min_tokens > 0, _min_tokens),

@@ -54,13 +54,19 @@ class SampleRow(NamedTuple):
 def no_choice(params: SamplingParams) -> InvalidRequestError:
     """The parameters have emptied a row; the error names one of them."""
     wanted = {
+        "structured_outputs": params.structured_outputs,
         "allowed_token_ids": params.allowed_token_ids,
         "bad_words": params.bad_words_token_ids,
         "min_tokens": params.min_tokens,
         "logit_bias": params.logit_bias,
     }
-    param = next((name for name, value in wanted.items() if value), None)
-    return InvalidRequestError("the sampling parameters leave no token to choose", param=param)
+    names = [name for name, value in wanted.items() if value]
+    if params.structured_outputs is not None:
+        names[0] = params.structured_outputs.source
+    together = f" ({', '.join(names)})" if names else ""
+    return InvalidRequestError(
+        f"the sampling parameters{together} leave no token to choose", param=names[0] if names else None
+    )
 
 
 def not_finite(request: Request) -> OutriderError:

@@ -30,6 +30,7 @@ from ...core.sampling_params import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from ...core.structured_outputs import MAX_CHOICES, MAX_CONSTRAINT_CHARS
 from ...core.text import shorten
 
 # --- the body as a whole ---
@@ -87,6 +88,12 @@ BOUNDS: Mapping[str, Bound] = {
     "prompt_cache_key": _IDENTIFIER,
     "safety_identifier": _IDENTIFIER,
     "limits": Bound(items=64, size=1 << 20),
+    "response_format": Bound(size=2 * MAX_CONSTRAINT_CHARS),
+    "structured_outputs": Bound(size=2 * MAX_CONSTRAINT_CHARS),
+    "guided_json": Bound(size=2 * MAX_CONSTRAINT_CHARS),
+    "guided_regex": Bound(size=MAX_CONSTRAINT_CHARS),
+    "guided_choice": Bound(MAX_CHOICES, MAX_CONSTRAINT_CHARS),
+    "guided_grammar": Bound(size=MAX_CONSTRAINT_CHARS),
     "chat_template": Bound(size=1 << 16),
     "chat_template_kwargs": Bound(size=1 << 14),
 }

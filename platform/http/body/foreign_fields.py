@@ -40,18 +40,15 @@ TEMPLATE_UNSUPPORTED: Mapping[str, Unsupported] = _PROMPT
 
 _FORMATS = {
     **_each(Unsupported(("none", "auto")), "tool_choice function_call"),
-    "response_format": Unsupported(({"type": "text"},)),
-    "structured_outputs": Unsupported(({},)),
     **_each(
         Unsupported(("",)),
-        "structural_tag guided_json guided_regex guided_grammar json_schema regex ebnf grammar format",
+        "structural_tag json_schema regex ebnf grammar format",
     ),
     **_each(
         Unsupported((False,)),
-        "guided_json_object return_tokens_as_token_ids return_prompt_text return_hidden_states "
-        "return_routed_experts return_meta_info",
+        "return_tokens_as_token_ids return_prompt_text return_hidden_states return_routed_experts return_meta_info",
     ),
-    **_each(Unsupported(([],)), "guided_choice logprob_token_ids"),
+    **_each(Unsupported(([],)), "logprob_token_ids"),
     "return_prompt_token_ids": Unsupported((False,), instead="return_token_ids"),
     "moderation": Unsupported(),
 }
@@ -128,7 +125,7 @@ QUIET: Mapping[str, tuple[Any, ...]] = {
 
 _OPENAI = "include_obfuscation metadata parallel_tool_calls prediction prompt_cache_key prompt_cache_options \
 prompt_cache_retention reasoning_effort safety_identifier service_tier store verbosity"
-_VLLM = "early_stopping ec_transfer_params guided_decoding_backend guided_whitespace_pattern include_reasoning \
+_VLLM = "early_stopping ec_transfer_params guided_decoding_backend include_reasoning \
 kv_transfer_params media_io_kwargs mm_processor_kwargs request_id return_mm_kwargs return_token_offsets \
 routed_experts_prompt_start session_id stream_interval thinking_token_budget truncation_side vllm_xargs"
 _SGLANG = "bootstrap_host bootstrap_port bootstrap_room custom_labels custom_params data_parallel_rank \

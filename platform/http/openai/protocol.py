@@ -14,6 +14,7 @@ from ...core.sampling_params import SamplingParams
 from ..body.foreign_fields import CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, TEMPLATE_UNSUPPORTED, Unsupported
 from ..body.lenient import LenientModel, shape_of
 from .chat_messages import ChatMessage
+from .structured_outputs import constraint_of
 
 MAX_PROMPTS = 1024
 """Prompts in one request."""
@@ -109,6 +110,14 @@ class SamplingFields(LenientModel):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     speculative: bool | int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    guided_whitespace_pattern: str | None = None
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -145,6 +154,7 @@ class SamplingFields(LenientModel):
         """The sampling parameters asked for over the `defaults`, with `changes` on top; InvalidRequestError names a
         wrong one. Without `max_tokens` in the request it is None, and the job decides, prompt by prompt."""
         given = {name: getattr(self, name) for name in self.model_fields_set & _SAMPLING_NAMES}
+        given["structured_outputs"] = constraint_of({name: getattr(self, name) for name in self.model_fields_set})
         given.update(changes)
         known = {name: value for name, value in given.items() if value is not None}
         return SamplingParams(**{**defaults, "max_tokens": None, **known})

@@ -217,7 +217,7 @@ def test_fields_of_sampling_params_at_values_that_change_nothing() -> None:
     "fields",
     [
         {"best_of": 2}, {"use_beam_search": True}, {"length_penalty": 0.5}, {"truncate_prompt_tokens": 5},
-        {"output_kind": Kind.DELTA}, {"guided_decoding": {"regex": "a"}}, {"structured_outputs": {"json": {}}},
+        {"output_kind": Kind.DELTA}, {"guided_decoding": {"regex": "a"}}, {"structured_outputs": {"jsn": {}}},
         {"logits_processors": [len]}, {"extra_args": {"a": 1}}, {"logprob_token_ids": [5]},
     ],
 )  # fmt: skip

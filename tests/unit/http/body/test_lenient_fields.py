@@ -182,7 +182,7 @@ def test_other_servers_names(http, llm):
     assert "'max_tokens'" in refused(http.post(COMPLETIONS, body))["message"]
     assert ignored(http.post(COMPLETIONS, body | {"max_tokens": 2})) == ["max_new_tokens"]
     assert "'model'" in refused(chat(http, model="base", lora_path="sql"))["message"]
-    assert refused(chat(http, guided_regex="a+", **{"": 1}))["param"] == "guided_regex"
+    assert refused(chat(http, regex="a+", **{"": 1}))["param"] == "regex"
 
 
 # --- values of another type -------------------------------------------------------------------------------------------

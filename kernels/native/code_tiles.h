@@ -1,0 +1,297 @@
+// Products of rows with a panel of quantised weights, chunk by chunk.
+//
+// On processors with AVX512-VNNI integer codes are multiplied with fixed-point inputs, exactly. Elsewhere, and for codes
+// that are no integers, all is float32, an input after the other. Then sums += scale * product (+ offset * total), in
+// the order of the chunks: the bits of a result depend on its own row and column alone.
+#pragma once
+
+#include "codes.h"
+
+namespace outrider {
+namespace {
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+constexpr bool HAS_INTEGER_TILES = true;
+#else
+constexpr bool HAS_INTEGER_TILES = false;
+#endif
+
+constexpr int64_t BLOCK_INPUTS = 1024;  // inputs of a panel that stay in the cache for all rows
+constexpr int VECS_OF_PANEL = PANEL / LANES;
+
+struct CodeTile {               // part of a product: some rows, some chunks of a panel
+    const Block* block;
+    const Rows* rows;
+    int64_t row, first_chunk, last_chunk;
+    const uint8_t* codes;   // of the first chunk
+    float* sums;            // [rows, PANEL]
+    const char* next;       // lines that are prefetched, `lines` with STRIDE quads of inputs
+    int lines;
+    Fetch* fetch;           // FETCHED lines of it with every quad, or null
+};
+
+// A chunk of a panel.
+struct Chunk {
+    int64_t number, quads;      // of inputs
+    const uint8_t *header, *codes;
+
+    Chunk(const Block& block, int64_t number, const uint8_t* header)
+        : number(number),
+          quads(num_quads(std::min(block.chunk, block.in_features - number * block.chunk))),
+          header(header),
+          codes(header + header_bytes(block)) {}
+
+    const uint8_t* end(const Block& block) const { return codes + quads * quad_bytes(block.form); }
+};
+
+// Adds a chunk's products of R rows to their sums.
+template <int64_t OFFSETS, int R>
+inline void add_products(const CodeTile& tile, const Chunk& chunk, const Vec (&products)[R][VECS_OF_PANEL]) {
+    const Block& block = *tile.block;
+    const Vec scale_unit = all(float(block.scale_unit)), offset_unit = all(float(block.offset_unit));
+    const uint16_t *scales = (const uint16_t*)chunk.header, *offsets = scales + PANEL;
+    Vec units[R], totals[R];
+    for (int r = 0; r < R; r++) {
+        const float unit = tile.rows->units(tile.row + r)[chunk.number];
+        units[r] = all(unit);
+        totals[r] = all(tile.rows->totals(tile.row + r)[chunk.number] * (OFFSETS == HALF_OFFSETS ? unit : 1));
+    }
+    for (int v = 0; v < VECS_OF_PANEL; v++) {
+        const Vec scale = load_half(scales + v * LANES) * scale_unit;
+        Vec other = zeros();
+        if (OFFSETS == ZERO_POINTS) other = load_bytes((const uint8_t*)offsets + v * LANES);
+        if (OFFSETS == HALF_OFFSETS) other = load_half(offsets + v * LANES) * offset_unit;
+        for (int r = 0; r < R; r++) {
+            float* to = tile.sums + r * PANEL + v * LANES;
+            Vec sum = load(to), product = products[r][v];
+            if (OFFSETS == ZERO_POINTS) product -= other * totals[r];
+            sum += product * (scale * units[r]);
+            if (OFFSETS == HALF_OFFSETS) sum += other * totals[r];
+            store(to, sum);
+        }
+    }
+}
+
+template <int R>
+inline void finish(const CodeTile& tile, const Chunk& chunk, const Vec (&products)[R][VECS_OF_PANEL]) {
+    if (tile.block->offsets == NO_OFFSETS) add_products<NO_OFFSETS>(tile, chunk, products);
+    else if (tile.block->offsets == ZERO_POINTS) add_products<ZERO_POINTS>(tile, chunk, products);
+    else add_products<HALF_OFFSETS>(tile, chunk, products);
+}
+
+constexpr int64_t STRIDE = 8;  // quads between two prefetches
+
+inline const char* prefetch(const CodeTile& tile, const char* next) {
+    for (int line = 0; line < tile.lines; line++, next += LINE) __builtin_prefetch(next);
+    if (tile.fetch)
+        for (int line = 0; line < FETCHED * STRIDE; line++) tile.fetch->line();
+    return next;
+}
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+
+// The codes of a quad of inputs for 64 outputs, as bytes.
+template <int64_t FORM>
+inline void load_quad(const uint8_t* p, __m512i table, __m512i* codes) {
+    if constexpr (FORM == BYTES) {
+        for (int v = 0; v < 4; v++) codes[v] = _mm512_loadu_si512(p + v * LINE);
+    } else {
+        const __m512i low = _mm512_set1_epi8(15);
+        for (int v = 0; v < 2; v++) {
+            const __m512i both = _mm512_loadu_si512(p + v * LINE);
+            codes[v] = _mm512_and_si512(both, low);
+            codes[v + 2] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+        }
+        if constexpr (FORM == SMALL_LEVELS)
+            for (int v = 0; v < 4; v++) codes[v] = _mm512_shuffle_epi8(table, codes[v]);
+    }
+}
+
+// sum += codes * inputs, four for each lane. GCC copies the sums around its own form of this instruction.
+inline __attribute__((always_inline)) void accumulate(__m512i& sum, __m512i codes, __m512i inputs) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(inputs));
+}
+
+// Inlined, GCC would keep the sums in memory.
+template <int64_t FORM, int PLANES, int R>
+__attribute__((noinline)) void integer_tile(const CodeTile& tile) {
+    const Block& block = *tile.block;
+    const Rows& rows = *tile.rows;
+    const int8_t* x = rows.bytes(tile.row);
+    const int64_t stride = rows.padded;
+    const __m512i table =
+        FORM == SMALL_LEVELS ? _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)block.levels)) : __m512i{};
+    const char* next = tile.next;
+    const uint8_t* header = tile.codes;
+    for (int64_t c = tile.first_chunk; c < tile.last_chunk; c++) {
+        const Chunk chunk(block, c, header);
+        __m512i sums[R * PLANES][4];
+        for (int r = 0; r < R; r++) {
+            const __m512i zero = _mm512_set1_epi32(-uint32_t(block.zero) * rows.integer_totals(tile.row + r)[c]);
+            for (int p = 0; p < PLANES; p++)
+                for (int v = 0; v < 4; v++) sums[r * PLANES + p][v] = p + 1 == PLANES ? zero : _mm512_setzero_si512();
+        }
+        const int8_t* part = x + c * rows.padded_chunk;
+        const uint8_t* codes = chunk.codes;
+        for (int64_t q = 0; q < chunk.quads; q += STRIDE) {
+            next = prefetch(tile, next);
+            const int64_t stop = std::min(q + STRIDE, chunk.quads);
+            for (int64_t i = q; i < stop; i++, codes += quad_bytes(FORM), part += QUAD) {
+                __m512i weights[4];
+                load_quad<FORM>(codes, table, weights);
+                for (int r = 0; r < R * PLANES; r++) {
+                    int32_t four;
+                    std::memcpy(&four, part + r * stride, sizeof four);
+                    const __m512i inputs = _mm512_set1_epi32(four);
+                    for (int v = 0; v < 4; v++) accumulate(sums[r][v], weights[v], inputs);
+                }
+            }
+        }
+        Vec products[R][4];
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < 4; v++) {
+                __m512i total = sums[r * PLANES + PLANES - 1][v];
+                if (PLANES == 2) total = _mm512_add_epi32(total, _mm512_slli_epi32(sums[r * PLANES][v], 8));
+                products[r][v] = (Vec)_mm512_cvtepi32_ps(total);
+            }
+        finish<R>(tile, chunk, products);
+        header = chunk.end(block);
+    }
+}
+
+template <int64_t FORM, int PLANES, int R = 6 / PLANES>
+inline void integer_tiles(int rows, const CodeTile& tile) {
+    if (rows == R) integer_tile<FORM, PLANES, R>(tile);
+    else if constexpr (R > 1) integer_tiles<FORM, PLANES, R - 1>(rows, tile);
+}
+
+template <int64_t FORM>
+void integer_tiles(int rows, const CodeTile& tile) {
+    if (tile.rows->num_planes == 2) integer_tiles<FORM, 2>(rows, tile);
+    else integer_tiles<FORM, 1>(rows, tile);
+}
+
+inline void integer_tiles(int rows, const CodeTile& tile) {
+    if (tile.block->form == BYTES) integer_tiles<BYTES>(rows, tile);
+    else if (tile.block->form == NIBBLES) integer_tiles<NIBBLES>(rows, tile);
+    else integer_tiles<SMALL_LEVELS>(rows, tile);
+}
+
+#else
+
+inline void integer_tiles(int, const CodeTile&) {}
+
+#endif
+
+constexpr int FLOAT_ROWS = 4;
+
+// The numbers of LANES outputs for input k of a quad. `quad`: their codes, 8 bits for each of the 4 inputs.
+template <int64_t FORM>
+inline Vec numbers(VecU32 quad, int k, const float* levels) {
+    const VecU32 code = (quad >> (8 * k)) & (FORM == BYTES || FORM == FLOAT8_CODES ? 255u : 15u);
+    if constexpr (FORM == FLOAT8_CODES) {
+        // Without an exponent there is no leading one: 2^-6 is taken off again.
+        const VecU32 size = (code & 127) << 20, is_small = (VecU32)(size < (8u << 20));
+        const Vec value = (Vec)(size + (is_small & (121u << 23)) + (~is_small & (120u << 23)));
+        return (Vec)((VecU32)(value - (Vec)(is_small & (121u << 23))) | ((code & 128) << 24));
+    } else if constexpr (FORM == LEVELS) {
+#if OUTRIDER_LANES == 16
+        return (Vec)_mm512_permutexvar_ps((__m512i)code, _mm512_loadu_ps(levels));
+#else
+        uint32_t lanes[LANES];
+        float found[LANES];
+        std::memcpy(lanes, &code, sizeof lanes);
+        for (int i = 0; i < LANES; i++) found[i] = levels[lanes[i]];
+        return load(found);
+#endif
+    } else {
+        return __builtin_convertvector((VecI32)code, Vec);
+    }
+}
+
+template <int64_t FORM, int R>
+__attribute__((noinline)) void float_tile(const CodeTile& tile) {
+    constexpr bool IS_HALF = FORM == NIBBLES || FORM == LEVELS;
+    constexpr int GROUP = std::min(R == 1 ? 4 : 2, IS_HALF ? VECS_OF_PANEL / 2 : VECS_OF_PANEL);  // vectors at once
+    const Rows& rows = *tile.rows;
+    const float *levels = (const float*)tile.block->levels, *x = rows.floats(tile.row);
+    const int64_t stride = rows.padded, padded = rows.padded_chunk;
+    const char* next = tile.next;
+    const uint8_t* header = tile.codes;
+    for (int64_t c = tile.first_chunk; c < tile.last_chunk; c++) {
+        const Chunk chunk(*tile.block, c, header);
+        Vec products[R][VECS_OF_PANEL];
+        for (int group = 0; group < VECS_OF_PANEL; group += GROUP) {
+            Vec sums[R][GROUP];
+            for (int r = 0; r < R; r++)
+                for (int v = 0; v < GROUP; v++) sums[r][v] = all(-float(tile.block->zero) * rows.totals(tile.row + r)[c]);
+            // Of codes in 4 bits the second half of the outputs has the upper bits.
+            const int shift = IS_HALF && group >= VECS_OF_PANEL / 2 ? 4 : 0;
+            const uint8_t* codes = chunk.codes + (shift ? group - VECS_OF_PANEL / 2 : group) * 4 * LANES;
+            for (int64_t q = 0; q < chunk.quads; q++, codes += quad_bytes(FORM)) {
+                if (group == 0 && q % STRIDE == 0) next = prefetch(tile, next);
+                for (int v = 0; v < GROUP; v++) {
+                    VecU32 quad;
+                    std::memcpy(&quad, codes + v * sizeof quad, sizeof quad);
+                    quad >>= shift;
+                    for (int k = 0; k < 4; k++) {
+                        const Vec weight = numbers<FORM>(quad, k, levels);
+                        for (int r = 0; r < R; r++) sums[r][v] += weight * (x + r * stride)[c * padded + q * QUAD + k];
+                    }
+                }
+            }
+            for (int r = 0; r < R; r++)
+                for (int v = 0; v < GROUP; v++) products[r][group + v] = sums[r][v];
+        }
+        finish<R>(tile, chunk, products);
+        header = chunk.end(*tile.block);
+    }
+}
+
+template <int64_t FORM, int R = FLOAT_ROWS>
+inline void float_tiles(int rows, const CodeTile& tile) {
+    if (rows == R) float_tile<FORM, R>(tile);
+    else if constexpr (R > 1) float_tiles<FORM, R - 1>(rows, tile);
+}
+
+inline void float_tiles(int rows, const CodeTile& tile) {
+    switch (tile.block->form) {
+        case NIBBLES: return float_tiles<NIBBLES>(rows, tile);
+        case BYTES: return float_tiles<BYTES>(rows, tile);
+        case LEVELS: return float_tiles<LEVELS>(rows, tile);
+        default: return float_tiles<FLOAT8_CODES>(rows, tile);
+    }
+}
+
+// sums[row - begin] = products of rows [begin, end) with a panel. `is_last`: the thread reads no further weights.
+inline void multiply_panel(const Block& block, const Rows& rows, int64_t panel, int64_t begin, int64_t end, bool is_last,
+                           Fetch* fetch, float* sums) {
+    std::fill(sums, sums + (end - begin) * PANEL, 0.0f);
+    const bool is_integer = HAS_INTEGER_TILES && block.form <= BYTES;
+    const int64_t most = !is_integer ? FLOAT_ROWS : rows.num_planes == 2 ? 3 : 6;
+    const int64_t num_tiles = (end - begin + most - 1) / most, chunks = block.num_chunks();
+    const int64_t step = std::max<int64_t>(BLOCK_INPUTS / block.chunk, 1), quad_lines = quad_bytes(block.form) / LINE;
+    const int64_t stride_lines = quad_lines * STRIDE;
+    const uint8_t* codes = block.panels + panel * panel_bytes(block);
+    for (int64_t c = 0; c < chunks; c += step) {
+        const int64_t last_chunk = std::min(c + step, chunks);
+        const int64_t bytes = (last_chunk - c) * chunk_bytes(block, block.chunk);
+        CodeTile tile{&block, &rows, begin, c, last_chunk, codes, sums, nullptr, 0, fetch && !fetch->ended() ? fetch : nullptr};
+        // As in panels.h: the first tile waits for the memory, the others would let it idle, so they prefetch.
+        tile.next = (const char*)codes + (num_tiles == 1 ? AHEAD : bytes);
+        const bool is_end = is_last && last_chunk == chunks;
+        const char* const end_of_next = tile.next + bytes;
+        for (int64_t t = 0; t < num_tiles; t++) {
+            const int64_t first = (end - begin) * t / num_tiles, last = (end - begin) * (t + 1) / num_tiles;
+            tile.row = begin + first;
+            tile.sums = sums + first * PANEL;
+            tile.lines = is_end || tile.next >= end_of_next ? 0 : std::max<int64_t>(stride_lines / num_tiles, 1);
+            is_integer ? integer_tiles(int(last - first), tile) : float_tiles(int(last - first), tile);
+            tile.next += tile.lines * (bytes / LINE / stride_lines) * LINE;
+        }
+        codes += bytes;
+    }
+}
+
+}  // namespace
+}  // namespace outrider

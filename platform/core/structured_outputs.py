@@ -1,0 +1,231 @@
+"""Constraints on the form of an answer: JSON, a regular expression, choices, a grammar. The names are vLLM's.
+
+The package `llguidance` makes token masks of them. This module holds what a request asks for, and its text for that
+package; `platform/engine/sampling/grammars.py` follows it token by token.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from .errors import InvalidRequestError
+from .suggestions import did_you_mean
+
+MAX_CONSTRAINT_CHARS = 65_536
+"""Characters of a constraint: a schema as JSON, a grammar, all choices. Checking so many takes about 0.1 s."""
+MAX_CHOICES = 1024
+_WHITESPACE = r"[ ]|\n[ \t]{0,40}"
+"""Whitespace between the parts of JSON: a model that may write any amount of it sometimes writes nothing else."""
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_NO_PACKAGE = "structured outputs need the package llguidance: pip install 'outrider[structured]'"
+
+
+@dataclass(slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """Constraint on an answer; exactly one kind is given.
+
+    Raises:
+        InvalidRequestError: a field is wrong; `param` is `source`.
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    """JSON schema, as text or as an object; kept as text."""
+    regex: str | None = None
+    """Regular expression for the whole answer, in the syntax of Rust's crate regex: without look-around."""
+    choice: list[str] | None = None
+    """Texts of which one is the answer; at most 1,024."""
+    grammar: str | None = None
+    """Grammar in Lark's or GBNF's syntax."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+    structural_tag: str | dict[str, Any] | None = None
+    """{"structures": [{"begin", "schema", "end"}], "triggers": [...]}: free text, in which each trigger begins one of
+    the structures; kept as text."""
+    disable_any_whitespace: bool = False
+    """True: JSON has ", " and ": " between its parts and no other whitespace."""
+    disable_additional_properties: bool = False
+    """True: objects of the schema have no other properties than it names, unless it says otherwise."""
+    whitespace_pattern: str | None = None
+    """Regular expression for the whitespace between two parts of JSON, where there is any; by default one space, or a
+    line's end with up to 40 spaces or tabs."""
+    source: str = "structured_outputs"
+    """Field of the request that it comes from, which errors name."""
+
+    def __post_init__(self) -> None:
+        if self.json_object is False:
+            self.json_object = None
+        given = [kind for kind in _KINDS if getattr(self, kind) is not None]
+        if len(given) != 1:
+            raise self._wrong(f"needs exactly one of {', '.join(_KINDS)}; got {', '.join(given) or 'none'}")
+        for kind in ("json", "structural_tag"):
+            value = getattr(self, kind)
+            if isinstance(value, (dict, bool)):
+                try:
+                    setattr(self, kind, json.dumps(value, ensure_ascii=False))
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise self._wrong(f"{kind} is not JSON: {error}") from error
+        for kind in ("json", "regex", "grammar", "structural_tag", "whitespace_pattern"):
+            value = getattr(self, kind)
+            if value is not None:
+                self._check_text(kind, value)
+        if self.choice is not None:
+            self._check_choice()
+
+    def _check_choice(self) -> None:
+        choice = self.choice
+        if not isinstance(choice, list | tuple) or not choice or not all(isinstance(text, str) for text in choice):
+            raise self._wrong("choice must be a list of texts, and not empty")
+        if len(choice) > MAX_CHOICES:
+            raise self._wrong(f"choice has {len(choice)} entries; at most {MAX_CHOICES} are allowed")
+        for text in choice:
+            self._check_text("choice", text)
+        self._check_length("choice", sum(map(len, choice)))
+        self.choice = list(choice)
+
+    def _check_text(self, kind: str, value: object) -> None:
+        if not isinstance(value, str):
+            raise self._wrong(f"{kind} must be a text, got {type(value).__name__}")
+        self._check_length(kind, len(value))
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise self._wrong(f"{kind} is not valid Unicode text: {error.reason}") from error
+
+    def _check_length(self, kind: str, length: int) -> None:
+        if length > MAX_CONSTRAINT_CHARS:
+            raise self._wrong(f"{kind} has {length} characters; at most {MAX_CONSTRAINT_CHARS} are allowed")
+
+    def _wrong(self, problem: str) -> InvalidRequestError:
+        return _wrong(self.source, problem)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Identity of the constraint: two with the same key allow the same answers."""
+        options = self.disable_any_whitespace, self.disable_additional_properties, self.whitespace_pattern
+        return (*(getattr(self, kind) for kind in _KINDS if kind != "choice"), tuple(self.choice or ()), *options)
+
+    def grammar_text(self) -> str:
+        """Grammar in the form of `llguidance`.
+
+        Raises:
+            InvalidRequestError: a text is not of its syntax, or the package is not installed.
+        """
+        package = _package()
+        try:
+            return self._grammar_text(package)
+        except InvalidRequestError:
+            raise
+        except (ValueError, KeyError, TypeError, AssertionError, AttributeError, RecursionError) as error:
+            kind = next(kind for kind in _KINDS if getattr(self, kind) is not None)
+            raise self._wrong(f"{kind}: {_shortened(str(error) or type(error).__name__)}") from error
+
+    def _grammar_text(self, package: Any) -> str:
+        matcher = package.LLMatcher
+        if self.json is not None or self.json_object:
+            schema: Any = {"type": "object"} if self.json is None else json.loads(str(self.json))
+            schema = {} if schema is True else schema
+            if not isinstance(schema, dict):
+                raise self._wrong("json must be a JSON schema that allows anything")
+            if self.disable_additional_properties:
+                schema = _closed(schema)
+            return str(matcher.grammar_from_json_schema(json.dumps(schema), overrides=self._json_options()))
+        if self.regex is not None:
+            return str(matcher.grammar_from_regex(self.regex))
+        if self.choice is not None:
+            texts = " | ".join(json.dumps(text) for text in self.choice)
+            return str(matcher.grammar_from_lark(f"start: {texts}"))
+        if self.grammar is not None:
+            return str(package.grammar_from("grammar", self.grammar))
+        return str(matcher.grammar_from_lark(self._tags(package)))
+
+    def _tags(self, package: Any) -> str:
+        """Lark grammar of the structural tag."""
+        tag = json.loads(str(self.structural_tag))
+        structures, triggers = tag.get("structures"), tag.get("triggers")
+        if not structures or not triggers:
+            raise self._wrong('structural_tag needs "structures" and "triggers"; other forms of it are not served')
+        tags = []
+        for structure in structures:
+            begin, end = structure["begin"], structure["end"]
+            trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
+            if trigger is None:
+                raise self._wrong(f"structural_tag: no trigger begins {begin!r}")
+            tags.append(package.StructTag(trigger=trigger, begin=begin, grammar=structure["schema"], end=end))
+        return str(package.StructTag.to_grammar(tags, assume_special=False))
+
+    def _json_options(self) -> dict[str, Any]:
+        if self.whitespace_pattern is not None:
+            return {"whitespace_pattern": self.whitespace_pattern}
+        if self.disable_any_whitespace:
+            return {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        return {"whitespace_pattern": _WHITESPACE}
+
+    def check(self) -> None:
+        """Compile the constraint without a vocabulary; up to 0.2 s, outside of Python's lock.
+
+        Raises:
+            InvalidRequestError: it cannot be served; the message names the keyword or the place.
+        """
+        text = self.grammar_text()
+        is_wrong, messages = _package().LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
+        if is_wrong:
+            raise self._wrong(_shortened("; ".join(messages)))
+
+
+def parser_limits() -> Any:
+    """Limits of `llguidance`: a grammar beyond them is an error instead of a long wait."""
+    return _package().LLParserLimits(
+        initial_lexer_fuel=1_000_000,  # 20 ms
+        step_lexer_fuel=50_000,  # 4 ms for a row of logits
+        step_max_items=20_000,  # 1 ms
+        max_lexer_states=50_000,  # 50 to 100 MB
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+def parse(value: Any, source: str = "structured_outputs") -> StructuredOutputsParams:
+    """Constraint of a mapping with the fields above; `source` is the name that errors give it.
+
+    Raises:
+        InvalidRequestError: it is none, or has an unknown field.
+    """
+    if not isinstance(value, dict):
+        raise _wrong(source, "must be an object")
+    known = StructuredOutputsParams.__dataclass_fields__
+    for name in value:
+        if name not in known:
+            raise _wrong(source, f"has no field {str(name)[:100]!r}{did_you_mean(str(name), known)}")
+    given = {name: field for name, field in value.items() if field is not None}
+    return StructuredOutputsParams(**{**given, "source": source})
+
+
+def _package() -> Any:
+    if find_spec("llguidance") is None:
+        raise InvalidRequestError(_NO_PACKAGE, param="structured_outputs")
+    import llguidance
+
+    return llguidance
+
+
+def _wrong(source: str, problem: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{source}: {problem}", param=source)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 500 else text[:500] + "..."
+
+
+def _closed(schema: Any) -> Any:
+    """The schema with `additionalProperties` false wherever objects have properties and nothing is said."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: value if name in ("enum", "const", "default") else _closed(value) for name, value in schema.items()}
+    if "properties" in closed:
+        closed.setdefault("additionalProperties", False)
+    return closed

@@ -1,0 +1,127 @@
+"""Answers under a grammar: they have its form, and their bytes do not depend on drafts, adapters or preemption."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from outrider import LLM, InvalidRequestError, LoRARequest, SamplingParams, StructuredOutputsParams
+from outrider.models.demo import demo_adapters, demo_model_path
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "quantity": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["new", "sale"]}, "maxItems": 2},
+    },
+    "required": ["name", "quantity", "tags"],
+    "additionalProperties": False,
+}
+PROMPTS = ["Anna from Lisbon ordered 3 green lamps for 42 euros.", "SELECT", "Hello", "a b c a b c a b"]
+CONSTRAINTS = [
+    {"json": SCHEMA},
+    {"regex": "[a-z]{3,9} [0-9]{2}"},
+    {"choice": ["yes indeed", "no"]},
+    {"grammar": 'start: "(" (start | /[a-c]{1,3}/) ")"'},
+]
+ADAPTERS = [None, "json", "sql", "json"]
+SPECULATION = {
+    "off": None,
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False},
+    "draft_model": {"method": "draft_model", "model": str(demo_model_path().parent / "draft")},
+    "eagle3": {"method": "eagle3", "model": str(demo_model_path().parent / "eagle3"), "num_speculative_tokens": 3},
+}
+
+
+@pytest.fixture(scope="module", params=SPECULATION)
+def llm(request):
+    loras = {"enable_lora": True, "max_lora_rank": 32}
+    engine = LLM(
+        str(demo_model_path()),
+        dtype="float32",
+        speculative_config=SPECULATION[request.param],
+        max_model_len=256,
+        **loras,
+    )
+    for name, folder in demo_adapters().items():
+        engine.load_lora_adapter(LoRARequest(name, path=str(folder)))
+    yield engine
+    engine.shutdown()
+
+
+def params(constraint, **changes):
+    fields = {"temperature": 0, "max_tokens": 90, **changes}
+    return SamplingParams(structured_outputs=StructuredOutputsParams(**constraint), **fields)
+
+
+def texts(llm, **changes):
+    wanted = [params(constraint, **changes) for constraint in CONSTRAINTS]
+    outputs = llm.generate(PROMPTS, wanted, lora_request=ADAPTERS, use_tqdm=False)
+    return [output.outputs[0].text for output in outputs]
+
+
+EXPECTED: dict[str, list[str]] = {}
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.9, "seed": 5}, {"temperature": 1.2, "seed": 1, "top_p": 0.9}]
+)
+def test_the_form_holds_and_drafts_do_not_change_the_text(llm, sampling):
+    found = texts(llm, **sampling)
+    assert set(json.loads(found[0])) == {"name", "quantity", "tags"}
+    assert re.fullmatch(CONSTRAINTS[1]["regex"], found[1])
+    assert found[2] in CONSTRAINTS[2]["choice"]
+    assert re.fullmatch(r"\(+[a-c]{1,3}\)+", found[3]) or len(found[3]) > 60
+    assert EXPECTED.setdefault(repr(sampling), found) == found
+    assert texts(llm, speculative=False, **sampling) == found
+
+
+def test_other_parameters_combine(llm):
+    output = llm.generate(
+        PROMPTS[0],
+        params(CONSTRAINTS[1], n=3, temperature=1.0, seed=3, logprobs=2, repetition_penalty=1.2, stop=["7"]),
+        use_tqdm=False,
+    )[0]
+    for choice in output.outputs:
+        assert re.fullmatch(r"[a-z]{3,9}( ([0-9]{0,2})?)?", choice.text)
+        assert len(choice.logprobs) == len(choice.token_ids)
+    free = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0].outputs[0].text
+    wanted = [SamplingParams(temperature=0, max_tokens=8), params(CONSTRAINTS[0])]
+    assert llm.generate([PROMPTS[0]] * 2, wanted, use_tqdm=False)[0].outputs[0].text == free
+
+
+def test_what_leaves_no_token_is_an_error_of_that_request(llm):
+    banned = params(
+        {"choice": ["yes"]}, allowed_token_ids=[llm.get_tokenizer().encode("Q", add_special_tokens=False)[0]]
+    )
+    with pytest.raises(InvalidRequestError, match="structured_outputs, allowed_token_ids"):
+        llm.generate("x", banned, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="uniqueItems"):
+        llm.generate("x", params({"json": {"type": "array", "uniqueItems": True}}), use_tqdm=False)
+    assert llm.generate("x", params({"choice": ["fine"]}), use_tqdm=False)[0].outputs[0].text == "fine"
+
+
+def test_preemption_keeps_the_form():
+    engine = LLM(str(demo_model_path()), dtype="float32", max_model_len=256, num_gpu_blocks_override=18, block_size=16)
+    wanted = [params(CONSTRAINTS[0], ignore_eos=False) for _ in range(6)]
+    outputs = engine.generate([PROMPTS[0] * 2] * 6, wanted, use_tqdm=False)
+    assert engine.stats().num_preemptions > 0
+    assert len({output.outputs[0].text for output in outputs}) == 1
+    json.loads(outputs[0].outputs[0].text)
+    engine.shutdown()
+
+
+def test_tokens_without_a_choice_need_fewer_steps():
+    engine = LLM(str(demo_model_path()), dtype="float32", max_model_len=256)
+    steps = []
+    for speculative in (None, False):
+        before = engine.stats().num_steps
+        wanted = params({"json": {"const": {"a long constant name": "and its value"}}}, speculative=speculative)
+        text = engine.generate("x", wanted, use_tqdm=False)[0].outputs[0].text
+        assert json.loads(text) == {"a long constant name": "and its value"}
+        steps.append(engine.stats().num_steps - before)
+    assert steps[0] < steps[1] / 2
+    engine.shutdown()

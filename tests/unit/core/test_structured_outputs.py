@@ -1,0 +1,92 @@
+"""Constraints on the form of an answer: what is taken, and what is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider import InvalidRequestError, SamplingParams, StructuredOutputsParams
+from outrider.platform.core.structured_outputs import MAX_CHOICES, MAX_CONSTRAINT_CHARS
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"json": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+        {"json": '{"type": "array"}'},
+        {"json": True},
+        {"json_object": True},
+        {"regex": r"\d{4}"},
+        {"choice": ["yes", 'a "quoted" text', "mit Ümlaut"]},
+        {"grammar": 'start: "a" | "b"'},
+        {"grammar": 'root ::= "a" | "b"'},
+        {
+            "structural_tag": {
+                "structures": [{"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}],
+                "triggers": ["<f"],
+            }
+        },
+        {"json_object": True, "disable_any_whitespace": True},
+        {"json_object": True, "whitespace_pattern": " ?"},
+    ],
+)
+def test_constraints_that_are_served(fields):
+    StructuredOutputsParams(**fields).check()
+    assert SamplingParams(structured_outputs=fields).structured_outputs == StructuredOutputsParams(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({}, "exactly one of json, regex"),
+        ({"json": {}, "regex": "a"}, "json, regex"),
+        ({"json": {"type": "object", "uniqueItems": True, "if": {}}}, "if"),
+        ({"json": {"type": "strng"}}, "strng"),
+        ({"json": {"$ref": "http://example.com/schema"}}, "example.com"),
+        ({"json": {"type": "string", "pattern": "(?=a)b"}}, "look-around"),
+        ({"json": "{"}, "json"),
+        ({"json": "[1]"}, "JSON schema"),
+        ({"json": False}, "allows anything"),
+        ({"json": {"a": object()}}, "json"),
+        ({"json": 3}, "json must be a text"),
+        ({"regex": "("}, "unclosed"),
+        ({"regex": "a" * (MAX_CONSTRAINT_CHARS + 1)}, str(MAX_CONSTRAINT_CHARS)),
+        ({"regex": "\ud800"}, "Unicode"),
+        ({"choice": []}, "not empty"),
+        ({"choice": ["a", 3]}, "list of texts"),
+        ({"choice": ["a"] * (MAX_CHOICES + 1)}, str(MAX_CHOICES)),
+        ({"choice": ["a" * 100] * 700}, str(MAX_CONSTRAINT_CHARS)),
+        ({"grammar": "start: foo"}, "foo"),
+        ({"grammar": "root ::= ("}, "grammar"),
+        ({"structural_tag": {"type": "structural_tag", "format": {}}}, "structures"),
+        ({"structural_tag": {"structures": [{"begin": "<f>"}], "triggers": ["<f"]}}, "structural_tag"),
+        ({"structural_tag": '"text"'}, "structural_tag"),
+        ({"json_object": False}, "none"),
+    ],
+)
+def test_constraints_that_are_refused_by_name(fields, named):
+    with pytest.raises(InvalidRequestError, match=f"(?s)structured_outputs.*{named}") as caught:
+        StructuredOutputsParams(**fields).check()
+    assert caught.value.param == "structured_outputs"
+    assert len(caught.value.message) < 700
+
+
+def test_unknown_fields_get_a_suggestion():
+    with pytest.raises(InvalidRequestError, match="regex"):
+        SamplingParams(structured_outputs={"regx": "a"})
+    with pytest.raises(InvalidRequestError, match="must be an object"):
+        SamplingParams(structured_outputs="a+")
+
+
+def test_a_request_is_copied_with_its_constraint():
+    params = SamplingParams(structured_outputs={"choice": ["a"]})
+    assert params.clone(n=2).structured_outputs == params.structured_outputs
+    assert params.edits_logits
+    assert params.edits_read_tokens
+
+
+def test_properties_that_are_not_named():
+    open_ended = StructuredOutputsParams(json={"type": "object", "properties": {"a": {}}})
+    closed = StructuredOutputsParams(json=open_ended.json, disable_additional_properties=True)
+    assert closed.key != open_ended.key
+    assert '"additionalProperties":false' in closed.grammar_text()
+    assert '"additionalProperties":false' not in open_ended.grammar_text()
