@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 22
-"""Weights that are dequantised at once: 16 MiB of float32."""
+_CHUNK = 1 << 20
+"""Weights that are dequantised at once: 4 MiB of float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from ...models.checkpoint.weight_files import StoredTensor, load_into, misfits, 
 from ...models.layers.linear import Linear
 from ...models.layers.weights import WeightSlot
 from ...models.quantization.rounding import rounding_of
-from ...platform.core.quantization import rounding
 from ...platform.core.errors import InvalidRequestError
+from ...platform.core.quantization import rounding
 from ...platform.core.speculative_config import SpeculativeConfig
 
 __all__ = ["StoredTensor", "fill", "fill_randomly", "quantise", "read_tensors", "refuse"]

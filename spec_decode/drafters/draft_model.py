@@ -18,8 +18,8 @@ from ...kernels.device_outcome import DeviceOutcome
 from ...models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
 from ...models.checkpoint.loader import ModelOptions, load_model, read_facts, resolve_model_path
 from ...models.checkpoint.vocabulary import agreement
-from ...platform.core.quantization import rounding
 from ...platform.core.errors import InvalidRequestError
+from ...platform.core.quantization import rounding
 from ...platform.core.speculative_config import SpeculativeConfig
 from ..verify.draft_sampling import Drafting, DraftVocabulary, EditLogits, PassOutput, draw, most_likely_ids
 from .autoregressive import (
