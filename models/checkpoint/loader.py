@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import re
 import zlib
@@ -31,6 +32,8 @@ from .json_files import read_model_config
 from .mxfp4 import unpacked
 from .weight_files import StoredTensor, load_into, misfits, read_weights
 
+log = logging.getLogger(__name__)
+
 _MAX_SHOWN = 200
 # Elements from which a random tensor is drawn on its device: a CPU needs a minute for some billions.
 _DRAWN_ON_DEVICE = 1 << 20
@@ -41,6 +44,8 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _HUB_FILES_OF_DRAFTS = ["*.json", "*.safetensors", "*.bin", "*.pt"]
 # Name of the model within the causal one: checkpoints of the inner model lack it.
 _PREFIXES = ("model.", "transformer.", "gpt_neox.")
+# Scales of keys, values, queries and attention's probabilities, for caches that divide by them.
+_CACHE_SCALE = re.compile(r"\.(?:[kqv]|kv|prob)_scale$|\.[kv]_proj\.output_scale$")
 # Buffers that old checkpoints store although they follow from the config.
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$|\.(?:attn|attention)\.(?:masked_)?bias$")
 
@@ -253,6 +258,10 @@ def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: LanguageMod
             slots[name] = other.slot
     ignored = {f"{model.embedding.names.head}.weight"} if config.tie_word_embeddings else set()
     tensors = {_with_prefix(name, slots): tensor for name, tensor in tensors.items()}
+    scales = [name for name in tensors if _CACHE_SCALE.search(name) and name not in slots]
+    if scales:
+        log.warning("%s has %d scales of an fp8 KV cache, which are not used: keys and values have none", path, len(scales))
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in scales}
     shapes = {n: t.shape for n, t in tensors.items() if n not in ignored and not _COMPUTED.search(n)}
     problems = misfits(slots, shapes)
     if problems:

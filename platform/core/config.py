@@ -100,8 +100,7 @@ class EngineArgs:
     def __post_init__(self) -> None:
         for name in ("dtype", "load_format", "model_impl", "quantization"):
             setattr(self, name, plain_value(name, getattr(self, name)))
-        if self.quantization in ("none", "None"):
-            self.quantization = None
+        self.quantization = None if self.quantization in ("none", "None") else self.quantization
         self.max_model_len = parse_length("max_model_len", self.max_model_len)
 
 
