@@ -260,7 +260,9 @@ def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: LanguageMod
     tensors = {_with_prefix(name, slots): tensor for name, tensor in tensors.items()}
     scales = [name for name in tensors if _CACHE_SCALE.search(name) and name not in slots]
     if scales:
-        log.warning("%s has %d scales of an fp8 KV cache, which are not used: keys and values have none", path, len(scales))
+        log.warning(
+            "%s has %d scales of an fp8 KV cache, which are not used: keys and values have none", path, len(scales)
+        )
         tensors = {name: tensor for name, tensor in tensors.items() if name not in scales}
     shapes = {n: t.shape for n, t in tensors.items() if n not in ignored and not _COMPUTED.search(n)}
     problems = misfits(slots, shapes)

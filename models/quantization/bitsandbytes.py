@@ -1,4 +1,4 @@
-"""bitsandbytes: NF4 and FP4 of QLoRA (Dettmers et al. 2023, arXiv:2305.14314), and LLM.int8() (arXiv:2208.07339).
+"""Format of bitsandbytes: NF4 and FP4 of QLoRA (Dettmers et al. 2023, arXiv:2305.14314), LLM.int8() (arXiv:2208.07339).
 
 4 bits  weight uint8 [n / 2, 1], the first of two codes in the upper half; weight.quant_map [16]; weight.absmax [blocks]
         float32, or with nested scales uint8, W = nested_quant_map[absmax] · nested_absmax + nested_offset;

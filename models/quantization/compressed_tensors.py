@@ -1,4 +1,4 @@
-"""compressed-tensors, the format of llm-compressor: integers of 4 and 8 bits, and float8.
+"""Format of compressed-tensors, which llm-compressor writes: integers of 4 and 8 bits, and float8.
 
 pack-quantized   weight_packed int32 [O, I · bits / 32], weight_shape [2], weight_scale [O, G], maybe weight_zero_point
                  int32 [O · bits / 32, G] and weight_g_idx [I]

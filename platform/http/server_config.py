@@ -45,6 +45,11 @@ class ServerConfig:
     """Takes the place of the tokenizer's own."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of chat templates that requests leave out."""
+    tool_call_parser: str | None = None
+    """Format of calls in answers (`platform/http/openai/tools/formats.py`); None: the tokenizer's, or a guess from the
+    chat template."""
+    reasoning_parser: str | None = None
+    """Format of reasoning in answers without tools; None: reasoning stays in the content."""
     trust_request_chat_template: bool = False
     """Take `chat_template` from requests. A template is a program: one with nested loops can stall the server."""
     shutdown_timeout: float = 30.0

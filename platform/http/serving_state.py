@@ -216,6 +216,10 @@ class Serving:
         return self.config.trust_request_chat_template or not split_engine_name(lora.name)[0]
 
     def _chat_prompt(self, messages: list[dict[str, Any]], request: TemplateFields, template: str | None) -> list[int]:
+        variables = {**self.config.chat_template_kwargs, **(request.chat_template_kwargs or {})}
+        if request.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", request.reasoning_effort)
+            variables.setdefault("enable_thinking", request.reasoning_effort != "none")
         continue_final = bool(request.continue_final_message)
         generation = request.add_generation_prompt
         rendered = self.llm.input_processor.chat_prompt(
@@ -224,9 +228,16 @@ class Serving:
                 "add_generation_prompt": not continue_final if generation is None else generation,
                 "continue_final_message": continue_final,
                 "chat_template": template,
-                "chat_template_kwargs": {**self.config.chat_template_kwargs, **(request.chat_template_kwargs or {})},
+                "tools": request.tools or None,
+                "chat_template_kwargs": variables,
             },
         )
+        for index, tool in enumerate(request.tools or ()):
+            if tool["function"]["name"] not in rendered["prompt"]:
+                raise InvalidRequestError(
+                    "the chat template writes no tools into the prompt: start the server with --chat-template FILE",
+                    param=f"tools[{index}]",
+                )
         if request.add_special_tokens:
             return self.llm.input_processor.encode(rendered["prompt"], most=self.llm.info.max_model_len)
         return list(rendered["prompt_token_ids"])

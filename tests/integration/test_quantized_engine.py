@@ -14,7 +14,6 @@ from ..quantized_files import CASES, write_quantized
 from .conftest import TARGETS
 
 
-
 @pytest.fixture(scope="module")
 def packed(models, tmp_path_factory):
     """packed("gptq-row") -> folder of the target in that format."""

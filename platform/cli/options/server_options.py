@@ -11,6 +11,8 @@ from typing import Any
 from ....kernels.tuning import VARIABLE
 from ...client.adapters.sources import SourceOptions
 from ...core.logs import FORMATS
+from ...http.openai.tools.formats import FORMATS as TOOL_FORMATS
+from ...http.openai.tools.formats import REASONING_FORMATS
 from ...http.server_config import ServerConfig
 from .adapter_options import folder, lora_module, schemes
 from .api_keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, key
@@ -91,6 +93,19 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "JSON",
             type=json_object,
             default={},
+        ),
+        "tool_call_parser": _option(
+            "format in which the model calls tools: " + ", ".join(TOOL_FORMATS) + " (default: that of its tokenizer, "
+            "else a guess from the chat template)",
+            "NAME",
+            choices=list(TOOL_FORMATS),
+        ),
+        "reasoning_parser": _option(
+            "format of the model's reasoning, which then is not in the content: "
+            + ", ".join(REASONING_FORMATS)
+            + " (default: none)",
+            "NAME",
+            choices=list(REASONING_FORMATS),
         ),
         "trust_request_chat_template": _switch("accept chat_template in requests: templates can loop"),
         "shutdown_timeout": _option("seconds that running requests get after SIGTERM", "X", type=not_negative),

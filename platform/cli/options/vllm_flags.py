@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any
 
 from ...core.compat.vllm_options import ALIASES, ENGINE, SERVER, without_effect
+from ...http.server_config import ServerConfig
 from .field_flags import flag
 from .parser import Parser, plain
 
@@ -32,5 +34,6 @@ def flags_without_effect(namespace: argparse.Namespace, speculative_config: obje
     Raises:
         InvalidRequestError: a flag would change the behaviour; `param` names it.
     """
-    given = {name: getattr(namespace, name) for name in _TABLE if hasattr(namespace, name)}
+    own = {field.name for field in dataclasses.fields(ServerConfig)}
+    given = {name: getattr(namespace, name) for name in _TABLE if hasattr(namespace, name) and name not in own}
     return without_effect(given, _TABLE, speculative_config)

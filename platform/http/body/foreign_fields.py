@@ -31,7 +31,8 @@ _SYSTEM = "send a message with the role 'system'"
 
 
 _PROMPT: dict[str, Unsupported] = {
-    **_each(Unsupported(([],)), "tools functions documents"),
+    **_each(Unsupported(([],), advice="write 'tools'"), "functions"),
+    **_each(Unsupported(([],)), "tools documents"),
     **_each(Unsupported(), "truncate_prompt_tokens prompt_truncate_len"),
 }
 

@@ -22,8 +22,15 @@ from .generation import Choice, Collected
 from .job import Event
 from .logprobs import chat_logprobs, pack, prompt_logprobs
 from .protocol import ChatCompletionRequest
+from .tools.answers import MakeParser, chunk_deltas, finish_reason, parser_maker, whole_message
+from .tools.choice import ToolChoice, tool_choice_of
+from .tools.formats import format_of
+from .tools.parser import AnswerParser, Delta
 
 router = APIRouter()
+
+PROMPT_END = 16
+"""Last tokens of a prompt among which the mark of reasoning stands that a chat template has begun."""
 
 
 @router.post("/v1/chat/completions", response_model=None, openapi_extra=documented(ChatCompletionRequest))
@@ -31,8 +38,13 @@ async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     accepted = await accept(request, ChatCompletionRequest)
     body, serving, defaults = accepted.body, accepted.serving, accepted.defaults
-    params = _sampling_params(serving, body, defaults)
+    choice = tool_choice_of(body)
+    body.tools = list(choice.tools)
+    params = _sampling_params(serving, body, defaults, choice)
     prompt = await serving.chat_prompt(normalize_messages(body.messages), body, accepted.lora)
+    make_parser = _make_parser(serving, choice, prompt)
+    if make_parser is not None and not choice.is_forced:
+        params.skip_special_tokens = False  # they may be marks of calls and of reasoning
     max_tokens_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     _check_length(params, serving.llm.info.max_model_len, len(prompt), max_tokens_field)
     job = accepted.job(
@@ -44,7 +56,30 @@ async def create_chat_completion(request: Request) -> Response:
         endpoint="/v1/chat/completions",
     )
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    return await accepted.respond(job, kind, _ChatChunks(body), partial(_answer, body))
+    return await accepted.respond(job, kind, _ChatChunks(body, make_parser), partial(_answer, body, make_parser))
+
+
+def _make_parser(serving: Serving, choice: ToolChoice, prompt: list[int]) -> MakeParser | None:
+    """Maker of the parsers of the answer's choices; None where it is plain text.
+
+    Raises:
+        InvalidRequestError: nobody knows how the model writes calls.
+    """
+    config, tokenizer = serving.config, serving.llm.tokenizer
+    parses_reasoning = config.reasoning_parser is not None
+    name = config.tool_call_parser if choice.tools else config.reasoning_parser
+    template = format_of(name, tokenizer) if choice.tools or parses_reasoning else None
+    if choice.tools and template is None and not choice.is_forced:
+        raise InvalidRequestError(
+            "nothing says in which format this model calls tools: start the server with --tool-call-parser NAME, or "
+            'give tool_choice "required"',
+            param="tools",
+        )
+
+    def prompt_end() -> str:
+        return str(tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False))
+
+    return parser_maker(choice, template, prompt_end, parses_reasoning=parses_reasoning)
 
 
 def _check_length(params: SamplingParams, limit: int, num_prompt_tokens: int, max_tokens_field: str) -> None:
@@ -57,7 +92,9 @@ def _check_length(params: SamplingParams, limit: int, num_prompt_tokens: int, ma
         raise PromptTooLongError.of(limit, num_prompt_tokens, max_tokens, prompt="messages", param=param)
 
 
-def _sampling_params(serving: Serving, body: ChatCompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+def _sampling_params(
+    serving: Serving, body: ChatCompletionRequest, defaults: Mapping[str, Any], choice: ToolChoice
+) -> SamplingParams:
     limit = serving.llm.info.max_logprobs
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= limit:
         raise InvalidRequestError(
@@ -65,13 +102,15 @@ def _sampling_params(serving: Serving, body: ChatCompletionRequest, defaults: Ma
         )
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return body.sampling_params(defaults, logprobs=logprobs, max_tokens=max_tokens)
+    return body.sampling_params(
+        defaults, logprobs=logprobs, max_tokens=max_tokens, structured_outputs=choice.constraint()
+    )
 
 
-def _answer(body: ChatCompletionRequest, collected: Collected) -> dict[str, Any]:
+def _answer(body: ChatCompletionRequest, make_parser: MakeParser | None, collected: Collected) -> dict[str, Any]:
     prompt = collected.prompts[0]
     answer: dict[str, Any] = {
-        "choices": [_choice(body, i, choice) for i, choice in enumerate(collected.choices)],
+        "choices": [_choice(body, make_parser, i, choice) for i, choice in enumerate(collected.choices)],
         "usage": collected.totals.usage(),
     }
     if prompt.logprobs is not None:
@@ -83,12 +122,18 @@ def _answer(body: ChatCompletionRequest, collected: Collected) -> dict[str, Any]
     return answer
 
 
-def _choice(body: ChatCompletionRequest, index: int, choice: Choice) -> dict[str, Any]:
+def _choice(body: ChatCompletionRequest, make_parser: MakeParser | None, index: int, choice: Choice) -> dict[str, Any]:
+    message: dict[str, Any] = {"content": choice.text}
+    reason = choice.finish_reason
+    if make_parser is not None:
+        parallel = body.parallel_tool_calls is not False
+        message, parser = whole_message(choice.text, make_parser, parallel=parallel)
+        reason = finish_reason(reason, parser)
     result: dict[str, Any] = {
         "index": index,
-        "message": {"role": "assistant", "content": choice.text, "refusal": None},
+        "message": {"role": "assistant", **message, "refusal": None},
         "logprobs": chat_logprobs(choice.token_ids, choice.logprobs, body.top_logprobs or 0) if body.logprobs else None,
-        "finish_reason": choice.finish_reason,
+        "finish_reason": reason,
         "stop_reason": choice.stop_reason,
     }
     return result | asked_fields(body, choice)
@@ -97,8 +142,10 @@ def _choice(body: ChatCompletionRequest, index: int, choice: Choice) -> dict[str
 class _ChatChunks:
     """`choices` of chat.completion.chunk objects. A choice's first chunk has the role."""
 
-    def __init__(self, body: ChatCompletionRequest) -> None:
+    def __init__(self, body: ChatCompletionRequest, make_parser: MakeParser | None) -> None:
         self._body = body
+        self._make_parser = make_parser
+        self._parsers: dict[int, AnswerParser] = {}
         self._started: set[int] = set()
         self._plain = not (body.logprobs or body.return_token_ids or body.return_draft_status)
 
@@ -109,7 +156,9 @@ class _ChatChunks:
             if output.index not in self._started:
                 self._started.add(output.index)
                 chunks.append(self._first(output.index, event))
-            if not self._plain or output.finish_reason is not None:
+            if self._make_parser is not None:
+                chunks += self._parsed(output, self._make_parser)
+            elif not self._plain or output.finish_reason is not None:
                 chunks.append(self._full(output))
             elif output.text:
                 chunks.append(
@@ -129,10 +178,27 @@ class _ChatChunks:
             choice["prompt_token_ids"] = event.output.prompt_token_ids
         return choice
 
-    def _full(self, output: CompletionOutput) -> dict[str, Any]:
+    def _parsed(self, output: CompletionOutput, make_parser: MakeParser) -> list[Chunk]:
+        """Chunks of an answer with calls or reasoning; what comes with tokens stands in the last one of them."""
+        parallel = self._body.parallel_tool_calls is not False
+        deltas, parser = chunk_deltas(output, self._parsers, make_parser, parallel=parallel)
+        reason = finish_reason(output.finish_reason, parser)
+        if reason is None and not deltas and self._plain:
+            return []
+        *first, last = deltas or [{}]
+        if reason is not None and last:
+            first, last = [*first, last], {}
+        chunks: list[Chunk] = [
+            {"index": output.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in first
+        ]
+        return [*chunks, self._full(output, last) | {"finish_reason": reason}]
+
+    def _full(self, output: CompletionOutput, delta: Delta | None = None) -> dict[str, Any]:
+        if delta is None:
+            delta = {"content": output.text} if output.text else {}
         choice: dict[str, Any] = {
             "index": output.index,
-            "delta": {"content": output.text} if output.text else {},
+            "delta": delta,
             "logprobs": self._logprobs(output) if self._body.logprobs and output.token_ids else None,
             "finish_reason": output.finish_reason,
         }

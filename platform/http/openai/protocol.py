@@ -70,6 +70,9 @@ class TemplateFields(LenientModel):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     """Default: true for a plain prompt, false for messages, whose template writes them."""
+    tools: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    """Given to the chat template, where "none" is `enable_thinking` false, too."""
 
 
 class AdapterPart(LenientModel):
@@ -154,8 +157,14 @@ class SamplingFields(LenientModel):
         """The sampling parameters asked for over the `defaults`, with `changes` on top; InvalidRequestError names a
         wrong one. Without `max_tokens` in the request it is None, and the job decides, prompt by prompt."""
         given = {name: getattr(self, name) for name in self.model_fields_set & _SAMPLING_NAMES}
-        given["structured_outputs"] = constraint_of({name: getattr(self, name) for name in self.model_fields_set})
+        constraint = constraint_of({name: getattr(self, name) for name in self.model_fields_set})
         given.update(changes)
+        if constraint is not None:
+            if changes.get("structured_outputs") is not None:
+                raise InvalidRequestError(
+                    f"{constraint.source} and a forced call exclude each other", param=constraint.source
+                )
+            given["structured_outputs"] = constraint
         known = {name: value for name, value in given.items() if value is not None}
         return SamplingParams(**{**defaults, "max_tokens": None, **known})
 
@@ -210,6 +219,8 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
     def check(self) -> None:
         """See the base class."""
@@ -229,6 +240,8 @@ class TokenizeRequest(TemplateFields):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     return_token_strs: bool | None = None
 
 

@@ -19,6 +19,7 @@ from ..serving_state import principal_of, serving_of
 from .chat_messages import normalize_messages
 from .json_pieces import json_answer
 from .protocol import DetokenizeRequest, TokenizeRequest
+from .tools.choice import tool_choice_of
 
 router = APIRouter()
 
@@ -39,6 +40,7 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Give either prompt or messages", param="prompt")
     if body.messages is not None:
+        body.tools = list(tool_choice_of(body).tools)
         tokens = await serving.chat_prompt(normalize_messages(body.messages), body, lora)
     else:
         special = body.add_special_tokens is None or body.add_special_tokens

@@ -303,3 +303,9 @@ def test_unknown_commands():
     with pytest.raises(SystemExit) as exit_:
         main(["fly"])
     assert exit_.value.code == 2
+
+
+def test_formats_of_tools_and_reasoning():
+    _, config = resolve("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3", "--enable-auto-tool-choice")
+    assert (config.tool_call_parser, config.reasoning_parser) == ("hermes", "qwen3")
+    assert list(config.without_effect) == ["enable_auto_tool_choice"]

@@ -1,0 +1,80 @@
+"""Messages of answers with calls or reasoning: whole, or in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ....core.outputs import CompletionOutput
+from .choice import ToolChoice
+from .parser import AnswerParser, Delta, ForcedCalls, FormatParser
+
+MakeParser = Callable[[], AnswerParser]
+
+
+def parser_maker(
+    choice: ToolChoice, template: dict[str, Any] | None, prompt_end: Callable[[], str], *, parses_reasoning: bool
+) -> MakeParser | None:
+    """Maker of the parsers of a request's choices; None where answers are plain text.
+
+    Args:
+        template: Response template of the model's format.
+        prompt_end: Text of the prompt's last tokens.
+    """
+    if choice.is_forced:
+        return lambda: ForcedCalls(choice.name)
+    if template is None or not (choice.tools or parses_reasoning):
+        return None
+    prefix = _open_region(template, prompt_end())
+    return lambda: FormatParser(template, prefix, with_calls=bool(choice.tools))
+
+
+def _open_region(template: dict[str, Any], prompt_end: str) -> str:
+    """Part of the prompt that belongs to the answer: the mark of reasoning that the chat template has begun."""
+    if template["start_anchor_pattern" if "start_anchor_pattern" in template else "start_anchor"] != r"\A":
+        return prompt_end
+    mark = template["fields"].get("reasoning_content", {}).get("open", "")
+    return mark if mark and prompt_end.rstrip().endswith(mark) else ""
+
+
+def finish_reason(reason: str | None, parser: AnswerParser) -> str | None:
+    """Reason of the end: "tool_calls" where the answer is complete and has calls."""
+    return "tool_calls" if reason == "stop" and parser.has_calls else reason
+
+
+def whole_message(text: str, make_parser: MakeParser, *, parallel: bool) -> tuple[dict[str, Any], AnswerParser]:
+    """Fields of the message of a whole answer, and its parser."""
+    parser = make_parser()
+    message: dict[str, Any] = {"content": None}
+    for delta in first_call_only([*parser.feed(text), *parser.finish()], parallel=parallel):
+        for name, value in delta.items():
+            if name != "tool_calls":
+                message[name] = (message.get(name) or "") + value
+                continue
+            [call] = value
+            calls = message.setdefault("tool_calls", [])
+            if "id" in call:
+                calls.append({key: part for key, part in call.items() if key != "index"})
+            else:
+                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+    return message, parser
+
+
+def chunk_deltas(
+    output: CompletionOutput, parsers: dict[int, AnswerParser], make_parser: MakeParser, *, parallel: bool
+) -> tuple[list[Delta], AnswerParser]:
+    """Deltas of one event of a choice, and its parser."""
+    parser = parsers.get(output.index)
+    if parser is None:
+        parser = parsers[output.index] = make_parser()
+    deltas = parser.feed(output.text) if output.text else []
+    if output.finish_reason is not None:
+        deltas += parser.finish()
+    return first_call_only(deltas, parallel=parallel), parser
+
+
+def first_call_only(deltas: list[Delta], *, parallel: bool) -> list[Delta]:
+    """The deltas, without those of second calls where an answer may have one."""
+    if parallel:
+        return deltas
+    return [delta for delta in deltas if "tool_calls" not in delta or delta["tool_calls"][0]["index"] == 0]

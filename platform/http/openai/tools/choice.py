@@ -1,0 +1,130 @@
+"""Tools of a request: which there are, and whether one must be called."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple, Protocol
+
+from ....core.errors import InvalidRequestError
+from ....core.sampling_params import shown
+from ....core.structured_outputs import StructuredOutputsParams
+
+MAX_TOOLS = 128
+"""Most tools of a request, as in OpenAI's API."""
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
+
+
+class ToolFields(Protocol):
+    """Fields of a request."""
+
+    tools: list[dict[str, Any]] | None
+    tool_choice: str | dict[str, Any] | None
+    parallel_tool_calls: bool | None
+
+
+class ToolChoice(NamedTuple):
+    """Tools of a request, checked."""
+
+    tools: tuple[dict[str, Any], ...] = ()
+    """Each {"type": "function", "function": {"name", ...}}; none where no tool may be called."""
+    is_forced: bool = False
+    """True: the answer is a call, or several."""
+    name: str | None = None
+    """Name of the one tool that must be called."""
+    parallel: bool = True
+    """False: an answer has at most one call."""
+
+    def constraint(self, source: str = "tools") -> StructuredOutputsParams | None:
+        """Form of a forced answer: the arguments of the one tool, or a list of calls; None where nothing is forced."""
+        if not self.is_forced:
+            return None
+        if self.name is not None:
+            function = next(tool["function"] for tool in self.tools if tool["function"]["name"] == self.name)
+            return StructuredOutputsParams(json=_parameters(function), source=source)
+        calls = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": tool["function"]["name"]},
+                    "parameters": _parameters(tool["function"]),
+                },
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+            for tool in self.tools
+        ]
+        schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
+        # Definitions of the tools' own schemas are looked up from the root.
+        definitions: dict[str, dict[str, Any]] = {}
+        for tool in self.tools:
+            for key in ("$defs", "definitions"):
+                definitions.setdefault(key, {}).update(_parameters(tool["function"]).get(key) or {})
+        schema |= {key: value for key, value in definitions.items() if value}
+        if not self.parallel:
+            schema["maxItems"] = 1
+        return StructuredOutputsParams(json=schema, source=source)
+
+
+def _parameters(function: dict[str, Any]) -> dict[str, Any]:
+    return function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def tool_choice_of(body: ToolFields) -> ToolChoice:
+    """Tools of a request.
+
+    Raises:
+        InvalidRequestError: a tool or the choice is wrong; `param` names the place.
+    """
+    tools, choice = body.tools or [], body.tool_choice
+    name = _name_of(choice)
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequestError(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed", param="tools")
+    names = [_checked(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    twice = next((name for index, name in enumerate(names) if name in names[:index]), None)
+    if twice is not None:
+        raise InvalidRequestError(f"tools has two functions called {twice!r}", param="tools")
+    if choice == "none":
+        return ToolChoice()
+    is_forced = choice == "required" or name is not None
+    if is_forced and not tools:
+        raise InvalidRequestError("tool_choice needs tools", param="tool_choice")
+    if name is not None and name not in names:
+        raise InvalidRequestError(f"tool_choice: there is no tool called {shown(name)}", param="tool_choice")
+    return ToolChoice(tuple(tools), is_forced, name, body.parallel_tool_calls is not False)
+
+
+def _name_of(choice: Any) -> str | None:
+    """Name in a `tool_choice` that is an object."""
+    if choice in (None, "none", "auto", "required"):
+        return None
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or choice.get("type") != "function":
+        raise InvalidRequestError(
+            'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}, '
+            f"got {shown(choice)}",
+            param="tool_choice",
+        )
+    return name
+
+
+def _checked(tool: Any, place: str) -> str:
+    """Name of a tool."""
+    if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+        raise InvalidRequestError(f'{place} must be {{"type": "function", "function": {{...}}}}', param=place)
+    function = tool["function"]
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidRequestError(
+            f"{place}.function.name must have 1 to 64 of the characters a-z, A-Z, 0-9, _, - and .; got {shown(name)}",
+            param=f"{place}.function.name",
+        )
+    if not isinstance(function.get("parameters"), dict | None):
+        raise InvalidRequestError(
+            f"{place}.function.parameters must be a JSON schema", param=f"{place}.function.parameters"
+        )
+    if not isinstance(function.get("description"), str | None):
+        raise InvalidRequestError(
+            f"{place}.function.description must be a string", param=f"{place}.function.description"
+        )
+    return name

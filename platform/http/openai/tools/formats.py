@@ -1,0 +1,121 @@
+"""How families write reasoning and calls of tools, as response templates of transformers.
+
+A tokenizer that brings a `response_template` has its own; these are for the others. Each is chosen by its name
+(`--tool-call-parser`, with vLLM's names), or by a mark in the chat template.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_CALL = {"type": "function", "function": "{content}"}
+_NAMED_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_THINK = {"open": "<think>", "close": "</think>", "content": "text"}
+
+
+def _format(tool_calls: dict[str, Any], reasoning: dict[str, Any] = _THINK, content: Any = None) -> dict[str, Any]:
+    fields = {"reasoning_content": reasoning, "tool_calls": {"repeats": True, **tool_calls}}
+    return {"start_anchor_pattern": r"\A", "fields": {**fields, "content": content or {"content": "text"}}}
+
+
+_HARMONY_HEAD = r"(?:<\|start\|>assistant)?"
+FORMATS: dict[str, dict[str, Any]] = {
+    "hermes": _format(
+        {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "content": "json", "transform": _CALL}
+    ),
+    "llama3_json": _format(
+        {
+            "open_pattern": r'\s*(?:<\|python_tag\|>)?\s*(?=\{\s*"(?:type"\s*:\s*"function"\s*,\s*")?name"\s*:)',
+            "close_pattern": r";|(?=<\|eom_id\|>)",
+            "content": "json",
+            "transform": _CALL,
+        }
+    ),
+    "pythonic": _format(
+        {
+            "open_pattern": r"\s*(?:<\|python_start\|>)?(?=\[\s*[A-Za-z_][\w.-]*\()",
+            "close_pattern": r"(?<=\)\s*\])(?:<\|python_end\|>)?(?=\s*\Z)",
+            "content": "python-call-list",
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+            "transform_each": True,
+        }
+    ),
+    "mistral": _format(
+        {
+            "open_pattern": r"\s*\[TOOL_CALLS\]\s*(?:(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]|(?=[\[{]))",
+            "close_pattern": r"(?=\[TOOL_CALLS\])",
+            "content": "json",
+            "transform": _NAMED_CALL,
+        },
+        {"open": "[THINK]", "close": "[/THINK]", "content": "text"},
+    ),
+    "deepseek_v3": _format(
+        {
+            "open_pattern": r"\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?"
+            r"(?P<name>[^\n<]+)(?:\n```json\n|<｜tool▁sep｜>(?=\s*\{))",
+            "close_pattern": r"(?:\n```)?<｜tool▁call▁end｜>",
+            "content": "json",
+            "transform": _NAMED_CALL,
+        },
+        content={"content": "text", "close": "<｜tool▁calls▁end｜>"},
+    ),
+    "qwen3_coder": _format(
+        {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+            "transform": _NAMED_CALL,
+        }
+    ),
+    "openai": _format(
+        {
+            "open_pattern": _HARMONY_HEAD + r"<\|channel\|>commentary to=functions\.(?P<name>[\w.-]+)"
+            r"(?:\s*<\|constrain\|>\w+|\s+\w+)?<\|message\|>",
+            "close": ["<|call|>", "<|end|>"],
+            "content": "json",
+            "transform": _NAMED_CALL,
+        },
+        {
+            "open_pattern": _HARMONY_HEAD + r"<\|channel\|>analysis<\|message\|>",
+            "close": "<|end|>",
+            "content": "text",
+        },
+        {
+            "open_pattern": _HARMONY_HEAD + r"<\|channel\|>(?:final|commentary)(?: <\|constrain\|>\w+)?<\|message\|>",
+            "close": ["<|return|>", "<|end|>"],
+            "content": "text",
+        },
+    ),
+}
+"""Response templates by name."""
+
+_MARKS = {
+    "<|channel|>": "openai",
+    "<function=": "qwen3_coder",
+    "<tool_call>": "hermes",
+    "[TOOL_CALLS]": "mistral",
+    "<｜tool▁calls▁begin｜>": "deepseek_v3",
+    "<|python_tag|>": "llama3_json",
+    "<|python_start|>": "pythonic",
+}
+"""Marks in chat templates that give a format away; the first one that is found counts."""
+
+
+REASONING_FORMATS = ("deepseek_r1", "qwen3", "granite", *FORMATS)
+"""Names for `--reasoning-parser`; those that are no format of calls have <think> and </think>."""
+
+
+def format_of(name: str | None, tokenizer: Any) -> dict[str, Any] | None:
+    """Response template of a model: by name, of its tokenizer, or guessed from its chat template; None where nothing
+    gives it away."""
+    if name is not None:
+        return FORMATS.get(name, FORMATS["hermes"])
+    own = getattr(tokenizer, "response_template", None)
+    if isinstance(own, dict):
+        return own
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = template.get("tool_use") or template.get("default")
+    found = next((kind for mark, kind in _MARKS.items() if isinstance(template, str) and mark in template), None)
+    return None if found is None else FORMATS[found]

@@ -1,0 +1,176 @@
+"""Answers in each format: the deltas, joined, are the same however the text is cut into pieces."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from outrider.platform.http.openai.tools.formats import FORMATS, format_of
+from outrider.platform.http.openai.tools.parser import AnswerParser, ForcedCalls, FormatParser
+
+WEATHER = {"name": "get_weather", "arguments": {"city": 'Par"is}', "days": [1, {"a": "]"}]}}
+NOTHING = {"name": "do.nothing", "arguments": {}}
+JSON = json.dumps(WEATHER["arguments"])
+
+ANSWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "hermes": (
+        "hermes",
+        "<think>\nLet me see.\n</think>\n\nI will look.\n"
+        f"<tool_call>\n{json.dumps(WEATHER)}\n</tool_call>\n"
+        '<tool_call>\n{"arguments": {}, "name": "do.nothing"}\n</tool_call>',
+        {"reasoning_content": "Let me see.\n", "content": "I will look.", "tool_calls": [WEATHER, NOTHING]},
+    ),
+    "llama": (
+        "llama3_json",
+        f'<|python_tag|>{{"name": "get_weather", "parameters": {JSON}}}; {{"name": "do.nothing", "parameters": {{}}}}',
+        {"tool_calls": [WEATHER, NOTHING]},
+    ),
+    "pythonic": (
+        "pythonic",
+        """[get_weather(city='Par"is}', days=[1, {"a": "]"}]), do.nothing()]""",
+        {"tool_calls": [WEATHER, NOTHING]},
+    ),
+    "mistral": (
+        "mistral",
+        f"Sure. [TOOL_CALLS] [{json.dumps(WEATHER)}, {json.dumps(NOTHING)}]",
+        {"content": "Sure.", "tool_calls": [WEATHER, NOTHING]},
+    ),
+    "mistral 11": (
+        "mistral",
+        f"[THINK]Hm[/THINK][TOOL_CALLS]get_weather[ARGS]{JSON}[TOOL_CALLS]do.nothing[ARGS]{{}}",
+        {"reasoning_content": "Hm", "tool_calls": [WEATHER, NOTHING]},
+    ),
+    "deepseek": (
+        "deepseek_v3",
+        "<think>Hm</think>Ok<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+        f"```json\n{JSON}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>do.nothing\n"
+        "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        {"reasoning_content": "Hm", "content": "Ok", "tool_calls": [WEATHER, NOTHING]},
+    ),
+    "deepseek 3.1": (
+        "deepseek_v3",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        {"tool_calls": [WEATHER]},
+    ),
+    "qwen coder": (
+        "qwen3_coder",
+        "Ok.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
+        {"content": "Ok.", "tool_calls": [{"name": "get_weather", "arguments": {"city": "Paris"}}]},
+    ),
+    "harmony": (
+        "openai",
+        "<|channel|>analysis<|message|>Need weather.<|end|><|start|>assistant<|channel|>commentary "
+        f"to=functions.get_weather <|constrain|>json<|message|>{JSON}<|call|>",
+        {"reasoning_content": "Need weather.", "tool_calls": [WEATHER]},
+    ),
+    "harmony without calls": (
+        "openai",
+        "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>Hello {}<|return|>",
+        {"reasoning_content": "Easy.", "content": "Hello {}"},
+    ),
+    "text": ("hermes", "Just { text } [no] <tool", {"content": "Just { text } [no] <tool"}),
+}
+
+
+def joined(deltas):
+    message: dict[str, Any] = {}
+    for delta in deltas:
+        for name, value in delta.items():
+            if name != "tool_calls":
+                message[name] = message.get(name, "") + value
+                continue
+            [call] = value
+            calls = message.setdefault(name, [])
+            if call["index"] == len(calls):
+                assert call["id"].startswith("call_")
+                calls.append(dict(call["function"]))
+            else:
+                calls[call["index"]]["arguments"] += call["function"]["arguments"]
+    for call in message.get("tool_calls", []):
+        call["arguments"] = json.loads(call["arguments"] or "{}")
+    return message
+
+
+def parse(parser: AnswerParser, pieces):
+    deltas = [delta for piece in pieces for delta in parser.feed(piece)]
+    return joined([*deltas, *parser.finish()])
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_every_cut_gives_the_same_message(name):
+    kind, text, expected = ANSWERS[name]
+
+    def parsed(*pieces):
+        return parse(FormatParser(FORMATS[kind], "", with_calls=True), pieces)
+
+    assert parsed(text) == expected
+    assert parsed(*text) == expected
+    for cut in range(len(text)):
+        assert parsed(text[:cut], text[cut:]) == expected, text[:cut]
+    for size in (2, 3, 5, 7):
+        assert parsed(*(text[at : at + size] for at in range(0, len(text), size))) == expected
+
+
+def test_arguments_come_while_they_are_written():
+    parser = FormatParser(FORMATS["hermes"], "", with_calls=True)
+    [call] = parser.feed('<tool_call>\n{"name": "f", "argum')
+    assert call["tool_calls"][0]["function"] == {"name": "f", "arguments": ""}
+    [more] = parser.feed('ents": {"city": "Li')
+    assert more == {"tool_calls": [{"index": 0, "function": {"arguments": '{"city": "Li'}}]}
+    assert parser.has_calls
+
+
+@pytest.mark.parametrize(("name", "text"), [("f", JSON), (None, f'[{{"name": "f", "parameters": {JSON}}}]')])
+def test_forced_calls(name, text):
+    expected = {"tool_calls": [{"name": "f", "arguments": WEATHER["arguments"]}]}
+    assert parse(ForcedCalls(name), [text]) == expected
+    assert parse(ForcedCalls(name), text) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("pythonic", "[f(1 + 2)]"),
+        ("hermes", "<think>Hm</think>Hello"),
+    ],
+)
+def test_what_is_no_call_is_content(kind, text):
+    message = parse(FormatParser(FORMATS[kind], "", with_calls=True), [text])
+    assert "tool_calls" not in message
+    assert message["content"] in text
+
+
+def test_a_call_that_is_no_json_calls_nothing():
+    parser = FormatParser(FORMATS["hermes"], "", with_calls=True)
+    assert parse(parser, ["<tool_call>not json</tool_call> after"]) == {"content": "not json after"}
+    assert not parser.has_calls
+
+
+def test_reasoning_that_the_prompt_has_begun():
+    message = parse(FormatParser(FORMATS["hermes"], "<think>", with_calls=False), ["Hm</think>\n\n<tool_call>"])
+    assert message == {"reasoning_content": "Hm", "content": "<tool_call>"}
+
+
+class Tokenizer:
+    response_template = None
+    chat_template: Any = None
+
+
+@pytest.mark.parametrize(
+    ("template", "kind"),
+    [
+        ("x <tool_call> x", "hermes"),
+        ("[TOOL_CALLS]", "mistral"),
+        ({"default": "", "tool_use": "<|channel|>"}, "openai"),
+    ],
+)
+def test_a_format_is_guessed_from_the_chat_template(template, kind):
+    tokenizer = Tokenizer()
+    tokenizer.chat_template = template
+    assert format_of(None, tokenizer) == FORMATS[kind]
+    assert format_of("pythonic", tokenizer) == FORMATS["pythonic"]
+    tokenizer.response_template = {"own": 1}
+    assert format_of(None, tokenizer) == {"own": 1}
+    assert format_of(None, Tokenizer()) is None

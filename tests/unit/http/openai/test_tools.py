@@ -1,0 +1,173 @@
+"""Tools and reasoning in `/v1/chat/completions`, in front of an engine that answers from a script."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+CALL = {"name": "get_weather", "arguments": {"city": "Lisbon"}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+OTHER = {"type": "function", "function": {"name": "stop_all"}}
+MESSAGES = [{"role": "user", "content": "Weather?"}]
+PATH = "/v1/chat/completions"
+
+
+@pytest.fixture(autouse=True)
+def writes_tools(llm):
+    """The script's tokenizer, with a template that writes tools, and longer contexts."""
+    tokenizer = llm.tokenizer
+    kind = type(tokenizer)
+
+    class ToolTokenizer(kind):
+        chat_template = "fake <tool_call>"
+
+        def apply_chat_template(self, conversation: Any, *, tools: Any = None, **options: Any) -> str:
+            llm.variables = options
+            return json.dumps(tools or []) + super().apply_chat_template(conversation, **options)
+
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+            return super().decode(ids)
+
+    llm.tokenizer = llm.input_processor.tokenizer = ToolTokenizer()
+    llm.info = replace(llm.info, max_model_len=2048)
+    llm.input_processor._info = llm.info
+
+
+def chat(http, **fields):
+    return http.post(PATH, {"messages": MESSAGES, "temperature": 0} | fields)
+
+
+def message(response):
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]
+
+
+def streamed(http, **fields):
+    """Message and finish reason of a stream, put together as clients do."""
+    lines = chat(http, stream=True, **fields).text.splitlines()
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    result: dict[str, Any] = {"content": None}
+    reason = None
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        for name, value in choice["delta"].items():
+            if name == "tool_calls":
+                for call in value:
+                    calls = result.setdefault(name, [])
+                    if "id" in call:
+                        calls.append({"id": call["id"], "type": call["type"], "function": dict(call["function"])})
+                    else:
+                        calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+            elif value:
+                result[name] = (result.get(name) or "") + value
+        reason = choice["finish_reason"] or reason
+    return result, reason
+
+
+def without_ids(calls):
+    return [{"name": c["function"]["name"], "arguments": json.loads(c["function"]["arguments"])} for c in calls]
+
+
+def test_a_call(http, llm):
+    llm.reply = f"<think>Hm</think>I look.\n<tool_call>\n{json.dumps(CALL)}\n</tool_call>"
+    choice = message(chat(http, tools=[TOOL]))
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "I look."
+    assert choice["message"]["reasoning_content"] == "Hm"
+    assert without_ids(choice["message"]["tool_calls"]) == [CALL]
+    assert choice["message"]["tool_calls"][0]["type"] == "function"
+    assert not llm.calls[-1]["params"].skip_special_tokens
+    result, reason = streamed(http, tools=[TOOL], logprobs=True, top_logprobs=1)
+    assert (reason, result["content"], result["reasoning_content"]) == ("tool_calls", "I look.", "Hm")
+    assert without_ids(result["tool_calls"]) == [CALL]
+
+
+def test_parallel_calls(http, llm):
+    llm.reply = f"<tool_call>{json.dumps(CALL)}</tool_call>" * 2
+    assert without_ids(message(chat(http, tools=[TOOL]))["message"]["tool_calls"]) == [CALL, CALL]
+    one = {"tools": [TOOL], "parallel_tool_calls": False}
+    assert without_ids(message(chat(http, **one))["message"]["tool_calls"]) == [CALL]
+    assert without_ids(streamed(http, **one)[0]["tool_calls"]) == [CALL]
+
+
+@pytest.mark.parametrize("name", [None, "get_weather"])
+def test_forced_calls_are_grammars(http, llm, name):
+    named = {"type": "function", "function": {"name": name}}
+    arguments = json.dumps(CALL["arguments"])
+    llm.reply = arguments if name else f'[{{"name": "get_weather", "parameters": {arguments}}}]'
+    fields = {"tools": [TOOL, OTHER], "tool_choice": named if name else "required"}
+    choice = message(chat(http, **fields))
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    assert without_ids(choice["message"]["tool_calls"]) == [CALL]
+    schema = json.loads(llm.calls[-1]["params"].structured_outputs.json)
+    assert schema == TOOL["function"]["parameters"] if name else schema["type"] == "array"
+    result, reason = streamed(http, **fields)
+    assert (result["content"], reason) == (None, "tool_calls")
+    assert without_ids(result["tool_calls"]) == [CALL]
+
+
+def test_an_answer_that_is_cut_off_keeps_its_reason(http, llm):
+    llm.reply = f"<tool_call>{json.dumps(CALL)}</tool_call>"
+    choice = message(chat(http, tools=[TOOL], max_tokens=40))
+    assert choice["finish_reason"] == "length"
+
+
+def test_tools_that_must_not_be_called(http, llm):
+    llm.reply = "<tool_call>{}</tool_call>"
+    response = chat(http, tools=[TOOL], tool_choice="none")
+    assert message(response)["message"] == {"role": "assistant", "content": llm.reply, "refusal": None}
+    assert "get_weather" not in str(llm.calls[-1]["prompt"])
+
+
+def test_reasoning_without_tools(make_http, llm):
+    llm.reply = "<think>Hm</think>\n\nHello"
+    choice = message(chat(make_http(reasoning_parser="qwen3")))
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("Hm", "Hello")
+    assert choice["finish_reason"] == "stop"
+    assert message(chat(make_http()))["message"]["content"] == llm.reply
+
+
+def test_reasoning_effort_goes_to_the_template(http, llm):
+    assert chat(http, reasoning_effort="none").status_code == 200
+    assert (llm.variables["reasoning_effort"], llm.variables["enable_thinking"]) == ("none", False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [{"type": "web_search", "function": {"name": "a"}}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 3}}]}, "tools[0].function.parameters"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [TOOL] * 200}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"if": {}}}}],
+          "tool_choice": {"type": "function", "function": {"name": "a"}}}, "tools"),
+    ],
+)  # fmt: skip
+def test_wrong_tools_are_named(http, fields, param):
+    response = chat(http, **fields)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+def test_a_model_whose_format_is_unknown(http, make_http, llm):
+    llm.tokenizer.chat_template = "fake"
+    assert "--tool-call-parser" in chat(http, tools=[TOOL]).json()["error"]["message"]
+    llm.reply = f"<tool_call>{json.dumps(CALL)}</tool_call>"
+    choice = message(chat(make_http(tool_call_parser="hermes"), tools=[TOOL]))
+    assert without_ids(choice["message"]["tool_calls"]) == [CALL]
