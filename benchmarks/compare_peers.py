@@ -1,11 +1,12 @@
 """Compare Outrider with other engines on one CPU, with the same models and requests, in turn.
 
     python benchmarks/compare_peers.py --models DIR --output-json F
-        [--peers vllm,transformers,openvino] [--modes base,lora,ngram,draft] [--sizes small,medium] [--rounds 3]
+        [--peers vllm,transformers,openvino,llamacpp] [--modes base,lora,ngram,draft,int8,int4]
+        [--sizes small,medium,smollm2] [--rounds 3]
 
 Each peer gets an environment of its own below --envs, made once (some GB each, a few minutes). --models gets what it
 lacks: `small` (30M, Llama shape), `medium` (494M, Qwen2 shape), 8 adapters of ranks 8 and 16 for each, `draft`
-(3M, for small); random weights.
+(3M, for small); random weights; `smollm2` is SmolLM2-135M-Instruct, with its own weights.
 
 The run is interleaved: for a model and a mode every engine has a process that lives through all rounds; in each round
 and for each number of requests the engines are asked in turn, beginning with another one each time, while the
@@ -14,21 +15,26 @@ a round. All requests of a size are handed over at once: 1 with a prompt of 32 t
 tokens each, greedy, end-of-sequence ignored.
 
 Modes: `lora` gives request i adapter i mod 8 (OpenVINO: one call for each adapter), `ngram` and `draft` make 4 drafts;
-Outrider runs there a second time as `outrider-adaptive`, where it chooses how many, up to 4. transformers has base and
-lora alone: its assisted generation takes one request at a time. Ctrl-C ends the run and keeps what there is.
+Outrider runs there a second time as `outrider-adaptive`, where it chooses how many, up to 4. `int8` and `int4` quantise
+the weights as each engine does while loading or exporting: int4 in groups of 128 (OpenVINO 64 where 128 does not divide
+the width), llama.cpp Q8_0, Q4_0 and Q4_K_M. transformers has base and lora alone: its assisted generation takes one
+request at a time, as llama.cpp does in every mode. Ctrl-C ends the run and keeps what there is.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from peers.environments import PEERS, Engine, PeerError, export_to_openvino, prepare
+from peers.environments import PEERS, Engine, PeerError, export_to_openvino, make_gguf, prepare
 from peers.report import ADAPTIVE, NOTE, OURS, summarize, tables
 from peers.session import SIZES, Case, Results, Session, Size
 
@@ -36,8 +42,12 @@ from outrider.platform.cli.bench.bench_options import write_json
 from outrider.platform.cli.bench.machine import describe_machine
 from outrider.platform.cli.options.option_types import positive
 
-MODES = ("base", "lora", "ngram", "draft")
+MODES = ("base", "lora", "ngram", "draft", "int8", "int4")
 MODELS = ("small", "medium")
+REAL = "smollm2"
+"""Model that is not made here: `tools/real_models.py` makes it."""
+GGUF = {"base": ("BF16",), "int8": ("Q8_0",), "int4": ("Q4_0", "Q4_K_M")}
+"""Types of llama.cpp's files by mode."""
 DRAFTED = ("small",)
 """Models with a draft model."""
 ENVS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider" / "peers"
@@ -55,7 +65,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output-json", type=Path, required=True, metavar="FILE")
     parser.add_argument("--peers", type=_names(PEERS), default=list(PEERS), help="(default: all)")
     parser.add_argument("--modes", type=_names(MODES), default=list(MODES), help="(default: all)")
-    parser.add_argument("--sizes", type=_names(MODELS), default=list(MODELS), help="of the model (default: both)")
+    parser.add_argument(
+        "--sizes", type=_names((*MODELS, REAL)), default=list(MODELS), help="of the model (default: small,medium)"
+    )
     parser.add_argument("--requests", type=_requests, default=list(SIZES), help="(default: 1,8,32)")
     parser.add_argument("--rounds", type=positive, default=3, help="(default: %(default)s)")
     parser.add_argument("--envs", type=Path, default=ENVS, metavar="DIR", help="(default: %(default)s)")
@@ -86,14 +98,19 @@ def prepare_peers(options: argparse.Namespace, results: Results) -> dict[str, En
     models = options.models.resolve()
     with_draft = "draft" in options.modes and not set(DRAFTED).isdisjoint(options.sizes)
     names = [*options.sizes, *(["draft"] if with_draft else [])]
-    make_missing(models, names, options.sizes, say)
+    if REAL in names and not (models / REAL).exists():
+        (models / REAL).symlink_to(_real_model())
+    make_missing(models, names, options.sizes if "lora" in options.modes else [], say)
     engines = {}
     for name in options.peers:
         try:
             engine = prepare(name, options.envs.resolve(), say)
-            if name == "openvino":
-                for model in names:
-                    export_to_openvino(engine, models, model, say)
+            for model, mode in itertools.product(names, options.modes):
+                if name == "openvino":
+                    export_to_openvino(engine, models, model, mode, say)
+                if name == "llamacpp" and model != "draft":
+                    for kind in GGUF.get(mode, ()):
+                        make_gguf(engine, models, model, kind, say)
             engines[name] = engine
         except PeerError as error:
             results.fail(Case("all", "all"), name, str(error))
@@ -101,12 +118,24 @@ def prepare_peers(options: argparse.Namespace, results: Results) -> dict[str, En
     return engines
 
 
+def _real_model() -> Path:
+    command = [sys.executable, str(Path(__file__).resolve().parent.parent / "tools" / "real_models.py")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return Path(done.stdout.splitlines()[-1])
+
+
 def engines_for(case: Case, peers: dict[str, Engine]) -> list[Engine]:
     """Engines of a mode: Outrider, for `ngram` and `draft` in two configurations, and the peers that have it."""
     ours = [Engine(OURS, Path(sys.executable))]
     if case.mode in ("ngram", "draft"):
         ours.append(Engine(ADAPTIVE, Path(sys.executable), worker_engine=OURS, arguments=("--adaptive",)))
-    return ours + [engine for name, engine in peers.items() if case.mode in PEERS[name].modes]
+    others = {name: engine for name, engine in peers.items() if case.mode in PEERS[name].modes}
+    llamacpp = others.pop("llamacpp", None)
+    if llamacpp is not None:
+        for kind in GGUF[case.mode]:
+            single = {"worker_engine": "llamacpp", "arguments": ("--gguf", kind), "most_requests": 1}
+            others[kind] = dataclasses.replace(llamacpp, name=f"llamacpp-{kind}", **single)
+    return [*ours, *others.values()]
 
 
 def run(options: argparse.Namespace, results: Results) -> bool:

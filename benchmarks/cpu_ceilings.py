@@ -9,7 +9,6 @@ weight once and multiply it R times: the least time is the larger of the two. We
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import statistics
@@ -22,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from script import make_parser, write_result
 from torch import Tensor
 
 from outrider.kernels.linear import pack
 from outrider.kernels.native.compiler import FLAGS
-from outrider.platform.cli.bench.machine import describe_machine
 
 READ_BYTES = 1 << 28
 DOTS = 200_000
@@ -108,15 +107,12 @@ def measure(path: Path, rows: list[int], rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, type=Path)
+    parser = make_parser(__doc__, rounds=7, model=True)
     parser.add_argument("--rows", default="1,8,32,160,512")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--output-json", type=Path)
     namespace = parser.parse_args()
     if "avx512_bf16" not in Path("/proc/cpuinfo").read_text():
         sys.exit("this processor has no AVX512-BF16: its ceilings are not measured here")
-    result = measure(namespace.model, [int(count) for count in namespace.rows.split(",")], namespace.rounds)
+    result = measure(Path(namespace.model), [int(count) for count in namespace.rows.split(",")], namespace.rounds)
     print(f"memory {result['read_gigabytes_per_second']:.0f} GB/s, ", end="")
     print(f"registers {result['register_gigamacs_per_second']:.0f} billion multiply-adds/s")
     for row in result["products"]:
@@ -124,11 +120,9 @@ def main() -> None:
             f"{row['rows']:5} rows  {row['seconds'] * 1e3:8.2f} ms  {row['gigabytes_per_second']:6.1f} GB/s  "
             f"{row['gigamacs_per_second']:6.0f} G/s  {row['of_the_ceiling']:.2f} of the ceiling"
         )
-    if namespace.output_json is not None:
-        settings = {"rows": namespace.rows, "rounds": namespace.rounds, "threads": torch.get_num_threads()}
-        namespace.output_json.write_text(
-            json.dumps({"machine": describe_machine(), "settings": settings, **result}, indent=1)
-        )
+    settings = {"rows": namespace.rows, "rounds": namespace.rounds, "threads": torch.get_num_threads()}
+    claim = "Matrix products of a step over the nearer limit of the processor"
+    write_result(namespace.output_json, claim, Path(namespace.model).name, {"settings": settings, **result})
 
 
 if __name__ == "__main__":

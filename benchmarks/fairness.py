@@ -16,14 +16,13 @@ of those of the rounds: a round that other work on the machine disturbs counts a
 The clock is the CPU time of the one thread that computes, so that other work on the machine does not count; where the
 engine would be idle, the clock is set on to the next arrival.
 
-Usage: OMP_NUM_THREADS=1 python benchmarks/fairness.py --output-json FILE [--plot FILE] [--rounds N] [options]
+Usage: OMP_NUM_THREADS=1 python benchmarks/fairness.py [--output-json FILE] [--plot FILE] [--rounds N] [options]
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
 import statistics
 import time
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from script import make_parser, settings_of, write_result
 
 from outrider import SamplingParams
 from outrider.platform.cli.bench.machine import describe_machine
@@ -40,6 +40,7 @@ from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine.engine_core import EngineCore
 
+CLAIM = "Time to first token of four tenants beside the flood of a fifth, first come first served and fair"
 FLOOD = "flood"
 SETTINGS = ("quiet", "fcfs", "fair")
 CALIBRATION = 1.0
@@ -223,12 +224,9 @@ def report(
         "throughput_over_fcfs": _ratios(throughput["fair"], throughput["fcfs"]),
     }
     return {
-        "machine": describe_machine(),
         "model": {"name": options.model or "demo", "num_parameters": num_parameters},
         "clock": "CPU time of the one thread",
-        "options": {
-            name: value for name, value in vars(options).items() if name not in ("output_json", "plot", "model")
-        },
+        "options": {name: value for name, value in settings_of(options).items() if name not in ("plot", "model")},
         "requests_per_second_of_rounds": [{name: round(rate, 1) for name, rate in one.items()} for one in rates],
         "settings": settings,
         "results_of_rounds": of_rounds,
@@ -247,7 +245,7 @@ def draw(found: dict[str, Any], file: Path) -> None:
     options, results = found["options"], found["results"]
     title = [
         f"One tenant sends {options['flood_load']:g} times what the machine serves, {options['tenants']} others "
-        f"{options['load']:.0%} of it together ({found['model']['name']} model, {found['machine']['cpu']}, 1 thread)",
+        f"{options['load']:.0%} of it together ({found['model']['name']} model, {describe_machine()['cpu']}, 1 thread)",
         f"fair: p99 is {results['ttft_p99_over_quiet']:.2f} of that without the flood, throughput "
         f"{results['throughput_over_fcfs']:.2f} of FCFS",
     ]
@@ -283,11 +281,9 @@ def _ms(seconds: float) -> float:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-json", type=Path, required=True, help="result file")
+    parser = make_parser(__doc__, rounds=7)
     parser.add_argument("--plot", type=Path, help="picture (needs matplotlib)")
     parser.add_argument("--model", help="HF directory or hub id (default: the demo model)")
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=4.0, help="measured, of each setting and round")
     parser.add_argument("--warm-up", type=float, default=1.0, help="seconds before")
     parser.add_argument("--tenants", type=int, default=4, help="tenants beside the one that floods")
@@ -305,7 +301,7 @@ def main() -> None:
     """Measure, write and print."""
     options = parse()
     found = measure(options)
-    options.output_json.write_text(json.dumps(found, indent=1) + "\n")
+    write_result(options.output_json, CLAIM, found["model"]["name"], found)
     if options.plot is not None:
         draw(found, options.plot)
     for name, row in found["settings"].items():

@@ -1,6 +1,8 @@
 """Checks of every model family by a test run, as the file that the table in docs/guides/models.md is rendered from.
 
-    python benchmarks/families.py benchmarks/results/families.json
+    python benchmarks/families.py benchmarks/results/families.json [-k NAMES]
+
+With -k, as pytest takes it, only these families are checked, and their run is added to the file.
 
 Tiny random models of each family, with their adapters, are compared with transformers and PEFT in float32. The largest
 difference is that of a log probability of a generated token.
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -22,7 +25,7 @@ TESTS = ("tests/integration/test_families.py", "tests/integration/test_transform
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run_tests() -> list[dict[str, Any]]:
+def run_tests(selection: list[str]) -> list[dict[str, Any]]:
     """Records of a test run: see `tests/family_records.py`.
 
     Raises:
@@ -31,7 +34,7 @@ def run_tests() -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "records"
         environment = {**os.environ, "OUTRIDER_FAMILY_RECORDS": str(file)}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, *selection]
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
         return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
@@ -51,11 +54,15 @@ def merged(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Run the tests and write the file."""
-    output = Path(sys.argv[1])
-    machine = describe_machine() | {"command": "python benchmarks/families.py F"}
-    run = {"run": "tests", "machine": machine, "families": merged(run_tests())}
+    output, selection = Path(sys.argv[1]), sys.argv[2:]
+    command = shlex.join(["python", "benchmarks/families.py", "F", *selection])
+    name = shlex.join(["tests", *selection])
+    machine = describe_machine() | {"command": command}
+    run = {"run": name, "machine": machine, "families": merged(run_tests(selection))}
+    kept = json.loads(output.read_text(encoding="utf-8"))["runs"] if selection else []
     claim = "Parity of every model family with transformers and PEFT, by tests on tiny random models"
-    output.write_text(json.dumps({"claim": claim, "runs": [run]}, indent=1) + "\n", encoding="utf-8")
+    runs = [*(other for other in kept if other["run"] != name), run]
+    output.write_text(json.dumps({"claim": claim, "runs": runs}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Effects of an fp8 KV cache: tokens that fit, text, and speed with long contexts.
 
-    python benchmarks/fp8_cache.py [--output FILE.json] [--questions 40] [--tokens 96] [--model PATH] [--rounds 5]
+    python benchmarks/fp8_cache.py [--output-json F] [--questions 40] [--tokens 96] [--model PATH] [--rounds 5]
 
 - Text, on the demo model and its adapters. Greedy answers with a cache of the model's dtype are the reference. Their
   log-probabilities are computed again with the fp8 cache, the same tokens given: how far each is off, and what
@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -21,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from near_ties import answer, compare, in_turn, make_engine, make_questions, ratio_of
+from near_ties import answer, compare, make_engine, make_questions
+from script import in_turn, make_parser, ratio_of, write_result
 
 from outrider import LLM, LoRARequest, SamplingParams
 from outrider.models.demo import demo_adapters
-from outrider.platform.cli.bench.machine import describe_machine
 
 KINDS = ("auto", "fp8")
 VOCAB = 1000
@@ -97,23 +96,20 @@ def _decode_seconds(llm: LLM, prompts: list[list[int]]) -> float:
 
 def main() -> None:
     """Measure both parts, print them and write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
+    parser = make_parser(__doc__, rounds=5)
     parser.add_argument("--questions", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=96, help="of each answer")
     parser.add_argument("--model", help="for the speed (default: the demo model)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 900])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
     args = parser.parse_args()
     text = measure_text(args.questions, args.tokens, args.dtype)
     print(json.dumps(text), flush=True)
     speed = measure_speed(args.model, args.lengths, args.batches, args.rounds)
-    if args.output:
-        name = Path(args.model).name if args.model else "outrider-demo"
-        report = {"machine": describe_machine(), "dtype": args.dtype, "text": text, "speed_model": name, "speed": speed}
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    name = Path(args.model).name if args.model else "outrider-demo"
+    found = {"dtype": args.dtype, "text": text, "speed_model": name, "speed": speed}
+    write_result(args.output_json, "Text and speed with a KV cache of float8", name, found)
 
 
 if __name__ == "__main__":

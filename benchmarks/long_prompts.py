@@ -15,17 +15,16 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import json
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from script import make_parser, settings_of, write_result
 
 from outrider import AsyncLLM, SamplingParams
-from outrider.platform.cli.bench.machine import describe_machine
 
+CLAIM = "Latency of streams while long prompts arrive, and of prompts with a cached prefix"
 REQUESTS = 32
 OWN_TOKENS = 16
 """Number of a request's own tokens after the shared prefix."""
@@ -117,23 +116,19 @@ async def run(namespace: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
+    parser = make_parser(__doc__, model=True)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--prefix", type=int, default=1500, help="tokens of a long prompt")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256, help="of each stream")
-    parser.add_argument("--output-json", type=Path)
     namespace = parser.parse_args()
     result = asyncio.run(run(namespace))
     for part, values in result.items():
         print(part)
         for name, value in values.items():
             print(f"  {name:22} {value:.4g}" if value is not None else f"  {name:22} -")
-    if namespace.output_json is not None:
-        settings = {name: value for name, value in vars(namespace).items() if name != "output_json"}
-        machine = describe_machine()
-        namespace.output_json.write_text(json.dumps({"machine": machine, "settings": settings, **result}, indent=1))
+    settings = settings_of(namespace)
+    write_result(namespace.output_json, CLAIM, settings["model"], {"settings": settings, **result})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ the products of plain linear layers with as many bytes are timed beside it, in t
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -18,10 +17,11 @@ from pathlib import Path
 
 import torch
 from lora_models import make_tokenizer
+from script import in_turn, make_parser, write_result
 
 from outrider import LLM, SamplingParams
 from outrider.kernels.linear import pack
-from outrider.platform.cli.bench.machine import RANDOM_WEIGHTS, describe_machine
+from outrider.platform.cli.bench.machine import RANDOM_WEIGHTS
 
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 24, 1024, 512, 16, 8, 64
 EXPERTS, TOP_K, VOCAB = 32, 8, 151936
@@ -86,22 +86,15 @@ def make_stream(weights: int) -> Callable[[], float]:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, rounds=5)
     parser.add_argument("--tokens", type=int, default=48, help="decoded in each round")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output-json", type=Path)
     args = parser.parse_args()
-    found: dict[str, list[float]] = {"decode": [], "stream": []}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(CONFIG))
         make_tokenizer().save_pretrained(folder)
         with LLM(folder, load_format="dummy", max_model_len=512, max_num_seqs=4) as llm:
-            decode, stream = make_decode(llm, args.tokens), make_stream(active_weights())
-            for number in range(args.rounds + 1):  # the first one warms up
-                for name, work in (("decode", decode), ("stream", stream)):
-                    taken = work()
-                    if number:
-                        found[name].append(taken)
+            works = {"decode": make_decode(llm, args.tokens), "stream": make_stream(active_weights())}
+            found = in_turn(works, args.rounds)
     medians = {name: statistics.median(values) for name, values in found.items()}
     share = round(medians["stream"] / medians["decode"], 3)
     gigabytes = 2 * active_weights() / 1e9
@@ -109,18 +102,15 @@ def main() -> None:
         f"{active_weights() / 1e9:.2f}B active: {medians['decode'] * 1e3:.1f} ms a token, the same bytes "
         f"{medians['stream'] * 1e3:.1f} ms ({gigabytes / medians['stream']:.0f} GB/s): {share} of the possible speed"
     )
-    if args.output_json is not None:
-        settings = {"tokens": args.tokens, "rounds": args.rounds, "threads": torch.get_num_threads(), **CONFIG}
-        report = {
-            "claim": "Decoding of a mixture of experts over the speed that its active bytes allow",
-            "machine": describe_machine(),
-            "settings": settings,
-            "active_weights": active_weights(),
-            "tokens_per_second": round(1 / medians["decode"], 2),
-            "share": share,
-            "rounds": found,
-        }
-        args.output_json.write_text(json.dumps(report, indent=1) + "\n")
+    values = {
+        "settings": {"tokens": args.tokens, "rounds": args.rounds, "threads": torch.get_num_threads(), **CONFIG},
+        "active_weights": active_weights(),
+        "tokens_per_second": round(1 / medians["decode"], 2),
+        "share": share,
+        "rounds": found,
+    }
+    claim = "Decoding of a mixture of experts over the speed that its active bytes allow"
+    write_result(args.output_json, claim, "0.5B active", values)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Rate of near-ties that fall differently beside other rows of a step, and the price of batch invariance.
 
-    python benchmarks/near_ties.py [--output FILE.json] [--questions 40] [--tokens 96] [--rounds 5]
+    python benchmarks/near_ties.py [--output-json F] [--questions 40] [--tokens 96] [--rounds 5]
 
 Two parts, on the demo model and its adapters, in bfloat16:
 
@@ -14,20 +14,19 @@ Two parts, on the demo model and its adapters, in bfloat16:
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
+
+from script import in_turn, make_parser, ratio_of, write_result
 
 from outrider import LLM, LoRARequest, SamplingParams
 from outrider.models.demo import demo_adapters, demo_draft_path
-from outrider.platform.cli.bench.machine import describe_machine
 
+CLAIM = "Texts that differ in bfloat16 from the same question alone, and the price of batch invariance"
 NAMES = ["Anna", "Tom", "Maria", "Ben", "Lena"]
 CITIES = ["Lisbon", "Oslo", "Rome", "Paris", "Vienna", "Cairo", "Tokyo"]
 THINGS = ["lamp", "chair", "cup", "table", "clock", "bag"]
@@ -138,21 +137,6 @@ def _flip_line(row: dict[str, Any]) -> str:
     )
 
 
-def in_turn(works: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Seconds that each of the works returns in each round; the first round, a warm-up, is left out."""
-    seconds: dict[str, list[float]] = {name: [] for name in works}
-    for number in range(rounds + 1):
-        for name in list(works)[:: 1 if number % 2 else -1]:  # none is always first
-            seconds[name].append(works[name]())
-    return {name: values[1:] for name, values in seconds.items()}
-
-
-def ratio_of(above: list[float], below: list[float]) -> dict[str, Any]:
-    """Ratios of the rounds, and their median."""
-    ratios = [round(one / other, 3) for one, other in zip(above, below, strict=True)]
-    return {"ratio": round(statistics.median(ratios), 3), "ratios": ratios}
-
-
 def measure_price(batches: list[int], rounds: int, tokens: int, dtype: str) -> list[dict[str, Any]]:
     """Rows for each kind of work and batch size, medians of the rounds; the first round is a warm-up."""
     engines = {name: make_engine(name == "invariant", {}, dtype, max(batches)) for name in ("usual", "invariant")}
@@ -181,19 +165,16 @@ def measure_price(batches: list[int], rounds: int, tokens: int, dtype: str) -> l
 
 def main() -> None:
     """Measure both parts, print them and write the JSON; exit with an error when an invariant text differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
+    parser = make_parser(__doc__, rounds=5)
     parser.add_argument("--questions", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=96, help="of each answer")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--dtype", default="bfloat16")
     args = parser.parse_args()
     flips = measure_flips(make_questions(args.questions), args.tokens, args.dtype)
     price = measure_price(args.batches, args.rounds, args.tokens, args.dtype)
-    if args.output:
-        report = {"machine": describe_machine(), "dtype": args.dtype, "model": "outrider-demo"}
-        args.output.write_text(json.dumps(report | {"flips": flips, "price": price}, indent=1) + "\n")
+    found = {"dtype": args.dtype, "model": "outrider-demo", "flips": flips, "price": price}
+    write_result(args.output_json, CLAIM, "own products", found)
     if any(row["batch_invariant"] and row["texts_that_differ"] for row in flips):
         raise SystemExit("batch_invariant=True did not keep the texts equal")
 

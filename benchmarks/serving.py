@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from outrider.platform.cli.bench.machine import describe_machine
+from script import make_parser, settings_of, write_result
 
 OUTRIDER = [sys.executable, "-P", "-m", "outrider.platform.cli.main"]
 
@@ -70,15 +70,12 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", required=True)
+    parser = make_parser(__doc__, rounds=3, model=True)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--num-prompts", type=int, default=96)
     parser.add_argument("--input-len", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output-json", type=Path)
     options = parser.parse_args()
     rounds = []
     with tempfile.TemporaryDirectory() as folder:
@@ -88,10 +85,9 @@ def main() -> None:
                   "{ratio:.2f}".format(**rounds[-1]), flush=True)  # fmt: skip
     ratio = statistics.median(measured["ratio"] for measured in rounds)
     print(f"median ratio {ratio:.2f}")
-    if options.output_json is not None:
-        arguments = vars(options) | {"model": Path(options.model).name, "output_json": None}
-        result = {"machine": describe_machine(), "arguments": arguments, "rounds": rounds, "median_ratio": ratio}
-        options.output_json.write_text(json.dumps(result, indent=1) + "\n")
+    arguments = settings_of(options)
+    found = {"arguments": arguments, "rounds": rounds, "median_ratio": ratio}
+    write_result(options.output_json, "Output tokens/s over HTTP over those of LLM", arguments["model"], found)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
-"""Number of threads that compute."""
+"""Number of threads that compute, and how they wait for each other."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import threading
 
 import torch
+
+from .native import INTEGER, function
 
 
 def compute_alone() -> None:
@@ -18,3 +22,35 @@ def compute_alone() -> None:
     set_num_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
     if set_num_threads is not None:  # else torch has no OpenMP
         set_num_threads(1)
+
+
+def use_pool(yes: bool) -> None:
+    """Let the native kernels of this process share work among threads of a pool of their own, or among OpenMP's.
+
+    The pool waits only for threads that run, so that busy neighbours cost their share of the processors and no more; in
+    OpenMP's regions every thread waits for all others (kernels/native/team.h). It suits engines whose products are
+    native. For those of oneDNN the kernels between them must use the threads that it uses.
+    """
+    choose = function("outrider_use_pool", INTEGER)
+    if choose is not None:
+        choose(yes)
+        if yes and torch.get_num_threads() > 1:
+            _let_openmp_sleep()
+
+
+@functools.cache
+def _let_openmp_sleep() -> None:
+    """Let OpenMP's helpers sleep when they have nothing to do, for the life of the process.
+
+    libgomp's wait actively for milliseconds after each operation, on the processors that the pool wants, unless the
+    process has more of them than there are processors. A second team, which sleeps for ever, makes it so.
+    """
+    made = threading.Event()
+
+    def hold_team() -> None:
+        torch.zeros(1 << 20).exp_()
+        made.set()
+        threading.Event().wait()
+
+    threading.Thread(target=hold_team, name="outrider-openmp", daemon=True).start()
+    made.wait()

@@ -52,8 +52,8 @@ class Adapter:
 
     @property
     def rows(self) -> int:
-        """Rank rows that it takes on the device: the largest rank of its modules."""
-        return max(self.target.rank, self.drafter.rank)
+        """Rank rows that it takes on the device: the largest rank of its modules, and at least one."""
+        return max(self.target.rank, self.drafter.rank, 1)
 
     @property
     def num_bytes(self) -> int:
@@ -62,8 +62,8 @@ class Adapter:
 
     @property
     def targets_head(self) -> bool:
-        """True when it changes the base model's lm_head."""
-        return self.target.has(LM_HEAD)
+        """True when it changes the base model's lm_head, or has a vocabulary of its own."""
+        return self.target.has(LM_HEAD) or self.target.vocab_size > 0
 
     @property
     def targets_experts(self) -> bool:

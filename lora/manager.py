@@ -213,6 +213,11 @@ class AdapterManager:
         assert version.digest is not None, "the adapter has not been read yet"
         return version.digest
 
+    def vocab_size(self, request: Request) -> int:
+        """Return the number of tokens of an admitted request's adapter; 0 where it is the base model's."""
+        version: AdapterVersion | None = request.adapter
+        return 0 if version is None else version.vocab_size
+
     # --- steps ---
 
     def prepare(self, rows: PlanRows) -> LoraBatch | None:

@@ -39,17 +39,19 @@ machine must get the memory first."""
 
 
 class KVLayerSpec(NamedTuple):
-    """Cache of one layer for a token: a key and a value of `head_dim` for each KV head."""
+    """Cache of one layer for a token: a key and, if they are not `shared`, a value of `head_dim` for each KV head."""
 
     num_kv_heads: int
     head_dim: int
     is_attention: bool = True
     """True when attention reads it; other contents of a layer of the cache are never rounded to fewer bits."""
+    shared: bool = False
+    """True: keys are the values too."""
 
     @property
     def num_elements(self) -> int:
         """Elements for each token, keys and values together."""
-        return 2 * self.num_kv_heads * self.head_dim
+        return (1 if self.shared else 2) * self.num_kv_heads * self.head_dim
 
 
 class Rope(Protocol):
@@ -184,7 +186,8 @@ def allocate_kv(
     for spec in specs:
         shape = (spec.num_kv_heads, num_blocks, block_size, spec.head_dim)
         kept = kv_dtype(dtype, kv_cache_dtype) if spec.is_attention else dtype
-        layers.append(LayerKV(lazy_zeros(shape, kept, device), lazy_zeros(shape, kept, device)))
+        keys = lazy_zeros(shape, kept, device)
+        layers.append(LayerKV(keys, keys if spec.shared else lazy_zeros(shape, kept, device)))
     if torch.device(device).type == "cpu":
         num_bytes = sum(part.nbytes for layer in layers for part in layer)
         num_ready = min(num_blocks, num_blocks * READY_BYTES // max(num_bytes, 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from .config_values import number, positive, shown, wrong
 from .expert_config import ExpertConfig, read_experts
 from .families import FAMILIES, PRE_NORMS, FamilyTraits, NormNames, supported_architectures
 from .families.block import Block
+from .latent_config import LatentConfig, latent_scale, read_latent
 from .layers.activation import PLAIN_ACTIVATIONS
 from .quantization import Format, read_format
 from .rope_config import RopeConfig, context_length, layer_ropes, rotated_layers
@@ -64,6 +65,8 @@ class DecoderConfig:
     """Dtype of weights, activations and KV."""
     experts: ExpertConfig | None = None
     """Experts of the layers that have some."""
+    latent: LatentConfig | None = None
+    """Sizes of latent attention, which the cache sees as one KV head of `head_dim`; None: usual attention."""
     block: Block | None = None
     """Form of layers with LayerNorm and an MLP without a gate; None: Llama's."""
     batch_invariant: bool = False
@@ -106,7 +109,7 @@ class DecoderConfig:
     def is_plain(self) -> bool:
         """True: embeddings, layers and head are computed as Llama's, but for norms of queries and keys."""
         factors = self.embedding_scale, self.residual_scale, self.logit_scale
-        others = self.block, self.experts, self.attention_scale, self.attention_cap, self.logit_cap
+        others = self.block, self.experts, self.latent, self.attention_scale, self.attention_cap, self.logit_cap
         merged = self.merged_qkv or self.merged_gate_up or self.qk_norm_wide or self.sinks or bool(self.layer_ropes)
         is_usual = self.norms == PRE_NORMS and self.norm_offset == 0.0 and self.hidden_act == "silu"
         whole = self.rope.rotary_dim is None and not self.rope.interleaved
@@ -204,18 +207,16 @@ def decoder_config(
     block = None if traits.block is None else traits.block(values)
     _refuse_unsupported(values, traits)
     hidden_size = positive(values, "hidden_size")
-    num_heads = positive(values, "num_attention_heads")
-    num_kv_heads = (block and block.num_kv_heads) or positive(values, "num_key_value_heads", num_heads)
-    head_dim = positive(values, "head_dim", hidden_size // num_heads)
-    num_layers = positive(values, "num_hidden_layers")
-    if num_heads % num_kv_heads:
-        raise wrong("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
-    if head_dim % 2:
-        raise wrong("head_dim", f"{head_dim} is odd, rotary embeddings need pairs")
+    num_heads, num_layers = positive(values, "num_attention_heads"), positive(values, "num_hidden_layers")
+    latent = read_latent(values) if traits.latent else None
+    num_kv_heads, head_dim = (1, latent.key_dim) if latent else _kv_heads(values, num_heads, hidden_size, block)
     types = _layer_types(values, num_layers, traits)
     learns_positions = block is not None and block.positions is not None
     no_rope = RopeConfig(rope_type="none", theta=1.0)
-    ropes = (no_rope,) * num_layers if learns_positions else layer_ropes(values, head_dim, types, traits)
+    rotated = latent.rope_dim if latent else head_dim
+    ropes = (no_rope,) * num_layers if learns_positions else layer_ropes(values, rotated, types, traits)
+    if latent is not None:
+        ropes = tuple(replace(rope, rotary_dim=rotated) for rope in ropes)
     rope = next((r for r, kind in zip(ropes, types, strict=True) if kind == "full_attention"), ropes[0])
     from_file = bool(values.get("attention_bias", False))
     return DecoderConfig(
@@ -240,6 +241,7 @@ def decoder_config(
         sinks=traits.sinks,
         experts=None if traits.experts is None else read_experts(values, traits.experts, num_layers),
         dtype=dtype,
+        latent=latent,
         block=block,
         layer_ropes=ropes if len(set(ropes)) > 1 else (),
         norms=traits.norms,
@@ -248,11 +250,24 @@ def decoder_config(
         merged_qkv=traits.merged_qkv,
         merged_gate_up=traits.merged_gate_up,
         quantization=None if _is_mxfp4(values, traits) else read_format(values),
-        **_factors(values, hidden_size, dtype, traits),
+        **_factors(values, hidden_size, dtype, traits, latent),
     )
 
 
-def _factors(values: Mapping[str, Any], hidden_size: int, dtype: torch.dtype, traits: FamilyTraits) -> dict[str, Any]:
+def _kv_heads(values: Mapping[str, Any], num_heads: int, hidden_size: int, block: Block | None) -> tuple[int, int]:
+    """Number of KV heads, and elements of a head."""
+    num_kv_heads = (block and block.num_kv_heads) or positive(values, "num_key_value_heads", num_heads)
+    head_dim = positive(values, "head_dim", hidden_size // num_heads)
+    if num_heads % num_kv_heads:
+        raise wrong("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
+    if head_dim % 2:
+        raise wrong("head_dim", f"{head_dim} is odd, rotary embeddings need pairs")
+    return num_kv_heads, head_dim
+
+
+def _factors(
+    values: Mapping[str, Any], hidden_size: int, dtype: torch.dtype, traits: FamilyTraits, latent: LatentConfig | None
+) -> dict[str, Any]:
     """Factors and caps that a family has, by their fields in DecoderConfig."""
     found = {
         field: number(key, "", values[key]) ** exponent
@@ -261,6 +276,8 @@ def _factors(values: Mapping[str, Any], hidden_size: int, dtype: torch.dtype, tr
     }
     if traits.scaled_embedding:
         found["embedding_scale"] = float(torch.tensor(hidden_size**0.5, dtype=dtype))
+    if latent is not None:
+        found["attention_scale"] = latent_scale(values, latent)
     return found
 
 

@@ -12,14 +12,24 @@ from ..kernels.rms_norm import adds_residuals
 from .attention import attention_spec, make_attention
 from .batch import ForwardBatch, KVLayerSpec
 from .config import DecoderConfig
-from .decoder_layer import DecoderLayer, make_layer
+from .decoder_layer import DecoderLayer, GeneralLayer
+from .families import PRE_NORMS
 from .gpt_layer import GPTEnds, GPTLayer
+from .latent_layer import LatentLayer
 from .layers.embedding import Embedding, EmbeddingScales, VocabularyNames
 from .layers.linear import Linear
 from .layers.norm import RMSNorm
 from .layers.rope import RotaryEmbedding
 from .layers.weights import RenamedSlot, WeightSlot
 from .model import DecoderOutput
+
+
+def _layer_kind(config: DecoderConfig) -> type[DecoderLayer]:
+    """Class of the layers that are not of the GPT shape."""
+    if config.latent is not None:
+        return LatentLayer
+    is_usual = config.norms == PRE_NORMS and config.residual_scale == 1.0
+    return DecoderLayer if is_usual and not config.qk_norm_wide and not config.sinks else GeneralLayer
 
 
 class Decoder:
@@ -40,7 +50,8 @@ class Decoder:
         self._deferring: Sequence[DecoderLayer] = ()
         """The layers, where norms add the residual stream."""
         if block is None:
-            layers = [make_layer(config, i, self.attention, self.device) for i in range(config.num_layers)]
+            kind = _layer_kind(config)
+            layers = [kind(config, i, self.attention, self.device) for i in range(config.num_layers)]
             self.layers, self._deferring = layers, layers if adds_residuals(self.device) and not invariant else ()
             self._embedding = Embedding(*shape, tied=config.tie_word_embeddings, scales=scales, **common)
             self._final_norm = RMSNorm(
@@ -55,7 +66,8 @@ class Decoder:
     @property
     def kv_layers(self) -> list[KVLayerSpec]:
         """Cache of each layer for a token, in order."""
-        return [KVLayerSpec(self.config.num_kv_heads, self.config.head_dim)] * self.config.num_layers
+        config = self.config
+        return [KVLayerSpec(config.num_kv_heads, config.head_dim, shared=config.latent is not None)] * config.num_layers
 
     @property
     def num_parameters(self) -> int:

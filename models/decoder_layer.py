@@ -10,18 +10,10 @@ from torch import Tensor
 from .attention import AttentionBackend
 from .batch import ForwardBatch, LayerKV
 from .config import DecoderConfig
-from .families import PRE_NORMS
 from .layers.experts import make_mlp
 from .layers.linear import Linear
 from .layers.norm import RMSNorm
 from .layers.weights import WeightSlot
-
-
-def make_layer(config: DecoderConfig, index: int, attention: AttentionBackend, device: torch.device) -> DecoderLayer:
-    """Layer `index`, without weights."""
-    is_usual = config.norms == PRE_NORMS and config.residual_scale == 1.0
-    is_plain = is_usual and not config.qk_norm_wide and not config.sinks
-    return (DecoderLayer if is_plain else GeneralLayer)(config, index, attention, device)
 
 
 class DecoderLayer:
@@ -31,34 +23,37 @@ class DecoderLayer:
         self._attention = attention
         self._window = config.windows[index]
         self._rope = config.ropes.index(config.layer_ropes[index]) if config.layer_ropes else 0
-        heads = config.num_heads * config.head_dim
-        kv_heads = config.num_kv_heads * config.head_dim
-        hidden = config.hidden_size
         self._common: Any = {"dtype": config.dtype, "device": device, "batch_invariant": config.batch_invariant}
         self._config = config
-        self._theirs = f"model.layers.{index}"
+        self._ours, self._theirs = f"layers.{index}", f"model.layers.{index}"
+        self._norms: list[RMSNorm] = []
+        self._make_projections()
+        self.mlp = make_mlp(config, index, device)
+        self._make_norms()
 
-        def linear(name: str, modules: dict[str, int], in_features: int, bias: bool) -> Linear:
-            slices = [(f"{self._theirs}.{module}", rows) for module, rows in modules.items()]
-            return Linear(f"layers.{index}.{name}", slices, in_features, bias=bias, **self._common)
-
+    def _make_projections(self) -> None:
+        config = self._config
+        heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        hidden = config.hidden_size
         qkv = {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads, "self_attn.v_proj": kv_heads}
         if config.merged_qkv:
             qkv = {"self_attn.qkv_proj": heads + 2 * kv_heads}
-        self.qkv = linear("qkv", qkv, hidden, config.qkv_bias)
-        self.o = linear("o", {"self_attn.o_proj": hidden}, heads, config.o_bias)
-        self.mlp = make_mlp(config, index, device)
-        self._norms: list[RMSNorm] = []
+        self.qkv = self._linear("qkv", qkv, hidden, bias=config.qkv_bias)
+        self.o = self._linear("o", {"self_attn.o_proj": hidden}, heads, bias=config.o_bias)
         self.qk_norm: RMSNorm | None = None
         if config.qk_norm:
             repeats = [config.num_heads, config.num_kv_heads]
             self.qk_norm = self._norm(["self_attn.q_norm", "self_attn.k_norm"], config.head_dim, repeats)
-        self._make_norms()
 
-    def _norm(self, names: list[str], size: int, repeats: list[int] | None = None) -> RMSNorm:
+    def _linear(self, name: str, modules: dict[str, int], in_features: int, *, bias: bool) -> Linear:
+        slices = [(f"{self._theirs}.{module}", rows) for module, rows in modules.items()]
+        return Linear(f"{self._ours}.{name}", slices, in_features, bias=bias, **self._common)
+
+    def _norm(self, names: list[str], size: int, repeats: list[int] | None = None, eps: float | None = None) -> RMSNorm:
         full = [f"{self._theirs}.{name}.weight" for name in names]
         config = self._config
-        norm = RMSNorm(full, size, config.rms_norm_eps, repeats=repeats, offset=config.norm_offset, **self._common)
+        options = {"repeats": repeats, "offset": config.norm_offset, **self._common}
+        norm = RMSNorm(full, size, config.rms_norm_eps if eps is None else eps, **options)
         self._norms.append(norm)
         return norm
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .config_values import positive, shown, wrong
+from .config_values import number, positive, shown, wrong
 from .families.traits import ExpertTraits
 
 
@@ -20,9 +20,14 @@ class ExpertConfig:
     intermediate_size: int
     """Inner size of an expert."""
     shared_size: int | None
-    """Inner size of the expert that every token visits; None: there is none."""
+    """Inner size of the experts, as one, that every token visits; None: there is none."""
     renormalised: bool
     """True: the weights of a token's experts are divided by their sum."""
+    scale: float = 1.0
+    """Factor of the weights of a token's experts."""
+    num_groups: int = 1
+    """Groups of experts, one after another; a token visits experts of its best `top_groups` groups alone."""
+    top_groups: int = 1
     layers: frozenset[int]
     """Layers with experts; the others have a dense MLP."""
 
@@ -41,12 +46,39 @@ def read_experts(values: Mapping[str, Any], traits: ExpertTraits, num_layers: in
     dense = values.get("mlp_only_layers", [])
     if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
         raise wrong("mlp_only_layers", f"must be a list of layers, got {shown(dense)}")
+    dense_layers = {*dense, *range(_count(values, "first_k_dense_replace"))}
+    shared_size = positive(values, "shared_expert_intermediate_size") if traits.shared else None
+    if traits.ungated and _count(values, "n_shared_experts"):
+        shared_size = positive(values, traits.intermediate_size) * positive(values, "n_shared_experts")
     return ExpertConfig(
         traits=traits,
         num_experts=num_experts,
         top_k=top_k,
         intermediate_size=positive(values, traits.intermediate_size),
-        shared_size=positive(values, "shared_expert_intermediate_size") if traits.shared else None,
+        shared_size=shared_size,
         renormalised=bool(values.get("norm_topk_prob", False)) if traits.renormalised is None else traits.renormalised,
-        layers=frozenset(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0),
+        layers=frozenset(i for i in range(num_layers) if i not in dense_layers and (i + 1) % step == 0),
+        **(_groups(values, num_experts, top_k, traits) if traits.grouped else {}),
     )
+
+
+def _count(values: Mapping[str, Any], field: str) -> int:
+    """The field as a number of things, of which there may be none."""
+    return 0 if values.get(field, 0) == 0 else positive(values, field)
+
+
+def _groups(values: Mapping[str, Any], num_experts: int, top_k: int, traits: ExpertTraits) -> dict[str, Any]:
+    """Groups of experts, and the factor of their weights, by their fields in ExpertConfig."""
+    found: dict[str, Any] = {"scale": number("routed_scaling_factor", "", values.get("routed_scaling_factor", 1.0))}
+    method = values.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy", "noaux_tc"):
+        raise wrong("topk_method", f"{shown(method)} is not supported")
+    if method == "greedy" and not traits.sigmoid:
+        return found
+    num_groups, top_groups = positive(values, "n_group"), positive(values, "topk_group")
+    size = num_experts // num_groups
+    if num_experts % num_groups or (traits.sigmoid and size < 2):
+        raise wrong("n_group", f"{num_groups} does not divide {num_experts} experts in groups of at least 2")
+    if top_groups > num_groups or top_groups * size < top_k:
+        raise wrong("topk_group", f"{top_groups} of {num_groups} groups do not have {top_k} experts")
+    return found | {"num_groups": num_groups, "top_groups": top_groups}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -13,8 +15,16 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file
 from torch import Tensor
 
-NAMES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
-         "Qwen3ForCausalLM": "qwen3", "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3"}  # fmt: skip
+NAMES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "MixtralForCausalLM": "llama",
+         "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "Qwen2MoeForCausalLM": "qwen2moe",
+         "Qwen3MoeForCausalLM": "qwen3moe", "OlmoeForCausalLM": "olmoe", "Olmo2ForCausalLM": "olmo2",
+         "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3", "Phi3ForCausalLM": "phi3",
+         "GraniteForCausalLM": "granite", "Glm4ForCausalLM": "glm4", "SmolLM3ForCausalLM": "smollm3",
+         "StableLmForCausalLM": "stablelm", "Starcoder2ForCausalLM": "starcoder2",
+         "GPT2LMHeadModel": "gpt2"}  # fmt: skip
+# Architectures whose rows of q and k are ordered for a rotation of neighbours.
+NEIGHBOURS = {"llama", "granite", "smollm3"}
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
 Chosen = Callable[[str], Type]
 
 
@@ -23,12 +33,14 @@ def write_gguf(
     file: Path,
     choose: Chosen = lambda name: Type.F32,
     tokenizer: Path | None = None,
+    split: int = 0,
     **more: object,
 ) -> dict[str, Tensor]:
     """Write the model of `folder` to `file`, matrices in the type that `choose` names for them.
 
     Args:
         tokenizer: Folder of the tokenizer, if not `folder`.
+        split: Tensors in each of several files, whose names have numbers; 0: there is one file.
         more: Further fields; `__` stands for a dot.
 
     Returns:
@@ -36,51 +48,103 @@ def write_gguf(
     """
     config = json.loads((folder / "config.json").read_text())
     name = NAMES[config["architectures"][0]]
-    writer = gguf.GGUFWriter(file, name)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(rope_theta(config["rope_parameters"]))
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    writer.add_key_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
+    writer = gguf.GGUFWriter(file, name, split_max_tensors=split)
+    add_sizes(writer, config)
+    add_factors(writer, config)
     tokenizer = tokenizer or folder
-    if name.startswith("gemma"):
-        writer.add_sliding_window(config["sliding_window"])
-    for cap, add in (
-        ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
-        ("final_logit_softcapping", writer.add_final_logit_softcapping),
-    ):
-        if config.get(cap) is not None:
-            add(config[cap])
     if (tokenizer / "tokenizer.json").is_file():
         add_tokenizer(writer, tokenizer)
     for key, value in more.items():
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
         (writer.add_string if isinstance(value, str) else add)(key.replace("__", "."), value)
-    architecture = next(key for key, theirs in gguf.MODEL_ARCH_NAMES.items() if theirs == name)
-    table = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    held = {}
+    heads = {"q_proj": config.get("num_attention_heads"), "k_proj": config.get("num_key_value_heads")}
+    held, experts = {}, {}
     for full, tensor in load_file(folder / "model.safetensors").items():
-        if name.startswith("gemma") and full.endswith("norm.weight"):
-            tensor = tensor + 1
         kind = choose(full) if tensor.ndim > 1 else Type.F32
-        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-        rotated = next((heads[part] for part in heads if part in full), 0) if name == "llama" else 0
-        ours = neighbours(tensor, rotated).float().numpy() if rotated else tensor.float().numpy()
-        values = gguf.quantize(ours, kind)
-        writer.add_tensor(table.get_name(full, (".weight", ".bias")), values, raw_dtype=kind)
+        rotated = next((heads[part] for part in heads if part in full), 0) if name in NEIGHBOURS else 0
+        tensor = neighbours(tensor, rotated) if rotated else tensor
+        values = gguf.quantize(changed(name, full, tensor.float()).numpy(), kind)
+        if (expert := EXPERT.search(full)) is not None:
+            experts.setdefault((EXPERT.sub(".experts.", full), kind), {})[int(expert[1])] = values
+        else:
+            writer.add_tensor(name_of(full, name, config), values, raw_dtype=kind)
         rounded = torch.from_numpy(np.array(gguf.dequantize(values, kind))).reshape(tensor.shape)
         held[full] = halves(rounded, rotated) if rotated else rounded
+    for (full, kind), parts in experts.items():
+        stacked = np.stack([parts[index] for index in range(len(parts))])
+        writer.add_tensor(name_of(full, name, config), stacked, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return held
+
+
+def name_of(full: str, name: str, config: dict[str, Any]) -> str:
+    """Name of a tensor in the file."""
+    full = full.replace("model.layers", "layers") if ".block_sparse_moe.experts." in full else full
+    full = full.replace(".block_sparse_moe.experts.", ".feed_forward.experts.")
+    architecture = next(key for key, theirs in gguf.MODEL_ARCH_NAMES.items() if theirs == name)
+    table = gguf.get_tensor_name_map(architecture, config.get("num_hidden_layers") or config["n_layer"])
+    return table.get_name(full, (".weight", ".bias"))
+
+
+def changed(name: str, full: str, tensor: Tensor) -> Tensor:
+    """Tensor with the converter's changes, those of q and k apart."""
+    if name.startswith("gemma") and full.endswith("norm.weight"):
+        return tensor + 1
+    if name == "gpt2" and full.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+        return tensor.t().contiguous()
+    return tensor.squeeze(0) if full.endswith("shared_expert_gate.weight") else tensor
+
+
+def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Sizes of the model."""
+
+    def value(*keys: str) -> Any:
+        return next((config[key] for key in keys if config.get(key) is not None), None)
+
+    hidden, heads = value("hidden_size", "n_embd"), value("num_attention_heads", "n_head")
+    writer.add_context_length(value("max_position_embeddings", "n_positions"))
+    writer.add_block_count(value("num_hidden_layers", "n_layer"))
+    writer.add_embedding_length(hidden)
+    is_gpt2 = "n_embd" in config
+    writer.add_feed_forward_length(4 * hidden if is_gpt2 else config["intermediate_size"])
+    writer.add_head_count(heads)
+    if not is_gpt2:
+        writer.add_head_count_kv(config["num_key_value_heads"])
+    if (eps := config.get("rms_norm_eps")) is not None:
+        writer.add_layer_norm_rms_eps(eps)
+    else:
+        writer.add_layer_norm_eps(value("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon"))
+    if config.get("head_dim"):
+        writer.add_key_length(config["head_dim"])
+    if (rope := config.get("rope_parameters")) is not None:
+        share = rope.get("partial_rotary_factor", 1.0)
+        writer.add_rope_dimension_count(int(share * (config.get("head_dim") or hidden // heads)))
+        writer.add_rope_freq_base(rope_theta(rope))
+        for kind in ("short", "long") if rope.get("rope_type") == "longrope" else ():
+            writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], dtype=np.float32))
+        if rope.get("rope_type") == "longrope":
+            writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+    if (count := value("num_experts", "num_local_experts")) is not None:
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+
+
+def add_factors(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Numbers that some families have."""
+    for key, add in (
+        ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
+        ("final_logit_softcapping", writer.add_final_logit_softcapping),
+        ("attention_multiplier", writer.add_attention_scale),
+        ("embedding_multiplier", writer.add_embedding_scale),
+        ("residual_multiplier", writer.add_residual_scale),
+        ("logits_scaling", writer.add_logit_scale),
+        ("sliding_window", writer.add_sliding_window),
+    ):
+        if config.get(key):
+            add(config[key])
 
 
 def rope_theta(rope: dict) -> float:

@@ -52,6 +52,17 @@ _GPT_OSS = {
         "original_max_position_embeddings": 64,
     },
 }
+_LATENT = {
+    **{"kv_lora_rank": 24, "q_lora_rank": None, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2},
+    **{"num_hidden_layers": 3, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+}
+_DEEPSEEK_ROPE = {
+    **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64},
+    **{"mscale": 0.7, "mscale_all_dim": 0.9},
+}
+_QUERY_RANK = {"q_lora_rank": 20, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
+_KV = ["kv_a_proj_with_mqa", "o_proj"]
 _SPARSE = ["gate.weight", "experts.gate_up_proj", "experts.down_proj"]
 _ALL_HEADS = {"num_key_value_heads": 4}
 _QKV = ["q_proj", "k_proj", "v_proj"]
@@ -103,6 +114,10 @@ FAMILIES: dict[str, Family] = {
     "qwen3-moe": Family("Qwen3Moe", {**_EXPERTS, "head_dim": 12, "mlp_only_layers": [0]}, ATTENTION + GATED, _SPARSE),
     "qwen2-moe": Family("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 40}, ATTENTION + GATED, _SPARSE),
     "olmoe": Family("Olmoe", {**_EXPERTS, "intermediate_size": 24}, ATTENTION, _SPARSE),
+    "deepseek2": Family(
+        "DeepseekV2", {**_LATENT, "rope_parameters": _DEEPSEEK_ROPE}, ["q_proj", *_KV, *GATED], _SPARSE
+    ),
+    "deepseek3": Family("DeepseekV3", {**_LATENT, **_QUERY_RANK}, ["q_a_proj", "q_b_proj", *_KV, *GATED], _SPARSE),
     "gpt-oss": Family("GptOss", _GPT_OSS, ATTENTION, ["router.weight", *_SPARSE[1:]]),
     "starcoder2": Family("Starcoder2", {"sliding_window": 9}, [*ATTENTION, "c_fc", "c_proj"]),
 }
@@ -122,4 +137,7 @@ def build(family: Family) -> Any:
         else:
             size = 0.3 if name.endswith("bias") else 1.3 * parameter.shape[-1] ** -0.5
             torch.nn.init.normal_(parameter, 0.0, size)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.2)
     return model

@@ -150,6 +150,27 @@ def long_prompts() -> list[str]:
     return [*table(["", *found], rows), "", *source("long-prompts")]
 
 
+NEIGHBOUR_CASES = {
+    "chat": "8 chats, `LLM`",
+    "serving": "8 chats, engine process",
+    "prompt": "a prompt of 2048 tokens",
+    "ngram": "8 chats, n-gram, 4 drafts",
+    "draft": "8 chats, draft model, 4 drafts",
+}
+NEIGHBOUR_WAYS = ("this", "baseline, default", "baseline, spin 10000", "baseline, passive", "baseline, one thread")
+
+
+def neighbours() -> list[str]:
+    """Median seconds alone and beside busy loops, by case and way to share work; empty where nothing was measured."""
+    cells = {case: ways for run in runs("serving").values() for case, ways in run.get("median_seconds", {}).items()}
+    rows = []
+    for case, name in NEIGHBOUR_CASES.items():
+        found = [cells[case].get(way) for way in NEIGHBOUR_WAYS]
+        rows.append([name, *(f"{c['alone']:.2f}, {c['beside neighbours']:.2f}" if c else "" for c in found)])
+    head = ["seconds alone, beside", "pool", "OpenMP", "it with 10,000 spins", "it passive", "one thread"]
+    return [*table(head, rows), "", *source("serving")]
+
+
 def fp8_cache() -> list[str]:
     """Decoding speed with a float8 KV cache over bfloat16, by context and number of requests."""
     (run,) = runs("fp8-cache").values()
@@ -247,7 +268,7 @@ def families() -> list[str]:
             equal = ["equal" if check in row["shown"] else "" for check in checks]
             rows.append([f"`{row['architecture']}`", row["code"], *errors, *equal])
     head = ["architecture", "code", "base", "LoRA", *checks]
-    return [*table(head, rows), "", *source("families")]
+    return [*table(head, sorted(rows)), "", *source("families")]
 
 
 # --- The README's table -------------------------------------------------------------------------------------
@@ -285,6 +306,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "lora": lora,
     "products": products,
     "long-prompts": long_prompts,
+    "neighbours": neighbours,
     "fp8-cache": fp8_cache,
     "speculation-adapters": speculation_adapters,
     "speculation-batches": speculation_batches,

@@ -63,6 +63,19 @@ def dense(model: ModelShape, num_tokens: int) -> Iterator[Case]:
         )
 
 
+def quantized(model: ModelShape, num_tokens: int) -> Iterator[Case]:
+    """Products of a layer's projections with quantised weights, and in the model's dtype beside them."""
+    for inputs, slices in model.projections:
+        outputs = sum(slices)
+        for kind, bits in (("bf16", 16.0), ("fp8", 8.125), ("int8", 8.0), ("int4", 4.25)):
+            what = f"linear {kind} {inputs} to {outputs}, {num_tokens} tokens"
+            if kind == "bf16":
+                work = make_work(model, what, workloads.plain_product, (outputs, inputs), num_tokens)
+            else:
+                work = make_work(model, what, workloads.quantized_product, kind, (outputs, inputs), num_tokens)
+            yield Case(work, int(inputs * outputs * bits / 8) + 2 * num_tokens * (inputs + outputs))
+
+
 def penalties(inputs: Inputs, num_rows: int) -> Callable[[], object]:
     """Penalties of rows whose texts have up to 1000 different tokens."""
     logits, entries = inputs.logits(num_rows), (np.arange(min(inputs.model.vocab, 1000)) << COUNT_BITS) + 1
@@ -109,14 +122,29 @@ def cases(quick: bool) -> list[Case]:
     ]
 
 
-@torch.inference_mode()
+def quantized_cases(quick: bool) -> list[Case]:
+    """Rows of the table of quantised products: few tokens, as in decoding, and a prompt."""
+    model, steps = (TINY, (1, 20)) if quick else (LLAMA_8B, (1, 16, 64, 2048))
+    return [case for num_tokens in steps for case in quantized(model, num_tokens)]
+
+
 def measure_kernels(context: Context) -> None:
     """Measure the time, and the share of the measured copy bandwidth or matrix rate."""
+    _measure(context, "kernels", cases(context.quick))
+
+
+def measure_quantized(context: Context) -> None:
+    """Measure products with quantised weights, and the same products in bfloat16."""
+    _measure(context, "quantised products", quantized_cases(context.quick))
+
+
+@torch.inference_mode()
+def _measure(context: Context, what: str, table: list[Case]) -> None:
     if context.device != "cuda":
-        context.skip("kernels", "kernels of GPUs alone")
+        context.skip(what, "kernels of GPUs alone")
         return
     ceilings = context.ceilings
-    for case in cases(context.quick):
+    for case in table:
         if not context.has_time(case.work.name):
             continue
         seconds = seconds_of(case.work.make(torch.device(context.device)), context.device)

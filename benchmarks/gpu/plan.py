@@ -51,10 +51,11 @@ QUICK_SHAPES = {"LLAMA_8B": "TINY", "QWEN_06B": "TINY_QWEN"}
 SECTIONS = (
     Entry("tests", 120, "checks.run_tests"),
     Entry("ceilings", 15, "timing.measure_ceilings"),
-    Entry("parity", 35, "checks.check_parity"),
+    Entry("parity", 30, "checks.check_parity"),
     Entry("kernels", 60, "kernels.measure_kernels"),
+    Entry("quantized", 30, "kernels.measure_quantized"),
     Entry("8b", 65, "end_to_end.measure_model", "LLAMA_8B"),
-    Entry("8b-lora", 55, "end_to_end.measure_adapters", "LLAMA_8B"),
+    Entry("8b-lora", 50, "end_to_end.measure_adapters", "LLAMA_8B"),
     Entry("0.6b", 30, "end_to_end.measure_model", "QWEN_06B"),
     Entry("0.6b-lora", 30, "end_to_end.measure_adapters", "QWEN_06B"),
     Entry("graphs", 25, "end_to_end.measure_graphs", "QWEN_06B"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 import subprocess
 import sys
@@ -35,6 +36,7 @@ class Engine:
     python: Path
     worker_engine: str = ""  # the worker's name for it; default: `name`
     variables: Mapping[str, str] = field(default_factory=dict)
+    most_requests: int | None = None  # larger sizes are not measured
     arguments: tuple[str, ...] = ()
     worker: Path = WORKER
 
@@ -54,14 +56,18 @@ def clean_environment() -> dict[str, str]:
     return kept | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def run(command: Sequence[str | Path], what: str) -> None:
-    """Run a command to its end, without output.
+def run(command: Sequence[str | Path], what: str, variables: Mapping[str, str] | None = None) -> None:
+    """Run a command to its end, without output, in a clean environment or with `variables`.
 
     Raises:
         PeerError: it failed; the message has its last line.
     """
     done = subprocess.run(
-        list(map(str, command)), env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+        list(map(str, command)),
+        env=variables or clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
     )
     if done.returncode:
         lines = done.stdout.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
@@ -83,6 +89,13 @@ def _install_openvino(folder: Path) -> None:
     _pip(folder, "install", TORCH, *genai, "optimum-intel==2.2.0", "nncf")
     # Required by optimum-intel for images; its usual build does not fit a torch without CUDA, and text needs none.
     _pip(folder, "uninstall", "--yes", "torchvision")
+
+
+def _install_llamacpp(folder: Path) -> None:
+    """Build llama.cpp for this processor; minutes, and cmake and a compiler are needed."""
+    variables = clean_environment() | {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAMA_BUILD_TOOLS=OFF"}
+    command = [folder / "bin" / "python", "-m", "pip", "install", "llama-cpp-python==0.3.36", "numpy"]
+    run(command, "building llama.cpp", variables)
 
 
 def _install_vllm(folder: Path) -> None:
@@ -141,8 +154,11 @@ PEERS = {
     # Its assisted generation takes one request at a time.
     "transformers": Peer(_install_transformers, ("transformers", "peft", "torch"), ("base", "lora")),
     "openvino": Peer(
-        _install_openvino, ("openvino_genai", "optimum.intel", "nncf"), ("base", "lora", "ngram", "draft")
+        _install_openvino,
+        ("openvino_genai", "optimum.intel", "nncf"),
+        ("base", "lora", "ngram", "draft", "int8", "int4"),
     ),
+    "llamacpp": Peer(_install_llamacpp, ("llama_cpp",), ("base", "int8", "int4")),
 }
 
 
@@ -176,19 +192,57 @@ def _complete(python: Path, modules: Sequence[str]) -> bool:
     return subprocess.run(command, env=clean_environment(), stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
-def export_to_openvino(engine: Engine, models: Path, name: str, say: Callable[[str], None]) -> None:
-    """Make `models/openvino/name` if it is missing: no quantisation, fp16 on disk, computed in bf16.
+OPENVINO_WEIGHTS = {
+    "": ("fp16",),  # on disk; computed in bf16
+    "int8": ("int8",),
+    "int4": ("int4", "--ratio", "1.0"),
+}
+"""Options of OpenVINO's export by the mode that has an export of its own."""
+
+
+def export_to_openvino(engine: Engine, models: Path, name: str, mode: str, say: Callable[[str], None]) -> None:
+    """Make `models/openvino/name`, or `name-mode` for a quantised mode, if it is missing.
 
     Raises:
         PeerError: the export failed.
     """
-    target = models / "openvino" / name
+    mode = mode if mode in OPENVINO_WEIGHTS else ""
+    target = models / "openvino" / f"{name}{mode and '-'}{mode}"
     if (target / "openvino_model.xml").is_file():
         return
-    say(f"openvino: exporting {models / name}")
+    say(f"openvino: exporting {models / name} {mode}")
     target.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
         exporter = engine.python.with_name("optimum-cli")
-        options = ["--task", "text-generation-with-past", "--weight-format", "fp16"]
+        options = ["--task", "text-generation-with-past", "--weight-format", *OPENVINO_WEIGHTS[mode]]
+        if mode == "int4":
+            width = json.loads((models / name / "config.json").read_text(encoding="utf-8"))["hidden_size"]
+            options += ["--group-size", "64" if width % 128 else "128"]
         run([exporter, "export", "openvino", "-m", models / name, *options, f"{work}/{name}"], f"export of {name}")
         (Path(work) / name).rename(target)
+
+
+def make_gguf(engine: Engine, models: Path, name: str, kind: str, say: Callable[[str], None]) -> None:
+    """Make `models/gguf/name-kind.gguf` if it is missing, by llama.cpp's own quantisation of the BF16 file.
+
+    Raises:
+        PeerError: the quantisation failed.
+    """
+    folder = models / "gguf"
+    target, full = folder / f"{name}-{kind}.gguf", folder / f"{name}-BF16.gguf"
+    folder.mkdir(exist_ok=True)
+    if not full.is_file():
+        say(f"llamacpp: converting {models / name}")
+        from .gguf_file import write_gguf
+
+        write_gguf(models / name, full)
+    if not target.is_file():
+        say(f"llamacpp: quantising {full.name} to {kind}")
+        code = (
+            "import llama_cpp as l, sys; p = l.llama_model_quantize_default_params(); "
+            "p.ftype = getattr(l, 'LLAMA_FTYPE_MOSTLY_' + sys.argv[3]); "
+            "sys.exit(l.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), p))"
+        )
+        part = target.with_suffix(".part")
+        run([engine.python, "-P", "-c", code, full, part, kind], f"quantisation to {kind}")
+        part.rename(target)

@@ -62,6 +62,7 @@ class Session:
     def run(self, case: Case, engines: Sequence[Engine], results: Results) -> None:
         """Measure one case. An engine that fails is noted and left out; the others go on."""
         workers: dict[str, Worker] = {}
+        most = {engine.name: engine.most_requests or max(self.sizes).requests for engine in engines}
         starts: dict[str, dict[str, Any]] = {}
         self.logs.mkdir(parents=True, exist_ok=True)
         try:
@@ -76,7 +77,7 @@ class Session:
                     self._drop(case, engine.name, error, workers, results)
             for number in range(1, self.rounds + 1):
                 for place, size in enumerate(self.sizes):
-                    for name in _rotated(list(workers), number + place):
+                    for name in _rotated([name for name in workers if size.requests <= most[name]], number + place):
                         try:
                             measured = self._measure(workers[name], size)
                         except WorkerError as error:

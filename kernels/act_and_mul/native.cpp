@@ -1,5 +1,6 @@
 // y = act(gate) * up, where gate and up are the halves of each row; or y = act(x).
 #include "clamped_swiglu.h"
+#include "team.h"
 
 using namespace outrider;
 
@@ -30,12 +31,11 @@ struct Gelu {
 
 template <typename E, typename Act>
 void act(const void* x, void* y, int64_t rows, int64_t size) {
-#pragma omp parallel for if (rows * size >= MIN_PARALLEL_ELEMENTS)
-    for (int64_t row = 0; row < rows; row++) {
+    parallel_for(team_for(rows * size >= MIN_PARALLEL_ELEMENTS), rows, [&](int64_t row) {
         const E* in = (const E*)x + row * size;
         E* out = (E*)y + row * size;
         for (int64_t i = 0; i < size; i += LANES) store(out + i, Act::apply(load(in + i, size - i)), size - i);
-    }
+    });
 }
 
 template <typename Act>
@@ -48,21 +48,20 @@ void act_by_dtype(const void* x, void* y, int64_t rows, int64_t size, int64_t dt
 
 template <typename E, typename Act>
 void act_and_mul(const void* x, void* y, int64_t rows, int64_t half) {
-#pragma omp parallel for if (rows * half >= MIN_PARALLEL_ELEMENTS)
-    for (int64_t row = 0; row < rows; row++) {
+    parallel_for(team_for(rows * half >= MIN_PARALLEL_ELEMENTS), rows, [&](int64_t row) {
         const E* gate = (const E*)x + row * 2 * half;
         E* out = (E*)y + row * half;
         for (int64_t i = 0; i < half; i += LANES) {
             Vec g = load(gate + i, half - i), up = load(gate + half + i, half - i);
             store(out + i, Act::apply(g) * up, half - i);
         }
-    }
+    });
 }
 
 template <typename E>
 void clamped(const void* x, void* y, int64_t rows, int64_t half) {
-#pragma omp parallel for if (rows * half >= MIN_PARALLEL_ELEMENTS)
-    for (int64_t row = 0; row < rows; row++) clamped_swiglu((const E*)x + row * 2 * half, (E*)y + row * half, half);
+    parallel_for(team_for(rows * half >= MIN_PARALLEL_ELEMENTS), rows,
+                 [&](int64_t row) { clamped_swiglu((const E*)x + row * 2 * half, (E*)y + row * half, half); });
 }
 
 template <typename Act>

@@ -10,19 +10,20 @@ T tokens, k experts of a token, E experts, H hidden size, I inner size of an exp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from torch import Tensor, stack
 
 from ..dispatch import use_triton
 from ..linear import Packed
 from ..linear.torch import PackedLinear
+from ..quantized_linear.device_weight import DeviceWeight
 from . import native as _native
 from . import torch as _torch
 from .native import NativeExperts, is_native
-from .torch import Products, Routing, TorchExperts
+from .torch import Products, Routing, Scoring, TorchExperts
 
-__all__ = ["PackedExperts", "Products", "Routing", "pack", "route", "run_products"]
+__all__ = ["PackedExperts", "Products", "Routing", "Scoring", "pack", "route", "run_products"]
 
 if TYPE_CHECKING:
     from .triton import TritonExperts
@@ -40,28 +41,36 @@ def pack(
     """
     if is_native(gate_up) and is_native(down) and activation in ("silu", "clamped_swiglu"):
         return NativeExperts(gate_up, down, activation)
-    plain = [_on_triton(weights) for weights in (gate_up, down)]
-    if all(plain):
+    on_triton = [_on_triton(weights) for weights in (gate_up, down)]
+    if all(on_triton):
         from .triton import TritonExperts
 
         biases = [_biases(weights) for weights in (gate_up, down)]
-        return TritonExperts(*plain, biases=biases, activation=activation)
+        return TritonExperts(*on_triton, biases=biases, activation=activation)
     return TorchExperts(gate_up, down, activation=activation, batch_invariant=batch_invariant)
 
 
-def _biases(weights: Sequence[Packed]) -> Tensor | None:
-    """Biases [E, out] of weights for Triton's kernel; None: they have none."""
-    found = [weight.bias for weight in weights if isinstance(weight, PackedLinear) and weight.bias is not None]
+def _biases(weights: Sequence[Any]) -> Tensor | None:
+    """Biases [E, out] of weights for Triton's kernels; None: they have none."""
+    found = [weight.bias for weight in weights if weight.bias is not None]
     return stack(found) if found else None
 
 
-def _on_triton(weights: Sequence[Packed]) -> list[Tensor]:
-    """Weights for Triton's kernel; none where it does not serve them."""
+def _on_triton(weights: Sequence[Packed]) -> list[Any]:
+    """Weights for one of Triton's kernels; none where it does not serve them."""
     plain = [weight.plain for weight in weights if isinstance(weight, PackedLinear)]
-    return [weight for weight in plain if weight is not None and use_triton(weight)]
+    if plain:
+        return [weight for weight in plain if weight is not None and use_triton(weight)]
+    stored: list[list[DeviceWeight]] = [getattr(weight, "device_weights", []) for weight in weights]
+    if not all(len(parts) == 1 for parts in stored):
+        return []
+    from .triton_quantized import serves
+
+    every = [parts[0] for parts in stored]
+    return every if serves(every) else []
 
 
-def route(logits: Tensor, top_k: int, *, renormalised: bool, rounded: bool) -> Routing:
+def route(logits: Tensor, top_k: int, *, renormalised: bool, rounded: bool, scoring: Scoring | None = None) -> Routing:
     """Route by the softmax of logits [T, E] in float32.
 
     Args:
@@ -69,7 +78,10 @@ def route(logits: Tensor, top_k: int, *, renormalised: bool, rounded: bool) -> R
         top_k: Experts of a token.
         renormalised: True: a token's weights are divided by their sum.
         rounded: True: they are rounded to the logits' dtype then.
+        scoring: Another rule by which experts are chosen and weighed; the weights are not rounded.
     """
+    if scoring is not None:
+        return _torch.route_scored(logits, top_k, scoring, renormalised=renormalised)
     options = {"renormalised": renormalised, "rounded": rounded}
     return _native.route(logits, top_k, **options) or _torch.route(logits, top_k, **options)
 

@@ -42,9 +42,12 @@ void combine(const E* outputs, const int64_t* place, const Routing& routing, con
 
 template <typename E>
 void combine(const void* outputs, const Routing& routing, const void* residual, void* y, int64_t hidden) {
-#pragma omp parallel if (routing.num_tokens * routing.top_k * hidden >= MIN_PARALLEL_ELEMENTS && num_threads() > 1)
-    combine((const E*)outputs, nullptr, routing, (const E*)residual, (E*)y, hidden,
-            routing.num_tokens * thread_number() / team_size(), routing.num_tokens * (thread_number() + 1) / team_size());
+    const int64_t tokens = routing.num_tokens;
+    const int team = team_for(tokens * routing.top_k * hidden >= MIN_PARALLEL_ELEMENTS);
+    parallel(team, Phase{team, [&](int64_t part) {
+        combine((const E*)outputs, nullptr, routing, (const E*)residual, (E*)y, hidden, tokens * part / team,
+                tokens * (part + 1) / team);
+    }});
 }
 
 // Weights of the k largest logits of a row: their softmax over all, maybe divided by their sum and rounded to E.
@@ -81,13 +84,13 @@ void route(const E* logits, int64_t num_experts, int64_t top_k, bool renormalise
 template <typename E>
 void route(const void* logits, int64_t rows, int64_t num_experts, int64_t top_k, bool renormalised, bool rounded,
            int64_t* experts, float* weights) {
-#pragma omp parallel if (rows * num_experts * top_k >= MIN_PARALLEL_ELEMENTS && num_threads() > 1)
-    {
+    const int team = team_for(rows * num_experts * top_k >= MIN_PARALLEL_ELEMENTS);
+    parallel(team, Phase{team, [&](int64_t part) {
         std::vector<float> values(num_experts);
-        for (int64_t r = rows * thread_number() / team_size(); r < rows * (thread_number() + 1) / team_size(); r++)
+        for (int64_t r = rows * part / team; r < rows * (part + 1) / team; r++)
             route((const E*)logits + r * num_experts, num_experts, top_k, renormalised, rounded, values.data(),
                   experts + r * top_k, weights + r * top_k);
-    }
+    }});
 }
 
 #ifdef OUTRIDER_PANELS
@@ -118,15 +121,15 @@ void prefetch(const bf16* weights) {
     for (int64_t byte = 0; byte < AHEAD; byte += LINE) __builtin_prefetch((const char*)weights + byte, 0, 2);
 }
 
-// One thread's part of the products of all experts with x [pairs, in] to y [pairs, out], which are sorted.
-void multiply(const Weight* const* weights, const Sorted& sorted, const bf16* x, bf16* y, int number, int team) {
+// A part of the products of all experts with x [pairs, in] to y [pairs, out], which are sorted.
+void multiply(const Weight* const* weights, const Sorted& sorted, const bf16* x, bf16* y, int64_t part, int team) {
     const auto tiles = [&](int64_t e) { return (sorted.begin[e + 1] - sorted.begin[e] + ROWS - 1) / ROWS; };
     const Weight& shape = *weights[sorted.active[0]];
     const int64_t in = shape.in_features, out = shape.out_features, num_panels = (out + PANEL - 1) / PANEL;
     int64_t total = 0, before = 0;
     for (int64_t e : sorted.active) total += tiles(e);
-    // A panel is the work of its tiles; a thread has those that begin in its part of all work.
-    const int64_t low = total * num_panels * number / team, high = total * num_panels * (number + 1) / team;
+    // A panel is the work of its tiles; a part has those that begin in its share of all work.
+    const int64_t low = total * num_panels * part / team, high = total * num_panels * (part + 1) / team;
     for (size_t i = 0; i < sorted.active.size(); i++) {
         const int64_t e = sorted.active[i];
         const int64_t first = std::clamp((low - before + tiles(e) - 1) / tiles(e), int64_t(0), num_panels);
@@ -165,21 +168,21 @@ void apply(const Experts& experts, const Routing& routing, const bf16* x, const 
     const int64_t hidden = experts.hidden, inner = experts.inner, pairs = routing.num_tokens * routing.top_k;
     bf16 *inputs = scratch, *merged = inputs + pairs * hidden, *activated = merged + pairs * 2 * inner;
     bf16* outputs = inputs;  // the inputs are no longer needed then
-#pragma omp parallel if (pairs * hidden * inner >= MIN_PARALLEL_WORK && num_threads() > 1)
-    {
-        const int number = thread_number(), team = team_size();
-        for (int64_t pair = pairs * number / team; pair < pairs * (number + 1) / team; pair++)
+    const int team = team_for(pairs * hidden * inner >= MIN_PARALLEL_WORK);
+    const auto gather = [&](int64_t part) {
+        for (int64_t pair = pairs * part / team; pair < pairs * (part + 1) / team; pair++)
             std::memcpy(inputs + sorted.place[pair] * hidden, x + pair / routing.top_k * hidden, hidden * sizeof(bf16));
-#pragma omp barrier
-        multiply(experts.gate_up, sorted, inputs, merged, number, team);
-#pragma omp barrier
-        activate(merged, activated, inner, experts.clamped, pairs * number / team, pairs * (number + 1) / team);
-#pragma omp barrier
-        multiply(experts.down, sorted, activated, outputs, number, team);
-#pragma omp barrier
-        combine(outputs, sorted.place.data(), routing, residual, y, hidden, routing.num_tokens * number / team,
-                routing.num_tokens * (number + 1) / team);
-    }
+    };
+    const auto open = [&](int64_t part) { multiply(experts.gate_up, sorted, inputs, merged, part, team); };
+    const auto act = [&](int64_t part) {
+        activate(merged, activated, inner, experts.clamped, pairs * part / team, pairs * (part + 1) / team);
+    };
+    const auto close = [&](int64_t part) { multiply(experts.down, sorted, activated, outputs, part, team); };
+    const auto add = [&](int64_t part) {
+        const int64_t first = routing.num_tokens * part / team, last = routing.num_tokens * (part + 1) / team;
+        combine(outputs, sorted.place.data(), routing, residual, y, hidden, first, last);
+    };
+    parallel(team, Phase{team, gather}, Phase{team, open}, Phase{team, act}, Phase{team, close}, Phase{team, add});
 }
 
 #else

@@ -22,6 +22,21 @@ class Routing(NamedTuple):
     """[T, k] float32."""
 
 
+class Scoring(NamedTuple):
+    """Rule of DeepSeek-V2 and V3 (DeepSeek-AI 2024, sections 2.2.2 and 2.1.2)."""
+
+    num_groups: int = 1
+    """Groups of experts, one after another."""
+    top_groups: int = 1
+    """Groups whose experts a token may visit: those of the best expert or, with `sigmoid`, of the best two together."""
+    sigmoid: bool = False
+    """True: a score is a sigmoid; False: the softmax."""
+    scale: float = 1.0
+    """Factor of the weights."""
+    bias: Tensor | None = None
+    """[E] float32, added to the scores for the choice alone."""
+
+
 Product = Callable[[int, Tensor, Tensor], Tensor]
 """Function of an expert, its inputs [n, in], and the indices [n] of their tokens, ascending; returns [n, out]."""
 
@@ -65,6 +80,26 @@ def route(logits: Tensor, top_k: int, *, renormalised: bool, rounded: bool) -> R
     if renormalised:
         weights /= weights.sum(-1, keepdim=True)
     return Routing(experts, weights.to(logits.dtype).float() if rounded else weights)
+
+
+def route_scored(logits: Tensor, top_k: int, scoring: Scoring, *, renormalised: bool) -> Routing:
+    """See the package; `logits` [T, E]."""
+    logits = logits.float()
+    if scoring.sigmoid:  # the softmax of x and 0; torch's sigmoid depends on an element's place, in the last bit
+        scores = torch.stack((logits, torch.zeros_like(logits)), -1).softmax(-1)[..., 0]
+    else:
+        scores = logits.softmax(-1)
+    choice = scores if scoring.bias is None else scores + scoring.bias
+    if scoring.num_groups > 1:
+        groups = choice.view(len(choice), scoring.num_groups, -1)
+        best = groups.topk(2).values.sum(-1) if scoring.sigmoid else groups.amax(-1)
+        hidden = torch.ones_like(best, dtype=torch.bool).scatter_(1, best.topk(scoring.top_groups).indices, False)
+        choice = groups.masked_fill(hidden.unsqueeze(-1), -torch.inf).flatten(1)
+    experts = choice.topk(top_k).indices
+    weights = scores.gather(1, experts)
+    if renormalised:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return Routing(experts, weights * scoring.scale)
 
 
 def outputs_of_pairs(x: Tensor, routing: Routing, products: Products) -> Tensor:

@@ -17,33 +17,34 @@ void multiply(const Call& call, int64_t rows, int64_t first, int64_t last, Fetch
         }
 }
 
-// The part of one thread.
-void multiply(const Call& call, int64_t rows, const Adapters<bf16>* adapters, int number, int team) {
+// A part of the outputs, and of the adapters' first phase.
+void multiply(const Call& call, int64_t rows, const Adapters<bf16>* adapters, int64_t part, int team) {
     static thread_local std::vector<Span> spans;
     const int64_t out = call.weight->out_features, num_panels = (out + PANEL - 1) / PANEL;
-    const int64_t first = num_panels * number / team, last = num_panels * (number + 1) / team;
+    const int64_t first = num_panels * part / team, last = num_panels * (part + 1) / team;
     if (!adapters) return multiply(call, rows, first, last, nullptr);
     spans.clear();
     // A single tile leaves the memory no time for more.
     if (rows > ROWS && adapters->are_few())
-        adapters->spans(number, team, first * PANEL, std::min(last * PANEL, out), MOST_FETCHED, spans);
+        adapters->spans(int(part), team, first * PANEL, std::min(last * PANEL, out), MOST_FETCHED, spans);
     Fetch fetch(spans);
     multiply(call, rows, first, last, &fetch);
-    adapters->add(number, team, PANEL);
+    adapters->begin(part, team);
 }
 
 void multiply(const Call& call, int64_t rows, const Adapters<bf16>* adapters) {
     const int64_t work = rows * call.weight->in_features * call.weight->out_features + (adapters ? adapters->work() : 0);
-#pragma omp parallel if (work >= MIN_PARALLEL_WORK && num_threads() > 1)
-    multiply(call, rows, adapters, thread_number(), team_size());
+    const int team = team_for(work >= MIN_PARALLEL_WORK);
+    parallel(team, Phase{team, [&](int64_t part) { multiply(call, rows, adapters, part, team); }},
+             Phase{adapters ? adapters->num_parts(team) : 0,
+                   [&](int64_t part) { adapters->finish(part, team, PANEL); }});
 }
 
 // Packs `weight` [rows, in] as the outputs from `first` on, where a panel begins.
 void pack(const Weight& to, const bf16* weight, int64_t first, int64_t rows) {
     const int64_t in = to.in_features, num_pairs = in / 2;
     const int64_t num_panels = (rows + PANEL - 1) / PANEL;
-#pragma omp parallel for if (num_threads() > 1)
-    for (int64_t panel = 0; panel < num_panels; panel++)
+    parallel_for(num_threads(), num_panels, [&](int64_t panel) {
         for (int64_t k = 0; k < num_pairs; k += LANES)
             for (int64_t i = 0; i < PANEL; i++) {
                 const int64_t row = panel * PANEL + i;
@@ -54,6 +55,7 @@ void pack(const Weight& to, const bf16* weight, int64_t first, int64_t rows) {
                     std::memcpy(out + pair * PANEL * 2, &bits, sizeof bits);
                 }
             }
+    });
 }
 
 constexpr bool SERVED = true;
@@ -70,15 +72,14 @@ void pack(const Weight&, const bf16*, int64_t, int64_t) {}
 // out[r] = sum over i of weight[r][i]^2; for every processor.
 template <typename E>
 void row_squares(const E* weight, int64_t rows, int64_t in, float* out) {
-#pragma omp parallel for if (rows * in >= MIN_PARALLEL_WORK && num_threads() > 1)
-    for (int64_t r = 0; r < rows; r++) {
+    parallel_for(team_for(rows * in >= MIN_PARALLEL_WORK), rows, [&](int64_t r) {
         Vec squares = zeros();
         for (int64_t i = 0; i < in; i += LANES) {
             const Vec value = load(weight + r * in + i, in - i);
             squares += value * value;
         }
         out[r] = sum(squares);
-    }
+    });
 }
 
 }  // namespace

@@ -11,8 +11,9 @@ constexpr int64_t MIN_PARALLEL_WORK = 1 << 17;  // multiply-adds below which wak
 template <typename E>
 void add(const Site& site, const Step& step, const E* x, E* y) {
     const Adapters<E> adapters(site, step, x, y);
-#pragma omp parallel if (adapters.work() >= MIN_PARALLEL_WORK && num_threads() > 1)
-    adapters.add(thread_number(), team_size(), UNIT);
+    const int team = team_for(adapters.work() >= MIN_PARALLEL_WORK);
+    parallel(team, Phase{team, [&](int64_t part) { adapters.begin(part, team); }},
+             Phase{adapters.num_parts(team), [&](int64_t part) { adapters.finish(part, team, UNIT); }});
 }
 
 }  // namespace

@@ -10,12 +10,6 @@
 namespace outrider {
 namespace {
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-constexpr bool HAS_INTEGER_TILES = true;
-#else
-constexpr bool HAS_INTEGER_TILES = false;
-#endif
-
 constexpr int64_t BLOCK_INPUTS = 1024;  // inputs of a panel that stay in the cache for all rows
 constexpr int VECS_OF_PANEL = PANEL / LANES;
 
@@ -88,7 +82,7 @@ inline const char* prefetch(const CodeTile& tile, const char* next) {
     return next;
 }
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#ifdef OUTRIDER_INTEGER_TILES
 
 // The codes of a quad of inputs for 64 outputs, as bytes.
 template <int64_t FORM>
@@ -197,6 +191,10 @@ inline Vec numbers(VecU32 quad, int k, const float* levels) {
     } else if constexpr (FORM == LEVELS) {
 #if OUTRIDER_LANES == 16
         return (Vec)_mm512_permutexvar_ps((__m512i)code, _mm512_loadu_ps(levels));
+#elif OUTRIDER_LANES == 8
+        const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(levels), (__m256i)code);
+        const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(levels + 8), (__m256i)code);
+        return (Vec)_mm256_blendv_ps(low, high, (__m256)(code << 28));  // by the code's highest bit
 #else
         uint32_t lanes[LANES];
         float found[LANES];
@@ -260,36 +258,6 @@ inline void float_tiles(int rows, const CodeTile& tile) {
         case BYTES: return float_tiles<BYTES>(rows, tile);
         case LEVELS: return float_tiles<LEVELS>(rows, tile);
         default: return float_tiles<FLOAT8_CODES>(rows, tile);
-    }
-}
-
-// sums[row - begin] = products of rows [begin, end) with a panel. `is_last`: the thread reads no further weights.
-inline void multiply_panel(const Block& block, const Rows& rows, int64_t panel, int64_t begin, int64_t end, bool is_last,
-                           Fetch* fetch, float* sums) {
-    std::fill(sums, sums + (end - begin) * PANEL, 0.0f);
-    const bool is_integer = HAS_INTEGER_TILES && block.form <= BYTES;
-    const int64_t most = !is_integer ? FLOAT_ROWS : rows.num_planes == 2 ? 3 : 6;
-    const int64_t num_tiles = (end - begin + most - 1) / most, chunks = block.num_chunks();
-    const int64_t step = std::max<int64_t>(BLOCK_INPUTS / block.chunk, 1), quad_lines = quad_bytes(block.form) / LINE;
-    const int64_t stride_lines = quad_lines * STRIDE;
-    const uint8_t* codes = block.panels + panel * panel_bytes(block);
-    for (int64_t c = 0; c < chunks; c += step) {
-        const int64_t last_chunk = std::min(c + step, chunks);
-        const int64_t bytes = (last_chunk - c) * chunk_bytes(block, block.chunk);
-        CodeTile tile{&block, &rows, begin, c, last_chunk, codes, sums, nullptr, 0, fetch && !fetch->ended() ? fetch : nullptr};
-        // As in panels.h: the first tile waits for the memory, the others would let it idle, so they prefetch.
-        tile.next = (const char*)codes + (num_tiles == 1 ? AHEAD : bytes);
-        const bool is_end = is_last && last_chunk == chunks;
-        const char* const end_of_next = tile.next + bytes;
-        for (int64_t t = 0; t < num_tiles; t++) {
-            const int64_t first = (end - begin) * t / num_tiles, last = (end - begin) * (t + 1) / num_tiles;
-            tile.row = begin + first;
-            tile.sums = sums + first * PANEL;
-            tile.lines = is_end || tile.next >= end_of_next ? 0 : std::max<int64_t>(stride_lines / num_tiles, 1);
-            is_integer ? integer_tiles(int(last - first), tile) : float_tiles(int(last - first), tile);
-            tile.next += tile.lines * (bytes / LINE / stride_lines) * LINE;
-        }
-        codes += bytes;
     }
 }
 

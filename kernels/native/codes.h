@@ -10,6 +10,19 @@
 namespace outrider {
 namespace {
 
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define OUTRIDER_INTEGER_TILES
+constexpr bool HAS_INTEGER_TILES = true;
+#else
+constexpr bool HAS_INTEGER_TILES = false;
+#endif
+#if defined(OUTRIDER_INTEGER_TILES) && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#define OUTRIDER_HALF_TILES
+constexpr bool HAS_HALF_TILES = true;
+#else
+constexpr bool HAS_HALF_TILES = false;
+#endif
+
 enum Form : int64_t {
     NIBBLES = 0,       // codes 0 to 15 in 4 bits: the lower half of a panel's outputs in the lower half of the bytes
     SMALL_LEVELS = 1,  // as NIBBLES; a table has the number of each code, 0 to 255
@@ -75,6 +88,13 @@ inline Vec load_bytes(const uint8_t* p) {
     return __builtin_convertvector(__builtin_convertvector(bytes, VecI32), Vec);
 }
 
+// Place of the code for input k of a quad among those of 16, 32 or 64 outputs. The bytes of what becomes bfloat16 are so
+// that those of a pair of inputs stay together when they are widened.
+inline int64_t place_of(int64_t form, int64_t output, int64_t k) {
+    if (HAS_HALF_TILES && (form == LEVELS || form == FLOAT8_CODES)) return output / 4 * 16 + k / 2 * 8 + output % 4 * 2 + k % 2;
+    return output * QUAD + k;
+}
+
 // float16 as float32, times 2^-112.
 inline Vec load_half(const uint16_t* p) {
 #if OUTRIDER_LANES == 16  // GCC makes more instructions of the other form
@@ -105,6 +125,7 @@ class Rows {
         num_planes = is_rounded_ ? 1 : 2;
         padded = num_chunks * padded_chunk;
         if (inputs.is_integer) grow(bytes_, rows * num_planes * padded + LANES);
+        else if (HAS_HALF_TILES) grow(halves_, rows * padded + LANES);
         else grow(floats_, rows * padded + LANES);
         grow(units_, rows * num_chunks);
         grow(totals_, rows * num_chunks);
@@ -140,6 +161,7 @@ class Rows {
 
     const int8_t* bytes(int64_t row) const { return bytes_.data() + row * num_planes * padded; }
     const float* floats(int64_t row) const { return floats_.data() + row * padded; }
+    const bf16* halves(int64_t row) const { return halves_.data() + row * padded; }
     const float* units(int64_t row) const { return units_.data() + row * num_chunks; }
     // Sums of a chunk's numbers.
     const uint32_t* integer_totals(int64_t row) const { return integer_totals_.data() + row * num_chunks; }
@@ -195,10 +217,11 @@ class Rows {
         units_[place] = unit;
         if (!inputs_->is_integer && !is_rounded_) {
             Vec total = zeros();
-            float* to = floats_.data() + row * padded + at;
+            const int64_t from = row * padded + at;
             each_vector(x, count, [&](Vec value, int64_t i, auto lanes) {
                 total += value;
-                store(to + i, value, lanes);
+                if (HAS_HALF_TILES) store(halves_.data() + from + i, value, lanes);
+                else store(floats_.data() + from + i, value, lanes);
             });
             totals_[place] = sum(total);
             return;
@@ -254,6 +277,7 @@ class Rows {
     int64_t in_;
     bool is_rounded_;
     std::vector<int8_t> bytes_;
+    std::vector<bf16> halves_;
     std::vector<float> floats_, units_, totals_;
     std::vector<uint32_t> integer_totals_;
 };

@@ -19,7 +19,17 @@ COMPILERS = ("c++", "g++", "clang++")
 TIMEOUT_SECONDS = 300
 
 # No -ffast-math: what a row gets must not depend on how a compiler reorders sums. The order is written in the sources.
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-Wall", "-Wno-psabi")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-fPIC",
+    "-pthread",
+    "-fno-math-errno",
+    "-ffp-contract=fast",
+    "-Wall",
+    "-Wno-psabi",
+)
 
 
 class BuildError(RuntimeError):
@@ -91,7 +101,7 @@ def _compile(compiler: list[str], scratch: Path, library: Path) -> None:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compile_one, sources()))
-    _run([*compiler, "-shared", *map(str, objects), "-o", str(library)])
+    _run([*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(library)])
 
 
 def _run(command: list[str]) -> str:

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "rank_products.h"
+#include "team.h"
 
 namespace outrider {
 namespace {  // of each source its own
@@ -123,25 +124,23 @@ class Adapters {
 
     bool are_few() const { return num_tokens_ <= FEW; }
 
-    // The work of thread `number` of a team. Each thread has its own outputs, a multiple of `unit`, or, for many
-    // tokens, its own tokens.
-    void add(int number, int team, int64_t unit) const {
+    // The deltas are added in two phases. The first has `team` parts, and may stand beside other work on x and y.
+    void begin(int64_t part, int team) const {
+        if (are_few()) shrink(int(part), team);
+    }
+
+    // Parts of the second phase: outputs, a multiple of `unit`, or, of many tokens, tokens.
+    int64_t num_parts(int team) const { return are_few() ? team : num_tiles_; }
+    void finish(int64_t part, int team, int64_t unit) const {
         if (are_few()) {
             const int64_t out = site_.out_features, units = (out + unit - 1) / unit;
-            shrink(number, team);
-#pragma omp barrier
-            expand(units * number / team * unit, std::min(units * (number + 1) / team * unit, out));
-            return;
+            return expand(units * part / team * unit, std::min(units * (part + 1) / team * unit, out));
         }
-#pragma omp barrier
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < num_tiles_; i++) {
-            const Tile<E>& tile = tiles_[i];
-            for (const Piece<E>* piece = tile.first; piece < tile.last; piece++) {
-                const int64_t start = site_.slice_starts[piece->slice];
-                shrink(*piece, tile.begin, tile.end, 0, piece->live);
-                expand(*piece, tile.begin, tile.end, y_ + start, 0, site_.slice_starts[piece->slice + 1] - start);
-            }
+        const Tile<E>& tile = tiles_[part];
+        for (const Piece<E>* piece = tile.first; piece < tile.last; piece++) {
+            const int64_t start = site_.slice_starts[piece->slice];
+            shrink(*piece, tile.begin, tile.end, 0, piece->live);
+            expand(*piece, tile.begin, tile.end, y_ + start, 0, site_.slice_starts[piece->slice + 1] - start);
         }
     }
 

@@ -7,11 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -97,30 +93,6 @@ inline float sum(Vec value) {
 #else
     const float* x = (const float*)&value;
     return (x[0] + x[2]) + (x[1] + x[3]);
-#endif
-}
-
-inline int num_threads() {
-#ifdef _OPENMP
-    return omp_in_parallel() ? 1 : omp_get_max_threads();
-#else
-    return 1;
-#endif
-}
-
-// To be called within a parallel region.
-inline int thread_number() {
-#ifdef _OPENMP
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
-}
-inline int team_size() {
-#ifdef _OPENMP
-    return omp_get_num_threads();
-#else
-    return 1;
 #endif
 }
 

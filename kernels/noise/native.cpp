@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "simd.h"
+#include "team.h"
 #include "vector_math.h"
 
 using namespace outrider;
@@ -160,9 +161,8 @@ int64_t draw(const float* row, int64_t size, Key key) {
 // scores [rows, size] with `stride` elements between rows; keys and tokens [rows].
 extern "C" void outrider_gumbel_argmax(const float* scores, const int64_t* keys, int64_t rows, int64_t size,
                                        int64_t stride, int64_t* tokens) {
-#pragma omp parallel for if (rows > 1 && rows * size >= MIN_PARALLEL_ELEMENTS)
-    for (int64_t r = 0; r < rows; r++) {
+    parallel_for(team_for(rows > 1 && rows * size >= MIN_PARALLEL_ELEMENTS), rows, [&](int64_t r) {
         uint64_t key = (uint64_t)keys[r];
         tokens[r] = draw(scores + r * stride, size, {(uint32_t)key, (uint32_t)(key >> 32)});
-    }
+    });
 }

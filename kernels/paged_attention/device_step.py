@@ -116,15 +116,16 @@ class DeviceStep:
     def write_qkv(self, qkv: Tensor, rotation: Rotation, norm: NormWeight | None, kv: LayerKV) -> Tensor:
         """Normalise, rotate and write as `attend_qkv` does; return the queries [T, H, D], a view of `qkv`."""
         num_heads, num_kv_heads, dim = self._planner.shape
-        shape = (self._layout.num_tokens, (num_heads + 2 * num_kv_heads) * dim)
+        kinds = 1 if self._planner.options.shared else 2  # of a KV head's vectors
+        shape = (self._layout.num_tokens, (num_heads + kinds * num_kv_heads) * dim)
         if qkv.shape != shape or qkv.dtype != self._dtype or qkv.stride(1) != 1:
             raise ValueError(f"qkv must be {self._dtype} {shape} with contiguous rows; got {qkv.dtype} {qkv.shape}")
         self._check_cache(kv)
         assert rotation.rows is None, "it does not look up angles"
         heads = qkv.view(len(qkv), -1, dim)
-        q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
+        q, k, v = heads[:, :num_heads], heads[:, num_heads:][:, :num_kv_heads], heads[:, -num_kv_heads:]
         config = self._planner.write_config
-        parts = triton.cdiv(num_heads, config.block_heads) + 2 * triton.cdiv(num_kv_heads, config.block_heads)
+        parts = triton.cdiv(num_heads, config.block_heads) + kinds * triton.cdiv(num_kv_heads, config.block_heads)
         scale, root = (norm.scale, norm.root_value) if norm is not None else (q, 0.0)
         write_kernel[(len(q), parts)](
             *(q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1)),

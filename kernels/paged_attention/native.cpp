@@ -11,12 +11,13 @@
 
 #include "float8.h"
 #include "small_products.h"
+#include "team.h"
 
 using namespace outrider;
 
 namespace {
 
-constexpr int MAX_DIM = 256;        // largest head
+constexpr int MAX_DIM = 576;        // largest head
 constexpr int TILE_KEYS = 64;       // keys that are read at once
 constexpr int TILE_ROWS = 32;       // query vectors for a tile of keys
 constexpr float KEY_LIMIT = 1e30f;  // the number of torch.py
@@ -39,7 +40,7 @@ struct Step {                       // what all layers share
 struct Layer {                      // strides in elements; heads of a token side by side
     const void *q, *k, *v;
     int64_t token_stride;           // of q, k and v
-    void *key_cache, *value_cache;  // [Hk, num_blocks, block_size, D]
+    void *key_cache, *value_cache;  // [Hk, num_blocks, block_size, D]; the same where keys are the values too
     int64_t head_stride;            // of the caches
     int64_t window;                 // 0: none
     const void *cos, *sin;          // of each token [D], the sines of the first half negated
@@ -127,6 +128,7 @@ void write_token(const Step& step, const Layer& layer, int64_t token) {
             k = select(k - k == 0.0f, k, zeros());
             k = select(k > KEY_LIMIT, all(KEY_LIMIT), select(k < -KEY_LIMIT, all(-KEY_LIMIT), k));
             store((C*)layer.key_cache + place + i, k, dim - i);
+            if (layer.value_cache == layer.key_cache) continue;
             store((C*)layer.value_cache + place + i, select(v - v == 0.0f, v, zeros()), dim - i);
         }
     }
@@ -326,17 +328,16 @@ template <typename E, typename C>
 void run(const Step& step, const Layer& layer) {
     int64_t work;
     const std::vector<Item> items = items_of(step, layer, &work);
-    const int64_t count = (int64_t)items.size(), team = work >= MIN_PARALLEL_WORK ? num_threads() : 1;
-#pragma omp parallel if (team > 1)
-    {
-#pragma omp for schedule(static)
-        for (int64_t token = 0; token < step.num_tokens; token++) write_token<E, C>(step, layer, token);
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < count; i++) {
-            const int64_t next = i + team;
-            Tile<E, C>(step, layer, items[i]).run(next < count ? &items[next] : nullptr);
-        }
-    }
+    const int64_t count = (int64_t)items.size(), tokens = step.num_tokens;
+    const int team = team_for(work >= MIN_PARALLEL_WORK);
+    const auto write = [&](int64_t part) {
+        for (int64_t i = tokens * part / team; i < tokens * (part + 1) / team; i++) write_token<E, C>(step, layer, i);
+    };
+    const auto attend = [&](int64_t i) {
+        const int64_t next = i + team;
+        Tile<E, C>(step, layer, items[i]).run(next < count ? &items[next] : nullptr);
+    };
+    parallel(team, Phase{team, write}, Phase{count, attend});
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ from ..rope import Rotation
 from .options import DEFAULT_OPTIONS, AttentionOptions
 from .torch import CACHE_FLOAT8, LayerKV
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 576
 
 _ITEM = 8
 """Bytes of an int64."""
@@ -102,6 +102,7 @@ class NativeStep:
             first_key: No query sees positions before it.
         """
         self._shape = shape
+        self._num_heads = shape.num_heads + (1 if options.shared else 2) * shape.num_kv_heads
         self._dtype = dtype
         # Plain lists are faster for few rows than numpy calls.
         slots: list[int] = []
@@ -144,16 +145,16 @@ class NativeStep:
         checked. `sinks` [H] are float32.
         """
         num_heads, num_kv_heads, dim = self._shape
-        width = (num_heads + 2 * num_kv_heads) * dim
+        width = self._num_heads * dim
         if qkv.shape != (self._num_tokens, width) or qkv.dtype != self._dtype or not qkv.is_contiguous():
             raise ValueError(f"qkv must be contiguous {self._dtype} {(self._num_tokens, width)}")
         out = qkv.new_empty(self._num_tokens, num_heads * dim)
         start, size = qkv.data_ptr(), dim * qkv.itemsize
-        keys = start + num_heads * size
+        keys, values = start + num_heads * size, start + width * qkv.itemsize - num_kv_heads * size
         cos, sin, rows = rotation
         scale, root = (None, 0.0) if norm is None else (norm.scale.data_ptr(), norm.root_value)
         _function()(
-            *(self._address, start, keys, keys + num_kv_heads * size, width),
+            *(self._address, start, keys, values, width),
             *self._cache(kv),
             window or 0,
             *(cos.data_ptr(), sin.data_ptr(), cos.stride(0), None if rows is None else rows.data_ptr()),

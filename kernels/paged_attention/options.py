@@ -16,6 +16,8 @@ class AttentionOptions(NamedTuple):
     """Elements of a head that are rotated, from its first on; None: all."""
     interleaved: bool = False
     """True: neighbours are rotated as pairs; False: an element and the one half of the rotated elements after it."""
+    shared: bool = False
+    """True: keys are the values too, and the cache holds them once (latent attention)."""
 
 
 DEFAULT_OPTIONS = AttentionOptions()

@@ -23,7 +23,8 @@ FLOAT8_LIMIT = 448.0
 
 
 class LayerKV(NamedTuple):
-    """Cache of one layer, two tensors [Hk, num_blocks, block_size, D]. All values are finite: `write_kv` ensures it."""
+    """Cache of one layer, two tensors [Hk, num_blocks, block_size, D], or the same one twice. All values are finite:
+    `write_kv` ensures it."""
 
     k: Tensor
     v: Tensor
@@ -85,7 +86,8 @@ class Workspace:
 
     def gather(self, cache: LayerKV, block_index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values of whole blocks in `dtype`: [Hk, len(block_index), block_size, D] each."""
-        return self._gathered(0, cache.k, block_index, dtype), self._gathered(1, cache.v, block_index, dtype)
+        keys = self._gathered(0, cache.k, block_index, dtype)
+        return keys, keys if cache.v is cache.k else self._gathered(1, cache.v, block_index, dtype)
 
     def _gathered(self, which: int, part: Tensor, block_index: Tensor, dtype: torch.dtype) -> Tensor:
         heads, _, block_size, dim = part.shape

@@ -6,11 +6,12 @@ With `input_bits` 8 the inputs are rounded too: x ≈ s · q, s = max |x| / 127 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, Union, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from ..dispatch import use_triton
 from .native import NativeQuantizedLinear, is_native
 from .torch import TorchQuantizedLinear
 from .weight import QuantizedWeight, row_squares
@@ -25,7 +26,10 @@ __all__ = [
     "row_squares",
 ]
 
-QuantizedLinear: TypeAlias = NativeQuantizedLinear | TorchQuantizedLinear
+if TYPE_CHECKING:
+    from .device_linear import TritonQuantizedLinear
+
+QuantizedLinear: TypeAlias = Union[NativeQuantizedLinear, TorchQuantizedLinear, "TritonQuantizedLinear"]
 """Packed weight and bias; a call computes the product."""
 
 
@@ -53,4 +57,9 @@ def pack(
     """
     if is_native(blocks, dtype):
         return NativeQuantizedLinear(blocks, bias)
+    if use_triton(blocks[0].codes):
+        from .device_linear import TritonQuantizedLinear, is_served
+
+        if is_served(blocks, dtype):
+            return TritonQuantizedLinear(blocks, bias, dtype, batch_invariant=batch_invariant)
     return TorchQuantizedLinear(blocks, bias, dtype, batch_invariant=batch_invariant)

@@ -1,7 +1,7 @@
 // y = x Wᵀ + b (+ residual) for quantised weights and bfloat16 inputs, with the adapters of a step in the same call.
 #include <cmath>
 
-#include "code_tiles.h"
+#include "half_tiles.h"
 
 using namespace outrider;
 
@@ -58,8 +58,8 @@ void prepare(const QuantizedCall& call, Rows* rows, int64_t first, int64_t last)
         for (int64_t row = first; row < last; row++) rows[i].fill(row, call.x + row * call.weight.in_features);
 }
 
-// The part of one thread.
-void multiply(const QuantizedCall& call, const Adapters<bf16>* adapters, int number, int team) {
+// A part of the outputs, and of the adapters' first phase.
+void multiply(const QuantizedCall& call, const Adapters<bf16>* adapters, int64_t part, int team) {
     static thread_local std::vector<Span> spans;
     int64_t num_panels = 0;
     bool is_even = true;  // all panels but the last are full
@@ -67,17 +67,14 @@ void multiply(const QuantizedCall& call, const Adapters<bf16>* adapters, int num
         num_panels += (call.weight.blocks[b].out_features + PANEL - 1) / PANEL;
         if (b + 1 < call.weight.num_blocks) is_even = is_even && call.weight.blocks[b].out_features % PANEL == 0;
     }
-    const int64_t first = num_panels * number / team, last = num_panels * (number + 1) / team;
+    const int64_t first = num_panels * part / team, last = num_panels * (part + 1) / team;
     if (!adapters) return multiply(call, first, last, nullptr);
     spans.clear();
     if (call.num_rows > 3 && is_even && adapters->are_few())  // a single tile leaves the memory no time for more
-        adapters->spans(number, team, first * PANEL, std::min(last * PANEL, call.weight.out_features), MOST_FETCHED, spans);
+        adapters->spans(int(part), team, first * PANEL, std::min(last * PANEL, call.weight.out_features), MOST_FETCHED, spans);
     Fetch fetch(spans);
     multiply(call, first, last, &fetch);
-    if (!is_even) {
-#pragma omp barrier
-    }
-    adapters->add(number, team, PANEL);
+    adapters->begin(part, team);
 }
 
 void multiply(const QuantizedWeight& weight, const bf16* x, const bf16* residual, bf16* y, int64_t num_rows,
@@ -90,15 +87,12 @@ void multiply(const QuantizedWeight& weight, const bf16* x, const bf16* residual
     const int64_t work = num_rows * weight.in_features * weight.out_features + (adapters ? adapters->work() : 0);
     const bool is_shared = num_rows * weight.in_features >= MIN_SHARED_INPUTS;
     if (!is_shared) prepare(call, rows, 0, num_rows);
-#pragma omp parallel if (work >= MIN_PARALLEL_WORK && num_threads() > 1)
-    {
-        const int number = thread_number(), team = team_size();
-        if (is_shared) {
-            prepare(call, rows, num_rows * number / team, num_rows * (number + 1) / team);
-#pragma omp barrier
-        }
-        multiply(call, adapters, number, team);
-    }
+    const int team = team_for(work >= MIN_PARALLEL_WORK);
+    const auto share = [&](int64_t part) { prepare(call, rows, num_rows * part / team, num_rows * (part + 1) / team); };
+    const auto compute = [&](int64_t part) { multiply(call, adapters, part, team); };
+    const auto finish = [&](int64_t part) { adapters->finish(part, team, PANEL); };
+    parallel(team, Phase{is_shared ? team : 0, share}, Phase{team, compute},
+             Phase{adapters ? adapters->num_parts(team) : 0, finish});
 }
 
 // Packs a block's codes [out, in], each of a byte and combined with `flip`; scales [out, groups] float16, and offsets
@@ -107,8 +101,7 @@ void pack(const Block& block, const uint8_t* codes, uint8_t flip, const uint16_t
     const int64_t num_panels = (block.out_features + PANEL - 1) / PANEL, in = block.in_features;
     const int64_t groups = (in + block.group - 1) / block.group, bytes = quad_bytes(block.form);
     const bool is_half = is_nibble(block.form);
-#pragma omp parallel for if (num_threads() > 1)
-    for (int64_t panel = 0; panel < num_panels; panel++) {
+    parallel_for(num_threads(), num_panels, [&](int64_t panel) {
         uint8_t* to = (uint8_t*)block.panels + panel * panel_bytes(block);
         std::memset(to, 0, panel_bytes(block));
         const int64_t start = panel * PANEL, width = std::min(PANEL, block.out_features - start);
@@ -125,11 +118,11 @@ void pack(const Block& block, const uint8_t* codes, uint8_t flip, const uint16_t
                 const uint8_t* from = codes + (start + i) * in;
                 const int64_t shift = is_half && i >= PANEL / 2 ? 4 : 0, lane = shift ? i - PANEL / 2 : i;
                 for (int64_t k = first; k < last; k++)
-                    to[(k - first) / QUAD * bytes + lane * QUAD + (k - first) % QUAD] |= (from[k] ^ flip) << shift;
+                    to[(k - first) / QUAD * bytes + place_of(block.form, lane, (k - first) % QUAD)] |= (from[k] ^ flip) << shift;
             }
             to += num_quads(last - first) * bytes;
         }
-    }
+    });
 }
 
 float half_value(uint16_t bits) {
@@ -164,7 +157,7 @@ void dequantize(const Block& block, const int32_t* order, int64_t output, bf16* 
         const int zero = block.offsets == ZERO_POINTS ? from[2 * PANEL + i] : 0;
         from += header_bytes(block);
         for (int64_t k = first; k < last; k++) {
-            uint8_t code = from[(k - first) / QUAD * bytes + lane * QUAD + (k - first) % QUAD];
+            uint8_t code = from[(k - first) / QUAD * bytes + place_of(block.form, lane, (k - first) % QUAD)];
             if (is_nibble(block.form)) code = is_upper ? code >> 4 : code & 15;
             put(y + (order ? order[k] : k), (number(block, code) - zero) * scale + offset);
         }
@@ -176,13 +169,12 @@ void dequantize(const Block& block, const int32_t* order, int64_t output, bf16* 
 
 // y [count, in] bfloat16 = rows `ids` of the weight, which has them.
 extern "C" void outrider_quantized_rows(const QuantizedWeight* weight, const int64_t* ids, int64_t count, void* y) {
-#pragma omp parallel for if (count * weight->in_features >= MIN_SHARED_INPUTS && num_threads() > 1)
-    for (int64_t r = 0; r < count; r++) {
+    parallel_for(team_for(count * weight->in_features >= MIN_SHARED_INPUTS), count, [&](int64_t r) {
         const Block* block = weight->blocks;
         int64_t output = ids[r];
         for (; output >= block->out_features; block++) output -= block->out_features;
         dequantize(*block, weight->inputs[block->inputs].order, output, (bf16*)y + r * weight->in_features);
-    }
+    });
 }
 
 // 1 where the processor multiplies integers; elsewhere SMALL_LEVELS is not served.

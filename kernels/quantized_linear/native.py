@@ -2,8 +2,9 @@
 
 On processors with AVX512-VNNI integer codes are multiplied with inputs in fixed point of 16 bits, whose largest number
 in each chunk is that of the inputs that share a scale. Inputs within 2^-7 of it are exact, others are off by up to
-2^-15 of it. Elsewhere, and with codes that are no integers, products are in float32. Scales and offsets are kept in
-float16 with a common factor, so that bfloat16 and float16 ones are exact, others within 2^-11.
+2^-15 of it. Codes that are no integers are multiplied as bfloat16, which holds each float8; on processors without
+AVX512-BF16 all products are in float32. Scales and offsets are kept in float16 with a common factor, so that bfloat16
+and float16 ones are exact, others within 2^-11.
 """
 
 from __future__ import annotations
@@ -230,7 +231,7 @@ def _form(block: QuantizedWeight, has_integers: bool) -> tuple[int, int, int]:
 def _zero_points(block: QuantizedWeight) -> Tensor | None:
     """Integers z [O, G], up to 255, for which the offsets are -z times the scales; None: there are none."""
     assert block.offsets is not None
-    if block.codes.is_floating_point():
+    if block.codes.is_floating_point() or block.levels is not None:
         return None
     zeros = (block.offsets / -block.scales).nan_to_num(0, 0, 0).round_()
     is_exact = zeros.abs().max() < 256 and torch.equal(block.offsets, block.scales * -zeros)

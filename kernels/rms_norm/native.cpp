@@ -1,6 +1,7 @@
 // y = x / sqrt(|x|^2 + root^2) * scale for each row; see kernels/rms_norm/torch.py.
 #include <cmath>
 
+#include "team.h"
 #include "vector_math.h"
 
 using namespace outrider;
@@ -27,10 +28,9 @@ void norm_row(const E* x, const float* scale, float root, E* y, int64_t size) {
 template <typename E>
 void norm(
     const void* x, const float* scale, float root, void* y, int64_t rows, int64_t size, int64_t repeats) {
-#pragma omp parallel for if (rows * size >= MIN_PARALLEL_ELEMENTS)
-    for (int64_t row = 0; row < rows; row++) {
+    parallel_for(team_for(rows * size >= MIN_PARALLEL_ELEMENTS), rows, [&](int64_t row) {
         norm_row((const E*)x + row * size, scale + row % repeats * size, root, (E*)y + row * size, size);
-    }
+    });
 }
 
 }  // namespace

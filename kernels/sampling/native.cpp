@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "simd.h"
+#include "team.h"
 
 using namespace outrider;
 
@@ -52,6 +53,6 @@ void largest(const float* row, int64_t size, int64_t* token, float* top) {
 // logits [rows, size] with `stride` elements between rows; tokens and tops [rows].
 extern "C" void outrider_largest(const float* logits, int64_t rows, int64_t size, int64_t stride, int64_t* tokens,
                                  float* tops) {
-#pragma omp parallel for if (rows * size >= MIN_PARALLEL_ELEMENTS)
-    for (int64_t r = 0; r < rows; r++) largest(logits + r * stride, size, tokens + r, tops + r);
+    parallel_for(team_for(rows * size >= MIN_PARALLEL_ELEMENTS), rows,
+                 [&](int64_t r) { largest(logits + r * stride, size, tokens + r, tops + r); });
 }

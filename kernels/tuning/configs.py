@@ -82,6 +82,23 @@ class ActAndMulConfig(KernelConfig):
 
 
 @dataclass(frozen=True, slots=True)
+class QuantizedLinearConfig(KernelConfig):
+    """Config of products with quantised weights, for tiles of `tile` tokens."""
+
+    kernel: ClassVar[str] = "quantized_linear"
+    shape: ClassVar[tuple[str, ...]] = ("tile", "inputs", "outputs", "bits", "itemsize")
+
+    block_o: int = _power_of_two(16, 256)
+    """Outputs of a program."""
+    block_k: int = _power_of_two(32, 128)
+    """Bytes of codes in a block; fewer where a group has fewer inputs."""
+    num_warps: int = _power_of_two(1, 16)
+    num_stages: int = _stages()
+    programs: int = _power_of_two(1, 4096)
+    """Programs in a launch for one tile below which the inputs are split."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoRAShrinkConfig(KernelConfig):
     """Config of x Aᵀ, for tiles of `tile` tokens of one adapter."""
 
@@ -178,6 +195,7 @@ KINDS: dict[str, type[KernelConfig]] = {
         KVWriteConfig,
         RMSNormConfig,
         ActAndMulConfig,
+        QuantizedLinearConfig,
         LoRAShrinkConfig,
         LoRAExpandConfig,
         FilterConfig,

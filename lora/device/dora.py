@@ -58,7 +58,7 @@ def head_weight(embedding: Embedding) -> BaseWeight:
         assert embedding.head_squares is not None
         return embedding.head_squares
 
-    return BaseWeight(squares, embedding.project_head)
+    return BaseWeight(squares, embedding.project_head, lambda: embedding.head_bias)
 
 
 @torch.no_grad()

@@ -47,6 +47,10 @@ class OwnRows(NamedTuple):
     """[n, H], in the dtype of use."""
     tokens: Tensor | None
     """[n] int64, ascending: tokens of the rows; None: the tokens 0 to n - 1, and the adapter has no others."""
+    vocab_size: int = 0
+    """Number of the adapter's tokens; 0: that of the base model."""
+    bias: Tensor | None = None
+    """[n], of a head that has one; None: the base model's."""
 
 
 class PackedRows(NamedTuple):
@@ -229,6 +233,11 @@ class PackedModules(NamedTuple):
         own = {id(rows.weight): rows.weight for rows in self.own_rows.values()}
         rest = sum(part.nbytes for part in (*self.gains.values(), *self.biases.values(), *own.values()))
         return self.linears.num_bytes + self.vocabulary.num_bytes + rest
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of the adapter's tokens where its own rows say it, else 0."""
+        return max((rows.vocab_size for rows in self.own_rows.values()), default=0)
 
     @property
     def is_plain(self) -> bool:

@@ -4,7 +4,10 @@ PEFT's `modules_to_save` gives whole matrices, `trainable_token_indices` some of
 up these rows, and its logits come from them. Other tokens of the step are left alone, and a step without such an
 adapter does nothing here.
 
-T tokens of a step; V vocabulary; H hidden; n rows of an adapter.
+An adapter may have more tokens than the base model, from id V on. Then the logits of a step with one of its requests
+are wider, and -inf where a row's adapter does not have the token. All other steps are as wide as the base model's.
+
+T tokens of a step; V vocabulary of the base model; W columns of a step's logits; H hidden; n rows of an adapter.
 """
 
 from __future__ import annotations
@@ -13,9 +16,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from ...kernels.staging import upload
 from .layout import LM_HEAD, OwnRows
 from .pool import Allocation
 
@@ -23,6 +29,10 @@ if TYPE_CHECKING:
     from ...kernels.linear import Packed
     from ...models.layers.embedding import Embedding
     from .layers import LoraBatch
+
+
+_COLUMNS = 64
+"""Columns are added to the logits in multiples of this: kernels are compiled for multiples of 16 and for others."""
 
 
 class _DeviceRows(NamedTuple):
@@ -33,6 +43,10 @@ class _DeviceRows(NamedTuple):
     """Product with the head's rows [n, H]."""
     head_index: Tensor | None
     """[n]: tokens of these rows; None: the tokens 0 to n - 1."""
+    head_size: int
+    """Number of tokens that have a logit."""
+    vocab_size: int
+    """Number of the adapter's tokens."""
 
 
 class OwnRowSites:
@@ -52,20 +66,21 @@ class OwnRowSites:
         if not own:
             return
         table, head = own.get(self._embedding.names.table), own.get(LM_HEAD)
-        device = self._embedding.device
+        device, base = self._embedding.device, self._embedding.vocab_size
         self._rows[allocation] = _DeviceRows(
             table and OwnRows(table.weight.to(device), _to(table.tokens, device)),
-            head and self._embedding.pack_head(head.weight, head.tokens),
+            head and self._embedding.pack_head(head.weight, head.tokens, head.bias),
             _to(head.tokens, device) if head else None,
+            head_size=head.vocab_size or base if head else base,
+            vocab_size=max(base, *(rows.vocab_size for rows in own.values())),
         )
 
     def lookup(self, y: Tensor, input_ids: Tensor, adapters: LoraBatch) -> None:
         """Replace the embeddings y [T, H] of tokens `input_ids` [T] that their adapters have rows for."""
-        for owner, start, stop in adapters.runs:
-            found = self._rows.get(owner) if owner is not None else None
-            if found is None or found.table is None:
+        for found, start, stop in self._of_runs(adapters):
+            if found.table is None:
                 continue
-            weight, index = found.table
+            weight, index = found.table[:2]
             ids, last = input_ids[start:stop], len(weight) - 1
             if index is None:
                 place, known = ids.clamp(max=last), ids <= last
@@ -74,18 +89,42 @@ class OwnRowSites:
                 known = index[place] == ids
             y[start:stop] = torch.where(known.unsqueeze(1), weight[place], y[start:stop])
 
-    def logits(self, y: Tensor, hidden: Tensor, adapters: LoraBatch) -> None:
-        """Replace the logits y [T, V] that come from rows of their adapters' own, for hidden states [T, H]."""
-        for owner, start, stop in adapters.runs:
-            found = self._rows.get(owner) if owner is not None else None
-            if found is None or found.head is None:
+    def logits(self, y: Tensor, hidden: Tensor, adapters: LoraBatch) -> Tensor:
+        """Return the logits y [T, V] as [T, W], with those of the adapters' own rows, for hidden states [T, H]. `mask`
+        comes after scales and caps."""
+        found = self._of_runs(adapters)
+        added = max((rows.vocab_size for rows, _, _ in found), default=0) - y.shape[1]
+        if added > 0:
+            y = F.pad(y, (0, -(-added // _COLUMNS) * _COLUMNS))
+        for rows, start, stop in found:
+            if rows.head is None:
                 continue
-            own, part = found.head(hidden[start:stop]).to(y.dtype), y[start:stop]
-            if found.head_index is not None:
-                part[:, found.head_index] = own
+            own, part = rows.head(hidden[start:stop]).to(y.dtype), y[start:stop]
+            if rows.head_index is not None:
+                part[:, rows.head_index] = own
             else:
                 part[:, : own.shape[1]] = own
-                part[:, own.shape[1] :] = -torch.inf  # the adapter was trained with a smaller vocabulary
+        return y
+
+    def mask(self, y: Tensor, adapters: LoraBatch) -> None:
+        """Set logits y [T, W] to -inf for tokens that a row's adapter does not have."""
+        base = self._embedding.vocab_size
+        found = [run for run in self._of_runs(adapters) if run[0].head_size != base]
+        lowest = min((rows.head_size for rows, _, _ in found), default=base)
+        lowest = min(lowest, base)
+        if lowest == y.shape[1]:
+            return
+        sizes = np.full(len(y), base)
+        for rows, start, stop in found:
+            sizes[start:stop] = rows.head_size
+        (limits,) = upload(y.device, sizes)
+        columns = torch.arange(lowest, y.shape[1], device=y.device)
+        y[:, lowest:].masked_fill_(columns >= limits.unsqueeze(1), -torch.inf)
+
+    def _of_runs(self, adapters: LoraBatch) -> list[tuple[_DeviceRows, int, int]]:
+        """Return the rows of each run that has some, and the run's tokens [start, stop)."""
+        found = ((self._rows.get(run.owner), run) for run in adapters.runs if run.owner is not None)
+        return [(rows, run.start, run.stop) for rows, run in found if rows is not None]
 
 
 def _to(index: Tensor | None, device: torch.device) -> Tensor | None:

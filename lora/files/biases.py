@@ -22,7 +22,8 @@ def check_biases(module: FileModule, config: PeftConfig) -> None:
     if config.lora_bias != (LORA_BIAS in module.keys) and set(module.keys) != {BIAS}:
         verb = "is missing: the configuration has" if config.lora_bias else "has no use without"
         raise adapter_error(f"{module.name}: {LORA_BIAS} {verb} lora_bias")
-    if BIAS in module.keys and config.bias == "none":
+    # PEFT copies an embedding or head beside its adapter, or saves it trained; `vocabulary` reads its bias.
+    if BIAS in module.keys and config.bias == "none" and module.shape.is_base is None:
         raise adapter_error(f"{module.name}: {module.keys[BIAS]} has no use: the configuration has bias='none'")
 
 
@@ -55,7 +56,7 @@ def read_biases(
                 digest.update(f"{target}|{part}\n".encode())
                 digest.update(added.contiguous().view(torch.uint8).numpy().data)
                 if part == BIAS:
-                    added = added - _base_bias(module, known[target])
+                    added = added - base_bias(module, known[target])
                 biases[target] = biases[target] + added if target in biases else added
                 if not bool(torch.isfinite(biases[target].to(dtype)).all()):
                     name = str(dtype).removeprefix("torch.")
@@ -63,7 +64,8 @@ def read_biases(
     return biases, digest.digest()
 
 
-def _base_bias(module: FileModule, shape: ModuleShape) -> Tensor:
+def base_bias(module: FileModule, shape: ModuleShape) -> Tensor:
+    """Return the model's bias [out] float32 on the CPU; AdapterError where the module has none."""
     assert shape.base is not None
     bias = shape.base.bias()
     if bias is None:

@@ -11,6 +11,7 @@ from typing import Any
 from ...platform.core.adapter_files import CONFIG_FILE
 from ...platform.core.errors import AdapterError
 from ...platform.core.sampling_params import shown as shown_value
+from .foreign_adapters import is_mlx, peft_fields, tool_hint
 from .patterns import Patterns
 from .peft_fields import check_fields
 
@@ -51,6 +52,8 @@ class PeftConfig:
     """True when what is trained of a tied embedding is trained of the head too."""
     trainable_tokens: tuple[tuple[str, tuple[int, ...]], ...]
     """Tokens of trained rows, by name of the embedding or head; the name "" stands for the embedding."""
+    mlx: bool = False
+    """True when mlx-lm wrote the folder."""
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -112,7 +115,7 @@ def read_config(folder: Path) -> PeftConfig:
     """
     file = folder / CONFIG_FILE
     if not file.is_file():  # a pipe or a device would be read for ever
-        raise adapter_error(f"no {CONFIG_FILE} in {shown(folder)}")
+        raise adapter_error(f"no {CONFIG_FILE} in {shown(folder)}{tool_hint(folder)}")
     try:
         with file.open("rb") as opened:
             content = opened.read(_MAX_CONFIG_BYTES + 1)
@@ -125,6 +128,8 @@ def read_config(folder: Path) -> PeftConfig:
         raise adapter_error(f"cannot read {shown(file)}: {str(error)[:200]}") from None
     if not isinstance(config, dict):
         raise adapter_error(f"{shown(file)} is not a JSON object")
+    if mlx := is_mlx(config):
+        config = peft_fields(config)
     check_fields(config)
     return PeftConfig(
         rank=_positive("r", config.get("r"), integer=True),
@@ -139,4 +144,5 @@ def read_config(folder: Path) -> PeftConfig:
         invocation=tuple(config.get("alora_invocation_tokens") or ()),
         ties_weights=bool(config.get("ensure_weight_tying")),
         trainable_tokens=_trainable_tokens(config.get("trainable_token_indices") or {}),
+        mlx=mlx,
     )

@@ -21,12 +21,16 @@ def _changes_base(value: Any) -> bool:
     return isinstance(value, str) and value.lower().startswith(_BASE_CHANGING_INITS)
 
 
+_VOCABULARY = ("embed_tokens", "wte", "embed_in", "word_embeddings", "lm_head", "embed_out")
+"""Names of embeddings and heads in the models that are served."""
+
+
 def _trains_modules(value: Any) -> bool:
     """Return whether modules other than embeddings and heads are trained in full."""
     names = value or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return True
-    return any(name.rpartition(".")[2] not in ("embed_tokens", "lm_head") for name in names)
+    return any(name.rpartition(".")[2] not in _VOCABULARY for name in names)
 
 
 def _is_no_tokens(value: Any) -> bool:
@@ -84,12 +88,14 @@ FIELDS: dict[str, FieldRule] = {
     ),
     "lora_bias": FieldRule(_ANY),
     "modules_to_save": FieldRule(
-        "`embed_tokens` and `lm_head`, with a vocabulary that is not larger than the base model's",
+        "embeddings and heads (`embed_tokens`, `lm_head` and their other names), of a resized vocabulary too",
         "other fully trained modules",
         _trains_modules,
     ),
     "trainable_token_indices": FieldRule(
-        "tokens of `embed_tokens` and `lm_head`", "anything but lists of different tokens", _is_no_token_set
+        "tokens of `embed_tokens` and `lm_head`, added ones too",
+        "anything but lists of different tokens",
+        _is_no_token_set,
     ),
     "init_lora_weights": FieldRule(
         "all that leave the base model alone: booleans, `gaussian`, `orthogonal`, `eva`, `mica`",

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..device.layout import PackedModules
 from .biases import check_biases, read_biases
 from .expert_parameters import split_parameters
+from .foreign_adapters import peft_tensors
 from .peft_config import PeftConfig, adapter_error, read_config, shown
 from .read_plan import ReadPlans
 from .row_conversion import StoredModule, convert_modules
@@ -31,7 +32,7 @@ from .tensor_keys import (
     file_limits,
     group_keys,
 )
-from .vocabulary import read_own_rows
+from .vocabulary import VocabularyReader, resize, saved_keys
 
 
 class WeightsReader:
@@ -56,7 +57,7 @@ class WeightsReader:
         except OSError as error:  # no permission, or a path that got too long
             raise adapter_error(f"cannot read {shown(folder)}: {error.strerror}") from error
         with open_tensors(folder, file_limits(self.model.shapes, self._max_rank)) as file:
-            plan = self._plans.find(file.header, config.form)
+            plan = None if config.mlx else self._plans.find(file.header, config.form)
             planned = plan and plan.read(file, [config.scale_of(name) for name in plan.configured])
             packed, digest = planned or self._read_unplanned(file, config)
         if config.invocation:
@@ -66,13 +67,16 @@ class WeightsReader:
     def _read_unplanned(self, file: TensorFile, config: PeftConfig) -> tuple[PackedModules, bytes]:
         """Check all keys and shapes of a file, read it, and keep a plan for more files like it."""
         known = self.model.shapes
+        file = peft_tensors(file) if config.mlx else file
         file, parameters = split_parameters(file, known)
         found, saved = group_keys(file.shapes, known, self._owner)
         for name, parameter in parameters.items():
             found[name].configured = parameter
+        groups = saved_keys(saved, file)
+        resize(found, groups, file)
         for module in found.values():
             self._check_module(module, config, file.shapes)
-        own_rows, own_digest = read_own_rows(saved, found, file, config, known, self.model.layout.dtype)
+        own_rows, own_digest = VocabularyReader(file, config, self.model).read(groups, found)
         modules = [
             stored
             for _, module in sorted(found.items())

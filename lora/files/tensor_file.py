@@ -20,6 +20,7 @@ from torch import Tensor
 from ...platform.core.adapter_files import WEIGHT_FILES
 from ...platform.core.errors import OutriderError
 from ..step_yield import yield_to_steps
+from .foreign_adapters import tool_hint
 from .peft_config import adapter_error, shown
 from .pickle_file import load_pickle
 from .tensor_header import FileLimits, HeaderEntry, InvalidFileError, read_header
@@ -91,7 +92,7 @@ def open_tensors(folder: Path, limits: FileLimits) -> Iterator[TensorFile]:
         for name in WEIGHT_FILES:
             if os.path.isfile(folder / f"{name}.index.json"):
                 raise adapter_error(f"an adapter in several files ({name}.index.json) is not served; {shown(folder)}")
-        raise adapter_error(f"no {' or '.join(WEIGHT_FILES)} in {shown(folder)}")
+        raise adapter_error(f"no {' or '.join(WEIGHT_FILES)} in {shown(folder)}{tool_hint(folder)}")
     try:
         if file.suffix == ".safetensors":
             with _open_safetensors(file, limits) as tensors:

@@ -14,8 +14,9 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
+from ...platform.core.errors import AdapterError
 from ..device.dora import BaseWeight
-from ..device.layout import ModelLayout
+from ..device.layout import LM_HEAD, ModelLayout
 from ..step_yield import yield_to_steps
 from .peft_config import adapter_error
 from .tensor_header import FileLimits
@@ -32,13 +33,13 @@ _KEY = re.compile(
     r"|lora_embedding_(?P<embedding>[AB])(?:\.[^.]+)?"
     r"|(?P<magnitude>lora_magnitude_vector)(?:\.[^.]+)?(?:\.weight)?"
     r"|lora_B(?:\.[^.]+)?\.(?P<lora_bias>bias)"
-    r"|(?:base_layer\.)?(?P<bias>bias))$"
+    r"|(?:(?:base_layer|modules_to_save(?:\.[^.]+)?)\.)?(?P<bias>bias))$"
 )
 # PEFT's save_pretrained copies the base weights of an adapted embedding or head into the adapter's file; a trained one
 # (modules_to_save) has the same key. See `vocabulary`.
 _SAVED = re.compile(
     r"^(?P<module>.+?)(?:"
-    r"(?:\.base_layer|\.original_module|\.modules_to_save(?:\.[^.]+)?)?\.weight"
+    r"(?:(?:\.token_adapter)?\.base_layer|\.original_module|\.modules_to_save(?:\.[^.]+)?)?\.weight"
     r"|(?:\.token_adapter)?\.trainable_tokens_delta(?:\.[^.]+)?)$"
 )
 # State of VeLoRA's and MonteCLoRA's training, which their adapters do not need any more.
@@ -57,15 +58,19 @@ _REFUSED_KEYS = (
     (re.compile(r"\.bias$"), "a trained bias is served only for a linear module"),
     (re.compile(r"(^|\.)(lora_embedding_[AB]|embed_tokens)(\.|$)"), "an adapter on the embedding is not served"),
     (re.compile(r"(^|\.)lm_head\."), "an adapter on lm_head is not served"),
+    (re.compile(r"\.lora_[ab]\.weight$"), "torchtune's own names; its Hugging Face checkpointer writes PEFT's"),
+    (re.compile(r"\.linear_(in|out)\."), "NeMo's own names; llm.export_ckpt with target='hf-peft' writes PEFT's"),
 )
 # Projections that some models merge, and their parts in other models.
 _MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-# Modules that transformers 5 renamed, and their names in checkpoints.
-_RENAMED = ((".mlp.", ".block_sparse_moe."),)
+# Modules that transformers 5 renamed, and their names in checkpoints; heads that have another name in some models.
+_RENAMED = ((".mlp.", ".block_sparse_moe."), ("embed_out", LM_HEAD))
 _MORE_TENSORS, _MORE_ELEMENTS = 2048, 1 << 21
 """Tensors and numbers beyond those of the largest adapter; see `file_limits`."""
 _MAX_KEY = 1000
 """Characters of the longest key that is read."""
+_MAX_LISTED = 50
+"""Tensors that are named in one message."""
 _MAX_CACHED = 200
 """Characters of a key that is cached."""
 
@@ -85,6 +90,12 @@ class ModuleShape(NamedTuple):
     """The weights that DoRA's gains and trained biases refer to; None: both are refused."""
     tied: bool = False
     """True for a head whose weight is that of the embeddings."""
+
+    @property
+    def vocabulary(self) -> tuple[int, int]:
+        """Vocabulary and hidden size of an embedding or a head."""
+        sizes = self.in_features, self.out_features
+        return sizes if self.embedding else sizes[::-1]
 
 
 class ModelModules(NamedTuple):
@@ -150,6 +161,7 @@ def group_keys(
     modules: dict[str, FileModule] = {}
     saved: dict[str, str] = {}
     found: dict[str, FileModule | None] = {}  # each module has several keys
+    unplaced: dict[str, AdapterError] = {}
     for key in sorted(shapes):
         if len(key) > _MAX_KEY:
             raise adapter_error(f"a tensor's key has {len(key)} characters; at most {_MAX_KEY} are read")
@@ -157,14 +169,19 @@ def group_keys(
         if match is None and _TRAINING_STATE.search(key):
             continue
         if match is None:
-            saved[key] = _saved_module(key, known)
+            name = _saved_module(key, known)
+            if isinstance(name, AdapterError):
+                unplaced[key] = name
+            else:
+                saved[key] = name
             continue
         if match["module"] not in found:
             found[match["module"]] = _find_module(match["module"], known)
             yield_to_steps()
         module = found[match["module"]]
         if module is None:
-            raise _unknown_module(key, match["module"], owner)
+            unplaced[key] = _unknown_module(key, match["module"], owner)
+            continue
         if match["magnitude"] is None and module.shape.embedding != bool(match["embedding"]):
             expected = "lora_embedding_A and lora_embedding_B" if module.shape.embedding else "lora_A and lora_B"
             raise adapter_error(f"{module.name}: an adapter here has {expected}, not {key}")
@@ -173,6 +190,8 @@ def group_keys(
         if part in module.keys:
             raise adapter_error(f"two tensors for the same weight: {module.keys[part]} and {key}")
         module.keys[part] = key
+    if unplaced:
+        raise _list_unplaced(unplaced)
     if not any(A in module.keys for module in modules.values()):
         raise adapter_error("the adapter holds no LoRA weights")
     _check_parts(modules)
@@ -243,23 +262,35 @@ def _find_module(module: str, known: Mapping[str, ModuleShape]) -> FileModule | 
     return None
 
 
-def _saved_module(key: str, known: Mapping[str, ModuleShape]) -> str:
+def _saved_module(key: str, known: Mapping[str, ModuleShape]) -> str | AdapterError:
+    """Return the embedding or head of a key that is no LoRA weight, or why there is none."""
     match = _SAVED.match(key)
     module = _find_module(match["module"], known) if match else None
     if module is not None and module.shape.is_base is not None:
         return module.name
-    _check_refused(key, key)
-    raise adapter_error(f"tensor {key} is no LoRA weight of a linear module; only those are served")
+    return _refused(key, key) or adapter_error(
+        f"tensor {key} is no LoRA weight of a linear module; only those are served"
+    )
 
 
-def _unknown_module(key: str, module: str, owner: Owner) -> Exception:
-    _check_refused(key, key if key.endswith(".bias") else f"{module}.")
-    return adapter_error(
+def _unknown_module(key: str, module: str, owner: Owner) -> AdapterError:
+    return _refused(key, key if key.endswith(".bias") else f"{module}.") or adapter_error(
         f"{owner.kind} mismatch: {owner.words} has no linear module {unwrapped(module)!r} (tensor {key})"
     )
 
 
-def _check_refused(key: str, text: str) -> None:
+def _refused(key: str, text: str) -> AdapterError | None:
     for pattern, message in _REFUSED_KEYS:
         if pattern.search(text):
-            raise adapter_error(f"{message} ({key})")
+            return adapter_error(f"{message} ({key})")
+    return None
+
+
+def _list_unplaced(unplaced: Mapping[str, AdapterError]) -> AdapterError:
+    """Return the error for tensors that have no place in the model: the reason of the first, and the names of all."""
+    first = next(iter(unplaced.values()))
+    if len(unplaced) == 1:
+        return first
+    names = ", ".join(key[:_MAX_CACHED] for key in list(unplaced)[:_MAX_LISTED])
+    rest = f" and {len(unplaced) - _MAX_LISTED} more" if len(unplaced) > _MAX_LISTED else ""
+    return adapter_error(f"{first.message}; {len(unplaced)} tensors of the file have no place: {names}{rest}")

@@ -19,6 +19,7 @@ import time
 from typing import Any
 
 from ...platform.core.errors import ErrorInfo, error_from_info
+from ...platform.core.threads import usable_cores
 from ..adapter import Adapter, AdapterSource
 from ..files.folder import AdapterFiles
 from ..step_yield import LongStepFlag
@@ -61,7 +62,7 @@ def pays(num_computing: int, *, long_steps: bool = False) -> bool:
         and bool(sys.executable)
         and hasattr(os, "memfd_create")
         and hasattr(os, "sched_getaffinity")
-        and (long_steps or len(os.sched_getaffinity(0)) > num_computing)
+        and (long_steps or usable_cores() > num_computing)
     )
 
 

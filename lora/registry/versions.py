@@ -61,6 +61,8 @@ class AdapterVersion:
     """True when it adapts the model's lm_head."""
     targets_experts: bool = False
     """True when it adapts experts of the model."""
+    vocab_size: int = 0
+    """Number of its tokens; 0: that of the base model."""
     is_plain: bool = True
     """True when it has rank rows and nothing else, for the model and for the drafter."""
     invocation: tuple[int, ...] = ()
@@ -94,7 +96,7 @@ class AdapterVersion:
         self.digest = self.expected = adapter.digest
         self.rank, self.rows, self.num_bytes = adapter.target.rank, adapter.rows, adapter.num_bytes
         self.targets_head, self.is_plain = adapter.targets_head, all(part.is_plain for part in adapter.packed)
-        self.invocation = adapter.target.invocation
+        self.invocation, self.vocab_size = adapter.target.invocation, adapter.target.vocab_size
         self.targets_experts = adapter.targets_experts
         self.has_draft, self.draft = bool(adapter.drafter.rank), adapter.draft
         self.load_seconds = adapter.load_seconds

@@ -49,7 +49,11 @@ def attention_spec(config: DecoderConfig, device: torch.device) -> AttentionSpec
         dtype=config.dtype,
         device=device,
         options=AttentionOptions(
-            config.attention_scale, config.attention_cap, config.rope.rotary_dim, config.rope.interleaved
+            config.attention_scale,
+            config.attention_cap,
+            config.rope.rotary_dim,
+            config.rope.interleaved,
+            config.latent is not None,
         ),
     )
 

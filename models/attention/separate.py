@@ -59,4 +59,4 @@ class SeparateSteps(ABC):
         assert rotation.rows is None, "it does not look up angles"
         qk = self._rope(qk, rotation.cos, rotation.sin)
         q, k = qk[:, : self._spec.num_heads], qk[:, self._spec.num_heads :]
-        return self.forward(q, k, v, kv, plan, window, sinks)
+        return self.forward(q, k, k if self._spec.options.shared else v, kv, plan, window, sinks)

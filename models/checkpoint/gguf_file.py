@@ -1,22 +1,24 @@
 """GGUF files, llama.cpp's form of a model: config, tokenizer and tensors in one file, read by the package `gguf`.
 
-Matrices of most quantised types stay packed; the others are dequantised one by one when they are loaded.
+Quantised tensors are dequantised one by one when they are loaded.
 """
 
 from __future__ import annotations
 
 import os
-import struct
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
+import re
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...platform.core.errors import InvalidRequestError, UnsupportedModelError
+from ...platform.core.errors import UnsupportedModelError
 from ..families.gguf_families import GGUF_FAMILIES, GgufFamily
+from .gguf_reader import open_gguf, reading
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ..config import DecoderConfig
     from ..layers.weights import Weight
     from .weight_files import StoredTensor
@@ -27,6 +29,8 @@ TOKENS = "tokenizer.ggml.tokens"
 _ARCHITECTURE = "general.architecture"
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _ROPE_DIVISORS = "rope_freqs.weight"
+_SHORT_DIVISORS, _LONG_DIVISORS = "rope_factors_short.weight", "rope_factors_long.weight"
+_SHARED_GATE = "ffn_gate_inp_shexp"
 
 # Keys of config.json by those of a GGUF file, where the architecture's name stands before them.
 _KEYS = {
@@ -39,8 +43,16 @@ _KEYS = {
     "attention.key_length": "head_dim",
     "attention.sliding_window": "sliding_window",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "rms_norm_eps",
+    "attention.clamp_kqv": "clip_qkv",
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
+    "expert_used_count": "num_experts_per_tok",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
 }
 # Keys of config.json's `rope_parameters` by those of a GGUF file.
 _SCALING_KEYS = {
@@ -51,6 +63,7 @@ _SCALING_KEYS = {
 }
 # Tokens that end a sequence: of a text, of a turn, of a message that awaits a tool's result.
 _ENDS = ("eos", "eot", "eom")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -62,44 +75,49 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     """Content of the config.json that the model of a GGUF file would have.
 
     Raises:
+        NotFoundError: a part of a split model is missing.
         InvalidRequestError: the file is damaged, or its package is not installed.
         UnsupportedModelError: an architecture that is not served; `param` is "model".
     """
-    with _reading(path):
-        reader = _open(path)
-        found = _contents(reader)
-        tensors = {tensor.name: tensor for tensor in reader.tensors}
-        prefix = f"{found.get(_ARCHITECTURE)}."
+    with reading(path):
+        found, tensors = open_gguf(path)
         family = _family(path, found.get(_ARCHITECTURE))
-        if found.get("split.count", 1) > 1:
-            raise UnsupportedModelError(
-                f"{path} is one of several parts, which are not read; llama.cpp's gguf-split --merge joins them",
-                param="model",
-            )
+        prefix = f"{found[_ARCHITECTURE]}."
         values = {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
         config = {theirs: _rounded(values[ours]) for ours, theirs in _KEYS.items() if ours in values}
-        if family.neighbours_rotated and "rope.dimension_count" in values:
-            config.setdefault("head_dim", values["rope.dimension_count"])
-        if family.scored_by_hidden_size and config["num_hidden_layers"] in family.scored_by_hidden_size:
-            config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
-        elif family.scored_by_hidden_size and "head_dim" in config:
-            config["query_pre_attn_scalar"] = config["head_dim"]
+        has_experts = bool(values.get("expert_count"))
+        config |= _expert_sizes(values, tensors) if has_experts else {}
+        if "rope.dimension_count" in values:
+            if family.neighbours_rotated:
+                config.setdefault("head_dim", values["rope.dimension_count"])
+            head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+            config["partial_rotary_factor"] = values["rope.dimension_count"] / head_dim
         pattern = values.get("attention.sliding_window_pattern")
         if isinstance(pattern, list):
             config["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
         elif pattern is not None:
             config["sliding_window_pattern"] = pattern
         return config | {
-            "architectures": [family.architecture],
-            "dtype": _dtype({tensor.tensor_type.name for tensor in reader.tensors}),
+            "architectures": [(has_experts and family.with_experts) or family.architecture],
+            "dtype": _dtype({tensor.tensor_type.name for tensor in tensors.values()}),
             "vocab_size": int(tensors[_EMBEDDING].shape[-1]),
             "tie_word_embeddings": _HEAD not in tensors,
-            "attention_bias": "blk.0.attn_q.bias" in tensors,
+            "attention_bias": "blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in tensors,
             "eos_token_id": [found[key] for end in _ENDS if (key := f"tokenizer.ggml.{end}_token_id") in found],
             "rope_parameters": _rope_parameters(values, tensors, config),
-            "sliding_window": config.get("sliding_window"),
+            "sliding_window": config.get("sliding_window") or None,  # Phi-4 has 0
+            **family.facts(values, tensors),
         }
+
+
+def _expert_sizes(values: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
+    """Number and sizes of experts; files do not always state the sizes."""
+    sizes = {"num_experts": values["expert_count"], "num_local_experts": values["expert_count"]}
+    for name, key in (("exps", "moe_intermediate_size"), ("shexp", "shared_expert_intermediate_size")):
+        if (tensor := tensors.get(f"blk.0.ffn_up_{name}.weight")) is not None:
+            sizes[key] = int(tensor.shape[1])
+    return sizes
 
 
 def read_gguf(path: Path, names: Iterable[str], config: DecoderConfig) -> dict[str, StoredTensor]:
@@ -110,34 +128,35 @@ def read_gguf(path: Path, names: Iterable[str], config: DecoderConfig) -> dict[s
         config: Config of the model.
 
     Raises:
+        NotFoundError: a part of a split model is missing.
         InvalidRequestError: the file is damaged, or its package is not installed.
         UnsupportedModelError: an architecture that is not served.
     """
-    with _reading(path):
+    with reading(path):
         import gguf
 
         from .weight_files import StoredTensor
 
-        reader = _open(path)
-        architecture = reader.fields[_ARCHITECTURE].contents()
+        fields, tensors = open_gguf(path)
+        architecture = fields[_ARCHITECTURE]
         family = _family(path, architecture)
         known = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
         table = gguf.get_tensor_name_map(known, config.num_layers)
-        ours = {table.get_name(name, (".weight", ".bias")): name for name in names}
-        tensors = {}
-        for tensor in reader.tensors:
-            if tensor.name == _ROPE_DIVISORS:  # a part of the config
-                continue
-            rotated = (
-                {".attn_q.": config.num_heads, ".attn_k.": config.num_kv_heads} if family.neighbours_rotated else {}
-            )
-            heads = next((number for part, number in rotated.items() if part in tensor.name), 0)
-            # The converter adds what the model would add to its norms.
-            offset = config.norm_offset if tensor.name.endswith("norm.weight") else 0.0
-            shape = tuple(int(size) for size in reversed(tensor.shape))
-            read = partial(_read_tensor, path, tensor, shape, heads, offset)
-            tensors[ours.get(tensor.name, tensor.name)] = StoredTensor(shape, read)
-        return tensors
+        # A tensor holds one matrix, or those of all experts.
+        ours: dict[str, list[tuple[str, int | None]]] = defaultdict(list)
+        for name in names:
+            expert = _EXPERT.search(name)
+            stored = table.get_name(_EXPERT.sub(".experts.", name), (".weight", ".bias"))
+            ours[str(stored)].append((name, None if expert is None else int(expert[1])))
+        for name in {_ROPE_DIVISORS, _SHORT_DIVISORS, _LONG_DIVISORS} & set(tensors):  # parts of the config
+            del tensors[name]
+        found = {}
+        for tensor in tensors.values():
+            whole = _whole_matrix(path, tensor, family, config)
+            for name, expert in ours.get(tensor.name, [(tensor.name, None)]):
+                matrix = whole if expert is None else whole.of_expert(expert)
+                found[name] = StoredTensor(matrix.shape[:: -1 if matrix.transposed else 1], matrix.read)
+        return found
 
 
 def read_gguf_fields(path: Path) -> dict[str, Any]:
@@ -146,11 +165,72 @@ def read_gguf_fields(path: Path) -> dict[str, Any]:
     Raises:
         InvalidRequestError: the file is damaged, has no tokens, or its package is not installed.
     """
-    with _reading(path):
-        found = _contents(_open(path))
+    with reading(path):
+        found = open_gguf(path, tensors=False).fields
         if not isinstance(found.get(TOKENS), list):
             raise ValueError(f"there is no list {TOKENS}")
         return found
+
+
+class _Matrix(NamedTuple):
+    """Tensor in a GGUF file, and what its converter did to the one in the checkpoint."""
+
+    path: Path
+    tensor: Any
+    shape: tuple[int, ...]
+    """Shape in the file."""
+    expert: int | None = None
+    """Index of the expert to whom this part of the tensor belongs."""
+    rows: np.ndarray | None = None
+    """[rows] index in the file of each row; None: they are in their order."""
+    offset: float = 0.0
+    """Number that the converter added to all elements."""
+    transposed: bool = False
+    """True: the checkpoint has the transposed matrix."""
+
+    def of_expert(self, index: int) -> _Matrix:
+        return self._replace(expert=index, shape=self.shape[1:])
+
+    def read(self) -> Weight:
+        """The checkpoint's tensor; a matrix of a quantised type stays packed unless the converter changed its
+        numbers."""
+        import torch
+
+        from ..quantization.gguf_blocks import read_blocks
+
+        with reading(self.path, f"the tensor {self.tensor.name}"):
+            import gguf
+            import numpy as np
+
+            data = self.tensor.data if self.expert is None else self.tensor.data[self.expert]
+            if len(self.shape) == 2 and not self.transposed and not self.offset:
+                packed = read_blocks(self.tensor.tensor_type.name, data, self.shape)
+                if packed is not None:
+                    return packed if self.rows is None else packed.take(torch.from_numpy(self.rows))
+            values = gguf.dequantize(data, self.tensor.tensor_type).reshape(self.shape)
+            if self.rows is not None:
+                values = values[self.rows]
+            if self.offset:
+                values = values - np.float32(self.offset)
+            if self.transposed:
+                values = np.ascontiguousarray(values.T)
+            return torch.from_numpy(np.require(values, requirements="W"))
+
+
+def _whole_matrix(path: Path, tensor: Any, family: GgufFamily, config: DecoderConfig) -> _Matrix:
+    import numpy as np
+
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    if _SHARED_GATE in tensor.name and len(shape) == 1:
+        shape = (1, *shape)
+    rows = None
+    rotated = {".attn_q.": config.num_heads, ".attn_k.": config.num_kv_heads} if family.neighbours_rotated else {}
+    if heads := next((number for part, number in rotated.items() if part in tensor.name), 0):
+        rows = np.arange(shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    # The converter adds what the model would add to its norms.
+    offset = config.norm_offset if tensor.name.endswith("norm.weight") else 0.0
+    transposed = config.block is not None and config.block.transposed and len(shape) == 2
+    return _Matrix(path, tensor, shape, None, rows, offset, transposed and tensor.name.startswith("blk."))
 
 
 def _family(path: Path, architecture: object) -> GgufFamily:
@@ -185,10 +265,22 @@ def _rope_parameters(values: dict[str, Any], tensors: dict[str, Any], config: di
             if f"rope.scaling.{ours}" in values
         }
     if _ROPE_DIVISORS in tensors:  # of Llama 3: the same ones for all lengths
-        divisors = [float(value) for value in tensors[_ROPE_DIVISORS].data.flatten()]
+        divisors = _numbers(tensors[_ROPE_DIVISORS])
         found |= {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0}
         found["original_max_position_embeddings"] = config.get("max_position_embeddings")
+    if _LONG_DIVISORS in tensors:
+        found |= {
+            "rope_type": "longrope",
+            "short_factor": _numbers(tensors[_SHORT_DIVISORS]),
+            "long_factor": _numbers(tensors[_LONG_DIVISORS]),
+        }
+        if "rope.scaling.attn_factor" in values:
+            found["attention_factor"] = values["rope.scaling.attn_factor"]
     return found
+
+
+def _numbers(tensor: Any) -> list[float]:
+    return [_rounded(float(value)) for value in tensor.data.flatten()]
 
 
 def _rounded(value: Any) -> Any:
@@ -196,90 +288,3 @@ def _rounded(value: Any) -> Any:
     import numpy as np
 
     return float(str(np.float32(value))) if isinstance(value, float) else value
-
-
-def _read_tensor(path: Path, tensor: Any, shape: tuple[int, ...], num_heads: int, offset: float) -> Weight:
-    """The tensor less `offset`; with `num_heads` its rows are ordered for a rotation of halves."""
-    import torch
-
-    with _reading(path, f"the tensor {tensor.name}"):
-        import gguf
-        import numpy as np
-
-        from ..quantization.gguf_blocks import read_blocks
-
-        packed = read_blocks(tensor.tensor_type.name, tensor.data, shape) if len(shape) == 2 and not offset else None
-        if packed is not None and not num_heads:
-            return packed
-        order = np.arange(shape[0])
-        if num_heads:
-            order = order.reshape(num_heads, shape[0] // num_heads // 2, 2).swapaxes(1, 2).reshape(-1)
-        if packed is not None:
-            return packed.take(torch.from_numpy(order))
-        values = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(shape)
-        if num_heads:
-            values = values[order]
-        if offset:
-            values = values - np.float32(offset)
-        return torch.from_numpy(np.require(values, requirements="W"))
-
-
-@contextmanager
-def _reading(path: Path, what: str = "the file") -> Iterator[None]:
-    try:
-        yield
-    except (InvalidRequestError, UnsupportedModelError):
-        raise
-    except ImportError as error:
-        raise InvalidRequestError(
-            f"{path} is read by the package gguf, which is not installed: pip install 'outrider[gguf]'", param="model"
-        ) from error
-    except Exception as error:  # a damaged file makes the library raise whatever it runs into
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InvalidRequestError(f"{path}: {what} cannot be read as GGUF: {reason}", param="model") from error
-
-
-def _open(path: Path) -> Any:
-    from gguf import GGUFReader, GGUFValueType
-
-    class Reader(GGUFReader):
-        """The package's reader, which makes an array of each element of an array: seconds for a vocabulary."""
-
-        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-            if raw_type != GGUFValueType.ARRAY:
-                return super()._get_field_parts(orig_offs, raw_type)
-            data: Any = self.data
-            kind, count = struct.unpack_from("<IQ", data, orig_offs)
-            begin = orig_offs + 12
-            if kind == GGUFValueType.STRING:
-                end = begin
-                for _ in range(count):
-                    end += 8 + struct.unpack_from("<Q", data, end)[0]
-                values = data[begin:end]
-            else:
-                values = self._get(begin, self.gguf_scalar_to_np[GGUFValueType(kind)], count)
-                end = begin + values.nbytes
-            head = data[orig_offs:begin]
-            return end - orig_offs, [head, values], [1], [GGUFValueType.ARRAY, GGUFValueType(kind)]
-
-    return Reader(path)
-
-
-def _contents(reader: Any) -> dict[str, Any]:
-    from gguf import GGUFValueType
-
-    of_strings = [GGUFValueType.ARRAY, GGUFValueType.STRING]
-    return {
-        name: list(_strings(field.parts[-1])) if field.types == of_strings else field.contents()
-        for name, field in reader.fields.items()
-    }
-
-
-def _strings(packed: Any) -> Iterator[str]:
-    """Elements of an array of strings, each after its length."""
-    data, begin = packed.tobytes(), 0
-    while begin < len(data):
-        begin += 8
-        end = begin + struct.unpack_from("<Q", data, begin - 8)[0]
-        yield data[begin:end].decode("utf-8")
-        begin = end

@@ -5,8 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ..families.gguf_families import (
+    GPT2_SPLITS,
+    GPT2_SPLITS_WITHOUT_DIGITS,
+    GPT4_SPLITS,
+    SPLITS_OF_WHOLE_WORDS,
+)
 from .gguf_file import TOKENS, read_gguf_fields
 
 if TYPE_CHECKING:
@@ -16,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 _SPLIT = "tokenizer.ggml.pre"
 """Field that names the split of text before merges."""
-# Splits that are GPT-2's; that are GPT-2's after each digit was split off; after which a known word is not merged, and
-# text begins with a token for that.
-_GPT2 = {"default", "gpt-2", "phi-2", "mpt", "olmo", "jais"}
-_GPT2_WITHOUT_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-_WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "tekken"}
+# GPT-4's split, but for the most digits that stay together.
+_GPT4_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def load_gguf_tokenizer(file: Path) -> PreTrainedTokenizerFast:
@@ -30,29 +36,49 @@ def load_gguf_tokenizer(file: Path) -> PreTrainedTokenizerFast:
     Raises:
         InvalidRequestError: the file is damaged, or its package is not installed.
     """
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     found = read_gguf_fields(file)
     split = found.get(_SPLIT, "default")
     # Not by `from_pretrained`, which prefers a tokenizer.json beside the file.
     built = PreTrainedTokenizerFast(name_or_path=str(file.parent.absolute()), gguf_file=file.name)
+    built = _without_strange_tokens(built, len(found[TOKENS]))
+    if not _mend_split(built.backend_tokenizer, split):
+        logger.warning(
+            "%s: text is split as for GPT-2, because the split %.80r is not known; --tokenizer names another one",
+            file,
+            split,
+        )
+    if split in SPLITS_OF_WHOLE_WORDS:
+        built.backend_tokenizer.model.ignore_merges = True
+        built.add_bos_token = built.init_kwargs.get("add_bos_token", True)  # type: ignore[misc]  # it has a setter
+    return built
+
+
+def _without_strange_tokens(built: PreTrainedTokenizerFast, size: int) -> PreTrainedTokenizerFast:
+    """Drop the special tokens of transformers' first models, whose ids are beyond the vocabulary of this one."""
+    if max(built.added_tokens_decoder, default=0) < size:
+        return built
+    from tokenizers import Tokenizer
+
     parts = json.loads(built.backend_tokenizer.to_str())
-    # Its classes add the special tokens of their first models, with ids that this model has no embeddings for.
-    parts["added_tokens"] = [token for token in parts["added_tokens"] if token["id"] < len(found[TOKENS])]
-    splitter = parts["pre_tokenizer"]
-    if splitter is not None and splitter["type"] == "ByteLevel":  # of a split that transformers does not know
-        if split in _GPT2_WITHOUT_DIGITS:
-            digits = {"type": "Digits", "individual_digits": True}
-            parts["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, splitter]}
-        elif split not in _GPT2:
-            logger.warning(
-                "%s: text is split as for GPT-2, because the split %.80r is not known; --tokenizer names another one",
-                file,
-                split,
-            )
-    options = dict(built.init_kwargs)
-    if split in _WHOLE_WORDS:
-        parts["model"]["ignore_merges"] = True
-        options.setdefault("add_bos_token", True)
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(parts)), **options)
+    parts["added_tokens"] = [token for token in parts["added_tokens"] if token["id"] < size]
+    return type(built)(tokenizer_object=Tokenizer.from_str(json.dumps(parts)), **built.init_kwargs)
+
+
+def _mend_split(backend: Any, split: str) -> bool:
+    """Split text by a rule that transformers does not know; False: nor is it known here."""
+    from tokenizers import Regex, pre_tokenizers
+
+    splitter = backend.pre_tokenizer
+    if not isinstance(splitter, pre_tokenizers.ByteLevel):
+        return True
+    if split in GPT2_SPLITS_WITHOUT_DIGITS:
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), splitter])
+    elif split in GPT4_SPLITS:
+        words = pre_tokenizers.Split(Regex(_GPT4_PATTERN % GPT4_SPLITS[split]), behavior="isolated")
+        whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([words, whole])
+    else:
+        return split in GPT2_SPLITS
+    return True

@@ -135,7 +135,8 @@ def read_facts(
     stored = stored_dtype(raw)
     served = stored if served_dtype in (None, "auto") else served_dtype
     config = read_config(raw, DTYPES[served], impl)
-    elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    is_shared = isinstance(config, DecoderConfig) and config.latent is not None
+    elements = (1 if is_shared else 2) * config.num_layers * config.num_kv_heads * config.head_dim
     return ModelFacts(
         path=str(path),
         architecture=config.architecture,
@@ -244,7 +245,7 @@ def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: LanguageMod
     if is_gguf(path):
         if not isinstance(config, DecoderConfig):
             raise InvalidRequestError("model_impl transformers does not go with a GGUF file", param="model_impl")
-        tensors = read_gguf(path, [*slots, *renamed], config)
+        tensors = read_gguf(path, slots, config)
     else:
         tensors = unpacked(read_weights(path, "model", hint=_NO_WEIGHTS), config.dtype)
         if isinstance(config, DecoderConfig) and config.quantization is not None:

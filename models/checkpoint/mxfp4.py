@@ -61,5 +61,5 @@ def dequantized(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Weight [O, I] in `dtype`, from blocks [O, I / 32, 16] and scales [O, I / 32] of uint8."""
     numbers = torch.tensor([*_NUMBERS, *(-number for number in _NUMBERS)], dtype=dtype)
     codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)  # [O, I / 32, 32]
-    powers = torch.ldexp(torch.ones((), dtype=torch.float32), scales.int() - 127)
+    powers = torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
     return (numbers[codes.int()].float() * powers.unsqueeze(-1)).to(dtype).flatten(1)

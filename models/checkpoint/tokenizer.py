@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +15,9 @@ from .gguf_tokenizer import load_gguf_tokenizer
 from .json_files import read_json, read_model_config
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -49,24 +52,38 @@ def _load(directory: Path) -> PreTrainedTokenizerBase:
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+    tekken = directory / "tekken.json"
+    if tekken.is_file() and not (directory / "tokenizer.json").is_file():
+        return _load_tekken(tekken)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    # Beside a tekken.json, and where mistral-common is installed, it would choose a tokenizer without a template.
+    return AutoTokenizer.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=False, mistral_format=False
+    )
+
+
+def _load_tekken(file: Path) -> PreTrainedTokenizerBase:
+    """Tokenizer of Mistral's own file, with the template beside it, or one that mistral-common makes."""
+    try:
+        mistral: Any = import_module("transformers.integrations.mistral")
+        tokenizer: PreTrainedTokenizerFast = mistral.convert_tekken_tokenizer(str(file))
+    except ImportError as error:
+        raise InvalidRequestError(
+            f"{file} is read by mistral-common, which is not installed: pip install 'outrider[mistral]'",
+            param="tokenizer",
+        ) from error
+    tokenizer.add_bos_token = True  # type: ignore[misc]  # it has a setter
+    if tokenizer.chat_template is None and find_spec("mistral_common") is None:
+        logger.warning("%s has no chat template; mistral-common makes one: pip install 'outrider[mistral]'", file)
+    return tokenizer
 
 
 def _check_packages(directory: Path) -> None:
-    """Refuse a lone tokenizer.model or tekken.json that cannot be read here: the error of transformers does not name
-    the missing package."""
-    if (directory / "tokenizer.json").is_file():
-        return
-    tekken = directory / "tekken.json"
-    if tekken.is_file() and find_spec("mistral_common") is None:
-        raise InvalidRequestError(
-            f"{tekken} is read by mistral-common, which is not installed: pip install 'outrider[mistral]'",
-            param="tokenizer",
-        )
+    """Refuse a lone tokenizer.model that cannot be read here: the error of transformers does not name the missing
+    package."""
     file = directory / "tokenizer.model"
-    if not file.is_file():
+    if not file.is_file() or any((directory / name).is_file() for name in ("tokenizer.json", "tekken.json")):
         return
     with file.open("rb") as opened:
         # SentencePiece's files are protocol buffers; tiktoken's are lines of base64 and a number.

@@ -7,6 +7,8 @@ To add a family, write a module here with its `FamilyTraits` and add it to `FAMI
 from __future__ import annotations
 
 from . import (
+    deepseek_v2,
+    deepseek_v3,
     falcon,
     gemma2,
     gemma3,
@@ -37,6 +39,8 @@ from .traits import PRE_NORMS, FamilyTraits, NormNames
 __all__ = ["FAMILIES", "PRE_NORMS", "FamilyTraits", "NormNames", "supported_architectures"]
 
 FAMILIES: dict[str, FamilyTraits] = {
+    "DeepseekV2ForCausalLM": deepseek_v2.TRAITS,
+    "DeepseekV3ForCausalLM": deepseek_v3.TRAITS,
     "FalconForCausalLM": falcon.TRAITS,
     "GPTBigCodeForCausalLM": gpt_bigcode.TRAITS,
     "GPTNeoXForCausalLM": gpt_neox.TRAITS,

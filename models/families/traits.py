@@ -41,6 +41,15 @@ class ExpertTraits:
     """True: these weights are rounded to the model's dtype."""
     shared: bool = False
     """True: each token has a shared expert too, with a gate of its own."""
+    ungated: bool = False
+    """True: each token has `n_shared_experts` shared experts too, without gates."""
+    grouped: bool = False
+    """True: experts are chosen from the best of `n_group` groups, unless `topk_method` is "greedy", and their weights
+    have the factor `routed_scaling_factor`."""
+    sigmoid: bool = False
+    """True: scores are sigmoids of the router's outputs, and for the choice a bias is added to them (DeepSeek-V3)."""
+    float_router: bool = False
+    """True: the router is computed in float32."""
     router: str = "gate"
     """Module of the router in the block."""
     bias: bool = False
@@ -92,6 +101,8 @@ class FamilyTraits:
     """True: neighbours are rotated as pairs."""
     sinks: bool = False
     """See `DecoderConfig`."""
+    latent: bool = False
+    """True: attention is latent (DeepSeek-V2)."""
     constants: Mapping[str, float] = field(default_factory=dict)
     """Keys of config.json of which one number is served."""
     experts: ExpertTraits | None = None

@@ -45,8 +45,12 @@ class OwnRowSite(Protocol):
     def lookup(self, y: Tensor, input_ids: Tensor, adapters: Any) -> None:
         """Replace y [T, H] where a token's adapter has a row for it; y is mutated."""
 
-    def logits(self, y: Tensor, hidden: Tensor, adapters: Any) -> None:
-        """Replace y [R, vocab] where a row's adapter has rows of the head; y is mutated."""
+    def logits(self, y: Tensor, hidden: Tensor, adapters: Any) -> Tensor:
+        """Logits of the adapters' own rows in place of y [R, vocab], or beside it: an adapter may have more tokens."""
+        ...
+
+    def mask(self, y: Tensor, adapters: Any) -> None:
+        """Set logits y [R, W] to -inf for tokens that a row's adapter does not have."""
 
 
 class VocabularyNames(NamedTuple):
@@ -128,26 +132,39 @@ class Embedding:
 
     def lookup(self, input_ids: Tensor, adapters: Any = None) -> Tensor:
         """Hidden states [T, H] of token ids [T]. `adapters` is that of `ForwardBatch` for these tokens."""
-        embedded = self._look_up(input_ids)
+        own = self.own_rows if self.own_rows and adapters is not None else None
+        known = input_ids if own is None else input_ids.clamp(max=self.vocab_size - 1)  # an adapter may have more
+        embedded = self._look_up(known)
         if self.lookup_lora is not None and adapters is not None:
-            if self.own_rows:
-                self.own_rows.lookup(embedded, input_ids, adapters)
+            if own is not None:
+                own.lookup(embedded, input_ids, adapters)
             if self.lookup_gains is not None:
                 self.lookup_gains.scale(embedded, adapters)
-            self.lookup_lora.add(embedded, input_ids, adapters)
+            self.lookup_lora.add(embedded, known, adapters)
         return embedded if self._scales.embedding == 1.0 else embedded.mul_(self._scales.embedding)
 
     def logits(self, hidden: Tensor, adapters: Any = None, out: Tensor | None = None) -> Tensor:
-        """Logits [R, vocab] float32 of hidden [R, H], in `out` if given. `adapters` belongs to these R rows."""
+        """Logits [R, vocab] float32 of hidden [R, H], in `out` if given. `adapters` belongs to these R rows; with an
+        adapter that has more tokens there are more columns."""
+        own = self.own_rows if self.own_rows and adapters is not None else None
         logits = self._head(hidden)  # type: ignore[misc]
         if self.head_lora is not None and adapters is not None:
-            if self.own_rows:
-                self.own_rows.logits(logits, hidden, adapters)
             if self.head_gains is not None:
                 self.head_gains.scale(logits, adapters, self._bias)
             self.head_lora.add(logits, hidden, adapters)
+            if own is not None:
+                logits = own.logits(logits, hidden, adapters)
         out = logits.float() if out is None else out.copy_(logits)
-        return self._scaled(out) if self._scales.changes_logits else out
+        if self._scales.changes_logits:
+            self._scaled(out)
+        self.mask(out, adapters)
+        return out
+
+    def mask(self, logits: Tensor, adapters: Any) -> None:
+        """Set logits [R, W] to -inf for tokens that a row's adapter does not have. `logits` does this already; needed
+        once more where the model scales them afterwards."""
+        if self.own_rows and adapters is not None:
+            self.own_rows.mask(logits, adapters)
 
     def _scaled(self, logits: Tensor) -> Tensor:
         """Logits with their factor and cap, in place."""
@@ -156,11 +173,20 @@ class Embedding:
         cap = self._scales.logit_cap
         return logits if cap is None else soft_cap(logits, cap)
 
-    def pack_head(self, weight: Tensor, index: Tensor | None) -> Packed:
-        """Pack rows [n, H] of an adapter's head, for the tokens `index` or 0 to n - 1, as the head itself is packed."""
-        bias = self._bias
+    @property
+    def head_bias(self) -> Tensor | None:
+        """Bias [vocab] of the head, if it has one."""
+        return self._bias
+
+    def pack_head(self, weight: Tensor, index: Tensor | None, bias: Tensor | None = None) -> Packed:
+        """Pack rows [n, H] of an adapter's head, as the head itself is packed, for the tokens `index` or 0 to n - 1.
+        `bias`: theirs; None for the head's."""
         if bias is not None:
-            bias = bias[: len(weight)] if index is None else bias[index.to(self.device)]
+            bias = bias.to(self.device, self._dtype)
+        elif self._bias is not None:
+            index = torch.arange(len(weight)) if index is None else index
+            added = max(0, int(index.max()) + 1 - self.vocab_size)
+            bias = F.pad(self._bias, (0, added))[index.to(self.device)]
         return pack(weight.to(self.device, self._dtype), bias, batch_invariant=self._batch_invariant)
 
     def _look_up(self, input_ids: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.act_and_mul import act_and_mul, act_and_mul_invariant
-from ...kernels.experts import PackedExperts, Products, pack, route, run_products
+from ...kernels.experts import PackedExperts, Products, Scoring, pack, route, run_products
 from ..config import DecoderConfig
 from ..expert_config import ExpertConfig
 from .linear import AdapterRows, Linear
@@ -50,7 +50,8 @@ class SparseMlp:
         traits = config.traits
         *merged, down = traits.projections
         router = [(f"{block}.{traits.router}", config.num_experts)]
-        self._router = Linear(f"{name}.router", router, hidden_size, bias=traits.bias, **common)
+        router_options = {**common, "dtype": torch.float32} if traits.float_router else common
+        self._router = Linear(f"{name}.router", router, hidden_size, bias=traits.bias, **router_options)
         self._gate_up, self._down = [], []
         options = {"bias": traits.bias, "expert": True, **common}
         for index in range(config.num_experts):
@@ -61,20 +62,28 @@ class SparseMlp:
         self._shared: GatedMlp | None = None
         if config.shared_size is not None:
             sizes = hidden_size, config.shared_size
-            self._shared = GatedMlp(f"{name}.shared", f"{block}.shared_expert", sizes, **common)
-            self._shared_gate = Linear(
-                f"{name}.shared_gate", [(f"{block}.shared_expert_gate", 1)], hidden_size, **common
-            )
+            module = f"{block}.shared_experts" if traits.ungated else f"{block}.shared_expert"
+            self._shared = GatedMlp(f"{name}.shared", module, sizes, **common)
+        self._shared_gate: Linear | None = None
+        if traits.shared:
+            gate = [(f"{block}.shared_expert_gate", 1)]
+            self._shared_gate = Linear(f"{name}.shared_gate", gate, hidden_size, **common)
+        self._scoring: Scoring | None = None
+        if traits.sigmoid or config.num_groups > 1 or config.scale != 1.0:
+            self._scoring = Scoring(config.num_groups, config.top_groups, traits.sigmoid, config.scale)
+        self._device = common["device"]
         self._experts: PackedExperts | None = None
 
     def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
         """See `Mlp`."""
         if self._shared is not None:
-            shared = self._shared.forward(x, batch).mul_(self._shared_gate.forward(x, batch).sigmoid())
+            shared = self._shared.forward(x, batch)
+            if self._shared_gate is not None:
+                shared = shared.mul_(self._shared_gate.forward(x, batch).sigmoid())
             residual = shared if residual is None else residual + shared
         config = self._config
-        logits = self._router.forward(x, batch)
-        routing = route(logits, config.top_k, renormalised=config.renormalised, rounded=config.traits.rounded)
+        weights = {"renormalised": config.renormalised, "rounded": config.traits.rounded}
+        routing = route(self._logits(x, batch), config.top_k, **weights, scoring=self._scoring)
         if self._experts is None:  # all are loaded now
             gate_up, down = ([linear.packed for linear in linears] for linears in (self._gate_up, self._down))
             activation = config.traits.activation
@@ -82,6 +91,20 @@ class SparseMlp:
         if batch.adapters is not None and batch.adapters.targets_experts:
             return run_products(x, routing, self._adapted(len(x), batch.adapters), residual)
         return self._experts(x, routing, residual)
+
+    def _logits(self, x: Tensor, batch: AdapterRows) -> Tensor:
+        """Outputs [T, E] of the router, in its own dtype."""
+        router, adapters = self._router, batch.adapters
+        if not self._config.traits.float_router:
+            return router.forward(x, batch)
+        logits = router.packed(x.float())
+        if router.lora is not None and adapters is not None:
+            if router.gains is not None and router.gains.written:
+                router.gains.scale(logits, adapters)
+            delta = x.new_zeros(logits.shape)
+            router.lora.add(delta, x, adapters)
+            logits += delta
+        return logits
 
     def _adapted(self, num_tokens: int, adapters: Any) -> Products:
         """Products with the deltas of adapters, which are computed for all tokens: the rows of a step say which tokens
@@ -104,15 +127,23 @@ class SparseMlp:
 
     def linears(self) -> list[Linear]:
         """See `Mlp`."""
-        shared = [] if self._shared is None else [*self._shared.linears(), self._shared_gate]
-        return [self._router, *shared, *self._gate_up, *self._down]
+        shared = [] if self._shared is None else self._shared.linears()
+        gate = [] if self._shared_gate is None else [self._shared_gate]
+        return [self._router, *shared, *gate, *self._gate_up, *self._down]
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """See `Mlp`; each expert has tensors of its own."""
         slots: dict[str, WeightSlot] = {}
         for linear in self.linears():
             slots |= linear.weight_slots()
+        if self._config.traits.sigmoid:
+            name = f"{self._block}.{self._config.traits.router}.e_score_correction_bias"
+            slots[name] = WeightSlot((self._config.num_experts,), self._load_correction, 0.1)
         return slots
+
+    def _load_correction(self, tensor: Tensor) -> None:
+        assert self._scoring is not None, "there are scores"
+        self._scoring = self._scoring._replace(bias=tensor.to(self._device, torch.float32, copy=True))
 
     def renamed_slots(self) -> dict[str, RenamedSlot]:
         """See `Mlp`; one tensor [E, 2I, H] holds gate and up of all experts, and one [E, H, I] down."""

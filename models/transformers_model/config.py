@@ -20,7 +20,7 @@ TOKENS = 3
 """Tokens of the dry pass."""
 _HARMLESS = frozenset(
     "dropout scaling softcap sliding_window is_causal use_cache cache past_key_values position_ids cache_position "
-    "position_embeddings output_attentions output_hidden_states return_dict".split()
+    "position_embeddings output_attentions output_hidden_states return_dict s_aux".split()
 )
 """Options of attention that are served, or without effect here."""
 
@@ -95,7 +95,7 @@ def _describe(raw: str, architecture: str, dtype: torch.dtype) -> TransformersCo
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=_context_length(architecture, config),
+        max_position_embeddings=context_length(architecture, config),
         tie_word_embeddings=head.weight is embedding.weight,
         calls=tuple(dry.calls),
         attention=options,
@@ -184,6 +184,9 @@ class _DryPass:
             raise refused(self._architecture, "its keys and values have different sizes")
         if head_dim % 2:
             raise refused(self._architecture, f"its heads have an odd size, {head_dim}")
+        sinks = options.get("s_aux")
+        if sinks is not None and sinks.shape != (heads,):
+            raise refused(self._architecture, f"its attention has sinks of shape {list(sinks.shape)}")
         kind = AttentionOptions(options.get("scaling"), options.get("softcap") or None)
         self.all_noted &= [*map(id, self._noted)] == [id(q), id(k)]
         self._noted = ()
@@ -221,12 +224,13 @@ def _check_windows(architecture: str, config: Any, calls: list[AttentionCall]) -
         raise refused(architecture, "the windows of its config do not reach the attention interface")
 
 
-def _context_length(architecture: str, config: Any) -> int:
-    """Context length in tokens. LongRoPE turns all rows of a pass alike, so it ends with the short context."""
+def context_length(architecture: str, config: Any) -> int:
+    """Context length in tokens. LongRoPE turns all rows of a pass alike, so it ends with the short context, also where
+    layers of one type alone have it."""
     found = getattr(config, "max_position_embeddings", None)
     if not isinstance(found, int) or found < 1:
         raise refused(architecture, "its config has no max_position_embeddings")
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        return min(found, int(rope.get("original_max_position_embeddings") or found))
-    return found
+    ropes = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    shorts = [part.get("original_max_position_embeddings") for part in ropes if part.get("rope_type") == "longrope"]
+    return min([found, *(int(short) for short in shorts if short)])

@@ -193,7 +193,9 @@ class TransformersModel:
         self._state.head_adapters = adapters
         self._given.states = hidden[None]
         logits = self._outer(inputs_embeds=self._given.states, use_cache=False).logits[0]
-        return logits.float() if out is None else out.copy_(logits)
+        out = logits.float() if out is None else out.copy_(logits)
+        self._embedding.mask(out, adapters)
+        return out
 
     def linears(self) -> list[Linear]:
         """See LanguageModel."""

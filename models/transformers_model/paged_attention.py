@@ -53,7 +53,9 @@ class PagedLayer:
         rotation = self._state.noted.rotation or batch.rotations[0]
         qkv = torch.cat((query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)), 2)
         _, tokens, _, dim = qkv.shape
-        y = self._forward(qkv.view(tokens, -1), rotation, None, batch.kv[self._index], batch.attention, self._window)
+        kv, sinks = batch.kv[self._index], options.get("s_aux")
+        sinks = None if sinks is None else sinks.float()
+        y = self._forward(qkv.view(tokens, -1), rotation, None, kv, batch.attention, self._window, sinks)
         return y.view(1, tokens, -1, dim)
 
 

@@ -15,6 +15,8 @@ from .paged_attention import NAME, register
 _LARGEST = 1 << 40
 """Largest integer that a config may hold: a larger one is a damaged file."""
 _MOST_LAYERS = 1 << 12
+_MOST_NUMBERS = 1 << 28
+"""Most numbers of a table that a model computes when it is made; GPT-J's has 131,072."""
 _NOT_READ = frozenset(
     "auto_map attn_implementation experts_implementation return_dict torchscript "
     "output_attentions output_hidden_states output_router_logits".split()
@@ -66,7 +68,17 @@ def build_on_meta(raw: Mapping[str, Any], architecture: str, dtype: torch.dtype)
         raise refused(architecture, reason) from error
     except Exception as error:  # a wrong value raises whatever it runs into
         raise refused(architecture, _first_line(error)) from error
+    _check_buffers(model, raw, architecture)
     return model.requires_grad_(False)
+
+
+def _check_buffers(model: Any, raw: Mapping[str, Any], architecture: str) -> None:
+    """Refuse a table, such as GPT-J's of all positions, that is as long as a damaged config says."""
+    for name, buffer in model.named_buffers():
+        if buffer.numel() > _MOST_NUMBERS:
+            field = next((key for key, value in raw.items() if value == max(buffer.shape)), name)
+            shape = " x ".join(map(str, buffer.shape))
+            raise refused(architecture, f"config.json: {field:.80} makes a table of {shape} numbers ({name})")
 
 
 def _first_line(error: Exception) -> str:

@@ -180,16 +180,14 @@ def _whole_lines(file: Path, *, cut: bool = False) -> int:
 
 
 def _reader(options: TrainOptions) -> Reader:
-    from transformers import AutoConfig
-
     from ...models.checkpoint.loader import resolve_model_path
     from ...models.checkpoint.tokenizer import load_tokenizer
     from ...spec_decode.training.data import Reader
+    from ...spec_decode.training.target import read_config
 
     folder = resolve_model_path(options.model)
     try:
-        vocab_size = int(AutoConfig.from_pretrained(folder, trust_remote_code=False).vocab_size)
-        return Reader(load_tokenizer(folder), vocab_size)
+        return Reader(load_tokenizer(folder), read_config(options.model).vocab_size)
     except Exception as error:  # broken files raise whatever the libraries run into
         message = f"--model {options.model}: its tokenizer or config cannot be read: {reason(error)}"
         raise OutriderError(message, param="model") from error

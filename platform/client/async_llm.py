@@ -27,7 +27,7 @@ from .adapters.spelling import AnyLoRA
 from .engine_factory import DEFAULT_ENGINE, demo_lora_requests, engine_args, import_text_side, load_text_side
 from .input_processor import InputProcessor, Prompt, RequestOptions, check_request_id, text_of
 from .kernel_configs import use_kernel_configs
-from .output_processor import OutputProcessor, RequestState
+from .output_processor import OutputProcessor
 from .pooling import AsyncPoolingMethods
 from .process.event_loops import Done, in_event_loop, run_in
 from .process.ipc import Abort, Add
@@ -196,6 +196,10 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
         """Prompts to requests."""
         return self._parts().requests.input_processor
 
+    def processor_of(self, lora: AnyLoRA | None) -> Awaitable[InputProcessor]:
+        """See `RequestMaker.processor_of`."""
+        return self._parts().requests.processor_of(lora)
+
     @property
     def output_processor(self) -> OutputProcessor:
         """The engine's tokens to outputs."""
@@ -287,13 +291,13 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
         check_request_id(request_id)
         # The engine gets an id that is never used again: it may still tell of an aborted request with the user's id.
         engine_id = f"{request_id}~{next(self._numbers)}"
-        requests = await self._parts().requests.make(
+        requests, tokenizer = await self._parts().requests.make(
             prompt, sampling_params, request_id=engine_id, lora_request=lora_request, **options
         )
         if self._draining:
             raise ShuttingDownError("the server is shutting down")
         engine = self._supervisor.ready_engine()
-        state = self.output_processor.add(request_id, requests, text_of(prompt))
+        state = self.output_processor.add(request_id, requests, text_of(prompt), tokenizer)
         consumer = self._pacer.open(request_id)
         try:
             engine.send(Add(requests))
@@ -362,8 +366,8 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
     async def share_prefixes(self, prefixes: Iterable[Sequence[int]]) -> None:
         """From then on share the KV of these beginnings of prompts (token ids) among all tenants, and of no others.
         Requests with a `cache_salt` take no part. One call at a time. EngineDeadError before the first start."""
-        built = await asyncio.to_thread(SharedPrefixes, prefixes, self.info.block_size)
-        self.input_processor.shared_prefixes = built
+        processor = self.input_processor
+        processor.shared_prefixes = await asyncio.to_thread(SharedPrefixes, prefixes, self.info.block_size)
 
     # --- what the supervisor tells --------------------------------------------------------------------------------
 
@@ -375,8 +379,7 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
         self._pacer.wake_all(processed.touched)
 
     def _on_death(self, error: OutriderError) -> None:
-        failed: list[RequestState] = [] if self._started is None else self.output_processor.fail_all(error)
-        for state in failed:
+        for state in [] if self._started is None else self.output_processor.fail_all(error):
             self._pacer.wake(state.request_id)
 
     # --- what LLM has too ------------------------------------------------------------------------------------------
@@ -394,5 +397,4 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
     async def stats(self) -> EngineStats:
         """A snapshot of the engine's counters; they start anew when the engine has been started again."""
         await self.start()
-        stats: EngineStats = await self._supervisor.ready_engine().call("stats")
-        return stats
+        return cast(EngineStats, await self._supervisor.ready_engine().call("stats"))

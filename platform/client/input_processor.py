@@ -18,7 +18,7 @@ from ..core.compat.vllm_python import PROMPT
 from ..core.errors import InvalidRequestError, PromptTooLongError
 from ..core.lora_request import LoRA, LoRAMix, LoRARequest
 from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo, EngineRequest
-from ..core.model_limits import check_params, check_token_ids
+from ..core.model_limits import MAX_TOKEN_IDS, check_params, check_token_ids
 from ..core.sampling_params import (
     MAX_SALT_CHARS,
     MAX_SEED,
@@ -29,6 +29,7 @@ from ..core.sampling_params import (
     shown,
 )
 from ..core.suggestions import did_you_mean
+from .text.adapter_tokenizers import OwnTokenizer
 from .text.chat_template import ChatOptions, render_messages
 from .text.shared_prefixes import SharedPrefixes
 
@@ -101,8 +102,17 @@ class InputProcessor:
         self.shared_prefixes = SharedPrefixes()
         """Beginnings of prompts that all tenants share; set by the operator, never by a request."""
         self._info = info
+        self._root = self  # whose shared prefixes count
         # A request's prompts share them, and so do its checks before and after it is admitted.
         self._tokenized_words = lru_cache(maxsize=8)(self._tokenize_words)
+
+    def with_tokenizer(self, own: OwnTokenizer) -> InputProcessor:
+        """Return a processor for the requests of adapters with this tokenizer."""
+        ends = own.eos_token_ids.difference(self.eos_token_ids)
+        other = InputProcessor(own.tokenizer, self._info, ())
+        other.eos_token_ids = [*self.eos_token_ids, *sorted(ends)]
+        other._root = self._root
+        return other
 
     def process(
         self,
@@ -134,13 +144,15 @@ class InputProcessor:
             raise InvalidRequestError(
                 f"lora_request must be a LoRARequest or a LoRAMix, got {shown(lora)}", param="lora_request"
             )
-        parsed = self.parse_prompt(prompt)
+        # An adapter may have more tokens than the model; the engine knows how many.
+        num_ids = self._info.vocab_size if lora is None else MAX_TOKEN_IDS
+        parsed = self.parse_prompt(prompt, num_ids)
         if params is None or isinstance(params, Defaults):
             params = SamplingParams(**({} if params is None else params.fields))
             params.max_tokens = min(params.max_tokens or 1, self._info.max_model_len - len(parsed.token_ids))
-        resolved = self._resolve_params(params, len(parsed.token_ids))
+        resolved = self._resolve_params(params, len(parsed.token_ids), num_ids)
         cache_salt = cache_salt or parsed.cache_salt
-        num_shared = 0 if cache_salt else self.shared_prefixes.match(parsed.token_ids)
+        num_shared = 0 if cache_salt else self._root.shared_prefixes.match(parsed.token_ids)
         arrival_time = time.monotonic()
         n = resolved.n
         return [
@@ -163,8 +175,9 @@ class InputProcessor:
 
     # --- prompts --------------------------------------------------------------------------------------------------
 
-    def parse_prompt(self, prompt: Prompt) -> ParsedPrompt:
-        """Tokenize a prompt (a plain text gets the tokenizer's special tokens) and check its length and ids."""
+    def parse_prompt(self, prompt: Prompt, num_ids: int | None = None) -> ParsedPrompt:
+        """Tokenize a prompt (a plain text gets the tokenizer's special tokens) and check its length, and that ids are
+        below `num_ids`, by default those of the model."""
         text: Any = None
         token_ids: Any = None
         cache_salt: Any = ""
@@ -186,7 +199,7 @@ class InputProcessor:
             raise InvalidRequestError("a prompt's text must be a string", param="prompt")
         check_text("cache_salt", cache_salt, MAX_SALT_CHARS)
         ids = (
-            self._check_prompt_ids(token_ids)
+            self._check_prompt_ids(token_ids, num_ids or self._info.vocab_size)
             if token_ids is not None
             else self.encode(text or "", most=self._info.max_model_len)
         )
@@ -223,7 +236,7 @@ class InputProcessor:
         except (UnicodeError, TypeError) as error:  # lone surrogates
             raise InvalidRequestError(f"{param}: the text is not valid Unicode: {error}", param=param) from error
 
-    def _check_prompt_ids(self, token_ids: object) -> list[int]:
+    def _check_prompt_ids(self, token_ids: object, num_ids: int) -> list[int]:
         if not isinstance(token_ids, Iterable) or isinstance(token_ids, (str, bytes, bytearray, dict)):
             raise InvalidRequestError(f"a prompt must be text or token ids, got {shown(token_ids)}", param="prompt")
         if isinstance(token_ids, Sequence):
@@ -234,7 +247,7 @@ class InputProcessor:
         except TypeError as error:
             raise InvalidRequestError(f"prompt_token_ids must be integers: {error}", param="prompt") from error
         self._check_num_tokens(len(ids))
-        check_token_ids("prompt", ids, self._info.vocab_size)
+        check_token_ids("prompt", ids, num_ids)
         return ids
 
     # --- chat -----------------------------------------------------------------------------------------------------
@@ -247,7 +260,7 @@ class InputProcessor:
 
     # --- parameters -----------------------------------------------------------------------------------------------
 
-    def _resolve_params(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+    def _resolve_params(self, params: SamplingParams, num_prompt_tokens: int, num_ids: int) -> SamplingParams:
         """A copy of `params` with the limits filled in, checked against the model."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
@@ -274,7 +287,7 @@ class InputProcessor:
         )
         if resolved.structured_outputs is not None:
             resolved.structured_outputs.check()
-        check_params(resolved, self._info.vocab_size, self._info.max_logprobs)
+        check_params(resolved, self._info.vocab_size, self._info.max_logprobs, num_ids)
         return resolved
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:

@@ -16,7 +16,7 @@ from ..core.compat.foreign_options import take_foreign
 from ..core.compat.vllm_python import GENERATE
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, OutriderError, ShuttingDownError
-from ..core.messages import EngineInfo, EngineRequest, EngineStats
+from ..core.messages import EngineInfo, EngineStats
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import SamplingParams
 from .adapters.llm_adapters import LLMAdapters
@@ -36,7 +36,7 @@ from .kernel_configs import use_kernel_configs
 from .output_processor import OutputProcessor, RequestState
 from .pooling import SyncPoolingMethods
 from .progress import GenerationProgress
-from .request_maker import RequestMaker
+from .request_maker import Made, RequestMaker
 from .sampling_defaults import SamplingDefaults
 from .text.chat_template import ChatOptions
 
@@ -147,7 +147,7 @@ class LLM(SyncAdapterMethods, SyncPoolingMethods):
         loras = lora_of_each(lora_request, len(batch))
         columns = [for_each(name, options.get(name), len(batch), value) for name, value in _OPTION_DEFAULTS.items()]
         of_each = [dict(zip(_OPTION_DEFAULTS, row, strict=True)) for row in zip(*columns, strict=True)]
-        work: list[tuple[str, str | None, list[EngineRequest]]] = []
+        work: list[tuple[str, str | None, Made]] = []
         for prompt, one_params, lora, one_options in zip(batch, params, loras, of_each, strict=True):
             request_id = str(self._num_requests)
             self._num_requests += 1
@@ -155,8 +155,8 @@ class LLM(SyncAdapterMethods, SyncPoolingMethods):
             work.append((request_id, text_of(prompt), made.result()))
         states: list[RequestState] = []
         try:
-            for request_id, text, requests in work:
-                states.append(self._output_processor.add(request_id, requests, text))
+            for request_id, text, (requests, tokenizer) in work:
+                states.append(self._output_processor.add(request_id, requests, text, tokenizer))
                 for request in requests:
                     self._engine.add_request(request)
             with GenerationProgress(len(states), use_tqdm) as progress:

@@ -228,13 +228,17 @@ class OutputProcessor:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(self, request_id: str, requests: list[EngineRequest], prompt: str | None = None) -> RequestState:
-        """Expect deltas for the sequences that `InputProcessor.process` made of one request."""
+    def add(
+        self, request_id: str, requests: list[EngineRequest], prompt: str | None = None, tokenizer: Any = None
+    ) -> RequestState:
+        """Expect deltas for the sequences that `InputProcessor.process` made of one request. `tokenizer`: None for the
+        model's."""
+        tokenizer = self._tokenizer if tokenizer is None else tokenizer
         taken = [request.request_id for request in requests if request.request_id in self._sequences]
         if taken or request_id in self._requests:
             raise InvalidRequestError(f"request_id {request_id!r} is already running", param="request_id")
-        sequences = [SequenceState(index, request, self._tokenizer) for index, request in enumerate(requests)]
-        state = RequestState(request_id, sequences, requests[0], prompt, self._tokenizer)
+        sequences = [SequenceState(index, request, tokenizer) for index, request in enumerate(requests)]
+        state = RequestState(request_id, sequences, requests[0], prompt, tokenizer)
         self._requests[request_id] = state
         for sequence in sequences:
             self._sequences[sequence.request_id] = (state, sequence)

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...models.checkpoint.json_files import read_json
+from ..core.compat.foreign_options import take_foreign
+from ..core.compat.vllm_python import GENERATE
 from ..core.errors import InvalidRequestError, NotFoundError, OutriderError
 from ..core.messages import EngineInfo
 from ..core.outputs import RequestOutput
 from ..core.pooling import EmbeddingOutput, PoolingOutput, PoolingParams, PoolingRequestOutput, ScoringOutput
 from ..core.sampling_params import SamplingParams
 from .adapters.spelling import AnyLoRA, for_each
-from .input_processor import Prompt, as_prompts
+from .input_processor import Prompt, RequestOptions, as_prompts
 
 _FILE = Path("1_Pooling") / "config.json"
 _MODES = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls"}
@@ -62,6 +64,11 @@ def _result(output: RequestOutput, value: Any) -> PoolingRequestOutput[Any]:
     return PoolingRequestOutput(output.request_id, value, output.prompt_token_ids, output.num_cached_tokens)
 
 
+def _take_options(who: str, options: dict[str, Any]) -> None:
+    """Check further options under the name of the method that was called; see `take_foreign`."""
+    take_foreign(who, options, GENERATE, RequestOptions.__annotations__)
+
+
 def _check_task(task: str) -> None:
     if task != "embed":
         raise InvalidRequestError(f"pooling_task must be 'embed', got {task!r}", param="pooling_task")
@@ -81,13 +88,17 @@ def _pairs(text_1: Prompt | Sequence[Prompt], text_2: Prompt | Sequence[Prompt])
     return first, second
 
 
+def cosine(a: Sequence[float], b: Sequence[float]) -> float:
+    """Cosine of two vectors; 0 where one is zero."""
+    lengths = math.hypot(*a) * math.hypot(*b)
+    return math.fsum(x * y for x, y in zip(a, b, strict=True)) / (lengths or 1.0)
+
+
 def _score(
     params: PoolingParams | None, first: RequestOutput, second: RequestOutput
 ) -> PoolingRequestOutput[ScoringOutput]:
-    a, b = _vector(params, first), _vector(params, second)
-    lengths = math.hypot(*a) * math.hypot(*b)
-    cosine = math.fsum(x * y for x, y in zip(a, b, strict=True)) / (lengths or 1.0)
-    result: PoolingRequestOutput[ScoringOutput] = _result(first, ScoringOutput(cosine))
+    similarity = cosine(_vector(params, first), _vector(params, second))
+    result: PoolingRequestOutput[ScoringOutput] = _result(first, ScoringOutput(similarity))
     result.prompt_token_ids = [*first.prompt_token_ids, *second.prompt_token_ids]
     return result
 
@@ -115,7 +126,7 @@ class SyncPoolingMethods:
         Prompts, adapters and options are as in `generate`, and so are errors; a wrong field of the parameters is named
         in `param`.
         """
-        outputs, params = self._pooled(prompts, pooling_params, lora_request, use_tqdm, options)
+        outputs, params = self._pooled("embed", prompts, pooling_params, lora_request, use_tqdm, options)
         return [
             _result(output, EmbeddingOutput(_vector(one, output))) for output, one in zip(outputs, params, strict=True)
         ]
@@ -131,7 +142,7 @@ class SyncPoolingMethods:
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Pooled hidden states as they are, of any length; the rest is as in `embed`."""
         _check_task(pooling_task)
-        outputs, params = self._pooled(prompts, pooling_params, lora_request, use_tqdm, options)
+        outputs, params = self._pooled("encode", prompts, pooling_params, lora_request, use_tqdm, options)
         return [
             _result(output, PoolingOutput(_vector(one, output, normalize=False)))
             for output, one in zip(outputs, params, strict=True)
@@ -148,13 +159,14 @@ class SyncPoolingMethods:
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """Cosine similarity of pairs of texts: one with each of many, or lists of one length pair by pair."""
         first, second = _pairs(text_1, text_2)
-        outputs, _ = self._pooled([*first, *second], pooling_params, lora_request, use_tqdm, options)
+        outputs, _ = self._pooled("score", [*first, *second], pooling_params, lora_request, use_tqdm, options)
         halves = outputs[: len(first)], outputs[len(first) :]
         return [_score(pooling_params, *pair) for pair in zip(*halves, strict=True)]
 
     def _pooled(
-        self, prompts: Any, params: Any, lora: Any, use_tqdm: Any, options: dict[str, Any]
+        self, method: str, prompts: Any, params: Any, lora: Any, use_tqdm: Any, options: dict[str, Any]
     ) -> tuple[list[RequestOutput], list[PoolingParams | None]]:
+        _take_options(f"LLM.{method}()", options)
         batch = as_prompts(prompts)
         of_each: list[PoolingParams | None] = for_each("pooling_params", params, len(batch), None)
         sampling = [_sampling(self, one) for one in of_each]
@@ -182,6 +194,7 @@ class AsyncPoolingMethods:
         **options: Any,
     ) -> PoolingRequestOutput[EmbeddingOutput]:
         """Embedding of a prompt; see `LLM.embed`."""
+        _take_options("AsyncLLM.embed()", options)
         output = await self._pooled(prompt, pooling_params, request_id, lora_request, options)
         return _result(output, EmbeddingOutput(_vector(pooling_params, output)))
 
@@ -197,6 +210,7 @@ class AsyncPoolingMethods:
     ) -> PoolingRequestOutput[PoolingOutput]:
         """Pooled hidden states of a prompt; see `LLM.encode`."""
         _check_task(pooling_task)
+        _take_options("AsyncLLM.encode()", options)
         output = await self._pooled(prompt, pooling_params, request_id, lora_request, options)
         return _result(output, PoolingOutput(_vector(pooling_params, output, normalize=False)))
 
@@ -211,6 +225,7 @@ class AsyncPoolingMethods:
         """Cosine similarity of pairs of texts; see `LLM.score`."""
         first, second = _pairs(text_1, text_2)
         texts = (*first, *second)
+        _take_options("AsyncLLM.score()", options)
         tasks = [
             asyncio.ensure_future(self._pooled(text, pooling_params, None, lora_request, options)) for text in texts
         ]

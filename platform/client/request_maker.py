@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
+from weakref import WeakKeyDictionary
 
 from ..core.lora_request import LoRA, LoRARequest
 from ..core.messages import EngineRequest
@@ -15,8 +16,18 @@ from .adapters.spelling import AnyLoRA, resolve_lora
 from .input_processor import Defaults, InputProcessor, Prompt, RequestOptions, is_long
 from .sampling_defaults import SamplingDefaults
 from .text.adapter_templates import adapter_chat_template
+from .text.adapter_tokenizers import AdapterTokenizers
 from .text.chat_template import ChatOptions
 from .waiting import Waits, answer, waits
+
+
+class Made(NamedTuple):
+    """One request for the engine."""
+
+    requests: list[EngineRequest]
+    """Its sequences."""
+    tokenizer: Any
+    """Tokenizer of its texts: the model's, or its adapter's."""
 
 
 class RequestMaker:
@@ -36,6 +47,8 @@ class RequestMaker:
         self._defaults = defaults
         # Threads that check long requests in Python: an event loop waits its turn behind each that runs.
         self._checkers = ThreadPoolExecutor(2, "check-request")
+        self._tokenizers = AdapterTokenizers(input_processor.tokenizer)
+        self._processors: WeakKeyDictionary[Any, InputProcessor] = WeakKeyDictionary()  # of adapters, by tokenizer
 
     @waits
     def make(
@@ -46,14 +59,33 @@ class RequestMaker:
         request_id: str,
         lora_request: AnyLoRA | None,
         **options: Unpack[RequestOptions],
-    ) -> Waits[list[EngineRequest]]:
-        """The sequences of one request; errors as of `InputProcessor.process` and `AdapterSources.localize`."""
+    ) -> Waits[Made]:
+        """One request; errors as of `InputProcessor.process`, `AdapterSources.localize` and `processor_of`."""
         lora = yield from self._localized(lora_request)
         chosen = params if params is not None else Defaults((yield from self._defaults.of(lora)))
-        process = functools.partial(self.input_processor.process, request_id, prompt, chosen, lora=lora, **options)
+        processor = yield from self.processor_of(lora)
+        process = functools.partial(processor.process, request_id, prompt, chosen, lora=lora, **options)
         if is_long(prompt, params):
-            return (yield from answer(self._checkers.submit(process)))
-        return process()
+            return Made((yield from answer(self._checkers.submit(process))), processor.tokenizer)
+        return Made(process(), processor.tokenizer)
+
+    @waits
+    def processor_of(self, lora_request: AnyLoRA | None) -> Waits[InputProcessor]:
+        """The processor of an adapter's texts: its folder may hold a tokenizer. A weighted sum has the model's.
+
+        Raises:
+            AdapterError: the adapter's tokenizer cannot be read.
+        """
+        lora = yield from self._localized(lora_request)
+        if not isinstance(lora, LoRARequest):
+            return self.input_processor
+        read = functools.partial(self._tokenizers.read, lora.path)
+        own = yield from self._sources.look("tokenizer", lora.path, read)
+        if own is None:
+            return self.input_processor
+        if own.tokenizer not in self._processors:
+            self._processors[own.tokenizer] = self.input_processor.with_tokenizer(own)
+        return self._processors[own.tokenizer]
 
     @waits
     def chat_prompt(
@@ -64,11 +96,12 @@ class RequestMaker:
         Raises:
             InvalidRequestError: the template refuses the messages. AdapterError: the adapter's cannot be read.
         """
-        lora = (yield from self._localized(lora_request)) if options.get("chat_template") is None else None
+        lora = yield from self._localized(lora_request)
+        processor = yield from self.processor_of(lora)
 
         def render() -> Prompt:
             template = options.get("chat_template") or adapter_chat_template(lora)
-            return self.input_processor.chat_prompt(messages, {**options, "chat_template": template})
+            return processor.chat_prompt(messages, {**options, "chat_template": template})
 
         return (yield from answer(self._checkers.submit(render)))
 

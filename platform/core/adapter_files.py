@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable
 
 CONFIG_FILE = "adapter_config.json"
-WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapters.safetensors")
+"""Weights files, the first that exists is read. The last one is mlx-lm's."""
 ADAPTER_FILES = (CONFIG_FILE, *WEIGHT_FILES)
 """Files of a folder that are read: the configuration, and the first weights file that exists."""
 _PIECE = 1 << 18

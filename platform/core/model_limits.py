@@ -13,12 +13,15 @@ token."""
 MAX_BAD_WORD_TOKENS_X_N = 1 << 19
 """Largest number of tokens in the bad words, counted once for each sequence of a request: each is sent to the engine
 with them."""
+MAX_TOKEN_IDS = 1 << 31
+"""Bound of all token ids, whatever the vocabulary."""
 MAX_ALLOWED = 1 << 21
 """Largest number of allowed tokens, counted once for each sequence: a step looks at all of them."""
 
 
-def check_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None:
-    """Refuse parameters that a model cannot serve. Pure.
+def check_params(params: SamplingParams, vocab_size: int, max_logprobs: int, num_token_ids: int | None = None) -> None:
+    """Refuse parameters that a model cannot serve. Pure. `num_token_ids`: bound of token ids, where an adapter may have
+    more than the model's.
 
     `bad_words_token_ids` count as `bad_words`, which they are made from.
 
@@ -38,8 +41,6 @@ def check_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> 
             raise InvalidRequestError(
                 f"{name} is {value}{meaning}, above the engine's max_logprobs {max_logprobs}", param=name
             )
-    check_token_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
-    check_token_ids("logit_bias", params.logit_bias or (), vocab_size)
     allowed = params.allowed_token_ids or ()
     if len(allowed) > vocab_size:
         raise InvalidRequestError(
@@ -47,13 +48,21 @@ def check_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> 
             param="allowed_token_ids",
         )
     _check_total("allowed_token_ids", len(allowed), params.n, MAX_ALLOWED)
-    check_token_ids("allowed_token_ids", allowed, vocab_size)
     num_tokens = sum(map(len, params.bad_words_token_ids))
     _check_total("bad_words", num_tokens, 1, MAX_BAD_WORD_TOKENS)
     _check_total("bad_words", num_tokens, params.n, MAX_BAD_WORD_TOKENS_X_N)
     for word in params.bad_words_token_ids:
         if not word:
             raise InvalidRequestError("bad_words: a word has no tokens", param="bad_words")
+    check_tokens_of(params, vocab_size if num_token_ids is None else num_token_ids)
+
+
+def check_tokens_of(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse (InvalidRequestError) parameters with a token id that is not below `vocab_size`."""
+    check_token_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
+    check_token_ids("logit_bias", params.logit_bias or (), vocab_size)
+    check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    for word in params.bad_words_token_ids:
         check_token_ids("bad_words", word, vocab_size)
 
 

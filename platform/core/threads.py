@@ -2,13 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 LARGE_WEIGHTS = 32 << 20
 """Bytes of weights from which a model's steps are so long that every core should compute them."""
 
 _left_free = False
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Number of cores that this process may use: those of its affinity, and no more than its cgroups' quota, rounded
+    up. `root` is the folder of /proc and /sys."""
+    quotas = [quota for folder in _cgroup_folders(root) if (quota := _quota(folder)) is not None]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([cores, *map(math.ceil, quotas)]))
+
+
+def _cgroup_folders(root: Path) -> Iterator[Path]:
+    """Folders of the groups that limit this process's time: its own and all above it. A container may not see the
+    names of its own group, but sees its folder as the top one."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup"
+        for mount in (top / controllers, top / "cpu") if controllers else (top, top / "unified"):
+            place = mount / path.lstrip("/")
+            yield from (mount, *(folder for folder in (place, *place.parents) if mount in folder.parents))
+
+
+def _quota(folder: Path) -> float | None:
+    """Processors' worth of time that a group may use, from files of either version of cgroups; None: all."""
+    with contextlib.suppress(OSError, ValueError):
+        limit, period = (folder / "cpu.max").read_text().split()
+        return None if limit == "max" else int(limit) / int(period)
+    with contextlib.suppress(OSError, ValueError):
+        limit = (folder / "cpu.cfs_quota_us").read_text()
+        return int(limit) / int((folder / "cpu.cfs_period_us").read_text()) if int(limit) > 0 else None
+    return None
 
 
 def leave_a_core_free() -> None:
@@ -22,15 +62,18 @@ def leave_a_core_free() -> None:
     global _left_free
     if "OMP_NUM_THREADS" not in os.environ:
         _left_free = True
-        os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) - 1))
+        os.environ["OMP_NUM_THREADS"] = str(max(1, usable_cores() - 1))
 
 
-def threads_for(weight_bytes: int) -> int | None:
-    """Number of threads for a model of `weight_bytes`; None to leave it unchanged.
+def threads_for(weight_bytes: int, current: int) -> int:
+    """Number of threads for a model of `weight_bytes`, where `current` would compute.
 
     A larger model's regions are long against such waits, so it also takes the core that `leave_a_core_free` has left.
+    A number that the user has set stays; the default is at most `usable_cores`, for torch does not know of quotas.
     """
-    return len(os.sched_getaffinity(0)) if _left_free and weight_bytes >= LARGE_WEIGHTS else None
+    if _left_free:
+        return usable_cores() if weight_bytes >= LARGE_WEIGHTS else current
+    return current if "OMP_NUM_THREADS" in os.environ else min(current, usable_cores())
 
 
 def beside_a_server() -> bool:

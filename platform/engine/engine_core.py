@@ -11,7 +11,7 @@ from ...models.model import LanguageModel
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, InvalidUserInputError, OverloadedError, PromptTooLongError
 from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo, EngineRequest, EngineStats, TokenDelta
-from ..core.model_limits import check_params, check_token_ids
+from ..core.model_limits import MAX_TOKEN_IDS, check_params, check_token_ids
 from ..core.request import Request
 from ..core.sampling_params import check_number, check_text
 from .adapters import EngineAdapters
@@ -145,9 +145,11 @@ class EngineCore:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         if length + (not request.params.only_scores) > limit:
             raise PromptTooLongError.of(limit, length, param="prompt")
-        check_token_ids("prompt", request.prompt_token_ids, self.info.vocab_size)
-        check_token_ids("eos_token_ids", request.eos_token_ids, self.info.vocab_size)
-        check_params(request.params, self.info.vocab_size, self.info.max_logprobs)
+        # An adapter may have more tokens; `Vocabularies` checks them when it has been read.
+        num_ids = self.info.vocab_size if request.lora is None else MAX_TOKEN_IDS
+        check_token_ids("prompt", request.prompt_token_ids, num_ids)
+        check_token_ids("eos_token_ids", request.eos_token_ids, num_ids)
+        check_params(request.params, self.info.vocab_size, self.info.max_logprobs, num_ids)
         check_text("tenant", request.tenant)
         check_number("weight", request.weight, 1 / MAX_TENANT_WEIGHT, MAX_TENANT_WEIGHT)
         check_text("cache_salt", request.cache_salt)

@@ -11,6 +11,7 @@ from typing import Any
 from ...lora.registry.catalog import AdapterStats
 from ..core.errors import InvalidRequestError, NotFoundError
 from ..core.messages import AdapterInfo
+from ..core.model_limits import check_token_ids, check_tokens_of
 from ..core.request import Request
 from .queue.gates import Gate
 
@@ -45,6 +46,10 @@ class NoAdapters(Gate):
     def namespace(self, request: Request) -> bytes:
         """The base model's."""
         return b""
+
+    def vocab_size(self, request: Request) -> int:
+        """No adapter has tokens of its own."""
+        return 0
 
     @property
     def catalog(self) -> NoAdapters:
@@ -113,4 +118,37 @@ class PrefixNamespaces(Gate):
         if (namespace, activation) != (request.namespace, request.activation):
             request.namespace, request.shared_namespace, request.activation = namespace, adapter, activation
             request.block_hashes.clear()
+        return None
+
+
+class Vocabularies(Gate):
+    """Checks the token ids of adapters' requests when they are admitted: only then is known how many tokens the adapter
+    has. Listed after the adapters' gate."""
+
+    def __init__(self, size: int, adapter_size: Callable[[Request], int], *, drafts_with_weights: bool) -> None:
+        """`size` is the base model's number of tokens, and `adapter_size` returns that of an admitted request's adapter
+        or 0. A drafter with weights knows the base model's tokens alone."""
+        self._size = size
+        self._adapter_size = adapter_size
+        self._drafts_with_weights = drafts_with_weights
+
+    def admit(self, request: Request) -> str | None:
+        """Refuse (InvalidRequestError) ids that the adapter does not have, and grammars where it has more. A drafter
+        that does not know the adapter's tokens drafts nothing then."""
+        if request.lora is None:
+            return None
+        size = max(self._size, self._adapter_size(request))
+        check_token_ids("prompt", request.tokens[: request.num_prompt_tokens], size)
+        if any(token >= size for token in request.eos_token_ids):
+            # A tokenizer may name end tokens that the model cannot say; edits of the logits know them otherwise.
+            request.eos_token_ids, request.edit_state = frozenset(t for t in request.eos_token_ids if t < size), None
+        check_tokens_of(request.params, size)
+        if size > self._size and request.params.structured_outputs is not None:
+            raise InvalidRequestError(
+                f"structured_outputs are not served with adapter {request.lora.name!r}, which adds tokens to the "
+                "vocabulary: grammars know the model's tokens",
+                param="structured_outputs",
+            )
+        if size > self._size and self._drafts_with_weights and request.params.max_drafts != 0:
+            request.params = request.params.clone(speculative=0)
         return None

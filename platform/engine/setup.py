@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...kernels.threads import use_pool
 from ...lora.device.sites import AdapterHooks
 from ...lora.manager import AdapterManager
 from ...lora.reader import reader_client
@@ -29,13 +30,14 @@ from ...models.implementation import implementation_of
 from ...models.model import LanguageModel
 from ...models.pass_graphs import PassGraphs
 from ...spec_decode.control.factory import Speculation, make_speculation
+from ...spec_decode.drafters.base import Drafter
 from ...spec_decode.drafters.factory import DrafterContext, draft_kv_bytes_per_token
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
 from ..core.speculative_config import parse_speculative
 from ..core.threads import LARGE_WEIGHTS, beside_a_server, threads_for
-from .features import NoAdapters, PrefixNamespaces
+from .features import NoAdapters, PrefixNamespaces, Vocabularies
 from .hardware import find_hardware
 from .memory.block_pool import BlockPool
 from .memory.prefix_cache import PrefixCache
@@ -104,8 +106,13 @@ def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
         )
     )
     grammars = Grammars(partial(_load_tokenizer, args, path), model.config.vocab_size)
-    namespaces = PrefixNamespaces(adapters.namespace, model.rope.short_context)
-    scheduler = _make_scheduler(config, speculation, [adapters, grammars, namespaces])
+    gates = [
+        adapters,
+        Vocabularies(model.config.vocab_size, adapters.vocab_size, drafts_with_weights=_has_weights(drafter)),
+        grammars,
+        PrefixNamespaces(adapters.namespace, model.rope.short_context),
+    ]
+    scheduler = _make_scheduler(config, speculation, gates)
     _warm_up(config, scheduler, runner, speculation, adapters, model)
     if beside_a_server() and _has_long_steps(config, model):
         adapters.start_reader()
@@ -149,9 +156,10 @@ def _resolve(args: EngineArgs, path: Path) -> EngineConfig:
 def _choose_threads(model: LanguageModel, dtype: torch.dtype) -> None:
     """Before anything is timed or packed for a number of threads."""
     if model.device.type == "cpu":
-        count = threads_for(_weight_bytes(model, dtype))
-        if count is not None:
+        count = threads_for(_weight_bytes(model, dtype), torch.get_num_threads())
+        if count != torch.get_num_threads():
             torch.set_num_threads(count)
+        use_pool(all(linear.packed.fuses_adapters for linear in model.linears()))  # the products are native
 
 
 def _weight_bytes(model: LanguageModel, dtype: torch.dtype) -> int:
@@ -271,6 +279,11 @@ def _make_sampler(config: EngineConfig) -> Sampler:
         always_invariant=config.speculative.rejection_sample_method == "invariant",
         synthetic_rates=config.speculative.synthetic_acceptance_rates,
     )
+
+
+def _has_weights(drafter: Drafter) -> bool:
+    needs = drafter.needs
+    return bool(needs.linears or needs.kv_layers)
 
 
 def _make_scheduler(

@@ -17,6 +17,7 @@ from ..client.text.adapter_templates import adapter_chat_template
 from ..core.adapter_names import split_engine_name
 from ..core.errors import EngineDeadError, InvalidRequestError, OutriderError, PermissionDeniedError, ShuttingDownError
 from ..core.lora_request import LoRA
+from ..core.model_limits import MAX_TOKEN_IDS
 from ..tenancy.accounts.principal import Principal
 from ..tenancy.limits.queue_bound import Bounds, QueueBound
 from .adapters.database_sync import AdapterSync, PrefixSync
@@ -34,6 +35,7 @@ from .server_config import ServerConfig
 
 if TYPE_CHECKING:
     from ..client.async_llm import AsyncLLM
+    from ..client.input_processor import InputProcessor
     from ..core.messages import EngineStats
     from ..tenancy.service import Tenancy
     from .observe.tracing import RequestTracer
@@ -150,13 +152,16 @@ class Serving:
         if state != "ready":
             raise EngineUnavailableError(f"The engine is {state}; try again in a moment")
 
-    async def prompts(self, prompts: list[str | list[int]], *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of prompts, all of them checked.
+    async def prompts(
+        self, prompts: list[str | list[int]], *, add_special_tokens: bool, lora: LoRA | None = None
+    ) -> list[list[int]]:
+        """Token ids of prompts for an adapter, all of them checked.
 
         Raises:
             InvalidRequestError: a prompt is empty, too long (PromptTooLongError) or has ids outside the vocabulary.
         """
-        processor, most = self.llm.input_processor, self.llm.info.max_model_len
+        processor, most = await self.llm.processor_of(lora), self.llm.info.max_model_len
+        num_ids = self.llm.info.vocab_size if lora is None else MAX_TOKEN_IDS
 
         def parse() -> list[list[int]]:
             parsed = [
@@ -165,17 +170,17 @@ class Serving:
                 else prompt
                 for prompt in prompts
             ]
-            return [processor.parse_prompt(prompt).token_ids for prompt in parsed]
+            return [processor.parse_prompt(prompt, num_ids).token_ids for prompt in parsed]
 
         return await self._beside(sum(map(len, prompts)) + len(prompts) * _PIECE_CHARS, parse)
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`, which may be longer than a prompt.
+    async def encode(self, text: str, *, add_special_tokens: bool, lora: LoRA | None = None) -> list[int]:
+        """Token ids of `text` for an adapter, which may be longer than a prompt.
 
         Raises:
             PromptTooLongError: it is far longer.
         """
-        processor, most = self.llm.input_processor, max(MAX_TOKENIZED, self.llm.info.max_model_len)
+        processor, most = await self.llm.processor_of(lora), max(MAX_TOKENIZED, self.llm.info.max_model_len)
         return await self._beside(
             len(text), lambda: processor.encode(text, add_special_tokens=add_special_tokens, most=most)
         )
@@ -209,20 +214,27 @@ class Serving:
         if template is None and lora is not None and self._trusts_template(lora):
             template = await asyncio.to_thread(adapter_chat_template, await self.llm.sources.localize(lora))
         size = num_chars(messages) + len(messages) * _PIECE_CHARS
-        return await self._beside(size, lambda: self._chat_prompt(messages, request, template))
+        processor = await self.llm.processor_of(lora)
+        return await self._beside(size, lambda: self._chat_prompt(processor, messages, request, template))
 
     def _trusts_template(self, lora: LoRA) -> bool:
         """True when those who run the server brought the adapter: a template is a program that can loop."""
         return self.config.trust_request_chat_template or not split_engine_name(lora.name)[0]
 
-    def _chat_prompt(self, messages: list[dict[str, Any]], request: TemplateFields, template: str | None) -> list[int]:
+    def _chat_prompt(
+        self,
+        processor: InputProcessor,
+        messages: list[dict[str, Any]],
+        request: TemplateFields,
+        template: str | None,
+    ) -> list[int]:
         variables = {**self.config.chat_template_kwargs, **(request.chat_template_kwargs or {})}
         if request.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", request.reasoning_effort)
             variables.setdefault("enable_thinking", request.reasoning_effort != "none")
         continue_final = bool(request.continue_final_message)
         generation = request.add_generation_prompt
-        rendered = self.llm.input_processor.chat_prompt(
+        rendered = processor.chat_prompt(
             messages,
             {
                 "add_generation_prompt": not continue_final if generation is None else generation,
@@ -239,7 +251,7 @@ class Serving:
                     param=f"tools[{index}]",
                 )
         if request.add_special_tokens:
-            return self.llm.input_processor.encode(rendered["prompt"], most=self.llm.info.max_model_len)
+            return processor.encode(rendered["prompt"], most=self.llm.info.max_model_len)
         return list(rendered["prompt_token_ids"])
 
 

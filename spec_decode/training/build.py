@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...models.checkpoint.gguf_file import is_gguf
 from ...models.checkpoint.json_files import read_json
 from ...models.checkpoint.loader import resolve_model_path
 from ...models.layers.weights import WeightSlot
@@ -122,11 +123,14 @@ class StoredHead(NamedTuple):
 
 
 def read_head(options: TrainOptions) -> StoredHead | None:
-    """The head that --draft names; None when it is a model of its own: heads have `fc`.
+    """The head that --draft names; None when it is a model of its own: heads have `fc`,
+    and are no GGUF files.
 
     Raises:
         NotFoundError, InvalidRequestError: files are missing or damaged, or do not fit the target.
     """
+    if is_gguf(options.draft or ""):
+        return None
     with _errors_name_draft():
         folder = resolve_model_path(options.draft or "", draft=True)
         tensors = head_tensors(folder)

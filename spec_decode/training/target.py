@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...models.checkpoint.gguf_file import is_gguf
+from ...models.checkpoint.gguf_reader import open_gguf
 from ...models.checkpoint.json_files import read_json, read_model_config
 from ...models.checkpoint.loader import resolve_model_path
 from ...models.config import DecoderConfig, config_from_hf
@@ -95,13 +97,22 @@ def load_causal_lm(path: str, dtype: torch.dtype, device: torch.device, option: 
     """
     from transformers import AutoModelForCausalLM
 
-    folder = resolve_model_path(path)
+    found = resolve_model_path(path)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        folder, options = (found.parent, _gguf_options(found)) if is_gguf(found) else (found, {})
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
     except Exception as error:  # broken files raise whatever the libraries run into
         message = f"--{option} {path}: transformers cannot load it: {reason(error)}"
         raise UnsupportedModelError(message, param=option) from error
     return model.to(device).eval().requires_grad_(False)
+
+
+def _gguf_options(file: Path) -> dict[str, Any]:
+    from transformers import GgufConfig
+
+    if open_gguf(file, tensors=False).is_split:  # transformers would read the first part, and draw the other weights
+        raise UnsupportedModelError("it is one of several parts; llama.cpp's gguf-split --merge joins them")
+    return {"gguf_file": file.name, "quantization_config": GgufConfig(dequantize=True)}
 
 
 class Target:

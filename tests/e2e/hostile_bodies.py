@@ -2,6 +2,7 @@
 right and wrong in type."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
@@ -163,16 +164,26 @@ def values_of(name: str, schema: dict[str, Any], turn: int) -> dict[str, bytes]:
 
 def cases(document: dict[str, Any]) -> Iterator[list[Case]]:
     """The cases of each field, and of each route as a whole. A body beyond its bounds ends before its fields are known:
-    one field of each route stands for all."""
-    for path, operations in document["paths"].items():
-        for method, operation in operations.items():
-            if "application/json" not in operation.get("requestBody", {}).get("content", {}):
-                continue
-            where = path.replace("{name}", "acme").replace("{key_id}", "none")
-            for index, (place, schema) in enumerate(places(schema_of(operation))):
-                values = values_of(next(name for name in reversed(place) if name != "[]"), schema, index)
-                if index == 0:
-                    values |= {f"most {kind}": value for kind, value in most_values().items()}
-                bodies = {kind: body_with(value, place, SMALL.get(path, {})) for kind, value in values.items()}
-                yield [Case(method.upper(), where, f"{'.'.join(place)}: {kind}", body) for kind, body in bodies.items()]
-            yield [Case(method.upper(), where, *whole) for whole in list(huge_bodies().items())[len(path) % 2 :: 2]]
+    one field of each route stands for all. Routes that share a field, as chat and completions do, share its values:
+    each gets at least one of them, and together they get all."""
+    routes = [
+        (method.upper(), path, list(places(schema_of(operation))))
+        for path, operations in document["paths"].items()
+        for method, operation in operations.items()
+        if "application/json" in operation.get("requestBody", {}).get("content", {})
+    ]
+    shared = Counter(json.dumps(field) for _, _, fields in routes for field in fields)
+    seen: Counter[str] = Counter()
+    for method, path, fields in routes:
+        where = path.replace("{name}", "acme").replace("{key_id}", "none")
+        for index, (place, schema) in enumerate(fields):
+            values = list(values_of(next(name for name in reversed(place) if name != "[]"), schema, index).items())
+            key = json.dumps((place, schema))
+            parts = min(shared[key], len(values))
+            values = values[seen[key] % parts :: parts]
+            seen[key] += 1
+            if index == 0:
+                values += [(f"most {kind}", value) for kind, value in most_values().items()]
+            bodies = [(kind, body_with(value, place, SMALL.get(path, {}))) for kind, value in values]
+            yield [Case(method, where, f"{'.'.join(place)}: {kind}", body) for kind, body in bodies]
+        yield [Case(method, where, *whole) for whole in list(huge_bodies().items())[len(path) % 2 :: 2]]

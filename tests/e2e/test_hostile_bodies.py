@@ -84,8 +84,9 @@ class Victim:
 
 
 @pytest.fixture(scope="module")
-def victim(start_server, fixed_drafts, tmp_path_factory) -> Victim:
-    """With a small KV cache that has been filled: the system counts its pages when they are first written."""
+def victim(start_server, fixed_drafts, tmp_path_factory) -> Iterator[Victim]:
+    """With a small KV cache that has been filled: the system counts its pages when they are first written. It ends with
+    the module: a probed event loop never rests."""
     database = tmp_path_factory.mktemp("hostile") / "outrider.db"
     options = ("--database", f"sqlite:///{database}", "--admin-api-key", KEY, "--log-level", "error")
     options += ("--num-gpu-blocks-override", "512")
@@ -93,7 +94,8 @@ def victim(start_server, fixed_drafts, tmp_path_factory) -> Victim:
     victim = Victim(server)
     filling = {"prompt": [[token] * 2000 for token in range(5, 9)], "max_tokens": 8}
     assert victim.send("POST", "/v1/completions", json.dumps(filling).encode())[0] == 200
-    return victim
+    yield victim
+    server.stop()
 
 
 def problem_of(answer: Answer, status: int) -> str:

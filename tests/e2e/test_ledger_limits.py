@@ -1,6 +1,5 @@
 """Limits and the ledger with a real engine, as the openai client and the database see them."""
 
-import contextlib
 import signal
 
 import openai
@@ -54,7 +53,7 @@ def keys(accounts) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def server(start_server, accounts, keys, fixed_drafts):
     url = accounts.database.url.render_as_string(hide_password=False)
-    server = start_server("--database", url, "--shutdown-timeout", "1", *fixed_drafts)
+    server = start_server("--database", url, "--shutdown-timeout", "0", *fixed_drafts)
     yield server
     server.stop()
 
@@ -134,13 +133,19 @@ def test_a_shutdown_that_does_not_wait_accounts_for_what_it_cuts(server, keys, a
     streams = [client.completions.create(**body, max_tokens=450) for _ in range(8)]
     ids = {next(iter(stream)).id for stream in streams}
     server.process.send_signal(signal.SIGTERM)
+    errors = []
     for stream in streams:
-        with stream, contextlib.suppress(openai.APIError):
-            for _ in stream:
-                pass
+        try:
+            with stream:
+                for _ in stream:
+                    pass
+        except openai.APIError as error:
+            errors.append(error.body["type"])
     assert server.process.wait(60) == 0
+    assert set(errors) == {"ShuttingDownError"}
     rows = [row for row in accounts.rows("free") if row.request_id in ids]
     assert len(rows) == 8
+    assert [row.status for row in rows].count("error") == len(errors)
     for row in rows:
         assert (row.status, row.error_type) in (("error", "ShuttingDownError"), ("length", ""))
         assert row.output_tokens > 0

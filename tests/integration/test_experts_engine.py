@@ -23,14 +23,14 @@ class Served:
         self.folder, adapter = str(root / "base"), str(root / "adapter")
         base = build(family)
         base.save_pretrained(self.folder)
-        options = {"target_modules": ["q_proj"], "target_parameters": family.parameters, "init_lora_weights": False}
+        options = {"target_modules": ["o_proj"], "target_parameters": family.parameters, "init_lora_weights": False}
         get_peft_model(base, LoraConfig(r=3, lora_alpha=2, **options)).save_pretrained(adapter)
         tokens = torch.randint(3, 131, (60,)).tolist()
         prompts = [tokens, tokens[:40] + [5, 6, 7] * 5, [9, 8, 7] * 6, tokens[:1]]
         self.jobs = [(p, GREEDY, which) for p in prompts for which in (None, LoRARequest("a", path=adapter))]
 
 
-@pytest.fixture(scope="module", params=["mixtral", "qwen3-moe"])
+@pytest.fixture(scope="module", params=["mixtral", "qwen3-moe", "gpt-oss", "deepseek3"])
 def served(request, tmp_path_factory) -> Served:
     return Served(tmp_path_factory.mktemp(request.param), FAMILIES[request.param])
 

@@ -12,7 +12,7 @@ from outrider.platform.core.errors import InvalidRequestError, PromptTooLongErro
 from outrider.platform.core.messages import EngineRequest
 
 VOCAB = 160
-NO_TOKEN = "the sampling parameters leave no token to choose"
+NO_TOKEN = "the sampling parameters ({}) leave no token to choose"
 MANNERS = {
     "greedy": {"temperature": 0},
     "seeded": {"temperature": 1.0, "seed": 3},
@@ -52,7 +52,8 @@ def test_a_row_that_is_emptied_ends_the_text_where_it_does_without_drafts(models
     jobs = [([5] * 6, p) for p in params] + [([5, 9], params[0])]
     want = [outcome(got) for got in run(make_engine(), jobs)]
     assert [w[0] for w in want[:2]] == [[5, 5], [5, 5]]
-    assert (want[0][2].message, want[0][2].param, want[0][2].type) == (NO_TOKEN, "allowed_token_ids", "BadRequestError")
+    message = NO_TOKEN.format("allowed_token_ids, bad_words")
+    assert (want[0][2].message, want[0][2].param, want[0][2].type) == (message, "allowed_token_ids", "BadRequestError")
     assert (want[1][1], len(want[2][0])) == ("length", 8)
     for k in (1, 2, 5):
         drafted = make_engine(speculative_config=models.speculative(method, k))
@@ -71,7 +72,7 @@ def test_the_result_is_cut_wherever_the_empty_row_lies_among_accepted_drafts(mod
     cut = params.clone(bad_words_token_ids=[[last, token] for token in range(VOCAB)], logprobs=1)
     want = outcome(run(plain, [(prompt, cut)])[0])
     assert want[0] == free[: free.index(last) + 1]
-    assert (want[2].message, want[2].param) == (NO_TOKEN, "bad_words")
+    assert (want[2].message, want[2].param) == (NO_TOKEN.format("bad_words"), "bad_words")
     itself = {"method": "draft_model", "model": str(models.target)}
     for k in (1, 2, 3, 6):
         engine = make_engine(speculative_config=itself | {"num_speculative_tokens": k})
@@ -85,14 +86,15 @@ def test_the_result_is_cut_wherever_the_empty_row_lies_among_accepted_drafts(mod
 def test_edits_that_empty_the_first_row_fail_one_request(make_engine, run, prompts, greedy, manner):
     engine = make_engine()
     cases = [
-        ({"allowed_token_ids": [1], "min_tokens": 2}, "allowed_token_ids"),
-        ({"allowed_token_ids": [4, 5], "bad_words_token_ids": [[4], [5]]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [1], "min_tokens": 2}, "allowed_token_ids, min_tokens"),
+        ({"allowed_token_ids": [4, 5], "bad_words_token_ids": [[4], [5]]}, "allowed_token_ids, bad_words"),
         ({"bad_words_token_ids": [[t] for t in range(VOCAB)]}, "bad_words"),
         ({"stop_token_ids": list(range(VOCAB)), "min_tokens": 1}, "min_tokens"),
     ]
     jobs = [(prompts[0], SamplingParams(max_tokens=5, **case, **MANNERS[manner])) for case, _ in cases]
     *failed, good = run(engine, [*jobs, (prompts[1], greedy)])
-    assert [(got.error.message, got.error.param) for got in failed] == [(NO_TOKEN, param) for _, param in cases]
+    found = [(got.error.message, got.error.param) for got in failed]
+    assert found == [(NO_TOKEN.format(names), names.partition(",")[0]) for _, names in cases]
     assert all(got.token_ids == [] for got in failed)
     assert good.token_ids == run(engine, [(prompts[1], greedy)])[0].token_ids
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from outrider import LLM, AsyncLLM, InvalidRequestError, LoRARequest, PoolingParams, PromptTooLongError, SamplingParams
 from outrider.models.demo import demo_adapters, demo_model_path
+from outrider.platform.core.errors import AdapterError
 
 TEXTS = ["SELECT name FROM users", "How do I reset my password?", "a", "the same words again and again " * 12]
 OPTIONS = {"enable_lora": True, "dtype": "float32", "speculative_config": None, "max_model_len": 256}
@@ -104,6 +107,45 @@ def test_wrong_parameters_are_named(llm, call, param):
     with pytest.raises(InvalidRequestError) as raised:
         call(llm)
     assert raised.value.param == param
+
+
+@pytest.mark.parametrize("name", ["embed", "encode", "score"])
+def test_unknown_options_are_those_of_the_method(llm, name):
+    texts = ("a", "b") if name == "score" else ("a",)
+    with pytest.raises(TypeError, match=rf"^LLM\.{name}\(\) got an unexpected keyword 'prority'.*priority"):
+        getattr(llm, name)(*texts, use_tqdm=False, prority=1)
+
+    async def call(engine):
+        with pytest.raises(TypeError, match=rf"^AsyncLLM\.{name}\(\) got an unexpected keyword 'prority'"):
+            await getattr(engine, name)(*texts, prority=1)
+        await engine.shutdown()
+
+    asyncio.run(call(AsyncLLM()))
+
+
+@pytest.mark.parametrize(("pooling", "caching"), [("mean", True), ("mean", False), ("cls", True)])
+def test_a_preemption_in_the_middle_of_a_prompt_loses_nothing(llm, pooling, caching):
+    """What was pooled before is computed again, also where its blocks are still in the prefix cache."""
+    few = {"num_gpu_blocks_override": 16, "max_num_batched_tokens": 4, "scheduling_policy": "priority"}
+    prompt = [3 + i % 900 for i in range(200)]
+    params = [SamplingParams(pooling=pooling), SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)]
+    with LLM(str(demo_model_path()), **(OPTIONS | few), enable_prefix_caching=caching) as crowded:
+        got = crowded.generate([prompt, [5, 6, 7]], params, use_tqdm=False, priority=[1, 0])[0]
+        assert crowded.stats().num_preemptions >= 1
+    want = llm.generate([prompt], params[0], use_tqdm=False)[0]
+    assert got.pooled == pytest.approx(want.pooled, abs=1e-4)
+
+
+@pytest.mark.parametrize("pooling", POOLED)
+def test_an_adapter_that_overflows_is_an_error_of_its_own_requests(llm, tmp_path, pooling):
+    shutil.copytree(demo_adapters()["sql"], tmp_path / "huge")
+    file = tmp_path / "huge" / "adapter_model.safetensors"
+    save_file({key: tensor.float() * 1e25 for key, tensor in load_file(file).items()}, file)
+    huge = LoRARequest("huge", path=str(tmp_path / "huge"))
+    with pytest.raises(AdapterError, match="'huge': its weights are too large") as raised:
+        llm.embed(TEXTS[0], PoolingParams(pooling), huge, use_tqdm=False)
+    assert raised.value.param == "model"
+    assert llm.embed(TEXTS[0], use_tqdm=False)
 
 
 def test_a_prompt_may_fill_the_context_and_no_more(llm):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 
 import pytest
 
 from outrider import LLM, InvalidRequestError, LoRARequest, SamplingParams, StructuredOutputsParams
 from outrider.models.demo import demo_adapters, demo_model_path
+from outrider.platform.http.openai.tools.choice import tool_choice_of
+from outrider.platform.http.openai.tools.parser import ForcedCalls
 
 SCHEMA = {
     "type": "object",
@@ -125,3 +128,27 @@ def test_tokens_without_a_choice_need_fewer_steps():
         steps.append(engine.stats().num_steps - before)
     assert steps[0] < steps[1] / 2
     engine.shutdown()
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "order"}}])
+def test_forced_calls_of_tools_fit_their_schemas(llm, choice):
+    tools = [
+        {"type": "function", "function": {"name": "order", "parameters": SCHEMA}},
+        {"type": "function", "function": {"name": "stop"}},
+    ]
+    forced = tool_choice_of(Body(tools, choice))
+    wanted = SamplingParams(temperature=0, max_tokens=110, structured_outputs=forced.constraint())
+    text = llm.generate(PROMPTS[0], wanted, lora_request="json", use_tqdm=False)[0].outputs[0].text
+    parser = ForcedCalls(forced.name)
+    deltas = [*parser.feed(text), *parser.finish()]
+    calls = [call for delta in deltas for call in delta["tool_calls"]]
+    assert calls[0]["function"]["name"] in ("order", "stop")
+    arguments = json.loads("".join(call["function"]["arguments"] for call in calls if call["index"] == 0))
+    assert set(arguments) <= set(SCHEMA["properties"])
+
+
+@dataclass
+class Body:
+    tools: list[dict]
+    tool_choice: object
+    parallel_tool_calls: bool | None = False

@@ -32,6 +32,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "GPTBigCode": {"n_positions": 256},
     "GPTJ": {"rotary_dim": 8},
     "GPTNeoX": {},
+    "GptOss": {"head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2, **WINDOWS},
     "Helium": {"head_dim": 12},
     "HunYuanDenseV1": {"head_dim": 12},
     "Llama": {},
@@ -44,7 +45,9 @@ FAMILIES: dict[str, dict[str, object]] = {
     "StableLm": {"num_attention_heads": 2, "num_key_value_heads": 1, "partial_rotary_factor": 0.25},
     "Starcoder2": {"sliding_window": 9},
 }
-TARGETS = {"Olmoe": ["q_proj", "k_proj", "v_proj", "o_proj"]}  # all-linear takes experts too
+TARGETS = {
+    name: ["q_proj", "k_proj", "v_proj", "o_proj"] for name in ("GptOss", "Olmoe")
+}  # all-linear takes experts too
 PROMPT = [5, 6, 7, 8] * 6
 PROMPTS = [PROMPT, [9, 10, 11], list(range(20, 60))]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
@@ -127,7 +130,6 @@ def test_llama_through_transformers_has_native_text_and_drafts(models, make_engi
         ("Mamba", {}, "state-space"),
         ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "convolutions"),
         ("DiffLlama", {}, "once each"),
-        ("GptOss", {"head_dim": 12}, "s_aux"),
         ("VaultGemma", {"head_dim": 12}, "ScaledWordEmbedding"),
         ("DeepseekV2", {"n_routed_experts": 4, "num_experts_per_tok": 1}, "different sizes"),
     ],

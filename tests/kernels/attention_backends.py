@@ -26,17 +26,18 @@ def make_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
     return TritonAttention(spec)
 
 
-def unrotated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Rotation]:
-    """q [T, H, D], k and v [T, Hk, D] as a projection's output, and a rotation by no angle."""
+def unrotated(q: Tensor, k: Tensor, v: Tensor | None) -> tuple[Tensor, Rotation]:
+    """q [T, H, D], k and v [T, Hk, D] as a projection's output, and a rotation by no angle; v None: k is v too."""
     ones = torch.ones(len(q), 1, q.shape[2], dtype=q.dtype, device=q.device)
-    return torch.cat((q, k, v), 1).flatten(1), Rotation(ones, torch.zeros_like(ones))
+    parts = (q, k) if v is None else (q, k, v)
+    return torch.cat(parts, 1).flatten(1), Rotation(ones, torch.zeros_like(ones))
 
 
 def attend(
     backend: AttentionBackend,
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     kv: LayerKV,
     plan: Any,
     window: int | None,

@@ -4,6 +4,19 @@ import os
 import types
 
 import pytest
+import torch
+
+from outrider.kernels.threads import use_pool
+
+
+@pytest.fixture(params=[False, True], ids=["openmp", "pool"])
+def team(request):
+    """Both kinds of threads that share the work of a kernel; restores the number of threads that a test sets."""
+    before = torch.get_num_threads()
+    use_pool(request.param)
+    yield
+    use_pool(False)
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -79,7 +79,7 @@ class _Fickle:
         packed = pack(weight, bias)
 
         class Packed:
-            in_features, out_features = packed.in_features, packed.out_features
+            in_features, out_features, num_bytes = packed.in_features, packed.out_features, packed.num_bytes
 
             def __call__(_, x: Tensor, residual: Tensor | None = None) -> Tensor:
                 y = packed(x, residual)

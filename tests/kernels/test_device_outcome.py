@@ -122,7 +122,7 @@ def test_the_next_tokens_are_written_for_the_step_after(device, request):
     pending = Sampler().launch(logits.to(device), rows)
     assert isinstance(pending, Pending)
     for begun in (on_host, pending):
-        out = begun.outcome(40)
+        out = begun.outcome()
         sampled = begun.collect()
         assert out.next_tokens.tolist()[:2] == [got.token_ids[0] for got in sampled[:2]]
         assert sampled[2].error is not None
@@ -141,7 +141,7 @@ def test_the_outcome_on_the_device_is_what_the_host_is_told(device):
         for i, ids in enumerate(drafts[:3])
     ]
     for begun in (Sampler().begin(logits[:8].clone(), rows), Sampler().launch(logits[:8].to(device), rows)):
-        out, sampled = begun.outcome(40), begun.collect()
+        out, sampled = begun.outcome(), begun.collect()
         assert out.accepted.tolist() == [got.num_accepted for got in sampled] == [1, 0, 1]
         assert out.rejected.tolist() == [2, 0, 1, 0]
         assert out.next_tokens.tolist() == [got.token_ids[-1] for got in sampled]
@@ -200,7 +200,7 @@ def test_a_row_whose_last_token_is_late_is_sampled_at_its_place():
 
 
 def test_ready_rows_without_tokens_leave_a_zero():
-    out = Ready([RowResult([4, 6], 1), RowResult([])], [3, 1], torch.device("cpu")).outcome(10)
+    out = Ready([RowResult([4, 6], 1), RowResult([])], [3, 1], torch.device("cpu")).outcome()
     assert out.next_tokens.tolist() == [6, 0]
     assert (out.tokens.tolist(), out.rejected.tolist()) == ([4, 6, 0, 0], [1, 0, 0])
 

@@ -8,6 +8,7 @@ from outrider.kernels.experts import Routing
 from outrider.kernels.experts import torch as reference
 from outrider.kernels.experts.native import NativeExperts
 from outrider.kernels.linear import pack
+from outrider.kernels.quantized_linear import QuantizedWeight
 
 # Roundings of the inner product, its activation and the output, as shares of values near 1.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-2, torch.float16: 8e-3}
@@ -74,12 +75,14 @@ def test_experts_of_gpt_oss(rows, num_experts, hidden, inner, top_k, dtype) -> N
     assert (torch_path(x, routing) - expected).abs().max() < 6 * TOLERANCE[dtype]
 
 
+@pytest.mark.usefixtures("team")
 def test_native_experts_have_the_bits_of_single_products_whatever_is_beside_a_row() -> None:
     weights = draw(6, 64, 24, torch.bfloat16)
     linears = [[pack(weight) for weight in part] for part in weights]
     packed = experts.pack(*linears)
     if not isinstance(packed, NativeExperts):
         pytest.skip("this processor has no native product")
+    torch.set_num_threads(3)
     x, residual = (torch.randn(1100, 64).bfloat16() for _ in range(2))  # more than one call's tokens
     routing = draw_routing(1100, 6, 2, torch.bfloat16)
     y = packed(x, routing, residual)
@@ -125,3 +128,37 @@ def test_triton(
     packed = TritonExperts(*([weight.contiguous().to(device) for weight in part] for part in weights), **on_device)
     y = packed(x.to(device), Routing(*(part.to(device) for part in routing))).cpu()
     assert (y - define(x, routing, *weights, None, biases)).abs().max() < 6 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("rows", "num_experts", "hidden", "inner", "top_k"), SHAPES)
+def test_quantized_on_triton(
+    rows: int, num_experts: int, hidden: int, inner: int, top_k: int, bits: int, device: str
+) -> None:
+    """With a shorter last group, zero points, and a scale for each output."""
+    pytest.importorskip("triton")
+    from outrider.kernels.experts.triton import TritonExperts
+    from outrider.kernels.quantized_linear.device_linear import TritonQuantizedLinear
+
+    def quantize(outputs: int, inputs: int) -> QuantizedWeight:
+        codes = torch.randint(0, 1 << bits, (outputs, inputs), dtype=torch.uint8)
+        group = 32 if bits == 4 else inputs
+        scales = (0.5 + torch.rand(outputs, -(-inputs // group))) * inputs**-0.5 / (1 << bits - 2)
+        centre = torch.randint(6, 10, scales.shape) if bits == 4 else 128
+        return QuantizedWeight(bits=bits, codes=codes, scales=scales, group=group, offsets=-centre * scales)
+
+    forms = [[quantize(*shape) for _ in range(num_experts)] for shape in ((2 * inner, hidden), (hidden, inner))]
+    linears = [
+        [
+            TritonQuantizedLinear([form.to(torch.device(device))], None, torch.float32, batch_invariant=False)
+            for form in part
+        ]
+        for part in forms
+    ]
+    packed = experts.pack(*linears)
+    assert isinstance(packed, TritonExperts)
+    x, residual = torch.randn(rows, hidden), torch.randn(rows, hidden)
+    routing = draw_routing(rows, num_experts, top_k, torch.float32)
+    y = packed(x.to(device), Routing(*(part.to(device) for part in routing)), residual.to(device)).cpu()
+    dense = [torch.stack([form.dequantized() for form in part]) for part in forms]
+    assert (y - define(x, routing, *dense, residual)).abs().max() < TOLERANCE[torch.float32]

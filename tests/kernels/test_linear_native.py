@@ -73,17 +73,14 @@ def test_a_row_alone_has_the_same_bits(shape):
         assert torch.equal(linear(x[start:stop], residual[start:stop]), together[start:stop])
 
 
+@pytest.mark.usefixtures("team")
 def test_the_number_of_threads_changes_no_bits():
     weight, x, bias, _ = operands(40, (200, 512))
     linear = pack(weight, bias)
-    before = torch.get_num_threads()
     found = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(linear(x))
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.append(linear(x))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 
@@ -143,6 +140,7 @@ def test_what_does_not_fit_is_refused(wrong):
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("num_tokens", [3, 9, 40, 97])
+@pytest.mark.usefixtures("team")
 def test_adapters_are_added_by_the_same_call(num_tokens, threads):
     """With few tokens and with many; two slices, of which a row has one; as `add` does it, and for each token alone."""
     weight, x, bias, residual = operands(num_tokens, (250, 320))
@@ -154,20 +152,16 @@ def test_adapters_are_added_by_the_same_call(num_tokens, threads):
     segments = [(0, 2, range(1, 4)), (2, 3, [7]), (3, num_tokens, range(8, 24))]
     step = RowSegments([(start, stop, list(own)) for start, stop, own in segments if stop > start])
     linear = pack(weight, bias)
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        got = linear(x, residual, rows.address, step)
-        expected = linear(x, residual)
-        rows.add(expected, x, step)
-        assert torch.equal(got, expected)
-        for start, stop, own in segments:
-            for token in range(start, stop):
-                one = slice(token, token + 1)
-                alone = linear(x[one], residual[one], rows.address, RowSegments([(0, 1, list(own))]))
-                assert torch.equal(alone[0], got[token])
-    finally:
-        torch.set_num_threads(before)
+    got = linear(x, residual, rows.address, step)
+    expected = linear(x, residual)
+    rows.add(expected, x, step)
+    assert torch.equal(got, expected)
+    for start, stop, own in segments:
+        for token in range(start, stop):
+            one = slice(token, token + 1)
+            alone = linear(x[one], residual[one], rows.address, RowSegments([(0, 1, list(own))]))
+            assert torch.equal(alone[0], got[token])
     with pytest.raises(ValueError, match="adapters up to token"):
         linear(x[:-1], residual[:-1], rows.address, step)
 

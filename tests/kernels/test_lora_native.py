@@ -71,21 +71,18 @@ def test_definition(dtype, segments, in_features, sizes):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.usefixtures("team")
 def test_a_token_gets_the_same_bits_in_any_company(dtype, threads):
     pool = Pool(331, (700, 130), dtype)
     rows = [2, 3, 5, 8, 13]
     y, x = inputs(pool, 11, dtype)
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        together = y.clone()
-        pool.rows.add(together, x, RowSegments([(0, 2, [7]), (2, 11, rows)]))
-        for token in range(2, 11):
-            alone = y[token : token + 1].clone()
-            pool.rows.add(alone, x[token : token + 1], RowSegments([(0, 1, rows)]))
-            assert torch.equal(alone[0], together[token])
-    finally:
-        torch.set_num_threads(before)
+    together = y.clone()
+    pool.rows.add(together, x, RowSegments([(0, 2, [7]), (2, 11, rows)]))
+    for token in range(2, 11):
+        alone = y[token : token + 1].clone()
+        pool.rows.add(alone, x[token : token + 1], RowSegments([(0, 1, rows)]))
+        assert torch.equal(alone[0], together[token])
 
 
 def test_work_enough_for_several_threads():

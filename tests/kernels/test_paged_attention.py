@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.kernels.native import library
-from outrider.kernels.paged_attention import CACHE_FLOAT8, LayerKV, NativeStep, Shape, Workspace, write_kv
+from outrider.kernels.paged_attention import (
+    CACHE_FLOAT8,
+    AttentionOptions,
+    LayerKV,
+    NativeStep,
+    Shape,
+    Workspace,
+    is_native,
+    write_kv,
+)
 from outrider.models.attention import AttentionSpec
 from outrider.models.attention.torch import split_by_length
 from outrider.models.batch import KVLayerSpec, SequenceRows, allocate_kv
@@ -63,23 +72,26 @@ def run(
     name="torch",
     cache="auto",
     has_sinks=False,
+    shared=False,
 ):
     """Attention of `rows` (start, query_len) in one batch; returns it and what it should be, [T, H*D] each. With an fp8
     cache keys and values are such that it can hold."""
     heads, kv_heads, dim = shape
     generator = torch.Generator().manual_seed(seed)
-    spec = AttentionSpec(heads, kv_heads, dim, frozenset({window}), dtype, torch.device("cpu"))
+    options = AttentionOptions(shared=shared)
+    spec = AttentionSpec(heads, kv_heads, dim, frozenset({window}), dtype, torch.device("cpu"), options)
     backend = make_backend(name, spec)
     sinks = torch.randn(heads, generator=generator) * 2 if has_sinks else None
     needed = [-(-(start + count) // block_size) for start, count in rows]
     order = torch.randperm(sum(needed) + 3, generator=generator).tolist()
     tables = [[order.pop() for _ in range(count)] for count in needed]
-    kv = allocate_kv([KVLayerSpec(kv_heads, dim)], sum(needed) + 3, block_size, dtype, kv_cache_dtype=cache)[0]
+    layer = KVLayerSpec(kv_heads, dim, shared=shared)
+    kv = allocate_kv([layer], sum(needed) + 3, block_size, dtype, kv_cache_dtype=cache)[0]
     leave_behind(kv, left)
     expected, queries, new_keys, new_values = [], [], [], []
     for (start, count), table in zip(rows, tables, strict=True):
         k, v = (torch.randn(start + count, kv_heads, dim, generator=generator) for _ in range(2))
-        k, v = (x.to(kv.k.dtype).to(dtype) for x in (k, v))
+        k, v = (x.to(kv.k.dtype).to(dtype) for x in (k, k if shared else v))
         q = torch.randn(count, heads, dim, generator=generator).to(dtype)
         for position in range(start):
             slot = table[position // block_size], position % block_size
@@ -91,7 +103,8 @@ def run(
     sequences = SequenceRows([0] * sum(n for _, n in rows), [n for _, n in rows], [s for s, _ in rows], tables)
     positions = np.concatenate([np.arange(start, start + count) for start, count in rows])
     plan = backend.plan(sequences, positions, block_size)
-    out = attend(backend, torch.cat(queries), torch.cat(new_keys), torch.cat(new_values), kv, plan, window, sinks)
+    values = None if shared else torch.cat(new_values)
+    out = attend(backend, torch.cat(queries), torch.cat(new_keys), values, kv, plan, window, sinks)
     return out, torch.cat(expected).flatten(1).to(dtype)
 
 
@@ -144,6 +157,17 @@ def test_shapes_of_a_step(name, rows, window, dtype) -> None:
 @pytest.mark.parametrize("name", [*BACKENDS, "invariant"])
 def test_an_fp8_cache_is_read_as_what_it_holds(name, dim, dtype, left, rows) -> None:
     check(rows, dtype=dtype, shape=(8, 2, dim), block_size=16, left=left, name=name, cache="fp8")
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [32, 576])
+@pytest.mark.parametrize("name", [*BACKENDS, "invariant"])
+def test_keys_that_are_the_values_too(name, dim, dtype, cache) -> None:
+    """The heads of DeepSeek-V2 among them, which are the largest that the native kernel serves."""
+    assert name != "native" or is_native(Shape(16, 1, dim), dtype, torch.device("cpu"))
+    rows = [(70, 1), (3, 5), (0, 40), (130, 2)]
+    check(rows, dtype=dtype, shape=(16, 1, dim), block_size=16, name=name, cache=cache, shared=True)
 
 
 @pytest.mark.skipif(library() is None, reason="no compiler")

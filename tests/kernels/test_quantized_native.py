@@ -105,8 +105,9 @@ def inputs_of(rows: int, width: int, seed: int = 1) -> Tensor:
 
 
 def check(y: Tensor, x: Tensor, weight: QuantizedWeight, extra: Tensor | None = None) -> None:
-    """Compare with float64. Errors: of the result 2^-8; of scales and offsets 2^-12; of inputs in fixed point 2^-15 of
-    the largest among those that share a scale (256 at most); some bits of float32's sums."""
+    """Compare with float64. Errors: of the result 2^-8, as of levels that are no integers; of scales and offsets 2^-12;
+    of inputs in fixed point 2^-15 of the largest of those that share a scale (256 at most); of float32's sums less.
+    """
     dense, numbers = weight.dequantized().double(), x.double()
     if weight.input_bits:
         largest = x.float().abs().amax(1, keepdim=True)
@@ -119,6 +120,8 @@ def check(y: Tensor, x: Tensor, weight: QuantizedWeight, extra: Tensor | None = 
     if weight.offsets is not None:
         size = size + 2 * weight.offsets.abs().amax(1, keepdim=True)  # that of the scaled codes and of the offsets
     bound = 2**-8 * expected.abs() + 2**-11.5 * (x.double().abs() @ size.T)
+    if weight.levels is not None and not torch.equal(weight.levels, weight.levels.round()):
+        bound += 2**-8 * (x.double().abs() @ dense.abs().T)
     if not weight.input_bits:
         order = torch.arange(x.shape[1]) if weight.order is None else weight.order
         for part in order.split(min(weight.group, 256)):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from outrider.kernels.paged_attention import LayerKV, RowArrays, Shape, write_kv
+from outrider.kernels.paged_attention import AttentionOptions, LayerKV, RowArrays, Shape, write_kv
 from outrider.kernels.paged_attention.device_step import DeviceStep
 from outrider.kernels.paged_attention.schedule import TILE_FIELDS, Capacity, Gpu, Planner
 from outrider.kernels.rope import Rotation
@@ -153,6 +153,16 @@ def test_sinks_count_once(device: str, dtype: torch.dtype, window: int | None, n
     sinks = torch.linspace(-3, 6, LLAMA.num_heads)
     got = attend(make_step(inputs, LLAMA, num_splits), inputs, window, sinks.to(device))
     close(got, dense(inputs, window, sinks=sinks))
+
+
+def test_keys_that_are_the_values_too(device: str) -> None:
+    shape = Shape(16, 1, 48)
+    inputs = make_inputs(MIXED, shape, torch.float16, device)
+    inputs = inputs._replace(past=[(k, k) for k, _ in inputs.past], kv=LayerKV(inputs.kv.k, inputs.kv.k))
+    planner = Planner(shape, 2, GPU, 2, options=AttentionOptions(shared=True))
+    step = DeviceStep(planner, torch.float16, inputs.block_size, inputs.rows, torch.device(device))
+    qkv, rotation = unrotated(inputs.q, inputs.k, None)
+    close(step.attend_qkv(qkv, rotation, None, inputs.kv, None), dense(inputs))
 
 
 @pytest.mark.parametrize("window", [1, 65])

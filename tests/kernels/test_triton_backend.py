@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 pytest.importorskip("triton")
 
@@ -11,8 +12,10 @@ from outrider.models.attention.invariant import InvariantAttention
 from outrider.models.attention.torch import TorchAttention
 from outrider.models.attention.triton import TritonAttention
 from outrider.models.batch import SequenceRows, allocate_kv, build_batch
-from outrider.models.config import DecoderConfig
+from outrider.models.config import DecoderConfig, config_from_hf
 from outrider.models.rope_config import RopeConfig
+
+from ..tiny_families import FAMILIES, SIZES
 
 
 def test_the_backend_of_a_gpu() -> None:
@@ -25,7 +28,6 @@ def test_the_backend_of_a_gpu() -> None:
 
 
 def test_a_model_gives_the_logits_of_the_torch_backend(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts, then in one step a chunk that continues one, a decode, a verification; one layer has a window."""
     config = DecoderConfig(
         **{"architecture": "LlamaForCausalLM", "vocab_size": 131, "hidden_size": 48, "intermediate_size": 80},
         **{"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 20, "max_position_embeddings": 256},
@@ -33,6 +35,19 @@ def test_a_model_gives_the_logits_of_the_torch_backend(device: str, monkeypatch:
         **{"windows": (None, 9), "qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": True},
         dtype=torch.float32,
     )
+    check(config, device, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek3"])
+def test_sinks_and_latents(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = FAMILIES[name]
+    raw = getattr(transformers, f"{family.prefix}Config")(**{**SIZES, **family.config}).to_dict()
+    check(config_from_hf({**raw, "architectures": [f"{family.prefix}ForCausalLM"]}, torch.float32), device, monkeypatch)
+
+
+def check(config: DecoderConfig, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, then in one step a chunk that continues one, a decode, a verification, with both backends. With Triton's
+    norms add the residual stream, as on a GPU."""
     tables = [[3, 9, 1], [0, 7], [5]]
     steps = [
         SequenceRows(list(range(60)), [30, 20, 10], [0, 0, 0], tables),
@@ -40,6 +55,7 @@ def test_a_model_gives_the_logits_of_the_torch_backend(device: str, monkeypatch:
     ]
     results = []
     for backend in (TorchAttention, TritonAttention):
+        monkeypatch.setattr(decoder, "adds_residuals", lambda device, backend=backend: backend is TritonAttention)
         monkeypatch.setattr(decoder, "make_attention", lambda spec, *, batch_invariant, backend=backend: backend(spec))
         model = decoder.Decoder(config, device)
         for index, slot in enumerate(model.weight_slots().values()):

@@ -1,4 +1,4 @@
-"""Every kernel compiles without a GPU, spills no registers and fits into shared memory."""
+"""Every kernel has cases that compile without a GPU, spill no registers and fit into shared memory."""
 
 import ast
 import importlib
@@ -21,23 +21,14 @@ def compile_kernels(repo_root: Path, *arguments: str) -> subprocess.CompletedPro
 
 
 @pytest.mark.slow
-def test_every_kernel_compiles_for_hopper(repo_root: Path, tmp_path: Path) -> None:
-    result = compile_kernels(repo_root, "--arch", "90", "--json", str(tmp_path / "usage.json"))
-    assert result.returncode == 0, result.stdout + result.stderr
-    usages = json.loads((tmp_path / "usage.json").read_text())
-    ops = {path.parent.name for path in (repo_root / "kernels").glob("*/triton.py")}
-    assert {usage["name"].split()[0] for usage in usages} == ops  # a case's name begins with its op
-    assert all(usage["registers"] > 0 for usage in usages)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["80", "100"])
-def test_a_case_of_every_kernel_compiles_for_other_architectures(repo_root: Path, tmp_path: Path, arch: str) -> None:
-    """The whole is `tools/compile_kernels.py`."""
-    result = compile_kernels(repo_root, "--arch", arch, "--one-each", "--json", str(tmp_path / "usage.json"))
+def test_a_case_of_every_kernel_compiles(repo_root: Path, tmp_path: Path) -> None:
+    """For Hopper. `make kernels` compiles every case for every architecture, which takes minutes of a core."""
+    result = compile_kernels(repo_root, "--arch", "90", "--one-each", "--json", str(tmp_path / "usage.json"))
     assert result.returncode == 0, result.stdout + result.stderr
     usages = json.loads((tmp_path / "usage.json").read_text())
     assert len(usages) == len(launched_kernels(repo_root))
+    ops = {path.parent.name for path in (repo_root / "kernels").glob("*/triton.py")}
+    assert {usage["name"].split()[0] for usage in usages} == ops  # a case's name begins with its op
     assert all(usage["registers"] > 0 for usage in usages)
 
 

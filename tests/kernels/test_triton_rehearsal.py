@@ -12,11 +12,14 @@ pytest.importorskip("triton")
 from outrider import LoRARequest, SamplingParams
 from outrider.kernels import act_and_mul as kernels_act_and_mul
 from outrider.kernels import rms_norm as kernels_rms_norm
+from outrider.kernels.quantized_linear import QuantizedWeight
+from outrider.kernels.quantized_linear.device_linear import TritonQuantizedLinear
 from outrider.kernels.rms_norm.triton import _rms_norm_kernel as rms_norm_kernel
 from outrider.lora.device import arena, batching, vectors
 from outrider.models import attention, decoder
 from outrider.models.attention.triton import TritonAttention
 from outrider.models.decoder import Decoder
+from outrider.models.layers import linear
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.engine import setup
 from outrider.platform.engine.runner import rehearsal
@@ -25,6 +28,16 @@ from outrider.platform.engine.runner.warm_up import dummy, step
 
 from .compile_keys import recorded_keys
 from .test_graphs_engine import VOCAB, write_adapter, write_model
+
+
+def pack_quantized(blocks, bias, dtype, batch_invariant):
+    """Weights rounded to int8; their numbers do not matter here."""
+    forms = [
+        QuantizedWeight(bits=8, codes=block.to(torch.int8), scales=torch.ones(len(block), 1), group=block.shape[1])
+        for block in blocks
+    ]
+    packed = TritonQuantizedLinear(forms, bias, dtype, batch_invariant=batch_invariant)
+    return packed, torch.zeros(packed.out_features)
 
 
 def test_nothing_is_left_to_compile_for_prompts_and_adapters(
@@ -38,6 +51,7 @@ def test_nothing_is_left_to_compile_for_prompts_and_adapters(
         monkeypatch.setattr(module, "is_grouped", lambda dtype, device: True)
     monkeypatch.setattr(attention, "best_backend", lambda spec, *, batch_invariant: TritonAttention)
     monkeypatch.setattr(kernels_rms_norm, "use_triton", lambda x: True)
+    monkeypatch.setattr(linear, "pack_weights", pack_quantized)
     monkeypatch.setattr(decoder, "adds_residuals", lambda device: True)
     monkeypatch.setattr(kernels_act_and_mul, "use_triton", lambda x: True)
     monkeypatch.setattr(rehearsal, "LENGTHS", (20,))
@@ -59,7 +73,8 @@ def test_nothing_is_left_to_compile_for_prompts_and_adapters(
     with recorded_keys() as rehearsed:
         rehearse_prompts(scheduler, runner)
         rehearse_adapter(scheduler, runner, adapters, runner._model, ("", ()))
-    assert {"shrink_kernel", "expand_kernel", "attention_kernel", "_rms_norm_kernel"} <= rehearsed.keys()
+    kernels = {"shrink_kernel", "expand_kernel", "attention_kernel", "_rms_norm_kernel", "product_kernel"}
+    assert kernels <= rehearsed.keys()
     adds_residual = rms_norm_kernel.arg_names.index("HAS_RESIDUAL") - rms_norm_kernel.arg_names.index("WIDTH")
     assert any(key.constants[adds_residual] for key in rehearsed["_rms_norm_kernel"])
     assert [info.name for info in adapters.catalog.list()] == loaded

@@ -19,6 +19,8 @@ from outrider.kernels.paged_attention.schedule import Gpu, Planner
 from outrider.kernels.paged_attention.torch import LayerKV
 from outrider.kernels.penalties import Penalised
 from outrider.kernels.penalties.triton import penalise
+from outrider.kernels.quantized_linear import QuantizedWeight
+from outrider.kernels.quantized_linear.device_linear import TritonQuantizedLinear
 from outrider.kernels.rms_norm import triton as rms_norm
 from outrider.kernels.rms_norm.torch import prepare
 from outrider.kernels.rope import Rotation
@@ -54,6 +56,21 @@ def dense(size: int) -> None:
     rms_norm.rms_norm(x, weight)
     rms_norm.add_rms_norm(x, torch.empty_like(x), weight)
     act_and_mul(torch.empty(size, 2 * HIDDEN))
+
+
+def quantized(weights: list[TritonQuantizedLinear], size: int) -> None:
+    """Products with quantised weights, of the whole step and of few tokens of it."""
+    for tokens in (size, min(size, 16)):
+        for weight in weights:
+            weight(torch.empty(tokens, HIDDEN), torch.empty(tokens, 64))
+
+
+def quantized_weights() -> list[TritonQuantizedLinear]:
+    """Weights of 4 bits, and of 8 bits with rounded inputs."""
+    codes, bias = torch.zeros(64, HIDDEN, dtype=torch.uint8), torch.zeros(64)
+    narrow = QuantizedWeight(bits=4, codes=codes, scales=torch.ones(64, 4), group=128)
+    whole = QuantizedWeight(bits=8, codes=codes.view(torch.int8), scales=torch.ones(64, 1), group=HIDDEN, input_bits=8)
+    return [TritonQuantizedLinear([form], bias, torch.float32, batch_invariant=False) for form in (narrow, whole)]
 
 
 def attention(size: int) -> None:
@@ -100,12 +117,13 @@ def keys() -> list[Keys]:
         for place, slices in enumerate(((128, 64), (256,), (16 * 256,), (16 * 300,)))
     ]
     embedding = TritonRows(*_pools(VOCAB, (HIDDEN,)), (HIDDEN,), live[:, :1].contiguous())
-    buffer = GroupBuffer(64, 8, CPU)
+    buffer, weights = GroupBuffer(64, 8, CPU), quantized_weights()
     every = []
     for size in SIZES:
         with recorded_keys() as found:
             adapters(sites, embedding, buffer, size)
             dense(size)
+            quantized(weights, size)
             attention(size)
             sampling(size)
         every.append(found)

@@ -14,6 +14,7 @@ from outrider.kernels.lora import device_rows
 from outrider.kernels.noise import triton as noise
 from outrider.kernels.paged_attention import device_step
 from outrider.kernels.paged_attention.schedule import Gpu
+from outrider.kernels.quantized_linear import device_linear as quantized
 from outrider.kernels.rms_norm import triton as norm
 from outrider.kernels.sampling import triton as filters
 from outrider.kernels.sampling import triton_logprobs as logprobs
@@ -25,12 +26,13 @@ from outrider.tools.tune.space import SPACES, candidates
 from outrider.tools.tune.workloads import ModelShape, WorkSizes
 
 TINY = ModelShape(160, 96, 4, 2, 16, 301, torch.float16)
-SIZES = WorkSizes(((1, 40),), ((1, 100),), 40, (1,), (3,), (1,), ((6, 2),), ((40, 2),), 4, 1)
+SIZES = WorkSizes(((1, 40),), ((1, 100),), 40, (1,), (3,), (1,), ((6, 2),), ((40, 2),), 4, 1, ((16, 3),))
 KERNELS = {
     "attention": (device_step, "attention_kernel"),
     "kv_write": (device_step, "write_kernel"),
     "rms_norm": (norm, "_rms_norm_kernel"),
     "act_and_mul": (silu, "_act_and_mul_kernel"),
+    "quantized_linear": (quantized, "product_kernel"),
     "lora_shrink": (device_rows, "shrink_kernel"),
     "lora_expand": (device_rows, "expand_kernel"),
     "sampling_filter": (filters, "_filter_kernel"),
@@ -44,6 +46,7 @@ CONSTANTS = {
     "kv_write": {"block_heads": "BLOCK_HEADS"},
     "rms_norm": {"rows": "ROWS"},
     "act_and_mul": {"block": "BLOCK"},
+    "quantized_linear": {"block_o": "BLOCK_O", "block_k": "BLOCK_K"},
     "lora_shrink": {"block": "BLOCK", "dot_block": "DOT_BLOCK"},
     "lora_expand": {"block": "BLOCK"},
     "sampling_filter": {"block": "BLOCK", "depth": "DEPTH"},
@@ -135,7 +138,16 @@ def test_a_config_changes_the_launch(kernel: str, device: str, monkeypatch: pyte
 
 def changes(base: KernelConfig) -> Iterator[KernelConfig]:
     """Each field changed, to what changes the launch on a tiny model too."""
-    small = {"block": 64, "block_n": 16, "rows": 1, "block_heads": 1, "units": 16, "programs": 1, "splits": 1}
+    small = {
+        "block": 64,
+        "block_n": 16,
+        "rows": 1,
+        "block_heads": 1,
+        "block_k": 64,
+        "units": 16,
+        "programs": 1,
+        "splits": 1,
+    }
     for field in dataclasses.fields(base):
         value = getattr(base, field.name)
         if field.name == "programs" and value > 16:

@@ -19,7 +19,7 @@ from outrider.tools.tune.space import SPACES, Space, candidates
 from outrider.tools.tune.workloads import ModelShape, Run, Workload, WorkSizes, every_work
 
 TINY = ModelShape(64, 96, 4, 2, 16, 301, torch.float16)
-SIZES = WorkSizes(((2, 40),), ((1, 200),), 64, (1, 4), (3,), (2,), ((3, 2),), ((1030, 2),), 4, 2)
+SIZES = WorkSizes(((2, 40),), ((1, 200),), 64, (1, 4), (3,), (2,), ((3, 2),), ((1030, 2),), 4, 2, ((16, 3),))
 MODELS = {
     "llama3-8b": ModelShape(4096, 14336, 32, 8, 128, 128256),
     "llama3-70b": ModelShape(8192, 28672, 64, 8, 128, 128256),

@@ -11,6 +11,7 @@ from ...kernels.act_and_mul.triton import DEFAULT as SILU
 from ...kernels.lora.device_rows import default_expand_config, default_shrink_config
 from ...kernels.noise.triton import DEFAULT as NOISE
 from ...kernels.paged_attention.schedule import DEFAULT_WRITE, default_config
+from ...kernels.quantized_linear.triton import default_config as default_quantized
 from ...kernels.rms_norm.triton import default_config as default_norm
 from ...kernels.sampling.triton import DEFAULT as FILTER
 from ...kernels.sampling.triton_logprobs import DEFAULT_LOGPROBS, DEFAULT_STATS
@@ -20,6 +21,7 @@ from ...kernels.tuning.configs import (
     KernelConfig,
     LoRAExpandConfig,
     LoRAShrinkConfig,
+    QuantizedLinearConfig,
     RMSNormConfig,
 )
 from ...kernels.verification.triton import DEFAULT as VERIFICATION
@@ -69,6 +71,14 @@ def _silu_fits(shape: Shape, config: ActAndMulConfig) -> bool:
     return 4 <= _a_thread(config.block, config.num_warps) <= 32 and config.block <= max(shape[0], 256)
 
 
+def _quantized_fits(shape: Shape, config: QuantizedLinearConfig) -> bool:
+    tile, _, _, bits, itemsize = shape
+    sums = _a_thread(tile * config.block_o, config.num_warps)
+    numbers = _a_thread(config.block_o * config.block_k * itemsize // 2, config.num_warps)
+    loaded = config.num_stages * config.block_k * (config.block_o + (8 // bits) * tile * itemsize)
+    return 2 * sums + numbers <= 192 and loaded <= 192 << 10
+
+
 def _shrink_fits(shape: Shape, config: LoRAShrinkConfig) -> bool:
     tile, _, itemsize = shape
     splits_inputs = tile == 16 or config.units == default_shrink_config(tile).units
@@ -112,6 +122,16 @@ SPACES: dict[str, Space] = {
         lambda shape, arch: SILU,
         ({"block": (256, 512, 1024, 2048, 4096), "num_warps": (1, 2, 4, 8)},),
         _silu_fits,
+        tolerance=2e-2,
+    ),
+    "quantized_linear": Space(
+        lambda shape, arch: default_quantized(shape[0], *shape[3:]),
+        (
+            {"block_o": (16, 32, 64, 128), "num_warps": (1, 2, 4, 8)},
+            {"block_k": (32, 64, 128), "num_stages": (2, 3, 4, 5)},
+            {"programs": (128, 256, 512, 1024)},
+        ),
+        _quantized_fits,
         tolerance=2e-2,
     ),
     "lora_shrink": Space(

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from ...kernels.act_and_mul.triton import act_and_mul
+from ...kernels.linear import pack as pack_linear
 from ...kernels.lora.device_rows import TritonRows
 from ...kernels.lora.groups import RowGroups
 from ...kernels.noise.triton import gumbel_argmax
 from ...kernels.paged_attention import LayerKV, RowArrays, Shape
 from ...kernels.paged_attention.device_step import DeviceStep
 from ...kernels.paged_attention.schedule import Planner, gpu_of
+from ...kernels.quantized_linear import QuantizedWeight
+from ...kernels.quantized_linear.device_linear import TritonQuantizedLinear
 from ...kernels.rms_norm.torch import prepare
 from ...kernels.rms_norm.triton import rms_norm
 from ...kernels.rope import Rotation
@@ -76,6 +79,8 @@ class WorkSizes(NamedTuple):
     """(tokens, adapters) of large steps."""
     rank: int = 16
     drafts: int = 4
+    products: tuple[tuple[int, int], ...] = ((16, 1), (16, 16), (64, 64), (128, 2048))
+    """(tokens of a tile, tokens) of products with quantised weights."""
 
 
 class Workload(NamedTuple):
@@ -163,6 +168,35 @@ def activation(inputs: Inputs, num_rows: int) -> Run:
     """Activation of the MLP."""
     x = inputs(num_rows, 2 * inputs.model.inner)
     return lambda: (act_and_mul(x),)
+
+
+def quantized_weight(inputs: Inputs, kind: str, shape: tuple[int, int]) -> QuantizedWeight:
+    """Weight [out, in]: "int4" with groups of 128 and zero points, "int8" with a scale for each output, or "fp8" with
+    one for each block of 128 x 128."""
+    outputs, width = shape
+    numbers = inputs(outputs, width, dtype=torch.float32)
+    group = width if kind == "int8" else 128
+    scales = torch.full((outputs, -(-width // group)), width**-0.5, device=inputs.device)
+    if kind == "fp8":
+        return QuantizedWeight(bits=8, codes=numbers.to(torch.float8_e4m3fn), scales=scales, group=group)
+    if kind == "int8":
+        codes = numbers.mul_(40).clamp_(-127, 127).to(torch.int8)
+        return QuantizedWeight(bits=8, codes=codes, scales=scales / 40, group=group)
+    codes = numbers.mul_(3).add_(8).clamp_(0, 15).to(torch.uint8)
+    return QuantizedWeight(bits=4, codes=codes, scales=scales / 3, group=group, offsets=-2.5 * scales)
+
+
+def plain_product(inputs: Inputs, shape: tuple[int, int], num_tokens: int) -> Run:
+    """Product with a weight [out, in] of the model's dtype."""
+    x, packed = inputs(num_tokens, shape[1]), pack_linear(inputs(*shape))
+    return lambda: (packed(x),)
+
+
+def quantized_product(inputs: Inputs, kind: str, shape: tuple[int, int], num_tokens: int) -> Run:
+    """Product with a quantised weight [out, in]."""
+    x, weight = inputs(num_tokens, shape[1]), quantized_weight(inputs, kind, shape)
+    packed = TritonQuantizedLinear([weight], None, inputs.model.dtype, batch_invariant=False)
+    return lambda: (packed(x),)
 
 
 def adapters(inputs: Inputs, site: tuple[int, tuple[int, ...]], rank: int, num_tokens: int, num_adapters: int) -> Run:
@@ -261,6 +295,8 @@ def every_work(kernel: str, model: ModelShape, sizes: WorkSizes) -> Iterator[tup
                     what = f"{site[0]} to {'+'.join(map(str, site[1]))}, {tokens} tokens of {count} adapters"
                     work = make_work(model, what, adapters, site, sizes.rank, tokens, count)
                     yield (tile, bucket(width), item), work
+    elif kernel == "quantized_linear":
+        yield from _quantized_work(model, sizes)
     elif kernel in _OF_ROWS:
         size, maker = _OF_ROWS[kernel]
         for rows in sizes.rows:
@@ -272,6 +308,16 @@ def every_work(kernel: str, model: ModelShape, sizes: WorkSizes) -> Iterator[tup
                 more = (rule, sizes.drafts) if name else ()
                 what = f"{rows} x {sizes.drafts} drafts, {name}" if name else f"{rows} rows"
                 yield (bucket(model.vocab),), make_work(model, what, _OF_LOGITS[kernel], *more, rows)
+
+
+def _quantized_work(model: ModelShape, sizes: WorkSizes) -> Iterator[tuple[tuple[int, ...], Workload]]:
+    for tile, tokens in sizes.products:
+        for width, slices in model.projections:
+            shape = sum(slices), width
+            for kind, bits in (("int4", 4), ("int8", 8)):
+                what = f"{kind}, {width} to {shape[0]}, {tokens} tokens"
+                work = make_work(model, what, quantized_product, kind, shape, tokens)
+                yield (tile, bucket(width), bucket(shape[0]), bits, model.dtype.itemsize), work
 
 
 def _attention_work(model: ModelShape, sizes: WorkSizes) -> Iterator[tuple[tuple[int, ...], Workload]]:

@@ -31,10 +31,11 @@ _FOLDERS = re.compile(r"(?<![^\s=:,])/(?:[^/\s=:,]+/)*(?=[^/\s=:,])")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Date, commit, command, processor, memory and versions, for the head of a result file."""
+    """Date, commit, command, processor and its vector instructions, memory and versions: the head of a result."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
     return {
         "date": datetime.date.today().isoformat(),
         "commit": _commit(),
@@ -44,7 +45,8 @@ def describe_machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "amx": any(line.startswith("flags") and "amx_tile" in line for line in lines),
+        "amx": "amx_tile" in flags,
+        "cpu_flags": sorted(flag for flag in flags if flag.startswith(("avx", "amx", "asimd", "sve", "bf16", "i8mm"))),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "outrider": __version__,
         "python": sys.version.split()[0],

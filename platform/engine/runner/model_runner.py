@@ -220,7 +220,7 @@ class ModelRunner:
         sampling = self._sample(prepared, computed, overshoot)
         outcome = proposals = None
         if sampling is not None and is_followed:
-            outcome = sampling.outcome(self._model.config.vocab_size)
+            outcome = sampling.outcome()
             outcome = outcome._replace(overshoot=overshoot)
         prompts: list[list[TokenLogprobs] | Tensor | None] = []
         offset = 0

@@ -20,9 +20,9 @@ from ..queue.scheduler import Scheduler
 from .model_runner import ModelRunner
 from .warm_up import PROMPT, dummy, run_through
 
-LENGTHS = (160, 1100)
-"""Tokens of prompts: more than the attention's tile of short rows has, and more than steps with small tiles of adapters
-have."""
+LENGTHS = (40, 160, 1100)
+"""Tokens of prompts: more than the smallest tile of quantised products has, more than their second one and the
+attention's tile of short rows have, and more than steps with small tiles of adapters have."""
 _ROOM = 64
 """Tokens that a dummy may get beside its prompt, drafts included."""
 

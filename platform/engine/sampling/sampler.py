@@ -155,7 +155,7 @@ class Sampler:
         if reported:
             k = max(rows[i].request.params.logprobs or 0 for i in wanting)
             parts += top_logprobs(raw, choices.token_ids[index].clamp(min=0), k)
-        return Pending(rows, verify_rows, wanting, (*choices, raw_top, top), Download(parts))
+        return Pending(rows, verify_rows, wanting, (*choices, raw_top, top), Download(parts), logits.shape[1])
 
     def _keep_raw(
         self, logits: Tensor, rows: Sequence[SampleRow], starts: list[int], wanting: list[int]
@@ -209,11 +209,13 @@ class Pending(NamedTuple):
     chosen: tuple[Tensor, Tensor, Tensor, Tensor]
     """On the device: `Choices`, and [sum(1 + k)] each row's largest logit, raw and of what there was to choose from."""
     download: Download
+    num_tokens: int
+    """Columns of the logits."""
 
-    def outcome(self, vocab_size: int) -> DeviceOutcome:
+    def outcome(self) -> DeviceOutcome:
         """Outcome on the device, as `collect` will return it. Where a row offers nothing to choose it is some token."""
         token_ids, accepted, raw_top, top = self.chosen
-        tokens = token_ids.clamp(0, vocab_size - 1)
+        tokens = token_ids.clamp(0, self.num_tokens - 1)
         num_drafts = np.array([len(row.drafts.token_ids) for row in self.rows])
         most = int(num_drafts.max())
         if not most:
@@ -258,7 +260,7 @@ class Ready(NamedTuple):
     """By sequence, its rows of logits: 1 + k."""
     device: torch.device
 
-    def outcome(self, vocab_size: int) -> DeviceOutcome:
+    def outcome(self) -> DeviceOutcome:
         """See `Pending`."""
         tokens = [
             token

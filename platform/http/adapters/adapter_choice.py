@@ -9,7 +9,7 @@ from ...core.errors import InvalidRequestError, NotFoundError
 from ...core.lora_request import MAX_PARTS, LoRA, LoRARequest, mix_of, split_mix
 from ...core.text import shorten
 from ..observe.request_log import current_note
-from ..openai.protocol import SamplingFields
+from ..openai.protocol import ModelFields
 from .model_view import ModelView
 
 MAX_ADAPTER_NAME = 256
@@ -26,13 +26,13 @@ class ChosenAdapter(NamedTuple):
     """Name in the answer's `model`, as the client wrote it."""
 
 
-async def discover_adapters(models: ModelView, body: SamplingFields) -> None:
+async def discover_adapters(models: ModelView, body: ModelFields) -> None:
     """Find those of the named adapters that nobody has loaded; call it before `choose_adapter`."""
     parts = [part if isinstance(part, str) else part.name for part in body.adapters or ()]
     await models.discover(body.model, parts)
 
 
-def choose_adapter(models: ModelView, body: SamplingFields) -> ChosenAdapter:
+def choose_adapter(models: ModelView, body: ModelFields) -> ChosenAdapter:
     """The adapter, or sum of adapters, that `model` or `adapters` asks for.
 
     Raises:
@@ -46,7 +46,7 @@ def choose_adapter(models: ModelView, body: SamplingFields) -> ChosenAdapter:
     return chosen
 
 
-def _choose(models: ModelView, body: SamplingFields) -> ChosenAdapter:
+def _choose(models: ModelView, body: ModelFields) -> ChosenAdapter:
     if body.adapters is None:
         return ChosenAdapter(adapter_of_model(models, body.model), body.model or models.base_name)
     if adapter_of_model(models, body.model) is not None:

@@ -23,9 +23,9 @@ from .event_stream import ChunkEncoder, ChunkWriter, stream_response, until_disc
 from .generation import Choice, Collected, collect, draft_fields, generate
 from .job import Arrival, Job, now
 from .json_pieces import json_answer
-from .protocol import SamplingFields
+from .protocol import ModelFields, SamplingFields
 
-BodyT = TypeVar("BodyT", bound=SamplingFields)
+BodyT = TypeVar("BodyT", bound=ModelFields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,7 @@ class Accepted(Generic[BodyT]):
             "system_fingerprint": None,
         }
         body, events = self.body, generate(self.serving, job)
+        assert isinstance(body, SamplingFields), "routes that pool have answers of their own"
         if body.stream:
             writer = ChunkWriter(fixed, body.stream_options, bool(body.return_metrics))
             return await stream_response(self.request, events, encoder, writer)

@@ -13,7 +13,6 @@ from ...client.text.vocabulary import TokenTexts, vocabulary_of
 from ...core.outputs import CompletionOutput
 from ...core.sampling_params import SamplingParams
 from ..body.reader import documented
-from ..serving_state import Serving
 from .answer import accept, asked_fields
 from .event_stream import Chunk, dumps
 from .generation import Choice, Collected, PromptFacts
@@ -41,7 +40,9 @@ async def create_completion(request: Request) -> Response:
     """Continue prompts."""
     accepted = await accept(request, CompletionRequest)
     body, serving, defaults = accepted.body, accepted.serving, accepted.defaults
-    prompts = await serving.prompts(body.prompts, add_special_tokens=body.add_special_tokens is not False)
+    prompts = await serving.prompts(
+        body.prompts, add_special_tokens=body.add_special_tokens is not False, lora=accepted.lora
+    )
     job = accepted.job(
         prompts,
         _sampling_params(body, defaults),
@@ -50,7 +51,8 @@ async def create_completion(request: Request) -> Response:
         keeps_output=not _only_scores(body),
         endpoint="/v1/completions",
     )
-    choices = _Completions(serving, body, job)
+    tokenizer = (await serving.llm.processor_of(accepted.lora)).tokenizer
+    choices = _Completions(tokenizer, body, job)
     # An echo is tokenized once more, and log-probabilities are many.
     is_long = bool(body.echo) or body.logprobs is not None
     return await accepted.respond(job, "text_completion", choices, choices.answer, in_thread=is_long)
@@ -74,8 +76,8 @@ def _sampling_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> Sa
 class _Completions:
     """Writer of choices, of the whole answer and of chunks."""
 
-    def __init__(self, serving: Serving, body: CompletionRequest, job: Job) -> None:
-        self._tokenizer = serving.llm.tokenizer
+    def __init__(self, tokenizer: Any, body: CompletionRequest, job: Job) -> None:
+        self._tokenizer = tokenizer
         self._body = body
         self._job = job
         self._n = job.params.n

@@ -4,12 +4,13 @@ and deals with fields that a model does not have."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from ...core.errors import InvalidRequestError
+from ...core.pooling import PoolingParams
 from ...core.sampling_params import SamplingParams
 from ..body.foreign_fields import CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, TEMPLATE_UNSUPPORTED, Unsupported
 from ..body.lenient import LenientModel, shape_of
@@ -83,13 +84,24 @@ class AdapterPart(LenientModel):
     weight: float = 1.0
 
 
-class SamplingFields(LenientModel):
-    """Fields of both `/v1/completions` and `/v1/chat/completions`. A null means that the field is not given."""
+class ModelFields(LenientModel):
+    """Fields of all routes that run the model. A null means that the field is not given."""
 
     model: str | None = None
     """The base model, an adapter, or a weighted sum of adapters as "a:0.7+b:0.3"."""
     adapters: Annotated[list[str | AdapterPart], Field(fail_fast=True)] | None = None
     """Ours: the weighted sum as a list, for a `model` that is the base or not given. A bare name has weight 1."""
+    priority: int | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+
+    def check(self) -> None:
+        """Refuse wrong combinations of fields."""
+
+
+class SamplingFields(ModelFields):
+    """Fields of both `/v1/completions` and `/v1/chat/completions`."""
+
     n: int | None = None
     best_of: int | None = None
     temperature: float | None = None
@@ -124,9 +136,6 @@ class SamplingFields(LenientModel):
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    user: str | None = None
     return_token_ids: bool | None = None
     return_metrics: bool | None = None
     """Ours: the answer carries `metrics`, with `speculative_decoding` inside."""
@@ -231,6 +240,91 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
             raise InvalidRequestError(
                 "add_generation_prompt and continue_final_message exclude each other", param="continue_final_message"
             )
+
+
+class PoolingFields(ModelFields):
+    """Fields of the routes that pool hidden states."""
+
+    dimensions: int | None = None
+    """Leading dimensions to keep, of models that were trained for that."""
+    pooling: str | None = None
+    """Ours: "last", "mean" or "cls"; by default as the model's files say."""
+    add_special_tokens: bool | None = None
+
+    def params(self) -> PoolingParams:
+        """Parameters of the pooling; InvalidRequestError names a wrong one."""
+        return PoolingParams(pooling=self.pooling, dimensions=self.dimensions)
+
+
+class EmbeddingRequest(PoolingFields):
+    """`POST /v1/embeddings`."""
+
+    unsupported: ClassVar = {"messages": Unsupported(([],)), "truncate_prompt_tokens": Unsupported()}
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    normalize: bool | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """`input` in its four forms as a list of prompts."""
+        one = isinstance(self.input, str) or isinstance(self.input[0], int)
+        return [self.input] if one else self.input
+
+    def check(self) -> None:
+        """See the base class."""
+        check_count("input", len(self.prompts))
+
+
+class ScoreRequest(PoolingFields):
+    """`POST /v1/score`: one text with each of many, or lists of one length pair by pair."""
+
+    unsupported: ClassVar = {"truncate_prompt_tokens": Unsupported()}
+    text_1: str | Texts
+    text_2: str | Texts
+
+    @property
+    def pairs(self) -> tuple[list[str], list[str]]:
+        """The first texts and the second ones."""
+        first, second = ([text] if isinstance(text, str) else text for text in (self.text_1, self.text_2))
+        return (first * len(second) if len(first) == 1 else first), second
+
+    def check(self) -> None:
+        """See the base class."""
+        first, second = self.pairs
+        check_count("text_2", len(second))
+        if len(first) != len(second):
+            raise InvalidRequestError(f"text_1 has {len(first)} texts for {len(second)} of text_2", param="text_1")
+
+
+class RerankRequest(PoolingFields):
+    """`POST /v1/rerank`."""
+
+    unsupported: ClassVar = {"truncate_prompt_tokens": Unsupported(), "max_tokens_per_doc": Unsupported()}
+    query: str
+    documents: Annotated[list[str | dict[str, Any]], Field(fail_fast=True)]
+    """Texts, or objects with a `text`."""
+    top_n: int | None = None
+    return_documents: bool | None = None
+
+    @property
+    def texts(self) -> list[Any]:
+        """Texts of the documents."""
+        return [document if isinstance(document, str) else document.get("text") for document in self.documents]
+
+    def check(self) -> None:
+        """See the base class."""
+        check_count("documents", len(self.documents))
+        for index, text in enumerate(self.texts):
+            if not isinstance(text, str):
+                raise InvalidRequestError(f"documents[{index}] must have a text", param=f"documents[{index}]")
+        if self.top_n is not None and self.top_n < 0:
+            raise InvalidRequestError(f"top_n must be at least 0, got {self.top_n}", param="top_n")
+
+
+def check_count(name: str, count: int) -> None:
+    """Refuse an empty list, and one of more than `MAX_PROMPTS`."""
+    if not 1 <= count <= MAX_PROMPTS:
+        raise InvalidRequestError(f"{name} has {count} texts; 1 to {MAX_PROMPTS} are taken", param=name)
 
 
 class TokenizeRequest(TemplateFields):

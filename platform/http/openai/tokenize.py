@@ -44,10 +44,10 @@ async def tokenize(request: Request) -> Response:
         tokens = await serving.chat_prompt(normalize_messages(body.messages), body, lora)
     else:
         special = body.add_special_tokens is None or body.add_special_tokens
-        tokens = await serving.encode(body.prompt or "", add_special_tokens=special)
+        tokens = await serving.encode(body.prompt or "", add_special_tokens=special, lora=lora)
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": serving.llm.info.max_model_len, "tokens": tokens}
     if body.return_token_strs:
-        tokenizer = serving.llm.tokenizer
+        tokenizer = (await serving.llm.processor_of(lora)).tokenizer
         answer["token_strs"] = await asyncio.to_thread(tokenizer.convert_ids_to_tokens, tokens)
     return await json_answer(answer)
 
@@ -60,8 +60,10 @@ async def detokenize(request: Request) -> Response:
     charge_call(request)
     models = serving.models.seen_by(principal_of(request))
     await models.discover(body.model)
-    adapter_of_model(models, body.model)
+    tokenizer = (await serving.llm.processor_of(adapter_of_model(models, body.model))).tokenizer
     size, limit = serving.llm.info.vocab_size, DETOKENIZE_CONTEXTS * serving.llm.info.max_model_len
+    if tokenizer is not serving.llm.tokenizer:
+        size = max(size, len(tokenizer))
     if len(body.tokens) > limit:
         raise InvalidRequestError(
             f"tokens has {len(body.tokens)} ids; at most {limit} are taken ({DETOKENIZE_CONTEXTS} x max_model_len)",
@@ -71,5 +73,5 @@ async def detokenize(request: Request) -> Response:
         i = next(i for i, token in enumerate(body.tokens) if not 0 <= token < size)
         message = f"{shown(body.tokens[i])} is not a token id: they go from 0 to {size - 1}"
         raise InvalidRequestError(message, param=f"tokens[{i}]")
-    text = await asyncio.to_thread(vocabulary_of(serving.llm.tokenizer).decode, body.tokens)
+    text = await asyncio.to_thread(vocabulary_of(tokenizer).decode, body.tokens)
     return await json_answer({"prompt": text})

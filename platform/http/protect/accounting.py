@@ -114,7 +114,7 @@ async def check_params(serving: Serving, job: Job) -> None:
     def check() -> None:
         params = job.params_of(longest, serving.llm.info.max_model_len)
         serving.llm.input_processor.process(
-            job.request_id, prompt, params, priority=job.priority, cache_salt=job.cache_salt
+            job.request_id, prompt, params, lora=job.lora, priority=job.priority, cache_salt=job.cache_salt
         )
 
     if is_long(prompt, job.params):

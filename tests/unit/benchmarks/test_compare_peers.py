@@ -123,6 +123,16 @@ def test_engines_take_turns_and_another_one_begins_each_time(fake, measure):
     assert all(seconds >= 0.02 for seconds in slow)
 
 
+def test_an_engine_for_one_request_gets_no_more(fake, measure):
+    results = measure("base", [fake("outrider"), fake("slow", most_requests=1)])
+    assert not results.failures
+    assert {(m["engine"], m["requests"]) for m in results.measurements} == {
+        ("outrider", 1),
+        ("outrider", 2),
+        ("slow", 1),
+    }
+
+
 def test_starts_are_described(fake, measure):
     (start,) = measure("base", [fake("outrider")]).starts
     assert start["start_seconds"] >= start["load_seconds"] >= 0
@@ -334,11 +344,17 @@ def test_a_peer_that_cannot_be_had_is_left_out(compare_peers, peers, monkeypatch
             raise environments.PeerError("no network")
         return environments.Engine(name, Path(sys.executable))
 
-    made = []
+    made = set()
     monkeypatch.setattr(compare_peers, "prepare", prepare)
-    monkeypatch.setattr(compare_peers, "export_to_openvino", lambda engine, models, name, say: made.append(name))
+    for make in ("export_to_openvino", "make_gguf"):
+        monkeypatch.setattr(compare_peers, make, lambda engine, models, name, kind, say: made.add((name, kind)))
     monkeypatch.setattr(peers("models"), "make_missing", lambda *arguments: None)
-    options = compare_peers.parse(["--models", str(tmp_path), "--output-json", "f"])
-    assert list(compare_peers.prepare_peers(options, results)) == ["transformers", "openvino"]
+    options = compare_peers.parse(["--models", str(tmp_path), "--output-json", "f", "--modes", "draft,int4"])
+    found = compare_peers.prepare_peers(options, results)
+    assert list(found) == ["transformers", "openvino", "llamacpp"]
     assert results.failures == [{"model": "all", "mode": "all", "engine": "vllm", "reason": "no network"}]
-    assert made == ["small", "medium", "draft"]
+    names = ("small", "medium", "draft")
+    quantized = {(name, kind) for name in names[:2] for kind in ("Q4_0", "Q4_K_M")}
+    assert made == {(name, mode) for name in names for mode in ("draft", "int4")} | quantized
+    engines = compare_peers.engines_for(peers("session").Case("small", "int4"), found)
+    assert [engine.name for engine in engines] == ["outrider", "openvino", "llamacpp-Q4_0", "llamacpp-Q4_K_M"]

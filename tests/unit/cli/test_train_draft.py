@@ -12,6 +12,8 @@ from outrider.platform.cli import train_draft
 from outrider.platform.cli.main import build_parser, main
 from outrider.platform.core.errors import InvalidRequestError
 
+from ...gguf_files import write_gguf
+
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
@@ -110,6 +112,12 @@ def test_training_writes_a_head_a_log_and_a_checkpoint(command, tmp_path, capsys
     assert (out / "medusa_lm_head.pt").exists()
     assert not (out / "model.safetensors").exists()
     assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_a_gguf_file_is_a_target(command, target, tmp_path):
+    write_gguf(target, tmp_path / "m.gguf")
+    assert main(command("--model", tmp_path / "m.gguf", "--intermediate-size", 24)) == 0
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_generated_completions_are_the_engines_and_are_kept(command, target, tmp_path, monkeypatch, capsys):

@@ -132,11 +132,14 @@ class FakeAsyncLLM:
         self.tokenizer = CharTokenizer()
         self.input_processor = InputProcessor(self.tokenizer, self.info, eos_token_ids=[2])
 
+    async def processor_of(self, lora: Any) -> InputProcessor:
+        return self.input_processor
+
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, *, request_id: str, **options: Any
     ) -> AsyncIterator[RequestOutput]:
         assert options.pop("delta")
-        requests = self.input_processor.process(request_id, prompt, sampling_params)
+        requests = self.input_processor.process(request_id, prompt, sampling_params, lora=options.get("lora_request"))
         self.calls.append({"prompt": prompt, "params": sampling_params, "request_id": request_id, **options})
         self.running.add(request_id)
         metrics = RequestMetrics(0.0, num_cached_tokens=2)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from outrider.models.checkpoint.loader import load_model
+from outrider.models.checkpoint.loader import load_model, read_facts
 from outrider.models.checkpoint.mxfp4 import dequantized
 from outrider.platform.core.errors import InvalidRequestError, UnsupportedModelError
 
@@ -26,6 +26,18 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "olmoe": ("Olmoe", {"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True}),
     "gpt-oss": ("GptOss", {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 8}),
     "qwen2": ("Qwen2Moe", {**SPARSE, "shared_expert_intermediate_size": 40}),
+}
+LATENT = {
+    **{"kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "first_k_dense_replace": 1},
+    **{"num_hidden_layers": 3, "num_key_value_heads": 4, "n_shared_experts": 1},
+}
+GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+CASES |= {
+    "deepseek2": ("DeepseekV2", {**LATENT, **GROUPS, "topk_method": "group_limited_greedy"}),
+    "deepseek2-bias": ("DeepseekV2", {**LATENT, "attention_bias": True}),
+    "deepseek3": ("DeepseekV3", {**LATENT, **GROUPS}),
+    "deepseek3-plain": ("DeepseekV3", {**LATENT, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
 }
 PROMPTS = {0: list(range(3, 40)), 1: [7], 2: list(range(90, 60, -2)), 3: list(range(5, 130, 3))}
 
@@ -55,7 +67,7 @@ def test_logits_match_transformers_in_both_layouts(
                 torch.testing.assert_close(logits, expected[row], atol=1e-4, rtol=0, msg=f"{folder}, {chunk}, {row}")
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "GptOss"])
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "GptOss", "DeepseekV2", "DeepseekV3"])
 def test_bfloat16_is_as_close_to_float32_as_transformers(family: str, save_tiny: Callable, driver: Callable) -> None:
     path, reference = save_tiny(family, dtype=torch.bfloat16, **dict(CASES.values())[family])
     exact = type(reference).from_pretrained(path, dtype=torch.float32)
@@ -63,7 +75,8 @@ def test_bfloat16_is_as_close_to_float32_as_transformers(family: str, save_tiny:
     with torch.no_grad():
         theirs, exactly = reference(tokens).logits[0].float(), exact(tokens).logits[0]
     ours = logits_of(driver(load_model(path)), 1000)[3]
-    assert (ours - exactly).abs().mean() < 1.5 * (theirs - exactly).abs().mean()
+    # Not the mean: a token whose experts change with a rounding is far off, here or there.
+    assert (ours - exactly).abs().median() < 1.2 * (theirs - exactly).abs().median()
 
 
 def test_experts_stored_as_mxfp4(save_tiny: Callable, driver: Callable, tmp_path: Path) -> None:
@@ -102,6 +115,30 @@ def test_every_mxfp4_number_is_that_of_transformers() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         expected = convert_moe_packed_tensors(blocks[None], scales[None], dtype=dtype)[0].T
         assert torch.equal(dequantized(blocks, scales, dtype), expected)
+
+
+def test_a_token_of_latent_attention_is_cached_once(save_tiny: Callable) -> None:
+    path, _ = save_tiny("DeepseekV2", **LATENT)
+    assert read_facts(path).kv_bytes_per_token == 3 * (24 + 8) * 4
+    assert sum(spec.num_elements for spec in load_model(path).kv_layers) == 3 * (24 + 8)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n_group", 3), ("topk_group", 5), ("topk_method", "best"), ("qk_rope_head_dim", 7), ("kv_lora_rank", 0),
+        ("norm_topk_prob", True), ("moe_layer_freq", 2), ("routed_scaling_factor", -1.0),
+    ],
+)  # fmt: skip
+def test_a_config_of_deepseek_with_wrong_values_is_refused(
+    save_tiny: Callable, tmp_path: Path, field: str, value: object
+) -> None:
+    path, _ = save_tiny("DeepseekV2", **LATENT, **GROUPS, topk_method="group_limited_greedy")
+    raw = json.loads((path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, field: value}))
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_facts(tmp_path)
+    assert caught.value.param == field
 
 
 def test_a_config_with_wrong_experts_is_refused(save_tiny: Callable, tmp_path: Path) -> None:

@@ -38,7 +38,10 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_fac
 
 @pytest.fixture
 def logits(driver: Callable) -> Callable:
-    return lambda path: driver(load_model(path, "float32")).forward_once({0: TOKENS})[0]
+    def compute(path: Path) -> torch.Tensor:
+        return driver(load_model(path, "float32"), prompt_lens={0: len(TOKENS)}).forward_once({0: TOKENS})[0]
+
+    return compute
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
@@ -50,6 +53,40 @@ def test_a_file_is_the_folder_it_was_made_of(family: str, save_tiny: Callable, t
     assert (config["dtype"], config["head_dim"]) == ("float32", 20)
     assert config["tie_word_embeddings"] == (family == "Qwen3")
     assert logits(file).equal(logits(folder))
+
+
+PHI4_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+             "short_factor": [1.0 + i / 8 for i in range(6)], "long_factor": [1.0 + i for i in range(6)]}  # fmt: skip
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+OTHERS = {
+    "phi3": ("Phi3", {"sliding_window": 6}),
+    "phi4-mini": ("Phi3", {"rope_parameters": PHI4_ROPE, "original_max_position_embeddings": 128}),
+    "phi4-mini-long": ("Phi3", {"rope_parameters": PHI4_ROPE, "original_max_position_embeddings": 8}),
+    "granite": ("Granite", {"embedding_multiplier": 3.0, "logits_scaling": 2.5, "residual_multiplier": 0.6,
+                            "attention_multiplier": 0.2}),
+    "olmo2": ("Olmo2", {}),
+    "glm4": ("Glm4", {"head_dim": 16}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),
+    "stablelm": ("StableLm", {"use_qkv_bias": True}),
+    "stablelm-2-12b": ("StableLm", {"use_parallel_residual": True}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 6}),
+    "gpt2": ("GPT2", {"num_key_value_heads": 4}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
+    "qwen3moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 20, "norm_topk_prob": True}),
+    "olmoe": ("Olmoe", {**EXPERTS, "intermediate_size": 32}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families(name: str, save_tiny: Callable, tmp_path: Path, logits) -> None:
+    family, options = OTHERS[name]
+    folder, theirs = save_tiny(family, **{**SIZES, **options})
+    write_gguf(folder, tmp_path / "m.gguf")
+    found = logits(tmp_path / "m.gguf")
+    assert found.equal(logits(folder))
+    with torch.inference_mode():
+        torch.testing.assert_close(found, theirs(torch.tensor([TOKENS])).logits[0], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["Gemma2", "Gemma3Text"])
@@ -79,10 +116,11 @@ def test_quantised_matrices(kind: Type, save_tiny: Callable, tmp_path: Path, log
     torch.testing.assert_close(logits(tmp_path / "m.gguf"), logits(rounded), rtol=0, atol=1e-5)
 
 
-def test_a_file_is_what_transformers_reads(save_tiny: Callable, tmp_path: Path, logits) -> None:
+@pytest.mark.parametrize("family", ["Llama", "StableLm", "Starcoder2"])
+def test_a_file_is_what_transformers_reads(family: str, save_tiny: Callable, tmp_path: Path, logits) -> None:
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    folder, _ = save_tiny("Llama", **SIZES)
+    folder, _ = save_tiny(family, **SIZES)
     write_gguf(folder, tmp_path / "m.gguf", lambda name: Type.Q8_0, llama__vocab_size=131)
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="m.gguf", dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
@@ -106,7 +144,9 @@ def test_blocks_of_any_bytes(kind: Type, tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    stored = read_gguf(file, [name], SimpleNamespace(num_layers=1, num_heads=1, num_kv_heads=1, norm_offset=0.0))[name]
+    stored = read_gguf(
+        file, [name], SimpleNamespace(num_layers=1, num_heads=1, num_kv_heads=1, norm_offset=0.0, block=None)
+    )[name]
     assert stored.shape == (3, 512)
     expected = torch.from_numpy(gguf.dequantize(data, kind)).view(-1, block)
     weight = stored.read()
@@ -197,7 +237,35 @@ def test_files_that_are_not_served(save_tiny: Callable, tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(UnsupportedModelError, match=r"mamba; supported are gemma2"):
         read_facts(tmp_path / "mamba.gguf")
+    folder, _ = save_tiny("Olmo2", **SIZES)
+    write_gguf(folder, tmp_path / "olmo3.gguf", olmo2__attention__sliding_window=8)
+    with pytest.raises(UnsupportedModelError, match="sliding_window"):
+        read_facts(tmp_path / "olmo3.gguf")
+    folder, _ = save_tiny("Qwen2", **SIZES)
+    write_gguf(folder, tmp_path / "partial.gguf", qwen2__rope__dimension_count=4)
+    with pytest.raises(UnsupportedModelError, match="partial_rotary_factor"):
+        read_facts(tmp_path / "partial.gguf")
+
+
+def test_quantised_experts(save_tiny: Callable, tmp_path: Path, logits) -> None:
+    folder, _ = save_tiny("Qwen3Moe", **SIZES, **EXPERTS, norm_topk_prob=True)
+    rounded = shutil.copytree(folder, tmp_path / "rounded")
+    save_file(write_gguf(folder, tmp_path / "m.gguf", lambda name: Type.Q8_0), rounded / "model.safetensors")
+    torch.testing.assert_close(logits(tmp_path / "m.gguf"), logits(rounded), rtol=0, atol=1e-5)
+
+
+def test_parts_of_a_model(save_tiny: Callable, tmp_path: Path, logits) -> None:
     folder, _ = save_tiny("Llama", **SIZES)
-    write_gguf(folder, tmp_path / "part.gguf", split__count=2)
-    with pytest.raises(UnsupportedModelError, match="gguf-split --merge"):
-        read_facts(tmp_path / "part.gguf")
+    write_gguf(folder, tmp_path / "m.gguf", split=8)
+    parts = sorted(tmp_path.glob("m-*-of-00003.gguf"))
+    assert len(parts) == 3
+    assert logits(parts[0]).equal(logits(folder))
+    with pytest.raises(InvalidRequestError, match=r"part 2 of 3.*give the first part.*-00001-of-00003"):
+        read_facts(parts[1])
+    parts[0].rename(tmp_path / "renamed.gguf")
+    with pytest.raises(InvalidRequestError, match=r"-00001-of-00003"):
+        read_facts(tmp_path / "renamed.gguf")
+    (tmp_path / "renamed.gguf").rename(parts[0])
+    parts[2].unlink()
+    with pytest.raises(NotFoundError, match=parts[2].name):
+        load_model(parts[0])

@@ -1,5 +1,6 @@
 """The tokenizer comes from the model's directory; end tokens from all files that name one."""
 
+import base64
 import json
 import subprocess
 import sys
@@ -96,11 +97,72 @@ def test_package_that_is_missing_is_named(tmp_path: Path, monkeypatch, content: 
         load_tokenizer(tmp_path)
 
 
-def test_lone_tekken_names_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tekken.json").write_text("{}")
+WORDS = [b"he", b"ll", b"hell", b"hello", b" w", b" wo"]
+RANKS = {bytes([index]): index for index in range(256)} | {word: 256 + index for index, word in enumerate(WORDS)}
+TEXT = "hello wo ö 🎉"
+
+
+def tiktoken_ids(pattern: str) -> list[int]:
+    """Tokens of TEXT by tiktoken."""
+    tiktoken = pytest.importorskip("tiktoken")
+    encoding = tiktoken.Encoding("tiny", pat_str=pattern, mergeable_ranks=RANKS, special_tokens={})
+    return encoding.encode(TEXT)
+
+
+def test_lone_tiktoken_file(tmp_path: Path) -> None:
+    lines = [f"{base64.b64encode(word).decode()} {rank}\n" for word, rank in RANKS.items()]
+    (tmp_path / "tokenizer.model").write_text("".join(lines))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    assert ids == tiktoken_ids(r" ?\p{L}+| ?[^\s\p{L}]+|\s+")
+    assert tokenizer.decode(ids) == TEXT
+
+
+@pytest.fixture
+def tekken(tmp_path: Path) -> Path:
+    """A folder with Mistral's own file alone."""
+    special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<pad>"]
+    content = {
+        "config": {
+            "pattern": r" ?\p{L}+| ?[^\s\p{L}]+|\s+",
+            "num_vocab_tokens": len(RANKS),
+            "default_vocab_size": len(RANKS) + len(special),
+            "default_num_special_tokens": len(special),
+            "version": "v7",
+        },
+        "vocab": [
+            {"rank": rank, "token_bytes": base64.b64encode(word).decode(), "token_str": None}
+            for word, rank in RANKS.items()
+        ],
+        "special_tokens": [
+            {"rank": rank, "token_str": token, "is_control": True} for rank, token in enumerate(special)
+        ],
+    }
+    (tmp_path / "tekken.json").write_text(json.dumps(content))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    return tmp_path
+
+
+def test_lone_tekken_file(tekken: Path) -> None:
+    (tekken / "chat_template.jinja").write_text("<s>{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}")
+    tokenizer = load_tokenizer(tekken)
+    ids = [6 + index for index in tiktoken_ids(r" ?\p{L}+| ?[^\s\p{L}]+|\s+")]  # special tokens come first
+    assert tokenizer.encode(TEXT) == [1, *ids]
+    assert tokenizer.decode([1, *ids, 2], skip_special_tokens=True) == TEXT
+    text = tokenizer.apply_chat_template([{"role": "user", "content": TEXT}], tokenize=False)
+    assert tokenizer.encode(text, add_special_tokens=False) == [1, 3, *ids, 4]
+    assert eos_token_ids(tekken, tokenizer) == {2}
+
+
+def test_tekken_without_its_package(tekken: Path, monkeypatch, caplog) -> None:
     monkeypatch.setattr("outrider.models.checkpoint.tokenizer.find_spec", lambda name: None)
+    load_tokenizer(tekken)
+    assert "outrider[mistral]" in caplog.text
+    monkeypatch.setitem(sys.modules, "transformers.integrations.mistral", None)  # as where it cannot be imported
     with pytest.raises(InvalidRequestError, match=r"mistral-common.*outrider\[mistral\]"):
-        load_tokenizer(tmp_path)
+        load_tokenizer(tekken)
 
 
 @pytest.mark.parametrize("form", ["jinja", "text", "list"])

@@ -74,8 +74,10 @@ def result_commands() -> list[str]:
 
 
 def source_of(script: str) -> str:
-    """Text of a script, or of the package that a folder is."""
+    """Text of a script with the options that all benchmarks share, or of the package that a folder is."""
     path = ROOT / script
+    if script.startswith("benchmarks/") and path.is_file():
+        return path.read_text(encoding="utf-8") + (ROOT / "benchmarks" / "script.py").read_text(encoding="utf-8")
     return "".join(file.read_text(encoding="utf-8") for file in (path.glob("*.py") if path.is_dir() else [path]))
 
 

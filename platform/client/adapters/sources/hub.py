@@ -5,10 +5,10 @@ from __future__ import annotations
 from fnmatch import fnmatch
 from typing import Any
 
-from ....core.adapter_files import CONFIG_FILE
+from ....core.adapter_files import ADAPTER_FILES, CONFIG_FILE
 from .resolver import DRAFT_FOLDER, HUB_SCHEME, is_hub_id, no_adapter, scheme_of, shown_source, unavailable
 
-_FILES = [CONFIG_FILE, "adapter_model.*", f"{DRAFT_FOLDER}/**"]
+_FILES = [*ADAPTER_FILES, "adapter_model.*", f"{DRAFT_FOLDER}/**"]
 _TIMEOUT_SECONDS = 10.0
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 from .....models.checkpoint.generation_config import FILE, sampling_defaults
 from ....core.errors import AdapterError, InvalidRequestError, OutriderError
 from ....core.lora_request import LoRA, LoRAMix, LoRAPart, LoRARequest
-from ...waiting import Waits, answer, waits
+from ...waiting import Waits, Work, answer, waits
 from .cache import DEFAULT_MAX_CACHE_BYTES, DownloadCache
 from .folders import AdapterDirectory, FolderRules
 from .hub import HubResolver
@@ -37,6 +37,7 @@ from .shared_calls import SharedCalls
 logger = logging.getLogger(__name__)
 
 L = TypeVar("L", bound=LoRA | None)
+T = TypeVar("T")
 
 FAILURE_SECONDS = 5.0
 """Seconds for which a source that failed is not asked again; requests get the same error meanwhile."""
@@ -243,10 +244,8 @@ class AdapterSources:
 
     # --- sampling parameters --------------------------------------------------------------------------------------
 
-    @waits
-    def sampling_defaults(self, folder: str) -> Waits[dict[str, Any]]:
-        """The fields of `SamplingParams` that the generation_config.json of an adapter's folder sets; looked at most
-        once in `LOOK_SECONDS`.
+    def sampling_defaults(self, folder: str) -> Work[dict[str, Any]]:
+        """The fields of `SamplingParams` that the generation_config.json of an adapter's folder sets.
 
         Raises:
             AdapterError: it has a wrong value.
@@ -259,7 +258,12 @@ class AdapterSources:
                 message = error.message if isinstance(error, OutriderError) else str(error)
                 raise AdapterError(message, param="lora_path") from error
 
-        return (yield from answer(self._looks.call(("defaults", folder), read, LOOK_SECONDS)))
+        return self.look("defaults", folder, read)
+
+    @waits
+    def look(self, what: str, folder: str, read: Callable[[], T]) -> Waits[T]:
+        """The result of `read`, which is called in a thread at most once in `LOOK_SECONDS` for a folder."""
+        return (yield from answer(self._looks.call((what, folder), read, LOOK_SECONDS, LOOK_SECONDS)))
 
     # --- what is still needed -------------------------------------------------------------------------------------
 
@@ -278,7 +282,8 @@ class AdapterSources:
         self._looks.drop(("name", name))
         self._fetches.drop(("name", name))
         for path in needed:
-            self._looks.drop(("defaults", path))
+            for what in ("defaults", "tokenizer"):
+                self._looks.drop((what, path))
         with self._lock:
             folders = self._folders.get(name, {})
             for folder in [folder for folder in folders if folder not in needed]:

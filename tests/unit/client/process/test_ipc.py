@@ -30,6 +30,7 @@ FULL_PARAMS = SamplingParams(
     include_stop_str_in_output=True, ignore_eos=True, max_tokens=7, min_tokens=2, logprobs=1, prompt_logprobs=0,
     logit_bias={5: 1}, allowed_token_ids=[1, 2], detokenize=True, skip_special_tokens=False,
     spaces_between_special_tokens=False, speculative=False, pooling="mean", bad_words_token_ids=[[1, 2], [3]],
+    structured_outputs={"regex": "a+"},
 )  # fmt: skip
 INFO = EngineInfo("m", "Llama", "float32", "cpu", 10, 20, 5, 3, 16, 100, True, 8, 64, "off", 0.5)
 LOGPROBS = TokenLogprobs([1, 2], [-0.5, float("-inf")], 3)

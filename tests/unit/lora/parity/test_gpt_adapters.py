@@ -1,10 +1,12 @@
 """Adapters on each projection of GPT-2 and OPT: logits of mixed batches equal PEFT's."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from .reference import VOCAB, Engine, peft_logits, save_base, train
 
@@ -46,17 +48,36 @@ def case(request, tmp_path_factory):
     adapters = {f"on-{name}": {"r": 4, "lora_alpha": 8, "target_modules": rf".*\.{name}"} for name in projections}
     adapters["all"] = {"r": 8, "lora_alpha": 8, "target_modules": "all-linear", "use_rslora": True}
     adapters["dora"] = {"r": 3, "lora_alpha": 6, "target_modules": projections, "use_dora": True}
-    words = [table] if family in ("Phi", "GPTNeoX") else [table, "lm_head"]  # a head with a bias, or another name
-    adapters["words"] = {"r": 5, "lora_alpha": 5, "target_modules": words}
+    adapters["words"] = {"r": 5, "lora_alpha": 5, "target_modules": [table, "lm_head"]}
+    adapters["saved"] = {**adapters["dora"], "use_dora": False, "modules_to_save": ["lm_head"]}
+    adapters["saved-both"] = {**adapters["dora"], "use_dora": False, "modules_to_save": [table, "lm_head"]}
+    adapters["saved-table"] = {**adapters["dora"], "modules_to_save": [table]}
     paths = {name: str(folder / name) for name in adapters}
     for seed, (name, options) in enumerate(adapters.items()):
         train(base, seed, **options).save_pretrained(paths[name])
     generator = torch.Generator().manual_seed(3)
     names = ["base", *adapters]
     prompts = {
-        name: torch.randint(3, VOCAB, (7 + 6 * i,), generator=generator).tolist() for i, name in enumerate(names)
+        name: torch.randint(3, VOCAB, (7 + 4 * i,), generator=generator).tolist() for i, name in enumerate(names)
     }
     return base, paths, prompts, {name: peft_logits(base, paths.get(name), prompts[name]) for name in names}
+
+
+def test_a_head_has_the_name_that_older_transformers_gave_it(case, tmp_path):
+    """GPT-NeoX's was `embed_out`."""
+    path, paths, prompts, expected = case
+    old = {}
+    for name in ("words", "saved-both"):
+        old[name] = str(tmp_path / name)
+        shutil.copytree(paths[name], old[name])
+        file, config = (tmp_path / name / leaf for leaf in ("adapter_model.safetensors", "adapter_config.json"))
+        save_file({key.replace("lm_head", "embed_out"): tensor for key, tensor in load_file(file).items()}, file)
+        config.write_text(config.read_text().replace("lm_head", "embed_out"))
+    engine = Engine(path, old, {name: prompts[name] for name in old})
+    engine.admit(old)
+    for name, logits in engine.run(list(old)).items():
+        torch.testing.assert_close(logits, expected[name], atol=1e-4, rtol=0)
+    engine.close()
 
 
 @pytest.mark.parametrize("chunk_sizes", [(1000,), (7, 2, 30, 1)], ids=["whole", "chunks"])

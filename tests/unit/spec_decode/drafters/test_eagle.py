@@ -115,7 +115,7 @@ def test_sampled_drafts_and_their_distribution(target, make_head, load_head, met
     engine.step(*((s, 3, None, 0) for s in sequences))
     engine.step(*((s, 4, None, 2) for s in sequences))
     for sequence in (sequences[0], sequences[2]):
-        ids, probs = sequence.drafts
+        ids, probs, *_ = sequence.drafts
         tokens = list(sequence.request.tokens)
         for i, logits in enumerate(head.logits(tokens, ids)):
             filtered = filter_logits(logits[None].clone(), [0.8], [30], [0.9], [0.01])

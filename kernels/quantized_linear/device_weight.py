@@ -1,0 +1,200 @@
+"""Form in which a GPU reads a quantised weight: `QuantizedWeight` rearranged so that few bytes are read.
+
+W[o, order[i]] = (level(codes[o, i]) · scales[i // group, o] + offsets[i // group, o]) · factors[o]; where inputs are
+rounded, offsets are not multiplied by factors.
+
+O outputs, I inputs, G groups, S bytes of a row of codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .weight import QuantizedWeight
+
+ALIGNMENT = 128
+"""Bytes to whose multiple a row of codes is padded: the longest block of a kernel."""
+WHOLE = 1 << 30
+"""Value of `group` when all inputs share one scale."""
+_LARGEST_OFFSET = 256
+"""Largest quotient of an offset and its row's factor: float16 goes to 65504."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceWeight:
+    """Rows of a weight that one launch multiplies."""
+
+    form: str
+    """Meaning of a code: "int4", "int8", "fp8", or with a table "levels4" and "levels8"."""
+    codes: Tensor
+    """[O, S] int8 for "int8", else uint8. Of 4 bits byte s holds codes s, in its lower half, and S + s."""
+    factors: Tensor
+    """[O] float32."""
+    scales: Tensor | None
+    """[G, O] float16, or float32 for products in float32; None: ones."""
+    offsets: Tensor | None
+    """[G, O], of the scales' dtype; None: minus `zero` times the scale."""
+    levels: Tensor | None
+    """[16 or 256] of the dtype of products."""
+    order: Tensor | None
+    """[I] int64."""
+    group: int
+    zero: int
+    """Zero point that all groups share."""
+    inputs: int
+    rounds_inputs: bool
+    """True: inputs are rounded to int8."""
+
+    @property
+    def outputs(self) -> int:
+        """O."""
+        return len(self.codes)
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 4 if self.form.endswith("4") else 8
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Constants of a kernel that depend on the form."""
+        return {
+            "FORM": self.form,
+            "GROUP": self.group,
+            "ZERO": self.zero,
+            "HAS_SCALES": self.scales is not None,
+            "HAS_OFFSETS": self.offsets is not None,
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are held."""
+        tensors = (self.codes, self.factors, self.scales, self.offsets, self.levels, self.order)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def dense(self, ids: Tensor) -> Tensor:
+        """Rows `ids` [n] of W: [n, I] float32."""
+        codes = self.codes[ids]
+        if self.bits == 4:
+            codes = torch.cat((codes & 15, codes >> 4), 1)
+        codes = codes[:, : self.inputs]
+        if self.levels is not None:
+            numbers = self.levels[codes.long()].float()
+        else:
+            numbers = (codes.view(torch.float8_e4m3fn) if self.form == "fp8" else codes).float() - self.zero
+        factors = self.factors[ids, None]
+        if self.rounds_inputs:
+            dense = numbers * factors if self.offsets is None else numbers * factors + self.offsets.t()[ids]
+        else:
+            groups = torch.arange(self.inputs, device=ids.device) // self.group
+            for table, operation in ((self.scales, torch.Tensor.mul_), (self.offsets, torch.Tensor.add_)):
+                if table is not None:
+                    operation(numbers, table.t()[ids][:, groups])
+            dense = numbers.mul_(factors)
+        return dense if self.order is None else torch.empty_like(dense).index_copy_(1, self.order, dense)
+
+
+def is_served(weight: QuantizedWeight) -> bool:
+    """True when there is a kernel for this form: groups are multiples of 16, the least that a dot product adds."""
+    return weight.scales.shape[1] == 1 or weight.group % 16 == 0
+
+
+def join(blocks: Sequence[QuantizedWeight], dtype: torch.dtype) -> list[DeviceWeight]:
+    """Rearrange `blocks`, the rows of a weight in order, for products in `dtype`; neighbours of one form become one."""
+    joined: list[list[DeviceWeight]] = []
+    for block in blocks:
+        stored = _store(block, dtype)
+        if joined and is_alike(joined[-1][0], stored):
+            joined[-1].append(stored)
+        else:
+            joined.append([stored])
+    return [parts[0] if len(parts) == 1 else _concatenate(parts) for parts in joined]
+
+
+def is_alike(a: DeviceWeight, b: DeviceWeight) -> bool:
+    """True when both have one form, so that one kernel multiplies them."""
+    plain = all(getattr(a, name) == getattr(b, name) for name in ("form", "group", "zero", "rounds_inputs"))
+    both = [(getattr(a, name), getattr(b, name)) for name in ("scales", "offsets", "levels", "order")]
+    if not plain or any((x is None) is not (y is None) for x, y in both):
+        return False
+    return all(x is None or torch.equal(x, y) for x, y in both[2:])
+
+
+def _concatenate(parts: Sequence[DeviceWeight]) -> DeviceWeight:
+    def columns(tables: Sequence[Tensor | None]) -> Tensor | None:
+        found = [table for table in tables if table is not None]
+        return torch.cat(found, 1) if found else None
+
+    return replace(
+        parts[0],
+        codes=torch.cat([part.codes for part in parts]),
+        factors=torch.cat([part.factors for part in parts]),
+        scales=columns([part.scales for part in parts]),
+        offsets=columns([part.offsets for part in parts]),
+    )
+
+
+def _store(weight: QuantizedWeight, dtype: torch.dtype) -> DeviceWeight:
+    form, codes, offsets, zero = _rearrange(weight)
+    groups = weight.scales.shape[1]
+    scales: Tensor | None = weight.scales
+    if weight.input_bits is not None or (groups == 1 and offsets is None and form in ("int8", "fp8")):
+        factors, scales = weight.scales[:, 0].contiguous(), None
+        offsets = None if offsets is None else offsets.t().contiguous()
+    else:
+        largest = weight.scales.abs().amax(1)
+        if offsets is not None:
+            largest = torch.maximum(largest, offsets.abs().amax(1) / _LARGEST_OFFSET)
+        factors = torch.where(largest > 0, largest, 1.0)
+        # The last groups of the padding may have no scale.
+        padding = -(-codes.shape[1] * (2 if weight.bits == 4 else 1) // weight.group) - groups if groups > 1 else 0
+        kept = torch.float32 if dtype == torch.float32 else torch.float16
+
+        def relative(values: Tensor) -> Tensor:
+            return F.pad((values / factors[:, None]).to(kept), (0, max(0, padding))).t().contiguous()
+
+        scales = relative(weight.scales)
+        offsets = None if offsets is None else relative(offsets)
+    return DeviceWeight(
+        form=form,
+        codes=codes,
+        factors=factors,
+        scales=scales,
+        offsets=offsets,
+        levels=None if weight.levels is None else weight.levels.to(dtype),
+        order=weight.order,
+        group=WHOLE if groups == 1 else weight.group,
+        zero=zero,
+        inputs=weight.shape[1],
+        rounds_inputs=weight.input_bits == 8,
+    )
+
+
+def _rearrange(weight: QuantizedWeight) -> tuple[str, Tensor, Tensor | None, int]:
+    """Form, codes, offsets and common zero point."""
+    codes, offsets = weight.codes, weight.offsets
+    middle = 1 << weight.bits - 1
+    is_centred = offsets is not None and torch.equal(offsets, -middle * weight.scales)
+    if weight.bits == 4:
+        half = -(-codes.shape[1] // (2 * ALIGNMENT)) * ALIGNMENT
+        codes = F.pad(codes, (0, 2 * half - codes.shape[1]))
+        codes = codes[:, :half] | codes[:, half:] << 4
+        if weight.levels is not None:
+            return "levels4", codes, offsets, 0
+        return "int4", codes, None if is_centred else offsets, middle if is_centred else 0
+    form = "levels8" if weight.levels is not None else "int8"
+    if codes.dtype == torch.float8_e4m3fn:
+        form, codes = "fp8", codes.view(torch.uint8)
+    elif codes.dtype == torch.uint8 and weight.levels is None:
+        codes = (codes ^ 128).view(torch.int8)
+        if is_centred:
+            offsets = None
+        else:
+            offsets = middle * weight.scales if offsets is None else offsets + middle * weight.scales
+    return form, F.pad(codes, (0, -codes.shape[1] % ALIGNMENT)), offsets, 0

@@ -1,0 +1,304 @@
+"""Products with quantised weights: a program makes numbers of a block of codes in registers, multiplies them with a
+tile of tokens, and multiplies the sums of a group with its scale. The weight is the left operand: that one tensor cores
+take from registers.
+
+For few tokens a launch has few programs, so that the inputs are split among several; a second kernel adds their sums,
+in order. `torch._int_mm` and `torch._weight_int4pack_mm` would serve some forms, but refuse few tokens or round scales
+to bfloat16, and would be further paths. `torch._scaled_mm` wants inputs in FP8.
+
+T tokens, I inputs, O outputs, S bytes of a row of codes; see `device_weight.py`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..compile_case import CompileCase, make_case
+from ..tuning.configs import QuantizedLinearConfig
+from .device_weight import WHOLE
+
+REDUCE_BLOCK = 256
+ROUND_BLOCK, ROUND_WARPS = 1024, 4
+
+
+@triton.jit
+def _numbers(packed, levels, dtype: tl.constexpr, HALF: tl.constexpr, FORM: tl.constexpr, ZERO: tl.constexpr):
+    """Numbers of codes less ZERO, in `dtype`, which holds them exactly. HALF: the codes in the upper halves of bytes.
+
+    Numbers are made of bits, since conversions are slow. Of 4 bits: the mantissa of a number from 16 on. Of FP8: a
+    number whose exponent is too small by the difference of both biases; its product with a power of two is exact, also
+    of subnormals.
+    """
+    bits: tl.constexpr = tl.int32 if dtype == tl.float32 else tl.int16
+    mantissa: tl.constexpr = 23 if dtype == tl.float32 else 10 if dtype == tl.float16 else 7
+    if FORM == "int4":
+        sixteen: tl.constexpr = 0x41800000 if dtype == tl.float32 else 0x4C00 if dtype == tl.float16 else 0x4180
+        code = (packed >> 4 if HALF else packed & 15).to(bits)
+        numbers = (code << (mantissa - 4) | sixteen).to(dtype, bitcast=True) - (16 + ZERO)
+    elif FORM == "levels4":
+        numbers = tl.load(levels + (packed >> 4 if HALF else packed & 15).to(tl.int32))
+    elif FORM == "levels8":
+        numbers = tl.load(levels + packed.to(tl.int32))
+    elif FORM == "fp8":
+        sign: tl.constexpr = 24 if dtype == tl.float32 else 8
+        power: tl.constexpr = 256.0 if dtype == tl.float16 else 1.329227995784916e36  # 2^8, 2^120
+        wide = packed.to(bits)
+        numbers = ((wide & 0x7F) << (mantissa - 3) | (wide & 0x80) << sign).to(dtype, bitcast=True) * power
+    else:
+        numbers = packed.to(dtype)
+    return numbers
+
+
+@triton.jit
+def tile_product(
+    x_rows, known, codes, scales, offsets, levels, rows, wanted, first, stop, IN, OUT, codes_stride,
+    FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Product [BLOCK_O, BLOCK_T] float32 of the outputs `rows` and the tokens at `x_rows`, over bytes [first, stop) of
+    the codes; `wanted` and `known` are masks of both. A group has whole blocks."""
+    dtype: tl.constexpr = x_rows.dtype.element_ty
+    is_exact: tl.constexpr = dtype == tl.int8
+    halves: tl.constexpr = 2 if FORM == "int4" or FORM == "levels4" else 1
+    sums = tl.zeros([BLOCK_O, BLOCK_T], tl.int32 if is_exact else tl.float32)
+    step = tl.arange(0, BLOCK_K)
+    codes += rows.to(tl.int64)[:, None] * codes_stride + step[None, :]
+    for start in tl.range(first, stop, BLOCK_K):
+        packed = tl.load(codes + start, mask=wanted[:, None], other=0)
+        for half in tl.static_range(halves):
+            k = start + half * codes_stride
+            group = (k // GROUP).to(tl.int64) * OUT
+            if HAS_SCALES:  # early: they are needed late
+                scale = tl.load(scales + group + rows, mask=wanted, other=0.0)
+                if HAS_OFFSETS:
+                    offset = tl.load(offsets + group + rows, mask=wanted, other=0.0)
+            inside = known[None, :] & (k + step < IN)[:, None]
+            inputs = tl.load(x_rows[None, :] + k + step[:, None], mask=inside, other=0)
+            if is_exact:
+                sums = tl.dot(packed, inputs, sums, out_dtype=tl.int32)
+            else:
+                numbers = _numbers(packed, levels, dtype, half, FORM, ZERO)
+                if HAS_SCALES:
+                    sums += tl.dot(numbers, inputs, input_precision="ieee") * scale.to(tl.float32)[:, None]
+                    if HAS_OFFSETS:
+                        sums += offset.to(tl.float32)[:, None] * tl.sum(inputs.to(tl.float32), axis=0)[None, :]
+                else:
+                    sums = tl.dot(numbers, inputs, sums, input_precision="ieee")
+    return sums.to(tl.float32)
+
+
+@triton.jit
+def _store(
+    total, y, factors, offsets, rounded, bias, residual, rows, wanted, tokens, known, y_stride, residual_stride,
+    HAS_OFFSETS: tl.constexpr, IS_ROUNDED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """y[tokens, rows] = total [rows, tokens] · factors, with bias and residual; y is mutated."""
+    inside = wanted[:, None] & known[None, :]
+    total *= tl.load(factors + rows, mask=wanted, other=0.0)[:, None]
+    if IS_ROUNDED:
+        if HAS_OFFSETS:
+            codes = tl.load(rounded + 2 * tokens + 1, mask=known, other=0.0)
+            total += tl.load(offsets + rows, mask=wanted, other=0.0)[:, None] * codes[None, :]
+        total *= tl.load(rounded + 2 * tokens, mask=known, other=0.0)[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + rows, mask=wanted, other=0.0).to(tl.float32)[:, None]
+    if HAS_RESIDUAL:
+        added = tl.load(residual + tokens[None, :] * residual_stride + rows[:, None], mask=inside, other=0.0)
+        total += added.to(tl.float32)
+    tl.store(y + tokens[None, :] * y_stride + rows[:, None], total.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "IN", "OUT"])
+def product_kernel(
+    x,  # [T, IN], of the dtype, or int8 where inputs are rounded
+    rounded,  # [T, 2] float32: scale of the rounded inputs, and sum of their codes
+    codes,  # [OUT, codes_stride]
+    scales,  # [G, OUT]
+    offsets,  # [G, OUT]
+    levels,
+    factors,  # [OUT]
+    bias,  # [OUT]
+    residual,  # [T, OUT]
+    y,  # [T, OUT]; of a launch in parts [PARTS, T, OUT] float32, without factors
+    num_tokens, IN, OUT, x_stride, codes_stride, residual_stride, y_stride,
+    FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,  # of IN and OUT
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    PARTS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,  # a program has one part; else all
+    BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """y = x Wᵀ + b (+ residual), or parts of the sums of x Wᵀ. The order of a sum depends on PARTS and BLOCK_K."""
+    IN, OUT = IN // ALIGNMENT * ALIGNMENT, OUT // ALIGNMENT * ALIGNMENT  # so that the compiler knows
+    tiles = tl.cdiv(num_tokens, BLOCK_T)
+    rest = tl.program_id(0) // tiles
+    tokens = (tl.program_id(0) % tiles * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    known = tokens < num_tokens
+    blocks = tl.cdiv(OUT, BLOCK_O)
+    rows = rest % blocks * BLOCK_O + tl.arange(0, BLOCK_O)
+    wanted = rows < OUT
+    x_rows = x + tokens * x_stride
+    is_exact: tl.constexpr = x.dtype.element_ty == tl.int8
+    width = tl.cdiv(codes_stride, PARTS * BLOCK_K) * BLOCK_K
+    if IS_SPLIT:
+        part = rest // blocks
+        total = tile_product(
+            x_rows, known, codes, scales, offsets, levels, rows, wanted,
+            part * width, tl.minimum(part * width + width, codes_stride), IN, OUT, codes_stride,
+            FORM, GROUP, ZERO, HAS_SCALES, HAS_OFFSETS and not is_exact, BLOCK_O, BLOCK_T, BLOCK_K,
+        )  # fmt: skip
+        target = y + (part * num_tokens + tokens)[None, :] * OUT + rows[:, None]
+        tl.store(target, total, mask=wanted[:, None] & known[None, :])
+    else:
+        total = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
+        for part in tl.range(PARTS):
+            total += tile_product(
+                x_rows, known, codes, scales, offsets, levels, rows, wanted,
+                part * width, tl.minimum(part * width + width, codes_stride), IN, OUT, codes_stride,
+                FORM, GROUP, ZERO, HAS_SCALES, HAS_OFFSETS and not is_exact, BLOCK_O, BLOCK_T, BLOCK_K,
+            )  # fmt: skip
+        _store(
+            total, y, factors, offsets, rounded, bias, residual, rows, wanted, tokens, known,
+            y_stride, residual_stride, HAS_OFFSETS, is_exact, HAS_BIAS, HAS_RESIDUAL,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens", "OUT"])
+def reduce_kernel(
+    sums,  # [PARTS, T, OUT] float32
+    rounded,
+    offsets,
+    factors,
+    bias,
+    residual,
+    y,  # [T, OUT]
+    num_tokens, OUT, residual_stride, y_stride,
+    HAS_OFFSETS: tl.constexpr, IS_ROUNDED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_O: tl.constexpr,
+):  # fmt: skip
+    """y = sums of all parts, in order, · factors + b (+ residual)"""
+    blocks = tl.cdiv(OUT, BLOCK_O)
+    rows = tl.program_id(0) % blocks * BLOCK_O + tl.arange(0, BLOCK_O)
+    tokens = (tl.program_id(0) // blocks + tl.arange(0, 1)).to(tl.int64)
+    wanted, known = rows < OUT, tokens < num_tokens
+    places = sums + tokens[None, :] * OUT + rows[:, None]
+    total = tl.load(places, mask=wanted[:, None], other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(places + part * num_tokens.to(tl.int64) * OUT, mask=wanted[:, None], other=0.0)
+    _store(
+        total, y, factors, offsets, rounded, bias, residual, rows, wanted, tokens, known,
+        y_stride, residual_stride, HAS_OFFSETS, IS_ROUNDED, HAS_BIAS, HAS_RESIDUAL,
+    )  # fmt: skip
+
+
+@triton.jit
+def round_kernel(
+    x,  # [T, IN]
+    codes,  # [T, IN] int8
+    rounded,  # [T, 2] float32: scale, and sum of the codes
+    IN,
+    x_stride,
+    BLOCK: tl.constexpr,
+):
+    """scale = max |x| / 127 of a row, codes = round(x / scale), ties to even"""
+    token = tl.program_id(0).to(tl.int64)
+    step = tl.arange(0, BLOCK)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, IN, BLOCK):
+        k = start + step
+        value = tl.load(x + token * x_stride + k, mask=k < IN, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value))
+    scale = tl.math.div_rn(tl.max(largest, 0), 127.0)
+    divisor = tl.where(scale > 0, scale, 1.0)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, IN, BLOCK):
+        k = start + step
+        value = tl.load(x + token * x_stride + k, mask=k < IN, other=0.0).to(tl.float32)
+        # A float32 near 1.5 · 2^23 has no fraction.
+        code = tl.math.div_rn(value, divisor) + 12582912.0 - 12582912.0
+        tl.store(codes + token * IN + k, code.to(tl.int8), mask=k < IN)
+        total += code
+    total = tl.sum(total, 0)
+    tl.store(rounded + 2 * token, scale + 0 * total)  # NaN where an input is not finite
+    tl.store(rounded + 2 * token + 1, total)
+
+
+def default_config(tile: int, bits: int, itemsize: int) -> QuantizedLinearConfig:
+    """Default launch config for tiles of `tile` tokens, codes of `bits`, and inputs of `itemsize` bytes."""
+    if itemsize == 4:  # without tensor cores
+        outputs = 32 if tile <= 32 else 16
+        return QuantizedLinearConfig(block_o=outputs, block_k=32, num_warps=4, num_stages=2, programs=256)
+    if tile == 16:
+        # A warp has 16 outputs, so that no two make the same numbers.
+        return QuantizedLinearConfig(block_o=32, block_k=128, num_warps=2, num_stages=4, programs=256)
+    outputs, stages = max(64, tile), 3 if tile > 32 else 4
+    return QuantizedLinearConfig(outputs, block_k=8 * bits, num_warps=outputs // 16, num_stages=stages, programs=256)
+
+
+TILES = (16, 64, 128)
+"""Tokens of a tile: of few tokens, of some, and of prompts."""
+INVARIANT_TILE = 32
+"""Tile of every step where a row must not depend on other rows: it has registers for the sums of all parts too."""
+
+
+def block_size(config: QuantizedLinearConfig, group: int) -> int:
+    """Bytes of a block: a group has whole blocks."""
+    return min(config.block_k, group & -group)
+
+
+def compile_cases() -> list[CompileCase]:
+    """Cases of the kernels: forms of each format, with groups longer and shorter than a block, and every tile."""
+    forms = [
+        ("int4", 128, 8, False, "bf16"),
+        ("int4", 32, 0, True, "fp16"),
+        ("int4", 64, 0, True, "fp32"),
+        ("levels4", 64, 0, False, "bf16"),
+        ("int8", WHOLE, 0, False, "bf16"),
+        ("int8", 16, 0, True, "bf16"),
+        ("fp8", WHOLE, 0, False, "fp16"),
+        ("fp8", 128, 0, False, "bf16"),
+        ("int8", WHOLE, 0, True, "i8"),
+    ]
+    cases = [
+        _product_case(form, tile, parts)
+        for form in forms
+        for tile, parts in ((TILES[0], 1), (TILES[0], 4), (INVARIANT_TILE, -4), (TILES[1], 4), (TILES[2], 1))
+    ]
+    for dtype, is_rounded in (("bf16", False), ("fp16", True)):
+        ends = {"HAS_OFFSETS": is_rounded, "IS_ROUNDED": is_rounded, "HAS_BIAS": is_rounded, "HAS_RESIDUAL": True}
+        types = {"sums rounded factors offsets": "*fp32", "bias residual y": f"*{dtype}"}
+        name = f"quantized_linear reduce {dtype}{' rounded' if is_rounded else ''}"
+        cases.append(make_case(name, reduce_kernel, ends | {"PARTS": 8, "BLOCK_O": REDUCE_BLOCK}, types))
+        types = {"x": f"*{dtype}", "codes": "*i8", "rounded": "*fp32"}
+        name = f"quantized_linear round {dtype}"
+        cases.append(make_case(name, round_kernel, {"BLOCK": ROUND_BLOCK}, types, num_warps=ROUND_WARPS))
+    return cases
+
+
+_FEW_REGISTERS = {("levels4", "bf16", 64): (90, 100), ("int4", "fp16", 128): (80, 90)}
+"""Architectures of cases for which registers are enough; on the third they spill 8 and 96 bytes of a thread, which
+costs time."""
+
+
+def _product_case(form: tuple[str, int, int, bool, str], tile: int, parts: int) -> CompileCase:
+    """Case of a product; negative `parts`: all in one program."""
+    kind, group, zero, has_offsets, dtype = form
+    has_scales = dtype != "i8" and (group < WHOLE or has_offsets)
+    config = default_config(tile, 4 if kind.endswith("4") else 8, {"fp32": 4, "i8": 1}.get(dtype, 2))
+    constants = {
+        "FORM": kind, "GROUP": group, "ZERO": zero, "HAS_SCALES": has_scales, "HAS_OFFSETS": has_offsets,
+        "ALIGNMENT": 16, "HAS_BIAS": parts == 1 and has_offsets, "HAS_RESIDUAL": parts < 4,
+        "PARTS": abs(parts), "IS_SPLIT": parts > 1,
+        "BLOCK_O": config.block_o, "BLOCK_T": tile, "BLOCK_K": block_size(config, group),
+    }  # fmt: skip
+    table = "*fp32" if dtype in ("fp32", "i8") or not has_scales else "*fp16"
+    own = "*bf16" if dtype == "i8" else f"*{dtype}"
+    types = {
+        "x": f"*{dtype}", "codes": "*i8" if kind == "int8" else "*u8", "scales offsets": table,
+        "rounded factors": "*fp32", "levels": f"*{dtype}", "bias residual": own, "y": "*fp32" if parts > 1 else own,
+    }  # fmt: skip
+    name = f"quantized_linear {kind} g{0 if group == WHOLE else group} {dtype} tile{tile} parts{parts}"
+    archs = _FEW_REGISTERS.get((kind, dtype, tile), (80, 90, 100))
+    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages, "archs": archs}
+    return make_case(name, product_kernel, constants, types, **launch)

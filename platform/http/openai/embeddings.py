@@ -1,0 +1,126 @@
+"""`/v1/embeddings`, `/v1/score` and `/v1/rerank`: pooled hidden states of texts, and how alike they are."""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...client.pooling import cosine, model_pooling
+from ...core.errors import InvalidRequestError, OutriderError
+from ...core.pooling import PoolingParams
+from ..body.reader import documented
+from ..protect.accounting import limit_headers
+from .answer import Accepted, accept
+from .event_stream import until_disconnect
+from .generation import Totals, generate
+from .job import Job
+from .json_pieces import json_answer
+from .protocol import EmbeddingRequest, PoolingFields, RerankRequest, ScoreRequest
+
+router = APIRouter()
+
+
+@router.post("/v1/embeddings", response_model=None, openapi_extra=documented(EmbeddingRequest))
+async def create_embeddings(request: Request) -> Response:
+    """Embeddings of texts: their pooled hidden states, of length 1."""
+    accepted = await accept(request, EmbeddingRequest)
+    body, params = accepted.body, accepted.body.params()
+    params.normalize = body.normalize
+    vectors, totals, job = await _pooled(accepted, body.prompts, params, "/v1/embeddings", "input")
+    encode = _base64 if body.encoding_format == "base64" else list
+    data = [
+        {"object": "embedding", "index": index, "embedding": encode(vector)} for index, vector in enumerate(vectors)
+    ]
+    answer = {"id": job.request_id, "object": "list", "data": data, "model": accepted.model, "usage": _usage(totals)}
+    return await json_answer(answer, limit_headers(request))
+
+
+@router.post("/v1/score", response_model=None, openapi_extra=documented(ScoreRequest))
+@router.post("/score", response_model=None, include_in_schema=False)
+async def create_scores(request: Request) -> Response:
+    """Cosine similarities of pairs of texts."""
+    accepted = await accept(request, ScoreRequest)
+    first, second = accepted.body.pairs
+    distinct = list(dict.fromkeys([*first, *second]))
+    vectors, totals, job = await _pooled(accepted, distinct, accepted.body.params(), "/v1/score", "text_2")
+    vector_of = dict(zip(distinct, vectors, strict=True))
+    data = [
+        {"object": "score", "index": index, "score": cosine(vector_of[a], vector_of[b])}
+        for index, (a, b) in enumerate(zip(first, second, strict=True))
+    ]
+    answer = {"id": job.request_id, "object": "list", "data": data, "model": accepted.model, "usage": _usage(totals)}
+    return await json_answer(answer, limit_headers(request))
+
+
+@router.post("/v1/rerank", response_model=None, openapi_extra=documented(RerankRequest))
+@router.post("/v2/rerank", response_model=None, include_in_schema=False)
+@router.post("/rerank", response_model=None, include_in_schema=False)
+async def rerank(request: Request) -> Response:
+    """Documents in the order of their similarity to a query."""
+    accepted = await accept(request, RerankRequest)
+    body = accepted.body
+    texts = body.texts
+    distinct = list(dict.fromkeys([body.query, *texts]))
+    vectors, totals, job = await _pooled(accepted, distinct, body.params(), "/v1/rerank", "documents")
+    vector_of = dict(zip(distinct, vectors, strict=True))
+    query = vector_of[body.query]
+    scores = [cosine(query, vector_of[text]) for text in texts]
+    order = sorted(range(len(texts)), key=lambda index: -scores[index])
+    results = []
+    for index in order if body.top_n is None else order[: body.top_n]:
+        result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+        if body.return_documents is not False:
+            result["document"] = {"text": texts[index]}
+        results.append(result)
+    answer = {"id": job.request_id, "model": accepted.model, "usage": _usage(totals), "results": results}
+    return await json_answer(answer, limit_headers(request))
+
+
+async def _pooled(
+    accepted: Accepted[Any], texts: list[Any], params: PoolingParams, endpoint: str, field: str
+) -> tuple[list[list[float]], Totals, Job]:
+    """Vectors of texts, in their order; `field` is the name of the texts in the request.
+
+    Raises:
+        OutriderError: a text or a parameter is refused, or the engine fails.
+    """
+    body: PoolingFields = accepted.body
+    serving = accepted.serving
+    try:
+        prompts = await serving.prompts(texts, add_special_tokens=body.add_special_tokens is not False)
+    except InvalidRequestError as error:
+        error.param = field
+        raise
+    sampling = params.sampling(model_pooling(serving.llm.info.model))
+    job = accepted.job(prompts, sampling, prefix=endpoint.rpartition("/")[2], endpoint=endpoint, keeps_output=False)
+    totals = Totals()
+
+    async def collect() -> dict[int, list[float]]:
+        found: dict[int, list[float]] = {}
+        async with aclosing(generate(serving, job)) as events:
+            async for event in events:
+                totals.add(event)
+                if event.output.pooled is not None:
+                    found[event.prompt_index] = params.vector(event.output.pooled, normalize=True)
+        return found
+
+    found = await until_disconnect(accepted.request, collect())
+    if len(found) < len(prompts):
+        raise OutriderError("the request was aborted")
+    return [found[index] for index in range(len(prompts))], totals, job
+
+
+def _usage(totals: Totals) -> dict[str, int]:
+    return {"prompt_tokens": totals.prompt_tokens, "total_tokens": totals.prompt_tokens}
+
+
+def _base64(vector: list[float]) -> str:
+    """Vector as base64 of little-endian float32, the form that OpenAI's client asks for."""
+    numbers = array("f", vector)
+    return base64.b64encode(numbers.tobytes()).decode()

@@ -1,0 +1,141 @@
+"""Tokenizers in adapters' folders: prompts, texts, ends and chats are the adapter's; the model's stay as they are."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from outrider import LLM, LoRARequest, SamplingParams
+from outrider.models.checkpoint.tokenizer import load_tokenizer
+from outrider.models.demo import demo_adapters, demo_model_path
+from outrider.platform.client.text.adapter_tokenizers import AdapterTokenizers
+from outrider.platform.core.errors import AdapterError, InvalidRequestError
+
+VOCAB = 2048
+START, END = VOCAB, VOCAB + 1
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+
+
+def add_chat_tokens(folder):
+    """Save a tokenizer with ChatML's tokens, as trainers do."""
+    tokenizer = load_tokenizer(demo_model_path())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.eos_token, tokenizer.chat_template = "<|im_end|>", TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def chatml(tmp_path_factory):
+    """A copy of the demo's adapter `json` for a resized vocabulary."""
+    folder = tmp_path_factory.mktemp("chatml")
+    source = Path(demo_adapters()["json"])
+    shutil.copy(source / "adapter_config.json", folder)
+    table = load_file(demo_model_path() / "model.safetensors")["model.embed_tokens.weight"]
+    table = torch.cat((table, table[[70, 71]]))
+    more = {f"base_model.model.{name}.weight": table.clone() for name in ("model.embed_tokens", "lm_head")}
+    save_file(load_file(source / "adapter_model.safetensors") | more, folder / "adapter_model.safetensors")
+    add_chat_tokens(folder)
+    return LoRARequest("chatml", path=str(folder))
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(enable_lora=True, max_loras=2) as made:
+        yield made
+
+
+def test_prompt_and_text_are_the_adapters(llm, chatml):
+    params = SamplingParams(max_tokens=3, temperature=0, skip_special_tokens=False, logprobs=0, ignore_eos=True)
+    biased = params.clone(logit_bias={START: 100.0})
+    prompt = "hello<|im_start|>user"
+    for adapter, own in ((chatml, True), (None, False)):
+        (output,) = llm.generate(prompt, biased if own else params, adapter, use_tqdm=False)
+        assert (START in output.prompt_token_ids) == own
+        assert (output.outputs[0].text == "<|im_start|>" * 3) == own
+    (output,) = llm.generate(prompt, biased, chatml, use_tqdm=False)
+    assert [entry[START].decoded_token for entry in output.outputs[0].logprobs] == ["<|im_start|>"] * 3
+    with pytest.raises(InvalidRequestError, match=r"logit_bias.*outside the vocabulary of 2048"):
+        llm.generate(prompt, biased, use_tqdm=False)
+
+
+def test_its_end_token_ends(llm, chatml):
+    params = SamplingParams(max_tokens=9, temperature=0, logit_bias={END: 100.0})
+    (output,) = llm.generate("hello", params, chatml, use_tqdm=False)
+    assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("stop", [END])
+    assert output.outputs[0].text == ""
+
+
+def test_chats_have_its_template_and_its_tokens(llm, chatml):
+    messages = [{"role": "user", "content": "hi"}]
+    params = SamplingParams(max_tokens=1, temperature=0)
+    (output,) = llm.chat(messages, params, chatml, use_tqdm=False)
+    assert output.prompt_token_ids.count(START) == 2
+    assert output.prompt_token_ids.count(END) == 1
+    (base,) = llm.chat(messages, params, use_tqdm=False)
+    assert max(base.prompt_token_ids) < VOCAB
+
+
+def test_many_adapters_of_one_tokenizer_share_it_and_copies_of_the_models_are_none(tmp_path):
+    base = load_tokenizer(demo_model_path())
+    tokenizers = AdapterTokenizers(base)
+    for name in ("a", "b"):
+        add_chat_tokens(tmp_path / name)
+    found = [tokenizers.read(str(tmp_path / name)) for name in ("a", "b")]
+    assert found[0].tokenizer is found[1].tokenizer
+    assert found[0].eos_token_ids == {END}
+    base.save_pretrained(tmp_path / "copy")
+    settings = json.loads((tmp_path / "copy" / "tokenizer.json").read_text())
+    settings["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "copy" / "tokenizer.json").write_text(json.dumps(settings))
+    assert tokenizers.read(str(tmp_path / "copy")) is None
+    assert tokenizers.read(str(tmp_path)) is None
+
+
+def test_a_renamed_token_of_a_vocabulary_of_the_same_size_counts(tmp_path):
+    base = load_tokenizer(demo_model_path())
+    base.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(file.read_text().replace("<|pad|>", "<|tool|>"))
+    own = AdapterTokenizers(base).read(str(tmp_path)).tokenizer
+    assert own.encode("a<|tool|>", add_special_tokens=False)[-1] == 0
+    assert base.encode("a<|tool|>", add_special_tokens=False)[-1] != 0
+    assert own.encode("as <|end|> it was") == base.encode("as <|end|> it was")
+    assert own.eos_token == base.eos_token
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content["added_tokens"].append({**content["added_tokens"][0], "content": "<x>", "id": 9999}),
+        lambda content: content["model"].pop("vocab"),
+        lambda content: content["added_tokens"].append({**content["added_tokens"][0], "content": None, "id": 2048}),
+        lambda content: content["model"].update(type="Nothing", vocab={}),
+        lambda content: content.update(model=[]),
+    ],
+)
+def test_broken_ones_are_typed_errors(tmp_path, change):
+    base = load_tokenizer(demo_model_path())
+    base.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    change(content)
+    content["added_tokens"].append({**content["added_tokens"][0], "content": "<new>", "id": 2048})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(AdapterError, match=r"tokenizer\.json of the adapter"):
+        AdapterTokenizers(base).read(str(tmp_path))
+
+
+def test_its_programs_are_not_run(tmp_path):
+    """Patterns of strangers can take for ever; how a text is split stays the model's."""
+    add_chat_tokens(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [pattern, content["pre_tokenizer"]]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    own = AdapterTokenizers(load_tokenizer(demo_model_path())).read(str(tmp_path)).tokenizer
+    assert "(a+)+$" not in own.backend_tokenizer.to_str()
+    assert own.encode("a" * 40 + "!")

@@ -1,0 +1,92 @@
+"""Tokenizer of a GGUF file: text is split, and begun, as for the tokenizer that the file's fields name."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import gguf
+import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from outrider.models.checkpoint.tokenizer import load_tokenizer
+
+BYTES = sorted(bytes_to_unicode().values())
+WORDS = ["he", "ll", "hell", "hello", "12", "123", "45", "Ġ1", "Ġ12", "Ġ123"]
+"""Words that merges make, but for "hello": no merge has it."""
+MERGES = ["h e", "l l", "he ll", "1 2", "12 3", "4 5", "Ġ 1", "Ġ1 2", "Ġ12 3"]
+TOKENS = [*BYTES, *WORDS, "<s>", "</s>"]
+TEXT = "hello 12345 hello12345"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace("{1,3}", "")
+
+
+def write(file: Path, pre: str, **flags: bool) -> Path:
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([1] * (len(TOKENS) - 2) + [3, 3])
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(len(TOKENS) - 2)
+    writer.add_eos_token_id(len(TOKENS) - 1)
+    for name, value in flags.items():
+        writer.add_bool(f"tokenizer.ggml.{name}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return file
+
+
+def expected(pattern: str, *, whole_words: bool = False) -> list[str]:
+    """Tokens of TEXT when it is split by `pattern`."""
+    vocab = {token: index for index, token in enumerate(TOKENS)}
+    merges = [tuple(merge.split()) for merge in MERGES]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=whole_words))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    return tokenizer.encode(TEXT).tokens
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "llama3", "lfm2"])
+def test_llama_3_keeps_known_words_whole_and_begins_with_a_token(pre: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write(tmp_path / "m.gguf", pre))
+    words = expected(LLAMA3, whole_words=True)
+    assert tokenizer.tokenize(TEXT) == words
+    assert words[0] == "hello"
+    assert tokenizer.encode(TEXT)[0] == TOKENS.index("<s>")
+    assert tokenizer.decode(tokenizer.encode(TEXT), skip_special_tokens=True) == TEXT
+
+
+def test_a_file_says_that_nothing_begins_a_text(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write(tmp_path / "m.gguf", "llama-bpe", add_bos_token=False))
+    assert tokenizer.encode(TEXT)[0] == TOKENS.index("hello")
+
+
+@pytest.mark.parametrize(
+    ("pre", "pattern"), [("glm4", LLAMA3), ("chatglm-bpe", LLAMA3), ("stablelm2", QWEN2), ("qwen2", QWEN2)]
+)
+def test_splits_of_other_families(pre: str, pattern: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = load_tokenizer(write(tmp_path / "m.gguf", pre))
+    assert tokenizer.tokenize(TEXT) == expected(pattern)
+    assert tokenizer.encode(TEXT)[0] != TOKENS.index("<s>")
+    assert caplog.records == []
+
+
+def test_each_digit_alone(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write(tmp_path / "m.gguf", "smollm"))
+    assert [token for token in tokenizer.tokenize(TEXT) if "1" in token] == ["1", "1"]
+
+
+def test_an_unknown_split_is_gpt_2s_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = load_tokenizer(write(tmp_path / "new.gguf", "novel")).tokenize(TEXT)
+    assert "novel" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert load_tokenizer(write(tmp_path / "m.gguf", "gpt-2")).tokenize(TEXT) == found
+    assert caplog.records == []
