@@ -20,7 +20,7 @@ from ...kernels.quantized_linear import QuantizedWeight
 from ..layers.linear import Linear
 
 _GROUP = 128
-# Parts of the range of an int4 group's weights. On SmolLM2-135M finer or wider grids gain less than 0.1% of perplexity.
+# Parts of the range of an int4 group that are tried; the one with the least square error is taken.
 _RANGES = (1.0, 0.95, 0.9, 0.85, 0.8)
 # Weights that are rounded at once: their float32 copies take 4 MiB each.
 _CHUNK = 1 << 20
