@@ -15,6 +15,7 @@ from .families import FAMILIES, PRE_NORMS, FamilyTraits, NormNames, supported_ar
 from .families.block import Block
 from .latent_config import LatentConfig, latent_scale, read_latent
 from .layers.activation import PLAIN_ACTIVATIONS
+from .quantization import Format, read_format
 from .rope_config import RopeConfig, context_length, layer_ropes, rotated_layers
 
 DTYPES: dict[str, torch.dtype] = {
@@ -71,6 +72,8 @@ class DecoderConfig:
     batch_invariant: bool = False
     """True: each result for a row is, bit for bit, independent of the other rows of its step; on a CPU only."""
 
+    quantization: Format | None = None
+    """Format of the checkpoint's weights; None: they are not quantised."""
     layer_ropes: tuple[RopeConfig, ...] = ()
     """Rotation of each layer where they differ; (): all have `rope`."""
     norms: NormNames = PRE_NORMS
@@ -246,6 +249,7 @@ def decoder_config(
         hidden_act=_activation(values, ACTIVATIONS if block is None or block.mlp is None else PLAIN_NAMES),
         merged_qkv=traits.merged_qkv,
         merged_gate_up=traits.merged_gate_up,
+        quantization=None if _is_mxfp4(values, traits) else read_format(values),
         **_factors(values, hidden_size, dtype, traits, latent),
     )
 
@@ -294,8 +298,6 @@ def _refuse_unsupported(values: Mapping[str, Any], traits: FamilyTraits) -> None
     for key, served in traits.constants.items():
         if values.get(key, served) != served:
             raise wrong(key, f"({shown(values[key])}) is not supported; supported is {served:g}")
-    if not _is_mxfp4(values, traits):
-        refuse_quantized(values)
 
 
 def _is_mxfp4(values: Mapping[str, Any], traits: FamilyTraits) -> bool:
@@ -315,7 +317,8 @@ def refuse_quantized(values: Mapping[str, Any]) -> None:
     if quantization is not None:
         method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization
         raise wrong(
-            "quantization_config", f"({shown(method)}) is not supported: quantized checkpoints cannot be served"
+            "quantization_config",
+            f"({shown(method)}) is not supported: quantized checkpoints are served for native families alone",
         )
 
 

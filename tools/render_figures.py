@@ -260,7 +260,7 @@ def controller() -> list[str]:
 
 def families() -> list[str]:
     """Results of the tests of each family: largest differences of a log probability, and equal texts."""
-    checks = ("speculation", "prefix cache", "preemption")
+    checks = ("speculation", "prefix cache", "preemption", "quantised")
     rows = []
     for run in runs("families").values():
         for row in run["families"]:

@@ -200,3 +200,10 @@ class NativeLinear(NativeProduct):
             rows = block.contiguous()
             functions.pack(ctypes.addressof(self._base), rows.data_ptr(), first, len(rows))
             first += len(rows)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` [n] of the weight: [n, in] bfloat16."""
+        packed, functions = self._kept[0], _functions()
+        assert functions is not None
+        panels = packed.view(-1, self.in_features // 2, functions.panel, 2)
+        return panels[ids // functions.panel, :, ids % functions.panel].view(len(ids), self.in_features)

@@ -6,7 +6,7 @@ With `input_bits` 8 the inputs are rounded too: x ≈ s · q, s = max |x| / 127 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias, Union
+from typing import TYPE_CHECKING, Protocol, TypeAlias, Union, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,13 +16,35 @@ from .native import NativeQuantizedLinear, is_native
 from .torch import TorchQuantizedLinear
 from .weight import QuantizedWeight, row_squares
 
-__all__ = ["NativeQuantizedLinear", "QuantizedLinear", "QuantizedWeight", "pack", "row_squares"]
+__all__ = [
+    "NativeQuantizedLinear",
+    "QuantizedLinear",
+    "QuantizedWeight",
+    "RowSource",
+    "pack",
+    "pack_table",
+    "row_squares",
+]
 
 if TYPE_CHECKING:
     from .device_linear import TritonQuantizedLinear
 
 QuantizedLinear: TypeAlias = Union[NativeQuantizedLinear, TorchQuantizedLinear, "TritonQuantizedLinear"]
 """Packed weight and bias; a call computes the product."""
+
+
+@runtime_checkable
+class RowSource(Protocol):
+    """Packed weight whose rows can be looked up, so that a tied table needs no copy of its own."""
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` [n] of the weight in the dtype: [n, in]."""
+        ...
+
+
+def pack_table(weight: QuantizedWeight, dtype: torch.dtype) -> TorchQuantizedLinear:
+    """Pack a weight [vocab, in] of which rows are looked up."""
+    return TorchQuantizedLinear([weight], None, dtype, batch_invariant=False)
 
 
 def pack(

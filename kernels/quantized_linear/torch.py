@@ -24,10 +24,17 @@ class _Block(NamedTuple):
     """The weight, whose codes are a placeholder without memory."""
 
     def rows(self, start: int, stop: int) -> QuantizedWeight:
-        codes = self.codes[start:stop]
-        if self.form.bits == 4:
-            codes = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, : self.form.shape[1]]
-        return replace(self.form.rows(start, stop), codes=codes)
+        return replace(self.form.rows(start, stop), codes=self._unpacked(self.codes[start:stop]))
+
+    def take(self, index: Tensor) -> QuantizedWeight:
+        offsets = None if self.form.offsets is None else self.form.offsets[index]
+        codes = self._unpacked(self.codes[index])
+        return replace(self.form, codes=codes, scales=self.form.scales[index], offsets=offsets)
+
+    def _unpacked(self, codes: Tensor) -> Tensor:
+        if self.form.bits == 8:
+            return codes
+        return torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, : self.form.shape[1]]
 
 
 class TorchQuantizedLinear:
@@ -79,6 +86,19 @@ class TorchQuantizedLinear:
                 y[:, first + start : first + stop] = multiply(inputs, weight)
             first += form.shape[0]
         return y
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` [n] of W in the dtype: [n, in]."""
+        result = torch.empty(len(ids), self.in_features, dtype=self._dtype, device=ids.device)
+        first = 0
+        for block in self._blocks:
+            last = first + block.form.shape[0]
+            if len(self._blocks) == 1:
+                return block.take(ids).dequantized().to(self._dtype)
+            here = ((ids >= first) & (ids < last)).nonzero().flatten()
+            result[here] = block.take(ids[here] - first).dequantized().to(self._dtype)
+            first = last
+        return result
 
     def _product(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
         dense = weight.dequantized().to(self._dtype)

@@ -5,14 +5,14 @@ O outputs, I inputs, G groups of inputs that share a scale.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 22
-"""Weights that are dequantised at once: 16 MiB of float32."""
+_CHUNK = 1 << 20
+"""Weights that are dequantised at once: 4 MiB of float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +59,22 @@ class QuantizedWeight:
         """Outputs `start` to `stop` - 1."""
         offsets = None if self.offsets is None else self.offsets[start:stop]
         return replace(self, codes=self.codes[start:stop], scales=self.scales[start:stop], offsets=offsets)
+
+    def take(self, index: Tensor) -> QuantizedWeight:
+        """Outputs `index` [n] in this order."""
+        offsets = None if self.offsets is None else self.offsets[index]
+        return replace(self, codes=self.codes[index], scales=self.scales[index], offsets=offsets)
+
+    @staticmethod
+    def cat(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+        """Outputs of all parts, which have the same form."""
+        offsets = [part.offsets for part in parts if part.offsets is not None]
+        return replace(
+            parts[0],
+            codes=torch.cat([part.codes for part in parts]),
+            scales=torch.cat([part.scales for part in parts]),
+            offsets=torch.cat(offsets) if offsets else None,
+        )
 
     def chunks(self) -> Iterator[tuple[int, QuantizedWeight]]:
         """Pieces of a few megabytes: first output, and the rows from there."""

@@ -18,9 +18,9 @@ from .gguf_reader import open_gguf, reading
 
 if TYPE_CHECKING:
     import numpy as np
-    from torch import Tensor
 
     from ..config import DecoderConfig
+    from ..layers.weights import Weight
     from .weight_files import StoredTensor
 
 SUFFIX = ".gguf"
@@ -191,15 +191,22 @@ class _Matrix(NamedTuple):
     def of_expert(self, index: int) -> _Matrix:
         return self._replace(expert=index, shape=self.shape[1:])
 
-    def read(self) -> Tensor:
-        """The checkpoint's tensor."""
+    def read(self) -> Weight:
+        """The checkpoint's tensor; a matrix of a quantised type stays packed unless the converter changed its
+        numbers."""
         import torch
+
+        from ..quantization.gguf_blocks import read_blocks
 
         with reading(self.path, f"the tensor {self.tensor.name}"):
             import gguf
             import numpy as np
 
             data = self.tensor.data if self.expert is None else self.tensor.data[self.expert]
+            if len(self.shape) == 2 and not self.transposed and not self.offset:
+                packed = read_blocks(self.tensor.tensor_type.name, data, self.shape)
+                if packed is not None:
+                    return packed if self.rows is None else packed.take(torch.from_numpy(self.rows))
             values = gguf.dequantize(data, self.tensor.tensor_type).reshape(self.shape)
             if self.rows is not None:
                 values = values[self.rows]

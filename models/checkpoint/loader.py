@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import re
 import zlib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +24,15 @@ from ..decoder import Decoder
 from ..implementation import AUTO, build_model, read_config
 from ..layers.weights import RenamedSlot, WeightSlot
 from ..model import LanguageModel
+from ..quantization import unpack
+from ..quantization.rounding import round_int8, rounding_of
 from ..transformers_model.model import TransformersModel
 from .gguf_file import is_gguf, read_gguf
 from .json_files import read_model_config
 from .mxfp4 import unpacked
 from .weight_files import StoredTensor, load_into, misfits, read_weights
+
+log = logging.getLogger(__name__)
 
 _MAX_SHOWN = 200
 # Elements from which a random tensor is drawn on its device: a CPU needs a minute for some billions.
@@ -38,8 +44,22 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _HUB_FILES_OF_DRAFTS = ["*.json", "*.safetensors", "*.bin", "*.pt"]
 # Name of the model within the causal one: checkpoints of the inner model lack it.
 _PREFIXES = ("model.", "transformer.", "gpt_neox.")
+# Scales of keys, values, queries and attention's probabilities, for caches that divide by them.
+_CACHE_SCALE = re.compile(r"\.(?:[kqv]|kv|prob)_scale$|\.[kv]_proj\.output_scale$")
 # Buffers that old checkpoints store although they follow from the config.
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$|\.(?:attn|attention)\.(?:masked_)?bias$")
+
+
+class ModelOptions(NamedTuple):
+    """Options of a model beside its sizes and places."""
+
+    impl: str = AUTO
+    """See `models.implementation.read_config`."""
+    quantization: str | None = None
+    """One of `ROUNDINGS`, by which full-precision weights are quantised; None: they stay as they are stored."""
+
+
+DEFAULT_OPTIONS = ModelOptions()
 
 
 def resolve_model_path(
@@ -124,7 +144,25 @@ def read_facts(
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         kv_bytes_per_token=elements * kv_dtype(config.dtype, kv_cache_dtype).itemsize,
+        quantization=quantization_of(path, config),
     )
+
+
+def quantization_of(path: str | Path, config: object) -> str | None:
+    """Method by which the weights in `path` are quantised; None: they are not."""
+    if isinstance(config, DecoderConfig) and config.quantization is not None:
+        return config.quantization.method
+    return "gguf" if is_gguf(path) else None
+
+
+def quantization_name(path: str | Path, config: object, rounded: str | None = None) -> str:
+    """Text for people about the form of the weights; "": they are not quantised. `rounded`: as `quantization` of
+    `load_model`."""
+    if rounded is not None:
+        return f"{rounded} (rounded while loading)"
+    if isinstance(config, DecoderConfig) and config.quantization is not None:
+        return config.quantization.name
+    return quantization_of(path, config) or ""
 
 
 @torch.inference_mode()
@@ -137,7 +175,7 @@ def load_model(
     progress: bool = False,
     seed: int = 0,
     batch_invariant: bool = False,
-    impl: str = AUTO,
+    options: ModelOptions = DEFAULT_OPTIONS,
 ) -> LanguageModel:
     """Build the model of a directory and fill it, tensor by tensor, so that little more than one copy is in memory.
 
@@ -147,7 +185,6 @@ def load_model(
             `seed`, of which config.json suffices.
         progress: show a progress bar on stderr.
         batch_invariant: see `DecoderConfig`.
-        impl: see `models.implementation.read_config`.
 
     Raises:
         NotFoundError: files are missing.
@@ -159,8 +196,13 @@ def load_model(
     name = stored_dtype(raw) if dtype == "auto" else dtype
     if name not in DTYPES:
         raise InvalidRequestError(f"dtype must be auto or one of {', '.join(DTYPES)}; got {dtype!r}", param="dtype")
-    config = dataclasses.replace(read_config(raw, DTYPES[name], impl), batch_invariant=batch_invariant)
+    config = dataclasses.replace(read_config(raw, DTYPES[name], options.impl), batch_invariant=batch_invariant)
     model = build_model(config, device)
+    if options.quantization is not None:
+        for linear in model.linears():
+            linear.quantize = rounding_of(linear, options.quantization)
+        model.embedding.quantize = round_int8
+    model.embedding.single_copy = quantization_of(path, config) is not None
     slots = model.weight_slots()
     tensors = _random_tensors(slots, model, seed) if load_format == "dummy" else _stored_tensors(path, slots, model)
     for tensor_name, tensor in tqdm(
@@ -206,6 +248,8 @@ def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: LanguageMod
         tensors = read_gguf(path, slots, config)
     else:
         tensors = unpacked(read_weights(path, "model", hint=_NO_WEIGHTS), config.dtype)
+        if isinstance(config, DecoderConfig) and config.quantization is not None:
+            tensors = unpack(tensors, config.quantization, lambda name: _with_prefix(name, slots) in slots, "model")
     if isinstance(model, TransformersModel):
         tensors = model.by_slot(tensors)
     for name, other in renamed.items():
@@ -215,6 +259,12 @@ def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: LanguageMod
             slots[name] = other.slot
     ignored = {f"{model.embedding.names.head}.weight"} if config.tie_word_embeddings else set()
     tensors = {_with_prefix(name, slots): tensor for name, tensor in tensors.items()}
+    scales = [name for name in tensors if _CACHE_SCALE.search(name) and name not in slots]
+    if scales:
+        log.warning(
+            "%s has %d scales of an fp8 KV cache, which are not used: keys and values have none", path, len(scales)
+        )
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in scales}
     shapes = {n: t.shape for n, t in tensors.items() if n not in ignored and not _COMPUTED.search(n)}
     problems = misfits(slots, shapes)
     if problems:

@@ -51,7 +51,7 @@ class _Reader:
         Raises:
             InvalidRequestError: blocks or scales are not uint8.
         """
-        blocks, scales = (part.read() for part in self._parts)
+        blocks, scales = (part.dense() for part in self._parts)
         if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
             raise InvalidRequestError(f"the tensor {self._name} and its scales must be uint8", param="model")
         return torch.stack([dequantized(*part, self._dtype) for part in zip(blocks, scales, strict=True)]).mT

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...platform.core.errors import InvalidRequestError, NotFoundError
-from ..layers.weights import WeightSlot
+from ..layers.weights import Weight, WeightSlot
 from .json_files import read_json
 
 _INDEX_SUFFIX = ".index.json"
@@ -35,7 +35,12 @@ class StoredTensor(NamedTuple):
     """Tensor of a checkpoint that is read when it is needed."""
 
     shape: tuple[int, ...]
-    read: Callable[[], Tensor]
+    read: Callable[[], Weight]
+
+    def dense(self) -> Tensor:
+        """Read it as a plain tensor."""
+        value = self.read()
+        return value if isinstance(value, Tensor) else value.dequantized()
 
 
 def read_weights(folder: Path, param: str, *, extra: Sequence[str] = (), hint: str = "") -> dict[str, StoredTensor]:
@@ -146,11 +151,14 @@ def load_into(slot: WeightSlot, name: str, stored: StoredTensor, param: str, *, 
         tensor = stored.read()
     except (OSError, RuntimeError, SafetensorError) as error:
         raise InvalidRequestError(f"the tensor {name} cannot be read: {error}", param=param) from error
+    if not isinstance(tensor, Tensor):
+        slot.fill(tensor)
+        return
     if tensor.layout is not torch.strided or tensor.is_meta:
         what = "has no values" if tensor.is_meta else "is sparse"
         raise InvalidRequestError(f"the tensor {name} {what}", param=param)
     if tensor.dtype not in (_INTEGERS if integers else _PLAIN):
-        kind = "integers" if integers else "float32, bfloat16, float16 or float64: quantized weights are not read"
+        kind = "integers" if integers else "float32, bfloat16, float16 or float64, or have scales beside it"
         raise InvalidRequestError(
             f"the tensor {name} is {str(tensor.dtype).removeprefix('torch.')}, it must be of {kind}", param=param
         )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...kernels.linear import Packed, pack, row_squares
+from ...kernels.linear import Packed, pack
 from ...kernels.paged_attention import soft_cap
-from .linear import GainSite, LoraSite
-from .weights import WeightSlot
+from ...kernels.quantized_linear import QuantizedWeight, RowSource, pack_table
+from .linear import GainSite, LoraSite, pack_weights
+from .weights import Weight, WeightSlot
 
 EMBEDDING = "model.embed_tokens"
 """Usual name of the table's module."""
@@ -112,12 +114,19 @@ class Embedding:
         self._shape = (vocab_size, hidden_size)
         self.tied = tied
         """True when the head's weight is the table."""
+        self.quantize: Callable[[Tensor], QuantizedWeight] | None = None
+        """Function that quantises table and head when they are loaded, set before by who wants it."""
+        self.single_copy = False
+        """True: no copy of a tied table is kept beside the head where that can be avoided, though lookups are slower;
+        set before it is loaded."""
+        self.num_bytes = 0
+        """Bytes of table and head, once loaded."""
         self._scales = scales
         self._dtype = dtype
         self.device = device
         self._batch_invariant = batch_invariant
-        self._table: Tensor | None = None
-        self._parts: dict[str, Tensor] = {}
+        self._table: Tensor | RowSource | None = None
+        self._parts: dict[str, Weight] = {}
         self._bias: Tensor | None = None
         self._head: Packed | None = None
 
@@ -125,7 +134,7 @@ class Embedding:
         """Hidden states [T, H] of token ids [T]. `adapters` is that of `ForwardBatch` for these tokens."""
         own = self.own_rows if self.own_rows and adapters is not None else None
         known = input_ids if own is None else input_ids.clamp(max=self.vocab_size - 1)  # an adapter may have more
-        embedded = F.embedding(known, self._table)  # type: ignore[arg-type]  # the loader left no slot empty
+        embedded = self._look_up(known)
         if self.lookup_lora is not None and adapters is not None:
             if own is not None:
                 own.lookup(embedded, input_ids, adapters)
@@ -180,18 +189,28 @@ class Embedding:
             bias = F.pad(self._bias, (0, added))[index.to(self.device)]
         return pack(weight.to(self.device, self._dtype), bias, batch_invariant=self._batch_invariant)
 
+    def _look_up(self, input_ids: Tensor) -> Tensor:
+        if isinstance(self._table, Tensor):
+            return F.embedding(input_ids, self._table)
+        return self._table.rows(input_ids)  # type: ignore[union-attr]  # the loader left no slot empty
+
+    def _table_rows(self) -> Iterator[tuple[slice, Tensor]]:
+        """Some rows of the table [n, H] at a time."""
+        for ids in torch.arange(self.vocab_size, device=self.device).split(_ROWS):
+            yield slice(int(ids[0]), int(ids[-1]) + 1), self._look_up(ids)
+
     def table_squares(self) -> Tensor:
         """Squared norm of each column of the table: [H] float32."""
-        assert self._table is not None
         squares = torch.zeros(self.hidden_size, dtype=torch.float32, device=self.device)
-        for rows in self._table.split(_ROWS):
+        for _, rows in self._table_rows():
             squares += torch.linalg.vector_norm(rows, dim=0, dtype=torch.float32).square_()
         return squares
 
     def project_table(self, x: Tensor) -> Tensor:
         """Product of x [n, vocab] and the table: [n, H]."""
-        assert self._table is not None
-        return x @ self._table
+        if isinstance(self._table, Tensor):
+            return x @ self._table
+        return sum(x[:, ids].float() @ rows.float() for ids, rows in self._table_rows()).to(x.dtype)  # type: ignore[union-attr]
 
     def project_head(self, x: Tensor) -> Tensor:
         """Product of x [n, H] and the head's weight: [n, vocab] in the model's dtype, without adapters."""
@@ -199,8 +218,9 @@ class Embedding:
 
     def is_table(self, tensor: Tensor) -> bool:
         """True when `tensor` [vocab, H] is the table, rounded to the model's dtype."""
-        assert self._table is not None
-        return _same(tensor.to(self.device, self._dtype), self._table)
+        if tensor.shape != self._shape:
+            return False
+        return all(_same(tensor[ids].to(self.device, self._dtype), rows) for ids, rows in self._table_rows())
 
     @torch.inference_mode()
     def is_head(self, tensor: Tensor) -> bool:
@@ -219,31 +239,54 @@ class Embedding:
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names; a tied head has none."""
         scale = self._shape[1] ** -0.5
-        slots = {f"{self.names.table}.weight": WeightSlot(self._shape, self._load_table, scale)}
+        slots = {f"{self.names.table}.weight": WeightSlot(self._shape, self._load_table, scale, self._set_table)}
         if not self.tied:
-            slots[f"{self.names.head}.weight"] = WeightSlot(self._shape, self._load_head, scale)
+            slots[f"{self.names.head}.weight"] = WeightSlot(self._shape, self._load_head, scale, self._set_weight)
         if self.names.head_bias:
             slots[f"{self.names.head}.bias"] = WeightSlot(self._shape[:1], self._load_bias, scale)
         return slots
 
     def _load_table(self, tensor: Tensor) -> None:
-        self._table = tensor.to(self.device, self._dtype, copy=True).contiguous()
-        if self.tied:
-            self._set_head("weight", self._table)
+        self._set_table(self._form(tensor))
 
     def _load_head(self, tensor: Tensor) -> None:
-        self._set_head("weight", tensor.to(self.device, self._dtype, copy=True))
+        self._set_weight(self._form(tensor))
 
     def _load_bias(self, tensor: Tensor) -> None:
         self._set_head("bias", tensor.to(self.device, self._dtype, copy=True))
 
-    def _set_head(self, part: str, tensor: Tensor) -> None:
+    def _form(self, tensor: Tensor) -> Weight:
+        """A weight as it is held, maybe in the memory of the argument."""
+        if self.quantize is not None:
+            return self.quantize(tensor.to(self.device))
+        return tensor.to(self.device, self._dtype).contiguous()
+
+    def _set_table(self, weight: Weight) -> None:
+        """Keep rows for lookups; of a tied head the packed rows serve where they can be read."""
+        weight = weight.to(self.device)
+        if self.tied:
+            self._set_head("weight", weight)
+        is_plain = isinstance(weight, Tensor)
+        if self.tied and isinstance(self._head, RowSource) and (self.single_copy or not is_plain):
+            self._table = self._head
+        elif isinstance(weight, Tensor):
+            self._table = weight.clone()
+            self.num_bytes += weight.nbytes
+        else:
+            self._table = table = pack_table(weight, self._dtype)
+            self.num_bytes += table.num_bytes
+
+    def _set_weight(self, weight: Weight) -> None:
+        self._set_head("weight", weight.to(self.device))
+
+    def _set_head(self, part: str, tensor: Weight) -> None:
         self._parts[part] = tensor
         if len(self._parts) == 1 + self.names.head_bias:
-            weight, self._bias = self._parts["weight"], self._parts.get("bias")
-            self.head_squares = row_squares(weight)
-            self._head = pack(weight, self._bias, batch_invariant=self._batch_invariant)
+            weight, bias = self._parts["weight"], self._parts.get("bias")
             self._parts = {}
+            self._bias = bias if isinstance(bias, Tensor) else None
+            self._head, self.head_squares = pack_weights([weight], self._bias, self._dtype, self._batch_invariant)
+            self.num_bytes += self._head.num_bytes
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -70,7 +70,7 @@ class CheckpointNames:
         def convert() -> dict[str, Tensor]:
             mapping = copy.deepcopy(converter)
             for pattern, name, stored in parts:
-                mapping.add_tensor(first, name, pattern, stored.read)  # type: ignore[arg-type]  # it takes callables too
+                mapping.add_tensor(first, name, pattern, stored.dense)  # type: ignore[arg-type]  # it takes callables too
             results: dict[str, Tensor] = mapping.convert(first, model=self._model, config=self._model.config)
             return results
 

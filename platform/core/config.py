@@ -12,6 +12,7 @@ from typing import Any
 
 from .compat.vllm_options import plain_value
 from .errors import InvalidRequestError
+from .quantization import rounding
 from .sampling_params import MAX_SEED, check_integer, check_number, check_text
 from .sizes import parse_bytes, parse_length
 from .speculative_config import SpeculativeConfig, parse_speculative
@@ -48,6 +49,9 @@ class EngineArgs:
     device: str = "auto"
     load_format: str = "auto"
     """"auto", or "dummy" for random weights."""
+    quantization: str | None = None
+    """"int8", "int4" or "fp8": quantise weights while they are loaded; None, or the method of a quantised checkpoint,
+    such as "gptq": as they are stored."""
     model_impl: str = "auto"
     """Code that computes the model: "native", "transformers" (its modelling code over this engine's cache and linear
     layers), or "auto": native where there is a family for the architecture."""
@@ -94,8 +98,9 @@ class EngineArgs:
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("dtype", "load_format", "model_impl"):
+        for name in ("dtype", "load_format", "model_impl", "quantization"):
             setattr(self, name, plain_value(name, getattr(self, name)))
+        self.quantization = None if self.quantization in ("none", "None") else self.quantization
         self.max_model_len = parse_length("max_model_len", self.max_model_len)
 
 
@@ -112,6 +117,8 @@ class ModelFacts:
     """Context length in tokens, with the rope scaling."""
     kv_bytes_per_token: int
     """Bytes of one token's keys and values in all layers, of target and drafter, in their data types."""
+    quantization: str | None = None
+    """Method by which the stored weights are quantised; None: they are not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +196,8 @@ class EngineConfig:
     device: str
     load_format: str
     model_impl: str
+    quantization: str | None
+    """Method by which weights are quantised while they are loaded; None: not at all."""
     seed: int
     max_logprobs: int
     cache: CacheConfig
@@ -360,6 +369,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
         device=hardware.device,
         load_format=args.load_format,
         model_impl=args.model_impl,
+        quantization=rounding(args.quantization, facts.quantization),
         seed=args.seed,
         max_logprobs=facts.vocab_size if args.max_logprobs == -1 else args.max_logprobs,
         cache=CacheConfig(

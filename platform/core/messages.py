@@ -224,3 +224,7 @@ class EngineInfo:
     """"native" or "transformers": the code that computes the model."""
     max_num_seqs: int = 0
     max_num_queued_reqs: int | None = None
+    quantization: str = ""
+    """Text for people about the form of the weights; "": they are not quantised."""
+    weight_bytes: int = 0
+    """Bytes of all weights as they are held."""

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from .compat.foreign_options import check_foreign
-from .compat.vllm_options import SPECULATIVE
+from .compat.vllm_options import SPECULATIVE, plain_value
 from .errors import InvalidRequestError
 from .suggestions import did_you_mean
 
@@ -29,6 +29,8 @@ class SpeculativeConfig:
     model: str | None = None
     revision: str | None = None
     """Branch, tag or commit of the draft model's hub id."""
+    quantization: str | None = None
+    """As the engine's option, for the weights of `model`."""
     download_dir: str | None = None
     """The hub's cache, from the engine's options; never written in a `speculative_config`."""
     adaptive: bool = False
@@ -60,8 +62,8 @@ _FIELDS = tuple(name for name in SpeculativeConfig.__dataclass_fields__ if name 
 _LOOKUP = ("prompt_lookup_max", "prompt_lookup_min")
 _SUFFIX = tuple(name for name in _FIELDS if name.startswith("suffix_decoding_"))
 _NOT_FOR_METHOD: dict[str, tuple[str, ...]] = {
-    "ngram": ("model", "revision", *_SUFFIX),
-    "suffix": ("model", "revision", *_LOOKUP),
+    "ngram": ("model", "revision", "quantization", *_SUFFIX),
+    "suffix": ("model", "revision", "quantization", *_LOOKUP),
     **dict.fromkeys(MODEL_METHODS, (*_LOOKUP, *_SUFFIX)),
 }
 MAX_DRAFTS = 32
@@ -123,8 +125,11 @@ def parse_speculative(config: Mapping[str, Any] | None, download_dir: str | None
         raise _wrong(f"method must be one of {', '.join(METHODS)}; got {method!r}")
     if method in MODEL_METHODS and (not isinstance(given.get("model"), str) or not given["model"]):
         raise _wrong(f"{method} needs a model, a string; got {given.get('model')!r}")
-    if not isinstance(given.get("revision", ""), str):
-        raise _wrong(f"revision must be a string, got {given['revision']!r}")
+    for name in ("revision", "quantization"):
+        if not isinstance(given.get(name, ""), str):
+            raise _wrong(f"{name} must be a string, got {given[name]!r}")
+    if "quantization" in given:
+        given["quantization"] = plain_value("quantization", given["quantization"])
     _check_values(given)
     rates = _check_rates(given)
     drafts = len(rates) if rates else _DEFAULT_DRAFTS.get(method, 4)

@@ -16,7 +16,14 @@ from ...lora.device.sites import AdapterHooks
 from ...lora.manager import AdapterManager
 from ...lora.reader import reader_client
 from ...models.batch import allocate_kv
-from ...models.checkpoint.loader import load_model, read_facts, resolve_model_path, tokenizer_path
+from ...models.checkpoint.loader import (
+    ModelOptions,
+    load_model,
+    quantization_name,
+    read_facts,
+    resolve_model_path,
+    tokenizer_path,
+)
 from ...models.checkpoint.tokenizer import load_tokenizer
 from ...models.demo import demo_model_path
 from ...models.implementation import implementation_of
@@ -129,10 +136,10 @@ def _load(config: EngineConfig, path: Path, progress: bool) -> LanguageModel:
         config.dtype,
         config.device,
         load_format=config.load_format,
-        impl=config.model_impl,
         progress=progress,
         seed=config.seed,
         batch_invariant=config.batch_invariant,
+        options=ModelOptions(config.model_impl, config.quantization),
     )
 
 
@@ -156,7 +163,14 @@ def _choose_threads(model: LanguageModel, dtype: torch.dtype) -> None:
 
 
 def _weight_bytes(model: LanguageModel, dtype: torch.dtype) -> int:
-    return model.num_parameters * dtype.itemsize
+    """Bytes of the weights as they are held. A plain table that is tied to the head counts once: a step reads one."""
+    linears, embedding = model.linears(), model.embedding
+    packed = sum(linear.out_features * linear.in_features for linear in linears)
+    table = embedding.vocab_size * embedding.hidden_size * (1 if embedding.tied else 2)
+    others = max(0, model.num_parameters - packed - table) * dtype.itemsize
+    return (
+        sum(linear.packed.num_bytes for linear in linears) + min(embedding.num_bytes, table * dtype.itemsize) + others
+    )
 
 
 def _has_long_steps(config: EngineConfig, model: LanguageModel) -> bool:
@@ -326,4 +340,6 @@ def _describe(args: EngineArgs, config: EngineConfig, model: Any, load_seconds: 
         model_impl=implementation_of(model.config),
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_queued_reqs=config.scheduler.max_num_queued_reqs,
+        quantization=quantization_name(config.model, model.config, config.quantization),
+        weight_bytes=_weight_bytes(model, getattr(torch, config.dtype)),
     )

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from ...models.checkpoint.weight_files import StoredTensor, load_into, misfits, read_weights
+from ...models.layers.linear import Linear
 from ...models.layers.weights import WeightSlot
+from ...models.quantization.rounding import rounding_of
 from ...platform.core.errors import InvalidRequestError
+from ...platform.core.quantization import rounding
+from ...platform.core.speculative_config import SpeculativeConfig
 
-__all__ = ["StoredTensor", "fill", "fill_randomly", "read_tensors", "refuse"]
+__all__ = ["StoredTensor", "fill", "fill_randomly", "quantise", "read_tensors", "refuse"]
 
 PARAM = "speculative_config"
 """The field that all errors are about."""
@@ -37,6 +41,15 @@ def read_tensors(path: Path, extra: Sequence[str] = ()) -> dict[str, StoredTenso
         InvalidRequestError: a file is broken, or is a pickle of anything but tensors.
     """
     return read_weights(path, PARAM, extra=extra)
+
+
+def quantise(linears: Iterable[Linear], config: SpeculativeConfig, stored: str | None) -> None:
+    """Let layers quantise the weights that will be loaded, where `config` says so; `stored` is the method by which the
+    files' are quantised."""
+    method = rounding(config.quantization, stored, PARAM)
+    if method is not None:
+        for linear in linears:
+            linear.quantize = rounding_of(linear, method)
 
 
 @torch.inference_mode()

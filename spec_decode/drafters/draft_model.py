@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ...kernels.device_outcome import DeviceOutcome
 from ...models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
-from ...models.checkpoint.loader import load_model, read_facts, resolve_model_path
+from ...models.checkpoint.loader import ModelOptions, load_model, read_facts, resolve_model_path
 from ...models.checkpoint.vocabulary import agreement
 from ...platform.core.errors import InvalidRequestError
+from ...platform.core.quantization import rounding
 from ...platform.core.speculative_config import SpeculativeConfig
 from ..verify.draft_sampling import Drafting, DraftVocabulary, EditLogits, PassOutput, draw, most_likely_ids
 from .autoregressive import (
@@ -61,6 +62,7 @@ def load(config: SpeculativeConfig, context: DrafterContext) -> DraftModelDrafte
         load_format=context.load_format,
         progress=context.progress,
         seed=context.seed,
+        options=ModelOptions(quantization=rounding(config.quantization, facts.quantization, "speculative_config")),
     )
     warn_of_short_reach(config.model, facts.max_position_embeddings, context.max_model_len)
     return DraftModelDrafter(

@@ -171,7 +171,7 @@ def load_head(stored: StoredHead, target: Target, unroll: int | None = None) -> 
     head: EagleHead
     if config.eagle3:
         d2t = tensors.pop("d2t", None)
-        tokens = None if d2t is None else _draft_tokens(d2t.read(), config)
+        tokens = None if d2t is None else _draft_tokens(d2t.dense(), config)
         head = Eagle3Head(config, target, unroll or _EAGLE3_UNROLL, tokens)
     else:
         tensors.pop("embed_tokens.weight", None)

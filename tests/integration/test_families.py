@@ -4,16 +4,21 @@ preemption. A family joins with a row in `tiny_families`."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from outrider import LoRARequest, SamplingParams
+from outrider.models.quantization.rounding import round_int8
 
 from ..family_records import record
 from ..tiny_families import FAMILIES, SIZES, Family, build
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
+EXACT = ("lora_", "wpe", "embed_positions", "mlp.gate.", "router.", "shared_expert_gate", "kv_b_proj", "norm", "_bias")
+"""Parts of names of weights that stay as they are: positions, routers, biases of experts."""
 TOLERANCE = 2e-3
 """Largest difference of a log probability: the sums of an adapter's products are rounded in another order than PEFT's,
 and weights of these models are large."""
@@ -29,6 +34,7 @@ class Served:
         self._base = build(family)
         self.architecture = type(self._base).__name__
         self._base.save_pretrained(self.folder)
+        self.saves_embeddings = "embed_tokens" in family.targets
         targets = {"target_modules": family.targets, "target_parameters": family.parameters or None}
         lora = LoraConfig(r=4, lora_alpha=3, init_lora_weights=False, **targets)
         self._tuned = get_peft_model(self._base, lora).eval()
@@ -38,11 +44,11 @@ class Served:
         self.jobs = [(p, GREEDY, which) for p in prompts for which in (None, LoRARequest("a", path=adapter))]
 
     @torch.inference_mode()
-    def check(self, outcomes) -> list[float]:
+    def check(self, outcomes, jobs=None) -> list[float]:
         """transformers must choose each token after those before it, with the same probability; returns the largest
         difference of a log probability, of the base model and of the adapter."""
         largest = [0.0, 0.0]
-        for (prompt, _, lora), outcome in zip(self.jobs, outcomes, strict=True):
+        for (prompt, _, lora), outcome in zip(jobs or self.jobs, outcomes, strict=True):
             ids = torch.tensor([prompt + outcome.token_ids[:-1]])
             if lora is None:
                 with self._tuned.disable_adapter():
@@ -55,6 +61,37 @@ class Served:
             torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
             largest[lora is not None] = max(largest[lora is not None], float((ours - theirs).abs().max()))
         return largest
+
+    @contextmanager
+    def rounded(self) -> Iterator[None]:
+        """Round the base model's weights as `quantization="int8"` does: each output of a matrix by itself."""
+        kept = {name: parameter.detach().clone() for name, parameter in self._base.named_parameters()}
+        try:
+            with torch.no_grad():
+                for name, parameter in self._base.named_parameters():
+                    if parameter.dim() >= 2 and not any(part in name for part in EXACT):
+                        parameter.copy_(_rounded(parameter, self._inputs_first(name)))
+            yield
+        finally:
+            with torch.no_grad():
+                for name, parameter in self._base.named_parameters():
+                    parameter.copy_(kept[name])
+
+    def _inputs_first(self, name: str) -> bool:
+        """True for a parameter [in, out], or [experts, in, out]."""
+        module = name.rpartition(".")[0]
+        owners = {
+            type(self._base.get_submodule(path)).__name__ for path in (module, module.removesuffix(".base_layer"))
+        }
+        return bool(owners & {"Conv1D", "GptOssExperts"})
+
+
+def _rounded(weight: torch.Tensor, inputs_first: bool) -> torch.Tensor:
+    if weight.dim() == 3:
+        return torch.stack([_rounded(expert, inputs_first) for expert in weight])
+    rows = weight.T if inputs_first else weight
+    found = round_int8(rows).dequantized()
+    return found.T if inputs_first else found
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -84,6 +121,20 @@ def test_preemption(make_engine, run, served):
     served.check(run(engine, served.jobs))
     assert engine.stats().num_preemptions > 0
     record(served.architecture, "native", ["preemption"])
+
+
+def test_quantised_weights(make_engine, run, served):
+    """Text of weights that were rounded to int8 while they were loaded is that of transformers with the same rounded
+    weights, for the base model and for the adapter. Drafts do not change it."""
+    # Where the adapter's file has a copy of the table, that one is not rounded.
+    jobs = served.jobs[::2] if served.saves_embeddings else served.jobs
+    speculation = {"method": "ngram", "num_speculative_tokens": 4}
+    drafted = run(engine_of(make_engine, served, quantization="int8", speculative_config=speculation), jobs)
+    with served.rounded():
+        served.check(drafted, jobs)
+    plain = run(engine_of(make_engine, served, quantization="int8"), jobs)
+    assert [outcome.token_ids for outcome in plain] == [outcome.token_ids for outcome in drafted]
+    record(served.architecture, "native", ["quantised"])
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider import LoRARequest, SamplingParams
-from outrider.models.checkpoint.loader import load_model, read_facts
+from outrider.models.checkpoint.loader import ModelOptions, load_model, read_facts
 from outrider.platform.core.errors import InvalidRequestError, UnsupportedModelError
 
 from ..family_records import record
@@ -146,7 +146,7 @@ def test_refused_by_name(family, config, reason, tmp_path):
 
 def test_options_that_do_not_go(models, tmp_path):
     with pytest.raises(InvalidRequestError, match="batch_invariant"):
-        load_model(models.target, impl="transformers", batch_invariant=True)
+        load_model(models.target, options=ModelOptions("transformers"), batch_invariant=True)
     raw = json.loads((models.target / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "architectures": ["MyOwnForCausalLM"]}))
     for impl in ("auto", "native", "transformers"):

@@ -41,6 +41,10 @@ GROUPS: dict[str, dict[str, str]] = {
         "download_dir": "folder of the hub's cache (default: where its library keeps it)",
         "dtype": 'type of weights and activations; "auto" takes the checkpoint\'s',
         "device": "where to run; auto takes a GPU if there is one",
+        "quantization": (
+            "int8, int4 or fp8: quantise the weights of a full-precision checkpoint while they are loaded (default: as "
+            "they are stored; a quantised checkpoint's method is found by itself)"
+        ),
         "load_format": '"dummy" fills the model with random weights, for benchmarks',
         "model_impl": (
             "code that computes the model: native, transformers (its modelling code over this engine's cache and "

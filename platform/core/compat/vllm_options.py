@@ -80,6 +80,7 @@ VALUES: dict[str, dict[str, str]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "model_impl": {"vllm": "native"},
     "load_format": {"safetensors": "auto", "hf": "auto", "fastsafetensors": "auto"},
+    "quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq"},
 }
 """Other spellings of an option's values."""
 
@@ -122,7 +123,6 @@ ENGINE: dict[str, Option] = {
     "skip_tokenizer_init": off("requests need the tokenizer; detokenize=False leaves it out of answers"),
     "trust_remote_code": ignored_flag(NO_CODE),
     "code_revision": ignored(NO_CODE),
-    "quantization": only("none", why="quantised weights are not there yet"),
     "config_format": only("auto", "hf", why="config.json is read only"),
     **each(only(why=IN_CONFIG_JSON), "hf_config_path rope_theta"),
     **each(only({}, why=IN_CONFIG_JSON), "hf_overrides rope_scaling"),
@@ -283,7 +283,6 @@ SERVER: dict[str, Option] = {
 
 SPECULATIVE: dict[str, Option] = {
     **each(only(1, why="tensor parallelism is not there yet"), "draft_tensor_parallel_size tensor_parallel_size"),
-    "quantization": only("none", why="quantised weights are not there yet"),
     "max_model_len": ignored("drafts are made up to the model's own max_model_len"),
     "enforce_eager": ignored_flag("the engine's enforce_eager is used"),
     "code_revision": ignored(NO_CODE),

@@ -79,6 +79,12 @@ def print_summary(startup: Startup, console: Console | None = None) -> None:
     console.file.flush()
 
 
+def _weights(info: EngineInfo) -> str:
+    """Form of quantised weights, and their memory."""
+    bits = 8 * info.weight_bytes / max(1, info.num_parameters)
+    return f"{info.quantization}, {format_count(info.weight_bytes)}B, {bits:.2f} bits a weight"
+
+
 def _rows(startup: Startup) -> list[tuple[str, str]]:
     info, config = startup.info, startup.config
     tokens, parameters = info.num_kv_blocks * info.block_size, format_count(info.num_parameters)
@@ -101,6 +107,7 @@ def _rows(startup: Startup) -> list[tuple[str, str]]:
     return [
         ("Model", f"{', '.join(config.served_model_names)}  ({info.model})"),
         ("", f"{info.architecture} ({info.model_impl}), {parameters} parameters, {info.dtype} on {info.device}"),
+        *([("Weights", _weights(info))] if info.quantization else []),
         ("Context", f"{info.max_model_len:,} tokens"),
         ("KV cache", f"{info.num_kv_blocks:,} blocks of {info.block_size} tokens = {tokens:,} tokens{short}"),
         ("Adapters", adapters),

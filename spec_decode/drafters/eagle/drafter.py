@@ -30,12 +30,13 @@ from ....models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
 from ....models.checkpoint.json_files import read_json
 from ....models.checkpoint.loader import resolve_model_path
 from ....models.pass_graphs import PassOptions
+from ....models.quantization import unpack
 from ....platform.core.speculative_config import SpeculativeConfig
 from ...verify.draft_sampling import Drafting, EditLogits, PassOutput, draw, most_likely_ids
 from .. import autoregressive
 from ..autoregressive import CatchUpLimits, draft_rows, known_rows, sampled_rows
 from ..base import AdapterPreparer, DeviceStep, Drafter, DrafterNeeds, DraftRow, Proposal, TargetOutput, no_adapters
-from ..checkpoint import fill, fill_randomly
+from ..checkpoint import PARAM, fill, fill_randomly, quantise
 from ..factory import DrafterContext
 from .config import EagleConfig, eagle_kv_bytes_per_token, head_tensors, read_eagle_config, with_tensors
 from .head import EagleHead, LastRows
@@ -54,15 +55,20 @@ def load(config: SpeculativeConfig, context: DrafterContext) -> EagleDrafter:
     """
     path = _path(config)
     head_config = read_eagle_config(read_json(path / "config.json"), config.method, context.target.config)
+    form = head_config.layer.quantization
     if context.load_format == "dummy":
         head = EagleHead(_for_random_weights(head_config), context.target, context.device)
+        quantise(head.quantizable(), config, None if form is None else form.method)
         slots = head.weight_slots()
         if "d2t" in slots:
             slots.pop("d2t").load(torch.zeros(head_config.draft_vocab_size, dtype=torch.int64))
         fill_randomly(slots, context.seed)
     else:
         stored = head_tensors(path)
+        if form is not None:
+            stored = unpack(stored, form, lambda _: True, PARAM)
         head = EagleHead(with_tensors(head_config, stored.keys()), context.target, context.device)
+        quantise(head.quantizable(), config, None if form is None else form.method)
         fill(path, head.weight_slots(), stored)
     autoregressive.warn_of_short_reach(config.model, head_config.layer.max_position_embeddings, context.max_model_len)
     return EagleDrafter(

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....kernels.act_and_mul import act_and_mul
-from ....kernels.linear import Packed, pack
 from ....kernels.rope import Rotation
 from ....models.attention import attention_spec, make_attention
 from ....models.batch import ForwardBatch, KVLayerSpec, SequenceRows
@@ -84,7 +83,6 @@ class EagleHead:
         self._build_linears()
         self._build_norms()
         self._embedding: Tensor | None = None
-        self._head: Packed | None = None
         self.vocabulary: DraftVocabulary | None = None
         """Set by the slot "d2t"."""
 
@@ -105,6 +103,7 @@ class EagleHead:
         self._o = linear(f"{LAYER}.o", {f"{attention}.o_proj": hidden}, heads, layer.o_bias)
         self._gate_up = linear(f"{LAYER}.gate_up", gate_up, hidden, layer.mlp_bias)
         self._down = linear(f"{LAYER}.down", {f"{mlp}.down_proj": hidden}, inner, layer.mlp_bias)
+        self._head = linear("lm_head", {"lm_head": config.draft_vocab_size}, hidden, False) if config.own_head else None
 
     def _build_norms(self) -> None:
         config, layer = self.config, self.config.layer
@@ -137,11 +136,15 @@ class EagleHead:
         """In the order of the computation."""
         return [self._fc, self._qkv, self._o, self._gate_up, self._down]
 
+    def quantizable(self) -> list[Linear]:
+        """All projections, the head's own output head among them."""
+        return [*self.linears(), *([] if self._head is None else [self._head])]
+
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Every tensor that the head needs, by its canonical name."""
         config, hidden = self.config, self.config.layer.hidden_size
         slots: dict[str, WeightSlot] = {}
-        for linear in self.linears():
+        for linear in self.quantizable():
             slots |= linear.weight_slots()
         for norm in self._norms:
             slots |= norm.weight_slots()
@@ -149,17 +152,12 @@ class EagleHead:
             slots["embed_tokens.weight"] = WeightSlot(
                 (config.layer.vocab_size, hidden), self._load_embedding, hidden**-0.5
             )
-        if config.own_head:
-            slots["lm_head.weight"] = WeightSlot((config.draft_vocab_size, hidden), self._load_head, hidden**-0.5)
         if config.own_vocabulary:
             slots["d2t"] = WeightSlot((config.draft_vocab_size,), self._load_vocabulary)
         return slots
 
     def _load_embedding(self, tensor: Tensor) -> None:
         self._embedding = tensor.to(self.device, self.config.layer.dtype, copy=True).contiguous()
-
-    def _load_head(self, tensor: Tensor) -> None:
-        self._head = pack(tensor.to(self.device, self.config.layer.dtype, copy=True))
 
     def _load_vocabulary(self, offsets: Tensor) -> None:
         ids = torch.arange(len(offsets)) + offsets.cpu().long()
@@ -222,7 +220,7 @@ class EagleHead:
             state = self._final_norm(state)
         if self._head is None:
             return self.target.compute_logits(state, out=out)
-        logits = self._head(state)
+        logits = self._head.packed(state)
         return logits.float() if out is None else out.copy_(logits)
 
     def _embed(self, input_ids: Tensor) -> Tensor:

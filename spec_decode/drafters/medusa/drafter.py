@@ -19,7 +19,7 @@ from ....platform.core.speculative_config import SpeculativeConfig
 from ...verify.draft_sampling import Drafting, EditLogits, append_best, draw, join_drafts, most_likely_ids, takes_best
 from ...verify.verification import choose_rule
 from ..base import AdapterPreparer, Drafter, DrafterNeeds, DraftRow, Proposal, TargetOutput, no_adapters
-from ..checkpoint import fill, fill_randomly, read_tensors, refuse
+from ..checkpoint import fill, fill_randomly, quantise, read_tensors, refuse
 from ..factory import DrafterContext
 from .heads import MedusaHeads, canonical_names, read_medusa_config, with_tensors
 
@@ -51,6 +51,7 @@ def load(config: SpeculativeConfig, context: DrafterContext) -> MedusaDrafter:
             f"{heads_config.num_heads} Medusa heads: each makes one draft"
         )
     heads = MedusaHeads(heads_config, context.device)
+    quantise(heads.quantizable(), config, None)
     if context.load_format == "dummy":
         fill_randomly(heads.weight_slots(), context.seed)
     else:

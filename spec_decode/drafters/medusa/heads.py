@@ -144,10 +144,14 @@ class MedusaHeads:
         """The residual blocks' projections."""
         return [linear for blocks in self._blocks for linear in blocks]
 
+    def quantizable(self) -> list[Linear]:
+        """All projections."""
+        return [*self.linears(), *self._lm_heads]
+
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Every tensor that the heads need, by its canonical name."""
         slots: dict[str, WeightSlot] = {}
-        for linear in (*self.linears(), *self._lm_heads):
+        for linear in self.quantizable():
             slots |= linear.weight_slots()
         return slots
 

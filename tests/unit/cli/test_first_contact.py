@@ -165,7 +165,6 @@ def test_keys_of_a_speculative_config_without_an_effect_are_said():
         ("-tp 2", ("--tensor-parallel-size", "not supported yet")),
         ("-pp 2", ("--pipeline-parallel-size", "not there yet")),
         ("--data-parallel-size 4", ("--data-parallel-size", "load balancer")),
-        ("--quantization awq", ("--quantization", "awq", "not there yet")),
         ("--tool-call-parser hermes", ("--tool-call-parser", "not there yet")),
         ("--enable-auto-tool-choice", ("--enable-auto-tool-choice", "not there yet")),
         ("--reasoning-parser qwen3", ("--reasoning-parser", "not parsed yet")),

@@ -36,7 +36,7 @@ SAMPLES = {
     "revision": "v2", "tokenizer": "/tok", "tokenizer_revision": "v3", "download_dir": "/cache",
     "generation_config": "none", "override_generation_config": {"temperature": 0.5},
     "dtype": "float32", "device": "cpu", "load_format": "dummy", "seed": 5, "max_model_len": 100,
-    "model_impl": "transformers",
+    "model_impl": "transformers", "quantization": "int8",
     "max_num_seqs": 3, "max_num_batched_tokens": 200, "max_logprobs": 7, "block_size": 8, "num_gpu_blocks_override": 50,
     "kv_cache_memory_bytes": 10**6, "gpu_memory_utilization": 0.5, "enable_prefix_caching": False,
     "kv_cache_dtype": "fp8",

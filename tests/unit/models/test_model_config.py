@@ -47,7 +47,7 @@ def test_a_config_without_architectures_is_refused() -> None:
     ("changes", "param", "said"),
     [
         ({"hidden_act": "relu"}, "hidden_act", "relu"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "gptq"),
+        ({"quantization_config": {"quant_method": "quip"}}, "quantization_config.quant_method", "quip"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters", "yarn"),
         ({"rope_scaling": {"type": "proportional", "factor": 2.0}}, "rope_scaling", "proportional"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling", "low_freq_factor"),

@@ -1,0 +1,103 @@
+"""Quantisation of full-precision weights while they are loaded: round to nearest, without calibration.
+
+int8   one scale for each output: max |w| / 127
+int4   codes 0 to 15 with a scale and an offset for each 128 inputs. Of a few ranges, each a part of that from the least
+       to the largest weight, the one with the least squared error is taken.
+fp8    float8_e4m3fn with one scale for each output: max |w| / 448
+
+Embeddings and heads are int8 with each of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...kernels.quantized_linear import QuantizedWeight
+from ..layers.linear import Linear
+
+_GROUP = 128
+# Parts of the range of an int4 group that are tried; the one with the least square error is taken.
+_RANGES = (1.0, 0.95, 0.9, 0.85, 0.8)
+# Weights that are rounded at once: their float32 copies take 4 MiB each.
+_CHUNK = 1 << 20
+# Layers of few weights, on which the choice of experts depends.
+_EXACT = (".router", ".shared_gate")
+
+
+def round_int8(weight: Tensor) -> QuantizedWeight:
+    """Weight [O, I] with one scale for each output."""
+    return _by_rows(weight, _int8)
+
+
+def round_int4(weight: Tensor) -> QuantizedWeight:
+    """Weight [O, I] with scales and offsets of groups of 128 inputs."""
+    return _by_rows(weight, _int4)
+
+
+def round_fp8(weight: Tensor) -> QuantizedWeight:
+    """Weight [O, I] with one scale for each output."""
+    return _by_rows(weight, _fp8)
+
+
+ROUNDINGS: dict[str, Callable[[Tensor], QuantizedWeight]] = {"int8": round_int8, "int4": round_int4, "fp8": round_fp8}
+"""Function for each value of the option `quantization` that does not name the format of a checkpoint."""
+
+
+def rounding_of(linear: Linear, quantization: str) -> Callable[[Tensor], QuantizedWeight] | None:
+    """Function for a layer; None: its weights stay as they are."""
+    return None if linear.name.endswith(_EXACT) else ROUNDINGS[quantization]
+
+
+def _by_rows(weight: Tensor, quantise: Callable[[Tensor], QuantizedWeight]) -> QuantizedWeight:
+    """Join the results for a few rows at a time, so that little memory is needed beside them."""
+    chunks = [quantise(rows.float()) for rows in weight.split(max(1, _CHUNK // max(1, weight.shape[1])))]
+    return chunks[0] if len(chunks) == 1 else QuantizedWeight.cat(chunks)
+
+
+def _row_scales(rows: Tensor, largest: float) -> Tensor:
+    scales = rows.abs().amax(1, keepdim=True) / largest
+    return torch.where(scales > 0, scales, 1.0)
+
+
+def _int8(rows: Tensor) -> QuantizedWeight:
+    scales = _row_scales(rows, 127)
+    return QuantizedWeight(bits=8, codes=(rows / scales).round_().to(torch.int8), scales=scales, group=rows.shape[1])
+
+
+def _fp8(rows: Tensor) -> QuantizedWeight:
+    scales = _row_scales(rows, 448)
+    codes = (rows / scales).to(torch.float8_e4m3fn)
+    return QuantizedWeight(bits=8, codes=codes, scales=scales, group=rows.shape[1])
+
+
+def _int4(rows: Tensor) -> QuantizedWeight:
+    outputs, inputs = rows.shape
+    group = min(_GROUP, inputs)
+    missing = -inputs % group
+    # A shorter last group is filled up with its last input, which does not change its range.
+    padded = F.pad(rows[None], (0, missing), mode="replicate")[0] if missing else rows
+    values = padded.reshape(outputs, -1, group)
+    low, high = values.amin(2, keepdim=True), values.amax(2, keepdim=True)
+    least = torch.full_like(low, float("inf"))
+    scales, offsets, codes = torch.ones_like(low), low.clone(), torch.zeros_like(values, dtype=torch.uint8)
+    for part in _RANGES:
+        step = (high - low) * (part / 15)
+        step = torch.where(step > 0, step, 1.0)
+        start = low * part
+        tried = ((values - start) / step).round_().clamp_(0, 15)
+        error = (tried * step + start - values).square_().sum(2, keepdim=True)
+        better = error < least
+        least = torch.where(better, error, least)
+        scales, offsets = torch.where(better, step, scales), torch.where(better, start, offsets)
+        codes = torch.where(better, tried.to(torch.uint8), codes)
+    return QuantizedWeight(
+        bits=4,
+        codes=codes.view(outputs, -1)[:, :inputs].contiguous(),
+        scales=scales.squeeze(2),
+        group=group,
+        offsets=offsets.squeeze(2),
+    )

@@ -1,0 +1,181 @@
+"""Quantised checkpoints: logits of each format are those of its own dequantised weights; damage is a typed error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from outrider.models.checkpoint.loader import load_model, read_facts
+from outrider.models.checkpoint.weight_files import StoredTensor
+from outrider.models.quantization import read_format, unpack
+from outrider.platform.core.errors import InvalidRequestError, UnsupportedModelError
+
+from ...quantized_files import CASES, write_quantized
+
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]
+# Rounding of W8A8's inputs: 1/254 of the largest, in each product.
+ROUNDED = 0.1
+
+
+@pytest.fixture(scope="module")
+def make(save_tiny: Callable, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """make("gptq") -> folder; its subfolder "dense" has the same weights in float32."""
+    made: dict[tuple[str, str], Path] = {}
+
+    def write(kind: str, family: str = "Llama") -> Path:
+        if (kind, family) not in made:
+            made[kind, family] = tmp_path_factory.mktemp(kind)
+            write_quantized(save_tiny(family, **CASES[kind].sizes)[0], made[kind, family], CASES[kind])
+        return made[kind, family]
+
+    return write
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_logits_are_those_of_the_dequantised_weights(kind: str, make: Callable, driver: Callable) -> None:
+    folder = make(kind)
+    ours, dense = (
+        driver(load_model(path, "float32")).forward_once({0: TOKENS})[0] for path in (folder, folder / "dense")
+    )
+    scale = float(dense.abs().max())
+    if CASES[kind].rounds_inputs:
+        assert 1e-5 * scale < float((ours - dense).abs().max()) < ROUNDED * scale
+    else:
+        torch.testing.assert_close(ours, dense, rtol=0, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("kind", ["gptq-act", "ct-int8", "fp8-blocks", "nf4"])
+def test_bfloat16_rounds_as_the_dequantised_weights_do(kind: str, make: Callable, driver: Callable) -> None:
+    folder = make(kind)
+    ours, rounded, exact = (
+        driver(load_model(path, dtype)).forward_once({0: TOKENS})[0]
+        for path, dtype in ((folder, "bfloat16"), (folder / "dense", "bfloat16"), (folder, "float32"))
+    )
+    # Twice the error: the two round at other places, and random layers amplify it.
+    assert float((ours - exact).square().mean()) < 4 * float((rounded - exact).square().mean())
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Phi3", "Gemma2"])
+def test_families_with_merged_projections_and_biases(family: str, make: Callable, driver: Callable) -> None:
+    folder = make("gptq", family)
+    ours, dense = (
+        driver(load_model(path, "float32")).forward_once({0: TOKENS})[0] for path in (folder, folder / "dense")
+    )
+    torch.testing.assert_close(ours, dense, rtol=0, atol=1e-5 * float(dense.abs().max()))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_files_of_the_library_itself(bits: int, symmetric: bool, tmp_path: Path) -> None:
+    from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    arguments = QuantizationArgs(num_bits=bits, strategy="group", group_size=16, symmetric=symmetric)
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments, format="pack-quantized")
+    state = {"weight": torch.randn(24, 48), "weight_scale": torch.rand(24, 3) * 0.2 + 0.1}
+    state["weight_zero_point"] = torch.zeros(24, 3, dtype=torch.int8)
+    if not symmetric:
+        state["weight_zero_point"] = torch.randint(-8, 8, (24, 3), dtype=torch.int8)
+    stored = PackedQuantizationCompressor.compress(state, scheme)
+    config = {"quant_method": "compressed-tensors", "config_groups": {"a": scheme.model_dump(mode="json")}}
+    form = read_format({"quantization_config": config | {"format": "pack-quantized"}})
+    assert form is not None
+    files = {f"up.{name}": StoredTensor(tuple(tensor.shape), tensor.clone) for name, tensor in stored.items()}
+    weight = unpack(files, form, lambda _: True, "model")["up.weight"].read()
+    expected = PackedQuantizationCompressor.decompress(stored, scheme)["weight"]
+    torch.testing.assert_close(weight.dequantized(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_facts_name_the_format(make: Callable) -> None:
+    assert read_facts(make("gptq-act")).quantization == "gptq"
+    assert read_facts(make("gptq-act") / "dense").quantization is None
+
+
+UNSUPPORTED = {
+    "quant_method": {"quant_method": "quip"},
+    "bits": {"quant_method": "gptq", "bits": 3},
+    "group_size": {"quant_method": "gptq", "bits": 4, "group_size": 0},
+    "checkpoint_format": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+    "dynamic": {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*gate.*": {"bits": 8}}},
+    "version": {"quant_method": "awq", "version": "gemv"},
+    "zero_point": {"quant_method": "awq", "zero_point": False},
+    "format": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}},
+    "config_groups": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+    "weight_block_size": {"quant_method": "fp8", "weight_block_size": [0, "x"]},
+    "bnb_4bit_quant_storage": {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_storage": "bfloat16",
+    },
+}
+
+
+@pytest.mark.parametrize("option", UNSUPPORTED)
+def test_options_that_are_not_served_are_named(option: str, make: Callable, tmp_path: Path) -> None:
+    raw = json.loads((make("gptq") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": UNSUPPORTED[option]}))
+    with pytest.raises(UnsupportedModelError, match=option) as caught:
+        read_facts(tmp_path)
+    assert caught.value.param == f"quantization_config.{option}"
+
+
+# Damaged parts of packed weights, and those damages that make a difference.
+PARTS = {
+    "awq": ("scales", "missing shape dtype nan"),
+    "gptq-act": ("g_idx", "shape dtype nan"),
+    "ct-w4-asym": ("weight_zero_point", "shape dtype"),
+    "ct-int8": ("weight_scale", "missing shape dtype nan"),
+    "fp8-blocks": ("weight_scale_inv", "missing shape dtype nan"),
+    "nf4": ("weight.nested_absmax", "missing shape dtype nan"),
+    "bnb-int8": ("SCB", "missing shape dtype nan"),
+}
+
+
+@pytest.mark.parametrize(("kind", "damage"), [(kind, one) for kind in PARTS for one in PARTS[kind][1].split()])
+def test_damaged_parts_are_named(kind: str, damage: str, make: Callable, tmp_path: Path) -> None:
+    source = make(kind)
+    name = f"model.layers.1.mlp.up_proj.{PARTS[kind][0]}"
+    tensors = load_file(source / "model.safetensors")
+    broken = tensors.pop(name)
+    if damage == "shape":
+        tensors[name] = torch.cat((broken, broken))
+    elif damage == "dtype":
+        tensors[name] = broken.double()
+    elif damage == "nan":
+        tensors[name] = torch.full_like(broken, float("nan") if broken.is_floating_point() else 77)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    with pytest.raises(InvalidRequestError, match=r"model\.layers\.1\.mlp\.up_proj"):
+        load_model(tmp_path, "float32")
+
+
+def test_scales_of_a_cache_are_left_out(make: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = make("fp8")
+    tensors = load_file(source / "model.safetensors")
+    tensors |= {f"model.layers.0.self_attn.{name}": torch.tensor(0.5) for name in ("k_scale", "v_proj.v_scale")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    load_model(tmp_path, "float32")
+    assert "2 scales of an fp8 KV cache" in caplog.text
+
+
+def test_a_bias_that_the_model_has_not_must_be_zero(make: Callable, tmp_path: Path) -> None:
+    source = make("gptq")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.bias"][3] = 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    with pytest.raises(InvalidRequestError, match="bias"):
+        load_model(tmp_path, "float32")
+
+
+def test_a_config_without_packed_tensors_is_refused(make: Callable, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes((make("gptq") / "dense" / "model.safetensors").read_bytes())
+    (tmp_path / "config.json").write_text((make("gptq") / "config.json").read_text())
+    with pytest.raises(InvalidRequestError, match="qweight"):
+        load_model(tmp_path, "float32")
