@@ -225,7 +225,8 @@ def _whole_matrix(path: Path, tensor: Any, family: GgufFamily, config: DecoderCo
         shape = (1, *shape)
     rows = None
     rotated = {".attn_q.": config.num_heads, ".attn_k.": config.num_kv_heads} if family.neighbours_rotated else {}
-    if heads := next((number for part, number in rotated.items() if part in tensor.name), 0):
+    heads = next((number for part, number in rotated.items() if part in tensor.name), 0)
+    if heads and tensor.n_elements:  # a shape with a zero in it may say anything else
         rows = np.arange(shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
     # The converter adds what the model would add to its norms.
     offset = config.norm_offset if tensor.name.endswith("norm.weight") else 0.0

@@ -235,6 +235,10 @@ class InputProcessor:
             return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
         except (UnicodeError, TypeError) as error:  # lone surrogates
             raise InvalidRequestError(f"{param}: the text is not valid Unicode: {error}", param=param) from error
+        except PromptTooLongError:
+            raise
+        except Exception as error:  # an adapter's tokenizer may lack the token for what it does not know
+            raise InvalidRequestError(f"{param}: the text cannot be tokenized: {error}", param=param) from error
 
     def _check_prompt_ids(self, token_ids: object, num_ids: int) -> list[int]:
         if not isinstance(token_ids, Iterable) or isinstance(token_ids, (str, bytes, bytearray, dict)):

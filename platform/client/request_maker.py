@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Unpack
-from weakref import WeakKeyDictionary
 
 from ..core.lora_request import LoRA, LoRARequest
 from ..core.messages import EngineRequest
@@ -47,8 +46,7 @@ class RequestMaker:
         self._defaults = defaults
         # Threads that check long requests in Python: an event loop waits its turn behind each that runs.
         self._checkers = ThreadPoolExecutor(2, "check-request")
-        self._tokenizers = AdapterTokenizers(input_processor.tokenizer)
-        self._processors: WeakKeyDictionary[Any, InputProcessor] = WeakKeyDictionary()  # of adapters, by tokenizer
+        self._processors = AdapterTokenizers(input_processor.tokenizer, input_processor.with_tokenizer)
 
     @waits
     def make(
@@ -79,13 +77,9 @@ class RequestMaker:
         lora = yield from self._localized(lora_request)
         if not isinstance(lora, LoRARequest):
             return self.input_processor
-        read = functools.partial(self._tokenizers.read, lora.path)
+        read = functools.partial(self._processors.read, lora.path)
         own = yield from self._sources.look("tokenizer", lora.path, read)
-        if own is None:
-            return self.input_processor
-        if own.tokenizer not in self._processors:
-            self._processors[own.tokenizer] = self.input_processor.with_tokenizer(own)
-        return self._processors[own.tokenizer]
+        return self.input_processor if own is None else own
 
     @waits
     def chat_prompt(

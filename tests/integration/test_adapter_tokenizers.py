@@ -1,7 +1,9 @@
 """Tokenizers in adapters' folders: prompts, texts, ends and chats are the adapter's; the model's stay as they are."""
 
+import gc
 import json
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,10 @@ START, END = VOCAB, VOCAB + 1
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
+
+
+def itself(own):
+    return own
 
 
 def add_chat_tokens(folder):
@@ -82,7 +88,7 @@ def test_chats_have_its_template_and_its_tokens(llm, chatml):
 
 def test_many_adapters_of_one_tokenizer_share_it_and_copies_of_the_models_are_none(tmp_path):
     base = load_tokenizer(demo_model_path())
-    tokenizers = AdapterTokenizers(base)
+    tokenizers = AdapterTokenizers(base, itself)
     for name in ("a", "b"):
         add_chat_tokens(tmp_path / name)
     found = [tokenizers.read(str(tmp_path / name)) for name in ("a", "b")]
@@ -101,7 +107,7 @@ def test_a_renamed_token_of_a_vocabulary_of_the_same_size_counts(tmp_path):
     base.save_pretrained(tmp_path)
     file = tmp_path / "tokenizer.json"
     file.write_text(file.read_text().replace("<|pad|>", "<|tool|>"))
-    own = AdapterTokenizers(base).read(str(tmp_path)).tokenizer
+    own = AdapterTokenizers(base, itself).read(str(tmp_path)).tokenizer
     assert own.encode("a<|tool|>", add_special_tokens=False)[-1] == 0
     assert base.encode("a<|tool|>", add_special_tokens=False)[-1] != 0
     assert own.encode("as <|end|> it was") == base.encode("as <|end|> it was")
@@ -126,7 +132,65 @@ def test_broken_ones_are_typed_errors(tmp_path, change):
     content["added_tokens"].append({**content["added_tokens"][0], "content": "<new>", "id": 2048})
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(AdapterError, match=r"tokenizer\.json of the adapter"):
-        AdapterTokenizers(base).read(str(tmp_path))
+        AdapterTokenizers(base, itself).read(str(tmp_path))
+
+
+A, SPECIAL = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "x", "type_id": 0}}
+
+
+def template(single, ids=None):
+    special = {} if ids is None else {"x": {"id": "x", "ids": ids, "tokens": ["a"] * len(ids)}}
+    return {"type": "TemplateProcessing", "single": single, "pair": [A], "special_tokens": special}
+
+
+@pytest.mark.parametrize(
+    ("processor", "why"),
+    [
+        (template([SPECIAL, A]), "cannot be read"),  # the library panics at the first text
+        ({"type": "Sequence", "processors": [template([A] * 9, [])] * 2}, "repeats the text"),
+        (template([SPECIAL] * 40 + [A], [0, 0]), "adds more than 64 tokens"),
+    ],
+)
+def test_what_is_put_around_a_text_is_bounded(tmp_path, processor, why):
+    add_chat_tokens(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["post_processor"] = processor
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(AdapterError, match=why):
+        AdapterTokenizers(load_tokenizer(demo_model_path()), itself).read(str(tmp_path))
+
+
+def test_long_tokens_and_unknown_text_are_refused(tmp_path, llm, chatml):
+    tokenizer = load_tokenizer(demo_model_path())
+    tokenizer.add_tokens(["y" * 1025])
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(AdapterError, match="a token of 1025 characters; at most 1024"):
+        AdapterTokenizers(load_tokenizer(demo_model_path()), itself).read(str(tmp_path))
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content |= {"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": None}, "added_tokens": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(InvalidRequestError, match="cannot be tokenized"):
+        llm.generate("b", lora_request=LoRARequest("unigram", path=str(tmp_path)), use_tqdm=False)
+
+
+def test_few_tokenizers_are_kept(tmp_path, monkeypatch):
+    """And nothing else keeps those that made way."""
+    monkeypatch.setattr("outrider.platform.client.text.adapter_tokenizers.MAX_TOKENIZERS", 1)
+    monkeypatch.setattr("outrider.platform.client.adapters.sources.sources.LOOK_SECONDS", 0.001)
+    with LLM(enable_lora=True) as llm:
+        kept = weakref.WeakSet()
+        for index in range(3):
+            folder = tmp_path / str(index)
+            tokenizer = load_tokenizer(demo_model_path())
+            tokenizer.add_tokens([f"<{index}>"])
+            tokenizer.save_pretrained(folder)
+            shutil.copytree(demo_adapters()["json"], folder, dirs_exist_ok=True)
+            processor = llm._requests.processor_of(LoRARequest(str(index), path=str(folder))).result()
+            assert processor is not llm._requests.input_processor
+            kept.add(processor.tokenizer)
+        del processor
+        gc.collect()
+        assert len(kept) == 1
 
 
 def test_its_programs_are_not_run(tmp_path):
@@ -136,6 +200,6 @@ def test_its_programs_are_not_run(tmp_path):
     pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [pattern, content["pre_tokenizer"]]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    own = AdapterTokenizers(load_tokenizer(demo_model_path())).read(str(tmp_path)).tokenizer
+    own = AdapterTokenizers(load_tokenizer(demo_model_path()), itself).read(str(tmp_path)).tokenizer
     assert "(a+)+$" not in own.backend_tokenizer.to_str()
     assert own.encode("a" * 40 + "!")

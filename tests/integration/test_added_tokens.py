@@ -72,6 +72,17 @@ def test_samples_of_others_are_as_alone(make_engine, run, prompts, resized, mode
     assert all(token < VOCAB for entry in beside[0].logprobs for token in entry.token_ids)
 
 
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_sampled_drafts_of_others_are_verified_beside_it(models, make_engine, run, prompts, greedy, resized, method):
+    """Drafters give probabilities of the base model's tokens; a step with the adapter has more columns."""
+    engine = make_engine(**LORA, speculative_config=models.speculative(method, 3))
+    sampled = SamplingParams(max_tokens=12, ignore_eos=True)  # without a seed drafts are drawn
+    found = run(engine, [(prompts[4], sampled), (PROMPT, greedy, resized[1]), (prompts[4], sampled, models.lora("a"))])
+    assert [len(outcome.token_ids) for outcome in found] == [12, 24, 12]
+    assert all(found[i].speculation.num_draft_tokens > 0 for i in (0, 2))
+    assert max(found[0].token_ids + found[2].token_ids) < VOCAB
+
+
 def test_parameters_name_added_tokens(make_engine, run, resized):
     added = SIZE - 2
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ....kernels.device_outcome import DeviceOutcome
 from ....kernels.dispatch import use_triton
@@ -108,7 +109,7 @@ class Sampler:
         raw = self._keep_raw(logits, rows, starts, wanting)
         edited = self._edit(logits, rows, starts)
         filtered = self._filter(logits, rows)
-        verified = self._verify(filtered, [self._verify_row(row) for row in rows])
+        verified = self._verify(filtered, [self._verify_row(row, logits.shape[1]) for row in rows])
         top = raw_top if filtered is logits and not edited else filtered.amax(dim=-1)
         tops = list(zip(*torch.stack((raw_top, top)).tolist(), strict=True))
         sampled = [
@@ -144,7 +145,7 @@ class Sampler:
         raw = logits[index]  # a copy: edits and filters work in place
         edited = self._edit(logits, rows, starts)
         filtered = self._filter(logits, rows)
-        verify_rows = [self._verify_row(row) for row in rows]
+        verify_rows = [self._verify_row(row, logits.shape[1]) for row in rows]
         stats = row_stats(filtered) if any(row.rule is not Rule.GREEDY for row in verify_rows) else None
         if stats is not None:
             top = stats[0]
@@ -192,11 +193,13 @@ class Sampler:
             return verify(logits, rows)
         return verify_synthetic(logits, rows, self._synthetic_rates)
 
-    def _verify_row(self, row: SampleRow) -> VerifyRow:
-        request = row.request
+    def _verify_row(self, row: SampleRow, num_columns: int) -> VerifyRow:
+        request, probs = row.request, row.drafts.probs
+        if probs is not None:  # a step with an adapter that adds tokens has more columns than drafters know
+            probs = F.pad(probs, (0, num_columns - probs.shape[1]))
         rule = choose_rule(request, self._always_invariant)
         num_tokens = len(request.tokens) if row.num_tokens is None else row.num_tokens
-        return VerifyRow(request.seed_key, num_tokens, row.drafts.token_ids, row.drafts.probs, rule)
+        return VerifyRow(request.seed_key, num_tokens, row.drafts.token_ids, probs, rule)
 
 
 class Pending(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -269,3 +270,15 @@ def test_parts_of_a_model(save_tiny: Callable, tmp_path: Path, logits) -> None:
     parts[2].unlink()
     with pytest.raises(NotFoundError, match=parts[2].name):
         load_model(parts[0])
+
+
+def test_a_shape_with_a_zero_takes_no_memory(tmp_path: Path) -> None:
+    """However many rows it states beside it."""
+    file = tmp_path / "m.gguf"
+    write_gguf(demo_model_path(), file)
+    content = bytearray(file.read_bytes())
+    name = b"blk.0.attn_q.weight"
+    struct.pack_into("<QQ", content, content.find(name) + len(name) + 4, 0, 1 << 40)
+    file.write_bytes(content)
+    with pytest.raises(InvalidRequestError, match=r"wrong shape: model\.layers\.0\.self_attn\.q_proj\.weight"):
+        load_model(file, "float32")

@@ -81,8 +81,9 @@ class SharedCalls:
     def _keep(self, key: Hashable, future: Future[Any], end: float) -> None:
         self._calls[key] = (future, end)
         self._calls.move_to_end(key)
-        while len(self._calls) > _MAX_KEPT:
-            self._calls.popitem(last=False)
+        now = self._clock()
+        while self._calls and (len(self._calls) > _MAX_KEPT or next(iter(self._calls.values()))[1] <= now):
+            self._calls.popitem(last=False)  # answers may be large
 
     def _serve(self) -> None:
         while True:
