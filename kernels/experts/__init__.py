@@ -60,7 +60,8 @@ def _on_triton(weights: Sequence[Packed]) -> list[Any]:
     """Weights for one of Triton's kernels; none where it does not serve them."""
     plain = [weight.plain for weight in weights if isinstance(weight, PackedLinear)]
     if plain:
-        return [weight for weight in plain if weight is not None and use_triton(weight)]
+        served = [weight for weight in plain if weight is not None and use_triton(weight)]
+        return served if len(served) == len(weights) else []
     stored: list[list[DeviceWeight]] = [getattr(weight, "device_weights", []) for weight in weights]
     if not all(len(parts) == 1 for parts in stored):
         return []

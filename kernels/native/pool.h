@@ -119,18 +119,18 @@ class __attribute__((visibility("hidden"))) Pool {
     }
 
     void resize(int count) {
-        if (count == (int)helpers_.size()) return;
-        wanted_.store(count);
+        if (count == wanted_.exchange(count)) return;
         signal_.fetch_add(1);
         wake(signal_, INT_MAX);
         for (; (int)helpers_.size() > count; helpers_.pop_back()) helpers_.back().join();
-        sigset_t all, before;  // signals are for the program's own threads
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
+        sigset_t others, before;  // signals are for the program's own threads, but a thread's faults are its own
+        sigfillset(&others);
+        for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&others, fault);
+        pthread_sigmask(SIG_SETMASK, &others, &before);
         try {
             while ((int)helpers_.size() < count)
                 helpers_.emplace_back([this, number = (int)helpers_.size()] { help(number); });
-        } catch (const std::system_error&) {  // no more threads here: the others take all parts
+        } catch (const std::system_error&) {  // no more threads here: the others take all parts, until the number changes
         }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }

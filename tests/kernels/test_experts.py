@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outrider.kernels import experts
+from outrider.kernels import experts, quantized_linear
 from outrider.kernels.experts import Routing
 from outrider.kernels.experts import torch as reference
 from outrider.kernels.experts.native import NativeExperts
@@ -128,6 +128,20 @@ def test_triton(
     packed = TritonExperts(*([weight.contiguous().to(device) for weight in part] for part in weights), **on_device)
     y = packed(x.to(device), Routing(*(part.to(device) for part in routing))).cpu()
     assert (y - define(x, routing, *weights, None, biases)).abs().max() < 6 * TOLERANCE[dtype]
+
+
+def test_layers_of_quantised_and_other_experts_are_not_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels take experts of one form: the others would be left out."""
+    monkeypatch.setattr(experts, "use_triton", lambda weight: True)
+    weights = draw(3, 16, 8, torch.float64)  # which oneDNN does not pack
+    linears = [[pack(weight) for weight in part] for part in weights]
+    codes = torch.randint(-128, 128, (16, 16), dtype=torch.int8)
+    stored = QuantizedWeight(bits=8, codes=codes, scales=torch.full((16, 1), 2.0**-9), group=16)
+    linears[0][1] = quantized_linear.pack([stored], None, torch.float64)
+    weights[0][1] = stored.dequantized()
+    x, routing = torch.randn(7, 16).double(), draw_routing(7, 3, 2, torch.float32)
+    error = (experts.pack(*linears)(x, routing) - define(x, routing, *weights, None)).abs().max()
+    assert error < 1e-5
 
 
 @pytest.mark.parametrize("bits", [4, 8])

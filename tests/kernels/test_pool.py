@@ -31,7 +31,8 @@ def test_every_use_at_once(sanitizer, tmp_path):
 
 
 _PROCESS = """
-import os, sys, threading, torch
+import os, re, signal, threading, torch
+from pathlib import Path
 from outrider.kernels.linear import pack
 from outrider.kernels.threads import use_pool
 
@@ -53,6 +54,15 @@ if not child:  # it has no threads but this one, and makes its own
     alone = num_threads() == 1
     os._exit(0 if alone and good() and num_threads() == 2 else 1)
 assert os.waitpid(child, 0)[1] == 0
+
+def blocks(mask, number):
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+good()
+states = [path.read_text() for path in Path("/proc/self/task").glob("*/status")]
+masks = [re.search(r"SigBlk:\\s*(\\w+)", state)[1] for state in states]
+assert any(blocks(mask, signal.SIGINT) for mask in masks)  # the pool's
+assert not any(blocks(mask, signal.SIGSEGV) for mask in masks)  # faulthandler reports those
 
 results = []
 others = [threading.Thread(target=lambda: results.append(good())) for _ in range(3)]
