@@ -84,7 +84,7 @@ def test_dtypes_of_torch() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"quantization": "awq"}, {"pipeline_parallel_size": 2}, {"tokenizer_mode": "slow"}, {"cpu_offload_gb": 4},
+        {"pipeline_parallel_size": 2}, {"tokenizer_mode": "slow"}, {"cpu_offload_gb": 4},
         {"skip_tokenizer_init": True}, {"hf_overrides": {"rope_theta": 1.0}}, {"task": "embed"}, {"hf_token": "secret"},
         {"reasoning_parser": "qwen3"}, {"speculative_model": "x"}, {"max_model_len": "4x"}, {"logprobs_mode": "x"},
         {"max_model_len": "9" * 5000},
