@@ -15,9 +15,9 @@ class StepBudget:
     def __init__(self, num_tokens: int, for_drafts: int) -> None:
         self.num_left = num_tokens
         self.for_drafts = for_drafts
-        """Of them, those that drafts may take."""
+        """Tokens of `num_left` that drafts may take."""
         self.for_prompts = num_tokens
-        """Of them, those that prompts may take which are not urgent; less than none where urgent ones took more."""
+        """Tokens of `num_left` that prompts may take which are not urgent; below 0 where urgent ones took more."""
         self.rows: dict[Request, RowPlan] = {}
         """In the order of planning."""
         self.was_short = False
