@@ -46,13 +46,13 @@ class _Functions(NamedTuple):
 
 @functools.cache
 def _functions() -> _Functions | None:
-    types = ("outrider_experts", *(POINTER,) * 6)
-    apply = function(*types)
+    name, types = "outrider_experts", (POINTER,) * 6
+    apply = function(name, *types)
     if apply is None:
         return None
     combine = function("outrider_experts_combine", *(POINTER,) * 4, INTEGER, INTEGER)
     route = function("outrider_experts_route", POINTER, *(INTEGER,) * 6, POINTER, POINTER)
-    return _Functions(apply, function(*types, releases_lock=True), combine, route)
+    return _Functions(apply, function(name, *types, releases_lock=True), combine, route)
 
 
 def is_native(weights: Sequence[Packed]) -> TypeGuard[Sequence[NativeLinear]]:

@@ -51,9 +51,9 @@ def _functions() -> _Functions | None:
     panel = function("outrider_linear_panel", result=INTEGER)
     if panel is None or not panel():
         return None
-    types = ("outrider_linear", *(POINTER,) * 4, INTEGER, POINTER, POINTER)
+    name, types = "outrider_linear", (*(POINTER,) * 4, INTEGER, POINTER, POINTER)
     pack = function("outrider_linear_pack", POINTER, POINTER, INTEGER, INTEGER, releases_lock=True)
-    return _Functions(function(*types), function(*types, releases_lock=True), pack, panel())
+    return _Functions(function(name, *types), function(name, *types, releases_lock=True), pack, panel())
 
 
 def is_native(weight: Tensor) -> bool:

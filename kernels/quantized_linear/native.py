@@ -77,13 +77,13 @@ class _Functions(NamedTuple):
 
 @functools.cache
 def _functions() -> _Functions | None:
-    types = ("outrider_quantized_linear", *(POINTER,) * 4, INTEGER, POINTER, POINTER)
-    product = function(*types)
+    name, types = "outrider_quantized_linear", (*(POINTER,) * 4, INTEGER, POINTER, POINTER)
+    product = function(name, *types)
     if product is None:
         return None
     return _Functions(
         product,
-        function(*types, releases_lock=True),
+        function(name, *types, releases_lock=True),
         rows=function("outrider_quantized_rows", POINTER, POINTER, INTEGER, POINTER),
         num_bytes=function("outrider_quantized_bytes", POINTER, result=INTEGER),
         pack=function("outrider_quantized_pack", *(POINTER, POINTER, INTEGER, POINTER, POINTER), releases_lock=True),
