@@ -56,6 +56,11 @@ class Adapter:
         return max(self.target.rank, self.drafter.rank, 1)
 
     @property
+    def bytes_beside_rows(self) -> int:
+        """Bytes of device memory beside its rank rows; see `PackedModules.bytes_beside_rows`."""
+        return self.target.bytes_beside_rows + self.drafter.bytes_beside_rows
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of host memory."""
         return self.target.num_bytes + self.drafter.num_bytes

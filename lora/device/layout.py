@@ -235,6 +235,13 @@ class PackedModules(NamedTuple):
         return self.linears.num_bytes + self.vocabulary.num_bytes + rest
 
     @property
+    def bytes_beside_rows(self) -> int:
+        """Bytes of device memory beside the rank rows of the linears. A tied head's rows are copied for it."""
+        own = (rows.weight.nbytes for rows in self.own_rows.values())
+        vectors = (part.nbytes for part in (*self.gains.values(), *self.biases.values()))
+        return self.vocabulary.data.nbytes + sum(own) + sum(vectors)
+
+    @property
     def vocab_size(self) -> int:
         """Number of the adapter's tokens where its own rows say it, else 0."""
         return max((rows.vocab_size for rows in self.own_rows.values()), default=0)

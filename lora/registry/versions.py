@@ -55,6 +55,8 @@ class AdapterVersion:
     """Largest rank of the base model's modules; 0 until it was read."""
     rows: int = 0
     """Rank rows on the device."""
+    bytes_beside_rows: int = 0
+    """Bytes of device memory beside them."""
     num_bytes: int = 0
     """Bytes of host memory."""
     targets_head: bool = False
@@ -95,6 +97,7 @@ class AdapterVersion:
         """Note the facts about what was read."""
         self.digest = self.expected = adapter.digest
         self.rank, self.rows, self.num_bytes = adapter.target.rank, adapter.rows, adapter.num_bytes
+        self.bytes_beside_rows = adapter.bytes_beside_rows
         self.targets_head, self.is_plain = adapter.targets_head, all(part.is_plain for part in adapter.packed)
         self.invocation, self.vocab_size = adapter.target.invocation, adapter.target.vocab_size
         self.targets_experts = adapter.targets_experts
