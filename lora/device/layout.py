@@ -23,6 +23,8 @@ from ..step_yield import yield_to_steps
 
 LM_HEAD = "lm_head"
 """Module of the output head."""
+_LATENTS = ".kv_b_proj"
+"""End of the names of products of latents, which are never computed; see `models.layers.latent_products`."""
 ALIGNMENT = 64
 """Bytes of a cache line. The columns of A and of B begin at a multiple of it."""
 _ELEMENTS = 1 << 17
@@ -279,3 +281,9 @@ class ModelLayout(NamedTuple):
         linears = {name: weights for name, weights in modules.items() if name not in vocabulary}
         gains = {name: weights.gain for name, weights in modules.items() if weights.gain is not None}
         return PackedModules(self.linears.pack(linears), self.vocabulary.pack(vocabulary), gains)
+
+
+def latents_of(packed: PackedModules) -> list[str]:
+    """Modules of an adapter that are products of latents."""
+    modules = packed.linears.layout.modules
+    return [name for name in modules if name.endswith(_LATENTS) and packed.has(name)]

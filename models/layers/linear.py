@@ -32,6 +32,10 @@ class LoraSite(Protocol):
     def fused(self, adapters: Any) -> tuple[int, Any] | None:
         """Arguments with which a packed weight that fuses adapters does `add` in its own call; None when it cannot."""
 
+    def weights_of_runs(self, adapters: Any) -> Sequence[tuple[int, int, Tensor, Tensor]]:
+        """Tokens [start, stop) of each adapter with weights here, and its A [r, in] and B [r, out]."""
+        ...
+
 
 class GainSite(Protocol):
     """Gains of adapters with trained magnitudes (DoRA), and adapters' biases, at one layer."""
@@ -41,9 +45,17 @@ class GainSite(Protocol):
         """Not 0 when an adapter has a gain or a bias here."""
         ...
 
-    def scale(self, y: Tensor, adapters: Any, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
-        """y [T, out] = (y - bias - residual) · each token's gains + bias + residual + its adapter's bias; other tokens
-        do not change; y is mutated."""
+    def scale(
+        self,
+        y: Tensor,
+        adapters: Any,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        *,
+        biased: bool = True,
+    ) -> None:
+        """y [T, out] = (y - bias - residual) · each token's gains + bias + residual + its adapter's bias, the last if
+        `biased`; other tokens do not change; y is mutated."""
 
 
 class Linear:

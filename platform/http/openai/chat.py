@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...core.errors import InvalidRequestError, PromptTooLongError
+from ...core.lora_request import LoRA
 from ...core.outputs import CompletionOutput
 from ...core.sampling_params import SamplingParams
 from ..body.reader import documented
@@ -42,7 +43,7 @@ async def create_chat_completion(request: Request) -> Response:
     body.tools = list(choice.tools)
     params = _sampling_params(serving, body, defaults, choice)
     prompt = await serving.chat_prompt(normalize_messages(body.messages), body, accepted.lora)
-    make_parser = _make_parser(serving, choice, prompt)
+    make_parser = await _make_parser(serving, choice, prompt, accepted.lora)
     if make_parser is not None and not choice.is_forced:
         params.skip_special_tokens = False  # they may be marks of calls and of reasoning
     max_tokens_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -59,16 +60,20 @@ async def create_chat_completion(request: Request) -> Response:
     return await accepted.respond(job, kind, _ChatChunks(body, make_parser), partial(_answer, body, make_parser))
 
 
-def _make_parser(serving: Serving, choice: ToolChoice, prompt: list[int]) -> MakeParser | None:
-    """Maker of the parsers of the answer's choices; None where it is plain text.
+async def _make_parser(serving: Serving, choice: ToolChoice, prompt: list[int], lora: LoRA | None) -> MakeParser | None:
+    """Maker of the parsers of the answer's choices; None where it is plain text. An adapter may have a tokenizer and a
+    chat template of its own.
 
     Raises:
         InvalidRequestError: nobody knows how the model writes calls.
     """
-    config, tokenizer = serving.config, serving.llm.tokenizer
+    config = serving.config
     parses_reasoning = config.reasoning_parser is not None
+    if not choice.tools and not parses_reasoning:
+        return parser_maker(choice, None, str, parses_reasoning=False)
+    tokenizer = (await serving.llm.processor_of(lora)).tokenizer
     name = config.tool_call_parser if choice.tools else config.reasoning_parser
-    template = format_of(name, tokenizer) if choice.tools or parses_reasoning else None
+    template = format_of(name, tokenizer, await serving.adapter_template(lora) if name is None else None)
     if choice.tools and template is None and not choice.is_forced:
         raise InvalidRequestError(
             "nothing says in which format this model calls tools: start the server with --tool-call-parser NAME, or "
