@@ -89,6 +89,10 @@ class SparseMlp:
             activation = config.traits.activation
             self._experts = pack(gate_up, down, activation=activation, batch_invariant=self._invariant)
         if batch.adapters is not None and batch.adapters.targets_experts:
+            sites = self._gate_up[0].expert_lora, self._down[0].expert_lora
+            if sites[0] is not None:
+                add = tuple(partial(site.add, adapters=batch.adapters) for site in sites)
+                return self._experts(x, routing, residual, add)  # type: ignore[call-arg, arg-type]  # it is Triton's
             return run_products(x, routing, self._adapted(len(x), batch.adapters), residual)
         return self._experts(x, routing, residual)
 

@@ -84,6 +84,8 @@ class Linear:
         self.lora: LoraSite | None = None
         """Site of adapters, set by the adapter manager, as is `gains`."""
         self.gains: GainSite | None = None
+        self.expert_lora: Any = None
+        """Site of adapters of all experts of the layer, on a GPU, in place of `lora`."""
         self.bias: Tensor | None = None
         """[out], once loaded."""
         self.row_squares: Tensor | None = None
