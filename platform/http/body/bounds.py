@@ -75,6 +75,7 @@ BOUNDS: Mapping[str, Bound] = {
     "prompt": Bound(),
     "text": Bound(),
     "messages": Bound(items=MAX_MESSAGES),
+    "system": Bound(),
     "tokens": Bound(),
     "token_ids": Bound(),
     "stop": Bound(MAX_STOP_STRINGS, MAX_STOP_CHARS),
@@ -94,6 +95,7 @@ BOUNDS: Mapping[str, Bound] = {
     "guided_regex": Bound(size=MAX_CONSTRAINT_CHARS),
     "guided_choice": Bound(MAX_CHOICES, MAX_CONSTRAINT_CHARS),
     "guided_grammar": Bound(size=MAX_CONSTRAINT_CHARS),
+    "output_config": Bound(size=2 * MAX_CONSTRAINT_CHARS),
     "chat_template": Bound(size=1 << 16),
     "chat_template_kwargs": Bound(size=1 << 14),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -15,7 +15,7 @@ from ...core.outputs import CompletionOutput
 from ...core.sampling_params import SamplingParams
 from ..body.reader import documented
 from ..serving_state import Serving
-from .answer import accept, asked_fields
+from .answer import Accepted, accept, asked_fields
 from .chat_messages import normalize_messages
 from .event_stream import Chunk, dumps
 from .generation import Choice, Collected
@@ -38,13 +38,7 @@ async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     accepted = await accept(request, ChatCompletionRequest)
     body, serving, defaults = accepted.body, accepted.serving, accepted.defaults
-    choice = tool_choice_of(body)
-    body.tools = list(choice.tools)
-    params = _sampling_params(serving, body, defaults, choice)
-    prompt = await serving.chat_prompt(normalize_messages(body.messages), body, accepted.lora)
-    make_parser = _make_parser(serving, choice, prompt)
-    if make_parser is not None and not choice.is_forced:
-        params.skip_special_tokens = False  # they may be marks of calls and of reasoning
+    prompt, params, make_parser = await prepare(accepted, normalize_messages(body.messages))
     max_tokens_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     _check_length(params, serving.llm.info.max_model_len, len(prompt), max_tokens_field)
     job = accepted.job(
@@ -59,14 +53,45 @@ async def create_chat_completion(request: Request) -> Response:
     return await accepted.respond(job, kind, _ChatChunks(body, make_parser), partial(_answer, body, make_parser))
 
 
-def _make_parser(serving: Serving, choice: ToolChoice, prompt: list[int]) -> MakeParser | None:
-    """Maker of the parsers of the answer's choices; None where it is plain text.
+class Prepared(NamedTuple):
+    """Parts of a chat's job."""
+
+    prompt: list[int]
+    params: SamplingParams
+    make_parser: MakeParser | None
+    """Maker of the parsers of the answer's choices; None where it is plain text."""
+
+
+async def prepare(
+    accepted: Accepted[ChatCompletionRequest], messages: list[dict[str, Any]], *, parses_reasoning: bool = False
+) -> Prepared:
+    """Make a prompt of normalized messages, and check all parameters but the length.
+
+    Args:
+        parses_reasoning: take reasoning out of the answer where the model's format is known, though the server does not
+            ask for it.
+    """
+    serving, body = accepted.serving, accepted.body
+    choice = tool_choice_of(body)
+    body.tools = list(choice.tools)
+    params = _sampling_params(serving, body, accepted.defaults, choice)
+    prompt = await serving.chat_prompt(messages, body, accepted.lora)
+    parses_reasoning |= serving.config.reasoning_parser is not None
+    make_parser = _make_parser(serving, choice, prompt, parses_reasoning=parses_reasoning)
+    if make_parser is not None and not choice.is_forced:
+        params.skip_special_tokens = False  # they may be marks of calls and of reasoning
+    return Prepared(prompt, params, make_parser)
+
+
+def _make_parser(
+    serving: Serving, choice: ToolChoice, prompt: list[int], *, parses_reasoning: bool
+) -> MakeParser | None:
+    """Maker of the parsers of the answer's choices.
 
     Raises:
         InvalidRequestError: nobody knows how the model writes calls.
     """
     config, tokenizer = serving.config, serving.llm.tokenizer
-    parses_reasoning = config.reasoning_parser is not None
     name = config.tool_call_parser if choice.tools else config.reasoning_parser
     template = format_of(name, tokenizer) if choice.tools or parses_reasoning else None
     if choice.tools and template is None and not choice.is_forced:
