@@ -25,6 +25,7 @@ from .protocol import ChatCompletionRequest
 from .tools.answers import MakeParser, chunk_deltas, finish_reason, parser_maker, whole_message
 from .tools.choice import ToolChoice, tool_choice_of
 from .tools.formats import format_of
+from .tools.functions import in_old_form, in_old_names, old_reason, take_functions
 from .tools.parser import AnswerParser, Delta
 
 router = APIRouter()
@@ -37,6 +38,15 @@ PROMPT_END = 16
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     accepted = await accept(request, ChatCompletionRequest)
+    if not take_functions(accepted.body):
+        return await _respond(accepted)
+    try:
+        return await _respond(accepted)
+    except InvalidRequestError as error:
+        raise in_old_names(error) from error
+
+
+async def _respond(accepted: Accepted[ChatCompletionRequest]) -> Response:
     body, serving, defaults = accepted.body, accepted.serving, accepted.defaults
     prompt, params, make_parser = await prepare(accepted, normalize_messages(body.messages))
     max_tokens_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -154,6 +164,8 @@ def _choice(body: ChatCompletionRequest, make_parser: MakeParser | None, index: 
         parallel = body.parallel_tool_calls is not False
         message, parser = whole_message(choice.text, make_parser, parallel=parallel)
         reason = finish_reason(reason, parser)
+        if body.functions:
+            message, reason = in_old_form(message), old_reason(reason)
     result: dict[str, Any] = {
         "index": index,
         "message": {"role": "assistant", **message, "refusal": None},
@@ -208,6 +220,8 @@ class _ChatChunks:
         parallel = self._body.parallel_tool_calls is not False
         deltas, parser = chunk_deltas(output, self._parsers, make_parser, parallel=parallel)
         reason = finish_reason(output.finish_reason, parser)
+        if self._body.functions:
+            deltas, reason = list(map(in_old_form, deltas)), old_reason(reason)
         if reason is None and not deltas and self._plain:
             return []
         *first, last = deltas or [{}]

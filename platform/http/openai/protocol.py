@@ -230,6 +230,9 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
     max_completion_tokens: int | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    functions: list[dict[str, Any]] | None = None
+    """Older form of `tools`, like the next one of `tool_choice`; see `tools.functions`."""
+    function_call: str | dict[str, Any] | None = None
 
     def check(self) -> None:
         """See the base class."""
