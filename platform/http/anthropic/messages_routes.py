@@ -48,7 +48,7 @@ async def create_message(request: Request) -> Response:
 
 async def _answer(accepted: Accepted[MessagesRequest], translated: ChatCompletionRequest) -> Response:
     request, serving, body = accepted.request, accepted.serving, accepted.body
-    chat = cast(Accepted[ChatCompletionRequest], replace(accepted, body=translated))
+    chat: Accepted[ChatCompletionRequest] = replace(cast(Any, accepted), body=translated)
     prepared = await _prepare(chat, body)
     _check_length(len(prepared.prompt), body.max_tokens, serving.llm.info.max_model_len)
     job = chat.job([prepared.prompt], prepared.params, prefix="msg", endpoint="/v1/messages")
