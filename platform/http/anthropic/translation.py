@@ -213,8 +213,7 @@ def _tool(tool: Any, place: str) -> dict[str, Any]:
     if not isinstance(tool.get("input_schema"), dict):
         raise InvalidRequestError(f"{place}.input_schema must be a JSON schema", param=f"{place}.input_schema")
     function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
-    if tool.get("description") is not None:
-        function["description"] = tool["description"]
+    function |= {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
     return {"type": "function", "function": function}
 
 
