@@ -150,6 +150,13 @@ class EngineDeadError(OutriderError):
     status = 503
 
 
+class AsleepError(OutriderError):
+    """The engine sleeps, and takes no requests until `wake_up`."""
+
+    type = "EngineAsleep"
+    status = 503
+
+
 class ShuttingDownError(OutriderError):
     """The server is draining and takes no new requests."""
 

@@ -15,6 +15,7 @@ from ..core.errors import AuthenticationError, OutriderError
 from ..core.logs import current_request_id
 from ..tenancy.accounts.authenticator import Authenticator, StaticKeys
 from ..tenancy.accounts.principal import Principal
+from . import engine_routes
 from .adapters import adapter_routes
 from .anthropic import messages_routes
 from .anthropic.errors import is_of as is_anthropic
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_GUARDED = ("/v1", "/admin", "/tokenize", "/detokenize")
+_GUARDED = ("/v1", "/admin", "/tokenize", "/detokenize", *engine_routes.PATHS)
 
 
 def create_app(
@@ -51,8 +52,8 @@ def create_app(
     app = FastAPI(title="Outrider", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.serving = Serving(llm, config, tenancy)
     app.state.statistics = Statistics(app.state.serving)
-    modules = (chat, completions, embeddings, messages_routes, model_routes, adapter_routes, tokenize, health)
-    for module in (*modules, console_routes):
+    modules = (chat, completions, embeddings, messages_routes, model_routes, adapter_routes, tokenize, engine_routes)
+    for module in (*modules, health, console_routes):
         app.include_router(module.router)
     app.include_router(_admin_routes(tenancy))
     install_error_handlers(app)
