@@ -122,7 +122,7 @@ class StructuredOutputsParams:
         Raises:
             InvalidRequestError: a text is not of its syntax, or the package is not installed.
         """
-        package = _package()
+        package = grammar_package()
         try:
             text = self._grammar_text(package)
             return text if self.frame is None else self._framed(text)
@@ -179,18 +179,6 @@ class StructuredOutputsParams:
             return {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         return {"whitespace_pattern": WHITESPACE}
 
-    def check(self) -> None:
-        """Compile the constraint without a vocabulary; up to 0.2 s, outside of Python's lock.
-
-        Raises:
-            InvalidRequestError: it cannot be served; the message names the keyword or the place.
-        """
-        text = self.grammar_text()
-        validate = _package().LLMatcher.validate_grammar_with_warnings
-        is_wrong, messages = on_deep_stack(lambda: validate(text, limits=parser_limits()), source=self.source)
-        if is_wrong:
-            raise self._wrong(_shortened("; ".join(messages)))
-
 
 def on_deep_stack(work: Callable[[], Any], *, source: str) -> Any:
     """Result of `work`, which compiles a constraint, in a thread with a stack for any grammar of its length.
@@ -219,7 +207,7 @@ def on_deep_stack(work: Callable[[], Any], *, source: str) -> Any:
 
 def parser_limits() -> Any:
     """Limits of `llguidance`: a grammar beyond them is an error instead of a long wait."""
-    return _package().LLParserLimits(
+    return grammar_package().LLParserLimits(
         initial_lexer_fuel=1_000_000,  # 20 ms
         step_lexer_fuel=50_000,  # 4 ms for a row of logits
         step_max_items=20_000,  # 1 ms
@@ -245,7 +233,12 @@ def parse(value: Any, source: str = "structured_outputs") -> StructuredOutputsPa
     return StructuredOutputsParams(**{**given, "source": source})
 
 
-def _package() -> Any:
+def grammar_package() -> Any:
+    """The package that makes masks.
+
+    Raises:
+        InvalidRequestError: it is not installed.
+    """
     if find_spec("llguidance") is None:
         raise InvalidRequestError(_NO_PACKAGE, param="structured_outputs")
     import llguidance

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import AsyncGenerator
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -16,22 +14,20 @@ from ...core.errors import InvalidRequestError, OutriderError, PromptTooLongErro
 from ..adapters.adapter_choice import choose_adapter, discover_adapters
 from ..body.reader import documented, read_body
 from ..openai.answer import Accepted, accept
-from ..openai.chat import Prepared, prepare
-from ..openai.event_stream import EventStreamResponse, dumps, until_disconnect
+from ..openai.chat_job import chat_job
+from ..openai.event_stream import dumps, stream_response, until_disconnect
 from ..openai.generation import Collected, Totals, collect, generate
 from ..openai.job import Event, Job
 from ..openai.json_pieces import json_answer
 from ..openai.protocol import ChatCompletionRequest
 from ..openai.tools.choice import tool_choice_of
 from ..protect.accounting import charge_call, limit_headers
-from ..protect.error_responses import EngineUnavailableError, event_body
+from ..protect.error_responses import EngineUnavailableError, error_content
 from ..serving_state import principal_of, serving_of
 from .blocks import BlockEvents, PlainText, whole_content
 from .errors import in_form
 from .protocol import CountTokensRequest, MessagesRequest
 from .translation import chat_messages, chat_request, renamed
-
-logger = logging.getLogger(__name__)
 
 router = APIRouter()
 
@@ -46,18 +42,21 @@ async def create_message(request: Request) -> Response:
         raise renamed(error) from error
 
 
-async def _answer(accepted: Accepted[MessagesRequest], translated: ChatCompletionRequest) -> Response:
-    request, serving, body = accepted.request, accepted.serving, accepted.body
-    chat: Accepted[ChatCompletionRequest] = replace(cast(Any, accepted), body=translated)
-    prepared = await _prepare(chat, body)
-    _check_length(len(prepared.prompt), body.max_tokens, serving.llm.info.max_model_len)
-    job = chat.job([prepared.prompt], prepared.params, prefix="msg", endpoint="/v1/messages")
-    parser = PlainText() if prepared.make_parser is None else prepared.make_parser()
-    answer = Answer(job, body, BlockEvents(parser, parallel=translated.parallel_tool_calls is not False))
-    events = generate(serving, job)
+async def _answer(accepted: Accepted[MessagesRequest], chat: ChatCompletionRequest) -> Response:
+    request, body = accepted.request, accepted.body
+    messages = chat_messages(body)
+    thinks = body.thinking is not None and body.thinking.type != "disabled"
+    try:
+        job, make_parser = await chat_job(
+            accepted, chat, messages, prefix="msg", endpoint="/v1/messages", parses_reasoning=thinks
+        )
+    except PromptTooLongError as error:
+        raise _too_long(error) from error
+    parser = PlainText() if make_parser is None else make_parser()
+    answer = Answer(job, body, BlockEvents(parser, parallel=chat.parallel_tool_calls is not False))
+    events = generate(accepted.serving, job)
     if body.stream:
-        first = await until_disconnect(request, anext(events))
-        return EventStreamResponse(_stream(first, events, answer), events, limit_headers(request))
+        return await stream_response(request, events, answer)
     collected = await until_disconnect(request, collect(events, job))
     return await json_answer(answer.whole(collected), limit_headers(request))
 
@@ -80,35 +79,60 @@ async def count_tokens(request: Request) -> Response:
     return await json_answer({"input_tokens": len(prompt)})
 
 
-async def _prepare(chat: Accepted[ChatCompletionRequest], body: MessagesRequest) -> Prepared:
-    thinks = body.thinking is not None and body.thinking.type != "disabled"
-    try:
-        return await prepare(chat, chat_messages(body), parses_reasoning=thinks)
-    except PromptTooLongError as error:
-        raise PromptTooLongError(f"prompt is too long: {error.message}", param="messages") from error
-
-
-def _check_length(num_prompt: int, max_tokens: int, limit: int) -> None:
-    """Check the context length in Anthropic's words, by which its clients know to shorten a conversation."""
+def _too_long(error: PromptTooLongError) -> PromptTooLongError:
+    """The error in Anthropic's words, by which its clients know to shorten a conversation."""
+    if error.counts is None:
+        return PromptTooLongError(f"prompt is too long: {error.message}", param="messages")
+    limit, num_prompt, max_tokens = error.counts
     if num_prompt >= limit:
-        raise PromptTooLongError(f"prompt is too long: {num_prompt} tokens > {limit - 1} maximum", param="messages")
-    if num_prompt + max_tokens > limit:
-        raise PromptTooLongError(
-            f"input length and `max_tokens` exceed context limit: {num_prompt} + {max_tokens} > {limit}, decrease "
-            "input length or `max_tokens` and try again",
-            param="max_tokens",
+        message, param = f"prompt is too long: {num_prompt} tokens > {limit - 1} maximum", "messages"
+    else:
+        message, param = (
+            (
+                f"input length and `max_tokens` exceed context limit: {num_prompt} + {max_tokens} > {limit}, decrease "
+                "input length or `max_tokens` and try again"
+            ),
+            "max_tokens",
         )
+    return PromptTooLongError(message, param=param)
 
 
 class Answer:
-    """One answer, whole or as a stream."""
+    """One answer: whole, or a stream (see `StreamWriter`)."""
 
     def __init__(self, job: Job, body: MessagesRequest, blocks: BlockEvents) -> None:
-        self.blocks = blocks
+        self._blocks = blocks
         self._job = job
         self._body = body
+        self._totals = Totals()
+        self._end: dict[str, Any] | None = None  # None: nothing has been told yet
 
-    def message(self, content: list[dict[str, Any]], totals: Totals) -> dict[str, Any]:
+    def events(self, event: Event) -> Iterator[str]:
+        """See StreamWriter."""
+        [output] = event.output.outputs
+        if self._end is None:
+            self._end = {}
+            before = Totals()
+            before.add(event._replace(output=replace(event.output, outputs=[], finished=False)))
+            yield _sse({"type": "message_start", "message": self._message([], before)})
+            yield _sse({"type": "ping"})
+        self._totals.add(event)
+        yield from map(_sse, self._blocks.feed(output.text))
+        if output.finish_reason is not None:
+            self._end = {"stop_sequence": None} | self._ended(output.finish_reason, output.stop_reason)
+            yield from map(_sse, self._blocks.finish())
+
+    async def last(self) -> Iterator[str]:
+        """See StreamWriter."""
+        delta = {"type": "message_delta", "delta": self._end, "usage": usage(self._totals)}
+        return map(_sse, (delta, {"type": "message_stop"}))
+
+    def error(self, error: Exception) -> str:
+        """See StreamWriter."""
+        status = error.status if isinstance(error, OutriderError) else 500
+        return _sse(in_form(error_content(error), status)[0])
+
+    def _message(self, content: list[dict[str, Any]], totals: Totals) -> dict[str, Any]:
         """The message object, whose end is not known yet."""
         return {
             "id": self._job.request_id,
@@ -124,10 +148,10 @@ class Answer:
     def whole(self, collected: Collected) -> dict[str, Any]:
         """The message object of a whole answer."""
         [choice] = collected.choices
-        content = whole_content([*self.blocks.feed(choice.text), *self.blocks.finish()])
-        return self.message(content, collected.totals) | self.end(choice.finish_reason, choice.stop_reason)
+        content = whole_content([*self._blocks.feed(choice.text), *self._blocks.finish()])
+        return self._message(content, collected.totals) | self._ended(choice.finish_reason, choice.stop_reason)
 
-    def end(self, reason: str | None, stopped_by: int | str | None) -> dict[str, Any]:
+    def _ended(self, reason: str | None, stopped_by: int | str | None) -> dict[str, Any]:
         """Reason of the end.
 
         Raises:
@@ -139,7 +163,7 @@ class Answer:
             return {"stop_reason": "max_tokens"}
         if stopped_by is not None and stopped_by in (self._body.stop_sequences or ()):
             return {"stop_reason": "stop_sequence", "stop_sequence": stopped_by}
-        return {"stop_reason": "tool_use" if self.blocks.has_calls else "end_turn"}
+        return {"stop_reason": "tool_use" if self._blocks.has_calls else "end_turn"}
 
 
 def usage(totals: Totals) -> dict[str, int]:
@@ -152,37 +176,5 @@ def usage(totals: Totals) -> dict[str, int]:
     }
 
 
-async def _stream(first: Event, events: AsyncGenerator[Event], answer: Answer) -> AsyncGenerator[bytes]:
-    """Body of a stream, which an error ends with an error event. Its end is told when the request's row is safe."""
-    totals = Totals()
-    totals.add(first._replace(output=replace(first.output, outputs=[])))
-    head = _sse({"type": "message_start", "message": answer.message([], totals)}) + _sse({"type": "ping"})
-    end: dict[str, Any] = {}
-
-    def encode(event: Event) -> bytes:
-        totals.add(event)
-        [output] = event.output.outputs
-        told = answer.blocks.feed(output.text)
-        if output.finish_reason is not None:
-            end.update({"stop_sequence": None} | answer.end(output.finish_reason, output.stop_reason))
-            told += answer.blocks.finish()
-        return b"".join(map(_sse, told))
-
-    try:
-        yield head + encode(first)
-        async for event in events:
-            data = encode(event)
-            if data:
-                yield data
-        yield _sse({"type": "message_delta", "delta": end, "usage": usage(totals)}) + _sse({"type": "message_stop"})
-    except OutriderError as error:
-        yield _sse(in_form(event_body(error), error.status)[0])
-    except Exception as error:
-        logger.exception("a stream ended with an unexpected error")
-        with suppress(Exception):
-            await events.athrow(error)  # where it comes from this side: the request has failed, not been abandoned
-        yield _sse(in_form(event_body(error), 500)[0])
-
-
-def _sse(event: dict[str, Any]) -> bytes:
-    return f"event: {event['type']}\ndata: {dumps(event)}\n\n".encode()
+def _sse(event: dict[str, Any]) -> str:
+    return f"event: {event['type']}\ndata: {dumps(event)}\n\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Mapping
@@ -122,17 +121,12 @@ def internal_error_response() -> Response:
     return _response(INTERNAL_ERROR, 500)
 
 
-def event_body(error: Exception) -> dict[str, Any]:
-    """The JSON of an error in the middle of a stream."""
+def error_content(error: Exception) -> dict[str, Any]:
+    """The JSON for an error in the middle of a stream."""
     note_error(type(error).type if isinstance(error, OutriderError) else OutriderError.type)
     if isinstance(error, OutriderError) and type(error) is not OutriderError:
         return error_body(error)
     return INTERNAL_ERROR
-
-
-def error_event(error: Exception) -> bytes:
-    """The server-sent event for an error in the middle of a stream."""
-    return b"data: " + json.dumps(event_body(error)).encode() + b"\n\n"
 
 
 def plain_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:

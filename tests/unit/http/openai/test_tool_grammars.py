@@ -9,6 +9,7 @@ import pytest
 
 from outrider.models.checkpoint.tokenizer import load_tokenizer
 from outrider.models.demo import demo_model_path
+from outrider.platform.core.constraint_check import CHECKER
 from outrider.platform.core.structured_outputs import StructuredOutputsParams, parser_limits
 from outrider.platform.http.openai.tools.choice import ToolChoice
 from outrider.platform.http.openai.tools.formats import FORMATS
@@ -64,7 +65,7 @@ def accepts(tokenizer, constraint, *texts):
     from llguidance import LLMatcher
     from llguidance.hf import from_tokenizer
 
-    constraint.check()
+    CHECKER.check(constraint)
     vocabulary = from_tokenizer(tokenizer, len(tokenizer))
     matcher = LLMatcher(vocabulary, constraint.grammar_text(), log_level=0, limits=parser_limits())
     assert not matcher.is_error(), matcher.get_error()

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from outrider.platform.core.constraint_check import CHECKER
+
 CALL = {"name": "get_weather", "arguments": {"city": "Lisbon"}}
 TOOL = {
     "type": "function",
@@ -183,7 +185,7 @@ def test_each_tools_definitions_are_its_own(http, llm):
         moved = schema["items"]["anyOf"][index]["properties"]["parameters"]
         assert moved["properties"]["a"] == {"$ref": f"{place}/$defs/A"}
         assert moved["$defs"]["A"] == {"type": kind}
-    constraint.check()
+    CHECKER.check(constraint)
     tools[0]["function"]["parameters"]["$defs"] = "none"
     assert chat(http, tools=tools, tool_choice="required").status_code < 500
 
