@@ -222,7 +222,7 @@ class Serving:
         template = request.chat_template or self.config.chat_template
         if template is None and lora is not None and self._trusts_template(lora):
             template = await asyncio.to_thread(adapter_chat_template, await self.llm.sources.localize(lora))
-        size = num_chars(messages) + len(messages) * _PIECE_CHARS
+        size = num_chars(messages) + len(messages) * _PIECE_CHARS + sum(len(str(tool)) for tool in request.tools or ())
         processor = await self.llm.processor_of(lora)
         return await self._beside(size, lambda: self._chat_prompt(processor, messages, request, template))
 

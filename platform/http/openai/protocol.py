@@ -71,7 +71,7 @@ class TemplateFields(LenientModel):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     """Default: true for a plain prompt, false for messages, whose template writes them."""
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     reasoning_effort: str | None = None
     """Given to the chat template, where "none" is `enable_thinking` false, too."""
 

@@ -133,6 +133,12 @@ def test_thinking_is_found_without_tools(http, llm):
     assert llm.options["enable_thinking"] is False
 
 
+def test_tools_of_a_coding_agent(http, llm):
+    """They have more than 100,000 characters: too long for this context, not for a body."""
+    tools = [TOOL | {"name": f"tool_{index}", "description": "a" * 6000} for index in range(20)]
+    assert "prompt is too long" in error_of(create(http, tools=tools), 400, "invalid_request_error")["message"]
+
+
 def test_forced_calls(http, llm):
     llm.reply = json.dumps(CALL["arguments"])
     answer = message(create(http, tools=[TOOL], tool_choice={"type": "tool", "name": "get_weather"}))
