@@ -54,7 +54,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.set_defaults(run=run)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: Parser) -> None:
     """Add the options of the server and of its engine, but for the model."""
     parser.add_argument(
         CONFIG_FLAG, metavar="FILE", help="YAML file of options by their names; those on the command line come first"

@@ -125,7 +125,7 @@ class Answer:
     async def last(self) -> Iterator[str]:
         """See StreamWriter."""
         delta = {"type": "message_delta", "delta": self._end, "usage": usage(self._totals)}
-        return map(_sse, (delta, {"type": "message_stop"}))
+        return iter([_sse(delta), _sse({"type": "message_stop"})])
 
     def error(self, error: Exception) -> str:
         """See StreamWriter."""
