@@ -26,14 +26,15 @@ def call_directly(model: nn.Module) -> None:
     """Let all modules compute without asking for hooks, and find their children at once."""
     for module in model.modules():
         module.__dict__.update(module._modules)
-        module.__class__ = _direct(type(module))
+        cls: Any = type(module)
+        module.__class__ = _direct(cls)
 
 
 def with_hooks(module: Any) -> nn.Module:
     """Let a module ask for its hooks again; returns it."""
     if "__call__" in vars(type(module)):
         module.__class__ = type(module).__base__
-    return module  # type: ignore[no-any-return]
+    return module
 
 
 @functools.cache
@@ -41,7 +42,7 @@ def _direct(cls: Any) -> type:
     if cls is nn.ModuleList:
         return _Layers
     if cls.__call__ is not nn.Module.__call__:
-        return cls  # type: ignore[no-any-return]
+        return cls
     forward = cls.forward
     while getattr(forward, "__code__", None) is not None and forward.__code__.co_name in _IDLE_WRAPPERS:
         forward = forward.__wrapped__
