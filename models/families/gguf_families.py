@@ -160,5 +160,9 @@ GPT2_SPLITS_WITHOUT_DIGITS = {"smollm", "starcoder", "refact", "command-r", "cod
 """Splits as GPT-2's after each digit was split off."""
 GPT4_SPLITS = {"chatglm-bpe": 3, "glm4": 3, "stablelm2": 1}
 """Splits as GPT-4's, and the most digits that stay together."""
+DEEPSEEK_SPLITS = {"deepseek-v3"}
+"""Splits as DeepSeek-V3's."""
+FALCON_SPLITS = {"falcon"}
+"""Splits as Falcon's: punctuation, then words, then numbers in threes."""
 SPLITS_OF_WHOLE_WORDS = frozenset("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 tekken".split())
 """Splits after which a known word is not merged, and where text begins with a token for that."""
