@@ -19,7 +19,9 @@ from ..layers.linear import Linear
 from ..layers.weights import WeightSlot
 from ..model import DecoderOutput
 from .config import TransformersConfig
+from .direct import call_directly, with_hooks
 from .experts import ServedExperts, find_experts
+from .gated_mlp import use_mlp_kernel
 from .layers import (
     AdaptedLinear,
     BareLinear,
@@ -71,6 +73,8 @@ class TransformersModel:
             for module in self._inner.modules()
             if isinstance(module, nn.ModuleList) and len(module) == config.num_layers
         )
+        use_mlp_kernel(self._outer, self._state)
+        call_directly(self._outer)
         self._given = GivenStates()
         setattr(self._outer, self._outer.base_model_prefix, self._given)
         self._entering: dict[int, Tensor] = {}
@@ -199,9 +203,9 @@ class TransformersModel:
             self._entering[index] = (output if isinstance(output, Tensor) else output[0])[0]
 
         if index < len(self._blocks):
-            self._blocks[index].register_forward_pre_hook(entering, with_kwargs=True)
+            with_hooks(self._blocks[index]).register_forward_pre_hook(entering, with_kwargs=True)
         else:
-            self._blocks[-1].register_forward_hook(leaving)
+            with_hooks(self._blocks[-1]).register_forward_hook(leaving)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor, adapters: Any = None, out: Tensor | None = None) -> Tensor:

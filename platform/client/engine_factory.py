@@ -92,16 +92,16 @@ def load_engine(path: str) -> Callable[..., Engine]:
 def import_text_side(args: EngineArgs) -> None:
     """Import the modules that `load_text_side` needs, which takes seconds; the demo's tokenizer needs few."""
     from ...models.checkpoint.gguf_file import is_gguf
-    from ...models.checkpoint.tokenizer import load_tokenizer
+    from ...models.checkpoint.tokenizer import import_transformers, load_tokenizer
 
     name = args.tokenizer or args.model
     if name is not None and is_gguf(name):  # transformers imports what the file's tokenizer needs
         with suppress(OutriderError):
             load_tokenizer(name)
     elif is_demo(args) and args.tokenizer is None:
-        from transformers import PreTrainedTokenizerFast  # noqa: F401
+        import_transformers("PreTrainedTokenizerFast")
     else:
-        from transformers import AutoTokenizer  # noqa: F401
+        import_transformers()
 
 
 def load_text_side(args: EngineArgs, info: EngineInfo) -> tuple[Any, list[int]]:

@@ -4,6 +4,8 @@ cache change nothing, and what does not go is refused by name."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -182,6 +184,23 @@ def test_a_config_does_not_choose_code_or_the_form_of_outputs(models, tmp_path, 
     folders = models.target, tmp_path
     found = [run(make_engine(model=str(f), model_impl="transformers"), [(PROMPT, GREEDY, None)])[0] for f in folders]
     assert found[0].token_ids == found[1].token_ids
+
+
+def test_two_threads_import_transformers():
+    """As in a new process, where one reads the config and one the tokenizer: half-made modules came out of it."""
+    code = """if True:
+        import sys, torch
+        from concurrent.futures import ThreadPoolExecutor
+        from outrider.models.checkpoint.loader import read_facts
+        from outrider.models.demo import demo_model_path
+        from outrider.platform.client.engine_factory import import_text_side
+        from outrider.platform.core.config import EngineArgs
+        sys.setswitchinterval(1e-5)
+        with ThreadPoolExecutor(1) as beside:
+            found = beside.submit(import_text_side, EngineArgs(model="x"))
+            read_facts(demo_model_path(), impl="transformers")
+            found.result()"""
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 
 def test_checkpoints_without_prefix_and_damaged_ones(tmp_path):
