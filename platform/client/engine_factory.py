@@ -53,6 +53,12 @@ class Engine(Protocol):
     def stats(self) -> EngineStats:
         """A snapshot."""
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached KV; True when nothing is cached any more."""
+
+    def release_memory(self) -> None:
+        """Give the memory of the KV cache back."""
+
     def shutdown(self) -> None:
         """Release everything."""
 

@@ -15,7 +15,14 @@ from starlette.requests import Request
 
 from ..client.text.adapter_templates import adapter_chat_template
 from ..core.adapter_names import split_engine_name
-from ..core.errors import EngineDeadError, InvalidRequestError, OutriderError, PermissionDeniedError, ShuttingDownError
+from ..core.errors import (
+    AsleepError,
+    EngineDeadError,
+    InvalidRequestError,
+    OutriderError,
+    PermissionDeniedError,
+    ShuttingDownError,
+)
 from ..core.lora_request import LoRA
 from ..core.model_limits import MAX_TOKEN_IDS
 from ..tenancy.accounts.principal import Principal
@@ -92,7 +99,7 @@ class Serving:
 
     @property
     def state(self) -> str:
-        """ "starting", "ready", "restarting", "draining" or "stopped"."""
+        """ "starting", "ready", "restarting", "sleeping", "draining" or "stopped"."""
         return "draining" if self.draining and self.llm.state != "stopped" else str(self.llm.state)
 
     @property
@@ -149,6 +156,8 @@ class Serving:
         state = self.state
         if state in ("draining", "stopped"):
             raise _shutting_down()
+        if state == "sleeping":
+            raise AsleepError("The engine sleeps and takes no requests until it is woken up")
         if state != "ready":
             raise EngineUnavailableError(f"The engine is {state}; try again in a moment")
 
@@ -212,7 +221,7 @@ class Serving:
                 param="chat_template",
             )
         template = request.chat_template or self.config.chat_template or await self.adapter_template(lora)
-        size = num_chars(messages) + len(messages) * _PIECE_CHARS
+        size = num_chars(messages) + len(messages) * _PIECE_CHARS + sum(len(str(tool)) for tool in request.tools or ())
         processor = await self.llm.processor_of(lora)
         note_tokenizer(processor.tokenizer)
         return await self._beside(size, lambda: self._chat_prompt(processor, messages, request, template))

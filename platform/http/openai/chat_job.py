@@ -30,7 +30,13 @@ class ChatJob(NamedTuple):
 
 
 async def chat_job(
-    accepted: Accepted[Any], body: ChatCompletionRequest, messages: list[dict[str, Any]], *, prefix: str, endpoint: str
+    accepted: Accepted[Any],
+    body: ChatCompletionRequest,
+    messages: list[dict[str, Any]],
+    *,
+    prefix: str,
+    endpoint: str,
+    parses_reasoning: bool = False,
 ) -> ChatJob:
     """The job that answers a conversation.
 
@@ -39,6 +45,8 @@ async def chat_job(
         messages: in the form that templates read.
         prefix: beginning of the job's id.
         endpoint: route, as the ledger has it.
+        parses_reasoning: take reasoning out of the answer where the model's format is known, though the server does not
+            ask for it.
 
     Raises:
         OutriderError: a field is wrong, or the conversation is too long; `param` is a chat's field.
@@ -49,7 +57,10 @@ async def chat_job(
     params = _sampling_params(serving, body, defaults, choice)
     prompt = await serving.chat_prompt(messages, body, accepted.lora)
     tokenizer = (await serving.llm.processor_of(accepted.lora)).tokenizer
-    template = await _response_template(serving, choice, tokenizer, accepted.lora)
+    parses_reasoning |= serving.config.reasoning_parser is not None
+    template = None
+    if choice.tools or parses_reasoning:
+        template = await _response_template(serving, choice, tokenizer, accepted.lora)
     opened = _opened(template, tokenizer, prompt)
     params.structured_outputs = answer_constraint(
         params.structured_outputs, choice, template, serving.llm.tokenizer, opened
@@ -72,15 +83,12 @@ async def chat_job(
 async def _response_template(
     serving: Serving, choice: ToolChoice, tokenizer: Any, lora: LoRA | None
 ) -> dict[str, Any] | None:
-    """Format of the model or of the adapter's chat template, where the answer is parsed by it: it may have calls or
-    reasoning.
+    """Format of the model or of the adapter's chat template, for an answer that may have calls or reasoning.
 
     Raises:
         InvalidRequestError: nobody knows how the model writes calls.
     """
     config = serving.config
-    if not choice.tools and config.reasoning_parser is None:
-        return None
     name = config.tool_call_parser if choice.tools else config.reasoning_parser
     template = format_of(name, tokenizer, await serving.adapter_template(lora) if name is None else None)
     if choice.tools and template is None and not choice.is_forced:
