@@ -13,6 +13,7 @@ from ...core.errors import EngineDeadError, NotFoundError, OutriderError
 from ...core.lora_request import LoRARequest
 from ...core.messages import AdapterInfo
 from ..process.supervisor import EngineProcess
+from .numbers import LoRANumbers
 from .sources import AdapterSources
 
 _NO_FILES = "changed"
@@ -42,6 +43,8 @@ class AsyncLLMAdapters:
         self._start = start
         self._engine = engine
         self._sources = sources
+        self.numbers = LoRANumbers()
+        """Integers that stand for adapters."""
         self._kept: dict[str, _Kept] = {}
         self.requests: dict[str, LoRARequest] = {}
         """The adapters that have been loaded or registered, by name, with local folders. To look at only. One that

@@ -9,6 +9,7 @@ from ...core.adapter_verbs import LocalAdapters
 from ...core.errors import OutriderError
 from ...core.lora_request import LoRARequest
 from ...core.messages import AdapterInfo
+from .numbers import LoRANumbers
 from .sources import AdapterSources
 
 
@@ -22,6 +23,8 @@ class LLMAdapters:
         without having been loaded."""
         self._engine = engine
         self._sources = sources
+        self.numbers = LoRANumbers()
+        """Integers that stand for adapters."""
         self.known = _KnownAdapters(engine, demo)
         """The adapters that a name may mean."""
 

@@ -16,6 +16,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from ...client.metrics import END_TO_END, FIRST_TOKEN, INTER_TOKEN, LENGTH
 from ...core.adapter_names import label_text
 from ...core.labels import OTHER
 from ...core.messages import EngineStats
@@ -30,10 +31,6 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Media type of the text format, which every scraper reads. OpenMetrics would rename everything: it allows no colon."""
 
 _TPOT = "Mean time between the tokens of a finished sequence."
-_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
-_INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
-_END_TO_END = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480)
-_LENGTH = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _LORA_LOAD = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30)
 
 
@@ -110,7 +107,7 @@ class Metrics:
             "request_errors", "HTTP requests answered with an error: its type, or the limit.", ("reason", "tenant")
         )
         self.ignored_fields = counter("ignored_request_fields", "Fields of requests that were ignored.", ("field",))
-        times, gaps, ends, sizes = _FIRST_TOKEN, _INTER_TOKEN, _END_TO_END, _LENGTH
+        times, gaps, ends, sizes = FIRST_TOKEN, INTER_TOKEN, END_TO_END, LENGTH
         self.time_to_first_token, self.queue_time, self.inter_token_latency, self.end_to_end = (
             histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", labels, times),
             histogram("request_queue_time_seconds", "From a request's arrival to its first step.", labels, times),
