@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .errors import InvalidRequestError
 from .lora_request import LoRA
@@ -30,6 +30,10 @@ class BeamSearchParams:
     the prompt count, and the end token does not."""
     include_stop_str_in_output: bool = False
     """Leave the end token in the text."""
+
+    def with_max_tokens(self, max_tokens: int) -> BeamSearchParams:
+        """The same parameters for another number of tokens."""
+        return replace(self, max_tokens=max_tokens)
 
     def __post_init__(self) -> None:
         check_integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -26,6 +27,7 @@ from .metric_families import EngineCounters, FamilyCollector, engine_families
 from .recent import Recent
 from .request_log import PromptNote, current_note
 from .series_labels import PREFIX, Labels, SeriesLabels
+from .vllm_names import WithVllmNames
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Media type of the text format, which every scraper reads. OpenMetrics would rename everything: it allows no colon."""
@@ -89,9 +91,11 @@ class RequestRecorder:
 class Metrics:
     """All metrics of one server, in a registry of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, vllm_model: str | None = None) -> None:
+        """`vllm_model`: the label `model_name` of metrics under vLLM's names, too; None: without these."""
         disable_created_metrics()  # a time series more for each counter, which nobody asked for
         self._registry = registry = CollectorRegistry(auto_describe=False)
+        self._shown: Any = registry if vllm_model is None else WithVllmNames(registry, vllm_model)
         labels = ("adapter", "tenant")
 
         def histogram(name: str, help_text: str, names: Labels, buckets: tuple[float, ...]) -> Histogram:
@@ -126,6 +130,8 @@ class Metrics:
         self._labels = SeriesLabels()
         self._stats = EngineStats()
         self._ended = EngineCounters()  # of the engine's runs before the one of `_stats`
+        self.max_loras = 0
+        """Largest number of adapters that run at once; 0 without adapters."""
         self.engine_restarts = 0
         """Number of times that the engine has been started again."""
         self.register(self._engine_families)
@@ -153,7 +159,8 @@ class Metrics:
         self._registry.register(FamilyCollector(families))
 
     def _engine_families(self) -> Iterable[Metric]:
-        return engine_families(self._stats, self.counters, self.engine_restarts, self._labels.adapter)
+        label = self._labels.adapter
+        return engine_families(self._stats, self.counters, self.engine_restarts, self.max_loras, label)
 
     @property
     def stats(self) -> EngineStats:
@@ -177,4 +184,4 @@ class Metrics:
 
     def render(self) -> bytes:
         """The exposition, as `CONTENT_TYPE` says."""
-        return generate_latest(self._registry)
+        return generate_latest(self._shown)

@@ -16,6 +16,7 @@ from ...core.sampling_params import SamplingParams
 from ..body.reader import documented
 from ..serving_state import Serving
 from .answer import accept, asked_fields
+from .beams import beam_params
 from .chat_messages import normalize_messages
 from .event_stream import Chunk, dumps
 from .generation import Choice, Collected
@@ -51,6 +52,7 @@ async def create_chat_completion(request: Request) -> Response:
         [prompt],
         params,
         prefix="chatcmpl",
+        beam=beam_params(body, params),
         default_max_tokens=defaults.get("max_tokens"),
         max_tokens_field=max_tokens_field,
         endpoint="/v1/chat/completions",
