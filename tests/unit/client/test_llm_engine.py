@@ -2,11 +2,15 @@
 
 from collections.abc import Iterator
 
+import async_helpers
 import fake_engine
 import pytest
 
+from outrider.platform.client.async_llm import AsyncLLM
+from outrider.platform.client.engine_methods import PROFILE_VARIABLES
 from outrider.platform.client.llm import LLM
 from outrider.platform.client.llm_engine import LLMEngine
+from outrider.platform.client.metrics import Counter
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import (
     InvalidRequestError,
@@ -139,3 +143,22 @@ def test_kinds_that_do_not_exist(kind: object) -> None:
         return
     with pytest.raises(InvalidRequestError, match="output_kind"):
         SamplingParams(output_kind=kind)  # type: ignore[arg-type]
+
+
+def test_profiles_of_the_process_that_has_the_engine(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in PROFILE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+    async def scenario(llm: AsyncLLM) -> None:
+        with pytest.raises(InvalidRequestError, match="OUTRIDER_PROFILE_DIR"):
+            await llm.start_profile()
+        await llm.start_profile("/folder", "x")
+        assert await llm.stop_profile() == "/folder/x.json"
+        monkeypatch.setenv("VLLM_TORCH_PROFILER_DIR", "/other")
+        await llm.start_profile()
+        assert (await llm.stop_profile()).startswith("/other/")
+        await async_helpers.collect(llm.generate([5], params(RequestOutputKind.FINAL_ONLY)))
+        values = {metric.name: metric for metric in await llm.get_metrics()}
+        assert values["vllm:generation_tokens"] == Counter("vllm:generation_tokens", {"model_name": llm.info.model, "engine": "0"}, 5)
+
+    async_helpers.run(async_helpers.make(model_path), scenario)
