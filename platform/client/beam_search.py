@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class BeamSearch:
     """The search for one prompt.
 
-    A step extends each beam by each of its `2 * beam_width` most likely tokens. Extensions by an end token are complete;
-    of the others the `beam_width` best are the next beams. In the end the best of both are the result.
+    A step extends each beam by each of its `2 * beam_width` most likely tokens. An extension by an end token is
+    complete. The `beam_width` best of the others are the next beams. In the end the best of both are the result.
     """
 
     def __init__(self, request: EngineRequest, params: BeamSearchParams) -> None:

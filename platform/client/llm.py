@@ -134,7 +134,7 @@ class LLM(SyncAdapterMethods, SyncPoolingMethods, SyncBeamSearch, SyncEngineMeth
         states: list[RequestState] = []
         try:
             for prepared in work:
-                states.append(engine.begin(prepared))
+                states.append(engine.begin(prepared))  # noqa: PERF401 - those that have begun are aborted
             with GenerationProgress(len(states), use_tqdm) as progress:
                 return self._run(states, progress, on_output)
         except BaseException:  # KeyboardInterrupt too: the next call must find the engine idle

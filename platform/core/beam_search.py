@@ -32,7 +32,7 @@ class BeamSearchParams:
     """Leave the end token in the text."""
 
     def with_max_tokens(self, max_tokens: int) -> BeamSearchParams:
-        """The same parameters for another number of tokens."""
+        """Return these parameters for another number of tokens."""
         return replace(self, max_tokens=max_tokens)
 
     def __post_init__(self) -> None:

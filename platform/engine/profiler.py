@@ -1,4 +1,4 @@
-"""torch's profiler around the steps of an engine, switched on and off while it serves."""
+"""Profiler of torch around the steps of an engine, switched on and off while it serves."""
 
 from __future__ import annotations
 

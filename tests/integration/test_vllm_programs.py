@@ -82,7 +82,9 @@ def test_chat(llm):
         begun, sampling_params, lora_request=lora, add_generation_prompt=False, continue_final_message=True
     )
     assert output.outputs[0].text.startswith(' "Lisbon"')
-    template = "{% for message in messages %}{{ message.content }}\n{% endfor %}{{ tools | tojson if tools }}{{ extra }}"
+    template = (
+        "{% for message in messages %}{{ message.content }}\n{% endfor %}{{ tools | tojson if tools }}{{ extra }}"
+    )
     tools = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
     [output] = llm.chat(
         conversation, sampling_params, chat_template=template, tools=tools, chat_template_kwargs={"extra": "!"},

@@ -85,9 +85,7 @@ class SyncAdapterMethods(AdapterMethods[AdapterInfo, list[AdapterInfo], None]):
 
 
 class AsyncAdapterMethods(
-    AdapterMethods[
-        Coroutine[Any, Any, AdapterInfo], Coroutine[Any, Any, list[AdapterInfo]], Coroutine[Any, Any, None]
-    ]
+    AdapterMethods[Coroutine[Any, Any, AdapterInfo], Coroutine[Any, Any, list[AdapterInfo]], Coroutine[Any, Any, None]]
 ):
     """Methods of `AsyncLLM`."""
 

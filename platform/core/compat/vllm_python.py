@@ -1,7 +1,8 @@
 """Keywords of vLLM's Python API that this project does not have, grouped by the reason.
 
 `SAMPLING` has keywords of `SamplingParams`, `PROMPT` keys of a prompt, `GENERATE` and `CHAT` keywords of the methods of
-those names, `ENGINE_LIFE` those with which engines are made, `LORA` keywords of `LoRARequest`. `METHODS` says for methods of vLLM's `LLM` what to use in their place.
+those names, `ENGINE_LIFE` those with which engines are made, `LORA` keywords of `LoRARequest`. `METHODS` says for
+methods of vLLM's `LLM` what to use in their place.
 """
 
 from __future__ import annotations

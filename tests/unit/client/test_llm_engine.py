@@ -159,6 +159,8 @@ def test_profiles_of_the_process_that_has_the_engine(model_path: str, monkeypatc
         assert (await llm.stop_profile()).startswith("/other/")
         await async_helpers.collect(llm.generate([5], params(RequestOutputKind.FINAL_ONLY)))
         values = {metric.name: metric for metric in await llm.get_metrics()}
-        assert values["vllm:generation_tokens"] == Counter("vllm:generation_tokens", {"model_name": llm.info.model, "engine": "0"}, 5)
+        assert values["vllm:generation_tokens"] == Counter(
+            "vllm:generation_tokens", {"model_name": llm.info.model, "engine": "0"}, 5
+        )
 
     async_helpers.run(async_helpers.make(model_path), scenario)
