@@ -39,7 +39,7 @@ class Client:
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.001)
 

@@ -53,7 +53,7 @@ class Server:
 
     async def row(self):
         """The only one, which nobody has waited for."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not self.rows():
                 await asyncio.sleep(0.005)
         (row,) = self.rows()
@@ -120,7 +120,7 @@ class Client:
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.001)
 
