@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .platform.core.errors import (
         AdapterError,
         AdapterSourceError,
+        AsleepError,
         AuthenticationError,
         EngineDeadError,
         InvalidRequestError,
@@ -56,9 +57,9 @@ _NAMES_OF = {
     ".platform.core.beam_search": "BeamSearchParams",
     ".platform.core.config": "EngineArgs",
     ".platform.core.errors": """
-        AdapterError AdapterSourceError AuthenticationError EngineDeadError InvalidRequestError InvalidUserInputError
-        NotFoundError OutriderError OverloadedError PermissionDeniedError PromptTooLongError RateLimitError
-        ShuttingDownError UnsupportedModelError
+        AdapterError AdapterSourceError AsleepError AuthenticationError EngineDeadError InvalidRequestError
+        InvalidUserInputError NotFoundError OutriderError OverloadedError PermissionDeniedError PromptTooLongError
+        RateLimitError ShuttingDownError UnsupportedModelError
     """,
     ".platform.core.lora_request": "LoRAMix LoRARequest",
     ".platform.core.messages": "AdapterInfo EngineInfo EngineStats",
@@ -76,6 +77,7 @@ __all__ = [
     "AdapterError",
     "AdapterInfo",
     "AdapterSourceError",
+    "AsleepError",
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",

@@ -33,9 +33,10 @@ from .output_processor import OutputProcessor
 from .pooling import AsyncPoolingMethods
 from .process.event_loops import Done, in_event_loop, run_in
 from .process.ipc import Abort, Add
-from .process.supervisor import EngineProcess, EngineSpec, Supervisor
+from .process.supervisor import EngineSpec, Supervisor
 from .request_maker import RequestMaker
 from .sampling_defaults import SamplingDefaults
+from .sleeping import AsyncSleepMethods
 from .stream_pacing import StreamPacer
 from .text.chat_template import ChatOptions
 from .text.shared_prefixes import SharedPrefixes
@@ -51,7 +52,7 @@ class _Started(NamedTuple):
     output_processor: OutputProcessor
 
 
-class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods, AsyncBeamSearch, AsyncEngineMethods):
+class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods, AsyncBeamSearch, AsyncEngineMethods, AsyncSleepMethods):
     """Generates text from asyncio; all calls belong to one event loop.
 
         async with AsyncLLM() as llm:
@@ -102,10 +103,11 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods, AsyncBeamSearch, AsyncE
         self.sources = sources if sources is not None else AdapterSources()
         self.sampling_defaults = SamplingDefaults(args.generation_config, self.sources, args.override_generation_config)
         """Sampling parameters of requests that leave them out."""
-        self.adapters = AsyncLLMAdapters(self.start, lambda: self._supervisor.ready_engine(), self.sources)
-        self._supervisor = Supervisor(
+        self.adapters = AsyncLLMAdapters(self.start, self._ready_engine, self.sources)
+        self._make_supervisor = lambda: Supervisor(
             spec, on_deltas=self._on_deltas, on_death=self._on_death, on_restart=self.adapters.load_again
         )
+        self._supervisor = self._make_supervisor()
         self._starting: asyncio.Task[EngineInfo] | None = None
         self._ending: asyncio.Future[None] | Done | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the one that all calls belong to
@@ -160,9 +162,11 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods, AsyncBeamSearch, AsyncE
 
     @property
     def state(self) -> str:
-        """ "starting", "ready", "restarting", "draining" or "stopped"."""
+        """ "starting", "ready", "restarting", "sleeping", "draining" or "stopped"."""
         if self._draining and self._supervisor.state != "stopped":
             return "draining"
+        if self._asleep and not self._closed:
+            return "sleeping"
         if self._supervisor.state == "ready" and self._started is None:
             return "starting"  # the tokenizer is being loaded
         return self._supervisor.state
@@ -193,11 +197,11 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods, AsyncBeamSearch, AsyncE
         return self._started
 
     @property
-    def engine_info(self) -> EngineInfo:
+    def info(self) -> EngineInfo:
         """Model, dtype and limits of the engine. EngineDeadError before the first start, as of the following."""
         return self._parts().info
 
-    info = engine_info
+    engine_info = info
 
     @property
     def input_processor(self) -> InputProcessor:
@@ -219,10 +223,8 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods, AsyncBeamSearch, AsyncE
         return self.input_processor.tokenizer
 
     async def drain(self, timeout: float) -> bool:
-        """Refuse new requests (ShuttingDownError) and wait at most `timeout` seconds for the running ones.
-
-        Returns whether all have finished.
-        """
+        """Refuse new requests (ShuttingDownError) and wait at most `timeout` seconds for the running ones; True when
+        all have finished."""
         self._draining = True
         try:
             await asyncio.wait_for(self._pacer.idle.wait(), timeout)
@@ -292,8 +294,7 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods, AsyncBeamSearch, AsyncE
         """
         own = tuple(RequestOptions.__annotations__)
         take_foreign("AsyncLLM.generate()", cast(dict[str, Any], options), GENERATE, own)
-        if self._draining:
-            raise ShuttingDownError("the server is shutting down")
+        self._check_takes_requests()
         await self.start()
         request_id = request_id if request_id is not None else f"req-{uuid.uuid4().hex}"
         check_request_id(request_id)
@@ -305,9 +306,8 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods, AsyncBeamSearch, AsyncE
         requests, tokenizer = await self._parts().requests.make(
             prompt, sampling_params, request_id=engine_id, lora_request=lora_request, **options
         )
-        if self._draining:
-            raise ShuttingDownError("the server is shutting down")
-        engine = self._supervisor.ready_engine()
+        self._check_takes_requests()
+        engine = self._ready_engine()
         state = self.output_processor.add(request_id, requests, text_of(prompt), tokenizer)
         consumer = self._pacer.open(request_id)
         try:
@@ -382,9 +382,6 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods, AsyncBeamSearch, AsyncE
         Requests with a `cache_salt` take no part. One call at a time. EngineDeadError before the first start."""
         processor = self.input_processor
         processor.shared_prefixes = await asyncio.to_thread(SharedPrefixes, prefixes, self.info.block_size)
-
-    def _engine_process(self) -> EngineProcess:
-        return self._supervisor.ready_engine()
 
     # --- what the supervisor tells --------------------------------------------------------------------------------
 

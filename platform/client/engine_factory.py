@@ -59,6 +59,12 @@ class Engine(Protocol):
     def stop_profile(self) -> str:
         """Write the profile; returns the path of its trace."""
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached KV; True when nothing is cached any more."""
+
+    def release_memory(self) -> None:
+        """Give the memory of the KV cache back."""
+
     def shutdown(self) -> None:
         """Release everything."""
 

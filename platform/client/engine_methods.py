@@ -96,7 +96,7 @@ class AsyncEngineMethods:
 
         async def start(self) -> EngineInfo: ...
 
-        def _engine_process(self) -> EngineProcess: ...
+        def _ready_engine(self) -> EngineProcess: ...
 
         @property
         def tokenizer(self) -> Any: ...
@@ -117,7 +117,7 @@ class AsyncEngineMethods:
     async def stats(self) -> EngineStats:
         """A snapshot of the engine's counters; they start anew when the engine has been started again."""
         await self.start()
-        stats: EngineStats = await self._engine_process().call("stats")
+        stats: EngineStats = await self._ready_engine().call("stats")
         return stats
 
     async def get_metrics(self) -> list[Metric]:
@@ -128,10 +128,10 @@ class AsyncEngineMethods:
     async def start_profile(self, folder: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
         """See `LLM.start_profile`; it is the engine's process that is profiled."""
         await self.start()
-        await self._engine_process().call("start_profile", folder=_profile_folder(folder), prefix=prefix)
+        await self._ready_engine().call("start_profile", folder=_profile_folder(folder), prefix=prefix)
 
     async def stop_profile(self) -> str:
         """See `LLM.stop_profile`."""
         await self.start()
-        path: str = await self._engine_process().call("stop_profile")
+        path: str = await self._ready_engine().call("stop_profile")
         return path

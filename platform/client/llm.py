@@ -18,7 +18,7 @@ from .adapters.methods import SyncAdapterMethods
 from .adapters.sources import AdapterSources
 from .adapters.spelling import AnyLoRA, for_each, lora_of_each
 from .beam_search import SyncBeamSearch
-from .engine_factory import DEFAULT_ENGINE, engine_args
+from .engine_factory import DEFAULT_ENGINE, Engine, engine_args
 from .engine_methods import SyncEngineMethods
 from .input_processor import Prompt, as_prompts
 from .kernel_configs import use_kernel_configs
@@ -26,6 +26,7 @@ from .llm_engine import LLMEngine
 from .output_processor import RequestState
 from .pooling import SyncPoolingMethods
 from .progress import GenerationProgress
+from .sleeping import SyncSleepMethods
 from .text.chat_template import ChatOptions
 
 _OPTION_DEFAULTS: dict[str, Any] = {"priority": 0, "tenant": "", "weight": 1.0, "cache_salt": ""}
@@ -33,7 +34,7 @@ _OPTION_DEFAULTS: dict[str, Any] = {"priority": 0, "tenant": "", "weight": 1.0, 
 Messages: TypeAlias = list[dict[str, Any]]
 
 
-class LLM(SyncAdapterMethods, SyncPoolingMethods, SyncBeamSearch, SyncEngineMethods):
+class LLM(SyncAdapterMethods, SyncPoolingMethods, SyncBeamSearch, SyncEngineMethods, SyncSleepMethods):
     """Loads a model and generates text, many prompts at a time.
 
     `LLM()` is the embedded demo model. Options are those of `EngineArgs`, by keyword. `kernel_configs` names a file of
@@ -82,7 +83,10 @@ class LLM(SyncAdapterMethods, SyncPoolingMethods, SyncBeamSearch, SyncEngineMeth
         self.llm_engine = LLMEngine(args, engine=engine, sources=sources)
         """The engine, for callers who step it by themselves."""
         self.adapters = self.llm_engine.adapters
-        self._engine = self.llm_engine.engine_core
+
+    @property
+    def _engine(self) -> Engine:
+        return self.llm_engine.engine_core
 
     # --- generation -----------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Self, Unpack, cast
 
 from ..core.adapter_verbs import LocalAdapters
@@ -23,7 +24,7 @@ from .adapters.llm_adapters import LLMAdapters
 from .adapters.methods import SyncAdapterMethods
 from .adapters.sources import AdapterSources
 from .adapters.spelling import AnyLoRA
-from .engine_factory import DEFAULT_ENGINE, demo_lora_requests, import_text_side, load_engine, load_text_side
+from .engine_factory import DEFAULT_ENGINE, Engine, demo_lora_requests, import_text_side, load_engine, load_text_side
 from .input_processor import InputProcessor, Prompt, RequestOptions, check_request_id, text_of
 from .output_processor import OutputProcessor, RequestState
 from .request_maker import Made, RequestMaker
@@ -63,12 +64,13 @@ class LLMEngine(SyncAdapterMethods):
         """Sampling parameters of requests that leave them out."""
         if args.prompt_pacing is None:
             args = replace(args, prompt_pacing=False)
-        make_engine = load_engine(engine)
+        self.make_engine = partial(load_engine(engine), args, progress=sys.stderr.isatty())
+        """Maker of the engine, and of another one after a deep sleep."""
         # The tokenizer's library takes a second to import: meanwhile the weights are loaded. What goes wrong with it
         # goes wrong again below.
         with ThreadPoolExecutor(1, thread_name_prefix="imports") as beside:
             beside.submit(import_text_side, args)
-            self.engine_core = make_engine(args, progress=sys.stderr.isatty())
+            self.engine_core: Engine = self.make_engine()
         try:
             self.tokenizer, eos_token_ids = load_text_side(args, self.engine_core.info)
             self.sampling_defaults.read_model(self.engine_core.info.model)

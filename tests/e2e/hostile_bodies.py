@@ -72,6 +72,8 @@ def huge_bodies() -> dict[str, bytes]:
 SMALL: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a", "max_tokens": 1},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/nowhere"},

@@ -85,11 +85,9 @@ LORA: dict[str, Option] = {
     "is_3d_lora_weight": off(NO_EXPERTS),
 }
 
-_NOT_THERE = "is not there yet"
 _TEXT_ONLY = "is not there: models generate text only"
 METHODS: dict[str, str] = {
     **dict.fromkeys(("classify", "reward"), _TEXT_ONLY),
-    **dict.fromkeys(("sleep", "wake_up", "reset_prefix_cache"), _NOT_THERE),
     "model_config": "is not there: see engine_info",
     "set_tokenizer": "is not there: see the option tokenizer",
     **dict.fromkeys(("collective_rpc", "apply_model"), "is not there: " + NO_USER_CODE),
