@@ -59,6 +59,12 @@ class Engine(Protocol):
     def release_memory(self) -> None:
         """Give the memory of the KV cache back."""
 
+    def start_profile(self, folder: str, prefix: str) -> None:
+        """Begin to record steps with torch's profiler."""
+
+    def stop_profile(self) -> str:
+        """Write the profile; returns the path of its trace."""
+
     def shutdown(self) -> None:
         """Release everything."""
 

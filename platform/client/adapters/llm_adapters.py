@@ -11,6 +11,7 @@ from ...core.adapter_verbs import LocalAdapters
 from ...core.errors import OutriderError
 from ...core.lora_request import LoRARequest
 from ...core.messages import AdapterInfo
+from .numbers import LoRANumbers
 from .sources import AdapterSources
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ class LLMAdapters:
         self._sources = sources
         self._kept: dict[str, LoRARequest] = {}  # with local folders
         self._again: list[tuple[LoRARequest, AdapterInfo]] = []
+        self.numbers = LoRANumbers()
+        """Integers that stand for adapters."""
         self.known = _KnownAdapters(engine, demo)
         """The adapters that a name may mean."""
 
@@ -72,11 +75,10 @@ class LLMAdapters:
         """The registered adapters."""
         return self._engine().list()
 
-    def remember(self) -> None:
+    def remember(self, engine: LocalAdapters) -> None:
         """Note what the engine has, before it ends, for `load_again`."""
         self._again = [
-            (self._kept.get(info.name) or LoRARequest(info.name, path=info.path), info)
-            for info in self._engine().list()
+            (self._kept.get(info.name) or LoRARequest(info.name, path=info.path), info) for info in engine.list()
         ]
 
     def load_again(self) -> None:
