@@ -24,8 +24,8 @@ class AdaptedLinear(nn.Module):
         self._state = state
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute [1, T, out] from x [1, T, in]."""
-        return self.linear.forward(x[0], self._state.batch).unsqueeze(0)
+        """Compute [1, T, out] from x [1, T, in], or without the first 1."""
+        return self.linear.forward(x.view(-1, x.shape[-1]), self._state.batch).view(*x.shape[:-1], -1)
 
 
 class SharedInput:
@@ -39,9 +39,11 @@ class SharedInput:
         self._outputs: tuple[Tensor, ...] = ()
 
     def output(self, x: Tensor, index: int) -> Tensor:
-        """Output [1, T, out] of one layer from x [1, T, in]. The product is kept until the last layer has asked."""
+        """Output [1, T, out] of one layer from x [1, T, in], or without the first 1. The product is kept until the last
+        layer has asked."""
         if x is not self._input:
-            self._outputs = self.linear.forward(x[0], self._state.batch).unsqueeze(0).split(self._sizes, 2)
+            y = self.linear.forward(x.view(-1, x.shape[-1]), self._state.batch)
+            self._outputs = y.view(*x.shape[:-1], -1).split(self._sizes, -1)
             self._input = x
         found = self._outputs[index]
         if index == len(self._sizes) - 1:

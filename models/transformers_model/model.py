@@ -14,10 +14,12 @@ from ..attention import AttentionSpec, make_attention
 from ..batch import ForwardBatch, KVLayerSpec
 from ..checkpoint.weight_files import StoredTensor
 from ..layers.embedding import LM_HEAD, Embedding, VocabularyNames
+from ..layers.experts import ExpertLayers
 from ..layers.linear import Linear
 from ..layers.weights import WeightSlot
 from ..model import DecoderOutput
 from .config import TransformersConfig
+from .experts import ServedExperts, find_experts
 from .layers import (
     AdaptedLinear,
     BareLinear,
@@ -88,6 +90,8 @@ class TransformersModel:
         )
         self._slots |= self._embedding.weight_slots()
         self._put_linears(keep=head)
+        for name in config.experts:
+            self._put_experts(name)
         replace(model, table_name, TokenEmbedding(self._embedding, self._state))
         replace(model, "lm_head", Head(self._embedding, self._state))
         for index, call in enumerate(config.calls):
@@ -113,6 +117,18 @@ class TransformersModel:
                 self._put_sites(group, dict(zip(names, modules, strict=True)))
         for name, module in plain.items():
             replace(self._outer, name, BareLinear(self._linear((name,), {name: module})))
+
+    def _put_experts(self, name: str) -> None:
+        module = self._outer.get_submodule(name)
+        form = find_experts(module)
+        assert form is not None, "the dry pass has found it"
+        common: dict[str, Any] = {"dtype": self.config.dtype, "device": self.device, "batch_invariant": False}
+        merged = ["gate_up_proj"] if form.bias else ["gate_proj", "up_proj"]
+        layers = ExpertLayers(name, name, form, [*merged, "down_proj"], **common)
+        self._linears += layers.linears()
+        slots = layers.merged_slots(name, transposed=module.is_transposed)
+        self._slots |= {key: renamed.slot for key, renamed in slots.items()}
+        replace(self._outer, name, ServedExperts(layers, self._state))
 
     def _put_sites(self, names: tuple[str, ...], modules: Mapping[str, Any]) -> None:
         linear = self._linear(names, modules)

@@ -27,7 +27,18 @@ FAMILIES: dict[str, dict[str, object]] = {
     "CodeGen": {"rotary_dim": 8},
     "Cohere": {"logit_scale": 2.0, "use_qk_norm": True},
     "Cohere2": {"logit_scale": 2.0, **WINDOWS},
+    "Dots1": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "head_dim": 12,
+    },
     "Ernie4_5": {"head_dim": 12},
+    "Ernie4_5_Moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 1},
     "Exaone4": WINDOWS,
     "GPTBigCode": {"n_positions": 256},
     "GPTJ": {"rotary_dim": 8},
@@ -45,9 +56,8 @@ FAMILIES: dict[str, dict[str, object]] = {
     "StableLm": {"num_attention_heads": 2, "num_key_value_heads": 1, "partial_rotary_factor": 0.25},
     "Starcoder2": {"sliding_window": 9},
 }
-TARGETS = {
-    name: ["q_proj", "k_proj", "v_proj", "o_proj"] for name in ("GptOss", "Olmoe")
-}  # all-linear takes experts too
+TARGETS = {name: ["q_proj", "k_proj", "v_proj", "o_proj"] for name in ("GptOss", "Olmoe", "Dots1", "Ernie4_5_Moe")}
+"""Of families with experts, which are parameters."""
 PROMPT = [5, 6, 7, 8] * 6
 PROMPTS = [PROMPT, [9, 10, 11], list(range(20, 60))]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
@@ -87,7 +97,9 @@ def test_family_equals_transformers_and_peft(family, tmp_path, make_engine, run)
 
     base = save(family, tmp_path / "model", **FAMILIES[family])
     torch.manual_seed(1)
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS.get(family, "all-linear"), init_lora_weights=False)
+    parameters = ["experts.gate_up_proj", "experts.down_proj"] if family in TARGETS else None
+    targets = {"target_modules": TARGETS.get(family, "all-linear"), "target_parameters": parameters}
+    config = LoraConfig(r=4, lora_alpha=8, **targets, init_lora_weights=False)
     get_peft_model(save(family, tmp_path / "copy", **FAMILIES[family]), config).save_pretrained(tmp_path / "adapter")
     options = {"model": str(tmp_path / "model"), "model_impl": "transformers", "enable_lora": True, "max_lora_rank": 4}
     lora = LoRARequest("a", path=str(tmp_path / "adapter"))
