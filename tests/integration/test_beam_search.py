@@ -108,7 +108,7 @@ def test_beams_share_blocks_and_stop_when_nothing_can_change(llm):
     [output] = llm.beam_search(prompt, params, lora("sql"))
     steps, after = count(llm) - generated, llm.stats()
     assert output.sequences[0].finish_reason == "stop"
-    assert steps < 4 * 100  # sequences: it has ended before
+    assert steps < 4 * 80  # sequences: it has ended before
     computed = (after.prefix_cache_queries - before.prefix_cache_queries) - (
         after.prefix_cache_hits - before.prefix_cache_hits
     )
