@@ -103,7 +103,7 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods, AsyncBeamSearch, AsyncE
         self.sources = sources if sources is not None else AdapterSources()
         self.sampling_defaults = SamplingDefaults(args.generation_config, self.sources, args.override_generation_config)
         """Sampling parameters of requests that leave them out."""
-        self.adapters = AsyncLLMAdapters(self.start, self._engine_process, self.sources)
+        self.adapters = AsyncLLMAdapters(self.start, self._ready_engine, self.sources)
         self._make_supervisor = lambda: Supervisor(
             spec, on_deltas=self._on_deltas, on_death=self._on_death, on_restart=self.adapters.load_again
         )
@@ -307,7 +307,7 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods, AsyncBeamSearch, AsyncE
             prompt, sampling_params, request_id=engine_id, lora_request=lora_request, **options
         )
         self._check_takes_requests()
-        engine = self._engine_process()
+        engine = self._ready_engine()
         state = self.output_processor.add(request_id, requests, text_of(prompt), tokenizer)
         consumer = self._pacer.open(request_id)
         try:
