@@ -28,7 +28,13 @@ class ChatJob(NamedTuple):
 
 
 async def chat_job(
-    accepted: Accepted[Any], body: ChatCompletionRequest, messages: list[dict[str, Any]], *, prefix: str, endpoint: str
+    accepted: Accepted[Any],
+    body: ChatCompletionRequest,
+    messages: list[dict[str, Any]],
+    *,
+    prefix: str,
+    endpoint: str,
+    parses_reasoning: bool = False,
 ) -> ChatJob:
     """The job that answers a conversation.
 
@@ -37,6 +43,8 @@ async def chat_job(
         messages: in the form that templates read.
         prefix: beginning of the job's id.
         endpoint: route, as the ledger has it.
+        parses_reasoning: take reasoning out of the answer where the model's format is known, though the server does not
+            ask for it.
 
     Raises:
         OutriderError: a field is wrong, or the conversation is too long; `param` is a chat's field.
@@ -46,7 +54,8 @@ async def chat_job(
     body.tools = list(choice.tools)
     params = _sampling_params(serving, body, defaults, choice)
     prompt = await serving.chat_prompt(messages, body, accepted.lora)
-    make_parser = _make_parser(serving, choice, prompt)
+    parses_reasoning |= serving.config.reasoning_parser is not None
+    make_parser = _make_parser(serving, choice, prompt, parses_reasoning=parses_reasoning)
     if make_parser is not None and not choice.is_forced:
         params.skip_special_tokens = False  # they may be marks of calls and of reasoning
     max_tokens_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -62,14 +71,15 @@ async def chat_job(
     return ChatJob(job, make_parser)
 
 
-def _make_parser(serving: Serving, choice: ToolChoice, prompt: list[int]) -> MakeParser | None:
+def _make_parser(
+    serving: Serving, choice: ToolChoice, prompt: list[int], *, parses_reasoning: bool
+) -> MakeParser | None:
     """Maker of the parsers of the answer's choices; None where it is plain text.
 
     Raises:
         InvalidRequestError: nobody knows how the model writes calls.
     """
     config, tokenizer = serving.config, serving.llm.tokenizer
-    parses_reasoning = config.reasoning_parser is not None
     name = config.tool_call_parser if choice.tools else config.reasoning_parser
     template = format_of(name, tokenizer) if choice.tools or parses_reasoning else None
     if choice.tools and template is None and not choice.is_forced:
