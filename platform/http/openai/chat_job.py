@@ -11,9 +11,10 @@ from ..serving_state import Serving
 from .answer import Accepted
 from .job import Job
 from .protocol import ChatCompletionRequest
-from .tools.answers import MakeParser, parser_maker
+from .tools.answers import MakeParser, open_region, parser_maker
 from .tools.choice import ToolChoice, tool_choice_of
 from .tools.formats import format_of
+from .tools.grammar import answer_constraint
 
 PROMPT_END = 16
 """Last tokens of a prompt among which the mark of reasoning stands that a chat template has begun."""
@@ -54,9 +55,10 @@ async def chat_job(
     body.tools = list(choice.tools)
     params = _sampling_params(serving, body, defaults, choice)
     prompt = await serving.chat_prompt(messages, body, accepted.lora)
-    parses_reasoning |= serving.config.reasoning_parser is not None
-    make_parser = _make_parser(serving, choice, prompt, parses_reasoning=parses_reasoning)
-    if make_parser is not None and not choice.is_forced:
+    template, tokenizer = _response_template(serving, choice, parses_reasoning), serving.llm.tokenizer
+    opened = _opened(template, tokenizer, prompt)
+    params.structured_outputs = answer_constraint(params.structured_outputs, choice, template, tokenizer, opened)
+    if template is not None:
         params.skip_special_tokens = False  # they may be marks of calls and of reasoning
     max_tokens_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     _check_length(params, serving.llm.info.max_model_len, len(prompt), max_tokens_field)
@@ -68,31 +70,34 @@ async def chat_job(
         max_tokens_field=max_tokens_field,
         endpoint=endpoint,
     )
-    return ChatJob(job, make_parser)
+    return ChatJob(job, parser_maker(choice, template, opened))
 
 
-def _make_parser(
-    serving: Serving, choice: ToolChoice, prompt: list[int], *, parses_reasoning: bool
-) -> MakeParser | None:
-    """Maker of the parsers of the answer's choices; None where it is plain text.
+def _response_template(serving: Serving, choice: ToolChoice, parses_reasoning: bool) -> dict[str, Any] | None:
+    """Format of the model, where the answer is parsed by it: it may have calls or reasoning.
 
     Raises:
         InvalidRequestError: nobody knows how the model writes calls.
     """
-    config, tokenizer = serving.config, serving.llm.tokenizer
+    config = serving.config
+    if not (choice.tools or parses_reasoning or config.reasoning_parser is not None):
+        return None
     name = config.tool_call_parser if choice.tools else config.reasoning_parser
-    template = format_of(name, tokenizer) if choice.tools or parses_reasoning else None
+    template = format_of(name, serving.llm.tokenizer)
     if choice.tools and template is None and not choice.is_forced:
         raise InvalidRequestError(
             "nothing says in which format this model calls tools: start the server with --tool-call-parser NAME, or "
             'give tool_choice "required"',
             param="tools",
         )
+    return template
 
-    def prompt_end() -> str:
-        return str(tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False))
 
-    return parser_maker(choice, template, prompt_end, parses_reasoning=parses_reasoning)
+def _opened(template: dict[str, Any] | None, tokenizer: Any, prompt: list[int]) -> str:
+    """Part of the prompt that belongs to the answer."""
+    if template is None:
+        return ""
+    return open_region(template, str(tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)))
 
 
 def _check_length(params: SamplingParams, limit: int, num_prompt_tokens: int, max_tokens_field: str) -> None:
