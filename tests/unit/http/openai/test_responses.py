@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -395,11 +394,3 @@ def test_the_store_is_bounded():
     assert not is_there(store, "two", "a")
     with pytest.raises(ValueError, match="20000"):
         store.check(stored("a", 20_000).items)
-
-
-def test_names_are_in_their_order():
-    """Numbers of events grow by one also where a piece makes several."""
-    output = OutputItems(parser_of(""), parallel=True)
-    events = output.feed(ANSWERS["all"]) + output.finish("completed")
-    indices = [event["output_index"] for event in events]
-    assert all(after - before in (0, 1) for before, after in pairwise(indices))
