@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .platform.core.errors import (
         AdapterError,
         AdapterSourceError,
+        AsleepError,
         AuthenticationError,
         EngineDeadError,
         InvalidRequestError,
@@ -48,9 +49,9 @@ _NAMES_OF = {
     ".platform.client.llm": "LLM",
     ".platform.core.config": "EngineArgs",
     ".platform.core.errors": """
-        AdapterError AdapterSourceError AuthenticationError EngineDeadError InvalidRequestError InvalidUserInputError
-        NotFoundError OutriderError OverloadedError PermissionDeniedError PromptTooLongError RateLimitError
-        ShuttingDownError UnsupportedModelError
+        AdapterError AdapterSourceError AsleepError AuthenticationError EngineDeadError InvalidRequestError
+        InvalidUserInputError NotFoundError OutriderError OverloadedError PermissionDeniedError PromptTooLongError
+        RateLimitError ShuttingDownError UnsupportedModelError
     """,
     ".platform.core.lora_request": "LoRAMix LoRARequest",
     ".platform.core.messages": "AdapterInfo EngineInfo EngineStats",
@@ -66,6 +67,7 @@ __all__ = [
     "AdapterError",
     "AdapterInfo",
     "AdapterSourceError",
+    "AsleepError",
     "AsyncLLM",
     "AuthenticationError",
     "CompletionOutput",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..linear import NativeLinear, Packed
 from ..linear.native import RELEASING_WORK
-from ..native import DTYPES, INTEGER, POINTER, library
+from ..native import DTYPES, INTEGER, POINTER, function
 from .torch import Routing
 
 _MAX_TOKENS = 1024
@@ -46,18 +46,13 @@ class _Functions(NamedTuple):
 
 @functools.cache
 def _functions() -> _Functions | None:
-    kernels = library()
-    if kernels is None:
+    name, types = "outrider_experts", (POINTER,) * 6
+    apply = function(name, *types)
+    if apply is None:
         return None
-    unlocked = ctypes.CDLL(kernels._name)
-    apply, releasing = kernels.outrider_experts, unlocked.outrider_experts
-    combine, route = kernels.outrider_experts_combine, kernels.outrider_experts_route
-    apply.argtypes = releasing.argtypes = (POINTER,) * 6
-    combine.argtypes = (*(POINTER,) * 4, INTEGER, INTEGER)
-    route.argtypes = (POINTER, *(INTEGER,) * 6, POINTER, POINTER)
-    for kernel in (apply, releasing, combine, route):
-        kernel.restype = None
-    return _Functions(apply, releasing, combine, route)
+    combine = function("outrider_experts_combine", *(POINTER,) * 4, INTEGER, INTEGER)
+    route = function("outrider_experts_route", POINTER, *(INTEGER,) * 6, POINTER, POINTER)
+    return _Functions(apply, function(name, *types, releases_lock=True), combine, route)
 
 
 def is_native(weights: Sequence[Packed]) -> TypeGuard[Sequence[NativeLinear]]:

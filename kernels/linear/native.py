@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..native import DTYPES, INTEGER, POINTER, function, library
+from ..native import DTYPES, INTEGER, POINTER, function
 
 RELEASING_WORK = 1 << 28
 """Multiply-adds from which a call releases Python's lock: about a millisecond."""
@@ -48,19 +48,12 @@ class _Functions(NamedTuple):
 
 @functools.cache
 def _functions() -> _Functions | None:
-    kernels = library()
-    panel = kernels.outrider_linear_panel() if kernels is not None else 0
-    if kernels is None or not panel:
+    panel = function("outrider_linear_panel", result=INTEGER)
+    if panel is None or not panel():
         return None
-    pointer = ctypes.c_void_p
-    unlocked = ctypes.CDLL(kernels._name)
-    unlocked.outrider_linear_pack.argtypes = (pointer, pointer, ctypes.c_int64, ctypes.c_int64)
-    unlocked.outrider_linear_pack.restype = None
-    plain, releasing = kernels.outrider_linear, unlocked.outrider_linear
-    for product in (plain, releasing):
-        product.argtypes = (*[pointer] * 4, ctypes.c_int64, pointer, pointer)
-        product.restype = None
-    return _Functions(plain, releasing, unlocked.outrider_linear_pack, panel)
+    name, types = "outrider_linear", (*(POINTER,) * 4, INTEGER, POINTER, POINTER)
+    pack = function("outrider_linear_pack", POINTER, POINTER, INTEGER, INTEGER, releases_lock=True)
+    return _Functions(function(name, *types), function(name, *types, releases_lock=True), pack, panel())
 
 
 def is_native(weight: Tensor) -> bool:

@@ -16,7 +16,7 @@ import torch
 
 from .compiler import build
 
-__all__ = ["DTYPES", "FLOAT8", "INTEGER", "POINTER", "function", "library", "loaded"]
+__all__ = ["DTYPES", "FLOAT8", "INTEGER", "POINTER", "bind", "function", "library", "loaded"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +53,15 @@ def loaded() -> ctypes.PyDLL | None:
     return library() if library.cache_info().currsize else None
 
 
-def function(name: str, *types: Any, result: Any = None) -> Any:
-    """Kernel called `name` with the types of its arguments and of its result; None when there are no kernels."""
+def function(name: str, *types: Any, result: Any = None, releases_lock: bool = False) -> Any:
+    """Kernel called `name`, as `bind` makes it of the `library`; None when there are no kernels."""
     kernels = library()
-    if kernels is None:
-        return None
-    found = getattr(kernels, name)
+    return None if kernels is None else bind(kernels, name, *types, result=result, releases_lock=releases_lock)
+
+
+def bind(kernels: ctypes.CDLL, name: str, *types: Any, result: Any = None, releases_lock: bool = False) -> Any:
+    """Kernel called `name` with the types of its arguments and of its result. It keeps Python's lock during a call
+    unless it `releases_lock`."""
+    found = getattr(ctypes.CDLL(kernels._name) if releases_lock else kernels, name)
     found.argtypes, found.restype = types, result
     return found

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..linear.native import RELEASING_WORK, NativeProduct
-from ..native import INTEGER, POINTER, library
+from ..native import INTEGER, POINTER, function
 from .weight import QuantizedWeight
 
 _NIBBLES, _SMALL_LEVELS, _BYTES, _LEVELS, _FLOAT8 = range(5)
@@ -77,25 +77,18 @@ class _Functions(NamedTuple):
 
 @functools.cache
 def _functions() -> _Functions | None:
-    kernels = library()
-    if kernels is None:
+    name, types = "outrider_quantized_linear", (*(POINTER,) * 4, INTEGER, POINTER, POINTER)
+    product = function(name, *types)
+    if product is None:
         return None
-    unlocked = ctypes.CDLL(kernels._name)
-    product, releasing = kernels.outrider_quantized_linear, unlocked.outrider_quantized_linear
-    rows, num_bytes, pack = (
-        kernels.outrider_quantized_rows,
-        kernels.outrider_quantized_bytes,
-        unlocked.outrider_quantized_pack,
+    return _Functions(
+        product,
+        function(name, *types, releases_lock=True),
+        rows=function("outrider_quantized_rows", POINTER, POINTER, INTEGER, POINTER),
+        num_bytes=function("outrider_quantized_bytes", POINTER, result=INTEGER),
+        pack=function("outrider_quantized_pack", *(POINTER, POINTER, INTEGER, POINTER, POINTER), releases_lock=True),
+        has_integers=bool(function("outrider_quantized_integers", result=INTEGER)()),
     )
-    for kernel in (product, releasing):
-        kernel.argtypes = (*[POINTER] * 4, INTEGER, POINTER, POINTER)
-    rows.argtypes = (POINTER, POINTER, INTEGER, POINTER)
-    num_bytes.argtypes = (POINTER,)
-    pack.argtypes = (POINTER, POINTER, INTEGER, POINTER, POINTER)
-    for kernel in (product, releasing, rows, pack):
-        kernel.restype = None
-    num_bytes.restype = INTEGER
-    return _Functions(product, releasing, rows, num_bytes, pack, bool(kernels.outrider_quantized_integers()))
 
 
 def is_native(blocks: Sequence[QuantizedWeight], dtype: torch.dtype) -> bool:

@@ -34,6 +34,7 @@ from .process.ipc import Abort, Add
 from .process.supervisor import EngineSpec, Supervisor
 from .request_maker import RequestMaker
 from .sampling_defaults import SamplingDefaults
+from .sleeping import AsyncSleepMethods
 from .stream_pacing import StreamPacer
 from .text.chat_template import ChatOptions
 from .text.shared_prefixes import SharedPrefixes
@@ -49,7 +50,7 @@ class _Started(NamedTuple):
     output_processor: OutputProcessor
 
 
-class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
+class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods, AsyncSleepMethods):
     """Generates text from asyncio; all calls belong to one event loop.
 
         async with AsyncLLM() as llm:
@@ -94,10 +95,11 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
         self.sources = sources if sources is not None else AdapterSources()
         self.sampling_defaults = SamplingDefaults(args.generation_config, self.sources, args.override_generation_config)
         """Sampling parameters of requests that leave them out."""
-        self.adapters = AsyncLLMAdapters(self.start, lambda: self._supervisor.ready_engine(), self.sources)
-        self._supervisor = Supervisor(
+        self.adapters = AsyncLLMAdapters(self.start, self._ready_engine, self.sources)
+        self._make_supervisor = lambda: Supervisor(
             spec, on_deltas=self._on_deltas, on_death=self._on_death, on_restart=self.adapters.load_again
         )
+        self._supervisor = self._make_supervisor()
         self._starting: asyncio.Task[EngineInfo] | None = None
         self._ending: asyncio.Future[None] | Done | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the one that all calls belong to
@@ -152,9 +154,11 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
 
     @property
     def state(self) -> str:
-        """ "starting", "ready", "restarting", "draining" or "stopped"."""
+        """ "starting", "ready", "restarting", "sleeping", "draining" or "stopped"."""
         if self._draining and self._supervisor.state != "stopped":
             return "draining"
+        if self._asleep and not self._closed:
+            return "sleeping"
         if self._supervisor.state == "ready" and self._started is None:
             return "starting"  # the tokenizer is being loaded
         return self._supervisor.state
@@ -185,11 +189,11 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
         return self._started
 
     @property
-    def engine_info(self) -> EngineInfo:
+    def info(self) -> EngineInfo:
         """Model, dtype and limits of the engine. EngineDeadError before the first start, as of the following."""
         return self._parts().info
 
-    info = engine_info
+    engine_info = info
 
     @property
     def input_processor(self) -> InputProcessor:
@@ -211,10 +215,8 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
         return self.input_processor.tokenizer
 
     async def drain(self, timeout: float) -> bool:
-        """Refuse new requests (ShuttingDownError) and wait at most `timeout` seconds for the running ones.
-
-        Returns whether all have finished.
-        """
+        """Refuse new requests (ShuttingDownError) and wait at most `timeout` seconds for the running ones; True when
+        all have finished."""
         self._draining = True
         try:
             await asyncio.wait_for(self._pacer.idle.wait(), timeout)
@@ -284,8 +286,7 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
         """
         own = tuple(RequestOptions.__annotations__)
         take_foreign("AsyncLLM.generate()", cast(dict[str, Any], options), GENERATE, own)
-        if self._draining:
-            raise ShuttingDownError("the server is shutting down")
+        self._check_takes_requests()
         await self.start()
         request_id = request_id if request_id is not None else f"req-{uuid.uuid4().hex}"
         check_request_id(request_id)
@@ -294,9 +295,8 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
         requests, tokenizer = await self._parts().requests.make(
             prompt, sampling_params, request_id=engine_id, lora_request=lora_request, **options
         )
-        if self._draining:
-            raise ShuttingDownError("the server is shutting down")
-        engine = self._supervisor.ready_engine()
+        self._check_takes_requests()
+        engine = self._ready_engine()
         state = self.output_processor.add(request_id, requests, text_of(prompt), tokenizer)
         consumer = self._pacer.open(request_id)
         try:
@@ -397,4 +397,4 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
     async def stats(self) -> EngineStats:
         """A snapshot of the engine's counters; they start anew when the engine has been started again."""
         await self.start()
-        return cast(EngineStats, await self._supervisor.ready_engine().call("stats"))
+        return cast(EngineStats, await self._ready_engine().call("stats"))

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from types import TracebackType
 from typing import Any, Self, TypeAlias, cast
@@ -38,6 +39,7 @@ from .pooling import SyncPoolingMethods
 from .progress import GenerationProgress
 from .request_maker import Made, RequestMaker
 from .sampling_defaults import SamplingDefaults
+from .sleeping import SyncSleepMethods
 from .text.chat_template import ChatOptions
 
 _OPTION_DEFAULTS: dict[str, Any] = {"priority": 0, "tenant": "", "weight": 1.0, "cache_salt": ""}
@@ -45,7 +47,7 @@ _OPTION_DEFAULTS: dict[str, Any] = {"priority": 0, "tenant": "", "weight": 1.0, 
 Messages: TypeAlias = list[dict[str, Any]]
 
 
-class LLM(SyncAdapterMethods, SyncPoolingMethods):
+class LLM(SyncAdapterMethods, SyncPoolingMethods, SyncSleepMethods):
     """Loads a model and generates text, many prompts at a time.
 
     `LLM()` is the embedded demo model. Options are those of `EngineArgs`, by keyword. `kernel_configs` names a file of
@@ -88,12 +90,12 @@ class LLM(SyncAdapterMethods, SyncPoolingMethods):
         self._defaults = SamplingDefaults(args.generation_config, sources, args.override_generation_config)
         if args.prompt_pacing is None:
             args = replace(args, prompt_pacing=False)
-        make_engine = load_engine(engine)
+        self._make_engine = partial(load_engine(engine), args, progress=sys.stderr.isatty())
         # The tokenizer's library takes a second to import: meanwhile the weights are loaded. What goes wrong with it
         # goes wrong again below.
         with ThreadPoolExecutor(1, thread_name_prefix="imports") as beside:
             beside.submit(import_text_side, args)
-            self._engine = make_engine(args, progress=sys.stderr.isatty())
+            self._engine = self._make_engine()
         try:
             self._tokenizer, eos_token_ids = load_text_side(args, self._engine.info)
             self._defaults.read_model(self._engine.info.model)

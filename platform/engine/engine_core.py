@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from uuid import uuid4
 
+from ...kernels.memory import release_pages
 from ...models.model import LanguageModel
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, InvalidUserInputError, OverloadedError, PromptTooLongError
@@ -33,6 +34,7 @@ class EngineCore:
         self._runner = parts.runner
         self._adapters = parts.adapters
         self._grammars = parts.grammars
+        self._kv = parts.kv
         self._random = random.Random(args.seed)
         self._run_id = uuid4().hex
         self.adapters = EngineAdapters(parts.adapters.catalog, parts.scheduler)
@@ -118,6 +120,23 @@ class EngineCore:
             lora_rows_used=adapters.rows_used,
             lora_rows=adapters.num_rows,
         )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the cached KV that no sequence uses; True when nothing is cached any more."""
+        return self.scheduler.prefix_cache.reset()
+
+    def release_memory(self) -> None:
+        """Give the memory of the KV cache back to the system, on a CPU; it comes back at its next use.
+
+        Raises:
+            InvalidUserInputError: there are sequences.
+        """
+        if self.scheduler.num_running or self.scheduler.num_waiting:
+            raise InvalidUserInputError("the engine has sequences; it can sleep when they are finished")
+        self._pipeline.abandon()  # rows of sequences that were aborted
+        self.reset_prefix_cache()
+        for part in (part for layer in self._kv for part in layer):
+            release_pages(part)
 
     def shutdown(self) -> None:
         """Abort what is left and stop background work."""

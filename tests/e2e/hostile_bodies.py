@@ -73,6 +73,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a", "max_tokens": 1},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     "/v1/responses": {"input": "a", "max_output_tokens": 1},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/nowhere"},

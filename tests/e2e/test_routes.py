@@ -157,3 +157,13 @@ def test_unknown_names_and_those_of_others(shop, paths):
             said.append(content["error"])
         assert said[0] == said[1] == said[2], path
     assert len(rows(shop)) == before
+
+
+def test_another_tenants_response_does_not_exist(shop):
+    mine = shop.acme.post("/v1/responses", json={"model": "mine"} | ROUTES["/v1/responses"]).json()["id"]
+    for client in (shop.globex, shop.operator):
+        for method, path in (("GET", ""), ("GET", "/input_items"), ("POST", "/cancel"), ("DELETE", "")):
+            assert client.request(method, f"/v1/responses/{mine}{path}").status_code == 404
+        answer = client.post("/v1/responses", json={"input": "a", "previous_response_id": mine})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (404, "previous_response_id")
+    assert shop.acme.get(f"/v1/responses/{mine}").status_code == 200

@@ -90,7 +90,7 @@ def test_closed_connection_aborts(server, http):
 
 def test_impatient_client_without_stream_aborts(server):
     with pytest.raises(httpx.ReadTimeout), server.http() as http:
-        http.post("/v1/completions", json={**LONG, "stream": False}, timeout=0.5)
+        http.post("/v1/completions", json={**LONG, "stream": False}, timeout=httpx.Timeout(60, read=0.1))
     server.wait_for(lambda: server.metric("num_requests_running") == 0)
 
 
@@ -124,7 +124,7 @@ def test_dead_engine_fails_its_requests_and_comes_back(own_server, own_http):
 
 def test_sigterm_drains(own_server, own_http):
     """The last test of this server. What runs finishes; what is new is refused; then the process ends well."""
-    body = {**LONG, "max_tokens": 400}
+    body = {**LONG, "speculative": False}  # for longer than all requests below take
     with own_http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         next(lines)

@@ -1,6 +1,7 @@
 """The controller in the engine: the same text as without speculation, whatever it decides."""
 
 import functools
+import math
 import random
 
 import pytest
@@ -61,8 +62,9 @@ def plain_text(models, plain_engine, run, prompts):
 
 @pytest.fixture
 def early_trials(monkeypatch):
-    """Drafters are tried at once, whatever steps take on this machine."""
+    """Drafters are tried at once and again and again, whatever steps and drafts take on this machine."""
     monkeypatch.setattr(adapters, "FIRST_TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr(adapters, "TRIAL_SHARE", math.inf)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())

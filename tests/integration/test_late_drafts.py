@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from outrider import SamplingParams
@@ -152,6 +154,7 @@ def run_adaptive(models, make_engine, plain_tokens, run, prompts, drafts):
 def test_under_the_policy(models, make_engine, plain_tokens, run, prompts, drafts, monkeypatch):
     """A drafter is tried at once, whatever it costs."""
     monkeypatch.setattr(adapter_trials, "FIRST_TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr(adapter_trials, "TRIAL_SHARE", math.inf)
     assert run_adaptive(models, make_engine, plain_tokens, run, prompts, drafts) > 0
     assert drafts.num_sources > 0
 

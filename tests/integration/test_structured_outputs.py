@@ -34,6 +34,8 @@ ADAPTERS = [None, "json", "sql", "json"]
 SPECULATION = {
     "off": None,
     "ngram": {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 4, "adaptive": False},
+    "adaptive": {"method": "ngram"},
     "draft_model": {"method": "draft_model", "model": str(demo_model_path().parent / "draft")},
     "eagle3": {"method": "eagle3", "model": str(demo_model_path().parent / "eagle3"), "num_speculative_tokens": 3},
 }

@@ -9,6 +9,7 @@ import ctypes
 import shutil
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,7 @@ def machine(request, tmp_path_factory):
             # Without OpenMP's library: torch has loaded one.
             subprocess.run([COMPILER, "-shared", f"{made}.o", "-o", str(made)], check=True, timeout=120)
             library = ctypes.PyDLL(str(made))
-            monkeypatch.setattr(native, "library", lambda: library)
+            monkeypatch.setattr(native, "function", partial(building.bind, library))
         elif native._functions() is None:
             pytest.skip("no kernels")
         yield request.param

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from outrider import SamplingParams
+from outrider import SamplingParams, StructuredOutputsParams
+from outrider.platform.http.openai.tools.choice import ToolChoice
 
 PROMPTS = [
     "The capital of France is", "Once upon a time, in a small village,", "2 + 2 =", "1, 2, 3, 4, 5, 6,",
@@ -22,6 +27,66 @@ TEXTS = [
     "  two  spaces\r\n\ttab ",
     "a" * 999,
 ]
+
+
+ORDER = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "size": {"enum": ["small", "large"]}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+TOOLS = ToolChoice(({"type": "function", "function": {"name": "order", "parameters": ORDER}},), is_forced=True)
+THOUGHTS = "".join(f'<think>So {name}.</think>\n{{"name": "{name}", "size": "small"}}\n' for name in ("Ada", "Bob"))
+FORMS = [
+    ("Order for Ada, in small, as JSON: ", StructuredOutputsParams(json=ORDER)),
+    ("A date: ", StructuredOutputsParams(regex=r"\d{4}-\d{2}-\d{2} (Mon|Tues|Satur)day")),
+    ("Is ice cold? ", StructuredOutputsParams(choice=["yes, it is", "yes, always", "no"])),
+    ("[", TOOLS.constraint()),
+    # Drafts that copy the prompt go over the end of the reasoning into the part with a form.
+    (
+        f"{THOUGHTS}<think>So",
+        StructuredOutputsParams(
+            json=ORDER, frame='start: thoughts /\\s*/ @body\nthoughts[lazy]: /(.|\\n)*/ "</think>"'
+        ),
+    ),
+]
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+
+
+def form_tokens(llm, model, **changes):
+    """Tokens of all forms, of the base and of an adapter in one batch, greedy and seeded."""
+    sampling = {"temperature": 0}, {"temperature": 1.0, "seed": 7}
+    wanted = [
+        (prompt, SamplingParams(max_tokens=40, structured_outputs=form, **kind, **changes), adapter)
+        for prompt, form in FORMS
+        for kind in sampling
+        for adapter in (None, model.adapters["attention"])
+    ]
+    prompts, params, adapters = (list(column) for column in zip(*wanted, strict=True))
+    return llm.generate(prompts, params, lora_request=adapters, use_tqdm=False)
+
+
+@pytest.fixture(scope="session")
+def plain_forms(model):
+    from outrider import LLM
+
+    llm = LLM(str(model.gguf), dtype="float32", max_model_len=512, kv_cache_memory_bytes=512 << 20, **LORA)
+    outputs = form_tokens(llm, model, speculative=False)
+    llm.shutdown()
+    return outputs
+
+
+def test_forms(plain_forms):
+    texts = [output.outputs[0].text for output in plain_forms]
+    ends = [output.outputs[0].finish_reason for output in plain_forms]
+    for text in texts[:4]:
+        assert set(json.loads(text)) == {"name", "size"}
+    assert all(re.fullmatch(FORMS[1][1].regex, text) for text in texts[4:8])
+    assert set(texts[8:12]) <= set(FORMS[2][1].choice)
+    for text, end in zip(texts[12:16], ends[12:16], strict=True):
+        assert end == "length" or {call["name"] for call in json.loads(text)} == {"order"}
+    assert "</think>" in texts[16]
+    assert len(set(texts)) > len(FORMS)
 
 
 @pytest.fixture(scope="session")
@@ -57,31 +122,61 @@ def test_folder(model, plain, greedy):
     other.shutdown()
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
-def test_drafters(method, model, make_llm, plain, greedy):
-    config = {"method": method, "num_speculative_tokens": 4}
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "adaptive"])
+def test_drafters(method, model, make_llm, plain, plain_forms, greedy):
+    config = {"method": method, "num_speculative_tokens": 4, "adaptive": False}
     if method == "draft_model":
         config["model"] = str(model.gguf)
-    llm = make_llm(speculative_config=config)
+    if method == "adaptive":
+        config = {"method": "ngram"}
+    llm = make_llm(speculative_config=config, **LORA)
     assert tokens(llm.generate(PROMPTS, greedy, use_tqdm=False)) == tokens(plain)
+    assert tokens(form_tokens(llm, model)) == tokens(plain_forms)
+
+
+def write_random_head(folder, target):
+    """An EAGLE-3 head of one layer with random weights. It uses the target's embeddings and head."""
+    raw = json.loads((target / "config.json").read_text())
+    hidden, inner, heads, dim = raw["hidden_size"], 512, 4, 64
+    shapes = {
+        "fc": (hidden, 3 * hidden), "norm": (hidden,),
+        **{f"layers.0.{name}": (hidden,) for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")},
+        **{f"layers.0.self_attn.{name}_proj": (heads * dim, 2 * hidden) for name in "qkv"},
+        "layers.0.self_attn.o_proj": (hidden, heads * dim), "layers.0.mlp.down_proj": (hidden, inner),
+        **{f"layers.0.mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")},
+    }  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        f"{name}.weight": torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * 0.02
+        for name, shape in shapes.items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "hidden_size": hidden, "head_dim": dim,
+        "intermediate_size": inner, "num_attention_heads": heads, "num_key_value_heads": heads,
+        "vocab_size": raw["vocab_size"], "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize("method", ["eagle3", "medusa"])
-def test_heads(method, model, make_llm, plain, greedy, tmp_path):
+def test_heads(method, model, make_llm, plain, plain_forms, greedy, tmp_path):
     from outrider.spec_decode.training.data import Sample
     from outrider.spec_decode.training.options import TrainOptions
     from outrider.spec_decode.training.run import train_draft
 
-    if method == "eagle3" and model.name.startswith("gemma"):
-        pytest.skip("EAGLE heads are trained for targets of Llama's shape")
-    samples = [Sample([*output.prompt_token_ids, *output.outputs[0].token_ids], 1) for output in plain]
-    options = TrainOptions(
-        method=method, model=str(model.folder), data="", output=str(tmp_path), steps=2, warmup=1, dtype="float32",
-        batch_tokens=256, eval_every=1000, progress=False, medusa_heads=2,
-    )  # fmt: skip
-    train_draft(options, samples, samples[:1])
-    llm = make_llm(speculative_config={"method": method, "model": str(tmp_path), "num_speculative_tokens": 2})
+    if method == "eagle3" and model.name.startswith("gemma"):  # heads for it are served, but not trained here
+        write_random_head(tmp_path, model.folder)
+    else:
+        samples = [Sample([*output.prompt_token_ids, *output.outputs[0].token_ids], 1) for output in plain]
+        options = TrainOptions(
+            method=method, model=str(model.folder), data="", output=str(tmp_path), steps=2, warmup=1, dtype="float32",
+            batch_tokens=256, eval_every=1000, progress=False, medusa_heads=2,
+        )  # fmt: skip
+        train_draft(options, samples, samples[:1])
+    llm = make_llm(speculative_config={"method": method, "model": str(tmp_path), "num_speculative_tokens": 2}, **LORA)
     assert tokens(llm.generate(PROMPTS, greedy, use_tqdm=False)) == tokens(plain)
+    assert tokens(form_tokens(llm, model)) == tokens(plain_forms)
 
 
 def test_chunks_and_prefix_hits(make_llm, reference, check_greedy, greedy):

@@ -131,6 +131,8 @@ VERBS: dict[str, Verb] = {
     "stats": Verb(_NoArguments, EngineStats),
     "has_work": Verb(_NoArguments, bool),
     "check_integrity": Verb(_NoArguments, None),
+    "reset_prefix_cache": Verb(_NoArguments, bool),
+    "release_memory": Verb(_NoArguments, None),
 }
 """The methods of the engine that may be called."""
 

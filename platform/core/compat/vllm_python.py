@@ -81,7 +81,7 @@ _NOT_THERE = "is not there yet"
 _TEXT_ONLY = "is not there: models generate text only"
 METHODS: dict[str, str] = {
     **dict.fromkeys(("classify", "reward"), _TEXT_ONLY),
-    **dict.fromkeys(("beam_search", "sleep", "wake_up", "reset_prefix_cache"), _NOT_THERE),
+    **dict.fromkeys(("beam_search",), _NOT_THERE),
     "add_lora": "is not there: see load_lora_adapter()",
     "remove_lora": "is not there: see unload_lora()",
     "list_loras": "is not there: see list_lora_adapters()",

@@ -77,8 +77,10 @@ BOUNDS: Mapping[str, Bound] = {
     "instructions": Bound(),
     "text": Bound(),
     "messages": Bound(items=MAX_MESSAGES),
+    "system": Bound(),
     "tokens": Bound(),
     "token_ids": Bound(),
+    "tools": Bound(size=1 << 18),  # those of coding agents have more than 100,000 characters
     "stop": Bound(MAX_STOP_STRINGS, MAX_STOP_CHARS),
     "stop_token_ids": Bound(items=MAX_STOP_TOKEN_IDS),
     "bad_words": Bound(MAX_BAD_WORDS, MAX_BAD_WORD_CHARS),
@@ -97,6 +99,7 @@ BOUNDS: Mapping[str, Bound] = {
     "guided_regex": Bound(size=MAX_CONSTRAINT_CHARS),
     "guided_choice": Bound(MAX_CHOICES, MAX_CONSTRAINT_CHARS),
     "guided_grammar": Bound(size=MAX_CONSTRAINT_CHARS),
+    "output_config": Bound(size=2 * MAX_CONSTRAINT_CHARS),
     "chat_template": Bound(size=1 << 16),
     "chat_template_kwargs": Bound(size=1 << 14),
 }

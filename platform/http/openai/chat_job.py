@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ...core.errors import InvalidRequestError, PromptTooLongError
+from ...core.lora_request import LoRA
 from ...core.sampling_params import SamplingParams
 from ..serving_state import Serving
 from .answer import Accepted
@@ -55,9 +56,15 @@ async def chat_job(
     body.tools = list(choice.tools)
     params = _sampling_params(serving, body, defaults, choice)
     prompt = await serving.chat_prompt(messages, body, accepted.lora)
-    template, tokenizer = _response_template(serving, choice, parses_reasoning), serving.llm.tokenizer
+    tokenizer = (await serving.llm.processor_of(accepted.lora)).tokenizer
+    parses_reasoning |= serving.config.reasoning_parser is not None
+    template = None
+    if choice.tools or parses_reasoning:
+        template = await _response_template(serving, choice, tokenizer, accepted.lora)
     opened = _opened(template, tokenizer, prompt)
-    params.structured_outputs = answer_constraint(params.structured_outputs, choice, template, tokenizer, opened)
+    params.structured_outputs = answer_constraint(
+        params.structured_outputs, choice, template, serving.llm.tokenizer, opened
+    )
     if template is not None:
         params.skip_special_tokens = False  # they may be marks of calls and of reasoning
     max_tokens_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -73,17 +80,17 @@ async def chat_job(
     return ChatJob(job, parser_maker(choice, template, opened))
 
 
-def _response_template(serving: Serving, choice: ToolChoice, parses_reasoning: bool) -> dict[str, Any] | None:
-    """Format of the model, where the answer is parsed by it: it may have calls or reasoning.
+async def _response_template(
+    serving: Serving, choice: ToolChoice, tokenizer: Any, lora: LoRA | None
+) -> dict[str, Any] | None:
+    """Format of the model or of the adapter's chat template, for an answer that may have calls or reasoning.
 
     Raises:
         InvalidRequestError: nobody knows how the model writes calls.
     """
     config = serving.config
-    if not (choice.tools or parses_reasoning or config.reasoning_parser is not None):
-        return None
     name = config.tool_call_parser if choice.tools else config.reasoning_parser
-    template = format_of(name, serving.llm.tokenizer)
+    template = format_of(name, tokenizer, await serving.adapter_template(lora) if name is None else None)
     if choice.tools and template is None and not choice.is_forced:
         raise InvalidRequestError(
             "nothing says in which format this model calls tools: start the server with --tool-call-parser NAME, or "

@@ -57,7 +57,9 @@ def test_api_process_killed_mid_stream(server, request, accounts, load, check_se
     """`kill -9`: no engine is left behind, and the next server accounts for what was lost, once."""
     streams = load(server, "lost", 5, max_tokens=1900, n=4)  # for longer than a checkpoint takes
     streams.wait_until_all_stream(server, events=3)
-    time.sleep(1.5)  # a checkpoint
+    time.sleep(1.2)
+    # Each has counts of a checkpoint: an event after one second passes one.
+    streams.wait_until_all_stream(server, events=2 + max(map(len, streams.lines.values())))
     engine = server.engine()
     server.process.kill()
     streams.join()

@@ -57,7 +57,7 @@ async def load(serving, stored, max_adapters=None, **options):
 
 
 async def until(condition):
-    for _ in range(400):
+    for _ in range(3000):
         if condition():
             return
         await asyncio.sleep(0.01)

@@ -39,7 +39,7 @@ class Client:
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -48,6 +48,7 @@ BODIES = [
     ("/v1/completions", {"prompt": "ab"}),
     ("/v1/completions", {"prompt": ["ab", "cd"], "n": 2}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9}),
 ]
 
 

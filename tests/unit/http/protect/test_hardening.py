@@ -62,7 +62,7 @@ def test_the_body_of_a_request_that_waits_for_a_place_counts_until_it_is_admitte
     llm.blocked = True
 
     async def until(condition):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not condition():
                 await asyncio.sleep(0.001)
 

@@ -1,12 +1,14 @@
 """Mixes in the adapter manager: versions bound to their parts, rows, and what becomes of them."""
 
 import shutil
+import threading
 import time
 
 import pytest
 import torch
 
 from outrider.lora.device.sites import AdapterHooks
+from outrider.lora.files.folder import AdapterFiles
 from outrider.lora.registry.mixes import mix_adapters
 from outrider.platform.core.errors import AdapterError
 from outrider.platform.core.lora_request import LoRARequest
@@ -309,17 +311,20 @@ def test_dora_is_served_alone_and_refused_in_mixes(make, folder):
     manager.forget(alone)
 
 
-def test_reads_that_end_together(make, folder):
+def test_reads_that_end_together(make, folder, monkeypatch):
     """What the first of them changes does not drop the version of the second, which nobody wants any more, too early:
     its content would stay for ever."""
-    manager = make()
+    manager, gate, read = make(), threading.Event(), AdapterFiles.read
+    monkeypatch.setattr(AdapterFiles, "read", lambda files, source: gate.wait(30) and read(files, source))
     first, second = mixed_request(("a", folder("a"), 0.5)), mixed_request(("b", folder("b"), 0.5))
     for request in (first, second):
         manager.resolve(request)
     manager.forget(second)
     manager.catalog.unload("b")
+    gate.set()
     results, deadline = manager._transfers._threads._results, time.monotonic() + 30
-    while results.qsize() < 2 and time.monotonic() < deadline:
+    while results.qsize() < 2:
+        assert time.monotonic() < deadline
         time.sleep(0.001)
     wait_for(manager, first)
     manager.check_integrity()
