@@ -118,7 +118,8 @@ class OutputItems:
         else:
             [part] = item["content"]
             part["text"] = text
-            kind, extra = ("output_text", {"logprobs": []}) if item["type"] == "message" else ("reasoning_text", {})
+            kind = "output_text" if item["type"] == "message" else "reasoning_text"
+            extra: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
             events = [
                 self._event(f"{kind}.done", text=text, **extra),
                 self._event("content_part.done", part=copy.deepcopy(part)),
@@ -128,7 +129,7 @@ class OutputItems:
     def _delta(self, kind: str, text: str) -> StreamEvent:
         assert self._texts is not None
         self._texts.append(text)
-        extra = {"logprobs": []} if kind == "output_text" else {}
+        extra: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
         return self._event(f"{kind}.delta", delta=text, **extra)
 
     def _event(self, kind: str, **fields: Any) -> StreamEvent:
