@@ -14,17 +14,19 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self, Unpack, cast
 
 from ..core.compat.foreign_options import take_foreign
-from ..core.compat.vllm_python import GENERATE
+from ..core.compat.vllm_python import ENGINE_LIFE, GENERATE
 from ..core.config import EngineArgs
 from ..core.errors import EngineDeadError, InvalidUserInputError, OutriderError, ShuttingDownError
-from ..core.messages import EngineInfo, EngineStats, TokenDelta
+from ..core.messages import EngineInfo, TokenDelta
 from ..core.outputs import RequestOutput
-from ..core.sampling_params import SamplingParams
+from ..core.sampling_params import RequestOutputKind, SamplingParams
 from .adapters.async_adapters import AsyncLLMAdapters
 from .adapters.methods import AsyncAdapterMethods
 from .adapters.sources import AdapterSources
 from .adapters.spelling import AnyLoRA
+from .beam_search import AsyncBeamSearch
 from .engine_factory import DEFAULT_ENGINE, demo_lora_requests, engine_args, import_text_side, load_text_side
+from .engine_methods import AsyncEngineMethods
 from .input_processor import InputProcessor, Prompt, RequestOptions, check_request_id, text_of
 from .kernel_configs import use_kernel_configs
 from .output_processor import OutputProcessor
@@ -50,7 +52,7 @@ class _Started(NamedTuple):
     output_processor: OutputProcessor
 
 
-class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods, AsyncSleepMethods):
+class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods, AsyncBeamSearch, AsyncEngineMethods, AsyncSleepMethods):
     """Generates text from asyncio; all calls belong to one event loop.
 
         async with AsyncLLM() as llm:
@@ -78,10 +80,16 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods, AsyncSleepMethods):
 
     @classmethod
     def from_engine_args(
-        cls, args: EngineArgs, *, engine: str = DEFAULT_ENGINE, sources: AdapterSources | None = None
+        cls,
+        engine_args: EngineArgs,
+        *,
+        engine: str = DEFAULT_ENGINE,
+        sources: AdapterSources | None = None,
+        **of_vllm: Any,
     ) -> Self:
         """An AsyncLLM for these options; see `LLM.from_engine_args`."""
-        return cls.from_spec(EngineSpec(args=args, engine=engine), sources)
+        take_foreign(f"{cls.__name__}.from_engine_args()", of_vllm, ENGINE_LIFE, ("engine_args", "engine", "sources"))
+        return cls.from_spec(EngineSpec(args=engine_args, engine=engine), sources)
 
     @classmethod
     def from_spec(cls, spec: EngineSpec, sources: AdapterSources | None = None) -> Self:
@@ -290,6 +298,9 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods, AsyncSleepMethods):
         await self.start()
         request_id = request_id if request_id is not None else f"req-{uuid.uuid4().hex}"
         check_request_id(request_id)
+        kind = getattr(sampling_params, "output_kind", RequestOutputKind.CUMULATIVE)
+        delta, at_end = delta or kind is RequestOutputKind.DELTA, kind is RequestOutputKind.FINAL_ONLY
+        self.adapters.numbers.note(lora_request)
         # The engine gets an id that is never used again: it may still tell of an aborted request with the user's id.
         engine_id = f"{request_id}~{next(self._numbers)}"
         requests, tokenizer = await self._parts().requests.make(
@@ -303,6 +314,9 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods, AsyncSleepMethods):
             engine.send(Add(requests))
             while True:
                 await consumer.wait()
+                if at_end and not state.finished:
+                    consumer.taken()
+                    continue
                 output = state.take(delta)
                 if state.error is None:  # else that comes next
                     consumer.taken()
@@ -381,20 +395,3 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods, AsyncSleepMethods):
     def _on_death(self, error: OutriderError) -> None:
         for state in [] if self._started is None else self.output_processor.fail_all(error):
             self._pacer.wake(state.request_id)
-
-    # --- what LLM has too ------------------------------------------------------------------------------------------
-
-    async def get_default_sampling_params(self) -> SamplingParams:
-        """See `LLM.get_default_sampling_params`."""
-        await self.start()
-        return SamplingParams(**self.sampling_defaults.of_model)
-
-    async def get_tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        await self.start()
-        return self.tokenizer
-
-    async def stats(self) -> EngineStats:
-        """A snapshot of the engine's counters; they start anew when the engine has been started again."""
-        await self.start()
-        return cast(EngineStats, await self._ready_engine().call("stats"))

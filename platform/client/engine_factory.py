@@ -53,6 +53,12 @@ class Engine(Protocol):
     def stats(self) -> EngineStats:
         """A snapshot."""
 
+    def start_profile(self, folder: str, prefix: str) -> None:
+        """Begin to record steps with torch's profiler."""
+
+    def stop_profile(self) -> str:
+        """Write the profile; returns the path of its trace."""
+
     def reset_prefix_cache(self) -> bool:
         """Forget cached KV; True when nothing is cached any more."""
 

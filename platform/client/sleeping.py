@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, NoReturn
 from ..core.adapter_verbs import LocalAdapters
 from ..core.errors import AsleepError, InvalidRequestError, ShuttingDownError
 from ..core.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
-from .adapters.llm_adapters import LLMAdapters
 from .engine_factory import Engine
 
 if TYPE_CHECKING:
     from .adapters.async_adapters import AsyncLLMAdapters
+    from .llm_engine import LLMEngine
     from .process.supervisor import EngineProcess, Supervisor
     from .stream_pacing import StreamPacer
 
@@ -83,6 +83,14 @@ class SleepingEngine:
     def release_memory(self) -> None:
         """See Engine: it is released."""
 
+    def start_profile(self, folder: str, prefix: str) -> None:
+        """Refuse a profile."""
+        refuse()
+
+    def stop_profile(self) -> str:
+        """Refuse a profile."""
+        refuse()
+
     def shutdown(self) -> None:
         """End the engine that is there."""
         if self.engine is not None:
@@ -92,17 +100,12 @@ class SleepingEngine:
 class SyncSleepMethods:
     """The methods of `LLM`."""
 
-    _engine: Engine
-    _make_engine: Callable[[], Engine]
-    adapters: LLMAdapters
-
-    def _check_open(self) -> None:
-        raise NotImplementedError
+    llm_engine: LLMEngine
 
     def reset_prefix_cache(self) -> bool:
         """Forget the cached beginnings of prompts; True when nothing is cached any more."""
-        self._check_open()
-        return self._engine.reset_prefix_cache()
+        self.llm_engine.check_open()
+        return self.llm_engine.engine_core.reset_prefix_cache()
 
     def sleep(self, level: int = 1) -> None:
         """Free memory until `wake_up`; requests and adapter calls are refused with AsleepError meanwhile.
@@ -110,32 +113,32 @@ class SyncSleepMethods:
         Args:
             level: 1 frees the KV cache; 2 the weights too, which are loaded again from their files.
         """
-        self._check_open()
-        level, awake = _level(level, self._engine.info.device), self._engine
+        self.llm_engine.check_open()
+        level, awake = _level(level, self.llm_engine.engine_core.info.device), self.llm_engine.engine_core
         if isinstance(awake, SleepingEngine):
             if awake.level >= level or awake.engine is None:
                 return
             awake = awake.engine
         awake.release_memory()
         if level == 2:
-            self.adapters.remember()
+            self.llm_engine.adapters.remember()
             awake.shutdown()
-        self._engine = SleepingEngine(awake, level)
+        self.llm_engine.engine_core = SleepingEngine(awake, level)
         del awake
         gc.collect()
 
     def wake_up(self) -> None:
         """Take requests again, after `sleep`; the errors are those of a start."""
-        self._check_open()
-        if isinstance(self._engine, SleepingEngine):
-            reloads = self._engine.engine is None
-            self._engine = self._engine.engine or self._make_engine()
+        self.llm_engine.check_open()
+        if isinstance(self.llm_engine.engine_core, SleepingEngine):
+            reloads = self.llm_engine.engine_core.engine is None
+            self.llm_engine.engine_core = self.llm_engine.engine_core.engine or self.llm_engine.make_engine()
             if reloads:
-                self.adapters.load_again()
+                self.llm_engine.adapters.load_again()
 
     def is_sleeping(self) -> bool:
         """True between `sleep` and `wake_up`."""
-        return isinstance(self._engine, SleepingEngine)
+        return isinstance(self.llm_engine.engine_core, SleepingEngine)
 
 
 class AsyncSleepMethods:

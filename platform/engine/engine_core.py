@@ -16,6 +16,7 @@ from ..core.model_limits import MAX_TOKEN_IDS, check_params, check_token_ids
 from ..core.request import Request
 from ..core.sampling_params import check_number, check_text
 from .adapters import EngineAdapters
+from .profiler import Profiler
 from .runner.pipeline import Pipeline
 from .sampling.logits_edits import EditTables, edit_state
 from .setup import build
@@ -41,6 +42,7 @@ class EngineCore:
         """Loads, unloads and pins adapters; see `core.adapter_verbs`."""
         self._pipeline = Pipeline(parts.scheduler, parts.runner, self._wait)
         self._speculation = SpeculationTotals()
+        self._profiler = Profiler()
         self._edit_tables: EditTables | None = None  # of the last request that had some: its sequences share them
 
     @property
@@ -121,6 +123,14 @@ class EngineCore:
             lora_rows=adapters.num_rows,
         )
 
+    def start_profile(self, folder: str, prefix: str) -> None:
+        """Record steps with torch's profiler, for files in `folder`; see `Profiler.start` for the errors."""
+        self._profiler.start(folder, prefix)
+
+    def stop_profile(self) -> str:
+        """Write the profile; returns the path of its trace. See `Profiler.stop` for the errors."""
+        return self._profiler.stop()
+
     def reset_prefix_cache(self) -> bool:
         """Forget the cached KV that no sequence uses; True when nothing is cached any more."""
         return self.scheduler.prefix_cache.reset()
@@ -142,6 +152,7 @@ class EngineCore:
         """Abort what is left and stop background work."""
         self.scheduler.abort([request.request_id for request in (*self.scheduler.running, *self.scheduler.waiting)])
         self._pipeline.abandon()
+        self._profiler.close()
         self._runner.close()
         self._adapters.close()
         self._grammars.close()

@@ -83,7 +83,7 @@ class Serving:
         """Tenants of the server; None without a database."""
         self.models = ModelRegistry(llm, config.served_model_names, config.model_aliases)
         self.adapter_policy = AdapterPolicy(config)
-        self.metrics = Metrics()
+        self.metrics = Metrics(config.served_model_names[0] if config.metrics_prefix == "vllm" else None)
         if tenancy is not None:
             self.metrics.register(lambda: tenancy_families(tenancy))
         self.queue = QueueBound() if tenancy is None else tenancy.limiter.queue

@@ -14,6 +14,7 @@ from ...core.lora_request import LoRARequest
 from ...core.messages import AdapterInfo
 from ..process.supervisor import EngineProcess
 from .llm_adapters import NO_FILES
+from .numbers import LoRANumbers
 from .sources import AdapterSources
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ class AsyncLLMAdapters:
         self._start = start
         self._engine = engine
         self._sources = sources
+        self.numbers = LoRANumbers()
+        """Integers that stand for adapters."""
         self._kept: dict[str, _Kept] = {}
         self.requests: dict[str, LoRARequest] = {}
         """The adapters that have been loaded or registered, by name, with local folders. To look at only. One that

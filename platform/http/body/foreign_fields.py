@@ -72,9 +72,9 @@ _SOURCES = {
 }
 
 _SAMPLING = {
-    **_each(Unsupported((False,)), "use_beam_search echo watermarking"),
+    **_each(Unsupported((False,)), "echo watermarking"),
     "num_beams": Unsupported((1,)),
-    **_each(Unsupported((1.0,)), "length_penalty typical_p tfs_z"),
+    **_each(Unsupported((1.0,)), "typical_p tfs_z"),
     "do_sample": Unsupported((True,), instead="temperature"),
     **_each(Unsupported(("",)), "suffix custom_logit_processor"),
     "logits_processors": Unsupported(([],)),

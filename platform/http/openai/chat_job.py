@@ -10,6 +10,7 @@ from ...core.lora_request import LoRA
 from ...core.sampling_params import SamplingParams
 from ..serving_state import Serving
 from .answer import Accepted
+from .beams import beam_params
 from .job import Job
 from .protocol import ChatCompletionRequest
 from .tools.answers import MakeParser, open_region, parser_maker
@@ -73,6 +74,7 @@ async def chat_job(
         [prompt],
         params,
         prefix=prefix,
+        beam=beam_params(body, params),
         default_max_tokens=defaults.get("max_tokens"),
         max_tokens_field=max_tokens_field,
         endpoint=endpoint,

@@ -70,7 +70,7 @@ class StepLoader:
 
 class ManagerMachine(RuleBasedStateMachine):
     """Folders hold only numbers: the target's content, and that of the draft weights (0: none). 13 is broken: the
-    adapter, or its draft weights alone. The ranks follow from the numbers; from 10 on it has embeddings of its own."""
+    adapter, or its draft weights alone. The ranks follow from the numbers; odd ones have embeddings of their own."""
 
     MAX_CPU_LORAS = 3
     MAX_CPU_BYTES = None
@@ -136,7 +136,7 @@ class ManagerMachine(RuleBasedStateMachine):
         # The target has no modules here; its rows have no columns.
         empty = torch.zeros(rows, 0), np.zeros((rows, 0), np.uint8)
         target = target._replace(linears=PackedRows(files.target.layout.linears, (), *empty))
-        if content >= 10:
+        if content % 2:
             target = target._replace(own_rows={"model.embed_tokens": OwnRows(torch.zeros(1, 1), None)})
         return Adapter(self._digest(content, draft), target, drafter, reason)
 
