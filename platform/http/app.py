@@ -24,6 +24,7 @@ from .console.statistics import Statistics
 from .observe import health
 from .observe.request_log import Observer
 from .openai import chat, completions, embeddings, model_routes, tokenize
+from .openai.responses import routes as responses
 from .protect.error_responses import (
     ClientDisconnectedError,
     error_response,
@@ -52,8 +53,8 @@ def create_app(
     app = FastAPI(title="Outrider", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.serving = Serving(llm, config, tenancy)
     app.state.statistics = Statistics(app.state.serving)
-    modules = (chat, completions, embeddings, messages_routes, model_routes, adapter_routes, tokenize, engine_routes)
-    for module in (*modules, health, console_routes):
+    apis = (chat, completions, responses, embeddings, messages_routes, tokenize)
+    for module in (*apis, model_routes, adapter_routes, engine_routes, health, console_routes):
         app.include_router(module.router)
     app.include_router(_admin_routes(tenancy))
     install_error_handlers(app)

@@ -37,6 +37,7 @@ from .observe.prometheus_metrics import Metrics
 from .observe.request_log import current_note, note_tokenizer
 from .openai.chat_messages import num_chars
 from .openai.protocol import TemplateFields
+from .openai.responses.store import ResponseStore
 from .protect.error_responses import EngineUnavailableError
 from .server_config import ServerConfig
 
@@ -88,6 +89,7 @@ class Serving:
         self.queue = QueueBound() if tenancy is None else tenancy.limiter.queue
         """Count of all that waits, for places and in the engine."""
         self.queue.bounds = lambda: Bounds(llm.info.max_num_queued_reqs, llm.info.max_num_seqs)
+        self.responses = ResponseStore()
         self.bodies = BodyMemory(BODIES_IN_MEMORY * config.max_body_bytes)
         self.adapter_sync: AdapterSync | None = None
         """Synchronisation of the adapters loaded over HTTP, once `follow_database` has been called."""

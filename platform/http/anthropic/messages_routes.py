@@ -127,6 +127,9 @@ class Answer:
         delta = {"type": "message_delta", "delta": self._end, "usage": usage(self._totals)}
         return iter([_sse(delta), _sse({"type": "message_stop"})])
 
+    def close(self) -> None:
+        """See StreamWriter."""
+
     def error(self, error: Exception) -> str:
         """See StreamWriter."""
         status = error.status if isinstance(error, OutriderError) else 500

@@ -73,6 +73,8 @@ _IDENTIFIER = Bound(size=MAX_SALT_CHARS)
 _DEFAULT = Bound(size=MAX_SIZE)
 BOUNDS: Mapping[str, Bound] = {
     "prompt": Bound(),
+    "input": Bound(),
+    "instructions": Bound(),
     "text": Bound(),
     "messages": Bound(items=MAX_MESSAGES),
     "system": Bound(),
@@ -91,6 +93,7 @@ BOUNDS: Mapping[str, Bound] = {
     "safety_identifier": _IDENTIFIER,
     "limits": Bound(items=64, size=1 << 20),
     "response_format": Bound(size=2 * MAX_CONSTRAINT_CHARS),
+    "text.format": Bound(size=2 * MAX_CONSTRAINT_CHARS),
     "structured_outputs": Bound(size=2 * MAX_CONSTRAINT_CHARS),
     "guided_json": Bound(size=2 * MAX_CONSTRAINT_CHARS),
     "guided_regex": Bound(size=MAX_CONSTRAINT_CHARS),

@@ -146,7 +146,7 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = str(error.detail)
-        if error.status_code == 404 and is_to_come(request.url.path):
+        if error.status_code in (404, 405) and is_to_come(request.url.path):
             message = f"{shorten(request.url.path)} is not implemented by this server"
             return plain_response(501, message, {"x-should-retry": "false"})  # OpenAI's clients try a 5xx again
         if error.status_code in (404, 405):

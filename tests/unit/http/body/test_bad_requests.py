@@ -211,7 +211,7 @@ def test_unknown_model(http, path, body, model):
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/responses", "/v1/responses/x/cancel", "/v1/complete", "/v1/audio/speech", "/pooling"]
+    "path", ["/v1/responses/compact", "/v1/conversations/x", "/v1/complete", "/v1/audio/speech", "/pooling"]
 )
 def test_routes_that_are_to_come(http, path):
     error = error_of(http.post(path, {}), 501)
