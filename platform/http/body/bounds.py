@@ -80,6 +80,7 @@ BOUNDS: Mapping[str, Bound] = {
     "system": Bound(),
     "tokens": Bound(),
     "token_ids": Bound(),
+    **dict.fromkeys(("text_1", "text_2", "query", "documents"), Bound(size=1 << 20)),
     "tools": Bound(size=1 << 18),  # those of coding agents have more than 100,000 characters
     "stop": Bound(MAX_STOP_STRINGS, MAX_STOP_CHARS),
     "stop_token_ids": Bound(items=MAX_STOP_TOKEN_IDS),
