@@ -125,11 +125,15 @@ def test_a_check_that_is_interrupted_leaves_no_answer_for_the_next_one():
     checker.check(StructuredOutputsParams(regex="a"))
     pid = checker._process.pid
     os.kill(pid, signal.SIGSTOP)
+
+    def check_and_be_interrupted():
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        checker.check(StructuredOutputsParams(regex="("))
+
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
-            checker.check(StructuredOutputsParams(regex="("))
+            check_and_be_interrupted()
     finally:
         signal.signal(signal.SIGALRM, before)
     with contextlib.suppress(ProcessLookupError):
