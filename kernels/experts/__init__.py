@@ -39,7 +39,7 @@ def pack(
 
     With `batch_invariant` a row's result does not depend, bit for bit, on other rows.
     """
-    if is_native(gate_up) and is_native(down) and activation in ("silu", "clamped_swiglu"):
+    if is_native(gate_up, down) and activation in ("silu", "clamped_swiglu"):
         return NativeExperts(gate_up, down, activation)
     on_triton = [_on_triton(weights) for weights in (gate_up, down)]
     if all(on_triton):

@@ -139,6 +139,14 @@ class NativeQuantizedLinear(NativeProduct):
         self._base = _Weight(*shape, *tables, None)
         self._weight = self._base if bias is None else _Weight(*shape, *tables, bias.data_ptr())
 
+    @property
+    def input_form(self) -> tuple[int, int, int] | None:
+        """How inputs are taken: chunk, planes and bits; None: the blocks differ in it, or have an order of inputs."""
+        first = self._inputs[0]
+        if len(self._inputs) > 1 or first.order:
+            return None
+        return first.chunk, first.num_planes, self._base.input_bits
+
     def rows(self, ids: Tensor) -> Tensor:
         """Rows `ids` [n] int64 of W, dequantised: [n, in] bfloat16.
 
