@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 from ..core.compat.foreign_options import check_foreign
 from ..core.compat.vllm_python import PROMPT
+from ..core.constraint_check import CHECKER
 from ..core.errors import InvalidRequestError, PromptTooLongError
 from ..core.lora_request import LoRA, LoRAMix, LoRARequest
 from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo, EngineRequest
@@ -290,7 +291,7 @@ class InputProcessor:
             },
         )
         if resolved.structured_outputs is not None:
-            resolved.structured_outputs.check()
+            CHECKER.check(resolved.structured_outputs)
         check_params(resolved, self._info.vocab_size, self._info.max_logprobs, num_ids)
         return resolved
 

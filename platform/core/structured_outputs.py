@@ -20,7 +20,7 @@ from .suggestions import did_you_mean
 MAX_CONSTRAINT_CHARS = 65_536
 """Characters of a constraint: a schema as JSON, a grammar, all choices. Checking so many takes about 0.1 s."""
 MAX_CHOICES = 1024
-_WHITESPACE = r"[ ]|\n[ \t]{0,40}"
+WHITESPACE = r"[ ]|\n[ \t]{0,40}"
 """Whitespace between the parts of JSON: a model that may write any amount of it sometimes writes nothing else."""
 _STACK_BYTES = 1 << 28
 """Stack of a thread that compiles: `llguidance` calls itself for each rule within another one, and 65,536 characters
@@ -60,6 +60,8 @@ class StructuredOutputsParams:
     line's end with up to 40 spaces or tabs."""
     source: str = "structured_outputs"
     """Field of the request that it comes from, which errors name."""
+    frame: str | None = None
+    """Grammar in Lark's syntax in which `@body` is the constraint; the chat API writes it, no client may."""
 
     def __post_init__(self) -> None:
         if self.json_object is False:
@@ -74,7 +76,7 @@ class StructuredOutputsParams:
                     setattr(self, kind, json.dumps(value, ensure_ascii=False))
                 except (TypeError, ValueError, RecursionError) as error:
                     raise self._wrong(f"{kind} is not JSON: {error}") from error
-        for kind in ("json", "regex", "grammar", "structural_tag", "whitespace_pattern"):
+        for kind in ("json", "regex", "grammar", "structural_tag", "whitespace_pattern", "frame"):
             value = getattr(self, kind)
             if value is not None:
                 self._check_text(kind, value)
@@ -111,7 +113,7 @@ class StructuredOutputsParams:
     @property
     def key(self) -> tuple[Any, ...]:
         """Identity of the constraint: two with the same key allow the same answers."""
-        options = self.disable_any_whitespace, self.disable_additional_properties, self.whitespace_pattern
+        options = self.disable_any_whitespace, self.disable_additional_properties, self.whitespace_pattern, self.frame
         return (*(getattr(self, kind) for kind in _KINDS if kind != "choice"), tuple(self.choice or ()), *options)
 
     def grammar_text(self) -> str:
@@ -120,9 +122,10 @@ class StructuredOutputsParams:
         Raises:
             InvalidRequestError: a text is not of its syntax, or the package is not installed.
         """
-        package = _package()
+        package = grammar_package()
         try:
-            return self._grammar_text(package)
+            text = self._grammar_text(package)
+            return text if self.frame is None else self._framed(text)
         except InvalidRequestError:
             raise
         except (ValueError, KeyError, TypeError, AssertionError, AttributeError, RecursionError) as error:
@@ -148,6 +151,12 @@ class StructuredOutputsParams:
             return str(package.grammar_from("grammar", self.grammar))
         return str(matcher.grammar_from_lark(self._tags(package)))
 
+    def _framed(self, text: str) -> str:
+        """Grammar whose part `body` is another one."""
+        grammars = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
+        grammars[0]["name"] = "body"
+        return json.dumps({"grammars": [{"lark_grammar": self.frame}, *grammars]})
+
     def _tags(self, package: Any) -> str:
         """Lark grammar of the structural tag."""
         tag = json.loads(str(self.structural_tag))
@@ -168,19 +177,7 @@ class StructuredOutputsParams:
             return {"whitespace_pattern": self.whitespace_pattern}
         if self.disable_any_whitespace:
             return {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        return {"whitespace_pattern": _WHITESPACE}
-
-    def check(self) -> None:
-        """Compile the constraint without a vocabulary; up to 0.2 s, outside of Python's lock.
-
-        Raises:
-            InvalidRequestError: it cannot be served; the message names the keyword or the place.
-        """
-        text = self.grammar_text()
-        validate = _package().LLMatcher.validate_grammar_with_warnings
-        is_wrong, messages = on_deep_stack(lambda: validate(text, limits=parser_limits()), source=self.source)
-        if is_wrong:
-            raise self._wrong(_shortened("; ".join(messages)))
+        return {"whitespace_pattern": WHITESPACE}
 
 
 def on_deep_stack(work: Callable[[], Any], *, source: str) -> Any:
@@ -210,7 +207,7 @@ def on_deep_stack(work: Callable[[], Any], *, source: str) -> Any:
 
 def parser_limits() -> Any:
     """Limits of `llguidance`: a grammar beyond them is an error instead of a long wait."""
-    return _package().LLParserLimits(
+    return grammar_package().LLParserLimits(
         initial_lexer_fuel=1_000_000,  # 20 ms
         step_lexer_fuel=50_000,  # 4 ms for a row of logits
         step_max_items=20_000,  # 1 ms
@@ -228,7 +225,7 @@ def parse(value: Any, source: str = "structured_outputs") -> StructuredOutputsPa
     """
     if not isinstance(value, dict):
         raise _wrong(source, "must be an object")
-    known = StructuredOutputsParams.__dataclass_fields__
+    known = StructuredOutputsParams.__dataclass_fields__.keys() - {"source", "frame"}
     for name in value:
         if name not in known:
             raise _wrong(source, f"has no field {str(name)[:100]!r}{did_you_mean(str(name), known)}")
@@ -236,7 +233,12 @@ def parse(value: Any, source: str = "structured_outputs") -> StructuredOutputsPa
     return StructuredOutputsParams(**{**given, "source": source})
 
 
-def _package() -> Any:
+def grammar_package() -> Any:
+    """The package that makes masks.
+
+    Raises:
+        InvalidRequestError: it is not installed.
+    """
     if find_spec("llguidance") is None:
         raise InvalidRequestError(_NO_PACKAGE, param="structured_outputs")
     import llguidance

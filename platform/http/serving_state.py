@@ -292,8 +292,9 @@ def require_admin(request: Request) -> None:
 
 
 def new_request_id(kind: str) -> str:
-    """An id for an answer and the engine: "chatcmpl-…". Never the client's own, which need not be unique."""
-    request_id = f"{kind}-{uuid.uuid4().hex}"
+    """An id for an answer and the engine: "chatcmpl-…", or "resp_…" where the kind has its own end. Never the client's
+    own, which need not be unique."""
+    request_id = f"{kind}{'' if kind.endswith('_') else '-'}{uuid.uuid4().hex}"
     note = current_note()
     if note is not None:
         note.id = request_id

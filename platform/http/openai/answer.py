@@ -85,8 +85,8 @@ class Accepted(Generic[BodyT]):
         body, events = self.body, generate(self.serving, job)
         assert isinstance(body, SamplingFields), "routes that pool have answers of their own"
         if body.stream:
-            writer = ChunkWriter(fixed, body.stream_options, bool(body.return_metrics))
-            return await stream_response(self.request, events, encoder, writer)
+            writer = ChunkWriter(fixed, encoder, body.stream_options, with_metrics=bool(body.return_metrics))
+            return await stream_response(self.request, events, writer)
         collected = await until_disconnect(self.request, collect(events, job))
         content = await asyncio.to_thread(answer, collected) if in_thread else answer(collected)
         return await json_answer(fixed | content, limit_headers(self.request))

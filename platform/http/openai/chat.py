@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -10,101 +9,32 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...core.errors import InvalidRequestError, PromptTooLongError
 from ...core.outputs import CompletionOutput
-from ...core.sampling_params import SamplingParams
 from ..body.reader import documented
-from ..serving_state import Serving
 from .answer import accept, asked_fields
+from .chat_job import chat_job
 from .chat_messages import normalize_messages
 from .event_stream import Chunk, dumps
 from .generation import Choice, Collected
 from .job import Event
 from .logprobs import chat_logprobs, pack, prompt_logprobs
 from .protocol import ChatCompletionRequest
-from .tools.answers import MakeParser, chunk_deltas, finish_reason, parser_maker, whole_message
-from .tools.choice import ToolChoice, tool_choice_of
-from .tools.formats import format_of
+from .tools.answers import MakeParser, chunk_deltas, finish_reason, whole_message
 from .tools.parser import AnswerParser, Delta
 
 router = APIRouter()
-
-PROMPT_END = 16
-"""Last tokens of a prompt among which the mark of reasoning stands that a chat template has begun."""
 
 
 @router.post("/v1/chat/completions", response_model=None, openapi_extra=documented(ChatCompletionRequest))
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     accepted = await accept(request, ChatCompletionRequest)
-    body, serving, defaults = accepted.body, accepted.serving, accepted.defaults
-    choice = tool_choice_of(body)
-    body.tools = list(choice.tools)
-    params = _sampling_params(serving, body, defaults, choice)
-    prompt = await serving.chat_prompt(normalize_messages(body.messages), body, accepted.lora)
-    make_parser = _make_parser(serving, choice, prompt)
-    if make_parser is not None and not choice.is_forced:
-        params.skip_special_tokens = False  # they may be marks of calls and of reasoning
-    max_tokens_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    _check_length(params, serving.llm.info.max_model_len, len(prompt), max_tokens_field)
-    job = accepted.job(
-        [prompt],
-        params,
-        prefix="chatcmpl",
-        default_max_tokens=defaults.get("max_tokens"),
-        max_tokens_field=max_tokens_field,
-        endpoint="/v1/chat/completions",
+    body = accepted.body
+    job, make_parser = await chat_job(
+        accepted, body, normalize_messages(body.messages), prefix="chatcmpl", endpoint="/v1/chat/completions"
     )
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     return await accepted.respond(job, kind, _ChatChunks(body, make_parser), partial(_answer, body, make_parser))
-
-
-def _make_parser(serving: Serving, choice: ToolChoice, prompt: list[int]) -> MakeParser | None:
-    """Maker of the parsers of the answer's choices; None where it is plain text.
-
-    Raises:
-        InvalidRequestError: nobody knows how the model writes calls.
-    """
-    config, tokenizer = serving.config, serving.llm.tokenizer
-    parses_reasoning = config.reasoning_parser is not None
-    name = config.tool_call_parser if choice.tools else config.reasoning_parser
-    template = format_of(name, tokenizer) if choice.tools or parses_reasoning else None
-    if choice.tools and template is None and not choice.is_forced:
-        raise InvalidRequestError(
-            "nothing says in which format this model calls tools: start the server with --tool-call-parser NAME, or "
-            'give tool_choice "required"',
-            param="tools",
-        )
-
-    def prompt_end() -> str:
-        return str(tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False))
-
-    return parser_maker(choice, template, prompt_end, parses_reasoning=parses_reasoning)
-
-
-def _check_length(params: SamplingParams, limit: int, num_prompt_tokens: int, max_tokens_field: str) -> None:
-    """Check the context length in the words of a chat; prompts that are only scored are left to the engine's client."""
-    max_tokens = params.max_tokens or 1
-    if num_prompt_tokens + max_tokens > limit and not (
-        num_prompt_tokens == limit and params.prompt_logprobs is not None
-    ):
-        param = "messages" if num_prompt_tokens >= limit else max_tokens_field
-        raise PromptTooLongError.of(limit, num_prompt_tokens, max_tokens, prompt="messages", param=param)
-
-
-def _sampling_params(
-    serving: Serving, body: ChatCompletionRequest, defaults: Mapping[str, Any], choice: ToolChoice
-) -> SamplingParams:
-    limit = serving.llm.info.max_logprobs
-    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= limit:
-        raise InvalidRequestError(
-            f"top_logprobs must be in [0, {limit}], got {body.top_logprobs}", param="top_logprobs"
-        )
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return body.sampling_params(
-        defaults, logprobs=logprobs, max_tokens=max_tokens, structured_outputs=choice.constraint()
-    )
 
 
 def _answer(body: ChatCompletionRequest, make_parser: MakeParser | None, collected: Collected) -> dict[str, Any]:

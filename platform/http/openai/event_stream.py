@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import aclosing, suppress
-from itertools import chain
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from starlette.requests import Request
@@ -16,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...core.errors import OutriderError
 from ..protect.accounting import limit_headers
-from ..protect.error_responses import ClientDisconnectedError, error_event
+from ..protect.error_responses import ClientDisconnectedError, error_content
 from .generation import Totals
 from .job import Event
 from .json_pieces import OBJECTS, SCALARS, ascii_json, in_blocks, paused, write
@@ -30,7 +29,7 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # asks nginx to pass every event on at once
 ]
-DONE = b"data: [DONE]\n\n"
+DONE = "data: [DONE]\n\n"
 
 
 def dumps(value: Any) -> str:
@@ -73,56 +72,77 @@ class ChunkEncoder(Protocol):
         """The choice objects of one event; empty when there is nothing to say."""
 
 
-class ChunkWriter:
-    """Writer of what stands around a chunk's choices, prepared once: a chunk costs a few string joins."""
+class StreamWriter(Protocol):
+    """Writer of the server-sent events of one API's stream."""
 
-    def __init__(self, fixed: dict[str, Any], options: StreamOptions | None, with_metrics: bool) -> None:
+    def events(self, event: Event) -> Iterator[str]:
+        """Events for one output, in pieces; maybe none."""
+
+    async def last(self) -> Iterator[str]:
+        """The events after the last output, in pieces."""
+
+    def error(self, error: Exception) -> str:
+        """The events that end the stream after an error."""
+
+
+class ChunkWriter:
+    """Writer of chunks. What stands around a chunk's choices is prepared once: a chunk costs a few string joins."""
+
+    def __init__(
+        self, fixed: dict[str, Any], encoder: ChunkEncoder, options: StreamOptions | None, *, with_metrics: bool
+    ) -> None:
         self._head = f'data: {dumps(fixed)[:-1]},"choices":['
+        self._encoder = encoder
         self._usage = options is not None and bool(options.include_usage)
         self._continuous = options is not None and bool(options.continuous_usage_stats)
         self._metrics = with_metrics
         self._tail = ',"usage":null}\n\n' if self._usage else "}\n\n"
+        self._totals = Totals()
 
-    def chunk(self, choice: Chunk, totals: Totals) -> Iterator[str]:
+    def events(self, event: Event) -> Iterator[str]:
+        """See StreamWriter. Tokens without text, such as half a character or a special one, have a chunk only where
+        usage is asked for with every chunk."""
+        self._totals.add(event)
+        choices = self._encoder.choices(event)
+        for choice in choices:
+            yield from self.chunk(choice)
+        if not choices and self._continuous:
+            yield f'{self._head}],"usage":{dumps(self._totals.usage())}}}\n\n'
+
+    def chunk(self, choice: Chunk) -> Iterator[str]:
         """One event with one choice, in pieces."""
         yield self._head
         if isinstance(choice, str):
             yield choice
         else:
             yield from write(choice, ascii_json)
-        yield f'],"usage":{dumps(totals.usage())}}}\n\n' if self._continuous else f"]{self._tail}"
+        yield f'],"usage":{dumps(self._totals.usage())}}}\n\n' if self._continuous else f"]{self._tail}"
 
-    def no_text(self, totals: Totals) -> str:
-        """Chunk for tokens without text, such as half a character or a special one: it holds their number, and is ""
-        where usage is not asked for with every chunk."""
-        return f'{self._head}],"usage":{dumps(totals.usage())}}}\n\n' if self._continuous else ""
-
-    def last(self, totals: Totals) -> str:
-        """The event after the last choice: usage and metrics, where asked for."""
+    async def last(self) -> Iterator[str]:
+        """See StreamWriter: usage and metrics, where asked for."""
         extras = {}
         if self._usage:
-            extras["usage"] = totals.usage()
+            extras["usage"] = self._totals.usage()
         if self._metrics:
-            extras["metrics"] = totals.metrics()
-        return f"{self._head}],{dumps(extras)[1:]}\n\n" if extras else ""
+            extras["metrics"] = self._totals.metrics()
+        return iter([f"{self._head}],{dumps(extras)[1:]}\n\n" if extras else "", DONE])
+
+    def error(self, error: Exception) -> str:
+        """See StreamWriter."""
+        return f"data: {json.dumps(error_content(error))}\n\n{DONE}"
 
 
-async def events_to_sse(
-    first: Event, events: AsyncGenerator[Event], encoder: ChunkEncoder, writer: ChunkWriter
-) -> AsyncGenerator[bytes]:
-    """Body of a stream. An error ends it with an error event; `[DONE]` always comes last."""
-    totals = Totals()
+async def events_to_sse(first: Event, events: AsyncGenerator[Event], writer: StreamWriter) -> AsyncGenerator[bytes]:
+    """Body of a stream. An error ends it with an error event."""
 
     async def encode(event: Event) -> AsyncIterator[bytes]:
-        totals.add(event)
-        choices = encoder.choices(event)
-        pieces = chain.from_iterable(writer.chunk(choice, totals) for choice in choices)
         new, prompt = event.output.outputs, event.output.prompt_token_ids
+        pieces = writer.events(event)
         if sum(len(output.token_ids) for output in new) > OBJECTS or len(prompt) > SCALARS:
             async for data in in_blocks(paused(pieces)):
                 yield data
         else:
-            data = ("".join(pieces) or writer.no_text(totals)).encode()
+            data = "".join(pieces).encode()
             if data:
                 yield data
 
@@ -132,14 +152,15 @@ async def events_to_sse(
         async for event in events:
             async for data in encode(event):
                 yield data
-        yield writer.last(totals).encode() + DONE
+        async for data in in_blocks(paused(await writer.last())):
+            yield data
     except OutriderError as error:
-        yield error_event(error) + DONE
+        yield writer.error(error).encode()
     except Exception as error:
         logger.exception("a stream ended with an unexpected error")
         with suppress(Exception):
             await events.athrow(error)  # where it comes from this side: the request has failed, not been abandoned
-        yield error_event(error) + DONE
+        yield writer.error(error).encode()
 
 
 class EventStreamResponse(Response):
@@ -175,9 +196,7 @@ class EventStreamResponse(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def stream_response(
-    request: Request, events: AsyncGenerator[Event], encoder: ChunkEncoder, writer: ChunkWriter
-) -> Response:
+async def stream_response(request: Request, events: AsyncGenerator[Event], writer: StreamWriter) -> Response:
     """Answer with a stream, once the first output is there: an error before it becomes an ordinary error response."""
     first = await until_disconnect(request, anext(events))
-    return EventStreamResponse(events_to_sse(first, events, encoder, writer), events, limit_headers(request))
+    return EventStreamResponse(events_to_sse(first, events, writer), events, limit_headers(request))

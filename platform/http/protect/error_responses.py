@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Mapping
@@ -113,13 +112,12 @@ def internal_error_response() -> Response:
     return JSONResponse(INTERNAL_ERROR, 500)
 
 
-def error_event(error: Exception) -> bytes:
-    """The server-sent event for an error in the middle of a stream."""
+def error_content(error: Exception) -> dict[str, Any]:
+    """The JSON for an error in the middle of a stream."""
     note_error(type(error).type if isinstance(error, OutriderError) else OutriderError.type)
-    body = INTERNAL_ERROR
     if isinstance(error, OutriderError) and type(error) is not OutriderError:
-        body = error_body(error)
-    return b"data: " + json.dumps(body).encode() + b"\n\n"
+        return error_body(error)
+    return INTERNAL_ERROR
 
 
 def plain_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider import InvalidRequestError, SamplingParams, StructuredOutputsParams
+from outrider.platform.core.constraint_check import CHECKER, ConstraintChecker
 from outrider.platform.core.structured_outputs import MAX_CHOICES, MAX_CONSTRAINT_CHARS
 
 
@@ -30,7 +31,7 @@ from outrider.platform.core.structured_outputs import MAX_CHOICES, MAX_CONSTRAIN
     ],
 )
 def test_constraints_that_are_served(fields):
-    StructuredOutputsParams(**fields).check()
+    CHECKER.check(StructuredOutputsParams(**fields))
     assert SamplingParams(structured_outputs=fields).structured_outputs == StructuredOutputsParams(**fields)
 
 
@@ -65,7 +66,7 @@ def test_constraints_that_are_served(fields):
 )
 def test_constraints_that_are_refused_by_name(fields, named):
     with pytest.raises(InvalidRequestError, match=f"(?s)structured_outputs.*{named}") as caught:
-        StructuredOutputsParams(**fields).check()
+        CHECKER.check(StructuredOutputsParams(**fields))
     assert caught.value.param == "structured_outputs"
     assert len(caught.value.message) < 700
 
@@ -94,4 +95,20 @@ def test_properties_that_are_not_named():
 
 def test_rules_within_rules_do_not_end_the_process():
     rules = "\n".join(f"a{index}: ((((a{index + 1}))))" for index in range(2500))
-    StructuredOutputsParams(grammar=f'start: a0\n{rules}\na2500: "x"').check()
+    CHECKER.check(StructuredOutputsParams(grammar=f'start: a0\n{rules}\na2500: "x"'))
+
+
+def test_what_would_take_hours_is_refused_and_the_next_is_checked():
+    patterns = [{"type": "string", "pattern": f"(.*a.{{{index}}})+"} for index in range(40)]
+    for _ in range(2):  # the second answer is remembered
+        with pytest.raises(InvalidRequestError, match=r"structured_outputs: too complex; .* more than 2 s"):
+            CHECKER.check(StructuredOutputsParams(json={"allOf": patterns}))
+    CHECKER.check(StructuredOutputsParams(regex="fine"))
+
+
+def test_a_checking_process_that_was_killed_is_started_again():
+    checker = ConstraintChecker()
+    checker.check(StructuredOutputsParams(regex="a"))
+    checker._process.kill()
+    checker._process.wait()
+    checker.check(StructuredOutputsParams(regex="b"))

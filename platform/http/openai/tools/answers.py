@@ -7,30 +7,30 @@ from typing import Any
 
 from ....core.outputs import CompletionOutput
 from .choice import ToolChoice
-from .parser import AnswerParser, Delta, ForcedCalls, FormatParser
+from .parser import AnswerParser, Delta, ForcedCalls, FormatParser, ReasonedCalls
 
 MakeParser = Callable[[], AnswerParser]
 
 
-def parser_maker(
-    choice: ToolChoice, template: dict[str, Any] | None, prompt_end: Callable[[], str], *, parses_reasoning: bool
-) -> MakeParser | None:
+def parser_maker(choice: ToolChoice, template: dict[str, Any] | None, opened: str) -> MakeParser | None:
     """Maker of the parsers of a request's choices; None where answers are plain text.
 
     Args:
-        template: Response template of the model's format.
-        prompt_end: Text of the prompt's last tokens.
+        template: Response template of the model's format, when the answer is parsed.
+        opened: Part of the prompt that belongs to the answer.
     """
+    if template is None:
+        return (lambda: ForcedCalls(choice.name)) if choice.is_forced else None
     if choice.is_forced:
-        return lambda: ForcedCalls(choice.name)
-    if template is None or not (choice.tools or parses_reasoning):
-        return None
-    prefix = _open_region(template, prompt_end())
-    return lambda: FormatParser(template, prefix, with_calls=bool(choice.tools))
+        return lambda: ReasonedCalls(FormatParser(template, opened, with_calls=False), ForcedCalls(choice.name))
+    return lambda: FormatParser(template, opened, with_calls=bool(choice.tools))
 
 
-def _open_region(template: dict[str, Any], prompt_end: str) -> str:
-    """Part of the prompt that belongs to the answer: the mark of reasoning that the chat template has begun."""
+def open_region(template: dict[str, Any], prompt_end: str) -> str:
+    """Part of the prompt that belongs to the answer: the mark of reasoning that the chat template has begun.
+
+    `prompt_end`: text of the prompt's last tokens.
+    """
     if template["start_anchor_pattern" if "start_anchor_pattern" in template else "start_anchor"] != r"\A":
         return prompt_end
     mark = template["fields"].get("reasoning_content", {}).get("open", "")

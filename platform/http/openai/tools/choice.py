@@ -34,19 +34,26 @@ class ToolChoice(NamedTuple):
     parallel: bool = True
     """False: an answer has at most one call."""
 
+    @property
+    def has_strict(self) -> bool:
+        """True when the arguments of some tool must fit its schema."""
+        return any(tool["function"].get("strict") for tool in self.tools)
+
     def constraint(self, source: str = "tools") -> StructuredOutputsParams | None:
         """Form of a forced answer: the arguments of the one tool, or a list of calls; None where nothing is forced."""
         if not self.is_forced:
             return None
         if self.name is not None:
             function = next(tool["function"] for tool in self.tools if tool["function"]["name"] == self.name)
-            return StructuredOutputsParams(json=_parameters(function), source=source)
+            return StructuredOutputsParams(json=parameters_of(function), source=source)
         calls = [
             {
                 "type": "object",
                 "properties": {
                     "name": {"const": tool["function"]["name"]},
-                    "parameters": _moved(_parameters(tool["function"]), f"#/items/anyOf/{index}/properties/parameters"),
+                    "parameters": _moved(
+                        parameters_of(tool["function"]), f"#/items/anyOf/{index}/properties/parameters"
+                    ),
                 },
                 "required": ["name", "parameters"],
                 "additionalProperties": False,
@@ -59,7 +66,8 @@ class ToolChoice(NamedTuple):
         return StructuredOutputsParams(json=schema, source=source)
 
 
-def _parameters(function: dict[str, Any]) -> dict[str, Any]:
+def parameters_of(function: dict[str, Any]) -> dict[str, Any]:
+    """Schema of a tool's arguments."""
     return function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -135,4 +143,6 @@ def _checked(tool: Any, place: str) -> str:
         raise InvalidRequestError(
             f"{place}.function.description must be a string", param=f"{place}.function.description"
         )
+    if not isinstance(function.get("strict"), bool | None):
+        raise InvalidRequestError(f"{place}.function.strict must be a boolean", param=f"{place}.function.strict")
     return name

@@ -196,6 +196,32 @@ class ForcedCalls:
         return self._scanner.feed("")
 
 
+class ReasonedCalls:
+    """Parser of reasoning and then calls that a grammar has made."""
+
+    def __init__(self, reasoning: FormatParser, calls: ForcedCalls) -> None:
+        self._reasoning, self._calls = reasoning, calls
+
+    @property
+    def has_calls(self) -> bool:
+        """See `AnswerParser`."""
+        return True
+
+    def feed(self, text: str) -> list[Delta]:
+        """See `AnswerParser`."""
+        return self._follow(self._reasoning.feed(text))
+
+    def finish(self) -> list[Delta]:
+        """See `AnswerParser`."""
+        return self._follow(self._reasoning.finish()) + self._calls.finish()
+
+    def _follow(self, deltas: list[Delta]) -> list[Delta]:
+        found: list[Delta] = []
+        for delta in deltas:
+            found += self._calls.feed(delta["content"]) if "content" in delta else [delta]
+        return found
+
+
 def _regions(template: dict[str, Any], prefix: str) -> Any:
     """transformers' parser, whose events of a region's begin have the name that stands there."""
     from transformers.utils.chat_parsing import ResponseParser

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from outrider.platform.core.constraint_check import CHECKER
+
 CALL = {"name": "get_weather", "arguments": {"city": "Lisbon"}}
 TOOL = {
     "type": "function",
@@ -116,6 +118,39 @@ def test_forced_calls_are_grammars(http, llm, name):
     assert without_ids(result["tool_calls"]) == [CALL]
 
 
+def test_reasoning_comes_before_what_has_a_form(http, llm):
+    llm.tokenizer.get_added_vocab = lambda: {"<think>": 0, "</think>": 1}
+    arguments = json.dumps(CALL["arguments"])
+    llm.reply = f'<think>Hm [</think>\n\n[{{"name": "get_weather", "parameters": {arguments}}}]'
+    fields = {"tools": [TOOL, OTHER], "tool_choice": "required"}
+    for found, reason in (
+        (message(chat(http, **fields))["message"], message(chat(http, **fields))["finish_reason"]),
+        streamed(http, **fields),
+    ):
+        assert (found["content"], found["reasoning_content"], reason) == (None, "Hm [", "tool_calls")
+        assert without_ids(found["tool_calls"]) == [CALL]
+    assert llm.calls[-1]["params"].structured_outputs.frame.startswith("start: reasoning? @body")
+    llm.reply = '<think>Hm</think>\n\n{"a": 1}'
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    answer = message(chat(http, tools=[TOOL], response_format=form))["message"]
+    assert (answer["content"], answer["reasoning_content"]) == ('{"a": 1}', "Hm")
+    assert "(@body | calls)" in llm.calls[-1]["params"].structured_outputs.frame
+
+
+def test_strict_tools_are_held_to_their_schemas(http, llm):
+    llm.reply = "Hello"
+    function = TOOL["function"] | {"strict": True}
+    message(chat(http, tools=[TOOL]))
+    assert llm.calls[-1]["params"].structured_outputs is None
+    message(chat(http, tools=[{"type": "function", "function": function}]))
+    assert '"city"' in llm.calls[-1]["params"].structured_outputs.grammar
+    wrong = chat(http, tools=[{"type": "function", "function": function | {"strict": 1}}])
+    assert wrong.status_code == 400
+    assert wrong.json()["error"]["param"] == "tools[0].function.strict"
+    given = chat(http, structured_outputs={"regex": "a", "frame": "start: @body"})
+    assert given.status_code == 400
+
+
 def test_each_tools_definitions_are_its_own(http, llm):
     llm.reply = "[]"
     tools = []
@@ -130,7 +165,7 @@ def test_each_tools_definitions_are_its_own(http, llm):
         moved = schema["items"]["anyOf"][index]["properties"]["parameters"]
         assert moved["properties"]["a"] == {"$ref": f"{place}/$defs/A"}
         assert moved["$defs"]["A"] == {"type": kind}
-    constraint.check()
+    CHECKER.check(constraint)
     tools[0]["function"]["parameters"]["$defs"] = "none"
     assert chat(http, tools=tools, tool_choice="required").status_code < 500
 

@@ -1,0 +1,119 @@
+"""Check of constraints in a process of its own, which a constraint that takes too long or too much memory ends.
+
+The package `llguidance` bounds most of its work, but not all of it: there are patterns of fifty characters that it
+would work on for hours. What has been checked here costs an engine as little as it cost here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from dataclasses import asdict
+from typing import Any
+
+from .errors import InvalidRequestError
+from .structured_outputs import StructuredOutputsParams, grammar_package, on_deep_stack, parser_limits
+
+CPU_SECONDS = 2
+"""Most time for a constraint. A schema of 65,536 characters takes 0.5 s."""
+_MEMORY = 2 << 30
+_PATIENCE = 20.0
+"""Seconds on the clock, for a machine that is busy with other things."""
+_MAX_KEPT = 256
+
+
+class ConstraintChecker:
+    """The process, started for the first constraint, and what it has found out. Callable from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._found: OrderedDict[Any, str | None] = OrderedDict()  # problem, or None
+
+    def check(self, params: StructuredOutputsParams) -> None:
+        """Check a constraint, up to 2 s of a processor.
+
+        Raises:
+            InvalidRequestError: it cannot be served; the message names the keyword or the place.
+        """
+        grammar_package()
+        key = params.source, params.key
+        with self._lock:
+            if key not in self._found:
+                self._found[key] = self._ask(params)
+                if len(self._found) > _MAX_KEPT:
+                    self._found.popitem(last=False)
+            problem = self._found[key]
+        if problem is not None:
+            raise InvalidRequestError(problem, param=params.source)
+
+    def _ask(self, params: StructuredOutputsParams) -> str | None:
+        if self._process is None or self._process.poll() is not None:
+            command = [sys.executable, "-P", "-m", __name__]
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        watch = threading.Timer(_PATIENCE, process.kill)
+        watch.start()
+        try:
+            process.stdin.write(json.dumps(asdict(params)) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        finally:
+            watch.cancel()
+        if answer:
+            problem: str | None = json.loads(answer)
+            return problem
+        process.kill()
+        process.communicate()
+        self._process = None
+        return f"{params.source}: too complex; it takes more than {CPU_SECONDS} s or 2 GiB to compile"
+
+
+CHECKER = ConstraintChecker()
+
+
+def _problem(params: StructuredOutputsParams) -> str | None:
+    """What is wrong with a constraint."""
+    package = grammar_package()
+    try:
+        text = params.grammar_text()
+        is_wrong, messages = on_deep_stack(
+            lambda: package.LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits()), source=params.source
+        )
+        if is_wrong:
+            return f"{params.source}: {'; '.join(messages)[:500]}"
+        # With a vocabulary of bytes it takes as long as with any other one. A token's number stands for no text.
+        numbered = re.sub(r"<\[[^]]*\]>", "<[1]>", text)
+        bytewise = package.LLTokenizer("byte")
+        on_deep_stack(
+            lambda: package.LLMatcher(bytewise, numbered, log_level=0, limits=parser_limits()), source=params.source
+        )
+    except InvalidRequestError as error:
+        return str(error)
+    return None
+
+
+def main() -> None:
+    """Answer each constraint, a line of JSON, with its problem or null."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY if hard < 0 else min(_MEMORY, hard), hard))
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for line in sys.stdin:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + CPU_SECONDS, hard))
+        print(json.dumps(_problem(StructuredOutputsParams(**json.loads(line)))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

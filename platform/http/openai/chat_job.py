@@ -1,0 +1,117 @@
+"""Generation job of a conversation. An API with conversations makes its requests a chat's, and comes through here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ...core.errors import InvalidRequestError, PromptTooLongError
+from ...core.sampling_params import SamplingParams
+from ..serving_state import Serving
+from .answer import Accepted
+from .job import Job
+from .protocol import ChatCompletionRequest
+from .tools.answers import MakeParser, open_region, parser_maker
+from .tools.choice import ToolChoice, tool_choice_of
+from .tools.formats import format_of
+from .tools.grammar import answer_constraint
+
+PROMPT_END = 16
+"""Last tokens of a prompt among which the mark of reasoning stands that a chat template has begun."""
+
+
+class ChatJob(NamedTuple):
+    """A conversation's job, and how its answer is read."""
+
+    job: Job
+    make_parser: MakeParser | None
+    """Maker of the parsers of the answer's choices; None where it is plain text."""
+
+
+async def chat_job(
+    accepted: Accepted[Any], body: ChatCompletionRequest, messages: list[dict[str, Any]], *, prefix: str, endpoint: str
+) -> ChatJob:
+    """The job that answers a conversation.
+
+    Args:
+        body: the request as a chat; its tools become those that may be called.
+        messages: in the form that templates read.
+        prefix: beginning of the job's id.
+        endpoint: route, as the ledger has it.
+
+    Raises:
+        OutriderError: a field is wrong, or the conversation is too long; `param` is a chat's field.
+    """
+    serving, defaults = accepted.serving, accepted.defaults
+    choice = tool_choice_of(body)
+    body.tools = list(choice.tools)
+    params = _sampling_params(serving, body, defaults, choice)
+    prompt = await serving.chat_prompt(messages, body, accepted.lora)
+    template, tokenizer = _response_template(serving, choice), serving.llm.tokenizer
+    opened = _opened(template, tokenizer, prompt)
+    params.structured_outputs = answer_constraint(params.structured_outputs, choice, template, tokenizer, opened)
+    if template is not None:
+        params.skip_special_tokens = False  # they may be marks of calls and of reasoning
+    max_tokens_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    _check_length(params, serving.llm.info.max_model_len, len(prompt), max_tokens_field)
+    job = accepted.job(
+        [prompt],
+        params,
+        prefix=prefix,
+        default_max_tokens=defaults.get("max_tokens"),
+        max_tokens_field=max_tokens_field,
+        endpoint=endpoint,
+    )
+    return ChatJob(job, parser_maker(choice, template, opened))
+
+
+def _response_template(serving: Serving, choice: ToolChoice) -> dict[str, Any] | None:
+    """Format of the model, where the answer is parsed by it: it may have calls or reasoning.
+
+    Raises:
+        InvalidRequestError: nobody knows how the model writes calls.
+    """
+    config = serving.config
+    if not choice.tools and config.reasoning_parser is None:
+        return None
+    name = config.tool_call_parser if choice.tools else config.reasoning_parser
+    template = format_of(name, serving.llm.tokenizer)
+    if choice.tools and template is None and not choice.is_forced:
+        raise InvalidRequestError(
+            "nothing says in which format this model calls tools: start the server with --tool-call-parser NAME, or "
+            'give tool_choice "required"',
+            param="tools",
+        )
+    return template
+
+
+def _opened(template: dict[str, Any] | None, tokenizer: Any, prompt: list[int]) -> str:
+    """Part of the prompt that belongs to the answer."""
+    if template is None:
+        return ""
+    return open_region(template, str(tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)))
+
+
+def _check_length(params: SamplingParams, limit: int, num_prompt_tokens: int, max_tokens_field: str) -> None:
+    """Check the context length in the words of a chat; prompts that are only scored are left to the engine's client."""
+    max_tokens = params.max_tokens or 1
+    if num_prompt_tokens + max_tokens > limit and not (
+        num_prompt_tokens == limit and params.prompt_logprobs is not None
+    ):
+        param = "messages" if num_prompt_tokens >= limit else max_tokens_field
+        raise PromptTooLongError.of(limit, num_prompt_tokens, max_tokens, prompt="messages", param=param)
+
+
+def _sampling_params(
+    serving: Serving, body: ChatCompletionRequest, defaults: Mapping[str, Any], choice: ToolChoice
+) -> SamplingParams:
+    limit = serving.llm.info.max_logprobs
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= limit:
+        raise InvalidRequestError(
+            f"top_logprobs must be in [0, {limit}], got {body.top_logprobs}", param="top_logprobs"
+        )
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return body.sampling_params(
+        defaults, logprobs=logprobs, max_tokens=max_tokens, structured_outputs=choice.constraint()
+    )
