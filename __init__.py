@@ -7,14 +7,21 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .platform.core.compat.import_paths import add_paths
+
 if TYPE_CHECKING:
     from .platform.client.async_llm import AsyncLLM
+    from .platform.client.async_llm import AsyncLLM as AsyncLLMEngine
     from .platform.client.input_processor import TextPrompt, TokensPrompt
     from .platform.client.llm import LLM
+    from .platform.client.llm_engine import LLMEngine
+    from .platform.core.beam_search import BeamSearchParams
     from .platform.core.config import EngineArgs
+    from .platform.core.config import EngineArgs as AsyncEngineArgs
     from .platform.core.errors import (
         AdapterError,
         AdapterSourceError,
+        AsleepError,
         AuthenticationError,
         EngineDeadError,
         InvalidRequestError,
@@ -32,7 +39,7 @@ if TYPE_CHECKING:
     from .platform.core.messages import AdapterInfo, EngineInfo, EngineStats
     from .platform.core.outputs import CompletionOutput, RequestOutput
     from .platform.core.pooling import PoolingParams
-    from .platform.core.sampling_params import SamplingParams
+    from .platform.core.sampling_params import RequestOutputKind, SamplingParams
     from .platform.core.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
@@ -46,19 +53,23 @@ _NAMES_OF = {
     ".platform.client.async_llm": "AsyncLLM",
     ".platform.client.input_processor": "TextPrompt TokensPrompt",
     ".platform.client.llm": "LLM",
+    ".platform.client.llm_engine": "LLMEngine",
+    ".platform.core.beam_search": "BeamSearchParams",
     ".platform.core.config": "EngineArgs",
     ".platform.core.errors": """
-        AdapterError AdapterSourceError AuthenticationError EngineDeadError InvalidRequestError InvalidUserInputError
-        NotFoundError OutriderError OverloadedError PermissionDeniedError PromptTooLongError RateLimitError
-        ShuttingDownError UnsupportedModelError
+        AdapterError AdapterSourceError AsleepError AuthenticationError EngineDeadError InvalidRequestError
+        InvalidUserInputError NotFoundError OutriderError OverloadedError PermissionDeniedError PromptTooLongError
+        RateLimitError ShuttingDownError UnsupportedModelError
     """,
     ".platform.core.lora_request": "LoRAMix LoRARequest",
     ".platform.core.messages": "AdapterInfo EngineInfo EngineStats",
     ".platform.core.outputs": "CompletionOutput RequestOutput",
     ".platform.core.pooling": "PoolingParams",
-    ".platform.core.sampling_params": "SamplingParams",
+    ".platform.core.sampling_params": "RequestOutputKind SamplingParams",
     ".platform.core.structured_outputs": "StructuredOutputsParams",
 }
+_ALIASES = {"AsyncEngineArgs": "EngineArgs", "AsyncLLMEngine": "AsyncLLM"}
+"""vLLM's second names of one class."""
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
 
 __all__ = [
@@ -66,8 +77,12 @@ __all__ = [
     "AdapterError",
     "AdapterInfo",
     "AdapterSourceError",
+    "AsleepError",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "AuthenticationError",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineArgs",
     "EngineDeadError",
@@ -75,6 +90,7 @@ __all__ = [
     "EngineStats",
     "InvalidRequestError",
     "InvalidUserInputError",
+    "LLMEngine",
     "LoRAMix",
     "LoRARequest",
     "NotFoundError",
@@ -85,6 +101,7 @@ __all__ = [
     "PromptTooLongError",
     "RateLimitError",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "ShuttingDownError",
     "StructuredOutputsParams",
@@ -95,10 +112,14 @@ __all__ = [
 ]
 
 
+add_paths(__name__)
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    known = _ALIASES.get(name, name)
+    if known not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_MODULE_OF[name], __name__), name)
+    value = getattr(import_module(_MODULE_OF[known], __name__), known)
     globals()[name] = value  # the next access does not come here
     return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 from collections.abc import Sequence
@@ -21,3 +22,10 @@ def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | 
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+def release_pages(tensor: Tensor) -> None:
+    """Give the pages of a tensor of `lazy_zeros` back to the system: it holds zeros then. Does nothing on a GPU."""
+    if tensor.device.type == "cpu" and tensor.nbytes and hasattr(mmap, "MADV_DONTNEED"):
+        libc = ctypes.CDLL(None)
+        libc.madvise(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), mmap.MADV_DONTNEED)

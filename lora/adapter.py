@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..platform.core.errors import AdapterError
-from .device.layout import LM_HEAD, PackedModules
+from .device.layout import LM_HEAD, PackedModules, latents_of
 from .files.peft_config import adapter_error, shown
 
 DRAFT_LOADED = "loaded"
@@ -56,6 +56,11 @@ class Adapter:
         return max(self.target.rank, self.drafter.rank, 1)
 
     @property
+    def bytes_beside_rows(self) -> int:
+        """Bytes of device memory beside its rank rows; see `PackedModules.bytes_beside_rows`."""
+        return self.target.bytes_beside_rows + self.drafter.bytes_beside_rows
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of host memory."""
         return self.target.num_bytes + self.drafter.num_bytes
@@ -64,6 +69,11 @@ class Adapter:
     def targets_head(self) -> bool:
         """True when it changes the base model's lm_head, or has a vocabulary of its own."""
         return self.target.has(LM_HEAD) or self.target.vocab_size > 0
+
+    @property
+    def targets_latents(self) -> bool:
+        """True when it changes products of latents, which no captured graph has."""
+        return bool(latents_of(self.target))
 
     @property
     def targets_experts(self) -> bool:

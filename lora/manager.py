@@ -64,8 +64,13 @@ class AdapterManager:
         self._on_gone, max_rank = hooks.on_gone, config.max_lora_rank
         device = torch.device(device)
         sites = target, draft = make_sites(linears, hooks, dtype, device)
-        num_rows = count_rows(config, sum(part.row_bytes for part in sites))
-        pool = RowPool(num_rows, config.max_loras, hooks.before_evicting)
+        row_bytes = sum(part.row_bytes for part in sites)
+        pool = RowPool(
+            count_rows(config, row_bytes),
+            config.max_loras,
+            hooks.before_evicting,
+            row_bytes=0 if config.memory_bytes is None else row_bytes,
+        )
         for part in sites:
             part.allocate(pool.num_rows)
         self._files = AdapterFiles(target.model, draft.model, draft_method=hooks.draft_method, max_rank=max_rank)

@@ -29,8 +29,10 @@ def read_config(raw: Mapping[str, Any], dtype: torch.dtype, impl: str = AUTO) ->
     is_family = any(name in FAMILIES for name in named_architectures(raw))
     if impl == NATIVE or (impl == AUTO and is_family):
         return config_from_hf(raw, dtype)
-    from .transformers_model.config import transformers_config  # imports transformers, which takes a second
+    from .checkpoint.tokenizer import import_transformers
+    from .transformers_model.config import transformers_config
 
+    import_transformers()  # which takes a second; a thread for the tokenizer may be at it
     found = transformers_config(raw, dtype)
     if found is None and is_family:
         named = ", ".join(named_architectures(raw))

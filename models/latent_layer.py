@@ -9,12 +9,11 @@ T tokens, H heads, L rank, R rotated and N other elements of a query, V elements
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ..kernels.linear import Packed, pack
 from .batch import ForwardBatch, LayerKV
 from .decoder_layer import DecoderLayer
+from .layers.latent_products import LatentProducts
 from .layers.linear import Linear
 from .layers.norm import RMSNorm
 from .layers.weights import WeightSlot
@@ -43,8 +42,8 @@ class LatentLayer(DecoderLayer):
         first = queries | {"self_attn.kv_a_proj_with_mqa": latent.key_dim}
         self.qkv = self._linear("qkv", first, hidden, bias=config.qkv_bias)
         self.o = self._linear("o", {"self_attn.o_proj": hidden}, heads * latent.value_dim, bias=config.o_bias)
-        self._up = HeadProducts(config.batch_invariant)
-        self._down = HeadProducts(config.batch_invariant)
+        name = f"{self._theirs}.self_attn.kv_b_proj"
+        self._products = LatentProducts(f"{self._ours}.kv_b", name, heads, latent, **self._common)
 
     def forward(self, hidden: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         """See DecoderLayer."""
@@ -69,55 +68,22 @@ class LatentLayer(DecoderLayer):
         plain, turned = query.reshape(len(x), heads, -1).split([latent.plain_dim, latent.rope_dim], 2)
         qkv = x.new_empty(len(x), heads + 1, latent.key_dim)
         qkv[:, :heads, : latent.rope_dim] = turned
-        qkv[:, :heads, latent.rope_dim :] = self._up(plain)
+        qkv[:, :heads, latent.rope_dim :] = self._products.queries(plain, batch)
         qkv[:, heads, : latent.rope_dim] = rotated
         qkv[:, heads, latent.rope_dim :] = self._key_norm(c.contiguous())
         attended = self._attention.forward_qkv(
             qkv.flatten(1), batch.rotations[self._rope], None, kv, batch.attention, self._window
         )
-        return self._down(attended.view(len(x), heads, -1)[..., latent.rope_dim :]).flatten(1)
+        return self._products.values(attended.view(len(x), heads, -1)[..., latent.rope_dim :], batch).flatten(1)
 
     def linears(self) -> list[Linear]:
         """See DecoderLayer."""
         between = [] if self._query_b is None else [self._query_b]
-        return [self.qkv, *between, self.o, *self.mlp.linears()]
+        return [self.qkv, *between, self._products, self.o, *self.mlp.linears()]
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """See DecoderLayer."""
         slots = super().weight_slots()
         if self._query_b is not None:
             slots |= self._query_b.weight_slots()
-        shape = self._config.num_heads * (self._latent.plain_dim + self._latent.value_dim), self._latent.rank
-        slots[f"{self._theirs}.self_attn.kv_b_proj.weight"] = WeightSlot(shape, self._load_heads, shape[1] ** -0.5)
-        return slots
-
-    def _load_heads(self, tensor: Tensor) -> None:
-        weight = tensor.to(self._common["device"], self._config.dtype)
-        keys, values = weight.view(self._config.num_heads, -1, self._latent.rank).split(
-            [self._latent.plain_dim, self._latent.value_dim], 1
-        )
-        self._up.load(keys.mT)  # a query of N elements becomes one of L
-        self._down.load(values)
-
-
-class HeadProducts:
-    """One product for each head: y[:, h] = W[h] x[:, h]."""
-
-    def __init__(self, batch_invariant: bool) -> None:
-        self._batch_invariant = batch_invariant
-        self._weight: Tensor | None = None
-        self._packed: list[Packed] = []
-
-    def load(self, weight: Tensor) -> None:
-        """Take W [H, out, in]."""
-        if self._batch_invariant:
-            self._packed = [pack(head.contiguous(), batch_invariant=True) for head in weight]
-        else:
-            self._weight = weight.mT.contiguous()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute y [T, H, out] from x [T, H, in]."""
-        if self._packed:
-            return torch.stack([head(x[:, index].contiguous()) for index, head in enumerate(self._packed)], 1)
-        assert self._weight is not None, "the loader left no slot empty"
-        return torch.bmm(x.transpose(0, 1), self._weight).transpose(0, 1)
+        return slots | self._products.weight_slots()

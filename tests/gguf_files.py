@@ -15,13 +15,17 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file
 from torch import Tensor
 
+from .gguf_layouts import add_deepseek, find_layout
+
 NAMES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "MixtralForCausalLM": "llama",
          "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "Qwen2MoeForCausalLM": "qwen2moe",
          "Qwen3MoeForCausalLM": "qwen3moe", "OlmoeForCausalLM": "olmoe", "Olmo2ForCausalLM": "olmo2",
          "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3", "Phi3ForCausalLM": "phi3",
          "GraniteForCausalLM": "granite", "Glm4ForCausalLM": "glm4", "SmolLM3ForCausalLM": "smollm3",
          "StableLmForCausalLM": "stablelm", "Starcoder2ForCausalLM": "starcoder2",
-         "GPT2LMHeadModel": "gpt2"}  # fmt: skip
+         "GPT2LMHeadModel": "gpt2", "GPTNeoXForCausalLM": "gptneox", "FalconForCausalLM": "falcon",
+         "PhiForCausalLM": "phi2", "GptOssForCausalLM": "gpt-oss", "DeepseekV2ForCausalLM": "deepseek2",
+         "DeepseekV3ForCausalLM": "deepseek2"}  # fmt: skip
 # Architectures whose rows of q and k are ordered for a rotation of neighbours.
 NEIGHBOURS = {"llama", "granite", "smollm3"}
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -51,6 +55,8 @@ def write_gguf(
     writer = gguf.GGUFWriter(file, name, split_max_tensors=split)
     add_sizes(writer, config)
     add_factors(writer, config)
+    if name == "deepseek2":
+        add_deepseek(writer, config)
     tokenizer = tokenizer or folder
     if (tokenizer / "tokenizer.json").is_file():
         add_tokenizer(writer, tokenizer)
@@ -61,6 +67,13 @@ def write_gguf(
     held, experts = {}, {}
     for full, tensor in load_file(folder / "model.safetensors").items():
         kind = choose(full) if tensor.ndim > 1 else Type.F32
+        if (layout := find_layout(name, full)) is not None:
+            parts, join = layout(full, tensor.float(), config)
+            for part, value in parts.items():
+                parts[part] = gguf.quantize(value.contiguous().numpy(), kind)
+                writer.add_tensor(part, parts[part], raw_dtype=kind)
+            held[full] = join(*(torch.from_numpy(np.array(gguf.dequantize(part, kind))) for part in parts.values()))
+            continue
         rotated = next((heads[part] for part in heads if part in full), 0) if name in NEIGHBOURS else 0
         tensor = neighbours(tensor, rotated) if rotated else tensor
         values = gguf.quantize(changed(name, full, tensor.float()).numpy(), kind)
@@ -109,19 +122,29 @@ def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_block_count(value("num_hidden_layers", "n_layer"))
     writer.add_embedding_length(hidden)
     is_gpt2 = "n_embd" in config
-    writer.add_feed_forward_length(4 * hidden if is_gpt2 else config["intermediate_size"])
+    writer.add_feed_forward_length(4 * hidden if is_gpt2 else value("ffn_hidden_size", "intermediate_size"))
     writer.add_head_count(heads)
     if not is_gpt2:
-        writer.add_head_count_kv(config["num_key_value_heads"])
+        kv_heads = value("num_kv_heads", "num_key_value_heads") or heads
+        is_multi_query = config.get("multi_query") and not config["new_decoder_architecture"]
+        writer.add_head_count_kv(1 if is_multi_query else kv_heads)
+    if "use_parallel_residual" in config:
+        writer.add_parallel_residual(config["use_parallel_residual"])
     if (eps := config.get("rms_norm_eps")) is not None:
         writer.add_layer_norm_rms_eps(eps)
     else:
         writer.add_layer_norm_eps(value("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon"))
-    if config.get("head_dim"):
+    is_latent = "kv_lora_rank" in config
+    if config.get("head_dim") and not is_latent:
         writer.add_key_length(config["head_dim"])
     if (rope := config.get("rope_parameters")) is not None:
         share = rope.get("partial_rotary_factor", 1.0)
-        writer.add_rope_dimension_count(int(share * (config.get("head_dim") or hidden // heads)))
+        rotated = config.get("qk_rope_head_dim") or int(share * (config.get("head_dim") or hidden // heads))
+        writer.add_rope_dimension_count(rotated)
+        if rope.get("rope_type") == "yarn":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(rope["factor"])
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_freq_base(rope_theta(rope))
         for kind in ("short", "long") if rope.get("rope_type") == "longrope" else ():
             writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], dtype=np.float32))

@@ -227,16 +227,17 @@ def write_quantized(source: Path, target: Path, case: Case, seed: int = 0) -> No
     dense: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if not module.endswith("_proj"):
+        if not module.endswith(("_proj", ".w1", ".w2", ".w3", ".c_attn", ".c_fc")):
             packed[name] = dense[name] = tensor
             continue
-        tensors, weight = case.writer(*tensor.shape, rng)
+        is_transposed = ".h." in module  # GPT-2 stores plain weights as [I, O]
+        tensors, weight = case.writer(*tensor.shape[:: -1 if is_transposed else 1], rng)
         if f"{module}.bias" in dense:
             tensors.pop("bias", None)
         for part, value in tensors.items():
             is_tensor = isinstance(value, torch.Tensor)
             packed[f"{module}.{part}"] = value if is_tensor else torch.from_numpy(np.ascontiguousarray(value))
-        dense[name] = torch.from_numpy(weight.astype(np.float32))
+        dense[name] = torch.from_numpy((weight.T if is_transposed else weight).astype(np.float32))
     raw = json.loads((source / "config.json").read_text())
     for folder, tensors, more in (
         (target, packed, {"quantization_config": case.config}),

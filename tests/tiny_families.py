@@ -62,7 +62,7 @@ _DEEPSEEK_ROPE = {
     **{"mscale": 0.7, "mscale_all_dim": 0.9},
 }
 _QUERY_RANK = {"q_lora_rank": 20, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
-_KV = ["kv_a_proj_with_mqa", "o_proj"]
+_KV = ["kv_a_proj_with_mqa", "o_proj", "kv_b_proj"]
 _SPARSE = ["gate.weight", "experts.gate_up_proj", "experts.down_proj"]
 _ALL_HEADS = {"num_key_value_heads": 4}
 _QKV = ["q_proj", "k_proj", "v_proj"]

@@ -23,7 +23,7 @@ from . import torch as _torch
 from .native import NativeExperts, is_native
 from .torch import Products, Routing, Scoring, TorchExperts
 
-__all__ = ["PackedExperts", "Products", "Routing", "Scoring", "pack", "route", "run_products"]
+__all__ = ["PackedExperts", "Products", "Routing", "Scoring", "on_triton", "pack", "route", "run_products"]
 
 if TYPE_CHECKING:
     from .triton import TritonExperts
@@ -41,13 +41,18 @@ def pack(
     """
     if is_native(gate_up) and is_native(down) and activation in ("silu", "clamped_swiglu"):
         return NativeExperts(gate_up, down, activation)
-    on_triton = [_on_triton(weights) for weights in (gate_up, down)]
-    if all(on_triton):
+    served = [_on_triton(weights) for weights in (gate_up, down)]
+    if all(served):
         from .triton import TritonExperts
 
         biases = [_biases(weights) for weights in (gate_up, down)]
-        return TritonExperts(*on_triton, biases=biases, activation=activation)
+        return TritonExperts(*served, biases=biases, activation=activation)
     return TorchExperts(gate_up, down, activation=activation, batch_invariant=batch_invariant)
+
+
+def on_triton(weights: Sequence[Packed]) -> bool:
+    """True when Triton's kernels serve the weights of one projection of all experts."""
+    return bool(_on_triton(weights))
 
 
 def _biases(weights: Sequence[Any]) -> Tensor | None:

@@ -6,7 +6,7 @@ P pairs of a token and its j-th expert, k experts of a token, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -22,6 +22,9 @@ from .torch import Routing, combine
 from .triton_quantized import QuantizedExperts
 
 BLOCK_N, BLOCK_K, NUM_WARPS, NUM_STAGES = 64, 64, 4, 3
+
+AddDeltas = Callable[[Tensor, Tensor, Tensor], None]
+"""Function that adds adapters' deltas to outputs [P, out] of x, [T, in] or [P, in], for experts [T, k]."""
 
 
 @triton.jit
@@ -74,10 +77,10 @@ class PlainExperts:
         self._biases = biases
         self._addresses = torch.tensor([weight.data_ptr() for weight in weights], device=weights[0].device)
 
-    def __call__(self, x: Tensor, plan: Plan, pairs: int) -> Tensor:
-        """Outputs [P, out] of x [P / pairs, in], contiguous."""
+    def __call__(self, x: Tensor, plan: Plan, pairs: int, *, partial: bool = False) -> Tensor:
+        """Outputs [P, out] of x [P / pairs, in], contiguous. With `partial` some pairs have no expert, and zeros."""
         out, inputs = self._weights[0].shape
-        y = x.new_empty(len(plan.order), out)
+        y = (x.new_zeros if partial else x.new_empty)(len(plan.order), out)
         grid = (len(plan.experts) * triton.cdiv(out, BLOCK_N),)
         if len(plan.order):
             _grouped_kernel[grid](
@@ -106,12 +109,25 @@ class TritonExperts:
         self._gate_up, self._down = _product(gate_up, biases[0]), _product(down, biases[1])
         self._activation = activation
 
-    def __call__(self, x: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
-        """Compute y [T, H] from x [T, H], as a new tensor; `residual` [T, H] is added."""
+    def __call__(
+        self,
+        x: Tensor,
+        routing: Routing,
+        residual: Tensor | None = None,
+        add: tuple[AddDeltas, AddDeltas] | None = None,
+    ) -> Tensor:
+        """Compute y [T, H] from x [T, H], as a new tensor; `residual` [T, H] is added. `add`: of adapters, for gate and
+        up, and for down."""
         num_tokens, top_k = routing.experts.shape
         plan = plan_tiles(routing.experts, self._num_experts)
-        inner = act_and_mul(self._gate_up(x.contiguous(), plan, top_k), self._activation)
+        x = x.contiguous()
+        outer = self._gate_up(x, plan, top_k)
+        if add is not None:
+            add[0](outer, x, routing.experts)
+        inner = act_and_mul(outer, self._activation)
         outputs = self._down(inner, plan, 1)
+        if add is not None:
+            add[1](outputs, inner, routing.experts)
         return combine(outputs.view(num_tokens, top_k, -1), routing.weights, residual)
 
 
@@ -132,6 +148,8 @@ def compile_cases() -> list[CompileCase]:
         ("fp16", 8, 2, 4096, 28672, 64),
         ("bf16", 32, 4, 2880, 5760, 16),
         ("bf16", 32, 1, 2880, 2880, 64),
+        ("bf16", 128, 8, 2048, 16, 16),  # and two of adapters
+        ("bf16", 128, 1, 16, 768, 64),
     )
     return triton_quantized.compile_cases() + [
         make_case(

@@ -38,13 +38,14 @@ class RowArena:
         """Bytes of one rank row."""
         return self.layout.width * self.layout.dtype.itemsize
 
-    def allocate(self, num_rows: int) -> None:
-        """Allocate the rows."""
-        dtype, stride = self.layout.dtype, self.layout.width
+    def allocate(self, num_rows: int, width: int | None = None) -> None:
+        """Allocate the rows; `width`: of the first columns alone, as other memory has the rest."""
+        width = self.layout.width if width is None else width
+        dtype, stride = self.layout.dtype, width
         if stride * dtype.itemsize % _PAGE < ALIGNMENT:
             # A cache finds addresses by their low bits: rows a multiple of the page apart would share its few lines.
             stride += 5 * ALIGNMENT // dtype.itemsize
-        self.rows = lazy_zeros((num_rows, stride), dtype, self._device)[:, : self.layout.width]
+        self.rows = lazy_zeros((num_rows, stride), dtype, self._device)[:, :width]
         self.live = np.zeros((num_rows, len(self.layout.pieces)), np.uint8, order="F")  # as the kernel reads it
         if is_grouped(dtype, self._device):
             self.live_on_device = torch.zeros(self.live.shape, dtype=torch.uint8, device=self._device)
@@ -63,8 +64,10 @@ class RowArena:
         column = 0
         for start, stop in packed.spans:
             yield_to_steps()
-            part = packed.data[:, column : column + stop - start]
-            self.rows[_where(owned[:num_rows]), start:stop] = part.to(self._device, non_blocking=True)
+            here = min(stop, self.rows.shape[1])
+            if here > start:
+                part = packed.data[:, column : column + here - start]
+                self.rows[_where(owned[:num_rows]), start:here] = part.to(self._device, non_blocking=True)
             column += stop - start
         self.live[owned] = live
         if self.live_on_device is not None:

@@ -121,6 +121,16 @@ class LoraSite:
             return None
         return self._native.address, adapters.native
 
+    def weights_of_runs(self, adapters: LoraBatch) -> list[tuple[int, int, Tensor, Tensor]]:
+        """Tokens [start, stop) of each adapter with weights here, and its A [r, in] and B [r, out], for a projection of
+        one module."""
+        found = []
+        for owner, start, stop in adapters.runs:
+            if owner is not None and self._live[owner.index].any():
+                selection = RowSelection([owner], self._a.device)
+                found.append((start, stop, selection.gather(self._a).squeeze(1), selection.gather(self._b[0])))
+        return found
+
     def add(self, y: Tensor, x: Tensor, adapters: LoraBatch) -> None:
         """Add the adapters' deltas for inputs `x` [T, in] to `y` [T, out] in place; both are contiguous."""
         if adapters.native is not None and self._native is not None:

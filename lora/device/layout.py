@@ -23,6 +23,8 @@ from ..step_yield import yield_to_steps
 
 LM_HEAD = "lm_head"
 """Module of the output head."""
+_LATENTS = ".kv_b_proj"
+"""End of the names of products of latents, which are never computed; see `models.layers.latent_products`."""
 ALIGNMENT = 64
 """Bytes of a cache line. The columns of A and of B begin at a multiple of it."""
 _ELEMENTS = 1 << 17
@@ -235,6 +237,13 @@ class PackedModules(NamedTuple):
         return self.linears.num_bytes + self.vocabulary.num_bytes + rest
 
     @property
+    def bytes_beside_rows(self) -> int:
+        """Bytes of device memory beside the rank rows of the linears. A tied head's rows are copied for it."""
+        own = (rows.weight.nbytes for rows in self.own_rows.values())
+        vectors = (part.nbytes for part in (*self.gains.values(), *self.biases.values()))
+        return self.vocabulary.data.nbytes + sum(own) + sum(vectors)
+
+    @property
     def vocab_size(self) -> int:
         """Number of the adapter's tokens where its own rows say it, else 0."""
         return max((rows.vocab_size for rows in self.own_rows.values()), default=0)
@@ -272,3 +281,9 @@ class ModelLayout(NamedTuple):
         linears = {name: weights for name, weights in modules.items() if name not in vocabulary}
         gains = {name: weights.gain for name, weights in modules.items() if weights.gain is not None}
         return PackedModules(self.linears.pack(linears), self.vocabulary.pack(vocabulary), gains)
+
+
+def latents_of(packed: PackedModules) -> list[str]:
+    """Modules of an adapter that are products of latents."""
+    modules = packed.linears.layout.modules
+    return [name for name in modules if name.endswith(_LATENTS) and packed.has(name)]

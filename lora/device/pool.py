@@ -3,7 +3,8 @@
     rows:  0 1 2 3 4 5 6 7 8 9 ...
            a a a a . . b b c c        row r of *every* projection's pool belongs to the same adapter
 
-One unit is one rank row across all layers, so a rank-8 adapter takes half of what a rank-16 one takes.
+One unit is one rank row across all layers, so a rank-8 adapter takes half of what a rank-16 one takes. Memory that an
+adapter has beside its rank rows, such as embeddings of its own, counts as so many rows: these stay free for nobody.
 
     free --allocate, begin_write--> being written --end_write--> ready --evict--> free
                                     being written --evict--> no owner --end_write--> free
@@ -26,7 +27,7 @@ from ...platform.core.sizes import shown_bytes
 def count_rows(config: LoRAConfig, bytes_per_row: int) -> int:
     """Return the number of rank rows: what `lora_memory` has room for, else `max_loras` adapters of the largest rank.
 
-    `bytes_per_row` is without the vocabulary's rows. These are far wider, and take memory only where they are used.
+    `bytes_per_row` is without the vocabulary's rows. These are far wider, and count only for adapters that have some.
 
     Raises:
         InvalidRequestError: that is less than one adapter of the largest rank.
@@ -47,12 +48,14 @@ def count_rows(config: LoRAConfig, bytes_per_row: int) -> int:
 class Allocation:
     """Rank rows that an adapter owns on the device. Compared by identity. Immutable."""
 
-    __slots__ = ("__weakref__", "index", "key", "rows")
+    __slots__ = ("__weakref__", "index", "key", "rows", "size")
 
-    def __init__(self, key: bytes, rows: tuple[int, ...]) -> None:
+    def __init__(self, key: bytes, rows: tuple[int, ...], num_reserved: int = 0) -> None:
         self.key = key
         self.rows = rows
         """Ascending."""
+        self.size = len(rows) + num_reserved
+        """Rank rows that it counts as: its own, and those whose memory its other weights take."""
         self.index: NDArray[np.int32] = np.array(rows, np.int32)
         """`rows` as an array, [n]."""
 
@@ -72,12 +75,26 @@ class RowPool:
     """
 
     def __init__(
-        self, num_rows: int, max_running: int, before_evicting: Callable[[bytes], None] = lambda key: None
+        self,
+        num_rows: int,
+        max_running: int,
+        before_evicting: Callable[[bytes], None] = lambda key: None,
+        *,
+        row_bytes: int = 0,
     ) -> None:
-        """`before_evicting` is called with a key before it loses rows that were written."""
+        """Make a pool.
+
+        Args:
+            num_rows: Number of rank rows.
+            max_running: Number of adapters that may have users.
+            before_evicting: Called with a key before it loses rows that were written.
+            row_bytes: Bytes of a rank row; 0: memory beside rank rows is not counted.
+        """
         self.num_rows = num_rows
         self.max_running = max_running
         self.num_free = num_rows
+        """Rows that nothing counts as."""
+        self._row_bytes = row_bytes
         self.num_running = 0
         """Adapters with users."""
         self.num_pinned_rows = 0
@@ -120,27 +137,39 @@ class RowPool:
         entry = self._entries.get(key)
         return entry is not None and not entry.pinned and entry.num_users == 0 and entry.allocation not in self._writing
 
-    def allocate(self, key: bytes, num_rows: int, victims: Iterable[bytes] | None = None) -> Allocation | None:
+    def size(self, num_rows: int, num_bytes: int) -> int:
+        """Return the rows that an adapter counts as, which has `num_rows` and `num_bytes` beside them."""
+        return num_rows + (-(-num_bytes // self._row_bytes) if self._row_bytes else 0)
+
+    def allocate(
+        self, key: bytes, num_rows: int, victims: Iterable[bytes] | None = None, *, num_bytes: int = 0
+    ) -> Allocation | None:
         """Give `key` rows, and evict others for them; None, with nothing changed, when there are not enough.
 
-        `victims` may be evicted, in this order; by default all, the least recently used first.
+        Args:
+            key: Key of the adapter.
+            num_rows: Number of its rank rows.
+            victims: Adapters that may be evicted, in this order; by default all, the least recently used first.
+            num_bytes: Memory that it takes beside its rank rows.
         """
         if key in self._entries:
             raise ValueError("the adapter has rows already")
         if num_rows < 1:
             raise ValueError("an adapter takes at least one row")
+        size = self.size(num_rows, num_bytes)
         free, going = self.num_free, []
         for other in self._entries if victims is None else victims:
-            if free >= num_rows:
+            if free >= size:
                 break
             if self.is_evictable(other):
                 going.append(other)
-                free += len(self._entries[other].allocation.rows)
-        if free < num_rows:
+                free += self._entries[other].allocation.size
+        if free < size:
             return None
         for victim in going:
             self.evict(victim)
-        allocation = Allocation(key, self._take(num_rows))
+        allocation = Allocation(key, self._take(num_rows), size - num_rows)
+        self.num_free -= size
         self._entries[key] = _Entry(allocation)
         return allocation
 
@@ -154,12 +183,11 @@ class RowPool:
         start = firsts[best] if lengths[best] >= num_rows else 0
         rows = free[start : start + num_rows]
         self._is_free[rows] = False
-        self.num_free -= num_rows
         return tuple(rows.tolist())
 
     def _give_back(self, allocation: Allocation) -> None:
         self._is_free[allocation.index] = True
-        self.num_free += len(allocation.rows)
+        self.num_free += allocation.size
 
     def begin_write(self, allocation: Allocation) -> None:
         """Note that the writing of these rows begins."""
@@ -213,7 +241,7 @@ class RowPool:
         entry = self._entries[key]
         if entry.pinned != pinned:
             entry.pinned = pinned
-            self.num_pinned_rows += len(entry.allocation.rows) * (1 if pinned else -1)
+            self.num_pinned_rows += entry.allocation.size * (1 if pinned else -1)
             (self._pinned.add if pinned else self._pinned.discard)(key)
 
     def pinned(self) -> set[bytes]:
@@ -228,10 +256,10 @@ class RowPool:
         assert len(owned) == len(set(owned)), "a row belongs to two adapters"
         assert not set(free).intersection(owned), "a row in use is free"
         assert sorted([*free, *owned]) == list(range(self.num_rows)), "a row is lost"
-        assert self.num_free == len(free)
+        assert self.num_free == self.num_rows - sum(allocation.size for allocation in allocations) >= 0
         assert self.num_running == sum(entry.num_users > 0 for entry in self._entries.values()) <= self.max_running
         assert self._pinned == {key for key, entry in self._entries.items() if entry.pinned}
-        assert self.num_pinned_rows == sum(len(self._entries[key].allocation.rows) for key in self._pinned)
+        assert self.num_pinned_rows == sum(self._entries[key].allocation.size for key in self._pinned)
         for key, entry in self._entries.items():
             assert entry.allocation.key == key
             assert entry.num_users >= 0

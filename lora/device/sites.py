@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ...kernels.experts import on_triton
+from ...kernels.lora.groups import is_grouped
 from ..files.tensor_keys import ModelModules, ModuleShape
 from .arena import RowArena
 from .dora import head_weight, slice_weight, table_weight
+from .expert_rows import ExpertSites
 from .layers import EmbeddingSite, Live, LoraSite
 from .layout import LM_HEAD, ModelLayout, PackedModules, RowLayout
 from .own_rows import OwnRowSites
@@ -49,8 +52,6 @@ class AdapterSites:
     ) -> None:
         """Reserve the columns of all modules. `allocate` gives the model its sites."""
         shapes: dict[str, ModuleShape] = {}
-        # The rows of all experts would fill a device's memory; a CPU's takes only what is written.
-        self._linears = [linear for linear in linears if not (linear.expert and device.type == "cuda")]
         self._embedding = embedding
         layout = ModelLayout(RowLayout(dtype), RowLayout(dtype))
         self.model = ModelModules(shapes, layout)
@@ -58,8 +59,6 @@ class AdapterSites:
         self._rows, self._vocabulary = (RowArena(part, device) for part in layout)
         self._vectors = VectorSites(dtype, device)
         self._own_rows = None if embedding is None else OwnRowSites(embedding)
-        for linear in self._linears:
-            _reserve(linear, self.model)
         if embedding is not None:
             vocab_size, hidden_size = embedding.vocab_size, embedding.hidden_size
             layout.vocabulary.reserve([embedding.names.table], vocab_size, [hidden_size])
@@ -74,6 +73,15 @@ class AdapterSites:
                 base=head_weight(embedding),
                 tied=embedding.tied,
             )
+        # The rows of all experts would fill a device's memory; a CPU's takes only what is written.
+        apart = _on_gpu(dtype, device)
+        experts = [linear for linear in linears if linear.expert and apart]
+        served = experts if experts and _serves(experts) else []
+        self._linears = [linear for linear in linears if not (linear.expert and apart)]
+        self._num_columns = layout.vocabulary.width if experts else None
+        self._experts = ExpertSites(served, device) if served else None
+        for linear in (*self._linears, *served):
+            _reserve(linear, self.model)
 
     @property
     def row_bytes(self) -> int:
@@ -83,7 +91,7 @@ class AdapterSites:
     def allocate(self, num_rows: int) -> None:
         """Allocate the rows, and give a site to every linear, the embeddings and the head."""
         self._rows.allocate(num_rows)
-        self._vocabulary.allocate(num_rows)
+        self._vocabulary.allocate(num_rows, self._num_columns)
         for linear in self._linears:
             linear.lora = _site(self._vocabulary if linear.expert else self._rows, linear.in_features, linear.slices)
             linear.gains = None if linear.expert else self._vectors.add(linear.slices)
@@ -107,6 +115,18 @@ class AdapterSites:
         self._vectors.write(allocation, packed.gains, packed.biases)
         if self._own_rows is not None:
             self._own_rows.write(allocation, packed.own_rows)
+        if self._experts is not None:
+            self._experts.write(allocation, packed.vocabulary)
+
+
+def _on_gpu(dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type == "cuda" or is_grouped(dtype, device)
+
+
+def _serves(experts: Sequence[Linear]) -> bool:
+    """Return whether the kernels that add adapters to experts serve all of these."""
+    first, last = ([linear for linear in experts if linear.name.endswith(kind)] for kind in (".gate_up", ".down"))
+    return all(on_triton([linear.packed for linear in linears]) for linears in (first, last))
 
 
 def _reserve(linear: Linear, model: ModelModules) -> None:

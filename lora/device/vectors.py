@@ -90,15 +90,24 @@ class SiteVectors:
         self._biases.write(slot, biases)
         self.written = self._excess.written | self._biases.written
 
-    def scale(self, y: Tensor, adapters: LoraBatch, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
+    def scale(
+        self,
+        y: Tensor,
+        adapters: LoraBatch,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        *,
+        biased: bool = True,
+    ) -> None:
         """Set y [T, out] = (y - bias - residual) * gains + bias + residual + biases, for tokens of adapters with these.
+        The adapters' biases are left out unless `biased`.
 
         The subtraction recovers the base product, so that one fused product serves all tokens. In a narrow dtype this
         adds rounding errors as large as those of `y`, scaled by |g - 1|, which is mostly far below 1. Each product and
         each sum is rounded by itself, so a token's result does not depend on its position.
         """
         for table, apply in ((self._excess, self._apply_gains), (self._biases, self._add_biases)):
-            if table.written:
+            if table.written and (biased or table is self._excess):
                 apply(y, adapters, bias, residual)
 
     def _apply_gains(self, y: Tensor, adapters: LoraBatch, bias: Tensor | None, residual: Tensor | None) -> None:

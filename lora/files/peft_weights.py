@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..device.layout import PackedModules
+from ..device.layout import PackedModules, latents_of
 from .biases import check_biases, read_biases
 from .expert_parameters import split_parameters
 from .foreign_adapters import peft_tensors
@@ -61,6 +61,8 @@ class WeightsReader:
             planned = plan and plan.read(file, [config.scale_of(name) for name in plan.configured])
             packed, digest = planned or self._read_unplanned(file, config)
         if config.invocation:
+            if latents := latents_of(packed):
+                raise adapter_error(f"{latents[0]}: alora_invocation_tokens is not served on products of latents")
             digest = hashlib.sha256(digest + f"invocation {config.invocation}".encode()).digest()
         return packed._replace(invocation=config.invocation), digest
 

@@ -55,6 +55,8 @@ class AdapterVersion:
     """Largest rank of the base model's modules; 0 until it was read."""
     rows: int = 0
     """Rank rows on the device."""
+    bytes_beside_rows: int = 0
+    """Bytes of device memory beside them."""
     num_bytes: int = 0
     """Bytes of host memory."""
     targets_head: bool = False
@@ -64,7 +66,7 @@ class AdapterVersion:
     vocab_size: int = 0
     """Number of its tokens; 0: that of the base model."""
     is_plain: bool = True
-    """True when it has rank rows and nothing else, for the model and for the drafter."""
+    """True when it has rank rows and nothing else, for the model and for the drafter, at sites that graphs have."""
     invocation: tuple[int, ...] = ()
     """Tokens of the prompt from which on it applies; (): it applies to all tokens."""
     has_draft: bool = False
@@ -95,7 +97,9 @@ class AdapterVersion:
         """Note the facts about what was read."""
         self.digest = self.expected = adapter.digest
         self.rank, self.rows, self.num_bytes = adapter.target.rank, adapter.rows, adapter.num_bytes
-        self.targets_head, self.is_plain = adapter.targets_head, all(part.is_plain for part in adapter.packed)
+        self.bytes_beside_rows = adapter.bytes_beside_rows
+        self.targets_head = adapter.targets_head
+        self.is_plain = all(part.is_plain for part in adapter.packed) and not adapter.targets_latents
         self.invocation, self.vocab_size = adapter.target.invocation, adapter.target.vocab_size
         self.targets_experts = adapter.targets_experts
         self.has_draft, self.draft = bool(adapter.drafter.rank), adapter.draft

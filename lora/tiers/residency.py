@@ -68,10 +68,10 @@ class Residency:
 
     def check_fits(self, name: str, adapter: Adapter) -> None:
         """Refuse (AdapterError) an adapter that is larger than a tier."""
-        rows, num_rows = adapter.rows, self.pool.num_rows
-        if rows > num_rows:
+        size, num_rows = self._size(adapter), self.pool.num_rows
+        if size > num_rows:
             raise adapter_error(
-                f"adapter '{name}' takes {rows} rank rows, and the device has {num_rows}; raise lora_memory"
+                f"adapter '{name}' takes {_shown(adapter, size)}, and the device has {num_rows}; raise lora_memory"
             )
         limit = self.host.max_bytes
         if limit is not None and adapter.num_bytes > limit:
@@ -82,12 +82,16 @@ class Residency:
 
     def check_room_beside_pins(self, name: str, adapter: Adapter) -> None:
         """Refuse (AdapterError) an adapter for which the pinned ones leave no room."""
-        rows, left = adapter.rows, self.pool.num_rows - self.pool.num_pinned_rows
-        if rows > left and adapter.digest not in self.pool:
+        size, left = self._size(adapter), self.pool.num_rows - self.pool.num_pinned_rows
+        if size > left and adapter.digest not in self.pool:
             raise adapter_error(
-                f"adapter '{name}' takes {rows} rank rows, and the pinned adapters leave {left}; unpin one, or raise "
-                "lora_memory"
+                f"adapter '{name}' takes {_shown(adapter, size)}, and the pinned adapters leave {left}; unpin one, or "
+                "raise lora_memory"
             )
+
+    def _size(self, adapter: Adapter | AdapterVersion) -> int:
+        """Return the rank rows that an adapter counts as on the device."""
+        return self.pool.size(adapter.rows, adapter.bytes_beside_rows)
 
     # --- host ---
 
@@ -136,15 +140,17 @@ class Residency:
     def place(self, adapter: Adapter, order: Order) -> bool:
         """Give an adapter rows on the device and start to write them, for a request of this order; False when there is
         no room now. Without effect when it has rows."""
-        digest, num_rows = adapter.digest, adapter.rows
+        digest, size = adapter.digest, self._size(adapter)
         if digest in self.pool:
             return True
-        if any(num_rows >= rows and order >= refused for rows, refused in self._no_rows.items()):
+        if any(size >= rows and order >= refused for rows, refused in self._no_rows.items()):
             return False
         before = len(self.pool)
-        allocation = self.pool.allocate(digest, num_rows, self._device_victims(order))
+        allocation = self.pool.allocate(
+            digest, adapter.rows, self._device_victims(order), num_bytes=adapter.bytes_beside_rows
+        )
         if allocation is None:
-            self._no_rows[num_rows] = min(order, self._no_rows.get(num_rows, LEAST_URGENT))
+            self._no_rows[size] = min(order, self._no_rows.get(size, LEAST_URGENT))
             return False
         self.num_device_evictions += before + 1 - len(self.pool)
         self.pool.begin_write(allocation)
@@ -199,7 +205,7 @@ class Residency:
     def _check_pinnable(self, name: str, adapter: Adapter) -> None:
         """Refuse (InvalidUserInputError) a pin that would leave too little room for any other adapter."""
         others = {v.digest: v for v in self._registry.pinned() if v.name != name and v.digest != adapter.digest}
-        rows_left = self.pool.num_rows - sum(v.rows for v in others.values()) - adapter.rows
+        rows_left = self.pool.num_rows - sum(map(self._size, others.values())) - self._size(adapter)
         problem = None
         if rows_left < self._max_rank:
             problem = (
@@ -241,3 +247,13 @@ class Residency:
         for version in self._registry.pinned():
             assert version.digest is not None
             assert self.pool.is_pinned(version.digest)
+
+
+def _shown(adapter: Adapter, size: int) -> str:
+    """Return the rank rows that an adapter counts as, for a message."""
+    if size == adapter.rows:
+        return f"{size} rank rows"
+    return (
+        f"memory of {size} rank rows ({adapter.rows}, and {shown_bytes(adapter.bytes_beside_rows)} for embeddings and "
+        "other weights of its own)"
+    )

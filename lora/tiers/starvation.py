@@ -126,11 +126,12 @@ class Aging:
         chosen: set[bytes] = set()
         if starving.digest not in pool:
             rows = pool.num_free
+            needed = pool.size(starving.rows, starving.bytes_beside_rows)
             for digest in unpinned:
-                if rows >= starving.rows:
+                if rows >= needed:
                     break
                 chosen.add(digest)
-                rows += len(pool.allocation(digest).rows)
+                rows += pool.allocation(digest).size
         if not pool.can_run(starving.digest) and not any(pool.num_users(digest) for digest in chosen):
             chosen.update([digest for digest in ranked if pool.num_users(digest)][:1])
         return chosen

@@ -6,21 +6,17 @@ Quantised tensors are dequantised one by one when they are loaded.
 from __future__ import annotations
 
 import os
-import re
-from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ...platform.core.errors import UnsupportedModelError
 from ..families.gguf_families import GGUF_FAMILIES, GgufFamily
 from .gguf_reader import open_gguf, reading
+from .gguf_tensors import GgufTensors
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from ..config import DecoderConfig
-    from ..layers.weights import Weight
     from .weight_files import StoredTensor
 
 SUFFIX = ".gguf"
@@ -30,7 +26,6 @@ _ARCHITECTURE = "general.architecture"
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _ROPE_DIVISORS = "rope_freqs.weight"
 _SHORT_DIVISORS, _LONG_DIVISORS = "rope_factors_short.weight", "rope_factors_long.weight"
-_SHARED_GATE = "ffn_gate_inp_shexp"
 
 # Keys of config.json by those of a GGUF file, where the architecture's name stands before them.
 _KEYS = {
@@ -63,7 +58,6 @@ _SCALING_KEYS = {
 }
 # Tokens that end a sequence: of a text, of a turn, of a message that awaits a tool's result.
 _ENDS = ("eos", "eot", "eom")
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -85,7 +79,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         prefix = f"{found[_ARCHITECTURE]}."
         values = {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
         config = {theirs: _rounded(values[ours]) for ours, theirs in _KEYS.items() if ours in values}
-        has_experts = bool(values.get("expert_count"))
+        has_experts, more = bool(values.get("expert_count")), family.facts(values, tensors)
         config |= _expert_sizes(values, tensors) if has_experts else {}
         if "rope.dimension_count" in values:
             if family.neighbours_rotated:
@@ -105,9 +99,9 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
             "attention_bias": "blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in tensors,
             "eos_token_id": [found[key] for end in _ENDS if (key := f"tokenizer.ggml.{end}_token_id") in found],
-            "rope_parameters": _rope_parameters(values, tensors, config),
+            "rope_parameters": _rope_parameters(values, tensors, config) | more.pop("rope_parameters", {}),
             "sliding_window": config.get("sliding_window") or None,  # Phi-4 has 0
-            **family.facts(values, tensors),
+            **more,
         }
 
 
@@ -135,28 +129,16 @@ def read_gguf(path: Path, names: Iterable[str], config: DecoderConfig) -> dict[s
     with reading(path):
         import gguf
 
-        from .weight_files import StoredTensor
-
         fields, tensors = open_gguf(path)
         architecture = fields[_ARCHITECTURE]
         family = _family(path, architecture)
         known = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
         table = gguf.get_tensor_name_map(known, config.num_layers)
-        # A tensor holds one matrix, or those of all experts.
-        ours: dict[str, list[tuple[str, int | None]]] = defaultdict(list)
-        for name in names:
-            expert = _EXPERT.search(name)
-            stored = table.get_name(_EXPERT.sub(".experts.", name), (".weight", ".bias"))
-            ours[str(stored)].append((name, None if expert is None else int(expert[1])))
         for name in {_ROPE_DIVISORS, _SHORT_DIVISORS, _LONG_DIVISORS} & set(tensors):  # parts of the config
             del tensors[name]
-        found = {}
-        for tensor in tensors.values():
-            whole = _whole_matrix(path, tensor, family, config)
-            for name, expert in ours.get(tensor.name, [(tensor.name, None)]):
-                matrix = whole if expert is None else whole.of_expert(expert)
-                found[name] = StoredTensor(matrix.shape[:: -1 if matrix.transposed else 1], matrix.read)
-        return found
+        source = GgufTensors(path, tensors, family, config, table)
+        found = {name: tensor for name in names if (tensor := source.find(name)) is not None}
+        return found | source.rest()
 
 
 def read_gguf_fields(path: Path) -> dict[str, Any]:
@@ -170,68 +152,6 @@ def read_gguf_fields(path: Path) -> dict[str, Any]:
         if not isinstance(found.get(TOKENS), list):
             raise ValueError(f"there is no list {TOKENS}")
         return found
-
-
-class _Matrix(NamedTuple):
-    """Tensor in a GGUF file, and what its converter did to the one in the checkpoint."""
-
-    path: Path
-    tensor: Any
-    shape: tuple[int, ...]
-    """Shape in the file."""
-    expert: int | None = None
-    """Index of the expert to whom this part of the tensor belongs."""
-    rows: np.ndarray | None = None
-    """[rows] index in the file of each row; None: they are in their order."""
-    offset: float = 0.0
-    """Number that the converter added to all elements."""
-    transposed: bool = False
-    """True: the checkpoint has the transposed matrix."""
-
-    def of_expert(self, index: int) -> _Matrix:
-        return self._replace(expert=index, shape=self.shape[1:])
-
-    def read(self) -> Weight:
-        """The checkpoint's tensor; a matrix of a quantised type stays packed unless the converter changed its
-        numbers."""
-        import torch
-
-        from ..quantization.gguf_blocks import read_blocks
-
-        with reading(self.path, f"the tensor {self.tensor.name}"):
-            import gguf
-            import numpy as np
-
-            data = self.tensor.data if self.expert is None else self.tensor.data[self.expert]
-            if len(self.shape) == 2 and not self.transposed and not self.offset:
-                packed = read_blocks(self.tensor.tensor_type.name, data, self.shape)
-                if packed is not None:
-                    return packed if self.rows is None else packed.take(torch.from_numpy(self.rows))
-            values = gguf.dequantize(data, self.tensor.tensor_type).reshape(self.shape)
-            if self.rows is not None:
-                values = values[self.rows]
-            if self.offset:
-                values = values - np.float32(self.offset)
-            if self.transposed:
-                values = np.ascontiguousarray(values.T)
-            return torch.from_numpy(np.require(values, requirements="W"))
-
-
-def _whole_matrix(path: Path, tensor: Any, family: GgufFamily, config: DecoderConfig) -> _Matrix:
-    import numpy as np
-
-    shape = tuple(int(size) for size in reversed(tensor.shape))
-    if _SHARED_GATE in tensor.name and len(shape) == 1:
-        shape = (1, *shape)
-    rows = None
-    rotated = {".attn_q.": config.num_heads, ".attn_k.": config.num_kv_heads} if family.neighbours_rotated else {}
-    heads = next((number for part, number in rotated.items() if part in tensor.name), 0)
-    if heads and tensor.n_elements:  # a shape with a zero in it may say anything else
-        rows = np.arange(shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
-    # The converter adds what the model would add to its norms.
-    offset = config.norm_offset if tensor.name.endswith("norm.weight") else 0.0
-    transposed = config.block is not None and config.block.transposed and len(shape) == 2
-    return _Matrix(path, tensor, shape, None, rows, offset, transposed and tensor.name.startswith("blk."))
 
 
 def _family(path: Path, architecture: object) -> GgufFamily:

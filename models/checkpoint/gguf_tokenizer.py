@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..families.gguf_families import (
+    DEEPSEEK_SPLITS,
+    FALCON_SPLITS,
     GPT2_SPLITS,
     GPT2_SPLITS_WITHOUT_DIGITS,
     GPT4_SPLITS,
@@ -27,6 +29,13 @@ _GPT4_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_DEEPSEEK_PATTERNS = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+"""Splits that follow one another: numbers, Chinese and Japanese, all else."""
 
 
 def load_gguf_tokenizer(file: Path) -> PreTrainedTokenizerFast:
@@ -76,9 +85,23 @@ def _mend_split(backend: Any, split: str) -> bool:
     if split in GPT2_SPLITS_WITHOUT_DIGITS:
         backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), splitter])
     elif split in GPT4_SPLITS:
-        words = pre_tokenizers.Split(Regex(_GPT4_PATTERN % GPT4_SPLITS[split]), behavior="isolated")
-        whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([words, whole])
+        backend.pre_tokenizer = _by_patterns(_GPT4_PATTERN % GPT4_SPLITS[split])
+    elif split in DEEPSEEK_SPLITS:
+        backend.pre_tokenizer = _by_patterns(*_DEEPSEEK_PATTERNS)
+    elif split in FALCON_SPLITS:
+        threes = pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), behavior="isolated")
+        numbers = pre_tokenizers.Digits(individual_digits=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Punctuation(behavior="contiguous"), splitter, numbers, threes]
+        )
     else:
         return split in GPT2_SPLITS
     return True
+
+
+def _by_patterns(*patterns: str) -> Any:
+    """Splits by patterns, one after another, then bytes."""
+    from tokenizers import Regex, pre_tokenizers
+
+    words = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+    return pre_tokenizers.Sequence([*words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])

@@ -249,7 +249,13 @@ def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: LanguageMod
     else:
         tensors = unpacked(read_weights(path, "model", hint=_NO_WEIGHTS), config.dtype)
         if isinstance(config, DecoderConfig) and config.quantization is not None:
-            tensors = unpack(tensors, config.quantization, lambda name: _with_prefix(name, slots) in slots, "model")
+            tensors = unpack(
+                tensors,
+                config.quantization,
+                lambda name: _with_prefix(name, slots) in slots,
+                "model",
+                transposed=config.block is not None and config.block.transposed,
+            )
     if isinstance(model, TransformersModel):
         tensors = model.by_slot(tensors)
     for name, other in renamed.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
+_IMPORTING = threading.Lock()
+
+
+def import_transformers(name: str = "AutoTokenizer") -> None:
+    """Import a class of transformers and the modules that it needs. One thread at a time: these modules import each
+    other, and two threads would find some of them half made."""
+    with _IMPORTING:
+        getattr(import_module("transformers"), name)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

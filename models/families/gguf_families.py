@@ -63,15 +63,86 @@ def _stablelm(values: Values, tensors: Container[str]) -> dict[str, Any]:
     }
 
 
+def _falcon(values: Values, tensors: Container[str]) -> dict[str, Any]:
+    """The merged projection is stored by KV head in both forms of the model; files say which form by their norms."""
+    two_norms = "blk.0.attn_norm_2.weight" in tensors
+    return {
+        "new_decoder_architecture": True,
+        "num_kv_heads": values.get("attention.head_count_kv", 1),
+        "num_ln_in_parallel_attn": 2 if two_norms else 1,
+    }
+
+
+def _gpt_neox(values: Values, tensors: Container[str]) -> dict[str, Any]:
+    return {"use_parallel_residual": values.get("use_parallel_residual", True)}
+
+
+def _gpt_oss(values: Values, tensors: Container[str]) -> dict[str, Any]:
+    return {"rope_parameters": {"truncate": False}}
+
+
+_DEEPSEEK_KEYS = {
+    "leading_dense_block_count": "first_k_dense_replace",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.q_lora_rank": "q_lora_rank",
+    "rope.dimension_count": "qk_rope_head_dim",
+    "expert_count": "n_routed_experts",
+    "expert_shared_count": "n_shared_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+}
+"""Keys of DeepSeek's config.json by those of a file."""
+_DEEPSEEK_GROUPS = {160: (8, 3), 256: (8, 4)}
+"""Groups, and groups that a token visits, of the models with so many experts, whose older files do not state them."""
+_SIGMOID = 2
+"""Number of the sigmoid in `expert_gating_func`."""
+_LOG_MULTIPLIER = 0.1
+"""Factor of `mscale_all_dim` in `yarn_log_multiplier`."""
+
+
+def _deepseek(values: Values, tensors: Container[str]) -> dict[str, Any]:
+    found = {theirs: values[ours] for ours, theirs in _DEEPSEEK_KEYS.items() if ours in values}
+    # Files whose kv_b_proj is in two parts state the sizes of the cache, and those of the heads under another name.
+    heads, value_dim = (
+        values.get(f"attention.{name}_length_mla", values.get(f"attention.{name}_length")) for name in ("key", "value")
+    )
+    if heads is None or value_dim is None or "rope.dimension_count" not in values:
+        raise UnsupportedModelError("deepseek2: the file does not state the sizes of its heads", param="model")
+    groups, top_groups = _DEEPSEEK_GROUPS.get(values.get("expert_count", 0), (1, 1))
+    rope: dict[str, Any] = {}
+    if (multiplier := values.get("rope.scaling.yarn_log_multiplier")) is not None:
+        scale = round(multiplier / _LOG_MULTIPLIER, 6)
+        rope = {"mscale": scale, "mscale_all_dim": scale}
+    if values.get("expert_gating_func") == _SIGMOID:
+        found["architectures"] = ["DeepseekV3ForCausalLM"]
+    return found | {
+        "qk_nope_head_dim": heads - values["rope.dimension_count"],
+        "v_head_dim": value_dim,
+        "q_lora_rank": values.get("attention.q_lora_rank"),
+        "head_dim": None,
+        "partial_rotary_factor": None,
+        "topk_method": "group_limited_greedy",
+        "n_group": values.get("expert_group_count", groups),
+        "topk_group": values.get("expert_group_used_count", top_groups),
+        "rope_parameters": rope,
+    }
+
+
 GGUF_FAMILIES = {
+    "deepseek2": GgufFamily("DeepseekV2ForCausalLM", facts=_deepseek),  # V3 too
+    "falcon": GgufFamily("FalconForCausalLM", facts=_falcon),
     "gemma2": GgufFamily("Gemma2ForCausalLM", facts=_gemma(46)),
     "gemma3": GgufFamily("Gemma3ForCausalLM", facts=_gemma(62)),
     "glm4": GgufFamily("Glm4ForCausalLM"),
+    "gpt-oss": GgufFamily("GptOssForCausalLM", facts=_gpt_oss),
     "gpt2": GgufFamily("GPT2LMHeadModel"),
+    "gptneox": GgufFamily("GPTNeoXForCausalLM", facts=_gpt_neox),
     "granite": GgufFamily("GraniteForCausalLM", neighbours_rotated=True),
     "llama": GgufFamily("LlamaForCausalLM", "MixtralForCausalLM", neighbours_rotated=True),  # Mistral too
     "olmo2": GgufFamily("Olmo2ForCausalLM", facts=_olmo2),
     "olmoe": GgufFamily("OlmoeForCausalLM"),
+    "phi2": GgufFamily("PhiForCausalLM"),
     "phi3": GgufFamily("Phi3ForCausalLM"),
     "qwen2": GgufFamily("Qwen2ForCausalLM"),
     "qwen2moe": GgufFamily("Qwen2MoeForCausalLM"),
@@ -89,5 +160,9 @@ GPT2_SPLITS_WITHOUT_DIGITS = {"smollm", "starcoder", "refact", "command-r", "cod
 """Splits as GPT-2's after each digit was split off."""
 GPT4_SPLITS = {"chatglm-bpe": 3, "glm4": 3, "stablelm2": 1}
 """Splits as GPT-4's, and the most digits that stay together."""
+DEEPSEEK_SPLITS = {"deepseek-v3"}
+"""Splits as DeepSeek-V3's."""
+FALCON_SPLITS = {"falcon"}
+"""Splits as Falcon's: punctuation, then words, then numbers in threes."""
 SPLITS_OF_WHOLE_WORDS = frozenset("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 tekken".split())
 """Splits after which a known word is not merged, and where text begins with a token for that."""

@@ -5,15 +5,15 @@ T tokens, k experts of a token, E experts, H hidden size, I inner size of an exp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...kernels.act_and_mul import act_and_mul, act_and_mul_invariant
-from ...kernels.experts import PackedExperts, Products, Scoring, pack, route, run_products
+from ...kernels.experts import PackedExperts, Products, Routing, Scoring, pack, route, run_products
 from ..config import DecoderConfig
 from ..expert_config import ExpertConfig
 from .linear import AdapterRows, Linear
@@ -43,22 +43,14 @@ class SparseMlp:
         """Make an MLP without weights: see `GatedMlp`; `module` is the whole layer's."""
         self._config = config
         self._hidden_size = hidden_size
-        self._invariant: bool = common["batch_invariant"]
         self._module = module
         self._block = block = f"{module}.{config.traits.block}"
-        inner = config.intermediate_size
         traits = config.traits
-        *merged, down = traits.projections
         router = [(f"{block}.{traits.router}", config.num_experts)]
         router_options = {**common, "dtype": torch.float32} if traits.float_router else common
         self._router = Linear(f"{name}.router", router, hidden_size, bias=traits.bias, **router_options)
-        self._gate_up, self._down = [], []
-        options = {"bias": traits.bias, "expert": True, **common}
-        for index in range(config.num_experts):
-            ours, theirs = f"{name}.experts.{index}", f"{block}.experts.{index}"
-            slices = [(f"{theirs}.{projection}", 2 * inner // len(merged)) for projection in merged]
-            self._gate_up.append(Linear(f"{ours}.gate_up", slices, hidden_size, **options))
-            self._down.append(Linear(f"{ours}.down", [(f"{theirs}.{down}", hidden_size)], inner, **options))
+        form = ExpertForm(config.num_experts, hidden_size, config.intermediate_size, traits.activation, traits.bias)
+        self._experts = ExpertLayers(f"{name}.experts", f"{block}.experts", form, traits.projections, **common)
         self._shared: GatedMlp | None = None
         if config.shared_size is not None:
             sizes = hidden_size, config.shared_size
@@ -72,7 +64,6 @@ class SparseMlp:
         if traits.sigmoid or config.num_groups > 1 or config.scale != 1.0:
             self._scoring = Scoring(config.num_groups, config.top_groups, traits.sigmoid, config.scale)
         self._device = common["device"]
-        self._experts: PackedExperts | None = None
 
     def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
         """See `Mlp`."""
@@ -84,13 +75,7 @@ class SparseMlp:
         config = self._config
         weights = {"renormalised": config.renormalised, "rounded": config.traits.rounded}
         routing = route(self._logits(x, batch), config.top_k, **weights, scoring=self._scoring)
-        if self._experts is None:  # all are loaded now
-            gate_up, down = ([linear.packed for linear in linears] for linears in (self._gate_up, self._down))
-            activation = config.traits.activation
-            self._experts = pack(gate_up, down, activation=activation, batch_invariant=self._invariant)
-        if batch.adapters is not None and batch.adapters.targets_experts:
-            return run_products(x, routing, self._adapted(len(x), batch.adapters), residual)
-        return self._experts(x, routing, residual)
+        return self._experts.forward(x, routing, batch, residual)
 
     def _logits(self, x: Tensor, batch: AdapterRows) -> Tensor:
         """Outputs [T, E] of the router, in its own dtype."""
@@ -106,30 +91,11 @@ class SparseMlp:
             logits += delta
         return logits
 
-    def _adapted(self, num_tokens: int, adapters: Any) -> Products:
-        """Products with the deltas of adapters, which are computed for all tokens: the rows of a step say which tokens
-        belong to which adapter."""
-
-        def product(linears: list[Linear]) -> Callable[[int, Tensor, Tensor], Tensor]:
-            def compute(expert: int, x: Tensor, tokens: Tensor) -> Tensor:
-                linear = linears[expert]
-                spread = x.new_zeros(num_tokens, linear.in_features).index_copy_(0, tokens, x)
-                delta = x.new_zeros(num_tokens, linear.out_features)
-                assert linear.lora is not None, "there are adapters"
-                linear.lora.add(delta, spread, adapters)
-                return linear.packed(x) + delta[tokens]
-
-            return compute
-
-        activation = act_and_mul_invariant if self._invariant else act_and_mul
-        activate = partial(activation, activation=self._config.traits.activation)
-        return Products(product(self._gate_up), activate, product(self._down))
-
     def linears(self) -> list[Linear]:
         """See `Mlp`."""
         shared = [] if self._shared is None else self._shared.linears()
         gate = [] if self._shared_gate is None else [self._shared_gate]
-        return [self._router, *shared, *gate, *self._gate_up, *self._down]
+        return [self._router, *shared, *gate, *self._experts.linears()]
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """See `Mlp`; each expert has tensors of its own."""
@@ -148,14 +114,94 @@ class SparseMlp:
     def renamed_slots(self) -> dict[str, RenamedSlot]:
         """See `Mlp`; one tensor [E, 2I, H] holds gate and up of all experts, and one [E, H, I] down."""
         traits, block = self._config.traits, f"{self._module}.mlp"
-        slots: dict[str, RenamedSlot] = {}
-        for name, linears in (("gate_up_proj", self._gate_up), ("down_proj", self._down)):
-            slots[f"{block}.experts.{name}"] = _merged(linears, "weight", transposed=traits.transposed)
-            if traits.bias:
-                slots[f"{block}.experts.{name}_bias"] = _merged(linears, "bias")
+        slots = self._experts.merged_slots(f"{block}.experts", transposed=traits.transposed)
         if block != self._block:
             for name, slot in self._router.weight_slots().items():
                 slots[name.replace(self._block, block, 1)] = RenamedSlot(slot, (name,))
+        return slots
+
+
+class ExpertForm(NamedTuple):
+    """Sizes of the experts of a layer, and what they compute."""
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    activation: str = "silu"
+    """See `act_and_mul`."""
+    bias: bool = False
+
+
+class ExpertLayers:
+    """Experts of one layer, with adapters."""
+
+    def __init__(self, ours: str, theirs: str, form: ExpertForm, projections: Sequence[str], **common: Any) -> None:
+        """Make experts without weights.
+
+        Args:
+            ours: Name that ends with "experts".
+            theirs: Name of the module in the checkpoint; the experts' numbers follow it.
+            form: Sizes.
+            projections: Names of gate and up, or of both merged, and of down.
+            common: dtype, device and batch_invariant, as in `Linear`.
+        """
+        self._form = form
+        self._invariant: bool = common["batch_invariant"]
+        self._gate_up, self._down = [], []
+        *merged, down = projections
+        hidden, inner = form.hidden_size, form.intermediate_size
+        options = {"bias": form.bias, "expert": True, **common}
+        for index in range(form.num_experts):
+            name, module = f"{ours}.{index}", f"{theirs}.{index}"
+            slices = [(f"{module}.{projection}", 2 * inner // len(merged)) for projection in merged]
+            self._gate_up.append(Linear(f"{name}.gate_up", slices, hidden, **options))
+            self._down.append(Linear(f"{name}.down", [(f"{module}.{down}", hidden)], inner, **options))
+        self._packed: PackedExperts | None = None
+
+    def forward(self, x: Tensor, routing: Routing, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
+        """Compute a new tensor [T, H] from x [T, H]; `residual` [T, H] is added."""
+        if self._packed is None:  # all are loaded now
+            gate_up, down = ([linear.packed for linear in linears] for linears in (self._gate_up, self._down))
+            self._packed = pack(gate_up, down, activation=self._form.activation, batch_invariant=self._invariant)
+        if batch.adapters is not None and batch.adapters.targets_experts:
+            sites = self._gate_up[0].expert_lora, self._down[0].expert_lora
+            if sites[0] is not None:
+                add = tuple(partial(site.add, adapters=batch.adapters) for site in sites)
+                return self._packed(x, routing, residual, add)  # type: ignore[call-arg, arg-type]  # it is Triton's
+            return run_products(x, routing, self._adapted(len(x), batch.adapters), residual)
+        return self._packed(x, routing, residual)
+
+    def _adapted(self, num_tokens: int, adapters: Any) -> Products:
+        """Products with the deltas of adapters, which are computed for all tokens: the rows of a step say which tokens
+        belong to which adapter."""
+
+        def product(linears: list[Linear]) -> Callable[[int, Tensor, Tensor], Tensor]:
+            def compute(expert: int, x: Tensor, tokens: Tensor) -> Tensor:
+                linear = linears[expert]
+                spread = x.new_zeros(num_tokens, linear.in_features).index_copy_(0, tokens, x)
+                delta = x.new_zeros(num_tokens, linear.out_features)
+                assert linear.lora is not None, "there are adapters"
+                linear.lora.add(delta, spread, adapters)
+                return linear.packed(x) + delta[tokens]
+
+            return compute
+
+        activation = act_and_mul_invariant if self._invariant else act_and_mul
+        activate = partial(activation, activation=self._form.activation)
+        return Products(product(self._gate_up), activate, product(self._down))
+
+    def linears(self) -> list[Linear]:
+        """Linear layers of all experts."""
+        return [*self._gate_up, *self._down]
+
+    def merged_slots(self, module: str, *, transposed: bool = False) -> dict[str, RenamedSlot]:
+        """Slots of tensors that hold all experts: gate_up_proj [E, 2I, H] and down_proj [E, H, I] of `module`, or with
+        the last two sizes swapped, and their biases."""
+        slots: dict[str, RenamedSlot] = {}
+        for name, linears in (("gate_up_proj", self._gate_up), ("down_proj", self._down)):
+            slots[f"{module}.{name}"] = _merged(linears, "weight", transposed=transposed)
+            if self._form.bias:
+                slots[f"{module}.{name}_bias"] = _merged(linears, "bias")
         return slots
 
 

@@ -32,6 +32,10 @@ class LoraSite(Protocol):
     def fused(self, adapters: Any) -> tuple[int, Any] | None:
         """Arguments with which a packed weight that fuses adapters does `add` in its own call; None when it cannot."""
 
+    def weights_of_runs(self, adapters: Any) -> Sequence[tuple[int, int, Tensor, Tensor]]:
+        """Tokens [start, stop) of each adapter with weights here, and its A [r, in] and B [r, out]."""
+        ...
+
 
 class GainSite(Protocol):
     """Gains of adapters with trained magnitudes (DoRA), and adapters' biases, at one layer."""
@@ -41,9 +45,17 @@ class GainSite(Protocol):
         """Not 0 when an adapter has a gain or a bias here."""
         ...
 
-    def scale(self, y: Tensor, adapters: Any, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
-        """y [T, out] = (y - bias - residual) · each token's gains + bias + residual + its adapter's bias; other tokens
-        do not change; y is mutated."""
+    def scale(
+        self,
+        y: Tensor,
+        adapters: Any,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        *,
+        biased: bool = True,
+    ) -> None:
+        """y [T, out] = (y - bias - residual) · each token's gains + bias + residual + its adapter's bias, the last if
+        `biased`; other tokens do not change; y is mutated."""
 
 
 class Linear:
@@ -72,6 +84,8 @@ class Linear:
         self.lora: LoraSite | None = None
         """Site of adapters, set by the adapter manager, as is `gains`."""
         self.gains: GainSite | None = None
+        self.expert_lora: Any = None
+        """Site of adapters of all experts of the layer, on a GPU, in place of `lora`."""
         self.bias: Tensor | None = None
         """[out], once loaded."""
         self.row_squares: Tensor | None = None

@@ -36,8 +36,11 @@ class WeightSlot:
             self.load(weight.dequantized())
 
     def transposed(self) -> WeightSlot:
-        """Slot for the same matrix where the checkpoint stores it transposed."""
-        return WeightSlot(self.shape[::-1], lambda tensor: self.load(tensor.t().contiguous()), self.scale)
+        """Slot for the same matrix where the checkpoint stores it transposed, unless it is quantised."""
+        load = self.load
+        return WeightSlot(
+            self.shape[::-1], lambda tensor: load(tensor.t().contiguous()), self.scale, self.load_quantized
+        )
 
 
 class RenamedSlot(NamedTuple):

@@ -91,13 +91,19 @@ class Parts:
 
 
 def unpack(
-    tensors: Mapping[str, StoredTensor], form: Format, known: Callable[[str], bool], param: str
+    tensors: Mapping[str, StoredTensor],
+    form: Format,
+    known: Callable[[str], bool],
+    param: str,
+    *,
+    transposed: bool = False,
 ) -> dict[str, StoredTensor]:
     """Tensors of a checkpoint in which weights stand for their packed parts.
 
     Args:
         known: True for names of tensors that the model has.
         param: Parameter that errors name.
+        transposed: True for a model whose plain weights are stored as [I, O] (GPT-2); packed ones never are.
 
     Raises:
         InvalidRequestError: parts are missing or of the wrong shape, or nothing is packed; the message names them.
@@ -116,7 +122,8 @@ def unpack(
         parts = Parts(module, {part: found.pop(name) for part, name in names.items()})
         with _errors(module, param):
             weight = form.describe(parts)
-        found[f"{module}.weight"] = StoredTensor(weight.shape, partial(_read, weight, module, param))
+        shape = weight.shape[::-1] if transposed else weight.shape
+        found[f"{module}.weight"] = StoredTensor(shape, partial(_read, weight, module, param, transposed=transposed))
         bias = f"{module}.bias"
         if form.optional_bias and bias in found and not known(bias):
             with _errors(module, param):
@@ -125,14 +132,14 @@ def unpack(
     return found
 
 
-def _read(weight: StoredTensor, module: str, param: str) -> Weight:
+def _read(weight: StoredTensor, module: str, param: str, *, transposed: bool) -> Weight:
     with _errors(module, param):
         value = weight.read()
         numbers = value if isinstance(value, Tensor) else value.scales
         offsets = None if isinstance(value, Tensor) else value.offsets
         if not all(tensor is None or tensor.isfinite().all() for tensor in (numbers, offsets)):
             raise ValueError("its scales or zero points make numbers that are not finite")
-        return value
+        return value.t() if transposed and isinstance(value, Tensor) else value
 
 
 @contextmanager

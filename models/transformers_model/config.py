@@ -12,12 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.paged_attention import AttentionOptions
+from .experts import find_experts
 from .paged_attention import AttentionCall
 from .rotation import replace_rotation
 from .skeleton import build_on_meta, find_architecture, name_of, refused, replace_linears, sizes_of
 
 TOKENS = 3
 """Tokens of the dry pass."""
+_NUM_INPUTS = 3
+"""Hidden states, experts and weights: inputs of a module of experts."""
 _HARMLESS = frozenset(
     "dropout scaling softcap sliding_window is_causal use_cache cache past_key_values position_ids cache_position "
     "position_embeddings output_attentions output_hidden_states return_dict s_aux".split()
@@ -49,6 +52,8 @@ class TransformersConfig:
     sites: tuple[tuple[str, ...], ...]
     """Linear modules that compute each token of a pass once, so that adapters can target them; those of one input side
     by side."""
+    experts: tuple[str, ...]
+    """Modules of experts that compute each token of a pass once, and have a form that we compute."""
     dtype: torch.dtype
     batch_invariant: bool = False
     """Always refused when True: transformers' code does not promise it."""
@@ -101,6 +106,7 @@ def _describe(raw: str, architecture: str, dtype: torch.dtype) -> TransformersCo
         attention=options,
         notes_rotation=dry.all_noted,
         sites=tuple(dry.sites()),
+        experts=tuple(name for name, counts in dry.experts.items() if counts == [TOKENS]),
         dtype=dtype,
     )
 
@@ -115,6 +121,8 @@ class _DryPass:
         self._noted: tuple[Tensor, ...] = ()
         self.linears: dict[str, list[Tensor]] = {}
         """Input of each call of a linear module."""
+        self.experts: dict[str, list[int]] = {}
+        """Number of tokens in each call of a module of experts."""
         self._kinds: set[tuple[int, int, int, AttentionOptions]] = set()
         self._kinds_of_linears: dict[str, tuple[bool, bool]] = {}
         self._architecture = architecture
@@ -122,6 +130,8 @@ class _DryPass:
         for name, module in model.named_modules():
             replace_rotation(module, self._note)
             module.paged = functools.partial(self._record, name, module)
+            if name.endswith(".experts") and find_experts(module) is not None:
+                module.register_forward_pre_hook(functools.partial(self._note_experts, name), with_kwargs=True)
         replace_linears(model, self._linear)
 
     def uniform(self) -> tuple[int, int, int, AttentionOptions]:
@@ -166,6 +176,10 @@ class _DryPass:
         if cos.shape == sin.shape == (1, TOKENS, q.shape[3]):
             self._noted = q, k
         return q, k
+
+    def _note_experts(self, name: str, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        is_known = len(args) == _NUM_INPUTS and not options
+        self.experts.setdefault(name, []).append(args[0].shape[:-1].numel() if is_known else 0)
 
     def _linear(self, name: str, module: nn.Module) -> nn.Module:
         self._kinds_of_linears[name] = isinstance(module, nn.Linear), module.bias is not None

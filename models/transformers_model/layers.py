@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from ...kernels.rms_norm import prepare, rms_norm
 from ..layers.embedding import Embedding
 from ..layers.linear import AdapterRows, Linear
 from ..layers.weights import WeightSlot
+from .direct import set_forward
 from .paged_attention import PassState
 
 
@@ -24,8 +24,8 @@ class AdaptedLinear(nn.Module):
         self._state = state
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute [1, T, out] from x [1, T, in]."""
-        return self.linear.forward(x[0], self._state.batch).unsqueeze(0)
+        """Compute [1, T, out] from x [1, T, in], or without the first 1."""
+        return self.linear.forward(x.view(-1, x.shape[-1]), self._state.batch).view(*x.shape[:-1], -1)
 
 
 class SharedInput:
@@ -39,9 +39,11 @@ class SharedInput:
         self._outputs: tuple[Tensor, ...] = ()
 
     def output(self, x: Tensor, index: int) -> Tensor:
-        """Output [1, T, out] of one layer from x [1, T, in]. The product is kept until the last layer has asked."""
+        """Output [1, T, out] of one layer from x [1, T, in], or without the first 1. The product is kept until the last
+        layer has asked."""
         if x is not self._input:
-            self._outputs = self.linear.forward(x[0], self._state.batch).unsqueeze(0).split(self._sizes, 2)
+            y = self.linear.forward(x.view(-1, x.shape[-1]), self._state.batch)
+            self._outputs = y.view(*x.shape[:-1], -1).split_with_sizes(self._sizes, -1)
             self._input = x
         found = self._outputs[index]
         if index == len(self._sizes) - 1:
@@ -54,12 +56,12 @@ class MergedLinear(nn.Module):
 
     def __init__(self, shared: SharedInput, index: int) -> None:
         super().__init__()
-        self._shared = shared
-        self._index = index
+        self.shared = shared
+        self.index = index
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute [1, T, out] from x [1, T, in]."""
-        return self._shared.output(x, self._index)
+        return self.shared.output(x, self.index)
 
 
 class _NoAdapters:
@@ -140,7 +142,7 @@ def use_norm_kernel(module: Any) -> None:
     prepared = prepare(weight, eps)
     rows = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
     if torch.allclose(module(rows), rms_norm(rows, prepared), rtol=4 * torch.finfo(weight.dtype).eps, atol=1e-5):
-        module.forward = functools.partial(rms_norm, weight=prepared)
+        set_forward(module, lambda _, x: rms_norm(x, prepared))
 
 
 def parameter_slot(module: nn.Module, leaf: str, device: torch.device) -> WeightSlot:

@@ -14,10 +14,14 @@ from ..attention import AttentionSpec, make_attention
 from ..batch import ForwardBatch, KVLayerSpec
 from ..checkpoint.weight_files import StoredTensor
 from ..layers.embedding import LM_HEAD, Embedding, VocabularyNames
+from ..layers.experts import ExpertLayers
 from ..layers.linear import Linear
 from ..layers.weights import WeightSlot
 from ..model import DecoderOutput
 from .config import TransformersConfig
+from .direct import call_directly, with_hooks
+from .experts import ServedExperts, find_experts
+from .gated_mlp import use_mlp_kernel
 from .layers import (
     AdaptedLinear,
     BareLinear,
@@ -69,6 +73,8 @@ class TransformersModel:
             for module in self._inner.modules()
             if isinstance(module, nn.ModuleList) and len(module) == config.num_layers
         )
+        use_mlp_kernel(self._outer, self._state)
+        call_directly(self._outer)
         self._given = GivenStates()
         setattr(self._outer, self._outer.base_model_prefix, self._given)
         self._entering: dict[int, Tensor] = {}
@@ -88,6 +94,8 @@ class TransformersModel:
         )
         self._slots |= self._embedding.weight_slots()
         self._put_linears(keep=head)
+        for name in config.experts:
+            self._put_experts(name)
         replace(model, table_name, TokenEmbedding(self._embedding, self._state))
         replace(model, "lm_head", Head(self._embedding, self._state))
         for index, call in enumerate(config.calls):
@@ -113,6 +121,18 @@ class TransformersModel:
                 self._put_sites(group, dict(zip(names, modules, strict=True)))
         for name, module in plain.items():
             replace(self._outer, name, BareLinear(self._linear((name,), {name: module})))
+
+    def _put_experts(self, name: str) -> None:
+        module = self._outer.get_submodule(name)
+        form = find_experts(module)
+        assert form is not None, "the dry pass has found it"
+        common: dict[str, Any] = {"dtype": self.config.dtype, "device": self.device, "batch_invariant": False}
+        merged = ["gate_up_proj"] if form.bias else ["gate_proj", "up_proj"]
+        layers = ExpertLayers(name, name, form, [*merged, "down_proj"], **common)
+        self._linears += layers.linears()
+        slots = layers.merged_slots(name, transposed=module.is_transposed)
+        self._slots |= {key: renamed.slot for key, renamed in slots.items()}
+        replace(self._outer, name, ServedExperts(layers, self._state))
 
     def _put_sites(self, names: tuple[str, ...], modules: Mapping[str, Any]) -> None:
         linear = self._linear(names, modules)
@@ -183,9 +203,9 @@ class TransformersModel:
             self._entering[index] = (output if isinstance(output, Tensor) else output[0])[0]
 
         if index < len(self._blocks):
-            self._blocks[index].register_forward_pre_hook(entering, with_kwargs=True)
+            with_hooks(self._blocks[index]).register_forward_pre_hook(entering, with_kwargs=True)
         else:
-            self._blocks[-1].register_forward_hook(leaving)
+            with_hooks(self._blocks[-1]).register_forward_hook(leaving)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor, adapters: Any = None, out: Tensor | None = None) -> Tensor:

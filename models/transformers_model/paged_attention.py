@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -51,12 +52,29 @@ class PagedLayer:
         the rotation was noted."""
         batch = self._state.batch
         rotation = self._state.noted.rotation or batch.rotations[0]
-        qkv = torch.cat((query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)), 2)
-        _, tokens, _, dim = qkv.shape
+        _, _, tokens, dim = query.shape
+        qkv = _merged(query, key, value)
         kv, sinks = batch.kv[self._index], options.get("s_aux")
         sinks = None if sinks is None else sinks.float()
-        y = self._forward(qkv.view(tokens, -1), rotation, None, kv, batch.attention, self._window, sinks)
+        y = self._forward(qkv, rotation, None, kv, batch.attention, self._window, sinks)
         return y.view(1, tokens, -1, dim)
+
+
+def _merged(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Heads [T, (H + 2 Hk) · D] side by side, as a copy unless they are parts of a product that has this form."""
+    _, heads, tokens, dim = query.shape
+    kv_heads = key.shape[1]
+    width = (heads + 2 * kv_heads) * dim
+    start, size = query.data_ptr(), dim * query.itemsize
+    if (
+        key.data_ptr() == start + heads * size
+        and value.data_ptr() == start + (heads + kv_heads) * size
+        and all(part.stride(1) == dim and part.stride(3) == 1 for part in (query, key, value))
+        and (tokens == 1 or query.stride(2) == key.stride(2) == value.stride(2) == width)
+    ):
+        with suppress(RuntimeError):  # they are neighbours by chance
+            return query.as_strided((tokens, width), (width, 1))
+    return torch.cat((query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)), 2).view(tokens, width)
 
 
 class NoRotation:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.rope import Rotation, apply_rope
+from .direct import set_forward
 
 _NAME = "apply_rotary_pos_emb"
 
@@ -51,7 +52,7 @@ def replace_rotation(module: nn.Module, rotate: Rotate) -> None:
     names = {**forward.__globals__, _NAME: rotate}
     ours = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     ours.__kwdefaults__ = forward.__kwdefaults__
-    module.forward = types.MethodType(ours, module)
+    set_forward(module, ours)
 
 
 def _is_llamas(function: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,26 +50,36 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "model", nargs="?", metavar="MODEL", help="HF directory or hub id (default: the embedded demo model)"
     )
     parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same as the argument")
+    add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def add_options(parser: Parser) -> None:
+    """Add the options of the server and of its engine, but for the model."""
     parser.add_argument(
         CONFIG_FLAG, metavar="FILE", help="YAML file of options by their names; those on the command line come first"
     )
     add_server_options(parser)
     add_engine_options(parser)
     add_vllm_flags(parser)
-    parser.set_defaults(run=run)
 
 
 def run(namespace: argparse.Namespace) -> int:
     """Serve until a signal stops the server; returns the exit status."""
+    from ..http.server import serve
+
+    return run_with(namespace, serve)
+
+
+def run_with(namespace: argparse.Namespace, work: Callable[[EngineArgs, ServerConfig], int]) -> int:
+    """Call `work` with the options; errors name the flag."""
     try:
         args, config = resolve(namespace)
         use_kernel_configs(namespace.kernel_configs)
     except InvalidRequestError as error:
         namespace.parser.error(f"argument {flag(error.param or 'model')}: {error.message}")
-    from ..http.server import serve
-
     try:
-        return serve(args, config)
+        return work(args, config)
     except OutriderError as error:
         option = _option_of(error, args)
         if option is None:

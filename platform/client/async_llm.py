@@ -14,17 +14,19 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self, Unpack, cast
 
 from ..core.compat.foreign_options import take_foreign
-from ..core.compat.vllm_python import GENERATE
+from ..core.compat.vllm_python import ENGINE_LIFE, GENERATE
 from ..core.config import EngineArgs
 from ..core.errors import EngineDeadError, InvalidUserInputError, OutriderError, ShuttingDownError
-from ..core.messages import EngineInfo, EngineStats, TokenDelta
+from ..core.messages import EngineInfo, TokenDelta
 from ..core.outputs import RequestOutput
-from ..core.sampling_params import SamplingParams
+from ..core.sampling_params import RequestOutputKind, SamplingParams
 from .adapters.async_adapters import AsyncLLMAdapters
 from .adapters.methods import AsyncAdapterMethods
 from .adapters.sources import AdapterSources
 from .adapters.spelling import AnyLoRA
+from .beam_search import AsyncBeamSearch
 from .engine_factory import DEFAULT_ENGINE, demo_lora_requests, engine_args, import_text_side, load_text_side
+from .engine_methods import AsyncEngineMethods
 from .input_processor import InputProcessor, Prompt, RequestOptions, check_request_id, text_of
 from .kernel_configs import use_kernel_configs
 from .output_processor import OutputProcessor
@@ -34,6 +36,7 @@ from .process.ipc import Abort, Add
 from .process.supervisor import EngineSpec, Supervisor
 from .request_maker import RequestMaker
 from .sampling_defaults import SamplingDefaults
+from .sleeping import AsyncSleepMethods
 from .stream_pacing import StreamPacer
 from .text.chat_template import ChatOptions
 from .text.shared_prefixes import SharedPrefixes
@@ -49,7 +52,7 @@ class _Started(NamedTuple):
     output_processor: OutputProcessor
 
 
-class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
+class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods, AsyncBeamSearch, AsyncEngineMethods, AsyncSleepMethods):
     """Generates text from asyncio; all calls belong to one event loop.
 
         async with AsyncLLM() as llm:
@@ -77,10 +80,16 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
 
     @classmethod
     def from_engine_args(
-        cls, args: EngineArgs, *, engine: str = DEFAULT_ENGINE, sources: AdapterSources | None = None
+        cls,
+        engine_args: EngineArgs,
+        *,
+        engine: str = DEFAULT_ENGINE,
+        sources: AdapterSources | None = None,
+        **of_vllm: Any,
     ) -> Self:
         """An AsyncLLM for these options; see `LLM.from_engine_args`."""
-        return cls.from_spec(EngineSpec(args=args, engine=engine), sources)
+        take_foreign(f"{cls.__name__}.from_engine_args()", of_vllm, ENGINE_LIFE, ("engine_args", "engine", "sources"))
+        return cls.from_spec(EngineSpec(args=engine_args, engine=engine), sources)
 
     @classmethod
     def from_spec(cls, spec: EngineSpec, sources: AdapterSources | None = None) -> Self:
@@ -94,10 +103,11 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
         self.sources = sources if sources is not None else AdapterSources()
         self.sampling_defaults = SamplingDefaults(args.generation_config, self.sources, args.override_generation_config)
         """Sampling parameters of requests that leave them out."""
-        self.adapters = AsyncLLMAdapters(self.start, lambda: self._supervisor.ready_engine(), self.sources)
-        self._supervisor = Supervisor(
+        self.adapters = AsyncLLMAdapters(self.start, self._ready_engine, self.sources)
+        self._make_supervisor = lambda: Supervisor(
             spec, on_deltas=self._on_deltas, on_death=self._on_death, on_restart=self.adapters.load_again
         )
+        self._supervisor = self._make_supervisor()
         self._starting: asyncio.Task[EngineInfo] | None = None
         self._ending: asyncio.Future[None] | Done | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the one that all calls belong to
@@ -152,9 +162,11 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
 
     @property
     def state(self) -> str:
-        """ "starting", "ready", "restarting", "draining" or "stopped"."""
+        """ "starting", "ready", "restarting", "sleeping", "draining" or "stopped"."""
         if self._draining and self._supervisor.state != "stopped":
             return "draining"
+        if self._asleep and not self._closed:
+            return "sleeping"
         if self._supervisor.state == "ready" and self._started is None:
             return "starting"  # the tokenizer is being loaded
         return self._supervisor.state
@@ -185,11 +197,11 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
         return self._started
 
     @property
-    def engine_info(self) -> EngineInfo:
+    def info(self) -> EngineInfo:
         """Model, dtype and limits of the engine. EngineDeadError before the first start, as of the following."""
         return self._parts().info
 
-    info = engine_info
+    engine_info = info
 
     @property
     def input_processor(self) -> InputProcessor:
@@ -211,10 +223,8 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
         return self.input_processor.tokenizer
 
     async def drain(self, timeout: float) -> bool:
-        """Refuse new requests (ShuttingDownError) and wait at most `timeout` seconds for the running ones.
-
-        Returns whether all have finished.
-        """
+        """Refuse new requests (ShuttingDownError) and wait at most `timeout` seconds for the running ones; True when
+        all have finished."""
         self._draining = True
         try:
             await asyncio.wait_for(self._pacer.idle.wait(), timeout)
@@ -284,25 +294,29 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
         """
         own = tuple(RequestOptions.__annotations__)
         take_foreign("AsyncLLM.generate()", cast(dict[str, Any], options), GENERATE, own)
-        if self._draining:
-            raise ShuttingDownError("the server is shutting down")
+        self._check_takes_requests()
         await self.start()
         request_id = request_id if request_id is not None else f"req-{uuid.uuid4().hex}"
         check_request_id(request_id)
+        kind = getattr(sampling_params, "output_kind", RequestOutputKind.CUMULATIVE)
+        delta, at_end = delta or kind is RequestOutputKind.DELTA, kind is RequestOutputKind.FINAL_ONLY
+        self.adapters.numbers.note(lora_request)
         # The engine gets an id that is never used again: it may still tell of an aborted request with the user's id.
         engine_id = f"{request_id}~{next(self._numbers)}"
         requests, tokenizer = await self._parts().requests.make(
             prompt, sampling_params, request_id=engine_id, lora_request=lora_request, **options
         )
-        if self._draining:
-            raise ShuttingDownError("the server is shutting down")
-        engine = self._supervisor.ready_engine()
+        self._check_takes_requests()
+        engine = self._ready_engine()
         state = self.output_processor.add(request_id, requests, text_of(prompt), tokenizer)
         consumer = self._pacer.open(request_id)
         try:
             engine.send(Add(requests))
             while True:
                 await consumer.wait()
+                if at_end and not state.finished:
+                    consumer.taken()
+                    continue
                 output = state.take(delta)
                 if state.error is None:  # else that comes next
                     consumer.taken()
@@ -381,20 +395,3 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods):
     def _on_death(self, error: OutriderError) -> None:
         for state in [] if self._started is None else self.output_processor.fail_all(error):
             self._pacer.wake(state.request_id)
-
-    # --- what LLM has too ------------------------------------------------------------------------------------------
-
-    async def get_default_sampling_params(self) -> SamplingParams:
-        """See `LLM.get_default_sampling_params`."""
-        await self.start()
-        return SamplingParams(**self.sampling_defaults.of_model)
-
-    async def get_tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        await self.start()
-        return self.tokenizer
-
-    async def stats(self) -> EngineStats:
-        """A snapshot of the engine's counters; they start anew when the engine has been started again."""
-        await self.start()
-        return cast(EngineStats, await self._supervisor.ready_engine().call("stats"))

@@ -53,6 +53,18 @@ class Engine(Protocol):
     def stats(self) -> EngineStats:
         """A snapshot."""
 
+    def start_profile(self, folder: str, prefix: str) -> None:
+        """Begin to record steps with torch's profiler."""
+
+    def stop_profile(self) -> str:
+        """Write the profile; returns the path of its trace."""
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached KV; True when nothing is cached any more."""
+
+    def release_memory(self) -> None:
+        """Give the memory of the KV cache back."""
+
     def shutdown(self) -> None:
         """Release everything."""
 
@@ -92,16 +104,16 @@ def load_engine(path: str) -> Callable[..., Engine]:
 def import_text_side(args: EngineArgs) -> None:
     """Import the modules that `load_text_side` needs, which takes seconds; the demo's tokenizer needs few."""
     from ...models.checkpoint.gguf_file import is_gguf
-    from ...models.checkpoint.tokenizer import load_tokenizer
+    from ...models.checkpoint.tokenizer import import_transformers, load_tokenizer
 
     name = args.tokenizer or args.model
     if name is not None and is_gguf(name):  # transformers imports what the file's tokenizer needs
         with suppress(OutriderError):
             load_tokenizer(name)
     elif is_demo(args) and args.tokenizer is None:
-        from transformers import PreTrainedTokenizerFast  # noqa: F401
+        import_transformers("PreTrainedTokenizerFast")
     else:
-        from transformers import AutoTokenizer  # noqa: F401
+        import_transformers()
 
 
 def load_text_side(args: EngineArgs, info: EngineInfo) -> tuple[Any, list[int]]:

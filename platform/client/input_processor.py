@@ -30,7 +30,7 @@ from ..core.sampling_params import (
     shown,
 )
 from ..core.suggestions import did_you_mean
-from .text.adapter_tokenizers import OwnTokenizer
+from .text.adapter_tokenizers import OwnTokenizer, renamed_token
 from .text.chat_template import ChatOptions, render_messages
 from .text.shared_prefixes import SharedPrefixes
 
@@ -104,6 +104,7 @@ class InputProcessor:
         """Beginnings of prompts that all tenants share; set by the operator, never by a request."""
         self._info = info
         self._root = self  # whose shared prefixes count
+        self._renamed: str | None = None  # a token that an adapter's tokenizer has elsewhere
         # A request's prompts share them, and so do its checks before and after it is admitted.
         self._tokenized_words = lru_cache(maxsize=8)(self._tokenize_words)
 
@@ -113,6 +114,7 @@ class InputProcessor:
         other = InputProcessor(own.tokenizer, self._info, ())
         other.eos_token_ids = [*self.eos_token_ids, *sorted(ends)]
         other._root = self._root
+        other._renamed = renamed_token(self.tokenizer, own.tokenizer)
         return other
 
     def process(
@@ -291,6 +293,13 @@ class InputProcessor:
             },
         )
         if resolved.structured_outputs is not None:
+            if self._renamed is not None:
+                source = resolved.structured_outputs.source
+                raise InvalidRequestError(
+                    f"{source}: structured outputs are not served with an adapter whose tokenizer.json gives tokens of "
+                    f"the model other ids, such as {shown(self._renamed)}: grammars know the model's tokens",
+                    param=source,
+                )
             CHECKER.check(resolved.structured_outputs)
         check_params(resolved, self._info.vocab_size, self._info.max_logprobs, num_ids)
         return resolved

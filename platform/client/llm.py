@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from os import PathLike
 from types import TracebackType
 from typing import Any, Self, TypeAlias, cast
 
-from ..core.adapter_verbs import LocalAdapters
 from ..core.compat.foreign_options import take_foreign
-from ..core.compat.vllm_python import GENERATE
+from ..core.compat.vllm_python import ENGINE_LIFE, GENERATE
 from ..core.config import EngineArgs
-from ..core.errors import InvalidRequestError, OutriderError, ShuttingDownError
-from ..core.messages import EngineInfo, EngineStats
+from ..core.errors import InvalidRequestError, InvalidUserInputError
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import SamplingParams
 from .adapters.llm_adapters import LLMAdapters
 from .adapters.methods import SyncAdapterMethods
 from .adapters.sources import AdapterSources
 from .adapters.spelling import AnyLoRA, for_each, lora_of_each
-from .engine_factory import (
-    DEFAULT_ENGINE,
-    demo_lora_requests,
-    engine_args,
-    import_text_side,
-    load_engine,
-    load_text_side,
-)
-from .input_processor import InputProcessor, Prompt, as_prompts, text_of
+from .beam_search import SyncBeamSearch
+from .engine_factory import DEFAULT_ENGINE, Engine, engine_args
+from .engine_methods import SyncEngineMethods
+from .input_processor import Prompt, as_prompts
 from .kernel_configs import use_kernel_configs
-from .output_processor import OutputProcessor, RequestState
+from .llm_engine import LLMEngine
+from .output_processor import RequestState
 from .pooling import SyncPoolingMethods
 from .progress import GenerationProgress
-from .request_maker import Made, RequestMaker
-from .sampling_defaults import SamplingDefaults
+from .sleeping import SyncSleepMethods
 from .text.chat_template import ChatOptions
 
 _OPTION_DEFAULTS: dict[str, Any] = {"priority": 0, "tenant": "", "weight": 1.0, "cache_salt": ""}
@@ -45,7 +34,7 @@ _OPTION_DEFAULTS: dict[str, Any] = {"priority": 0, "tenant": "", "weight": 1.0, 
 Messages: TypeAlias = list[dict[str, Any]]
 
 
-class LLM(SyncAdapterMethods, SyncPoolingMethods):
+class LLM(SyncAdapterMethods, SyncPoolingMethods, SyncBeamSearch, SyncEngineMethods, SyncSleepMethods):
     """Loads a model and generates text, many prompts at a time.
 
     `LLM()` is the embedded demo model. Options are those of `EngineArgs`, by keyword. `kernel_configs` names a file of
@@ -76,36 +65,28 @@ class LLM(SyncAdapterMethods, SyncPoolingMethods):
 
     @classmethod
     def from_engine_args(
-        cls, args: EngineArgs, *, engine: str = DEFAULT_ENGINE, sources: AdapterSources | None = None
+        cls,
+        engine_args: EngineArgs,
+        *,
+        engine: str = DEFAULT_ENGINE,
+        sources: AdapterSources | None = None,
+        **of_vllm: Any,
     ) -> Self:
-        """An LLM for these options; `engine` is an import path "module:callable" as `DEFAULT_ENGINE`."""
+        """An LLM for these options; `engine` is an import path "module:callable" as `DEFAULT_ENGINE`, and `of_vllm` are
+        vLLM's keywords (`vllm_python.ENGINE_LIFE`), without an effect."""
+        take_foreign(f"{cls.__name__}.from_engine_args()", of_vllm, ENGINE_LIFE, ("engine_args", "engine", "sources"))
         self = cls.__new__(cls)
-        self._start(args, engine, sources)
+        self._start(engine_args, engine, sources)
         return self
 
     def _start(self, args: EngineArgs, engine: str, sources: AdapterSources | None) -> None:
-        sources = sources if sources is not None else AdapterSources()
-        self._defaults = SamplingDefaults(args.generation_config, sources, args.override_generation_config)
-        if args.prompt_pacing is None:
-            args = replace(args, prompt_pacing=False)
-        make_engine = load_engine(engine)
-        # The tokenizer's library takes a second to import: meanwhile the weights are loaded. What goes wrong with it
-        # goes wrong again below.
-        with ThreadPoolExecutor(1, thread_name_prefix="imports") as beside:
-            beside.submit(import_text_side, args)
-            self._engine = make_engine(args, progress=sys.stderr.isatty())
-        try:
-            self._tokenizer, eos_token_ids = load_text_side(args, self._engine.info)
-            self._defaults.read_model(self._engine.info.model)
-            input_processor = InputProcessor(self._tokenizer, self._engine.info, eos_token_ids)
-        except BaseException:
-            self._engine.shutdown()
-            raise
-        self.adapters = LLMAdapters(self._open_adapters, sources, demo_lora_requests(args))
-        self._requests = RequestMaker(input_processor, lambda: self.adapters.known, sources, self._defaults)
-        self._output_processor = OutputProcessor(self._tokenizer)
-        self._num_requests = 0
-        self._closed = False
+        self.llm_engine = LLMEngine(args, engine=engine, sources=sources)
+        """The engine, for callers who step it by themselves."""
+        self.adapters = self.llm_engine.adapters
+
+    @property
+    def _engine(self) -> Engine:
+        return self.llm_engine.engine_core
 
     # --- generation -----------------------------------------------------------------------------------------------
 
@@ -140,38 +121,29 @@ class LLM(SyncAdapterMethods, SyncPoolingMethods):
                 others have been aborted.
             ShuttingDownError: after `shutdown`.
         """
-        self._check_open()
+        engine = self.llm_engine
+        engine.check_open()
         take_foreign("LLM.generate()", options, GENERATE, _OPTION_DEFAULTS)
         batch = as_prompts(prompts)
         params: list[SamplingParams | None] = for_each("sampling_params", sampling_params, len(batch), None)
         loras = lora_of_each(lora_request, len(batch))
         columns = [for_each(name, options.get(name), len(batch), value) for name, value in _OPTION_DEFAULTS.items()]
-        of_each = [dict(zip(_OPTION_DEFAULTS, row, strict=True)) for row in zip(*columns, strict=True)]
-        work: list[tuple[str, str | None, Made]] = []
-        for prompt, one_params, lora, one_options in zip(batch, params, loras, of_each, strict=True):
-            request_id = str(self._num_requests)
-            self._num_requests += 1
-            made = self._requests.make(prompt, one_params, request_id=request_id, lora_request=lora, **one_options)
-            work.append((request_id, text_of(prompt), made.result()))
+        of_each: list[Any] = [dict(zip(_OPTION_DEFAULTS, row, strict=True)) for row in zip(*columns, strict=True)]
+        work = [
+            engine.prepare(prompt, one_params, lora_request=lora, **one_options)
+            for prompt, one_params, lora, one_options in zip(batch, params, loras, of_each, strict=True)
+        ]
+        if engine.has_unfinished_requests():
+            raise InvalidUserInputError("requests of llm_engine are running: step it until they have finished")
         states: list[RequestState] = []
         try:
-            for request_id, text, (requests, tokenizer) in work:
-                states.append(self._output_processor.add(request_id, requests, text, tokenizer))
-                for request in requests:
-                    self._engine.add_request(request)
+            for prepared in work:
+                states.append(engine.begin(prepared))  # noqa: PERF401 - those that have begun are aborted
             with GenerationProgress(len(states), use_tqdm) as progress:
                 return self._run(states, progress, on_output)
         except BaseException:  # KeyboardInterrupt too: the next call must find the engine idle
-            self._abort_all(states)
+            engine.abort_states(states)
             raise
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ShuttingDownError("this LLM has been shut down; make a new one")
-
-    def _open_adapters(self) -> LocalAdapters:
-        self._check_open()
-        return self._engine.adapters
 
     def _run(
         self,
@@ -182,25 +154,13 @@ class LLM(SyncAdapterMethods, SyncPoolingMethods):
         outputs: dict[str, RequestOutput] = {}
         numbers = {state.request_id: number for number, state in enumerate(states)}
         while len(outputs) < len(states):
-            if not self._engine.has_work():
-                raise OutriderError("the engine lost a request: it is idle, and not all requests are finished")
-            processed = self._output_processor.process(self._engine.step())
-            if processed.aborts:
-                self._engine.abort(processed.aborts)
-            for state in processed.touched:
+            for state in self.llm_engine.advance():
                 if state.finished:
                     output = outputs[state.request_id] = state.take()
                     progress.update(state.num_prompt_tokens, sum(len(o.token_ids) for o in output.outputs))
                     if on_output is not None:
                         on_output(numbers[state.request_id], output)
         return [outputs[state.request_id] for state in states]
-
-    def _abort_all(self, states: list[RequestState]) -> None:
-        aborts = [request_id for state in states for request_id in self._output_processor.abort(state.request_id)]
-        # A state that failed is no longer in the processor, yet its other sequences may still be in the engine.
-        aborts += [request_id for state in states if state.error is not None for request_id in state.running()]
-        with contextlib.suppress(Exception):  # the error that brought us here is the one to show
-            self._engine.abort(aborts)
 
     def chat(
         self,
@@ -218,39 +178,20 @@ class LLM(SyncAdapterMethods, SyncPoolingMethods):
         """
         if not isinstance(messages, Sequence) or not messages:
             raise InvalidRequestError("messages must be a non-empty list", param="messages")
-        self._check_open()
+        engine = self.llm_engine
+        engine.check_open()
         conversations: Any = [messages] if isinstance(messages[0], dict) else messages
         of_requests = {name: options.pop(name) for name in _OPTION_DEFAULTS if name in options}
         prompts: list[Prompt] = []
         for conversation, lora in zip(conversations, lora_of_each(lora_request, len(conversations)), strict=True):
-            prompts.append(self._requests.chat_prompt(conversation, lora, cast(ChatOptions, options)).result())
+            prompts.append(engine.requests.chat_prompt(conversation, lora, cast(ChatOptions, options)).result())
         return self.generate(prompts, sampling_params, lora_request, use_tqdm, on_output, **of_requests)
 
     # --- the rest -------------------------------------------------------------------------------------------------
 
-    @property
-    def engine_info(self) -> EngineInfo:
-        """Model, dtype and limits of the engine."""
-        return self._engine.info
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """New parameters with the defaults of the model's generation_config.json, or of the file that the option
-        `generation_config` names."""
-        return SamplingParams(**self._defaults.of_model)
-
-    def get_tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        return self._tokenizer
-
-    def stats(self) -> EngineStats:
-        """A snapshot of the engine's counters."""
-        return self._engine.stats()
-
     def shutdown(self) -> None:
         """Release the engine; further calls do nothing."""
-        if not self._closed:
-            self._closed = True
-            self._engine.shutdown()
+        self.llm_engine.shutdown()
 
     def __enter__(self) -> Self:
         return self

@@ -15,6 +15,7 @@ from ..core.errors import InvalidRequestError, OutriderError, error_from_info
 from ..core.logs import trace_of
 from ..core.messages import EngineRequest, SpeculationCounts, TokenDelta
 from ..core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from .metrics import RequestTotals
 from .text.detokenizer import IncrementalDetokenizer
 from .text.vocabulary import PromptLogprobs, TokenTexts, logprobs_without_text, vocabulary_of
 
@@ -221,6 +222,8 @@ class OutputProcessor:
     """The running requests of one client."""
 
     def __init__(self, tokenizer: Any) -> None:
+        self.totals = RequestTotals()
+        """Counts of finished requests."""
         self._tokenizer = tokenizer
         self._requests: dict[str, RequestState] = {}
         self._sequences: dict[str, tuple[RequestState, SequenceState]] = {}
@@ -266,8 +269,8 @@ class OutputProcessor:
                 aborts.extend(self._fail(state, OutriderError(f"internal error: {type(error).__name__}")))
             if sequence.finish_reason is not None:
                 self._sequences.pop(sequence.request_id, None)
-            if state.finished:
-                self._requests.pop(state.request_id, None)
+            if state.finished and self._requests.pop(state.request_id, None) is not None and state.error is None:
+                self.totals.count(state)
         return Processed(list(touched.values()), aborts)
 
     def get(self, request_id: str) -> RequestState | None:

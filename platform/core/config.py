@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .compat.vllm_options import plain_value
+from .compat.vllm_options import plain_value, takes_vllm_options
 from .errors import InvalidRequestError
 from .quantization import rounding
 from .sampling_params import MAX_SEED, check_integer, check_number, check_text
@@ -21,12 +21,12 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 _ACTIVATION_RESERVE = 1 << 30
 _GRAPH_RESERVE = 512 << 20
-"""Memory reserved for captured graphs: 4 MiB (the driver's and the graph's own) for each of the most that there may be.
-An estimate that has not been measured yet."""
+"""Memory reserved for captured graphs: 4 MiB for each of the most that there may be. An estimate, not measured yet."""
 MODEL_IMPLS = ("auto", "native", "transformers")
 POLICIES = ("fcfs", "priority", "fair")
 
 
+@takes_vllm_options
 @dataclass(slots=True, kw_only=True)
 class EngineArgs:
     """Engine options with the names that vLLM's users know."""

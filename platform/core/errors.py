@@ -48,6 +48,8 @@ class PromptTooLongError(InvalidRequestError):
     """Prompt plus the tokens asked for do not fit `max_model_len`."""
 
     type = "ContextLengthExceeded"
+    counts: tuple[int, int, int] | None = None
+    """Limit, and tokens of prompt and completion, where they are known: for APIs with a sentence of their own."""
 
     @classmethod
     def of(
@@ -61,12 +63,14 @@ class PromptTooLongError(InvalidRequestError):
             of: whose limit it is, where it is not the model's alone.
         """
         requested = num_prompt + max_tokens
-        return cls(
+        error = cls(
             f"This model's maximum context length is {limit} tokens{of}. However, you requested {requested} tokens "
             f"({num_prompt} in the {prompt}, {max_tokens} in the completion). Please reduce the length of the "
             f"{prompt} or completion{'' if param == prompt else f' ({param})'}.",
             param=param,
         )
+        error.counts = limit, num_prompt, max_tokens
+        return error
 
 
 class InvalidUserInputError(InvalidRequestError):
@@ -147,6 +151,13 @@ class EngineDeadError(OutriderError):
     """The engine process died while it had this request; it is being restarted."""
 
     type = "EngineDeadError"
+    status = 503
+
+
+class AsleepError(OutriderError):
+    """The engine sleeps, and takes no requests until `wake_up`."""
+
+    type = "EngineAsleep"
     status = 503
 
 

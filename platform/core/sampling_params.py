@@ -9,6 +9,7 @@ import numbers
 import reprlib
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, TypeVar
 
 from .compat.foreign_options import take_foreign
@@ -61,6 +62,17 @@ _SWITCHES = (
 
 _NO_DEFAULT_FOR_NONE = ("max_tokens", *_SWITCHES)
 """Fields of which None is not the default: `max_tokens` has a meaning of its own for it, switches refuse it."""
+
+
+class RequestOutputKind(Enum):
+    """Outputs of a request that is read while it runs."""
+
+    CUMULATIVE = 0
+    """Each has everything so far."""
+    DELTA = 1
+    """Each has what is new."""
+    FINAL_ONLY = 2
+    """One, at the end."""
 
 
 def shown(value: object) -> str:
@@ -221,6 +233,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     speculative: bool | int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """Outputs that `LLMEngine.step` and `AsyncLLM.generate` bring; those of `LLM` are final."""
     pooling: str | None = None
     """"last", "mean" or "cls": pool the prompt's hidden states and generate nothing; set by `LLM.embed` and its kin."""
     structured_outputs: StructuredOutputsParams | None = None
@@ -278,6 +292,12 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"pooling must be one of {', '.join(POOLINGS)}, got {shown(self.pooling)}", param="pooling"
             )
+        try:
+            self.output_kind = RequestOutputKind(getattr(self.output_kind, "value", self.output_kind))
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"output_kind must be a RequestOutputKind, got {shown(self.output_kind)}", param="output_kind"
+            ) from error
         if self.speculative is not None and not isinstance(self.speculative, bool):
             check_integer("speculative", self.speculative, 0)
         if not isinstance(self.bad_words_token_ids, list):

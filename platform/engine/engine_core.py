@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from uuid import uuid4
 
+from ...kernels.memory import release_pages
 from ...models.model import LanguageModel
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, InvalidUserInputError, OverloadedError, PromptTooLongError
@@ -15,6 +16,7 @@ from ..core.model_limits import MAX_TOKEN_IDS, check_params, check_token_ids
 from ..core.request import Request
 from ..core.sampling_params import check_number, check_text
 from .adapters import EngineAdapters
+from .profiler import Profiler
 from .runner.pipeline import Pipeline
 from .sampling.logits_edits import EditTables, edit_state
 from .setup import build
@@ -33,12 +35,14 @@ class EngineCore:
         self._runner = parts.runner
         self._adapters = parts.adapters
         self._grammars = parts.grammars
+        self._kv = parts.kv
         self._random = random.Random(args.seed)
         self._run_id = uuid4().hex
         self.adapters = EngineAdapters(parts.adapters.catalog, parts.scheduler)
         """Loads, unloads and pins adapters; see `core.adapter_verbs`."""
         self._pipeline = Pipeline(parts.scheduler, parts.runner, self._wait)
         self._speculation = SpeculationTotals()
+        self._profiler = Profiler()
         self._edit_tables: EditTables | None = None  # of the last request that had some: its sequences share them
 
     @property
@@ -119,10 +123,36 @@ class EngineCore:
             lora_rows=adapters.num_rows,
         )
 
+    def start_profile(self, folder: str, prefix: str) -> None:
+        """Record steps with torch's profiler, for files in `folder`; see `Profiler.start` for the errors."""
+        self._profiler.start(folder, prefix)
+
+    def stop_profile(self) -> str:
+        """Write the profile; returns the path of its trace. See `Profiler.stop` for the errors."""
+        return self._profiler.stop()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the cached KV that no sequence uses; True when nothing is cached any more."""
+        return self.scheduler.prefix_cache.reset()
+
+    def release_memory(self) -> None:
+        """Give the memory of the KV cache back to the system, on a CPU; it comes back at its next use.
+
+        Raises:
+            InvalidUserInputError: there are sequences.
+        """
+        if self.scheduler.num_running or self.scheduler.num_waiting:
+            raise InvalidUserInputError("the engine has sequences; it can sleep when they are finished")
+        self._pipeline.abandon()  # rows of sequences that were aborted
+        self.reset_prefix_cache()
+        for part in (part for layer in self._kv for part in layer):
+            release_pages(part)
+
     def shutdown(self) -> None:
         """Abort what is left and stop background work."""
         self.scheduler.abort([request.request_id for request in (*self.scheduler.running, *self.scheduler.waiting)])
         self._pipeline.abandon()
+        self._profiler.close()
         self._runner.close()
         self._adapters.close()
         self._grammars.close()

@@ -15,7 +15,7 @@ from ...kernels.threads import use_pool
 from ...lora.device.sites import AdapterHooks
 from ...lora.manager import AdapterManager
 from ...lora.reader import reader_client
-from ...models.batch import allocate_kv
+from ...models.batch import LayerKV, allocate_kv
 from ...models.checkpoint.loader import (
     ModelOptions,
     load_model,
@@ -62,6 +62,8 @@ class EngineParts(NamedTuple):
     runner: ModelRunner
     adapters: AdapterManager | NoAdapters
     grammars: Grammars
+    kv: list[LayerKV]
+    """All layers of the KV cache, the drafter's too."""
 
 
 def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
@@ -117,7 +119,7 @@ def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
     if beside_a_server() and _has_long_steps(config, model):
         adapters.start_reader()
     info = _describe(args, config, model, time.perf_counter() - started)
-    return EngineParts(config, info, scheduler, runner, adapters, grammars)
+    return EngineParts(config, info, scheduler, runner, adapters, grammars, kv)
 
 
 def _model_path(args: EngineArgs) -> Path:

@@ -15,12 +15,16 @@ from ..core.errors import AuthenticationError, OutriderError
 from ..core.logs import current_request_id
 from ..tenancy.accounts.authenticator import Authenticator, StaticKeys
 from ..tenancy.accounts.principal import Principal
+from . import engine_routes
 from .adapters import adapter_routes
+from .anthropic import messages_routes
+from .anthropic.errors import is_of as is_anthropic
 from .console import console_routes
 from .console.statistics import Statistics
 from .observe import health
 from .observe.request_log import Observer
 from .openai import chat, completions, embeddings, model_routes, tokenize
+from .openai.responses import routes as responses
 from .protect.error_responses import (
     ClientDisconnectedError,
     error_response,
@@ -37,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_GUARDED = ("/v1", "/admin", "/tokenize", "/detokenize")
+_GUARDED = ("/v1", "/admin", "/tokenize", "/detokenize", *engine_routes.PATHS)
 
 
 def create_app(
@@ -49,7 +53,8 @@ def create_app(
     app = FastAPI(title="Outrider", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.serving = Serving(llm, config, tenancy)
     app.state.statistics = Statistics(app.state.serving)
-    for module in (chat, completions, embeddings, model_routes, adapter_routes, tokenize, health, console_routes):
+    apis = (chat, completions, responses, embeddings, messages_routes, tokenize)
+    for module in (*apis, model_routes, adapter_routes, engine_routes, health, console_routes):
         app.include_router(module.router)
     app.include_router(_admin_routes(tenancy))
     install_error_handlers(app)
@@ -96,14 +101,15 @@ class Gate:
         if not valid_request_id(request_id):
             request_id = uuid4().hex
         current_request_id.set(request_id)
-        header = (b"x-request-id", request_id.encode("latin-1"))
+        names = (b"x-request-id", b"request-id") if is_anthropic(scope["path"]) else (b"x-request-id",)
+        id_headers = [(name, request_id.encode("latin-1")) for name in names]
         started = False
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message["headers"], header]
+                message["headers"] = [*message["headers"], *id_headers]
             await send(message)
 
         principal = self._principal(headers)
@@ -137,6 +143,6 @@ class Gate:
 
 
 def _key(headers: Headers) -> str:
-    """The bearer token; "" without one."""
+    """The bearer token, or the key as Anthropic's clients send it; "" without either."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()

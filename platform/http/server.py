@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ..client.async_llm import AsyncLLM
     from ..core.messages import AdapterInfo
     from ..tenancy.service import Tenancy
+    from .adapters.model_registry import ModelRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,19 @@ def serve(args: EngineArgs, config: ServerConfig) -> int:
         logger.warning("%s has no effect: %s", name, why)
     with bind(config.host, config.port) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_Server(args, config, listener).run())
+
+
+async def load_adapters(models: ModelRegistry, config: ServerConfig) -> None:
+    """Load the adapters of the options.
+
+    Raises:
+        InvalidRequestError, AdapterSourceError: one of them cannot be loaded; the message begins with its name.
+    """
+    for name, path in config.lora_modules.items():
+        try:
+            await models.load(LoRARequest(name, path=path, draft_path=config.lora_draft_paths.get(name)))
+        except (InvalidRequestError, AdapterSourceError) as error:
+            raise type(error)(f"{shorten(name)}: {error.message}", param="lora_modules") from error
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -154,12 +168,7 @@ class _Server:
             if not starting.done():
                 starting.cancel()
                 await asyncio.gather(starting, return_exceptions=True)
-        models = app.state.serving.models
-        for name, path in self._config.lora_modules.items():
-            try:
-                await models.load(LoRARequest(name, path=path, draft_path=self._config.lora_draft_paths.get(name)))
-            except (InvalidRequestError, AdapterSourceError) as error:
-                raise type(error)(f"{shorten(name)}: {error.message}", param="lora_modules") from error
+        await load_adapters(app.state.serving.models, self._config)
         await app.state.serving.follow_database()
         return app
 

@@ -77,6 +77,8 @@ class ServerConfig:
     log_prompts: bool = False
     """Write prompts and answers into the requests' lines."""
     access_log: bool = False
+    metrics_prefix: str = "outrider"
+    """"vllm": metrics have vLLM's names beside their own."""
     open_metrics: bool = False
     """Show /metrics to everybody also where there are tenants, whose names are in it."""
     otlp_endpoint: str | None = None

@@ -15,7 +15,14 @@ from starlette.requests import Request
 
 from ..client.text.adapter_templates import adapter_chat_template
 from ..core.adapter_names import split_engine_name
-from ..core.errors import EngineDeadError, InvalidRequestError, OutriderError, PermissionDeniedError, ShuttingDownError
+from ..core.errors import (
+    AsleepError,
+    EngineDeadError,
+    InvalidRequestError,
+    OutriderError,
+    PermissionDeniedError,
+    ShuttingDownError,
+)
 from ..core.lora_request import LoRA
 from ..core.model_limits import MAX_TOKEN_IDS
 from ..tenancy.accounts.principal import Principal
@@ -27,9 +34,10 @@ from .body.body_memory import BODIES_IN_MEMORY, BodyMemory, give_back_memory
 from .body.bounds import MAX_VALUES
 from .observe.metric_families import tenancy_families
 from .observe.prometheus_metrics import Metrics
-from .observe.request_log import current_note
+from .observe.request_log import current_note, note_tokenizer
 from .openai.chat_messages import num_chars
 from .openai.protocol import TemplateFields
+from .openai.responses.store import ResponseStore
 from .protect.error_responses import EngineUnavailableError
 from .server_config import ServerConfig
 
@@ -75,12 +83,13 @@ class Serving:
         """Tenants of the server; None without a database."""
         self.models = ModelRegistry(llm, config.served_model_names, config.model_aliases)
         self.adapter_policy = AdapterPolicy(config)
-        self.metrics = Metrics()
+        self.metrics = Metrics(config.served_model_names[0] if config.metrics_prefix == "vllm" else None)
         if tenancy is not None:
             self.metrics.register(lambda: tenancy_families(tenancy))
         self.queue = QueueBound() if tenancy is None else tenancy.limiter.queue
         """Count of all that waits, for places and in the engine."""
         self.queue.bounds = lambda: Bounds(llm.info.max_num_queued_reqs, llm.info.max_num_seqs)
+        self.responses = ResponseStore()
         self.bodies = BodyMemory(BODIES_IN_MEMORY * config.max_body_bytes)
         self.adapter_sync: AdapterSync | None = None
         """Synchronisation of the adapters loaded over HTTP, once `follow_database` has been called."""
@@ -92,7 +101,7 @@ class Serving:
 
     @property
     def state(self) -> str:
-        """ "starting", "ready", "restarting", "draining" or "stopped"."""
+        """ "starting", "ready", "restarting", "sleeping", "draining" or "stopped"."""
         return "draining" if self.draining and self.llm.state != "stopped" else str(self.llm.state)
 
     @property
@@ -149,6 +158,8 @@ class Serving:
         state = self.state
         if state in ("draining", "stopped"):
             raise _shutting_down()
+        if state == "sleeping":
+            raise AsleepError("The engine sleeps and takes no requests until it is woken up")
         if state != "ready":
             raise EngineUnavailableError(f"The engine is {state}; try again in a moment")
 
@@ -161,6 +172,7 @@ class Serving:
             InvalidRequestError: a prompt is empty, too long (PromptTooLongError) or has ids outside the vocabulary.
         """
         processor, most = await self.llm.processor_of(lora), self.llm.info.max_model_len
+        note_tokenizer(processor.tokenizer)
         num_ids = self.llm.info.vocab_size if lora is None else MAX_TOKEN_IDS
 
         def parse() -> list[list[int]]:
@@ -210,12 +222,21 @@ class Serving:
                 "chat_template is taken from requests only when the server runs with --trust-request-chat-template",
                 param="chat_template",
             )
-        template = request.chat_template or self.config.chat_template
-        if template is None and lora is not None and self._trusts_template(lora):
-            template = await asyncio.to_thread(adapter_chat_template, await self.llm.sources.localize(lora))
-        size = num_chars(messages) + len(messages) * _PIECE_CHARS
+        template = request.chat_template or self.config.chat_template or await self.adapter_template(lora)
+        size = num_chars(messages) + len(messages) * _PIECE_CHARS + sum(len(str(tool)) for tool in request.tools or ())
         processor = await self.llm.processor_of(lora)
+        note_tokenizer(processor.tokenizer)
         return await self._beside(size, lambda: self._chat_prompt(processor, messages, request, template))
+
+    async def adapter_template(self, lora: LoRA | None) -> str | None:
+        """Chat template of an adapter's folder; None where there is none that may be used.
+
+        Raises:
+            AdapterError: it cannot be read.
+        """
+        if lora is None or not self._trusts_template(lora):
+            return None
+        return await asyncio.to_thread(adapter_chat_template, await self.llm.sources.localize(lora))
 
     def _trusts_template(self, lora: LoRA) -> bool:
         """True when those who run the server brought the adapter: a template is a program that can loop."""

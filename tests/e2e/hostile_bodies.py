@@ -72,6 +72,9 @@ def huge_bodies() -> dict[str, bytes]:
 SMALL: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a", "max_tokens": 1},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    "/v1/responses": {"input": "a", "max_output_tokens": 1},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/nowhere"},
@@ -127,6 +130,8 @@ SMALL_ITEMS = {
     "content": (16_000, b'{"type":"text","text":"a"}'),
     "tool_calls": (8_000, b'{"function":{"name":"f","arguments":"{}"}}'),
     "adapters": (16_000, b'{"name":"a"}'),
+    "input": (4_000, b'{"role":"user","content":"a"}'),
+    "tools": (128, b'{"type":"function","name":"f"}'),
 }
 """Number and entry of a list of objects that is right in type."""
 

@@ -16,7 +16,7 @@ from schemathesis import GenerationMode
 
 MAX_EXAMPLES = int(os.environ.get("OUTRIDER_FUZZ_EXAMPLES", "8"))
 KEY = "operator"
-GUARDED = ("/v1", "/admin", "/tokenize", "/detokenize")
+GUARDED = ("/v1", "/admin", "/tokenize", "/detokenize", "/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,8 @@ def server(start_server, fixed_drafts, tmp_path_factory):
 @pytest.fixture(scope="module")
 def operations(server) -> list:
     document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-    return [found.ok() for found in document.get_all_operations()]
+    found = [found.ok() for found in document.get_all_operations()]
+    return [operation for operation in found if operation.path != "/sleep"]  # nothing else would be answered after it
 
 
 def each_case(operation, mode: GenerationMode, max_examples: int, use: Callable) -> None:

@@ -90,7 +90,8 @@ def victim(start_server, fixed_drafts, tmp_path_factory) -> Iterator[Victim]:
     database = tmp_path_factory.mktemp("hostile") / "outrider.db"
     options = ("--database", f"sqlite:///{database}", "--admin-api-key", KEY, "--log-level", "error")
     options += ("--num-gpu-blocks-override", "512")
-    server = start_server(*options, *fixed_drafts, program="stall_server", PYTHONPATH=str(Path(__file__).parent))
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    server = start_server(*options, *fixed_drafts, program="stall_server", PYTHONPATH=path)
     victim = Victim(server)
     filling = {"prompt": [[token] * 2000 for token in range(5, 9)], "max_tokens": 8}
     assert victim.send("POST", "/v1/completions", json.dumps(filling).encode())[0] == 200

@@ -54,7 +54,7 @@ def test_nobody_waits_and_every_reason_is_shown(small_server):
     text = small_server.http().get("/metrics").text
     for reason in ("capacity", "adapter_loading", "adapter_rows", "max_loras"):
         assert f'outrider:num_requests_waiting_by_reason{{reason="{reason}"}} 0.0' in text
-    assert 'outrider:lora_requests_info{running_lora_adapters="",waiting_lora_adapters=""}' in text
+    assert 'outrider:lora_requests_info{max_lora="1",running_lora_adapters="",waiting_lora_adapters=""}' in text
 
 
 def test_an_unloaded_adapter_gives_its_memory_back(small_server):

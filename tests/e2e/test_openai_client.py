@@ -237,7 +237,7 @@ def test_fields_that_frameworks_write(client, stream):
 
 def test_routes_that_are_to_come(client):
     with pytest.raises(openai.InternalServerError) as refused:
-        client.responses.create(model="sql", input="hi")
+        client.responses.compact(model="sql", input="hi")
     assert (refused.value.status_code, refused.value.type) == (501, "NotImplementedError")
 
 

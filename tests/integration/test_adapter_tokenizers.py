@@ -185,8 +185,8 @@ def test_few_tokenizers_are_kept(tmp_path, monkeypatch):
             tokenizer.add_tokens([f"<{index}>"])
             tokenizer.save_pretrained(folder)
             shutil.copytree(demo_adapters()["json"], folder, dirs_exist_ok=True)
-            processor = llm._requests.processor_of(LoRARequest(str(index), path=str(folder))).result()
-            assert processor is not llm._requests.input_processor
+            processor = llm.llm_engine.requests.processor_of(LoRARequest(str(index), path=str(folder))).result()
+            assert processor is not llm.llm_engine.requests.input_processor
             kept.add(processor.tokenizer)
         del processor
         gc.collect()

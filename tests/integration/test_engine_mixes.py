@@ -170,7 +170,7 @@ def test_without_lora_a_mix_is_refused(models, make_engine, greedy):
 
 def test_offline_spellings(models, prompts, greedy, merged_texts, monkeypatch):
     """Through `LLM`, whose model has no tokenizer here."""
-    from outrider.platform.client import llm as llm_module
+    from outrider.platform.client import llm_engine as llm_module
 
     class NoTokenizer:
         chat_template = None

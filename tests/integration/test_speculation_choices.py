@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.platform.client import llm as llm_module
+from outrider.platform.client import llm_engine as llm_module
 from outrider.platform.core.config import EngineArgs
 
 from .conftest import VOCAB

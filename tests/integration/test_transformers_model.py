@@ -4,6 +4,8 @@ cache change nothing, and what does not go is refused by name."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,18 @@ FAMILIES: dict[str, dict[str, object]] = {
     "CodeGen": {"rotary_dim": 8},
     "Cohere": {"logit_scale": 2.0, "use_qk_norm": True},
     "Cohere2": {"logit_scale": 2.0, **WINDOWS},
+    "Dots1": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "head_dim": 12,
+    },
     "Ernie4_5": {"head_dim": 12},
+    "Ernie4_5_Moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 1},
     "Exaone4": WINDOWS,
     "GPTBigCode": {"n_positions": 256},
     "GPTJ": {"rotary_dim": 8},
@@ -45,9 +58,8 @@ FAMILIES: dict[str, dict[str, object]] = {
     "StableLm": {"num_attention_heads": 2, "num_key_value_heads": 1, "partial_rotary_factor": 0.25},
     "Starcoder2": {"sliding_window": 9},
 }
-TARGETS = {
-    name: ["q_proj", "k_proj", "v_proj", "o_proj"] for name in ("GptOss", "Olmoe")
-}  # all-linear takes experts too
+TARGETS = {name: ["q_proj", "k_proj", "v_proj", "o_proj"] for name in ("GptOss", "Olmoe", "Dots1", "Ernie4_5_Moe")}
+"""Of families with experts, which are parameters."""
 PROMPT = [5, 6, 7, 8] * 6
 PROMPTS = [PROMPT, [9, 10, 11], list(range(20, 60))]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
@@ -87,7 +99,9 @@ def test_family_equals_transformers_and_peft(family, tmp_path, make_engine, run)
 
     base = save(family, tmp_path / "model", **FAMILIES[family])
     torch.manual_seed(1)
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS.get(family, "all-linear"), init_lora_weights=False)
+    parameters = ["experts.gate_up_proj", "experts.down_proj"] if family in TARGETS else None
+    targets = {"target_modules": TARGETS.get(family, "all-linear"), "target_parameters": parameters}
+    config = LoraConfig(r=4, lora_alpha=8, **targets, init_lora_weights=False)
     get_peft_model(save(family, tmp_path / "copy", **FAMILIES[family]), config).save_pretrained(tmp_path / "adapter")
     options = {"model": str(tmp_path / "model"), "model_impl": "transformers", "enable_lora": True, "max_lora_rank": 4}
     lora = LoRARequest("a", path=str(tmp_path / "adapter"))
@@ -170,6 +184,23 @@ def test_a_config_does_not_choose_code_or_the_form_of_outputs(models, tmp_path, 
     folders = models.target, tmp_path
     found = [run(make_engine(model=str(f), model_impl="transformers"), [(PROMPT, GREEDY, None)])[0] for f in folders]
     assert found[0].token_ids == found[1].token_ids
+
+
+def test_two_threads_import_transformers():
+    """As in a new process, where one reads the config and one the tokenizer: half-made modules came out of it."""
+    code = """if True:
+        import sys, torch
+        from concurrent.futures import ThreadPoolExecutor
+        from outrider.models.checkpoint.loader import read_facts
+        from outrider.models.demo import demo_model_path
+        from outrider.platform.client.engine_factory import import_text_side
+        from outrider.platform.core.config import EngineArgs
+        sys.setswitchinterval(1e-5)
+        with ThreadPoolExecutor(1) as beside:
+            found = beside.submit(import_text_side, EngineArgs(model="x"))
+            read_facts(demo_model_path(), impl="transformers")
+            found.result()"""
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 
 def test_checkpoints_without_prefix_and_damaged_ones(tmp_path):

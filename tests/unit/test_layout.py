@@ -180,7 +180,7 @@ def test_llm_needs_no_web_stack(repo_root, tmp_path):
 def test_public_names_need_no_web_stack(tmp_path):
     """All but AsyncLLM, which speaks to its engine process."""
     web = "fastapi pydantic starlette uvicorn zmq msgspec prometheus_client sqlalchemy".split()
-    names = ", ".join(sorted({*outrider.__all__} - {"AsyncLLM", "__version__"}))
+    names = ", ".join(sorted({*outrider.__all__} - {"AsyncLLM", "AsyncLLMEngine", "__version__"}))
     code = f"from outrider import {names}; import sys; print(*sys.modules.keys() & {set(web)})"
     assert run_python(code, tmp_path) == ""
     light = "from outrider import AdapterInfo, EngineArgs, OutriderError; import sys; print('torch' in sys.modules)"

@@ -169,6 +169,10 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             choices=("critical", "error", "warning", "info", "debug", "trace"),
         ),
         "access_log": _switch("one line for each request as web servers write it"),
+        "metrics_prefix": _option(
+            "vllm: show the metrics that vLLM has under its names, too, such as vllm:num_requests_running",
+            choices=("outrider", "vllm"),
+        ),
         "open_metrics": _switch(
             "with --database, show /metrics to everybody: tenants' names are in it (default: with an admin's key)"
         ),

@@ -13,10 +13,9 @@ from ...core.errors import EngineDeadError, NotFoundError, OutriderError
 from ...core.lora_request import LoRARequest
 from ...core.messages import AdapterInfo
 from ..process.supervisor import EngineProcess
+from .llm_adapters import NO_FILES
+from .numbers import LoRANumbers
 from .sources import AdapterSources
-
-_NO_FILES = "changed"
-"""The digest of no files: what is registered with it is refused when it is read."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +41,8 @@ class AsyncLLMAdapters:
         self._start = start
         self._engine = engine
         self._sources = sources
+        self.numbers = LoRANumbers()
+        """Integers that stand for adapters."""
         self._kept: dict[str, _Kept] = {}
         self.requests: dict[str, LoRARequest] = {}
         """The adapters that have been loaded or registered, by name, with local folders. To look at only. One that
@@ -141,7 +142,7 @@ class AsyncLLMAdapters:
         if kept.digest is not None and info.digest != kept.digest:
             logger.error("The files of adapter %r have changed; load it again with load_inplace", request.name)
             await engine.call("adapters.unload", name=request.name)
-            await engine.call("adapters.register", requests=[replace(request, digest=_NO_FILES)])
+            await engine.call("adapters.register", requests=[replace(request, digest=NO_FILES)])
 
     def _forget(self, name: str) -> None:
         self._kept.pop(name, None)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import builtins
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from ...core.adapter_verbs import LocalAdapters
 from ...core.errors import OutriderError
 from ...core.lora_request import LoRARequest
 from ...core.messages import AdapterInfo
+from .numbers import LoRANumbers
 from .sources import AdapterSources
+
+logger = logging.getLogger(__name__)
+
+NO_FILES = "changed"
+"""The digest of no files: what is registered with it is refused when it is read."""
 
 
 class LLMAdapters:
@@ -22,6 +30,10 @@ class LLMAdapters:
         without having been loaded."""
         self._engine = engine
         self._sources = sources
+        self.numbers = LoRANumbers()
+        """Integers that stand for adapters."""
+        self._kept: dict[str, LoRARequest] = {}  # with local folders
+        self._again: list[tuple[LoRARequest, AdapterInfo]] = []
         self.known = _KnownAdapters(engine, demo)
         """The adapters that a name may mean."""
 
@@ -36,15 +48,19 @@ class LLMAdapters:
             self._sources.restrict(name, before)
             raise
         self._sources.restrict(name, (local.path, local.draft_path))
+        self._kept[name] = local
         return info
 
     def register(self, requests: Sequence[LoRARequest]) -> None:
         """Fetch adapters and make them known by name."""
-        self._engine().register([self._sources.localize(request).result() for request in requests])
+        local = [self._sources.localize(request).result() for request in requests]
+        self._engine().register(local)
+        self._kept.update({request.name: request for request in local})
 
     def unload(self, name: str, mode: str = "drain") -> None:
         """Forget an adapter."""
         self._engine().unload(name, mode)
+        self._kept.pop(name, None)
         self._sources.restrict(name)
 
     def pin(self, name: str) -> AdapterInfo:
@@ -58,6 +74,27 @@ class LLMAdapters:
     def list(self) -> builtins.list[AdapterInfo]:
         """The registered adapters."""
         return self._engine().list()
+
+    def remember(self) -> None:
+        """Note what the engine has, before it ends, for `load_again`."""
+        self._again = [
+            (self._kept.get(info.name) or LoRARequest(info.name, path=info.path), info)
+            for info in self._engine().list()
+        ]
+
+    def load_again(self) -> None:
+        """Register with a new engine what the last one had. An adapter whose files have another content by now keeps
+        its name, and its requests get the error for that."""
+        engine, again, self._again = self._engine(), self._again, []
+        for request, before in again:
+            try:
+                if not before.digest:
+                    engine.register([request])
+                elif engine.load(request, pinned=before.pinned).digest != before.digest:
+                    engine.unload(request.name)
+                    engine.register([replace(request, digest=NO_FILES)])
+            except OutriderError as error:
+                logger.error("Adapter %r cannot be loaded again: %r", request.name, error.message)
 
 
 class _KnownAdapters(Mapping[str, LoRARequest]):

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 from ...core.adapter_verbs import Adapters, Info, Infos, Nothing
 from ...core.compat.vllm_python import METHODS
+from ...core.errors import NotFoundError
 from ...core.lora_request import LoRARequest
 from ...core.messages import AdapterInfo
+from .numbers import LoRANumbers
+
+
+class NumberedAdapters(Adapters[Info, Infos, Nothing], Protocol):
+    """Adapters that vLLM's integers may stand for."""
+
+    numbers: LoRANumbers
 
 
 class AdapterMethods(Generic[Info, Infos, Nothing]):
     """`adapters`, under the names that users of vLLM know."""
 
-    adapters: Adapters[Info, Infos, Nothing]
+    adapters: NumberedAdapters[Info, Infos, Nothing]
     """Loads, unloads and pins adapters; each verb says what it raises."""
 
     def load_lora_adapter(self, lora_request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> Info:
@@ -33,13 +41,13 @@ class AdapterMethods(Generic[Info, Infos, Nothing]):
         """Unload an adapter when its requests have finished."""
         return self.adapters.unload(lora_name)
 
-    def pin_lora(self, lora_name: str) -> Info:
-        """See `Adapters.pin`."""
-        return self.adapters.pin(lora_name)
+    def pin_lora(self, lora_name: str | int) -> Info:
+        """See `Adapters.pin`; the integer of a request stands for its adapter's name."""
+        return self.adapters.pin(self.adapters.numbers.name_of(lora_name))
 
-    def unpin_lora(self, lora_name: str) -> Info:
+    def unpin_lora(self, lora_name: str | int) -> Info:
         """See `Adapters.unpin`."""
-        return self.adapters.unpin(lora_name)
+        return self.adapters.unpin(self.adapters.numbers.name_of(lora_name))
 
     def list_lora_adapters(self) -> Infos:
         """See `Adapters.list`."""
@@ -53,7 +61,54 @@ class AdapterMethods(Generic[Info, Infos, Nothing]):
             raise AttributeError(sentence, name=name, obj=self)
 
 
-SyncAdapterMethods: TypeAlias = AdapterMethods[AdapterInfo, list[AdapterInfo], None]
-AsyncAdapterMethods: TypeAlias = AdapterMethods[
-    Coroutine[Any, Any, AdapterInfo], Coroutine[Any, Any, list[AdapterInfo]], Coroutine[Any, Any, None]
-]
+class SyncAdapterMethods(AdapterMethods[AdapterInfo, list[AdapterInfo], None]):
+    """Methods of `LLM` and `LLMEngine`."""
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter, or leave it as it is when it is loaded under its name from the same folder. Returns True."""
+        if _is_new(lora_request, self.adapters.list(), self.adapters.numbers):
+            self.adapters.load(lora_request)
+        self.adapters.numbers.note(lora_request)
+        return True
+
+    def remove_lora(self, lora_id: int | str) -> bool:
+        """Unload the adapter of an integer or a name when its requests have finished; False when there is none."""
+        try:
+            self.adapters.unload(self.adapters.numbers.name_of(lora_id))
+        except NotFoundError:
+            return False
+        return True
+
+    def list_loras(self) -> set[int]:
+        """Integers of the registered adapters that were given with one; `list_lora_adapters` knows all."""
+        return self.adapters.numbers.of(info.name for info in self.adapters.list())
+
+
+class AsyncAdapterMethods(
+    AdapterMethods[Coroutine[Any, Any, AdapterInfo], Coroutine[Any, Any, list[AdapterInfo]], Coroutine[Any, Any, None]]
+):
+    """Methods of `AsyncLLM`."""
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """See `LLM.add_lora`."""
+        if _is_new(lora_request, await self.adapters.list(), self.adapters.numbers):
+            await self.adapters.load(lora_request)
+        self.adapters.numbers.note(lora_request)
+        return True
+
+    async def remove_lora(self, lora_id: int | str) -> bool:
+        """See `LLM.remove_lora`."""
+        try:
+            await self.adapters.unload(self.adapters.numbers.name_of(lora_id))
+        except NotFoundError:
+            return False
+        return True
+
+    async def list_loras(self) -> set[int]:
+        """See `LLM.list_loras`."""
+        return self.adapters.numbers.of(info.name for info in await self.adapters.list())
+
+
+def _is_new(lora: LoRARequest, registered: Sequence[AdapterInfo], numbers: LoRANumbers) -> bool:
+    """True unless the adapter is registered under its name from the same folder, or place on the hub."""
+    return not any(info.name == lora.name and (info.path == lora.path or numbers.is_known(lora)) for info in registered)

@@ -122,6 +122,13 @@ def _adapter_verb(name: str) -> Verb:
     return Verb(msgspec.defstruct(name, fields), result)
 
 
+class _StartProfile(msgspec.Struct):
+    """Arguments of `start_profile`."""
+
+    folder: str
+    prefix: str
+
+
 class _NoArguments(msgspec.Struct):
     """Arguments of a verb without any."""
 
@@ -129,8 +136,12 @@ class _NoArguments(msgspec.Struct):
 VERBS: dict[str, Verb] = {
     **{f"adapters.{name}": _adapter_verb(name) for name in ADAPTER_VERBS},
     "stats": Verb(_NoArguments, EngineStats),
+    "start_profile": Verb(_StartProfile, None),
+    "stop_profile": Verb(_NoArguments, str),
     "has_work": Verb(_NoArguments, bool),
     "check_integrity": Verb(_NoArguments, None),
+    "reset_prefix_cache": Verb(_NoArguments, bool),
+    "release_memory": Verb(_NoArguments, None),
 }
 """The methods of the engine that may be called."""
 

@@ -103,6 +103,13 @@ class AdapterTokenizers(Generic[T]):
         return self._found[digest]
 
 
+def renamed_token(base: Any, own: Any) -> str | None:
+    """Token of the model's vocabulary, special ones aside, that has another id in an adapter's tokenizer, or none; None
+    where each has its own."""
+    known, special = own.get_vocab(), set(base.all_special_tokens)
+    return next((t for t, index in base.get_vocab().items() if known.get(t) != index and t not in special), None)
+
+
 def _limited(file: Path, most: int) -> bytes:
     with file.open("rb") as opened:
         content = opened.read(most + 1)
@@ -153,6 +160,7 @@ def _tokenizer(base: Any, content: dict[str, Any], settings: Mapping[str, Any]) 
         if token is not None and backend.token_to_id(token) is not None:
             setattr(tokenizer, name, token)
     tokenizer.chat_template = getattr(base, "chat_template", None)
+    tokenizer.response_template = getattr(base, "response_template", None)
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
 

@@ -7,8 +7,9 @@ is taken. A value without an effect on results is taken with a warning. Any othe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from .foreign_options import (
     IN_CONFIG_JSON,
@@ -30,7 +31,10 @@ from .foreign_options import (
     ignored_flag,
     off,
     only,
+    take_foreign,
 )
+
+T = TypeVar("T")
 
 ALIASES = {
     "-tp": "--tensor-parallel-size",
@@ -180,7 +184,7 @@ ENGINE: dict[str, Option] = {
     "disable_cascade_attn": ignored_flag("there is no cascade attention"),
     "enable_flashinfer_autotune": ignored_flag("kernels are chosen for the device"),
     "kernel_config": ignored("see kernel_configs"),
-    "profiler_config": ignored("see outrider bench latency --profile"),
+    "profiler_config": ignored("start_profile() takes a folder"),
     "additional_config": only({}, why="there are no plug-ins for other hardware"),
     # LoRA and speculation
     "enable_lora_bias": off("adapters with biases are not served"),
@@ -317,6 +321,20 @@ def without_effect(given: Mapping[str, Any], table: Mapping[str, Option], specul
         inside = check_foreign(speculative_config, SPECULATIVE, "speculative_config")
         names |= {f"speculative_config.{name}": why for name, why in inside.items()}
     return names
+
+
+def takes_vllm_options(cls: type[T]) -> type[T]:
+    """Decorate a class of options: its constructor takes those of `ENGINE`, too, as `LLM` does, and None for any."""
+    own = cls.__init__
+    known = cls.__dataclass_fields__  # type: ignore[attr-defined]
+
+    @functools.wraps(own)
+    def init(self: T, **given: Any) -> None:
+        take_foreign(f"{cls.__name__}()", given, ENGINE, known)
+        own(self, **{name: value for name, value in given.items() if value is not None or known[name].default is None})
+
+    cls.__init__ = init  # type: ignore[assignment]
+    return cls
 
 
 def plain_value(name: str, value: Any) -> Any:

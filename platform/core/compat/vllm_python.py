@@ -1,7 +1,8 @@
 """Keywords of vLLM's Python API that this project does not have, grouped by the reason.
 
 `SAMPLING` has keywords of `SamplingParams`, `PROMPT` keys of a prompt, `GENERATE` and `CHAT` keywords of the methods of
-those names, `LORA` keywords of `LoRARequest`. `METHODS` says for methods of vLLM's `LLM` what to use in their place.
+those names, `ENGINE_LIFE` those with which engines are made, `LORA` keywords of `LoRARequest`. `METHODS` says for
+methods of vLLM's `LLM` what to use in their place.
 """
 
 from __future__ import annotations
@@ -22,12 +23,11 @@ from .foreign_options import (
 
 SAMPLING: dict[str, Option] = {
     "best_of": only(1, why="sequences are not ranked: ask for n of them"),
-    **each(off("beam search is not there yet"), "use_beam_search early_stopping"),
-    "length_penalty": only(1, why="beam search is not there yet"),
+    **each(off("see LLM.beam_search and BeamSearchParams"), "use_beam_search early_stopping"),
+    "length_penalty": only(1, why="see LLM.beam_search and BeamSearchParams"),
     "truncate_prompt_tokens": only(why="cut the prompt before"),
     "guided_decoding": only(why="write structured_outputs=StructuredOutputsParams(...)"),
     "logits_processors": only([], (), why=NO_USER_CODE),
-    "output_kind": only(0, why="LLM returns final outputs; AsyncLLM.generate takes delta=True"),
     "logprob_token_ids": only(why="ask for logprobs and pick among them"),
     "prompt_logprob_token_ids": only(why="ask for prompt_logprobs and pick among them"),
     "prompt_logprob_start": only(0, why="ask for prompt_logprobs and cut them"),
@@ -63,6 +63,14 @@ GENERATE: dict[str, Option] = {
     "reasoning_ended": ignored(NO_REASONING),
 }
 
+ENGINE_LIFE: dict[str, Option] = {
+    **each(ignored("there is one way to make an engine"), "usage_context start_engine_loop executor_class"),
+    **each(ignored("metrics are read with get_metrics()"), "stat_loggers disable_log_stats"),
+    "enable_multiprocessing": ignored("LLMEngine runs in this process, AsyncLLMEngine's in another one"),
+    **each(ignored("requests are logged by the server"), "enable_log_requests disable_log_requests"),
+}
+"""Keywords of `LLMEngine.from_engine_args` and `AsyncLLM.from_engine_args`, and fields of `AsyncEngineArgs`."""
+
 CHAT: dict[str, Option] = {
     "chat_template_content_format": only("auto", "string", "openai", why="it is found out from the template"),
     "tokenization_kwargs": GENERATE["tokenization_kwargs"],
@@ -77,19 +85,11 @@ LORA: dict[str, Option] = {
     "is_3d_lora_weight": off(NO_EXPERTS),
 }
 
-_NOT_THERE = "is not there yet"
 _TEXT_ONLY = "is not there: models generate text only"
 METHODS: dict[str, str] = {
     **dict.fromkeys(("classify", "reward"), _TEXT_ONLY),
-    **dict.fromkeys(("beam_search", "sleep", "wake_up", "reset_prefix_cache"), _NOT_THERE),
-    "add_lora": "is not there: see load_lora_adapter()",
-    "remove_lora": "is not there: see unload_lora()",
-    "list_loras": "is not there: see list_lora_adapters()",
-    "get_metrics": "is not there: see stats(), and the metrics of each output",
-    "llm_engine": "is not there: see generate(), engine_info and stats()",
     "model_config": "is not there: see engine_info",
     "set_tokenizer": "is not there: see the option tokenizer",
-    **dict.fromkeys(("start_profile", "stop_profile"), "is not there: see outrider bench latency --profile"),
     **dict.fromkeys(("collective_rpc", "apply_model"), "is not there: " + NO_USER_CODE),
 }
 """Methods and attributes of vLLM's `LLM` -> the end of the sentence that says why each is missing."""

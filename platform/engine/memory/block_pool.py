@@ -35,6 +35,10 @@ class BlockPool:
         """Share of blocks in use, 0 to 1."""
         return 1.0 - len(self._free) / self.num_blocks
 
+    def is_free(self, block: int) -> bool:
+        """True when nobody holds a reference to the block."""
+        return self._references[block] == 0
+
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks with one reference each, or None (and nothing changed) when there are not enough."""
         if count > len(self._free):

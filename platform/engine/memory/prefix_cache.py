@@ -105,6 +105,12 @@ class PrefixCache:
             self._draft_ready.update(request.blocks[request.num_draft_published : drafted])
             request.num_draft_published = drafted
 
+    def reset(self) -> bool:
+        """Forget all blocks that no sequence uses; True when nothing is cached any more."""
+        for block in [block for block in self._hash_of if self.pool.is_free(block)]:
+            self._forget(block)
+        return not self._hash_of
+
     def _extend_hashes(self, request: Request, count: int) -> None:
         hashes = request.block_hashes
         assert request.namespace is not None

@@ -189,11 +189,32 @@ def mask_logits(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
         own.sort(key=lambda row: row.num_drafts)
         own[0].request.grammar.fill(own, masks[len(places) : len(places) + len(own)])
         places += [row.place for row in own]
+    if logits.device.type == "cpu":
+        for place, mask in zip(places, masks, strict=True):
+            _mask_row(logits[place], mask)
+        return
     packed = torch.from_numpy(masks).to(logits.device)
     bits = packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
     forbidden = bits.flatten(1)[:, : logits.shape[1]] == 0
     index = to_device(np.array(places), logits.device)
     logits[index] = logits[index].masked_fill_(forbidden, float("-inf"))
+
+
+def _mask_row(logits: Tensor, mask: np.ndarray) -> None:
+    """Set the logits [V] of tokens that do not fit to -inf, in place: a mask forbids few tokens, or allows few."""
+    forbids = np.flatnonzero(mask != 255)
+    allows = np.flatnonzero(mask)
+    forbids_few = len(forbids) <= len(allows)
+    places = forbids if forbids_few else allows
+    bits = np.unpackbits(mask[places], bitorder="little").reshape(-1, 8) != forbids_few
+    chosen = (8 * places[:, None] + np.arange(8))[bits]
+    ids = torch.from_numpy(chosen[chosen < len(logits)])
+    if forbids_few:
+        logits.index_fill_(0, ids, float("-inf"))
+    else:
+        kept = logits[ids]
+        logits.fill_(float("-inf"))
+        logits[ids] = kept
 
 
 def with_forced(request: Request, drafts: Drafts) -> Drafts:

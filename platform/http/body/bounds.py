@@ -73,10 +73,15 @@ _IDENTIFIER = Bound(size=MAX_SALT_CHARS)
 _DEFAULT = Bound(size=MAX_SIZE)
 BOUNDS: Mapping[str, Bound] = {
     "prompt": Bound(),
+    "input": Bound(),
+    "instructions": Bound(),
     "text": Bound(),
     "messages": Bound(items=MAX_MESSAGES),
+    "system": Bound(),
     "tokens": Bound(),
     "token_ids": Bound(),
+    **dict.fromkeys(("text_1", "text_2", "query", "documents"), Bound(size=1 << 20)),
+    "tools": Bound(size=1 << 18),  # those of coding agents have more than 100,000 characters
     "stop": Bound(MAX_STOP_STRINGS, MAX_STOP_CHARS),
     "stop_token_ids": Bound(items=MAX_STOP_TOKEN_IDS),
     "bad_words": Bound(MAX_BAD_WORDS, MAX_BAD_WORD_CHARS),
@@ -89,11 +94,13 @@ BOUNDS: Mapping[str, Bound] = {
     "safety_identifier": _IDENTIFIER,
     "limits": Bound(items=64, size=1 << 20),
     "response_format": Bound(size=2 * MAX_CONSTRAINT_CHARS),
+    "text.format": Bound(size=2 * MAX_CONSTRAINT_CHARS),
     "structured_outputs": Bound(size=2 * MAX_CONSTRAINT_CHARS),
     "guided_json": Bound(size=2 * MAX_CONSTRAINT_CHARS),
     "guided_regex": Bound(size=MAX_CONSTRAINT_CHARS),
     "guided_choice": Bound(MAX_CHOICES, MAX_CONSTRAINT_CHARS),
     "guided_grammar": Bound(size=MAX_CONSTRAINT_CHARS),
+    "output_config": Bound(size=2 * MAX_CONSTRAINT_CHARS),
     "chat_template": Bound(size=1 << 16),
     "chat_template_kwargs": Bound(size=1 << 14),
 }

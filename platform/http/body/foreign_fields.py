@@ -72,9 +72,9 @@ _SOURCES = {
 }
 
 _SAMPLING = {
-    **_each(Unsupported((False,)), "use_beam_search echo watermarking"),
+    **_each(Unsupported((False,)), "echo watermarking"),
     "num_beams": Unsupported((1,)),
-    **_each(Unsupported((1.0,)), "length_penalty typical_p tfs_z"),
+    **_each(Unsupported((1.0,)), "typical_p tfs_z"),
     "do_sample": Unsupported((True,), instead="temperature"),
     **_each(Unsupported(("",)), "suffix custom_logit_processor"),
     "logits_processors": Unsupported(([],)),
@@ -133,10 +133,11 @@ _SGLANG = "bootstrap_host bootstrap_port bootstrap_room custom_labels custom_par
 disagg_prefill_dp_rank extra_key images_config max_dynamic_patch min_dynamic_patch ngram_corpus_id \
 return_cached_tokens_details rid routed_dp_rank routed_experts_start_len separate_reasoning stream_reasoning \
 use_audio_in_video"
+_ANTHROPIC = "context_management diagnostics inference_geo speed user_profile_id"
 _OTHERS = "api_key cache_prompt enable_thinking keep_alive models plugins provider reasoning route tags thinking \
 thinking_budget timeout timings_per_token transforms usage"
 _MESSAGES = "annotations cache_control id index phase reasoning reasoning_details refusal status thinking_blocks \
 timestamp type"
 
-HARMLESS = frozenset(f"{_OPENAI} {_VLLM} {_SGLANG} {_OTHERS} {_MESSAGES}".split())
+HARMLESS = frozenset(f"{_OPENAI} {_VLLM} {_SGLANG} {_ANTHROPIC} {_OTHERS} {_MESSAGES}".split())
 """Known names that may be ignored: labels of the metric, and no misspellings."""

@@ -209,10 +209,15 @@ class _Walk:
                 raise InvalidRequestError(f"Unsupported field: {path!r}; did you mean {meant!r}?", param=path)
 
     def _ignore(self, path: str) -> None:
-        if self._strict:
-            path = shorten(path)
-            raise InvalidRequestError(f"Unsupported field: {path!r}", param=path)
-        note_ignored(path)
+        ignore(path, strict=self._strict)
+
+
+def ignore(path: str, *, strict: bool) -> None:
+    """Note a field that is ignored; InvalidRequestError where that is not allowed."""
+    if strict:
+        path = shorten(path)
+        raise InvalidRequestError(f"Unsupported field: {path!r}", param=path)
+    note_ignored(path)
 
 
 def _converted(value: Any, scalars: frozenset[type]) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from .... import __version__
-from ...core.errors import AuthenticationError
+from ...core.errors import AuthenticationError, EngineDeadError
 from ..protect.error_responses import EngineUnavailableError, error_json
 from ..serving_state import PRINCIPAL, require_admin, serving_of
 from .prometheus_metrics import CONTENT_TYPE
@@ -56,6 +58,8 @@ async def metrics(request: Request) -> Response:
         _check_admin(request)
     await serving.update_metrics()
     serving.metrics.engine_restarts = serving.llm.num_restarts
+    with contextlib.suppress(EngineDeadError):  # it has not started
+        serving.metrics.max_loras = serving.llm.info.max_loras
     return Response(serving.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
 

@@ -125,13 +125,13 @@ class EngineCounters:
 
 
 def engine_families(
-    stats: EngineStats, counters: EngineCounters, restarts: int, adapter_label: Callable[[str], str]
+    stats: EngineStats, counters: EngineCounters, restarts: int, max_loras: int, adapter_label: Callable[[str], str]
 ) -> Iterator[Metric]:
     """Families of the engine's counts: it is another process, so a scrape reads the latest snapshot of them."""
     yield from _counters(engine_restarts=("Times that the engine has been started again.", restarts))
     yield from _scheduler_families(stats, counters)
     yield from _speculation_families(counters.speculation)
-    yield from _lora_families(stats, counters)
+    yield from _lora_families(stats, counters, max_loras)
     yield from _adapter_families(stats.adapters, adapter_label)
 
 
@@ -168,9 +168,9 @@ def _speculation_families(counts: Mapping[Labels, SpeculationCounts]) -> Iterato
     )
 
 
-def _lora_families(stats: EngineStats, counters: EngineCounters) -> Iterator[Metric]:
-    info = (_names(stats.running_adapters), _names(stats.waiting_adapters))
-    labels: Labels = ("running_lora_adapters", "waiting_lora_adapters")
+def _lora_families(stats: EngineStats, counters: EngineCounters, max_loras: int) -> Iterator[Metric]:
+    info = (str(max_loras), _names(stats.running_adapters), _names(stats.waiting_adapters))
+    labels: Labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
     yield _gauge("lora_requests_info", "Adapters with requests; the value is the time.", labels, {info: time.time()})
     levels = Counts(info.level for info in stats.adapters)
     levels["disk"] += max(0, stats.num_adapters - levels.total())

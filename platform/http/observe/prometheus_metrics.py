@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -16,6 +17,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from ...client.metrics import END_TO_END, FIRST_TOKEN, INTER_TOKEN, LENGTH
 from ...core.adapter_names import label_text
 from ...core.labels import OTHER
 from ...core.messages import EngineStats
@@ -25,15 +27,12 @@ from .metric_families import EngineCounters, FamilyCollector, engine_families
 from .recent import Recent
 from .request_log import PromptNote, current_note
 from .series_labels import PREFIX, Labels, SeriesLabels
+from .vllm_names import WithVllmNames
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Media type of the text format, which every scraper reads. OpenMetrics would rename everything: it allows no colon."""
 
 _TPOT = "Mean time between the tokens of a finished sequence."
-_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
-_INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
-_END_TO_END = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480)
-_LENGTH = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _LORA_LOAD = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30)
 
 
@@ -92,9 +91,11 @@ class RequestRecorder:
 class Metrics:
     """All metrics of one server, in a registry of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, vllm_model: str | None = None) -> None:
+        """`vllm_model`: the label `model_name` of metrics under vLLM's names, too; None: without these."""
         disable_created_metrics()  # a time series more for each counter, which nobody asked for
         self._registry = registry = CollectorRegistry(auto_describe=False)
+        self._shown: Any = registry if vllm_model is None else WithVllmNames(registry, vllm_model)
         labels = ("adapter", "tenant")
 
         def histogram(name: str, help_text: str, names: Labels, buckets: tuple[float, ...]) -> Histogram:
@@ -110,7 +111,7 @@ class Metrics:
             "request_errors", "HTTP requests answered with an error: its type, or the limit.", ("reason", "tenant")
         )
         self.ignored_fields = counter("ignored_request_fields", "Fields of requests that were ignored.", ("field",))
-        times, gaps, ends, sizes = _FIRST_TOKEN, _INTER_TOKEN, _END_TO_END, _LENGTH
+        times, gaps, ends, sizes = FIRST_TOKEN, INTER_TOKEN, END_TO_END, LENGTH
         self.time_to_first_token, self.queue_time, self.inter_token_latency, self.end_to_end = (
             histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", labels, times),
             histogram("request_queue_time_seconds", "From a request's arrival to its first step.", labels, times),
@@ -129,6 +130,8 @@ class Metrics:
         self._labels = SeriesLabels()
         self._stats = EngineStats()
         self._ended = EngineCounters()  # of the engine's runs before the one of `_stats`
+        self.max_loras = 0
+        """Largest number of adapters that run at once; 0 without adapters."""
         self.engine_restarts = 0
         """Number of times that the engine has been started again."""
         self.register(self._engine_families)
@@ -156,7 +159,8 @@ class Metrics:
         self._registry.register(FamilyCollector(families))
 
     def _engine_families(self) -> Iterable[Metric]:
-        return engine_families(self._stats, self.counters, self.engine_restarts, self._labels.adapter)
+        label = self._labels.adapter
+        return engine_families(self._stats, self.counters, self.engine_restarts, self.max_loras, label)
 
     @property
     def stats(self) -> EngineStats:
@@ -180,4 +184,4 @@ class Metrics:
 
     def render(self) -> bytes:
         """The exposition, as `CONTENT_TYPE` says."""
-        return generate_latest(self._registry)
+        return generate_latest(self._shown)

@@ -82,6 +82,8 @@ class Note:
     finish_reasons: dict[str, None] = field(default_factory=dict)
     """Finish reasons in their order."""
     prompts: list[PromptNote] = field(default_factory=list)
+    tokenizer: Any = None
+    """Tokenizer of its prompts, with --log-prompts; None: the model's."""
     texts: list[tuple[list[int], list[str]]] | None = None
     """Token ids of each prompt and the pieces of its answer, with --log-prompts."""
 
@@ -175,6 +177,13 @@ def note_error(kind: str, reason: str | None = None) -> None:
         note.error, note.reason = kind, reason or kind
 
 
+def note_tokenizer(tokenizer: Any) -> None:
+    """Note the tokenizer of the request's prompts, which may be an adapter's."""
+    note = _current.get()
+    if note is not None and note.texts is not None:
+        note.tokenizer = tokenizer
+
+
 def note_ignored(path: str) -> None:
     """Note that a field of the request, such as "messages[0].id", is ignored. It is named once for all places that
     differ by an index, in characters that a header can hold; beyond `MAX_IGNORED` fields the last one is "..."."""
@@ -241,7 +250,7 @@ class Observer:
     def _texts(self, note: Note) -> dict[str, Any]:
         if not note.texts:
             return {}
-        decode = self._serving.llm.tokenizer.decode
+        decode = (note.tokenizer or self._serving.llm.tokenizer).decode
         return {
             "prompts": [shorten(decode(ids[:MAX_TEXT]), MAX_TEXT) for ids, _ in note.texts],
             "outputs": [shorten("".join(pieces), MAX_TEXT) for _, pieces in note.texts],

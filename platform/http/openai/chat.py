@@ -9,9 +9,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...core.errors import InvalidRequestError
 from ...core.outputs import CompletionOutput
 from ..body.reader import documented
-from .answer import accept, asked_fields
+from .answer import Accepted, accept, asked_fields
 from .chat_job import chat_job
 from .chat_messages import normalize_messages
 from .event_stream import Chunk, dumps
@@ -20,6 +21,7 @@ from .job import Event
 from .logprobs import chat_logprobs, pack, prompt_logprobs
 from .protocol import ChatCompletionRequest
 from .tools.answers import MakeParser, chunk_deltas, finish_reason, whole_message
+from .tools.functions import in_old_form, in_old_names, old_reason, take_functions
 from .tools.parser import AnswerParser, Delta
 
 router = APIRouter()
@@ -29,6 +31,15 @@ router = APIRouter()
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     accepted = await accept(request, ChatCompletionRequest)
+    if not take_functions(accepted.body):
+        return await _respond(accepted)
+    try:
+        return await _respond(accepted)
+    except InvalidRequestError as error:
+        raise in_old_names(error) from error
+
+
+async def _respond(accepted: Accepted[ChatCompletionRequest]) -> Response:
     body = accepted.body
     job, make_parser = await chat_job(
         accepted, body, normalize_messages(body.messages), prefix="chatcmpl", endpoint="/v1/chat/completions"
@@ -59,6 +70,8 @@ def _choice(body: ChatCompletionRequest, make_parser: MakeParser | None, index: 
         parallel = body.parallel_tool_calls is not False
         message, parser = whole_message(choice.text, make_parser, parallel=parallel)
         reason = finish_reason(reason, parser)
+        if body.functions:
+            message, reason = in_old_form(message), old_reason(reason)
     result: dict[str, Any] = {
         "index": index,
         "message": {"role": "assistant", **message, "refusal": None},
@@ -113,6 +126,8 @@ class _ChatChunks:
         parallel = self._body.parallel_tool_calls is not False
         deltas, parser = chunk_deltas(output, self._parsers, make_parser, parallel=parallel)
         reason = finish_reason(output.finish_reason, parser)
+        if self._body.functions:
+            deltas, reason = list(map(in_old_form, deltas)), old_reason(reason)
         if reason is None and not deltas and self._plain:
             return []
         *first, last = deltas or [{}]

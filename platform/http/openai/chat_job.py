@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ...core.errors import InvalidRequestError, PromptTooLongError
+from ...core.lora_request import LoRA
 from ...core.sampling_params import SamplingParams
 from ..serving_state import Serving
 from .answer import Accepted
+from .beams import beam_params
 from .job import Job
 from .protocol import ChatCompletionRequest
 from .tools.answers import MakeParser, open_region, parser_maker
@@ -29,7 +31,13 @@ class ChatJob(NamedTuple):
 
 
 async def chat_job(
-    accepted: Accepted[Any], body: ChatCompletionRequest, messages: list[dict[str, Any]], *, prefix: str, endpoint: str
+    accepted: Accepted[Any],
+    body: ChatCompletionRequest,
+    messages: list[dict[str, Any]],
+    *,
+    prefix: str,
+    endpoint: str,
+    parses_reasoning: bool = False,
 ) -> ChatJob:
     """The job that answers a conversation.
 
@@ -38,6 +46,8 @@ async def chat_job(
         messages: in the form that templates read.
         prefix: beginning of the job's id.
         endpoint: route, as the ledger has it.
+        parses_reasoning: take reasoning out of the answer where the model's format is known, though the server does not
+            ask for it.
 
     Raises:
         OutriderError: a field is wrong, or the conversation is too long; `param` is a chat's field.
@@ -47,9 +57,15 @@ async def chat_job(
     body.tools = list(choice.tools)
     params = _sampling_params(serving, body, defaults, choice)
     prompt = await serving.chat_prompt(messages, body, accepted.lora)
-    template, tokenizer = _response_template(serving, choice), serving.llm.tokenizer
+    tokenizer = (await serving.llm.processor_of(accepted.lora)).tokenizer
+    parses_reasoning |= serving.config.reasoning_parser is not None
+    template = None
+    if choice.tools or parses_reasoning:
+        template = await _response_template(serving, choice, tokenizer, accepted.lora)
     opened = _opened(template, tokenizer, prompt)
-    params.structured_outputs = answer_constraint(params.structured_outputs, choice, template, tokenizer, opened)
+    params.structured_outputs = answer_constraint(
+        params.structured_outputs, choice, template, serving.llm.tokenizer, opened
+    )
     if template is not None:
         params.skip_special_tokens = False  # they may be marks of calls and of reasoning
     max_tokens_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -58,6 +74,7 @@ async def chat_job(
         [prompt],
         params,
         prefix=prefix,
+        beam=beam_params(body, params),
         default_max_tokens=defaults.get("max_tokens"),
         max_tokens_field=max_tokens_field,
         endpoint=endpoint,
@@ -65,17 +82,17 @@ async def chat_job(
     return ChatJob(job, parser_maker(choice, template, opened))
 
 
-def _response_template(serving: Serving, choice: ToolChoice) -> dict[str, Any] | None:
-    """Format of the model, where the answer is parsed by it: it may have calls or reasoning.
+async def _response_template(
+    serving: Serving, choice: ToolChoice, tokenizer: Any, lora: LoRA | None
+) -> dict[str, Any] | None:
+    """Format of the model or of the adapter's chat template, for an answer that may have calls or reasoning.
 
     Raises:
         InvalidRequestError: nobody knows how the model writes calls.
     """
     config = serving.config
-    if not choice.tools and config.reasoning_parser is None:
-        return None
     name = config.tool_call_parser if choice.tools else config.reasoning_parser
-    template = format_of(name, serving.llm.tokenizer)
+    template = format_of(name, tokenizer, await serving.adapter_template(lora) if name is None else None)
     if choice.tools and template is None and not choice.is_forced:
         raise InvalidRequestError(
             "nothing says in which format this model calls tools: start the server with --tool-call-parser NAME, or "

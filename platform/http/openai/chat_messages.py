@@ -101,7 +101,7 @@ def _message(message: Any, place: str) -> dict[str, Any]:
     content = message.get("content")
     if content is None and role in ("assistant", "tool"):
         content = message.get("refusal") or ""  # so says the API of a message that had no text
-    result: dict[str, Any] = {"role": role, "content": _content(content, f"{place}.content")}
+    result: dict[str, Any] = {"role": role, "content": content_of(content, f"{place}.content")}
     for name in ("name", *_FIELDS_BY_ROLE.get(role, ())):
         value = message.get(name)
         if value is None:
@@ -151,8 +151,12 @@ def _tool_call(call: Any, path: str) -> dict[str, Any]:
     return {"id": call_id} | result
 
 
-def _content(content: Any, place: str) -> str | list[dict[str, str]]:
-    """Content of a message: a string, or its parts; the chat template gets the form that it reads."""
+def content_of(content: Any, place: str) -> str | list[dict[str, str]]:
+    """Content of a message: a string, or its parts; the chat template gets the form that it reads.
+
+    Raises:
+        InvalidRequestError: it has something else than text; `param` is its place, which begins with `place`.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

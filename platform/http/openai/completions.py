@@ -14,6 +14,7 @@ from ...core.outputs import CompletionOutput
 from ...core.sampling_params import SamplingParams
 from ..body.reader import documented
 from .answer import accept, asked_fields
+from .beams import beam_params
 from .event_stream import Chunk, dumps
 from .generation import Choice, Collected, PromptFacts
 from .job import Event, Job
@@ -43,10 +44,12 @@ async def create_completion(request: Request) -> Response:
     prompts = await serving.prompts(
         body.prompts, add_special_tokens=body.add_special_tokens is not False, lora=accepted.lora
     )
+    params = _sampling_params(body, defaults)
     job = accepted.job(
         prompts,
-        _sampling_params(body, defaults),
+        params,
         prefix="cmpl",
+        beam=beam_params(body, params),
         default_max_tokens=defaults.get("max_tokens", DEFAULT_MAX_TOKENS),
         keeps_output=not _only_scores(body),
         endpoint="/v1/completions",

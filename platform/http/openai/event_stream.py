@@ -84,6 +84,9 @@ class StreamWriter(Protocol):
     def error(self, error: Exception) -> str:
         """The events that end the stream after an error."""
 
+    def close(self) -> None:
+        """End the stream. Called last, also when the client has gone."""
+
 
 class ChunkWriter:
     """Writer of chunks. What stands around a chunk's choices is prepared once: a chunk costs a few string joins."""
@@ -131,6 +134,9 @@ class ChunkWriter:
         """See StreamWriter."""
         return f"data: {json.dumps(error_content(error))}\n\n{DONE}"
 
+    def close(self) -> None:
+        """See StreamWriter."""
+
 
 async def events_to_sse(first: Event, events: AsyncGenerator[Event], writer: StreamWriter) -> AsyncGenerator[bytes]:
     """Body of a stream. An error ends it with an error event."""
@@ -161,6 +167,8 @@ async def events_to_sse(first: Event, events: AsyncGenerator[Event], writer: Str
         with suppress(Exception):
             await events.athrow(error)  # where it comes from this side: the request has failed, not been abandoned
         yield writer.error(error).encode()
+    finally:
+        writer.close()
 
 
 class EventStreamResponse(Response):

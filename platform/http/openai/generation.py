@@ -13,6 +13,7 @@ from ...core.messages import SpeculationCounts
 from ...core.outputs import CompletionOutput, Logprob, RequestOutput
 from ..protect.accounting import accounted, check_params
 from ..serving_state import Serving
+from .beams import beam_outputs
 from .job import Event, Job
 from .logprobs import Packed, pack
 
@@ -42,17 +43,7 @@ def _outputs(serving: Serving, job: Job) -> AsyncGenerator[Event]:
 
 async def _generate_one(serving: Serving, job: Job, index: int) -> AsyncGenerator[Event]:
     recorder = serving.metrics.recorder("" if job.lora is None else job.lora.label, job.principal.tenant)
-    outputs = serving.llm.generate(
-        {"prompt_token_ids": job.prompts[index]},
-        job.params_of(index, serving.llm.info.max_model_len),
-        request_id=job.id_of(index),
-        lora_request=job.lora,
-        priority=job.priority,
-        tenant=job.principal.tenant,
-        weight=job.principal.weight,
-        cache_salt=job.cache_salt,
-        delta=True,
-    )
+    outputs = _outputs_of(serving, job, index)
     finished = False
     in_engine: AbstractContextManager[object] = nullcontext()  # of several prompts `_merge` has counted all
     if len(job.prompts) == 1:
@@ -72,6 +63,23 @@ async def _generate_one(serving: Serving, job: Job, index: int) -> AsyncGenerato
             if not finished:
                 recorder.on_end("abort")
             raise
+
+
+def _outputs_of(serving: Serving, job: Job, index: int) -> AsyncIterator[RequestOutput]:
+    """Outputs of a prompt, each with what is new."""
+    if job.beam is not None:
+        return beam_outputs(serving, job, index)
+    return serving.llm.generate(
+        {"prompt_token_ids": job.prompts[index]},
+        job.params_of(index, serving.llm.info.max_model_len),
+        request_id=job.id_of(index),
+        lora_request=job.lora,
+        priority=job.priority,
+        tenant=job.principal.tenant,
+        weight=job.principal.weight,
+        cache_salt=job.cache_salt,
+        delta=True,
+    )
 
 
 def _as_generator(outputs: AsyncIterator[RequestOutput]) -> AsyncGenerator[RequestOutput]:

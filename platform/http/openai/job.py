@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ...core.beam_search import BeamSearchParams
 from ...core.errors import InvalidRequestError
 from ...core.lora_request import LoRA
 from ...core.messages import EngineInfo
@@ -49,6 +50,8 @@ class Job:
     """Name of the field in the request."""
     keeps_output: bool = True
     """False where only the prompt's log-probabilities are wanted: the one generated token is dropped."""
+    beam: BeamSearchParams | None = None
+    """Parameters of a beam search; its `max_tokens` are those of `params_of`. None: tokens are sampled."""
     principal: Principal = OPEN
     endpoint: str = ""
     model: str = ""

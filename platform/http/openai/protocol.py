@@ -71,7 +71,7 @@ class TemplateFields(LenientModel):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     """Default: true for a plain prompt, false for messages, whose template writes them."""
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     reasoning_effort: str | None = None
     """Given to the chat template, where "none" is `enable_thinking` false, too."""
 
@@ -104,6 +104,8 @@ class SamplingFields(ModelFields):
 
     n: int | None = None
     best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -230,6 +232,9 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
     max_completion_tokens: int | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    functions: list[dict[str, Any]] | None = None
+    """Older form of `tools`, like the next one of `tool_choice`; see `tools.functions`."""
+    function_call: str | dict[str, Any] | None = None
 
     def check(self) -> None:
         """See the base class."""

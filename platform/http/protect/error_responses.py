@@ -1,4 +1,4 @@
-"""Error answers of the server: `{"error": {"message", "type", "param", "code"}}`."""
+"""Error answers of the server: `{"error": {"message", "type", "param", "code"}}`, or Anthropic's form on its routes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from starlette.responses import JSONResponse, Response
 from ...core.adapter_names import public_text
 from ...core.errors import AuthenticationError, InvalidRequestError, OutriderError, OverloadedError, RateLimitError
 from ...core.text import shorten
-from ..observe.request_log import note_error
+from ..anthropic import errors as anthropic
+from ..observe.request_log import current_note, note_error
 from .paths import is_to_come
 
 logger = logging.getLogger(__name__)
@@ -103,13 +104,21 @@ def error_response(error: OutriderError) -> Response:
     if error.status >= 500 and type(error) is OutriderError:
         logger.error("internal error: %s", error.message)
         return internal_error_response()
-    return JSONResponse(error_body(error), error.status, error_headers(error))
+    return _response(error_body(error), error.status, error_headers(error))
+
+
+def _response(body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None) -> Response:
+    """Answer with an error in the form of its route."""
+    note = current_note()
+    if note is not None and anthropic.is_of(note.path):
+        body, status = anthropic.in_form(body, status)
+    return JSONResponse(body, status, dict(headers) if headers else None)
 
 
 def internal_error_response() -> Response:
     """Answer with status 500 that tells nothing about the server's inside."""
     note_error(OutriderError.type)
-    return JSONResponse(INTERNAL_ERROR, 500)
+    return _response(INTERNAL_ERROR, 500)
 
 
 def error_content(error: Exception) -> dict[str, Any]:
@@ -124,7 +133,7 @@ def plain_response(status: int, message: str, headers: Mapping[str, str] | None 
     """The answer for an error that the web framework found: an unknown route, a wrong method."""
     kind = _TYPES_BY_STATUS.get(status, "BadRequestError" if status < 500 else "InternalServerError")
     note_error(kind)
-    return JSONResponse(error_json(message, kind), status, dict(headers) if headers else None)
+    return _response(error_json(message, kind), status, headers)
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -137,7 +146,7 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = str(error.detail)
-        if error.status_code == 404 and is_to_come(request.url.path):
+        if error.status_code in (404, 405) and is_to_come(request.url.path):
             message = f"{shorten(request.url.path)} is not implemented by this server"
             return plain_response(501, message, {"x-should-retry": "false"})  # OpenAI's clients try a 5xx again
         if error.status_code in (404, 405):

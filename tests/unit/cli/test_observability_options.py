@@ -38,9 +38,10 @@ def test_who_gets_a_line_for_each_request(arguments, expected):
 
 
 def test_the_rest():
-    options = config("--otlp-endpoint http://c:4318 --open-metrics --access-log")
+    options = config("--otlp-endpoint http://c:4318 --open-metrics --access-log --metrics-prefix vllm")
     assert (options.otlp_endpoint, options.open_metrics, options.access_log) == ("http://c:4318", True, True)
     assert (config("").otlp_endpoint, config("").open_metrics) == (None, False)
+    assert (options.metrics_prefix, config("").metrics_prefix) == ("vllm", "outrider")
 
 
 @pytest.mark.parametrize(

@@ -227,6 +227,12 @@ class FakeEngine:
     def check_integrity(self) -> None:
         assert not self.sequences, "sequences are left"
 
+    def start_profile(self, folder: str, prefix: str) -> None:
+        self.profile = os.path.join(folder, prefix)
+
+    def stop_profile(self) -> str:
+        return f"{self.profile}.json"
+
     def stats(self) -> EngineStats:
         return EngineStats(
             num_running=len(self.sequences), num_steps=self.num_steps, running_adapters=self.aborted,

@@ -144,7 +144,7 @@ def test_failing_sequence_raises_its_error_and_aborts_the_others(llm: LLM) -> No
     with pytest.raises(AdapterError, match="broken"):
         llm.generate([[fake_engine.FAIL_REQUEST], [6]], SamplingParams(n=2), use_tqdm=False)
     assert not engine_of(llm).has_work()
-    assert len(llm._output_processor) == 0
+    assert len(llm.llm_engine.output_processor) == 0
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -158,7 +158,7 @@ def test_interrupt_aborts_all(llm: LLM, error: type[BaseException], monkeypatch:
     with pytest.raises(error):
         llm.generate([[5], [6]], SamplingParams(n=2), use_tqdm=False)
     assert len(engine.aborted) == 4
-    assert len(llm._output_processor) == 0
+    assert len(llm.llm_engine.output_processor) == 0
 
 
 def test_engine_that_forgets_a_request_is_noticed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,7 @@ DIFFERENT = {
     "embed": ({"prompts", "use_tqdm"}, {"prompt", "request_id"}),
     "encode": ({"prompts", "use_tqdm"}, {"prompt", "request_id"}),
     "score": ({"use_tqdm"}, set()),
+    "beam_search": ({"prompts", "use_tqdm", "concurrency_limit"}, {"prompt", "request_id"}),
 }
 """Parameters that one of the two alone has: (LLM's, AsyncLLM's)."""
 

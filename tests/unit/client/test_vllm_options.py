@@ -7,7 +7,6 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import InvalidRequestError, NotFoundError, ShuttingDownError
 from outrider.platform.core.lora_request import LoRARequest
 from outrider.platform.core.outputs import CompletionOutput
-from outrider.platform.core.sampling_params import SamplingParams
+from outrider.platform.core.sampling_params import RequestOutputKind, SamplingParams
 
 
 @pytest.fixture(autouse=True)
@@ -195,14 +194,10 @@ def test_prompts_that_would_mean_something_else(processor: InputProcessor, promp
     assert caught.value.param == "prompt"
 
 
-class Kind(Enum):
-    CUMULATIVE = 0
-    DELTA = 1
-
-
 HARMLESS_FIELDS: dict[str, Any] = {
     "best_of": None, "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "extra_args": None,
-    "truncate_prompt_tokens": None, "output_kind": Kind.CUMULATIVE, "guided_decoding": None, "skip_clone": True,
+    "truncate_prompt_tokens": None, "output_kind": RequestOutputKind.CUMULATIVE, "guided_decoding": None,
+    "skip_clone": True,
     "structured_outputs": None, "logits_processors": None, "flat_logprobs": False, "thinking_token_budget": None,
     "output_text_buffer_length": 0, "stream_interval": 4, "repetition_detection": None,
 }  # fmt: skip
@@ -217,7 +212,7 @@ def test_fields_of_sampling_params_at_values_that_change_nothing() -> None:
     "fields",
     [
         {"best_of": 2}, {"use_beam_search": True}, {"length_penalty": 0.5}, {"truncate_prompt_tokens": 5},
-        {"output_kind": Kind.DELTA}, {"guided_decoding": {"regex": "a"}}, {"structured_outputs": {"jsn": {}}},
+        {"output_kind": "x"}, {"guided_decoding": {"regex": "a"}}, {"structured_outputs": {"jsn": {}}},
         {"logits_processors": [len]}, {"extra_args": {"a": 1}}, {"logprob_token_ids": [5]},
     ],
 )  # fmt: skip
@@ -287,8 +282,8 @@ def test_keywords_of_generate_and_chat(model_path: str) -> None:
 
 def test_methods_that_are_not_there_say_what_is(model_path: str) -> None:
     with LLM(model_path) as llm:
-        with pytest.raises(AttributeError, match=r"LLM.get_metrics is not there: see stats\(\)"):
-            llm.get_metrics()  # type: ignore[attr-defined]
+        with pytest.raises(AttributeError, match=r"LLM.collective_rpc is not there: code of the user's own"):
+            llm.collective_rpc("f")  # type: ignore[attr-defined]
         assert not hasattr(llm, "something")
 
 

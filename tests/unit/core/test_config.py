@@ -72,7 +72,6 @@ def test_steps_overlap_on_a_gpu_unless_told_otherwise(hardware, default):
         ({"gpu_memory_utilization": "0.5"}, "gpu_memory_utilization"),
         ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization"),
         ({"max_logprobs": -2}, "max_logprobs"),
-        ({"max_logprobs": None}, "max_logprobs"),
         ({"seed": "x"}, "seed"),
         ({"seed": 2**64}, "seed"),
         ({"max_num_batched_tokens": 2**70}, "max_num_batched_tokens"),
@@ -84,7 +83,6 @@ def test_steps_overlap_on_a_gpu_unless_told_otherwise(hardware, default):
         ({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
-        ({"kv_cache_dtype": None}, "kv_cache_dtype"),
         (
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 64, "max_model_len": 128},
             "max_num_batched_tokens",

@@ -80,6 +80,20 @@ def test_a_freed_block_is_found_until_it_is_reused():
     cache.check_integrity()
 
 
+def test_a_reset_forgets_what_nobody_uses():
+    pool, cache = make()
+    used, free = computed(cache, range(8)), computed(cache, range(20, 28), drafted=8)
+    pool.release(free.blocks)
+    assert not cache.reset()
+    assert cache.match(request(range(20, 29))).blocks == []
+    assert cache.match(request(range(9))).blocks == used.blocks
+    pool.release(used.blocks * 2)
+    assert cache.reset()
+    assert cache.match(request(range(9))).blocks == []
+    cache.check_integrity()
+    pool.check_integrity()
+
+
 def test_draft_layers_of_a_prefix_count_only_where_they_were_computed():
     _, cache = make()
     computed(cache, range(13), drafted=5)

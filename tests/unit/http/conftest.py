@@ -41,7 +41,7 @@ class CharTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [1] * add_special_tokens + [ord(c) for c in text]
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], **options: Any) -> str:
         return "".join(chr(i) for i in ids if i > 2)
 
     def get_vocab(self) -> dict[str, int]:

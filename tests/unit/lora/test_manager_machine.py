@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from outrider.lora.adapter import Adapter
-from outrider.lora.device.layout import LoraWeights, PackedRows
+from outrider.lora.device.layout import LoraWeights, OwnRows, PackedRows
 from outrider.lora.device.sites import AdapterHooks, make_sites
 from outrider.lora.manager import AdapterManager
 from outrider.lora.tiers.transfers import WriteDone
@@ -70,7 +70,7 @@ class StepLoader:
 
 class ManagerMachine(RuleBasedStateMachine):
     """Folders hold only numbers: the target's content, and that of the draft weights (0: none). 13 is broken: the
-    adapter, or its draft weights alone. The ranks follow from the numbers."""
+    adapter, or its draft weights alone. The ranks follow from the numbers; odd ones have embeddings of their own."""
 
     MAX_CPU_LORAS = 3
     MAX_CPU_BYTES = None
@@ -87,6 +87,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self._write(name)
         hooks = AdapterHooks(draft_method="draft_model", draft_linears=self.draft_linears, on_gone=self._forget)
         row_bytes = make_sites([], hooks, torch.float32, torch.device("cpu"))[1].row_bytes
+        self.row_bytes = row_bytes
         config = LoRAConfig(
             max_loras=2,
             max_cpu_loras=self.MAX_CPU_LORAS,
@@ -135,6 +136,8 @@ class ManagerMachine(RuleBasedStateMachine):
         # The target has no modules here; its rows have no columns.
         empty = torch.zeros(rows, 0), np.zeros((rows, 0), np.uint8)
         target = target._replace(linears=PackedRows(files.target.layout.linears, (), *empty))
+        if content % 2:
+            target = target._replace(own_rows={"model.embed_tokens": OwnRows(torch.zeros(1, 1), None)})
         return Adapter(self._digest(content, draft), target, drafter, reason)
 
     @staticmethod
@@ -278,6 +281,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self):
         self.manager.check_integrity()
+        self._check_budget()
         rows = [(request.adapter, 1) for request in self.running]
         batch = self.manager.prepare(rows)
         assert (batch is None) == (not rows)
@@ -286,6 +290,14 @@ class ManagerMachine(RuleBasedStateMachine):
         self.gone -= current  # a content may come back
         self.known |= current
         assert self.known - current <= self.gone, "the drafter was not told of a content that is gone"
+
+    def _check_budget(self):
+        """What is on the device takes no more than `lora_memory`, embeddings included."""
+        host, pool = self.manager._residency.host, self.manager._residency.pool
+        placed = [host._adapters[digest] for digest in pool.digests()]
+        used = sum(adapter.rows * self.row_bytes + adapter.bytes_beside_rows for adapter in placed)
+        assert used <= (self.ROWS or pool.num_rows + 0.1) * self.row_bytes
+        assert self.ROWS is None or pool.num_rows - pool.num_free >= used / self.row_bytes
 
     def _check_draft_rows(self, rows):
         """Each running request finds the draft weights of its own content, and nothing of anyone else's."""

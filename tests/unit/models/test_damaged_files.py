@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from outrider.models.checkpoint.loader import load_model, read_facts
 from outrider.models.checkpoint.tokenizer import load_tokenizer
@@ -18,6 +19,8 @@ from outrider.models.demo import demo_model_path
 from outrider.platform.core.errors import OutriderError
 
 from ...gguf_files import write_gguf
+from ...quantized_files import CASES, write_quantized
+from ...tiny_families import FAMILIES
 
 MUTATIONS = 20
 MOST_MEMORY = 512 << 10
@@ -87,8 +90,6 @@ def test_mutations(kind: str, folder: Path, tmp_path: Path) -> None:
     work = tmp_path / "work"
     shutil.copytree(folder, work)
     if kind == "pytorch_model.bin":
-        from safetensors.torch import load_file
-
         torch.save(load_file(folder / "model.safetensors"), folder / kind)
         (work / "model.safetensors").unlink()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -103,4 +104,50 @@ def test_mutations(kind: str, folder: Path, tmp_path: Path) -> None:
             attempt(read_facts, work)
             refused += attempt(load_model, work)
     assert refused >= MUTATIONS // 4
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_MEMORY
+
+
+@pytest.fixture(scope="module")
+def others(save_tiny: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each of OTHERS."""
+    path = tmp_path_factory.mktemp("others")
+    for kind in QUANTISED:
+        write_quantized(save_tiny("Llama", **CASES[kind].sizes)[0], path / kind, CASES[kind])
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "num_local_experts": 2}
+    shutil.copytree(save_tiny("GptOss", **sizes, num_experts_per_tok=2)[0], path / "mxfp4")
+    tensors = load_file(path / "mxfp4" / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(121, 126, (experts, outputs, inputs // 32), dtype=torch.uint8)
+    raw = json.loads((path / "mxfp4" / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "mxfp4"}
+    (path / "mxfp4" / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, path / "mxfp4" / "model.safetensors")
+    for kind, name in (("gpt-oss", "gpt-oss"), ("deepseek", "deepseek3"), ("falcon", "falcon")):
+        folder = save_tiny(FAMILIES[name].prefix, **FAMILIES[name].config)[0]
+        shutil.copytree(folder, path / kind)
+        write_gguf(folder, path / kind / "m.gguf")
+    return path
+
+
+QUANTISED = ["gptq-act", "awq", "ct-w4-asym", "fp8-blocks", "nf4"]
+OTHERS = [
+    *((kind, file) for kind in [*QUANTISED, "mxfp4", "deepseek"] for file in ("model.safetensors", "config.json")),
+    *((kind, "m.gguf") for kind in ("gpt-oss", "deepseek", "falcon")),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), OTHERS, ids=map("-".join, OTHERS))
+def test_mutations_of_other_checkpoints(kind: str, name: str, others: Path, tmp_path: Path) -> None:
+    work = shutil.copytree(others / kind, tmp_path / "work")
+    whole = work / name if name == "m.gguf" else work
+    load_model(whole)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refused = 0
+    for seed in range(MUTATIONS):
+        mutated(others / kind / name, work / name, mutate_json if name.endswith("json") else mutate_bytes, seed)
+        attempt(read_facts, whole)
+        refused += attempt(load_model, whole)
+    assert refused >= MUTATIONS // 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_MEMORY

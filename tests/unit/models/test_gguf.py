@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 import sys
@@ -27,6 +28,8 @@ from outrider.models.demo import demo_model_path
 from outrider.platform.core.errors import InvalidRequestError, NotFoundError, UnsupportedModelError
 
 from ...gguf_files import write_gguf
+from ...gguf_layouts import LAYOUTS
+from ...tiny_families import FAMILIES
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -58,6 +61,8 @@ def test_a_file_is_the_folder_it_was_made_of(family: str, save_tiny: Callable, t
 
 PHI4_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
              "short_factor": [1.0 + i / 8 for i in range(6)], "long_factor": [1.0 + i for i in range(6)]}  # fmt: skip
+DEEPSEEK_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
+                 "mscale": 0.9, "mscale_all_dim": 0.9}  # fmt: skip
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 OTHERS = {
     "phi3": ("Phi3", {"sliding_window": 6}),
@@ -76,6 +81,16 @@ OTHERS = {
     "qwen2moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
     "qwen3moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 20, "norm_topk_prob": True}),
     "olmoe": ("Olmoe", {**EXPERTS, "intermediate_size": 32}),
+    "gptneox": ("GPTNeoX", {"num_key_value_heads": 4}),
+    "gptneox-in-turn": ("GPTNeoX", {"num_key_value_heads": 4, "use_parallel_residual": False}),
+    "falcon-40b": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 96}),
+    "falcon-11b": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1,
+                              "ffn_hidden_size": 96}),
+    "falcon-7b": ("Falcon", {"multi_query": True, "ffn_hidden_size": 96}),
+    "phi2": ("Phi", {"num_key_value_heads": 4}),
+    "gpt-oss": ("GptOss", FAMILIES["gpt-oss"].config),
+    "deepseek2": ("DeepseekV2", {**FAMILIES["deepseek2"].config, "rope_parameters": DEEPSEEK_ROPE}),
+    "deepseek3": ("DeepseekV3", FAMILIES["deepseek3"].config),
 }  # fmt: skip
 
 
@@ -182,8 +197,7 @@ def test_llama_3s_rotation_is_in_a_tensor(save_tiny: Callable, tmp_path: Path, d
 def test_yarn(save_tiny: Callable, tmp_path: Path, logits) -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
     folder, _ = save_tiny("Qwen2", **SIZES, rope_parameters=yarn)
-    more = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
-    write_gguf(folder, tmp_path / "m.gguf", **{f"qwen2__rope__scaling__{key}": value for key, value in more.items()})
+    write_gguf(folder, tmp_path / "m.gguf")
     assert logits(tmp_path / "m.gguf").equal(logits(folder))
 
 
@@ -236,7 +250,7 @@ def test_files_that_are_not_served(save_tiny: Callable, tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModelError, match=r"mamba; supported are gemma2"):
+    with pytest.raises(UnsupportedModelError, match=r"mamba; supported are deepseek2"):
         read_facts(tmp_path / "mamba.gguf")
     folder, _ = save_tiny("Olmo2", **SIZES)
     write_gguf(folder, tmp_path / "olmo3.gguf", olmo2__attention__sliding_window=8)
@@ -246,6 +260,58 @@ def test_files_that_are_not_served(save_tiny: Callable, tmp_path: Path) -> None:
     write_gguf(folder, tmp_path / "partial.gguf", qwen2__rope__dimension_count=4)
     with pytest.raises(UnsupportedModelError, match="partial_rotary_factor"):
         read_facts(tmp_path / "partial.gguf")
+
+
+def test_queries_keys_and_values_in_one_tensor(save_tiny: Callable, tmp_path: Path, logits) -> None:
+    """As in old files of Phi-2."""
+    folder, _ = save_tiny("Phi", **SIZES, num_key_value_heads=4)
+    add, parts = gguf.GGUFWriter.add_tensor, {}
+
+    def merged(writer: gguf.GGUFWriter, name: str, values: np.ndarray, raw_dtype: Type) -> None:
+        if (found := re.search(r"attn_([qkv])", name)) is None:
+            return add(writer, name, values, raw_dtype=raw_dtype)
+        whole = name.replace(found[0], "attn_qkv")
+        parts.setdefault(whole, {})[found[1]] = values
+        if len(parts[whole]) == 3:
+            add(writer, whole, np.concatenate([parts[whole][part] for part in "qkv"]), raw_dtype=raw_dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "add_tensor", merged)
+        write_gguf(folder, tmp_path / "m.gguf", lambda name: Type.Q8_0 if "_proj" in name else Type.F32)
+    assert len(parts) == 4
+    held = write_gguf(folder, tmp_path / "again.gguf", lambda name: Type.Q8_0 if "_proj" in name else Type.F32)
+    rounded = shutil.copytree(folder, tmp_path / "rounded")
+    save_file(held, rounded / "model.safetensors")
+    torch.testing.assert_close(logits(tmp_path / "m.gguf"), logits(rounded), rtol=0, atol=1e-5)
+
+
+def test_deepseeks_older_files_have_whole_heads(save_tiny: Callable, tmp_path: Path, logits) -> None:
+    """Their sizes are those of heads, and groups of experts are not stated."""
+    config = FAMILIES["deepseek2"].config
+    folder, _ = save_tiny("DeepseekV2", **{**SIZES, **config, "rope_parameters": DEEPSEEK_ROPE})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(LAYOUTS, ("deepseek2", ".kv_b_proj."))
+        for name in ("key", "value"):
+            patch.setattr(gguf.GGUFWriter, f"add_{name}_length", lambda *_: None)
+            patch.setattr(gguf.GGUFWriter, f"add_{name}_length_mla", lambda *_: None)
+        sizes = {"deepseek2__attention__key_length": 20, "deepseek2__attention__value_length": 10}
+        write_gguf(folder, tmp_path / "m.gguf", **sizes)
+    assert logits(tmp_path / "m.gguf").equal(logits(folder))
+
+
+@pytest.mark.parametrize(("family", "kind"), [("gpt-oss", Type.MXFP4), ("deepseek2", Type.Q8_0), ("falcon", Type.Q8_0)])
+def test_quantised_parts(family: str, kind: Type, save_tiny: Callable, tmp_path: Path, logits) -> None:
+    made, more = FAMILIES[family], {"hidden_size": 128} if family == "falcon" else {}
+    sizes = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "rope_parameters": DEEPSEEK_ROPE} if "deep" in family else more
+    folder, _ = save_tiny(made.prefix, **{**SIZES, **made.config, **sizes})
+    rounded = shutil.copytree(folder, tmp_path / "rounded")
+    chosen = ("experts", "query_key_value") if family != "deepseek2" else ("kv_b",)
+    held = write_gguf(
+        folder, tmp_path / "m.gguf", lambda name: kind if any(part in name for part in chosen) else Type.F32
+    )
+    save_file({name: tensor.contiguous() for name, tensor in held.items()}, rounded / "model.safetensors")
+    assert not logits(rounded).equal(logits(folder))
+    torch.testing.assert_close(logits(tmp_path / "m.gguf"), logits(rounded), rtol=0, atol=1e-5)
 
 
 def test_quantised_experts(save_tiny: Callable, tmp_path: Path, logits) -> None:

@@ -25,8 +25,8 @@ LLAMA3 = (
 QWEN2 = LLAMA3.replace("{1,3}", "")
 
 
-def write(file: Path, pre: str, **flags: bool) -> Path:
-    writer = gguf.GGUFWriter(file, "llama")
+def write(file: Path, pre: str, architecture: str = "llama", **flags: bool) -> Path:
+    writer = gguf.GGUFWriter(file, architecture)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(TOKENS)
@@ -75,6 +75,24 @@ def test_splits_of_other_families(pre: str, pattern: str, tmp_path: Path, caplog
     tokenizer = load_tokenizer(write(tmp_path / "m.gguf", pre))
     assert tokenizer.tokenize(TEXT) == expected(pattern)
     assert tokenizer.encode(TEXT)[0] != TOKENS.index("<s>")
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pre", "text", "words"),
+    [
+        ("falcon", "falcon", "Don't 12345 a!word", ["Don", "'", "t", "Ġ", "123", "45", "Ġa", "!", "word"]),
+        ("deepseek2", "deepseek-v3", "Don't 12345 漢字!word", ["Don", "'t", "Ġ", "123", "45", "Ġ", "漢字", "!word"]),
+        ("gpt-oss", "gpt-4o", "Don't 12345 漢字!word", ["Don't", "Ġ", "123", "45", "Ġ漢字", "!word"]),
+    ],
+)
+def test_splits_of_several_steps(
+    architecture: str, pre: str, text: str, words: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = load_tokenizer(write(tmp_path / "m.gguf", pre, architecture))
+    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    found = [word for word, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+    assert [bytes(map(byte_of.__getitem__, word)).decode().replace(" ", "Ġ") for word in found] == words
     assert caplog.records == []
 
 

@@ -20,6 +20,17 @@ from ...quantized_files import CASES, write_quantized
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]
 # Rounding of W8A8's inputs: 1/254 of the largest, in each product.
 ROUNDED = 0.1
+_SPARSE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+OPTIONS = {
+    "GPT2": {"num_key_value_heads": 4},
+    "Mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 64},
+    "Qwen2Moe": {**_SPARSE, "num_experts": 3, "shared_expert_intermediate_size": 32},
+    "Qwen3Moe": {**_SPARSE, "num_experts": 3},
+    "DeepseekV2": {
+        **{**_SPARSE, "n_routed_experts": 3, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 32},
+        **{"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +41,8 @@ def make(save_tiny: Callable, tmp_path_factory: pytest.TempPathFactory) -> Calla
     def write(kind: str, family: str = "Llama") -> Path:
         if (kind, family) not in made:
             made[kind, family] = tmp_path_factory.mktemp(kind)
-            write_quantized(save_tiny(family, **CASES[kind].sizes)[0], made[kind, family], CASES[kind])
+            sizes = {**CASES[kind].sizes, **OPTIONS.get(family, {})}
+            write_quantized(save_tiny(family, **sizes)[0], made[kind, family], CASES[kind])
         return made[kind, family]
 
     return write
@@ -60,13 +72,31 @@ def test_bfloat16_rounds_as_the_dequantised_weights_do(kind: str, make: Callable
     assert float((ours - exact).square().mean()) < 4 * float((rounded - exact).square().mean())
 
 
-@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Phi3", "Gemma2"])
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Phi3", "Gemma2", "GPT2"])
 def test_families_with_merged_projections_and_biases(family: str, make: Callable, driver: Callable) -> None:
     folder = make("gptq", family)
     ours, dense = (
         driver(load_model(path, "float32")).forward_once({0: TOKENS})[0] for path in (folder, folder / "dense")
     )
     torch.testing.assert_close(ours, dense, rtol=0, atol=1e-5 * float(dense.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        ("awq", "Qwen3Moe"), ("awq", "DeepseekV2"), ("gptq-act", "Mixtral"), ("gptq", "Qwen2Moe"),
+        ("ct-w4", "DeepseekV2"), ("ct-w4", "Qwen3Moe"), ("fp8-blocks", "DeepseekV2"), ("fp8", "Mixtral"),
+        ("ct-int8", "Mixtral"), ("nf4", "Qwen3Moe"),
+    ],
+)  # fmt: skip
+def test_experts_and_latent_attention(kind: str, family: str, make: Callable, driver: Callable) -> None:
+    folder = make(kind, family)
+    ours, dense = (
+        driver(load_model(path, "float32")).forward_once({0: TOKENS})[0] for path in (folder, folder / "dense")
+    )
+    torch.testing.assert_close(ours, dense, rtol=0, atol=1e-5 * float(dense.abs().max()))
+    rounded = driver(load_model(folder, "bfloat16")).forward_once({0: TOKENS})[0]
+    assert bool(rounded.isfinite().all())
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -110,16 +110,23 @@ REASONING_FORMATS = ("deepseek_r1", "qwen3", "granite", *FORMATS)
 """Names for `--reasoning-parser`; those that are no format of calls have <think> and </think>."""
 
 
-def format_of(name: str | None, tokenizer: Any) -> dict[str, Any] | None:
-    """Response template of a model: by name, of its tokenizer, or guessed from its chat template; None where nothing
-    gives it away."""
+def format_of(name: str | None, tokenizer: Any, adapter_template: str | None = None) -> dict[str, Any] | None:
+    """Response template of a model, the first that there is: by name, guessed from the adapter's chat template, of the
+    tokenizer, guessed from the tokenizer's chat template; None where nothing gives it away."""
     if name is not None:
         return FORMATS.get(name, FORMATS["hermes"])
+    if (found := _guess(adapter_template)) is not None:
+        return found
     own = getattr(tokenizer, "response_template", None)
     if isinstance(own, dict):
         return own
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, dict):
         template = template.get("tool_use") or template.get("default")
+    return _guess(template)
+
+
+def _guess(template: object) -> dict[str, Any] | None:
+    """Response template whose mark stands in a chat template."""
     found = next((kind for mark, kind in _MARKS.items() if isinstance(template, str) and mark in template), None)
     return None if found is None else FORMATS[found]

@@ -22,7 +22,7 @@ from outrider.platform.core.messages import (
     TokenDelta,
     TokenLogprobs,
 )
-from outrider.platform.core.sampling_params import MAX_SEED, SamplingParams
+from outrider.platform.core.sampling_params import MAX_SEED, RequestOutputKind, SamplingParams
 
 FULL_PARAMS = SamplingParams(
     n=2, temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, presence_penalty=0.5, frequency_penalty=-0.5,
@@ -30,7 +30,7 @@ FULL_PARAMS = SamplingParams(
     include_stop_str_in_output=True, ignore_eos=True, max_tokens=7, min_tokens=2, logprobs=1, prompt_logprobs=0,
     logit_bias={5: 1}, allowed_token_ids=[1, 2], detokenize=True, skip_special_tokens=False,
     spaces_between_special_tokens=False, speculative=False, pooling="mean", bad_words_token_ids=[[1, 2], [3]],
-    structured_outputs={"regex": "a+"},
+    structured_outputs={"regex": "a+"}, output_kind=RequestOutputKind.DELTA,
 )  # fmt: skip
 INFO = EngineInfo("m", "Llama", "float32", "cpu", 10, 20, 5, 3, 16, 100, True, 8, 64, "off", 0.5)
 LOGPROBS = TokenLogprobs([1, 2], [-0.5, float("-inf")], 3)

@@ -35,7 +35,7 @@ def error_of(response, status: int) -> dict:
         ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("functions", [{}]), ("audio", {}),
         ("modalities", ["text", "audio"]), ("guided_json", {"if": {}}), ("structured_outputs", {"regex": "("}),
         ("guided_choice", ["a", ""] * 600), ("regex", "a"), ("structured_outputs", {"a": 1}),
-        ("use_beam_search", True), ("length_penalty", 1.2), ("truncate_prompt_tokens", 3), ("logits_processors", ["a"]),
+        ("length_penalty", 1.2), ("truncate_prompt_tokens", 3), ("logits_processors", ["a"]),
         ("suffix", "x"), ("prompt_embeds", "AAAA"), ("documents", [{}]), ("max_new_tokens", 5), ("lora_path", "sql"),
     ],
 )  # fmt: skip
@@ -211,7 +211,7 @@ def test_unknown_model(http, path, body, model):
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/responses", "/v1/responses/x/cancel", "/v1/messages", "/v1/audio/speech", "/sleep"]
+    "path", ["/v1/responses/compact", "/v1/conversations/x", "/v1/complete", "/v1/audio/speech", "/pooling"]
 )
 def test_routes_that_are_to_come(http, path):
     error = error_of(http.post(path, {}), 501)

@@ -98,7 +98,7 @@ def test_engine_metrics(http, llm):
         ("outrider:lora_load_seconds_bucket", (("le", "0.005"),)): 1,
     }
     assert {key: found.get(key) for key in expected} == expected
-    labels = (("running_lora_adapters", "a,b"), ("waiting_lora_adapters", "c"))
+    labels = (("max_lora", "4"), ("running_lora_adapters", "a,b"), ("waiting_lora_adapters", "c"))
     assert found[("outrider:lora_requests_info", labels)] > 0
 
 

@@ -48,6 +48,7 @@ BODIES = [
     ("/v1/completions", {"prompt": "ab"}),
     ("/v1/completions", {"prompt": ["ab", "cd"], "n": 2}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9}),
 ]
 
 

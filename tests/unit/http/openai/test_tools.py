@@ -118,6 +118,26 @@ def test_forced_calls_are_grammars(http, llm, name):
     assert without_ids(result["tool_calls"]) == [CALL]
 
 
+@pytest.mark.parametrize("forced", [False, True])
+def test_the_older_form(http, llm, forced):
+    """`functions` are tools, and the answer has a `function_call`."""
+    call = json.dumps(CALL)
+    llm.reply = json.dumps(CALL["arguments"]) if forced else f"I look.<tool_call>{call}</tool_call>" * 2
+    fields = {"functions": [TOOL["function"]]} | ({"function_call": {"name": "get_weather"}} if forced else {})
+    choice = message(chat(http, **fields))
+    assert choice["finish_reason"] == "function_call"
+    assert choice["message"]["function_call"]["name"] == "get_weather"
+    assert json.loads(choice["message"]["function_call"]["arguments"]) == CALL["arguments"]
+    assert "tool_calls" not in choice["message"]
+    lines = [line[6:] for line in chat(http, stream=True, **fields).text.splitlines() if line.startswith("data: {")]
+    choices = [json.loads(line)["choices"][0] for line in lines]
+    calls = [choice["delta"]["function_call"] for choice in choices if "function_call" in choice["delta"]]
+    assert [call["name"] for call in calls if "name" in call] == ["get_weather"]
+    assert json.loads("".join(call["arguments"] for call in calls)) == CALL["arguments"]
+    assert choices[-1]["finish_reason"] == "function_call"
+    assert not any("tool_calls" in choice["delta"] for choice in choices)
+
+
 def test_reasoning_comes_before_what_has_a_form(http, llm):
     llm.tokenizer.get_added_vocab = lambda: {"<think>": 0, "</think>": 1}
     arguments = json.dumps(CALL["arguments"])
@@ -208,6 +228,11 @@ def test_reasoning_effort_goes_to_the_template(http, llm):
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"functions": [{"name": "a b"}]}, "functions[0].name"),
+        ({"functions": [{"name": "a"}], "function_call": {"name": "b"}}, "function_call"),
+        ({"functions": [{"name": "a"}], "function_call": "required"}, "function_call"),
+        ({"functions": [{"name": "a"}], "tools": [TOOL]}, "functions"),
+        ({"function_call": {"name": "a"}}, "function_call"),
         ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"if": {}}}}],
           "tool_choice": {"type": "function", "function": {"name": "a"}}}, "tools"),

@@ -15,23 +15,24 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.pool = RowPool(16, 3)
+        self.pool = RowPool(16, 3, row_bytes=100)
         self.users: dict[bytes, int] = {}
         self.pinned: set[bytes] = set()
         self.writing: list = []  # allocations, of which the owner may be gone
 
-    @rule(key=st.sampled_from(KEYS), rows=st.integers(1, 16))
-    def allocate(self, key, rows):
+    @rule(key=st.sampled_from(KEYS), rows=st.integers(1, 16), num_bytes=st.sampled_from([0, 0, 1, 100, 750]))
+    def allocate(self, key, rows, num_bytes):
         if key in self.users:
             with pytest.raises(ValueError, match="already"):
                 self.pool.allocate(key, rows)
             return
         before = {other: self.pool.allocation(other) for other in self.users}
-        allocation = self.pool.allocate(key, rows)
+        allocation = self.pool.allocate(key, rows, num_bytes=num_bytes)
+        size = rows + {0: 0, 1: 1, 100: 1, 750: 8}[num_bytes]
         kept = {o for o in before if self.users[o] or o in self.pinned or before[o] in self.writing}
         taken = {before[other] for other in kept} | set(self.writing)
-        room = 16 - sum(len(allocation.rows) for allocation in taken)
-        assert (allocation is not None) == (rows <= room)
+        room = 16 - sum(allocation.size for allocation in taken)
+        assert (allocation is not None) == (size <= room)
         for other in list(before):
             if other in self.pool:
                 assert self.pool.allocation(other) is before[other]
@@ -40,7 +41,7 @@ class PoolMachine(RuleBasedStateMachine):
                 assert other not in kept
                 self.users.pop(other)
         if allocation is not None:
-            assert len(allocation.rows) == rows
+            assert (len(allocation.rows), allocation.size) == (rows, size)
             assert not any(set(allocation.rows) & set(other.rows) for other in self.writing)
             self.users[key] = 0
             self.pool.begin_write(allocation)

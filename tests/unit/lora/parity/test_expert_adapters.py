@@ -146,17 +146,3 @@ def test_a_bias_of_an_expert_is_refused_and_not_left_out(case, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"lora_bias": True}))
     with pytest.raises(AdapterError, match=r"experts\.0.*a bias is not served here"):
         Engine(base, {"each": str(tmp_path)}, {"each": prompts["each"]}).admit(["each"])
-
-
-def test_an_adapter_on_products_of_latents_is_refused_by_name(tmp_path):
-    """Their weights are multiplied into queries and results, where an adapter's are not."""
-    sizes = {"kv_lora_rank": 16, "q_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
-    sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": INNER}
-    base = save_base(tmp_path / "base", "DeepseekV2", False, **sizes)
-    for seed, target in enumerate(("kv_b_proj", "kv_a_proj_with_mqa")):
-        train(base, seed, lora_alpha=6, r=2, target_modules=[target]).save_pretrained(tmp_path / target)
-    with pytest.raises(AdapterError, match=r"kv_b_proj"):
-        Engine(base, {"a": str(tmp_path / "kv_b_proj")}, {"a": [5, 6]}).admit(["a"])
-    engine = Engine(base, {"a": str(tmp_path / "kv_a_proj_with_mqa")}, {"a": [5, 6]})
-    engine.admit(["a"])
-    engine.close()

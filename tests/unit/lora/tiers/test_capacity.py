@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outrider.lora.device.layout import LoraWeights
+from outrider.lora.device.layout import LoraWeights, OwnRows
 from outrider.lora.manager import LOADING, MAX_LORAS, ROWS
 from outrider.platform.core.errors import AdapterError, InvalidRequestError, InvalidUserInputError
 from outrider.platform.core.lora_request import LoRARequest
@@ -132,6 +132,71 @@ def test_more_rows_than_pins_leave(make_manager, folder):
         settle(manager, request)
     manager.catalog.unpin("p")
     manager.forget(admitted(manager, "a", folder("a")))
+
+
+# --- device memory beside rank rows ---
+
+
+def with_embeddings(manager, num_bytes, names="a"):
+    """Let adapters of these names bring embeddings of their own."""
+    read, own = manager._files.read, {"model.embed_tokens": OwnRows(torch.zeros(1, num_bytes // 4), None)}
+
+    def more(source):
+        adapter = read(source)
+        named = source.path[-1] in names
+        return replace(adapter, target=adapter.target._replace(own_rows=own)) if named else adapter
+
+    manager._files.read = more
+
+
+def test_embeddings_of_an_adapter_count_as_rank_rows(make_manager, folder):
+    size = row_bytes(make_manager())
+    manager = make_manager(max_loras=4, max_lora_rank=4, max_cpu_loras=8, memory_bytes=10 * size)
+    with_embeddings(manager, 3 * size + 4)
+    for name in "bcd":
+        manager.forget(admitted(manager, name, folder(name, rank=2)))
+    assert manager.catalog.stats().rows_used == 6
+    running = admitted(manager, "a", folder("a", rank=2))  # counts as 6
+    assert [level(manager, name) for name in "abcd"] == ["device", "host", "device", "device"]
+    assert (manager.catalog.stats().rows_used, manager.catalog.find("a").rows) == (10, 2)
+    waiting = make_request("e", folder("e", rank=4), "e")
+    manager.resolve(waiting)
+    assert settle(manager, waiting) is None, "the two small ones make way"
+    other = make_request("b", folder("b", rank=1), "b")
+    manager.resolve(other)
+    assert settle(manager, other) == ROWS, "two rank rows are free, and count as the embeddings"
+    manager.forget(running)
+    assert settle(manager, other) is None
+    assert level(manager, "a") == "host"
+    for request in (waiting, other):
+        manager.forget(request)
+    manager.check_integrity()
+
+
+def test_more_embeddings_than_the_device_has_memory_for(make_manager, folder):
+    size = row_bytes(make_manager())
+    manager = make_manager(max_lora_rank=4, memory_bytes=8 * size)
+    with_embeddings(manager, 6 * size + 4)
+    wanted = rf"'a' takes memory of 9 rank rows \(2, and {6 * size + 4} bytes.*the device has 8; raise lora_memory"
+    with pytest.raises(AdapterError, match=wanted):
+        manager.catalog.load(LoRARequest("a", path=folder("a", rank=2)))
+    unlimited = make_manager(max_loras=1, max_lora_rank=4)
+    with_embeddings(unlimited, 6 * size + 4)
+    unlimited.forget(admitted(unlimited, "a", folder("a", rank=4)))
+
+
+def test_pinned_embeddings_leave_room_for_another_adapter(make_manager, folder):
+    size = row_bytes(make_manager())
+    manager = make_manager(max_loras=2, max_lora_rank=4, memory_bytes=8 * size)
+    with_embeddings(manager, 3 * size)
+    with pytest.raises(InvalidUserInputError, match="would leave 3 of 8 rank rows"):
+        manager.catalog.load(LoRARequest("a", path=folder("a", rank=2)), pinned=True)
+    manager.catalog.load(LoRARequest("a", path=folder("a1/a", rank=1)), pinned=True)
+    oversized(manager, 5)
+    request = make_request("b", folder("b"))
+    manager.resolve(request)
+    with pytest.raises(AdapterError, match="'b' takes 5 rank rows, and the pinned adapters leave 4"):
+        settle(manager, request)
 
 
 # --- bytes of host memory ---

@@ -1,0 +1,58 @@
+"""Adapters on experts: y[p] += B[e] (A[e] x[t]) for the pairs p = (t, e) of an adapter's tokens, by the grouped product
+of the experts themselves, once with A and once with B.
+
+P pairs of a token and its j-th expert, k experts of a token, E experts, r rank.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .device_plan import plan_tiles
+from .triton import PlainExperts
+
+_ALIGNMENT = 16
+"""Bytes of which each expert's weight begins at a multiple, as the kernel believes."""
+
+
+class ExpertRows(NamedTuple):
+    """Weights of one adapter for some columns of a projection of all experts."""
+
+    a: PlainExperts
+    """[r, in] of each expert."""
+    b: PlainExperts
+    """[out, r] of each."""
+    columns: slice
+    """Columns of the projection's output."""
+    num_experts: int
+
+
+def stack(weights: dict[int, Tensor], num_experts: int, shape: tuple[int, int], device: torch.device) -> PlainExperts:
+    """Copy weights by expert, of `shape` or smaller, to the device. Zeros take the place of what is not there."""
+    dtype = next(iter(weights.values())).dtype
+    size, unit = shape[0] * shape[1], _ALIGNMENT // dtype.itemsize
+    held = torch.zeros(num_experts, -(-size // unit) * unit, dtype=dtype, device=device)
+    views = [row[:size].view(shape) for row in held]
+    for expert, weight in weights.items():
+        views[expert][: weight.shape[0], : weight.shape[1]] = weight.to(device, non_blocking=True)
+    return PlainExperts(views, None)
+
+
+def add_rows(y: Tensor, x: Tensor, experts: Tensor, owned: Tensor, parts: list[ExpertRows]) -> None:
+    """Add an adapter's deltas in place.
+
+    Args:
+        y: Outputs [P, out]; mutated.
+        x: [T, in], or [P, in] of each pair.
+        experts: [T, k].
+        owned: [T] bool: the adapter's tokens.
+        parts: Weights of the adapter for parts of the output.
+    """
+    num_experts = parts[0].num_experts
+    plan = plan_tiles(experts.masked_fill(~owned.unsqueeze(1), num_experts), num_experts)
+    pairs = experts.numel() // len(x) if len(x) else 1
+    for part in parts:
+        y[:, part.columns] += part.b(part.a(x, plan, pairs, partial=True), plan, 1, partial=True)

@@ -1,0 +1,230 @@
+"""Beam search on top of `generate`: each step asks for one token of every beam.
+
+The prefix cache shares the KV of whole blocks among beams and steps, so that a step computes for each beam at most a
+block of tokens. Without prefix caching it computes everything again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Unpack, cast
+
+from ..core.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from ..core.compat.foreign_options import take_foreign
+from ..core.compat.vllm_python import GENERATE
+from ..core.errors import InvalidRequestError, OutriderError
+from ..core.messages import EngineInfo, EngineRequest
+from ..core.outputs import Logprob, RequestOutput
+from ..core.sampling_params import SamplingParams, shown
+from .adapters.spelling import AnyLoRA, lora_of_each
+from .input_processor import Prompt, RequestOptions, as_prompts
+from .progress import GenerationProgress
+from .request_maker import Made
+
+if TYPE_CHECKING:
+    from .llm_engine import LLMEngine
+
+
+class BeamSearch:
+    """The search for one prompt.
+
+    A step extends each beam by each of its `2 * beam_width` most likely tokens. An extension by an end token is
+    complete. The `beam_width` best of the others are the next beams. In the end the best of both are the result.
+    """
+
+    def __init__(self, request: EngineRequest, params: BeamSearchParams) -> None:
+        """`request` is the prompt with its limits checked."""
+        self.request = request
+        self._params = params
+        self._ends = frozenset() if params.ignore_eos else frozenset(request.eos_token_ids)
+        self._num_left = params.max_tokens
+        self._beams = [BeamSearchSequence(request.prompt_token_ids, [], request.lora)]
+        self._completed: list[BeamSearchSequence] = []
+
+    def prompts(self) -> list[Prompt]:
+        """The beams whose next tokens are wanted; empty when the search has ended."""
+        if self._num_left == 0 or self._is_decided():
+            return []
+        salt = self.request.cache_salt
+        return [{"prompt_token_ids": beam.tokens, "cache_salt": salt} for beam in self._beams]
+
+    def extend(self, candidates: Sequence[dict[int, Logprob]]) -> None:
+        """Take the most likely tokens after each of the beams."""
+        extended: list[BeamSearchSequence] = []
+        for beam, tokens in zip(self._beams, candidates, strict=True):
+            for token_id, logprob in tokens.items():
+                longer = replace(
+                    beam,
+                    tokens=[*beam.tokens, token_id],
+                    logprobs=[*beam.logprobs, tokens],
+                    cum_logprob=beam.cum_logprob + logprob.logprob,
+                    finish_reason="stop" if token_id in self._ends else None,
+                )
+                (extended if longer.finish_reason is None else self._completed).append(longer)
+        self._beams = sorted(extended, key=self._score, reverse=True)[: self._params.beam_width]
+        self._num_left -= 1
+
+    def result(self, decode: Callable[[list[int]], str]) -> BeamSearchOutput:
+        """The best sequences."""
+        unfinished = [replace(beam, finish_reason="length") for beam in self._beams]
+        best = sorted([*self._completed, *unfinished], key=self._score, reverse=True)[: self._params.beam_width]
+        for sequence in best:
+            sequence.text = decode(self.shown(sequence))
+        return BeamSearchOutput(best)
+
+    def shown(self, sequence: BeamSearchSequence) -> list[int]:
+        """The tokens of a sequence that its text shows."""
+        hides_end = sequence.finish_reason == "stop" and not self._params.include_stop_str_in_output
+        return sequence.tokens[:-1] if hides_end else sequence.tokens
+
+    def _score(self, sequence: BeamSearchSequence) -> float:
+        length = len(sequence.tokens) - (sequence.finish_reason == "stop")
+        return self._scored(sequence.cum_logprob, length)
+
+    def _scored(self, logprob: float, length: int) -> float:
+        return float(logprob / length**self._params.length_penalty)
+
+    def _is_decided(self) -> bool:
+        """True when no beam can get better than the `beam_width` best complete sequences. A log-probability only falls;
+        the length that is best for it is the longest, or the present one where the penalty is negative."""
+        width, penalty = self._params.beam_width, self._params.length_penalty
+        if len(self._completed) < width:
+            return not self._beams
+        worst = sorted(map(self._score, self._completed), reverse=True)[width - 1]
+        further = self._num_left if penalty > 0 else 0
+        return all(self._scored(beam.cum_logprob, len(beam.tokens) + further) <= worst for beam in self._beams)
+
+
+def _check(params: BeamSearchParams, info: EngineInfo) -> SamplingParams:
+    """Parameters with which a prompt is checked for its search.
+
+    Raises:
+        InvalidRequestError: the engine gives too few log-probabilities.
+    """
+    if not isinstance(params, BeamSearchParams):
+        raise InvalidRequestError(f"params must be BeamSearchParams, got {shown(params)}", param="params")
+    if 2 * params.beam_width > info.max_logprobs:
+        raise InvalidRequestError(
+            f"beam_width {params.beam_width} needs {2 * params.beam_width} log-probabilities a token, and the engine "
+            f"gives {info.max_logprobs} (max_logprobs)",
+            param="beam_width",
+        )
+    return _STEP.clone(max_tokens=params.max_tokens, logprobs=min(2 * params.beam_width, info.vocab_size))
+
+
+_STEP = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, speculative=False, ignore_eos=True)
+"""Parameters of a step: one token, and the most likely ones at its place."""
+
+
+def _candidates(output: RequestOutput) -> dict[int, Logprob]:
+    [completion] = output.outputs
+    if not completion.logprobs:
+        raise OutriderError("the request was aborted")
+    return completion.logprobs[0]
+
+
+def _decoder(made: Made) -> Callable[[list[int]], str]:
+    return cast(Callable[[list[int]], str], made.tokenizer.decode)
+
+
+class SyncBeamSearch:
+    """Method of `LLM`, by its `generate`."""
+
+    llm_engine: LLMEngine
+    generate: Callable[..., list[RequestOutput]]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: AnyLoRA | Sequence[AnyLoRA | None] | None = None,
+        use_tqdm: bool | Callable[..., Any] = False,
+        concurrency_limit: int | None = None,
+        **options: Any,
+    ) -> list[BeamSearchOutput]:
+        """The most likely continuations of one prompt, or of each of many, as far as beam search finds them.
+
+        Prompts, adapters, options and errors are as in `generate`. Results are those of vLLM's method: the tokens and
+        the text of a sequence begin with the prompt.
+
+        Args:
+            concurrency_limit: prompts that are searched at a time; None: all.
+        """
+        take_foreign("LLM.beam_search()", options, GENERATE, RequestOptions.__annotations__)
+        engine = self.llm_engine
+        engine.check_open()
+        checked = _check(params, engine.engine_info)
+        batch = as_prompts(prompts)
+        made = [
+            engine.requests.make(prompt, checked, request_id="beam", lora_request=lora, **cast(RequestOptions, options))
+            for prompt, lora in zip(batch, lora_of_each(lora_request, len(batch)), strict=True)
+        ]
+        works = [work.result() for work in made]
+        size = concurrency_limit if concurrency_limit is not None else max(1, len(works))
+        if size < 1:
+            raise InvalidRequestError(f"concurrency_limit must be at least 1, got {size}", param="concurrency_limit")
+        results: list[BeamSearchOutput] = []
+        with GenerationProgress(len(works), use_tqdm) as progress:
+            for start in range(0, len(works), size):
+                part = works[start : start + size]
+                searches = [BeamSearch(work.requests[0], params) for work in part]
+                self._search(searches, checked.clone(max_tokens=1), options)
+                for search, work in zip(searches, part, strict=True):
+                    results.append(search.result(_decoder(work)))
+                    progress.update(len(search.request.prompt_token_ids), params.beam_width * params.max_tokens)
+        return results
+
+    def _search(self, searches: list[BeamSearch], step: SamplingParams, options: dict[str, Any]) -> None:
+        while work := [(search, prompts) for search in searches if (prompts := search.prompts())]:
+            prompts = [prompt for _, several in work for prompt in several]
+            loras = [search.request.lora for search, several in work for _ in several]
+            outputs = iter(self.generate(prompts, step, loras, use_tqdm=False, **options))
+            for search, several in work:
+                search.extend([_candidates(next(outputs)) for _ in several])
+
+
+class AsyncBeamSearch:
+    """Method of `AsyncLLM`, by its `generate`."""
+
+    generate: Callable[..., AsyncIterator[RequestOutput]]
+
+    if TYPE_CHECKING:
+
+        async def start(self) -> EngineInfo: ...
+
+        def _parts(self) -> Any: ...
+
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        *,
+        lora_request: AnyLoRA | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> BeamSearchOutput:
+        """The most likely continuations of a prompt; see `LLM.beam_search`. Cancelling ends the search."""
+        take_foreign("AsyncLLM.beam_search()", cast(dict[str, Any], options), GENERATE, RequestOptions.__annotations__)
+        checked = _check(params, await self.start())
+        request_id = request_id if request_id is not None else f"beam-{uuid.uuid4().hex}"
+        made = await self._parts().requests.make(
+            prompt, checked, request_id=request_id, lora_request=lora_request, **options
+        )
+        search, step = BeamSearch(made.requests[0], params), checked.clone(max_tokens=1)
+
+        async def candidates(number: int, beam: Prompt) -> dict[int, Logprob]:
+            stream = self.generate(beam, step, f"{request_id}-{number}", lora_request=search.request.lora, **options)
+            return _candidates([output async for output in stream][-1])
+
+        while prompts := search.prompts():
+            tasks = [asyncio.ensure_future(candidates(number, beam)) for number, beam in enumerate(prompts)]
+            try:
+                search.extend(await asyncio.gather(*tasks))
+            finally:  # one that fails ends the others
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        return search.result(_decoder(made))

@@ -1,0 +1,123 @@
+"""Answers as content blocks: text, thinking and tool_use, whole or as events of a stream.
+
+Events come from the deltas of the chat's parser. A whole answer is folded from the same events, so that both have the
+same blocks. The events of a text, with the deltas of each block joined, do not depend on how it was cut into pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic_core import from_json
+
+from ..openai.tools.answers import first_call_only
+from ..openai.tools.parser import AnswerParser, Delta
+
+Event = dict[str, Any]
+
+_TEXTS = {
+    "content": ("text", "text_delta"),
+    "reasoning_content": ("thinking", "thinking_delta"),
+}
+"""Block and delta of a chat's texts. The name of a block is that of its text, too."""
+
+
+class PlainText:
+    """Parser of an answer without calls and reasoning."""
+
+    has_calls = False
+
+    def feed(self, text: str) -> list[Delta]:
+        """See `AnswerParser`."""
+        return [{"content": text}] if text else []
+
+    def finish(self) -> list[Delta]:
+        """See `AnswerParser`."""
+        return []
+
+
+class BlockEvents:
+    """Writer of the events of one answer's blocks."""
+
+    def __init__(self, parser: AnswerParser, *, parallel: bool) -> None:
+        self._parser = parser
+        self._parallel = parallel
+        self._index = -1
+        self._kind = ""  # of the block that is open; "" for none
+
+    @property
+    def has_calls(self) -> bool:
+        """True once the answer calls a tool."""
+        return self._parser.has_calls
+
+    def feed(self, text: str) -> list[Event]:
+        """Events of the next piece of the text."""
+        return self._events(self._parser.feed(text)) if text else []
+
+    def finish(self) -> list[Event]:
+        """Events of what was held back, and of the end of the last block."""
+        return [*self._events(self._parser.finish()), *self._close()]
+
+    def _events(self, deltas: list[Delta]) -> list[Event]:
+        events: list[Event] = []
+        for delta in first_call_only(deltas, parallel=self._parallel):
+            for name, value in delta.items():
+                if name == "tool_calls":
+                    events += self._call(value[0])
+                elif value:
+                    events += self._text(*_TEXTS[name], value)
+        return events
+
+    def _text(self, kind: str, delta: str, text: str) -> list[Event]:
+        empty = {kind: "", "signature": ""} if kind == "thinking" else {kind: ""}
+        begin = [] if self._kind == kind else self._open({"type": kind} | empty)
+        return [*begin, self._delta({"type": delta, kind: text})]
+
+    def _call(self, call: dict[str, Any]) -> list[Event]:
+        function = call["function"]
+        begin: list[Event] = []
+        if "id" in call:
+            begin = self._open({"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}})
+        if not function["arguments"]:
+            return begin
+        return [*begin, self._delta({"type": "input_json_delta", "partial_json": function["arguments"]})]
+
+    def _open(self, block: dict[str, Any]) -> list[Event]:
+        before = self._close()
+        self._index += 1
+        self._kind = block["type"]
+        return [*before, {"type": "content_block_start", "index": self._index, "content_block": block}]
+
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+    def _close(self) -> list[Event]:
+        if not self._kind:
+            return []
+        self._kind = ""
+        return [{"type": "content_block_stop", "index": self._index}]
+
+
+def whole_content(events: Iterable[Event]) -> list[dict[str, Any]]:
+    """Blocks of a whole answer. The input of a call that was cut off has what was complete."""
+    blocks: list[dict[str, Any]] = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            blocks.append(dict(event["content_block"]))
+        elif event["type"] == "content_block_delta":
+            block, delta = blocks[-1], event["delta"]
+            name = "partial_json" if block["type"] == "tool_use" else block["type"]
+            block[name] = block.get(name, "") + delta[name]
+    for block in blocks:
+        if "partial_json" in block:
+            block["input"] = _object(block.pop("partial_json"))
+    return blocks
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = from_json(text, allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,69 @@
+"""Routes that put the engine to sleep, wake it up, and empty its prefix cache: operators' calls, with vLLM's paths."""
+
+from __future__ import annotations
+
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ..core.errors import PermissionDeniedError
+from .protect.audit_log import audit
+from .serving_state import Serving, require_admin, serving_of
+
+router = APIRouter()
+
+PATHS = ("/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache")
+
+
+@router.post("/sleep", response_model=None)
+async def sleep(request: Request, level: Annotated[int, Query(ge=1, le=2)] = 1) -> Response:
+    """Refuse new requests, let the running ones finish, and free memory: 1 that of the KV cache, 2 the weights' too."""
+    serving = _operators(request)
+    await serving.llm.sleep(level)
+    await audit(request, f"put the engine to sleep, level {level}")
+    return await _state(serving)
+
+
+@router.post("/wake_up", response_model=None)
+async def wake_up(request: Request) -> Response:
+    """Take requests again; after level 2 the weights and the adapters are loaded first."""
+    serving = _operators(request)
+    await serving.llm.wake_up()
+    await audit(request, "woke the engine up")
+    return await _state(serving)
+
+
+@router.get("/is_sleeping", response_model=None)
+async def is_sleeping(request: Request) -> Response:
+    """State of the engine: asleep or not."""
+    require_admin(request)
+    return await _state(serving_of(request))
+
+
+@router.post("/reset_prefix_cache", response_model=None)
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget the cached beginnings of prompts that no request uses; `success` is true when nothing is cached any
+    more."""
+    serving = _operators(request)
+    return JSONResponse({"success": await serving.llm.reset_prefix_cache()})
+
+
+def _operators(request: Request) -> Serving:
+    """The server's shared objects, for an operator.
+
+    Raises:
+        PermissionDeniedError: the key is no operator's, or a page of another site has made a browser post this. There
+            is no body whose type would make the browser ask first.
+    """
+    require_admin(request)
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+        raise PermissionDeniedError("A page of another site may not call this route")
+    return serving_of(request)
+
+
+async def _state(serving: Serving) -> Response:
+    return JSONResponse({"is_sleeping": await serving.llm.is_sleeping()})

@@ -1,0 +1,79 @@
+"""Beam search over HTTP: `use_beam_search` of completions and chats. `n` is the width."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+
+from ...client.text.detokenizer import IncrementalDetokenizer
+from ...core.beam_search import BeamSearchParams
+from ...core.errors import InvalidRequestError
+from ...core.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from ...core.sampling_params import SamplingParams
+from ..serving_state import Serving
+from .job import Job
+from .protocol import SamplingFields
+
+_NOT_WITH_BEAMS = """
+    stream speculative stop stop_token_ids bad_words min_tokens logit_bias allowed_token_ids logprobs top_logprobs
+    prompt_logprobs presence_penalty frequency_penalty return_draft_status
+""".split()
+"""Fields that are refused at values that ask for something."""
+
+
+def beam_params(body: SamplingFields, params: SamplingParams) -> BeamSearchParams | None:
+    """Parameters of the search that a body asks for; None where it asks for none. The job has the final `max_tokens`.
+
+    Raises:
+        InvalidRequestError: a field that beam search has no use for, or a wrong value.
+    """
+    if not body.use_beam_search:
+        if body.length_penalty is not None and body.length_penalty != 1.0:
+            raise InvalidRequestError("length_penalty needs use_beam_search", param="length_penalty")
+        return None
+    refused = [name for name in _NOT_WITH_BEAMS if getattr(body, name, None) not in (None, False, 0, "", [], {})]
+    if body.repetition_penalty not in (None, 1.0):
+        refused.append("repetition_penalty")
+    if params.structured_outputs is not None:
+        refused.append(params.structured_outputs.source)
+    if refused:
+        raise InvalidRequestError(f"{refused[0]} is not available with use_beam_search", param=refused[0])
+    return BeamSearchParams(
+        beam_width=params.n,
+        max_tokens=params.max_tokens or 1,
+        ignore_eos=params.ignore_eos,
+        temperature=params.temperature,
+        length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+    )
+
+
+async def beam_outputs(serving: Serving, job: Job, index: int) -> AsyncGenerator[RequestOutput]:
+    """The one output of a prompt's search, with its `n` sequences."""
+    assert job.beam is not None
+    llm, prompt = serving.llm, job.prompts[index]
+    params = job.params_of(index, llm.info.max_model_len)
+    room = max(1, llm.info.max_model_len - len(prompt))
+    metrics = RequestMetrics(arrival_time=time.monotonic())
+    found = await llm.beam_search(
+        {"prompt_token_ids": prompt},
+        job.beam.with_max_tokens(room if params.max_tokens is None else params.max_tokens),
+        job.id_of(index),
+        lora_request=job.lora,
+        priority=job.priority,
+        tenant=job.principal.tenant,
+        weight=job.principal.weight,
+        cache_salt=job.cache_salt,
+    )
+    metrics.first_token_time = metrics.finished_time = time.monotonic()
+    tokenizer = (await llm.processor_of(job.lora)).tokenizer
+    outputs = []
+    for number, sequence in enumerate(found.sequences):
+        token_ids = sequence.tokens[len(prompt) :]
+        detokenizer = IncrementalDetokenizer(tokenizer, params, prompt)
+        detokenizer.update(token_ids, ends_with_stop_token=sequence.finish_reason == "stop")
+        detokenizer.finish()
+        outputs.append(
+            CompletionOutput(number, detokenizer.text, token_ids, sequence.cum_logprob, None, sequence.finish_reason)
+        )
+    yield RequestOutput(job.id_of(index), None, prompt, outputs, True, metrics, lora_request=job.lora)

@@ -1,0 +1,169 @@
+"""Items of a conversation: as clients write them -> as they are stored and listed -> messages of a chat."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ....core.errors import InvalidRequestError
+from ....core.text import shorten
+from ..chat_messages import content_of
+
+Item = dict[str, Any]
+"""Item in the form in which OpenAI's API lists it: with `id`, `type` and `status`, and texts in parts."""
+
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
+
+
+def new_item_id(kind: str) -> str:
+    """Id of an item of this type."""
+    return f"{_PREFIXES[kind]}{uuid.uuid4().hex}"
+
+
+def items_of(value: str | list[Any], before: Iterable[Item] = ()) -> list[Item]:
+    """The items of a request's `input`, checked.
+
+    Args:
+        before: items of the previous response, whose calls may have their outputs here.
+
+    Raises:
+        InvalidRequestError: an item is wrong; `param` is its place, such as "input[0].content[1]".
+    """
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not value:
+        raise InvalidRequestError("input must not be empty", param="input")
+    calls = {item["call_id"] for item in before if item["type"] == "function_call"}
+    items = []
+    for index, given in enumerate(value):
+        item = _item(given, f"input[{index}]")
+        if item["type"] == "function_call":
+            calls.add(item["call_id"])
+        elif item["type"] == "function_call_output" and item["call_id"] not in calls:
+            raise InvalidRequestError(
+                f"input[{index}]: there is no function_call with the call_id {shorten(repr(item['call_id']))} before "
+                "it, in the input or in the previous response",
+                param=f"input[{index}].call_id",
+            )
+        items.append(item)
+    return items
+
+
+def _item(given: Any, place: str) -> Item:
+    if not isinstance(given, dict):
+        raise InvalidRequestError(f"{place} must be an object", param=place)
+    kind = given.get("type") or ("message" if "role" in given else None)
+    make = _MAKERS.get(kind) if isinstance(kind, str) else None
+    if make is None:
+        raise InvalidRequestError(
+            f"{place}: items of type {shorten(repr(kind))} are not supported, only {', '.join(_MAKERS)}",
+            param=f"{place}.type",
+        )
+    item_id = given.get("id")
+    if not isinstance(item_id, str | None):
+        raise InvalidRequestError(f"{place}.id must be a string", param=f"{place}.id")
+    return {"id": item_id or new_item_id(str(kind)), "type": kind, "status": "completed", **make(given, place)}
+
+
+def _message(given: dict[str, Any], place: str) -> Item:
+    role = given.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise InvalidRequestError(
+            f"{place}.role must be one of {', '.join(_ROLES)}; got {shorten(repr(role))}", param=f"{place}.role"
+        )
+    kind = "output_text" if role == "assistant" else "input_text"
+    extra: dict[str, Any] = {"annotations": []} if role == "assistant" else {}
+    texts = _texts(given.get("content"), f"{place}.content")
+    return {"role": role, "content": [{"type": kind, "text": text, **extra} for text in texts]}
+
+
+def _texts(content: Any, place: str) -> list[str]:
+    """Texts of a content, which is a string or a list of parts."""
+    parts = content_of(content, place)
+    return [parts] if isinstance(parts, str) else [part["text"] for part in parts]
+
+
+def _function_call(given: dict[str, Any], place: str) -> Item:
+    arguments = given.get("arguments")
+    if isinstance(arguments, dict):
+        arguments = json.dumps(arguments)
+    call = {"call_id": given.get("call_id"), "name": given.get("name"), "arguments": arguments}
+    for name, value in call.items():
+        if not isinstance(value, str) or not (value or name == "arguments"):
+            raise InvalidRequestError(f"{place}.{name} must be a string, and not empty", param=f"{place}.{name}")
+    return call
+
+
+def _function_call_output(given: dict[str, Any], place: str) -> Item:
+    call_id, output = given.get("call_id"), given.get("output")
+    if not isinstance(call_id, str):
+        raise InvalidRequestError(f"{place}.call_id must be a string", param=f"{place}.call_id")
+    return {"call_id": call_id, "output": "".join(_texts(output, f"{place}.output"))}
+
+
+def _reasoning(given: dict[str, Any], place: str) -> Item:
+    texts: dict[str, list[str]] = {}
+    for name, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
+        parts = given.get(name) or []
+        if not isinstance(parts, list):
+            raise InvalidRequestError(f"{place}.{name} must be a list", param=f"{place}.{name}")
+        for index, part in enumerate(parts):
+            where = f"{place}.{name}[{index}]"
+            if not isinstance(part, dict) or part.get("type") != kind or not isinstance(part.get("text"), str):
+                raise InvalidRequestError(f"{where} must be {{'type': '{kind}', 'text': ...}}", param=where)
+        texts[name] = [part["text"] for part in parts]
+    return {
+        "summary": [{"type": "summary_text", "text": text} for text in texts["summary"]],
+        "content": [{"type": "reasoning_text", "text": text} for text in texts["content"]],
+    }
+
+
+_MAKERS: dict[str, Callable[[dict[str, Any], str], Item]] = {
+    "message": _message,
+    "function_call": _function_call,
+    "function_call_output": _function_call_output,
+    "reasoning": _reasoning,
+}
+
+
+def messages_of(items: Iterable[Item], instructions: str | None) -> list[dict[str, Any]]:
+    """Messages of a conversation, as chat templates read them. An assistant's text and the calls behind it are one
+    message, and reasoning belongs to the message that follows it."""
+    messages: list[dict[str, Any]] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    reasoning = ""
+
+    def assistant(content: Any) -> dict[str, Any]:
+        nonlocal reasoning
+        message = {"role": "assistant", "content": content}
+        if reasoning:
+            message["reasoning_content"], reasoning = reasoning, ""
+        messages.append(message)
+        return message
+
+    for item in items:
+        if item["type"] == "reasoning":
+            reasoning += "".join(part["text"] for part in item["content"] or item["summary"])
+        elif item["type"] == "function_call":
+            function = {"name": item["name"], "arguments": item["arguments"] or "{}"}
+            is_next = messages and messages[-1]["role"] == "assistant" and not reasoning
+            message = messages[-1] if is_next else assistant("")
+            message.setdefault("tool_calls", []).append(
+                {"id": item["call_id"], "type": "function", "function": function}
+            )
+        elif item["type"] == "function_call_output":
+            messages.append({"role": "tool", "content": item["output"], "tool_call_id": item["call_id"]})
+        elif item["role"] == "assistant":
+            assistant(_template_content(item["content"]))
+        else:
+            messages.append({"role": _ROLES[item["role"]], "content": _template_content(item["content"])})
+    return messages
+
+
+def _template_content(parts: list[dict[str, Any]]) -> str | list[dict[str, str]]:
+    texts = [{"type": "text", "text": part["text"]} for part in parts]
+    return texts[0]["text"] if len(texts) == 1 else texts

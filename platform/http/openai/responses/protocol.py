@@ -1,0 +1,183 @@
+"""Request body of `/v1/responses`. The values of items and tools are checked by `conversation.py` and `translation.py`,
+which name the place of what is wrong."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from ....core.errors import InvalidRequestError
+from ...body.bounds import MAX_MESSAGES, check_field
+from ...body.foreign_fields import GENERATION_UNSUPPORTED, Unsupported
+from ...body.lenient import LenientModel, shape_of
+from ...body.reader import documented
+from ..protocol import ModelFields, Texts, TokenIds
+
+MAX_METADATA = 16
+"""Entries of `metadata`, as in OpenAI's API."""
+MAX_METADATA_NAME = 64
+"""Characters of an entry's name, likewise."""
+MAX_METADATA_VALUE = 512
+"""Characters of an entry's value, likewise."""
+
+
+class ItemPart(LenientModel):
+    """A part of an item's content, of whatever type."""
+
+    type: str
+    text: str
+    refusal: str
+    image_url: Any
+    file_id: Any
+    file_data: Any
+    file_url: Any
+    input_audio: Any
+
+
+class InputItem(LenientModel):
+    """An item of the input, of whatever type."""
+
+    type: str
+    role: str
+    content: str | list[ItemPart]
+    id: str
+    call_id: str
+    name: str
+    arguments: str | dict[str, Any]
+    output: str | list[ItemPart]
+    summary: list[ItemPart]
+
+
+class Tool(LenientModel):
+    """A tool, of whatever type."""
+
+    type: str
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    strict: bool
+
+
+class TextConfig(LenientModel):
+    """`text`."""
+
+    format: dict[str, Any] | None = None
+
+
+class ReasoningConfig(LenientModel):
+    """`reasoning`."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponseStreamOptions(LenientModel):
+    """`stream_options`, which ask for nothing here."""
+
+
+def _described(model: type[LenientModel]) -> dict[str, Any]:
+    """JSON schema of a list of these."""
+    schema = documented(model)["requestBody"]["content"]["application/json"]["schema"]
+    return {"type": "array", "items": schema | {"required": []}}
+
+
+def _text_or_list(value: Any) -> Any:
+    if isinstance(value, str | list):
+        return value
+    raise PydanticCustomError("input", "must be a string or a list of items")
+
+
+Input = Annotated[
+    Any,
+    shape_of(str | list[InputItem]),
+    AfterValidator(_text_or_list),
+    WithJsonSchema({"anyOf": [{"type": "string"}, _described(InputItem)]}),
+]
+Tools = Annotated[list[Any], shape_of(list[Tool]), WithJsonSchema(_described(Tool))]
+
+_UNSUPPORTED = {
+    **GENERATION_UNSUPPORTED,
+    **dict.fromkeys(("conversation", "prompt"), Unsupported(("", {}))),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), Unsupported(instead="max_output_tokens")),
+    "context_management": Unsupported(([],)),
+    "messages": Unsupported(([],), instead="input"),
+    "reasoning_effort": Unsupported(advice="write 'reasoning': {'effort': ...}"),
+    "response_format": Unsupported(({},), advice="write 'text': {'format': ...}"),
+    "n": Unsupported((1,)),
+    "logprobs": Unsupported((False,)),
+    "top_logprobs": Unsupported((0,)),
+}
+
+
+class ResponsesRequest(ModelFields):
+    """`POST /v1/responses`."""
+
+    unsupported: ClassVar = _UNSUPPORTED
+    input: Input
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    """Default: true."""
+    background: bool | None = None
+    include: Texts | None = None
+    tools: Tools | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    max_output_tokens: int | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: dict[str, str] | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    # Ours, as in a chat.
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: TokenIds | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    speculative: bool | int | None = None
+    structured_outputs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def is_stored(self) -> bool:
+        """True where the response can be asked for later."""
+        return self.store is not False
+
+    def check(self) -> None:
+        """See the base class."""
+        if self.background:
+            raise InvalidRequestError(
+                "background is not supported: responses run while the client waits; stream them", param="background"
+            )
+        if isinstance(self.input, list) and len(self.input) > MAX_MESSAGES:
+            raise InvalidRequestError(
+                f"input has {len(self.input)} entries; at most {MAX_MESSAGES} are allowed", param="input"
+            )
+        if self.text is not None:
+            check_field("text.format", self.text.format)
+        self._check_metadata()
+
+    def _check_metadata(self) -> None:
+        entries = self.metadata or {}
+        if len(entries) > MAX_METADATA:
+            raise InvalidRequestError(
+                f"metadata has {len(entries)} entries; at most {MAX_METADATA} are allowed", param="metadata"
+            )
+        for name, value in entries.items():
+            if len(name) > MAX_METADATA_NAME or len(value) > MAX_METADATA_VALUE:
+                raise InvalidRequestError(
+                    f"metadata: names have at most {MAX_METADATA_NAME} characters and values {MAX_METADATA_VALUE}",
+                    param="metadata",
+                )

@@ -1,0 +1,118 @@
+"""Fields of a response's request, other than its input, as those of a chat."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ....core.errors import InvalidRequestError
+from ....core.sampling_params import shown
+from ....core.text import shorten
+from ...body.lenient import ignore
+from ..protocol import ChatCompletionRequest
+from .protocol import ResponsesRequest
+
+_SAME = (
+    "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed stop stop_token_ids "
+    "min_tokens ignore_eos speculative structured_outputs chat_template_kwargs parallel_tool_calls"
+).split()
+"""Fields that a chat has too."""
+_RENAMED = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Names in a chat's errors, and what they are called here."""
+_IN_ERRORS = re.compile(r"\b(?:" + "|".join(_RENAMED) + r")\b|(?<=\])\.function(?=\.)")
+_ENCRYPTED = "reasoning.encrypted_content"
+"""Entry of `include` that asks for nothing here: reasoning is given as text, which may be sent back."""
+
+
+def chat_request(body: ResponsesRequest, *, strict: bool) -> ChatCompletionRequest:
+    """The request as a chat, without its messages.
+
+    Args:
+        strict: refuse what would be ignored.
+
+    Raises:
+        InvalidRequestError: a field asks for what is not served; `param` names it.
+    """
+    _check_include(body, strict)
+    fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
+    fields["max_tokens"] = body.max_output_tokens
+    if body.tools:
+        fields["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
+    fields["tool_choice"] = _tool_choice(body.tool_choice)
+    if body.text is not None and body.text.format:
+        fields["response_format"] = _format(body.text.format)
+    if body.reasoning is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
+        for name in ("summary", "generate_summary"):
+            _check_summary(name, getattr(body.reasoning, name), strict)
+    if body.truncation == "auto":
+        ignore("truncation", strict=strict)  # a conversation that is too long is refused
+    given = {name: value for name, value in fields.items() if value is not None}
+    return ChatCompletionRequest.model_construct(messages=[], **given)
+
+
+def _check_include(body: ResponsesRequest, strict: bool) -> None:
+    for index, entry in enumerate(body.include or ()):
+        if entry != _ENCRYPTED:
+            raise InvalidRequestError(f"include: {shorten(repr(entry))} is not supported", param=f"include[{index}]")
+        ignore(f"include[{index}]", strict=strict)
+
+
+def _check_summary(name: str, value: str | None, strict: bool) -> None:
+    """Refuse summaries; "auto" may be none."""
+    if value not in (None, "auto"):
+        raise InvalidRequestError(
+            f'reasoning.{name} must be "auto": reasoning is given as it is, and not summarised; got {shown(value)}',
+            param=f"reasoning.{name}",
+        )
+    if value is not None:
+        ignore(f"reasoning.{name}", strict=strict)
+
+
+def _tool(tool: Any, place: str) -> dict[str, Any]:
+    """A function as a chat has it; `tools.choice` checks the rest."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind != "function":
+        raise InvalidRequestError(
+            f"{place}: tools of type {shorten(repr(kind))} are not run by this server; only functions, which the "
+            "client runs, are supported",
+            param=f"{place}.type",
+        )
+    return {"type": "function", "function": {name: part for name, part in tool.items() if name != "type"}}
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
+    if choice in (None, "none", "auto", "required"):
+        return choice
+    if not isinstance(choice, dict) or choice.get("type") != "function" or not isinstance(choice.get("name"), str):
+        raise InvalidRequestError(
+            'tool_choice must be "none", "auto", "required" or {"type": "function", "name": ...}, got '
+            f"{shown(choice)}",
+            param="tool_choice",
+        )
+    return {"type": "function", "function": {"name": choice["name"]}}
+
+
+def _format(given: dict[str, Any]) -> dict[str, Any]:
+    """`text.format` as a chat's `response_format`, where the schema stands one level deeper."""
+    if given.get("type") != "json_schema":
+        return given
+    return {"type": "json_schema", "json_schema": {name: part for name, part in given.items() if name != "type"}}
+
+
+def renamed(error: InvalidRequestError) -> InvalidRequestError:
+    """An error of the chat in this API's names."""
+
+    def name(found: re.Match[str]) -> str:
+        return _RENAMED.get(found[0], "")
+
+    error.message = _IN_ERRORS.sub(name, error.message.replace("json_schema.schema", "schema"))
+    if error.param is not None:
+        error.param = _IN_ERRORS.sub(name, error.param)
+    error.args = (error.message,)
+    return error

@@ -1,0 +1,64 @@
+"""`functions` and `function_call`, the form that `tools` and `tool_choice` had before: taken as tools, and answered in
+the old form."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from ....core.errors import InvalidRequestError
+from ....core.sampling_params import shown
+from .choice import ToolFields
+
+
+class FunctionFields(ToolFields, Protocol):
+    """Fields of a request."""
+
+    functions: list[dict[str, Any]] | None
+    function_call: str | dict[str, Any] | None
+
+
+def take_functions(body: FunctionFields) -> bool:
+    """Write a request's functions as its tools, of which an answer calls one at most. True: the old form is asked for.
+
+    Raises:
+        InvalidRequestError: there are tools too, or `function_call` is wrong.
+    """
+    call = body.function_call
+    if not body.functions:
+        if call not in (None, "none", "auto"):
+            raise InvalidRequestError("function_call needs functions", param="function_call")
+        return False
+    if body.tools or body.tool_choice is not None:
+        raise InvalidRequestError("functions and tools exclude each other", param="functions")
+    if isinstance(call, dict) and isinstance(call.get("name"), str):
+        body.tool_choice = {"type": "function", "function": {"name": call["name"]}}
+    elif call in (None, "none", "auto"):
+        body.tool_choice = call
+    else:
+        raise InvalidRequestError(
+            f'function_call must be "none", "auto" or {{"name": ...}}, got {shown(call)}', param="function_call"
+        )
+    body.tools = [{"type": "function", "function": function} for function in body.functions]
+    body.parallel_tool_calls = False
+    return True
+
+
+def in_old_form(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a message, or of its delta, with `function_call` in place of `tool_calls`."""
+    if "tool_calls" not in fields:
+        return fields
+    rest = {name: value for name, value in fields.items() if name != "tool_calls"}
+    return rest | {"function_call": fields["tool_calls"][0]["function"]}
+
+
+def old_reason(reason: str | None) -> str | None:
+    """Finish reason in the old form."""
+    return "function_call" if reason == "tool_calls" else reason
+
+
+def in_old_names(error: InvalidRequestError) -> InvalidRequestError:
+    """The error with the names of the old fields."""
+    for new, old in (("tools", "functions"), (".function", ""), ("tool_choice", "function_call")):
+        error.message = error.message.replace(new, old, 1)
+        error.param = error.param and error.param.replace(new, old)
+    return error

@@ -1,0 +1,169 @@
+"""All routes that run the model, found in the application: each honours `model`, tenants and the ledger.
+
+A route without an entry here fails.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from outrider import LLM, LoRARequest, SamplingParams
+from outrider.models.demo import demo_adapters, demo_model_path
+from outrider.platform.tenancy.accounts.records import StoredAdapter, Tenant
+from outrider.platform.tenancy.database.connection import Database, parse_url
+from outrider.platform.tenancy.database.migrations.upgrade import upgrade
+from outrider.platform.tenancy.database.store import Store
+
+PROMPT = "List all customers from Berlin."
+START = "The capital of France"
+MESSAGES = [{"role": "user", "content": PROMPT}]
+OTHER = "SELECT name FROM customers"
+NUM_TOKENS = 12
+OPERATOR = "operator-key-of-the-tests"
+
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": START, "max_tokens": NUM_TOKENS, "temperature": 0},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": NUM_TOKENS, "temperature": 0},
+    "/v1/responses": {"input": PROMPT, "max_output_tokens": NUM_TOKENS, "temperature": 0},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": NUM_TOKENS, "temperature": 0},
+    "/v1/embeddings": {"input": PROMPT},
+    "/v1/score": {"text_1": PROMPT, "text_2": OTHER},
+    "/v1/rerank": {"query": PROMPT, "documents": [OTHER]},
+}
+"""Routes whose answer depends on the adapter, with a request. They have a row in the ledger."""
+COUNTING = {
+    "/tokenize": {"prompt": PROMPT},
+    "/detokenize": {"tokens": [5]},
+    "/v1/messages/count_tokens": {"messages": MESSAGES},
+}
+"""Routes that take a model and run none."""
+IN_PATH = {"/v1/responses/{response_id}/cancel"}
+"""Routes of an answer that was given before; test_responses.py has them."""
+ADAPTER_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/pin_lora_adapter", "/v1/unpin_lora_adapter")
+CONTROL = ("/admin/", "/sleep", "/wake_up", "/reset_prefix_cache", "/ping", "/load", "/health", *ADAPTER_ROUTES)
+"""Beginnings of routes that change the server, and know no model."""
+
+
+def content_of(path: str, answer: dict[str, Any]) -> Any:
+    """Text, or numbers, of an answer."""
+    if path in ("/v1/completions", "/v1/chat/completions"):
+        [choice] = answer["choices"]
+        return choice["text"] if "text" in choice else choice["message"]["content"]
+    if path == "/v1/responses":
+        return answer["output"][0]["content"][0]["text"]
+    if path == "/v1/messages":
+        return answer["content"][0]["text"]
+    if path == "/v1/embeddings":
+        return pytest.approx(answer["data"][0]["embedding"], abs=1e-4)
+    if path == "/v1/score":
+        return pytest.approx(answer["data"][0]["score"], abs=1e-4)
+    return pytest.approx(answer["results"][0]["relevance_score"], abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def shop(start_server, fixed_drafts, tmp_path_factory):
+    """A server with the tenants acme, which has the adapter "mine", and globex, which has none."""
+    folder = tmp_path_factory.mktemp("routes")
+    shutil.copytree(demo_adapters()["sql"], folder / "acme" / "mine")
+    url = f"sqlite:///{folder}/outrider.db"
+    database = Database(parse_url(url))
+    upgrade(database)
+    store = Store(database)
+    keys = {"operator": OPERATOR}
+    for tenant in ("acme", "globex"):
+        store.create_tenant(Tenant(name=tenant, max_adapters=2))
+        _, keys[tenant] = store.create_key(tenant)
+    store.put_adapter(StoredAdapter(tenant="acme", name="mine", path=str(folder / "acme" / "mine")))
+    database.close()
+    server = start_server("--database", url, "--admin-api-key", OPERATOR, "--dtype", "float32", *fixed_drafts)
+    clients = {who: server.http(headers={"Authorization": f"Bearer {key}"}) for who, key in keys.items()}
+    yield SimpleNamespace(server=server, **clients)
+    for client in clients.values():
+        client.close()
+
+
+@pytest.fixture(scope="module")
+def paths(shop) -> list[str]:
+    """Paths that take a body and know a model."""
+    document = shop.operator.get("/openapi.json").json()
+    found = [path for path, operations in document["paths"].items() if "post" in operations]
+    return [path for path in found if not path.startswith(CONTROL)]
+
+
+@pytest.fixture(scope="module")
+def direct() -> dict[str, Any]:
+    """Answers of the Python API with the adapter."""
+    llm = LLM(str(demo_model_path()), dtype="float32", enable_lora=True, max_lora_rank=32)
+    lora = LoRARequest("mine", 1, str(demo_adapters()["sql"]))
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
+    try:
+        chat = llm.chat(MESSAGES, params, lora_request=lora)[0].outputs[0].text
+        [embedding] = llm.embed([PROMPT], lora_request=lora)
+        [score] = llm.score(PROMPT, OTHER, lora_request=lora)
+        text = llm.generate([START], params, lora_request=lora)[0].outputs[0].text
+    finally:
+        llm.shutdown()
+    answers = dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages"), chat)
+    answers |= dict.fromkeys(("/v1/score", "/v1/rerank"), score.outputs.score)
+    return answers | {"/v1/completions": text, "/v1/embeddings": embedding.outputs.embedding}
+
+
+def rows(shop) -> list[dict[str, Any]]:
+    answer = shop.operator.get("/admin/v1/usage/requests", params={"limit": 1000})
+    assert answer.status_code == 200, answer.text
+    return [row for row in answer.json()["data"] if row["tenant"] == "acme"]
+
+
+def test_each_route_is_known(paths):
+    assert set(paths) <= {*ROUTES, *COUNTING, *IN_PATH}, "give the new route an entry"
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"} <= set(paths)
+
+
+def test_an_adapters_name_gives_the_adapters_answer(shop, paths, direct):
+    before = len(rows(shop))
+    asked = [path for path in paths if path in ROUTES]
+    for path in asked:
+        contents = {}
+        for model in ("outrider-demo", "mine"):
+            response = shop.acme.post(path, json={"model": model} | ROUTES[path])
+            assert response.status_code == 200, (path, response.text)
+            assert response.json()["usage"], path
+            contents[model] = content_of(path, response.json())
+        assert contents["mine"] == direct[path], path
+        assert contents["outrider-demo"] != direct[path], path
+    shop.server.wait_for(lambda: len(rows(shop)) >= before + 2 * len(asked))
+    new = rows(shop)
+    assert {row["endpoint"] for row in new} >= set(asked)
+    assert len(new) == before + 2 * len(asked)
+
+
+def test_unknown_names_and_those_of_others(shop, paths):
+    before = len(rows(shop))
+    for path in paths:
+        if path in IN_PATH:
+            continue
+        body = {**ROUTES, **COUNTING}[path]
+        said = []
+        for client, model in ((shop.globex, "mine"), (shop.globex, "none"), (shop.acme, "none")):
+            response = client.post(path, json=body | {"model": model})
+            assert response.status_code == 404, (path, model, response.text)
+            content = json.loads(response.text.replace(model, "NAME"))
+            assert content["error"]["type"] == ("not_found_error" if "messages" in path else "NotFoundError"), path
+            said.append(content["error"])
+        assert said[0] == said[1] == said[2], path
+    assert len(rows(shop)) == before
+
+
+def test_another_tenants_response_does_not_exist(shop):
+    mine = shop.acme.post("/v1/responses", json={"model": "mine"} | ROUTES["/v1/responses"]).json()["id"]
+    for client in (shop.globex, shop.operator):
+        for method, path in (("GET", ""), ("GET", "/input_items"), ("POST", "/cancel"), ("DELETE", "")):
+            assert client.request(method, f"/v1/responses/{mine}{path}").status_code == 404
+        answer = client.post("/v1/responses", json={"input": "a", "previous_response_id": mine})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (404, "previous_response_id")
+    assert shop.acme.get(f"/v1/responses/{mine}").status_code == 200
