@@ -142,7 +142,7 @@ def test_a_check_that_is_interrupted_leaves_no_answer_for_the_next_one():
 
 
 FORKED = """
-import os
+import os, signal
 from outrider.platform.core.constraint_check import ConstraintChecker
 from outrider.platform.core.structured_outputs import StructuredOutputsParams
 checker = ConstraintChecker()
@@ -151,6 +151,7 @@ parents = checker._process.pid
 with checker._lock:  # as when another thread checks at that moment
     child = os.fork()
     if child == 0:
+        signal.alarm(60)  # when it hangs
         checker.check(StructuredOutputsParams(regex="b"))
         assert checker._process.pid != parents
         os._exit(0)
