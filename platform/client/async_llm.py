@@ -366,11 +366,13 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods, AsyncBeamSearch, AsyncE
         if state is not None:
             state.count_speculation()
 
-    async def abort(self, request_id: str) -> None:
-        """End a running request; its iterator gets a last output, with finish reason "abort". Ignores unknown ids."""
-        if self._started is not None:
-            self._send_aborts(self.output_processor.abort(request_id))
-            self._pacer.wake(request_id)
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End a running request, or several; each iterator gets a last output, with finish reason "abort". Ignores
+        unknown ids."""
+        for name in [request_id] if isinstance(request_id, str) else list(request_id):
+            if self._started is not None:
+                self._send_aborts(self.output_processor.abort(name))
+                self._pacer.wake(name)
 
     def _send_aborts(self, request_ids: list[str]) -> None:
         if request_ids:

@@ -120,6 +120,7 @@ class LLMEngine(SyncAdapterMethods):
         """
         take_foreign("LLMEngine.add_request()", options, GENERATE, RequestOptions.__annotations__)
         self.check_open()
+        check_request_id(request_id)
         if self.output_processor.get(request_id) is not None:
             raise InvalidRequestError(f"request_id {request_id!r} is already running", param="request_id")
         prepared = self.prepare(

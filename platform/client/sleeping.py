@@ -121,7 +121,7 @@ class SyncSleepMethods:
             awake = awake.engine
         awake.release_memory()
         if level == 2:
-            self.llm_engine.adapters.remember()
+            self.llm_engine.adapters.remember(awake.adapters)
             awake.shutdown()
         self.llm_engine.engine_core = SleepingEngine(awake, level)
         del awake
@@ -199,12 +199,17 @@ class AsyncSleepMethods:
         """See `LLM.wake_up`."""
         await self.start()
         async with self._sleep_lock:
+            await self.start()  # it may have been shut down meanwhile
             if self._asleep == 2:
                 restarts = self._supervisor.num_restarts
                 self._supervisor = self._make_supervisor()
-                await self._supervisor.start()
                 self._supervisor.num_restarts = restarts + 1
-                await self.adapters.load_again(self._supervisor.ready_engine())
+                try:
+                    await self._supervisor.start()
+                    await self.adapters.load_again(self._supervisor.ready_engine())
+                except BaseException:  # a cancelled call too: the next one starts another engine
+                    await self._supervisor.stop()
+                    raise
             self._asleep = 0
 
     async def is_sleeping(self) -> bool:

@@ -11,8 +11,8 @@ from .sampling_params import check_integer, check_number, shown
 
 MAX_BEAM_WIDTH = 128
 """Largest `beam_width`, as of `n`. An engine's `max_logprobs` must be twice the width, too."""
-MAX_LENGTH_PENALTY = 100.0
-"""Largest `length_penalty`, and smallest when negated."""
+MAX_LENGTH_PENALTY = 20.0
+"""Largest `length_penalty`, and smallest when negated. A million to this power is far from the bounds of a float."""
 
 
 @dataclass(slots=True)

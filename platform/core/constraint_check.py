@@ -7,6 +7,7 @@ would work on for hours. What has been checked here costs an engine as little as
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import signal
@@ -17,7 +18,7 @@ from collections import OrderedDict
 from dataclasses import asdict
 from typing import Any
 
-from .errors import InvalidRequestError
+from .errors import InvalidRequestError, OutriderError
 from .structured_outputs import StructuredOutputsParams, grammar_package, on_deep_stack, parser_limits
 
 CPU_SECONDS = 1.5
@@ -26,6 +27,9 @@ _MEMORY = 2 << 30
 _PATIENCE = 20.0
 """Seconds on the clock, for a machine that is busy with other things."""
 _MAX_KEPT = 256
+_TOO_COMPLEX = f"too complex; it takes more than {CPU_SECONDS} s or 2 GiB to compile"
+_ENDED_BY_LIMITS = (-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV)
+"""Exit statuses of a process that had no more time, or no more memory."""
 
 
 class ConstraintChecker:
@@ -35,12 +39,14 @@ class ConstraintChecker:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._found: OrderedDict[Any, str | None] = OrderedDict()  # problem, or None
+        os.register_at_fork(after_in_child=self._leave_process)
 
     def check(self, params: StructuredOutputsParams) -> None:
         """Check a constraint, up to 1.5 s of a processor.
 
         Raises:
             InvalidRequestError: it cannot be served; the message names the keyword or the place.
+            OutriderError: the process has ended, or gave no answer in 20 s on a busy machine.
         """
         grammar_package()
         key = params.source, params.key
@@ -57,27 +63,43 @@ class ConstraintChecker:
         if self._process is None or self._process.poll() is not None:
             command = [sys.executable, "-P", "-m", __name__]
             pipe = subprocess.PIPE
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
+            self._process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, env=environment, text=True, start_new_session=True
+            )
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
         watch = threading.Timer(_PATIENCE, process.kill)
         watch.start()
+        answer = ""
         try:
             process.stdin.write(json.dumps(asdict(params)) + "\n")
             process.stdin.flush()
             answer = process.stdout.readline()
         except BrokenPipeError:
-            answer = ""
+            pass
         finally:
             watch.cancel()
+            if not answer:  # after KeyboardInterrupt, too: the next constraint must not get this one's answer
+                self._end()
         if answer:
             problem: str | None = json.loads(answer)
             return problem
-        process.kill()
-        process.communicate()
-        self._process = None
-        return f"{params.source}: too complex; it takes more than {CPU_SECONDS} s or 2 GiB to compile"
+        if process.returncode in _ENDED_BY_LIMITS:
+            return f"{params.source}: {_TOO_COMPLEX}"
+        # Not remembered: it says nothing about the constraint.
+        raise OutriderError(f"the process that checks constraints ended with status {process.returncode}; try again")
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _leave_process(self) -> None:
+        """Let a process that was forked have another one: two would read each other's answers."""
+        self._lock, self._process = threading.Lock(), None
 
 
 CHECKER = ConstraintChecker()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import time
 from pathlib import Path
 
@@ -24,11 +25,13 @@ class Profiler:
         """Begin to record. Steps are slower meanwhile.
 
         Raises:
-            InvalidUserInputError: it is recording already. InvalidRequestError: the folder cannot be made.
+            InvalidUserInputError: a profile is being recorded already in this process, by whomever.
+            InvalidRequestError: the folder cannot be made.
         """
-        if self._running is not None:
-            raise InvalidUserInputError("a profile is being recorded already: call stop_profile() first")
-        if "/" in prefix:
+        # torch has one profiler for a process; to stop a second one ends the process.
+        if torch.autograd.profiler._is_profiler_enabled:
+            raise InvalidUserInputError("a profile is being recorded already in this process: stop it first")
+        if "/" in prefix or "\0" in prefix:
             raise InvalidRequestError(f"prefix must be the beginning of a file name, got {prefix!r}", param="prefix")
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -37,6 +40,7 @@ class Profiler:
         self._file = Path(folder) / f"{prefix}{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 10**6:06}.json"
         self._running = torch.profiler.profile()
         self._running.start()
+        atexit.register(self.close)  # a process that ends while torch records is ended by a segmentation fault
 
     def stop(self) -> str:
         """End and write a trace for chrome://tracing or Perfetto, and a table of operations beside it (.txt); returns
@@ -49,6 +53,7 @@ class Profiler:
             raise InvalidUserInputError("no profile is being recorded: call start_profile() first")
         running, self._running = self._running, None
         running.stop()
+        atexit.unregister(self.close)
         try:
             running.export_chrome_trace(str(self._file))
             table = running.key_averages().table(sort_by="self_cpu_time_total", row_limit=_ROWS)
@@ -62,3 +67,4 @@ class Profiler:
         if self._running is not None:
             self._running.stop()
             self._running = None
+            atexit.unregister(self.close)

@@ -40,8 +40,8 @@ def test_sleep(llm, tmp_path):
     before = texts(llm, None), texts(llm, "mine")
     assert before[0] != before[1]
     for level in (1, 2):
-        llm.sleep(level)
-        llm.sleep(1)  # it sleeps as deeply as before
+        for step in (1, level, 1):  # deeper, and then as deeply as before
+            llm.sleep(step)
         assert llm.is_sleeping()
         for refused in (lambda: texts(llm, None), lambda: llm.adapters.list()):
             with pytest.raises(AsleepError):

@@ -75,11 +75,10 @@ class LLMAdapters:
         """The registered adapters."""
         return self._engine().list()
 
-    def remember(self) -> None:
-        """Note what the engine has, before it ends, for `load_again`."""
+    def remember(self, engine: LocalAdapters) -> None:
+        """Note what an engine has, before it ends, for `load_again`."""
         self._again = [
-            (self._kept.get(info.name) or LoRARequest(info.name, path=info.path), info)
-            for info in self._engine().list()
+            (self._kept.get(info.name) or LoRARequest(info.name, path=info.path), info) for info in engine.list()
         ]
 
     def load_again(self) -> None:

@@ -283,6 +283,15 @@ def test_abort_by_id_ends_the_stream(model_path: str) -> None:
     run(make(model_path, "slow"), scenario)
 
 
+def test_abort_of_several(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        streams = [await first_output(llm, request_id=name) for name in "ab"]
+        await llm.abort(["a", "unknown", "b"])
+        assert [(await collect(stream))[-1].outputs[0].finish_reason for stream in streams] == ["abort"] * 2
+
+    run(make(model_path), scenario)
+
+
 # --- adapters -------------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,8 @@ import random
 import pytest
 
 from outrider.platform.client.beam_search import BeamSearch
-from outrider.platform.core.beam_search import BeamSearchParams
+from outrider.platform.core.beam_search import MAX_LENGTH_PENALTY, BeamSearchParams
+from outrider.platform.core.errors import InvalidRequestError
 from outrider.platform.core.messages import EngineRequest
 from outrider.platform.core.outputs import Logprob
 from outrider.platform.core.sampling_params import SamplingParams
@@ -71,3 +72,17 @@ def test_a_search_that_ends_early_misses_nothing(penalty: float) -> None:
         assert [sequence.tokens for sequence in found.sequences] == to_the_end(rows, [3, 3], params)
         lengths.append(steps)
     assert min(lengths) < MAX_TOKENS or penalty > 1
+
+
+@pytest.mark.parametrize("penalty", [-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY])
+def test_scores_of_long_sequences_are_numbers(penalty: float) -> None:
+    request = EngineRequest("r", [3] * 10**6, SamplingParams(), [END])
+    search = BeamSearch(request, BeamSearchParams(1, 2, length_penalty=penalty))
+    search.extend([{4: Logprob(-1.0, 1), 5: Logprob(-2.0, 2)}])
+    assert search.prompts()
+    assert search.result(str).sequences[0].tokens[-1] == 4
+
+
+def test_penalties_beyond_the_limit() -> None:
+    with pytest.raises(InvalidRequestError, match="length_penalty"):
+        BeamSearchParams(1, 2, length_penalty=MAX_LENGTH_PENALTY + 1)

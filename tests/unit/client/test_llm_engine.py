@@ -101,6 +101,8 @@ def test_a_refused_request_leaves_nothing(engine: LLMEngine) -> None:
         engine.add_request("a", [10**6], params())
     with pytest.raises(RuntimeError):
         engine.add_request("a", [fake_engine.RAISE_IN_ADD], params())
+    with pytest.raises(InvalidRequestError, match="request_id must be a string"):
+        engine.add_request(["a"], [5], params())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="'priorty'; did you mean 'priority'"):
         engine.add_request("a", [5], params(), priorty=1)
     assert not engine.has_unfinished_requests()

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
 
-from outrider import InvalidRequestError, SamplingParams, StructuredOutputsParams
+from outrider import InvalidRequestError, OutriderError, SamplingParams, StructuredOutputsParams
 from outrider.platform.core.constraint_check import CHECKER, ConstraintChecker
 from outrider.platform.core.structured_outputs import MAX_CHOICES, MAX_CONSTRAINT_CHARS
 
@@ -112,3 +118,60 @@ def test_a_checking_process_that_was_killed_is_started_again():
     checker._process.kill()
     checker._process.wait()
     checker.check(StructuredOutputsParams(regex="b"))
+
+
+def test_a_check_that_is_interrupted_leaves_no_answer_for_the_next_one():
+    checker = ConstraintChecker()
+    checker.check(StructuredOutputsParams(regex="a"))
+    pid = checker._process.pid
+    os.kill(pid, signal.SIGSTOP)
+
+    def check_and_be_interrupted():
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        checker.check(StructuredOutputsParams(regex="("))
+
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            check_and_be_interrupted()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+    checker.check(StructuredOutputsParams(regex="b"))
+
+
+FORKED = """
+import os, signal
+from outrider.platform.core.constraint_check import ConstraintChecker
+from outrider.platform.core.structured_outputs import StructuredOutputsParams
+checker = ConstraintChecker()
+checker.check(StructuredOutputsParams(regex="a"))
+parents = checker._process.pid
+with checker._lock:  # as when another thread checks at that moment
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # when it hangs
+        checker.check(StructuredOutputsParams(regex="b"))
+        assert checker._process.pid != parents
+        os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+checker.check(StructuredOutputsParams(regex="c"))
+assert checker._process.pid == parents
+"""
+
+
+def test_a_forked_process_checks_by_itself():
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], timeout=100).returncode == 0
+
+
+def test_a_checking_process_finds_what_this_one_imports_and_its_own_trouble_is_not_the_constraints(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "llguidance.py").write_text("raise SystemExit(7)")
+    checker = ConstraintChecker()
+    with monkeypatch.context() as changed:
+        changed.syspath_prepend(tmp_path)
+        with pytest.raises(OutriderError, match="status 7"):
+            checker.check(StructuredOutputsParams(regex="a"))
+    checker.check(StructuredOutputsParams(regex="a"))

@@ -1,0 +1,48 @@
+"""`AsyncLLM.sleep` and `wake_up` with a fake engine in a real process: no engine process is left over."""
+
+import asyncio
+
+import pytest
+from async_helpers import collect, make, run, until
+
+from outrider.platform.client.async_llm import AsyncLLM
+from outrider.platform.core.errors import AsleepError, ShuttingDownError
+from outrider.platform.core.sampling_params import SamplingParams
+
+
+async def generate(llm: AsyncLLM) -> list[int]:
+    return (await collect(llm.generate([5, 6], SamplingParams(max_tokens=3))))[-1].outputs[0].token_ids
+
+
+def test_a_wake_up_that_is_cancelled_ends_the_engine_that_it_has_started(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        await llm.sleep(2)
+        assert llm.engine_pid is None
+        waking = asyncio.create_task(llm.wake_up())
+        await until(lambda: llm.engine_pid is not None)
+        waking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waking
+        assert llm.engine_pid is None
+        assert llm.state == "sleeping"
+        with pytest.raises(AsleepError):
+            await generate(llm)
+        await llm.wake_up()
+        assert await generate(llm) == [5, 6, 5]
+
+    run(make(model_path), scenario)
+
+
+def test_a_shutdown_comes_before_a_wake_up_that_waits(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        sleeping = asyncio.create_task(llm.sleep(2))
+        await until(lambda: llm.state == "sleeping")
+        waking = asyncio.create_task(llm.wake_up())
+        await asyncio.sleep(0)
+        await llm.shutdown()
+        await sleeping
+        with pytest.raises(ShuttingDownError):
+            await waking
+        assert llm.engine_pid is None
+
+    run(make(model_path), scenario)
