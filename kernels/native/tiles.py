@@ -3,7 +3,7 @@
 The code for tiles was checked by emulation and has not run on a processor with AMX. So a child of limited time computes
 a few products with tiles first, compares them with references, and times those of integers (`tile_check`). If it
 crashes or a product is wrong, the products that serve without tiles stay. What it found is kept beside the compiled
-library.
+library. Until it has run on such a processor, all of this happens only where OUTRIDER_AMX is 1.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ def are_compiled() -> bool:
     return kernels is not None and bool(kernels.outrider_has_tiles())
 
 
+def are_wanted() -> bool:
+    """True when the user wants tiles to be tried."""
+    return os.environ.get("OUTRIDER_AMX") == "1"
+
+
 def use(tiles: TileUse) -> bool:
     """Let the kernels of this process use tiles from the next call on; False when the system does not grant them."""
     kernels = library()
@@ -56,7 +61,7 @@ def use(tiles: TileUse) -> bool:
 def prepare() -> TileUse:
     """Let the kernels of this process use tiles as far as the check found them right and, of integers, faster."""
     nothing = TileUse(False, NEVER)
-    if not are_compiled() or not use(nothing):
+    if not are_wanted() or not are_compiled() or not use(nothing):
         return nothing
     tiles = _parse(recall())
     if tiles is None:

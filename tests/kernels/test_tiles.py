@@ -34,9 +34,11 @@ INFO = Path("/proc/cpuinfo")
 NEEDED = {"avx512_bf16", "avx512_vnni", "avx512bw"}
 SOURCES = ("experts", "linear", "lora", "native", "quantized_linear")
 
+FLAGS = set(INFO.read_text().split()) if INFO.exists() else set()
+
 pytestmark = pytest.mark.skipif(
-    COMPILER is None or not INFO.exists() or not NEEDED.issubset(INFO.read_text().split()),
-    reason="no g++, or a processor without AVX512-BF16",
+    COMPILER is None or not NEEDED.issubset(FLAGS) or "amx_tile" in FLAGS,
+    reason="no g++, or a processor without AVX512-BF16, or one that computes the tiles itself",
 )
 
 
@@ -64,6 +66,7 @@ def kernels(tmp_path_factory):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("CXX", f"{COMPILER} -mamx-tile -mamx-bf16 -mamx-int8")
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+        monkeypatch.setenv("OUTRIDER_AMX", "1")
         monkeypatch.setattr(compiler, "_compile", compile_some)
         path = compiler.build()
         library = ctypes.PyDLL(str(path))
@@ -222,9 +225,9 @@ class TestChoice:
         assert not trial.is_fastest(256, 256)  # the emulation takes a thousand times as long
 
 
-def test_without_tiles_nothing_is_tried(monkeypatch):
-    if tiles.are_compiled():
-        pytest.skip("this processor has tiles")
-    monkeypatch.setattr(tiles, "_check", lambda: pytest.fail("there is nothing to check"))
-    assert trial.is_fastest(64, 64)
+def test_nothing_is_tried_unasked(monkeypatch):
+    monkeypatch.delenv("OUTRIDER_AMX", raising=False)
+    monkeypatch.setattr(tiles, "_check", lambda: pytest.fail("nobody has asked"))
+    tiles.prepare.cache_clear()
     assert tiles.prepare() == TileUse(False, NEVER)
+    assert trial.is_fastest(64, 64) != tiles.are_compiled()
