@@ -1,4 +1,4 @@
-"""Methods of `LLM` and `AsyncLLM` about the engine itself: its facts, its metrics, and its profiler."""
+"""Methods of `LLM`, `LLMEngine` and `AsyncLLM` about the engine itself: its facts, its metrics, and its profiler."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _profile_folder(folder: str | os.PathLike[str] | None) -> str:
 
 
 class SyncEngineMethods:
-    """Methods of `LLM`."""
+    """Methods of `LLM` and `LLMEngine`."""
 
     llm_engine: LLMEngine
 
@@ -103,6 +103,11 @@ class AsyncEngineMethods:
 
         @property
         def output_processor(self) -> OutputProcessor: ...
+
+    async def check_health(self) -> None:
+        """Raise the error that a request would get: the engine is being started again, sleeps or is given up."""
+        await self.start()
+        self._ready_engine()
 
     async def get_default_sampling_params(self) -> SamplingParams:
         """See `LLM.get_default_sampling_params`."""

@@ -25,10 +25,12 @@ from .adapters.methods import SyncAdapterMethods
 from .adapters.sources import AdapterSources
 from .adapters.spelling import AnyLoRA
 from .engine_factory import DEFAULT_ENGINE, Engine, demo_lora_requests, import_text_side, load_engine, load_text_side
+from .engine_methods import SyncEngineMethods
 from .input_processor import InputProcessor, Prompt, RequestOptions, check_request_id, text_of
 from .output_processor import OutputProcessor, RequestState
 from .request_maker import Made, RequestMaker
 from .sampling_defaults import SamplingDefaults
+from .sleeping import SyncSleepMethods
 
 
 class Prepared(NamedTuple):
@@ -41,7 +43,7 @@ class Prepared(NamedTuple):
     kind: RequestOutputKind
 
 
-class LLMEngine(SyncAdapterMethods):
+class LLMEngine(SyncAdapterMethods, SyncEngineMethods, SyncSleepMethods):
     """Takes requests at any time, and computes a step when told to, as vLLM's class of that name. `LLM` is on top of it
     (`LLM.llm_engine`). Not thread-safe.
 
@@ -186,6 +188,11 @@ class LLMEngine(SyncAdapterMethods):
         if not self._closed:
             self._closed = True
             self.engine_core.shutdown()
+
+    @property
+    def llm_engine(self) -> LLMEngine:  # type: ignore[override]
+        """This engine, for the methods that `LLM` has too."""
+        return self
 
     # --- the same in pieces, for `LLM` -----------------------------------------------------------------------------
 

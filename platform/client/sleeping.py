@@ -1,4 +1,4 @@
-"""`sleep`, `wake_up` and `reset_prefix_cache` of `LLM` and `AsyncLLM`.
+"""`sleep`, `wake_up` and `reset_prefix_cache` of `LLM`, `LLMEngine` and `AsyncLLM`.
 
     level 1   the KV cache's memory goes back to the system, and what it had cached is gone; the weights stay
     level 2   the engine ends, with weights, KV cache and adapters; `wake_up` starts it again, and loads them
@@ -98,7 +98,7 @@ class SleepingEngine:
 
 
 class SyncSleepMethods:
-    """The methods of `LLM`."""
+    """The methods of `LLM` and `LLMEngine`."""
 
     llm_engine: LLMEngine
 

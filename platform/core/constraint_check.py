@@ -60,7 +60,8 @@ class ConstraintChecker:
             raise InvalidRequestError(problem, param=params.source)
 
     def _ask(self, params: StructuredOutputsParams) -> str | None:
-        if self._process is None or self._process.poll() is not None:
+        is_new = self._process is None or self._process.poll() is not None
+        if is_new:
             command = [sys.executable, "-P", "-m", __name__]
             pipe = subprocess.PIPE
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
@@ -68,6 +69,7 @@ class ConstraintChecker:
                 command, stdin=pipe, stdout=pipe, env=environment, text=True, start_new_session=True
             )
         process = self._process
+        assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
         watch = threading.Timer(_PATIENCE, process.kill)
@@ -88,6 +90,8 @@ class ConstraintChecker:
             return problem
         if process.returncode in _ENDED_BY_LIMITS:
             return f"{params.source}: {_TOO_COMPLEX}"
+        if not is_new:  # it may have been killed before this constraint
+            return self._ask(params)
         # Not remembered: it says nothing about the constraint.
         raise OutriderError(f"the process that checks constraints ended with status {process.returncode}; try again")
 

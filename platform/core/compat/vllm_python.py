@@ -89,6 +89,8 @@ _TEXT_ONLY = "is not there: models generate text only"
 METHODS: dict[str, str] = {
     **dict.fromkeys(("classify", "reward"), _TEXT_ONLY),
     "model_config": "is not there: see engine_info",
+    "do_log_stats": "is not there: see get_metrics()",
+    **dict.fromkeys(("is_running", "is_stopped", "errored", "dead_error"), "is not there: see state and failure"),
     "set_tokenizer": "is not there: see the option tokenizer",
     **dict.fromkeys(("collective_rpc", "apply_model"), "is not there: " + NO_USER_CODE),
 }

@@ -227,6 +227,9 @@ class FakeEngine:
     def check_integrity(self) -> None:
         assert not self.sequences, "sequences are left"
 
+    def release_memory(self) -> None:
+        self.check_integrity()
+
     def start_profile(self, folder: str, prefix: str) -> None:
         self.profile = os.path.join(folder, prefix)
 

@@ -25,8 +25,9 @@ def test_a_wake_up_that_is_cancelled_ends_the_engine_that_it_has_started(model_p
             await waking
         assert llm.engine_pid is None
         assert llm.state == "sleeping"
-        with pytest.raises(AsleepError):
-            await generate(llm)
+        for refused in (generate(llm), llm.check_health()):
+            with pytest.raises(AsleepError):
+                await refused
         await llm.wake_up()
         assert await generate(llm) == [5, 6, 5]
 

@@ -13,6 +13,7 @@ from outrider.platform.client.llm_engine import LLMEngine
 from outrider.platform.client.metrics import Counter
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import (
+    AsleepError,
     InvalidRequestError,
     InvalidUserInputError,
     NotFoundError,
@@ -129,6 +130,23 @@ def test_adapters_by_vllms_integers(engine: LLMEngine) -> None:
     assert [info.name for info in engine.list_lora_adapters()] == ["two"]
 
 
+def test_methods_that_llm_has_too(engine: LLMEngine) -> None:
+    engine.add_request("a", [5], params(RequestOutputKind.FINAL_ONLY))
+    assert run(engine)["a"][0].finished
+    values = {metric.name: metric.value for metric in engine.get_metrics() if isinstance(metric, Counter)}
+    assert values["vllm:generation_tokens"] == 5
+    engine.start_profile("/folder", "x")
+    assert engine.stop_profile() == "/folder/x.json"
+    assert engine.get_default_sampling_params() == SamplingParams()
+    engine.sleep(2)
+    assert engine.is_sleeping()
+    with pytest.raises(AsleepError):
+        engine.add_request("b", [5], params())
+    engine.wake_up()
+    engine.add_request("b", [5], params())
+    assert run(engine)["b"][-1].finished
+
+
 def test_an_llm_lets_its_engine_be_stepped_but_not_both_at_once(model_path: str) -> None:
     with LLM.from_engine_args(EngineArgs(model=model_path), engine="fake_engine:FakeEngine") as llm:
         llm.llm_engine.add_request("mine", [5], params())
@@ -156,6 +174,7 @@ def test_profiles_of_the_process_that_has_the_engine(model_path: str, monkeypatc
             await llm.start_profile()
         await llm.start_profile("/folder", "x")
         assert await llm.stop_profile() == "/folder/x.json"
+        await llm.check_health()
         monkeypatch.setenv("VLLM_TORCH_PROFILER_DIR", "/other")
         await llm.start_profile()
         assert (await llm.stop_profile()).startswith("/other/")

@@ -23,6 +23,7 @@ ONLY_ASYNC = {
     "count_speculation": "as drain: for requests that still run",
     "state": "of a process that may die and is started again",
     "failure": "as state",
+    "check_health": "as state",
     "num_restarts": "as state",
     "engine_pid": "as state",
     "from_spec": "policy for restarts, see state",

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -118,6 +119,11 @@ def test_a_checking_process_that_was_killed_is_started_again():
     checker._process.kill()
     checker._process.wait()
     checker.check(StructuredOutputsParams(regex="b"))
+    os.kill(checker._process.pid, signal.SIGSTOP)
+    killer = threading.Timer(0.1, checker._process.kill)
+    killer.start()
+    checker.check(StructuredOutputsParams(regex="c"))
+    killer.join()
 
 
 def test_a_check_that_is_interrupted_leaves_no_answer_for_the_next_one():
