@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
@@ -32,9 +33,16 @@ class ConstraintChecker:
     """The process, started for the first constraint, and what it has found out. Callable from any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.thread = ThreadPoolExecutor(1, "check-constraint")
+        """Thread for constraints that are not known: in a pool with other work they would keep all its threads."""
+        self._asking = threading.Lock()  # guards the process, and is held while it works
         self._process: subprocess.Popen[str] | None = None
-        self._found: OrderedDict[Any, str | None] = OrderedDict()  # problem, or None
+        self._lock = threading.Lock()  # guards what follows
+        self._found: OrderedDict[Any, str] = OrderedDict()  # problem, or ""
+
+    def knows(self, params: StructuredOutputsParams) -> bool:
+        """True when a check takes no time."""
+        return self._known(params) is not None
 
     def check(self, params: StructuredOutputsParams) -> None:
         """Check a constraint, up to 1.5 s of a processor.
@@ -43,15 +51,25 @@ class ConstraintChecker:
             InvalidRequestError: it cannot be served; the message names the keyword or the place.
         """
         grammar_package()
-        key = params.source, params.key
-        with self._lock:
-            if key not in self._found:
-                self._found[key] = self._ask(params)
-                if len(self._found) > _MAX_KEPT:
-                    self._found.popitem(last=False)
-            problem = self._found[key]
-        if problem is not None:
+        problem = self._known(params)
+        if problem is None:
+            with self._asking:
+                problem = self._known(params)  # another thread may have asked meanwhile
+                if problem is None:
+                    problem = self._ask(params) or ""
+                    self._keep(params, problem)
+        if problem:
             raise InvalidRequestError(problem, param=params.source)
+
+    def _known(self, params: StructuredOutputsParams) -> str | None:
+        with self._lock:
+            return self._found.get((params.source, params.key))
+
+    def _keep(self, params: StructuredOutputsParams, problem: str) -> None:
+        with self._lock:
+            self._found[params.source, params.key] = problem
+            if len(self._found) > _MAX_KEPT:
+                self._found.popitem(last=False)
 
     def _ask(self, params: StructuredOutputsParams) -> str | None:
         if self._process is None or self._process.poll() is not None:
