@@ -16,8 +16,8 @@ def post(http, fields, path="completions"):
     "fields",
     [
         {"stream": True}, {"speculative": 3}, {"stop": "a"}, {"stop_token_ids": [3]}, {"bad_words": ["a"]},
-        {"min_tokens": 1}, {"logit_bias": {"3": 1.0}}, {"allowed_token_ids": [3]}, {"logprobs": 1},
-        {"prompt_logprobs": 1}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.5},
+        {"min_tokens": 1}, {"logit_bias": {"3": 1.0}}, {"allowed_token_ids": [3]}, {"logprobs": 1}, {"logprobs": 0},
+        {"prompt_logprobs": 0}, {"n": 11}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.5},
         {"guided_regex": "a"}, {"structured_outputs": {"regex": "a"}}, {"response_format": {"type": "json_object"}},
         {"length_penalty": 1e6}, {"length_penalty": 2.0, "use_beam_search": None}, {"best_of": 2},
         {"return_draft_status": True},

@@ -161,7 +161,9 @@ def test_new_constraints_of_one_tenant_keep_nobody_from_work(server, llm, monkey
         assert may_go_on.wait(30)
 
     monkeypatch.setattr(CHECKER, "check", check)
-    llm.info = llm.input_processor._info = replace(llm.info, max_num_seqs=64, max_num_queued_reqs=64, max_model_len=9999)
+    llm.info = llm.input_processor._info = replace(
+        llm.info, max_num_seqs=64, max_num_queued_reqs=64, max_model_len=9999
+    )
     llm.blocked = False
     server.tenancy.limiter = Limiter(lambda *which: None)
     people = {"many": Principal(tenant="acme", key_id="k1"), "one": Principal(tenant="globex", key_id="k2")}
