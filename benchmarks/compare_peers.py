@@ -16,9 +16,9 @@ tokens each, greedy, end-of-sequence ignored.
 
 Modes: `lora` gives request i adapter i mod 8 (OpenVINO: one call for each adapter), `ngram` and `draft` make 4 drafts;
 Outrider runs there a second time as `outrider-adaptive`, where it chooses how many, up to 4. `int8` and `int4` quantise
-the weights as each engine does while loading or exporting: int4 in groups of 128 (OpenVINO 64 where 128 does not divide
-the width), llama.cpp Q8_0, Q4_0 and Q4_K_M. transformers has base and lora alone: its assisted generation takes one
-request at a time, as llama.cpp does in every mode. Ctrl-C ends the run and keeps what there is.
+the weights as each engine does while loading or exporting: int4 in groups of 128 (smollm2: Outrider 32, OpenVINO 64),
+llama.cpp Q8_0, Q4_0 and Q4_K_M. transformers has base and lora alone: its assisted generation takes one request at a
+time, as llama.cpp does in every mode. Ctrl-C ends the run and keeps what there is.
 """
 
 from __future__ import annotations

@@ -85,6 +85,8 @@ def tables(report: dict[str, Any]) -> str:
         lines.append(f"  {cell:32} {row['engine']:18} {row['tokens_per_second']:10.1f}")
     lines.append("start and memory; share of first tokens that are ours")
     for start in report["starts"]:
+        if start["peak_rss_mib"] is None:  # it failed before its first round
+            continue
         same = start["same_first_token"]
         lines.append(
             f"  {start['model']} {start['mode']} {start['engine']}: ready in {start['start_seconds']:.1f} s, "

@@ -10,7 +10,7 @@ T tokens, k experts of a token, E experts, H hidden size, I inner size of an exp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, TypeAlias, Union, cast
 
 from torch import Tensor, stack
 
@@ -20,7 +20,7 @@ from ..linear.torch import PackedLinear
 from ..quantized_linear.device_weight import DeviceWeight
 from . import native as _native
 from . import torch as _torch
-from .native import NativeExperts, is_native
+from .native import NativeExperts, Weights, is_native
 from .torch import Products, Routing, Scoring, TorchExperts
 
 __all__ = ["PackedExperts", "Products", "Routing", "Scoring", "on_triton", "pack", "route", "run_products"]
@@ -39,8 +39,8 @@ def pack(
 
     With `batch_invariant` a row's result does not depend, bit for bit, on other rows.
     """
-    if is_native(gate_up) and is_native(down) and activation in ("silu", "clamped_swiglu"):
-        return NativeExperts(gate_up, down, activation)
+    if is_native(gate_up, down) and activation in ("silu", "clamped_swiglu"):
+        return NativeExperts(cast(Weights, gate_up), cast(Weights, down), activation)
     served = [_on_triton(weights) for weights in (gate_up, down)]
     if all(served):
         from .triton import TritonExperts

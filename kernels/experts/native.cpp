@@ -3,9 +3,9 @@
 //
 // The pairs of a token and its j-th expert are sorted by expert. The panels of all experts that have pairs form one
 // list, of which each thread reads an equal part from front to back; each weight is read once. The bits of a token's
-// result depend on its own row alone, as those of the products do.
+// result depend on its own row alone, as those of the products do. Weights are of bfloat16, or quantised.
 #include "clamped_swiglu.h"
-#include "panels.h"
+#include "quantized_call.h"
 
 using namespace outrider;
 
@@ -13,9 +13,10 @@ namespace {
 
 struct Experts {
     int64_t num_experts, hidden, inner;
-    int64_t clamped;               // 0: SiLU; 1: the activation of gpt-oss
-    const Weight* const* gate_up;  // [E], each [2 * inner, hidden]
-    const Weight* const* down;     // [E], each [hidden, inner]
+    int64_t clamped;             // 0: SiLU; 1: the activation of gpt-oss
+    int64_t is_quantized;        // the weights are QuantizedWeight, whose inputs are taken in one way; else Weight
+    const void* const* gate_up;  // [E], each [2 * inner, hidden]
+    const void* const* down;     // [E], each [hidden, inner]
 };
 
 struct Routing {
@@ -93,8 +94,6 @@ void route(const void* logits, int64_t rows, int64_t num_experts, int64_t top_k,
     }});
 }
 
-#ifdef OUTRIDER_PANELS
-
 // Pairs sorted by expert.
 struct Sorted {
     std::vector<int64_t> begin;   // [E + 1]: first pair of each expert
@@ -117,15 +116,70 @@ struct Sorted {
 };
 
 // The first weights of the next expert: the memory would idle until they are asked for.
-void prefetch(const bf16* weights) {
+void prefetch(const void* weights) {
     for (int64_t byte = 0; byte < AHEAD; byte += LINE) __builtin_prefetch((const char*)weights + byte, 0, 2);
 }
 
-// A part of the products of all experts with x [pairs, in] to y [pairs, out], which are sorted.
-void multiply(const Weight* const* weights, const Sorted& sorted, const bf16* x, bf16* y, int64_t part, int team) {
-    const auto tiles = [&](int64_t e) { return (sorted.begin[e + 1] - sorted.begin[e] + ROWS - 1) / ROWS; };
-    const Weight& shape = *weights[sorted.active[0]];
-    const int64_t in = shape.in_features, out = shape.out_features, num_panels = (out + PANEL - 1) / PANEL;
+#ifdef OUTRIDER_PANELS
+
+// Weights [E] of bfloat16, and inputs of sorted pairs.
+struct Plain {
+    const Weight* const* weights;
+    bf16* inputs;  // [pairs, in]
+    static constexpr int64_t tile_rows = ROWS;
+
+    int64_t in() const { return weights[0]->in_features; }
+    int64_t out() const { return weights[0]->out_features; }
+    int64_t panels() const { return (out() + PANEL - 1) / PANEL; }
+    const void* start(int64_t e) const { return weights[e]->panels; }
+
+    void put(int64_t pair, const bf16* x) const {
+        if (x != inputs + pair * in()) std::memcpy(inputs + pair * in(), x, in() * sizeof(bf16));
+    }
+
+    // Panels [first, last) of an expert for `rows` pairs from `pair` on; afterwards `next` is read, if there is such.
+    void multiply(int64_t e, int64_t pair, int64_t rows, int64_t first, int64_t last, bf16* y, const void* next) const {
+        const Call call{weights[e], inputs + pair * in(), nullptr, y + pair * out()};
+        for (int64_t begin = 0; begin < rows; begin += BLOCK_ROWS)
+            for (int64_t panel = first; panel < last; panel++) {
+                if (next && panel + 1 == last) prefetch(next);
+                compute(call, panel, begin, std::min(begin + BLOCK_ROWS, rows), panel + 1 == last, nullptr);
+            }
+    }
+};
+
+#endif
+
+// Quantised weights [E], and inputs of sorted pairs as their products take them.
+struct Quantized {
+    const QuantizedWeight* const* weights;
+    Rows* inputs;
+    int64_t tile_rows;
+
+    Quantized(const void* const* stored, Rows* inputs, int64_t pairs)
+        : weights((const QuantizedWeight* const*)stored), inputs(inputs) {
+        inputs->prepare(weights[0]->inputs[0], *weights[0], pairs);
+        tile_rows = most_rows(weights[0]->blocks[0], *inputs);
+    }
+
+    int64_t out() const { return weights[0]->out_features; }
+    int64_t panels() const { return num_panels(*weights[0]); }
+    const void* start(int64_t e) const { return weights[e]->blocks[0].panels; }
+    void put(int64_t pair, const bf16* x) const { inputs->fill(pair, x); }
+
+    void multiply(int64_t e, int64_t pair, int64_t rows, int64_t first, int64_t last, bf16* y, const void* next) const {
+        if (next) prefetch(next);
+        outrider::multiply({*weights[e], nullptr, nullptr, y + pair * out(), rows, inputs, pair}, first, last, nullptr);
+    }
+};
+
+// A part of the products of all experts, to y [pairs, out], which is sorted.
+template <typename Side>
+void multiply(const Side& side, const Sorted& sorted, bf16* y, int64_t part, int team) {
+    const auto tiles = [&](int64_t e) {
+        return (sorted.begin[e + 1] - sorted.begin[e] + side.tile_rows - 1) / side.tile_rows;
+    };
+    const int64_t num_panels = side.panels();
     int64_t total = 0, before = 0;
     for (int64_t e : sorted.active) total += tiles(e);
     // A panel is the work of its tiles; a part has those that begin in its share of all work.
@@ -135,14 +189,10 @@ void multiply(const Weight* const* weights, const Sorted& sorted, const bf16* x,
         const int64_t first = std::clamp((low - before + tiles(e) - 1) / tiles(e), int64_t(0), num_panels);
         const int64_t last = std::clamp((high - before + tiles(e) - 1) / tiles(e), int64_t(0), num_panels);
         before += tiles(e) * num_panels;
-        const Call call{weights[e], x + sorted.begin[e] * in, nullptr, y + sorted.begin[e] * out};
-        const int64_t rows = sorted.begin[e + 1] - sorted.begin[e];
         const bool goes_on = i + 1 < sorted.active.size() && before < high;
-        for (int64_t begin = 0; begin < rows; begin += BLOCK_ROWS)
-            for (int64_t panel = first; panel < last; panel++) {
-                if (goes_on && panel + 1 == last) prefetch(weights[sorted.active[i + 1]]->panels);
-                compute(call, panel, begin, std::min(begin + BLOCK_ROWS, rows), panel + 1 == last, nullptr);
-            }
+        if (first < last)
+            side.multiply(e, sorted.begin[e], sorted.begin[e + 1] - sorted.begin[e], first, last, y,
+                          goes_on ? side.start(sorted.active[i + 1]) : nullptr);
     }
 }
 
@@ -161,35 +211,46 @@ void activate(const bf16* gate_up, bf16* inner, int64_t size, bool is_clamped, i
     }
 }
 
-void apply(const Experts& experts, const Routing& routing, const bf16* x, const bf16* residual, bf16* y, bf16* scratch) {
-    static thread_local Sorted kept;
-    Sorted& sorted = kept;
-    sorted.sort(routing, experts.num_experts);
+template <typename Side>
+void apply(const Experts& experts, const Sorted& sorted, const Side& open, const Side& close, const Routing& routing,
+           const bf16* x, const bf16* residual, bf16* y, bf16* scratch) {
     const int64_t hidden = experts.hidden, inner = experts.inner, pairs = routing.num_tokens * routing.top_k;
-    bf16 *inputs = scratch, *merged = inputs + pairs * hidden, *activated = merged + pairs * 2 * inner;
-    bf16* outputs = inputs;  // the inputs are no longer needed then
+    bf16 *outputs = scratch, *merged = outputs + pairs * hidden, *activated = merged + pairs * 2 * inner;
     const int team = team_for(pairs * hidden * inner >= MIN_PARALLEL_WORK);
     const auto gather = [&](int64_t part) {
         for (int64_t pair = pairs * part / team; pair < pairs * (part + 1) / team; pair++)
-            std::memcpy(inputs + sorted.place[pair] * hidden, x + pair / routing.top_k * hidden, hidden * sizeof(bf16));
+            open.put(sorted.place[pair], x + pair / routing.top_k * hidden);
     };
-    const auto open = [&](int64_t part) { multiply(experts.gate_up, sorted, inputs, merged, part, team); };
+    const auto first = [&](int64_t part) { multiply(open, sorted, merged, part, team); };
     const auto act = [&](int64_t part) {
-        activate(merged, activated, inner, experts.clamped, pairs * part / team, pairs * (part + 1) / team);
+        const int64_t begin = pairs * part / team, end = pairs * (part + 1) / team;
+        activate(merged, activated, inner, experts.clamped, begin, end);
+        for (int64_t pair = begin; pair < end; pair++) close.put(pair, activated + pair * inner);
     };
-    const auto close = [&](int64_t part) { multiply(experts.down, sorted, activated, outputs, part, team); };
+    const auto second = [&](int64_t part) { multiply(close, sorted, outputs, part, team); };
     const auto add = [&](int64_t part) {
-        const int64_t first = routing.num_tokens * part / team, last = routing.num_tokens * (part + 1) / team;
-        combine(outputs, sorted.place.data(), routing, residual, y, hidden, first, last);
+        const int64_t begin = routing.num_tokens * part / team, end = routing.num_tokens * (part + 1) / team;
+        combine(outputs, sorted.place.data(), routing, residual, y, hidden, begin, end);
     };
-    parallel(team, Phase{team, gather}, Phase{team, open}, Phase{team, act}, Phase{team, close}, Phase{team, add});
+    parallel(team, Phase{team, gather}, Phase{team, first}, Phase{team, act}, Phase{team, second}, Phase{team, add});
 }
 
-#else
-
-void apply(const Experts&, const Routing&, const bf16*, const bf16*, bf16*, bf16*) {}
-
+void apply(const Experts& experts, const Routing& routing, const bf16* x, const bf16* residual, bf16* y, bf16* scratch) {
+    static thread_local Sorted sorted;
+    sorted.sort(routing, experts.num_experts);
+    const int64_t pairs = routing.num_tokens * routing.top_k;
+    if (experts.is_quantized) {
+        static thread_local Rows inputs[2];
+        const Quantized open(experts.gate_up, &inputs[0], pairs), close(experts.down, &inputs[1], pairs);
+        return apply(experts, sorted, open, close, routing, x, residual, y, scratch);
+    }
+#ifdef OUTRIDER_PANELS
+    // The outputs replace the inputs, which are no longer needed then.
+    const Plain open{(const Weight* const*)experts.gate_up, scratch};
+    const Plain close{(const Weight* const*)experts.down, scratch + pairs * (experts.hidden + 2 * experts.inner)};
+    apply(experts, sorted, open, close, routing, x, residual, y, scratch);
 #endif
+}
 
 }  // namespace
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from ..linear import NativeLinear, Packed
 from ..linear.native import RELEASING_WORK
 from ..native import DTYPES, INTEGER, POINTER, function
+from ..quantized_linear import NativeQuantizedLinear
 from .torch import Routing
 
 _MAX_TOKENS = 1024
@@ -27,6 +28,7 @@ class _Experts(ctypes.Structure):
         ("hidden", INTEGER),
         ("inner", INTEGER),
         ("clamped", INTEGER),
+        ("is_quantized", INTEGER),
         ("gate_up", POINTER),
         ("down", POINTER),
     )
@@ -55,21 +57,31 @@ def _functions() -> _Functions | None:
     return _Functions(apply, function(name, *types, releases_lock=True), combine, route)
 
 
-def is_native(weights: Sequence[Packed]) -> TypeGuard[Sequence[NativeLinear]]:
-    """True when `NativeExperts` can hold these weights."""
-    return all(isinstance(weight, NativeLinear) for weight in weights)
+Weights: TypeAlias = Sequence[NativeLinear] | Sequence[NativeQuantizedLinear]
+"""Weights of each expert."""
+
+
+def is_native(gate_up: Sequence[Packed], down: Sequence[Packed]) -> bool:
+    """True when `NativeExperts` can hold these weights. Quantised ones must all take their inputs in one way."""
+    if _functions() is None:
+        return False
+    if all(isinstance(weight, NativeLinear) for weight in (*gate_up, *down)):
+        return True
+    forms = [{getattr(weight, "input_form", None) for weight in part} for part in (gate_up, down)]
+    return all(len(found) == 1 and None not in found for found in forms)
 
 
 class NativeExperts:
     """Packed weights of each expert of a layer; immutable."""
 
-    def __init__(self, gate_up: Sequence[NativeLinear], down: Sequence[NativeLinear], activation: str = "silu") -> None:
+    def __init__(self, gate_up: Weights, down: Weights, activation: str = "silu") -> None:
         """Make experts of weights for which `is_native` is True, without a copy."""
         self._kept = gate_up, down
         self._hidden, self._inner = gate_up[0].in_features, down[0].in_features
         self._pointers = [(POINTER * len(part))(*(weight.address for weight in part)) for part in (gate_up, down)]
         addresses = map(ctypes.addressof, self._pointers)
-        self._experts = _Experts(len(gate_up), self._hidden, self._inner, activation != "silu", *addresses)
+        options = activation != "silu", isinstance(gate_up[0], NativeQuantizedLinear)
+        self._experts = _Experts(len(gate_up), self._hidden, self._inner, *options, *addresses)
         self._releasing = max(1, RELEASING_WORK // (3 * self._hidden * self._inner))  # pairs
 
     def __call__(self, x: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:

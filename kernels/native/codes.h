@@ -40,7 +40,7 @@ enum Offsets : int64_t {
 struct Inputs {             // how a block takes its inputs
     int64_t chunk;          // inputs that share a scale; the last chunk may be shorter
     const int32_t* order;   // [in]: input of each column of the codes, or null
-    int64_t is_integer;     // whether they are made fixed-point numbers
+    int64_t num_planes;     // bytes of the fixed-point numbers that they become; 0: they stay as they are
 };
 
 struct Block {              // outputs of a weight that share a form
@@ -110,9 +110,10 @@ inline Vec load_half(const uint16_t* p) {
 
 // Inputs of some rows for one form of blocks, which the calling thread keeps until its next call.
 //
-// x ~ units * numbers, where a chunk's numbers are fixed-point ones of 16 bits, in two planes: the upper and the lower
-// byte, both with a sign. Those within 2^-7 of the chunk's largest are exact, others are off by up to 2^-15 of it. With
-// input_bits 8 all chunks of a row have one unit, and there is one plane. Without `is_integer` they stay as they are.
+// x ~ units * numbers. With two planes a chunk's numbers are fixed-point ones of 16 bits, the upper and the lower byte,
+// both with a sign: those within 2^-7 of the chunk's largest are exact, others are off by up to 2^-15 of it. With one
+// plane they are of 8 bits, off by up to 2^-8 of the chunk's largest; with input_bits 8 all chunks of a row have one
+// unit. Without planes they stay as they are.
 class Rows {
   public:
     // With room for `rows` rows.
@@ -122,9 +123,9 @@ class Rows {
         is_rounded_ = weight.input_bits == 8;
         num_chunks = (in_ + inputs.chunk - 1) / inputs.chunk;
         padded_chunk = num_quads(inputs.chunk) * QUAD;
-        num_planes = is_rounded_ ? 1 : 2;
+        num_planes = int(inputs.num_planes);
         padded = num_chunks * padded_chunk;
-        if (inputs.is_integer) grow(bytes_, rows * num_planes * padded + LANES);
+        if (num_planes) grow(bytes_, rows * num_planes * padded + LANES);
         else if (HAS_HALF_TILES) grow(halves_, rows * padded + LANES);
         else grow(floats_, rows * padded + LANES);
         grow(units_, rows * num_chunks);
@@ -144,11 +145,12 @@ class Rows {
             const bf16* part = x + c * inputs_->chunk;
             const int64_t count = std::min(inputs_->chunk, in_ - c * inputs_->chunk);
             float unit = 1;
-            if (is_rounded_) {
-                unit = row_unit - row_unit == 0 ? row_unit : __builtin_nanf("");
-                const float divisor = row_unit > 0 ? row_unit : 1;
+            if (is_rounded_ || num_planes == 1) {
+                const float largest = is_rounded_ ? row_unit : to_float(largest_bits(part, count)) / 127.0f;
+                unit = largest - largest == 0 ? largest : __builtin_nanf("");
+                const float divisor = largest > 0 ? largest : 1;
                 convert(row, c, part, count, unit, [&](Vec value) { return value / divisor; });
-            } else if (inputs_->is_integer) {
+            } else if (num_planes == 2) {
                 const int32_t exponent = std::max<int32_t>(largest_bits(part, count).bits >> 7, 15);
                 unit = exponent == 255 ? __builtin_nanf("") : power(exponent - 14);
                 const float factor = power(268 - exponent);
@@ -215,7 +217,7 @@ class Rows {
     void convert(int64_t row, int64_t c, const bf16* x, int64_t count, float unit, F scaled) {
         const int64_t at = c * padded_chunk, place = row * num_chunks + c;
         units_[place] = unit;
-        if (!inputs_->is_integer && !is_rounded_) {
+        if (!num_planes && !is_rounded_) {
             Vec total = zeros();
             const int64_t from = row * padded + at;
             each_vector(x, count, [&](Vec value, int64_t i, auto lanes) {
@@ -228,7 +230,7 @@ class Rows {
         }
         const float round = 12582912.0f;  // 1.5 * 2^23: a number added to it becomes an integer
         VecU32 total = VecU32{};
-        if (!inputs_->is_integer) {
+        if (!num_planes) {
             float* to = floats_.data() + row * padded + at;
             each_vector(x, count, [&](Vec value, int64_t i, auto lanes) {
                 value = scaled(value) + round;

@@ -125,13 +125,19 @@ inline void half_tiles(int, const CodeTile&) {}
 
 #endif
 
+// Rows that a tile of a block has at most.
+inline int64_t most_rows(const Block& block, const Rows& rows) {
+    const bool is_integer = HAS_INTEGER_TILES && block.form <= BYTES;
+    return !is_integer ? FLOAT_ROWS : rows.num_planes == 2 ? 3 : 6;
+}
+
 // sums[row - begin] = products of rows [begin, end) with a panel. `is_last`: the thread reads no further weights.
 inline void multiply_panel(const Block& block, const Rows& rows, int64_t panel, int64_t begin, int64_t end, bool is_last,
                            Fetch* fetch, float* sums) {
     std::fill(sums, sums + (end - begin) * PANEL, 0.0f);
     const bool is_integer = HAS_INTEGER_TILES && block.form <= BYTES;
-    const int64_t most = !is_integer ? FLOAT_ROWS : rows.num_planes == 2 ? 3 : 6;
-    const int64_t num_tiles = (end - begin + most - 1) / most, chunks = block.num_chunks();
+    const int64_t most = most_rows(block, rows), num_tiles = (end - begin + most - 1) / most;
+    const int64_t chunks = block.num_chunks();
     const int64_t step = std::max<int64_t>(BLOCK_INPUTS / block.chunk, 1), quad_lines = quad_bytes(block.form) / LINE;
     const int64_t stride_lines = quad_lines * STRIDE;
     const uint8_t* codes = block.panels + panel * panel_bytes(block);

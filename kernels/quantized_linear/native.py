@@ -2,9 +2,10 @@
 
 On processors with AVX512-VNNI integer codes are multiplied with inputs in fixed point of 16 bits, whose largest number
 in each chunk is that of the inputs that share a scale. Inputs within 2^-7 of it are exact, others are off by up to
-2^-15 of it. Codes that are no integers are multiplied as bfloat16, which holds each float8; on processors without
-AVX512-BF16 all products are in float32. Scales and offsets are kept in float16 with a common factor, so that bfloat16
-and float16 ones are exact, others within 2^-11.
+2^-15 of it. A weight may allow `coarse_inputs`: they have 8 bits, which is nearly twice as fast for many rows, and are
+off by up to 2^-8 of the chunk's largest. Codes that are no integers are multiplied as bfloat16, which holds each
+float8; on processors without AVX512-BF16 all products are in float32. Scales and offsets are kept in float16 with a
+common factor, so that bfloat16 and float16 ones are exact, others within 2^-11.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class _Block(ctypes.Structure):
 
 
 class _Inputs(ctypes.Structure):
-    _fields_ = (("chunk", INTEGER), ("order", POINTER), ("is_integer", INTEGER))
+    _fields_ = (("chunk", INTEGER), ("order", POINTER), ("num_planes", INTEGER))
 
 
 class _Weight(ctypes.Structure):
@@ -121,7 +122,7 @@ class NativeQuantizedLinear(NativeProduct):
         self._kept: list[Any] = [bias]
         self._blocks = (_Block * len(blocks))()
         self.num_bytes = 0
-        inputs: dict[tuple[int, tuple[int, ...] | None, bool], _Inputs] = {}
+        inputs: dict[tuple[int, tuple[int, ...] | None, int], _Inputs] = {}
         for to, block in zip(self._blocks, blocks, strict=True):
             self._describe(to, block, functions.has_integers, inputs)
             self._pack(to, block, functions)
@@ -130,6 +131,14 @@ class NativeQuantizedLinear(NativeProduct):
         tables = ctypes.addressof(self._blocks), ctypes.addressof(self._inputs)
         self._base = _Weight(*shape, *tables, None)
         self._weight = self._base if bias is None else _Weight(*shape, *tables, bias.data_ptr())
+
+    @property
+    def input_form(self) -> tuple[int, int, int] | None:
+        """How inputs are taken: chunk, planes and bits; None: the blocks differ in it, or have an order of inputs."""
+        first = self._inputs[0]
+        if len(self._inputs) > 1 or first.order:
+            return None
+        return first.chunk, first.num_planes, self._base.input_bits
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows `ids` [n] int64 of W, dequantised: [n, in] bfloat16.
@@ -157,12 +166,14 @@ class NativeQuantizedLinear(NativeProduct):
             table = levels.to(torch.uint8 if to.form == _SMALL_LEVELS else torch.float32).contiguous()
             self._kept.append(table)
             to.levels = table.data_ptr()
-        is_integer = has_integers and to.form in (_NIBBLES, _SMALL_LEVELS, _BYTES)
-        key = (to.chunk, None if block.order is None else tuple(block.order.tolist()), is_integer)
+        num_planes = 0
+        if has_integers and to.form in (_NIBBLES, _SMALL_LEVELS, _BYTES):
+            num_planes = 1 if block.input_bits == 8 or block.coarse_inputs else 2
+        key = (to.chunk, None if block.order is None else tuple(block.order.tolist()), num_planes)
         if key not in inputs:
             order = None if block.order is None else block.order.to(torch.int32).contiguous()
             self._kept.append(order)
-            inputs[key] = _Inputs(to.chunk, None if order is None else order.data_ptr(), is_integer)
+            inputs[key] = _Inputs(to.chunk, None if order is None else order.data_ptr(), num_planes)
         to.inputs = list(inputs).index(key)
         to.scale_unit = 1 / divisor
 

@@ -39,6 +39,8 @@ class QuantizedWeight:
     input_bits: int | None = None
     """8: inputs are rounded to int8 with one scale for each row (W8A8), codes are int8 and `group` is I; None: inputs
     stay as they are."""
+    coarse_inputs: bool = False
+    """True: kernels may round inputs to int8 where that is faster, with one scale for each group of a row."""
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -200,7 +200,7 @@ def load_model(
     model = build_model(config, device)
     if options.quantization is not None:
         for linear in model.linears():
-            linear.quantize = rounding_of(linear, options.quantization)
+            linear.quantize = rounding_of(linear, options.quantization, config.hidden_size)
         model.embedding.quantize = round_int8
     model.embedding.single_copy = quantization_of(path, config) is not None
     slots = model.weight_slots()

@@ -1,8 +1,9 @@
 """Quantisation of full-precision weights while they are loaded: round to nearest, without calibration.
 
 int8   one scale for each output: max |w| / 127
-int4   codes 0 to 15 with a scale and an offset for each 128 inputs. Of a few ranges, each a part of that from the least
-       to the largest weight, the one with the least squared error is taken.
+int4   codes 0 to 15 with a scale and an offset for each 128 inputs, or 32 in small models. Of a few ranges, each a part
+       of that from the least to the largest weight, the one with the least squared error is taken. Kernels may round
+       inputs to int8, as llama.cpp does for such weights.
 fp8    float8_e4m3fn with one scale for each output: max |w| / 448
 
 Embeddings and heads are int8 with each of these.
@@ -11,6 +12,7 @@ Embeddings and heads are int8 with each of these.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +21,10 @@ from torch.nn import functional as F
 from ...kernels.quantized_linear import QuantizedWeight
 from ..layers.linear import Linear
 
-_GROUP = 128
+_GROUP, _SMALL_GROUP = 128, 32
+# Hidden size below which a model is small: there int4 in groups of 128 costs too much quality. Perplexity of
+# SmolLM2-135M over that of bfloat16: 1.69 in groups of 128, 1.00 in groups of 32.
+_SMALL_HIDDEN = 1024
 # Parts of the range of an int4 group that are tried; the one with the least square error is taken.
 _RANGES = (1.0, 0.95, 0.9, 0.85, 0.8)
 # Weights that are rounded at once: their float32 copies take 4 MiB each.
@@ -33,9 +38,9 @@ def round_int8(weight: Tensor) -> QuantizedWeight:
     return _by_rows(weight, _int8)
 
 
-def round_int4(weight: Tensor) -> QuantizedWeight:
-    """Weight [O, I] with scales and offsets of groups of 128 inputs."""
-    return _by_rows(weight, _int4)
+def round_int4(weight: Tensor, group: int = _GROUP) -> QuantizedWeight:
+    """Weight [O, I] with scales and offsets of groups of inputs."""
+    return _by_rows(weight, partial(_int4, group=group))
 
 
 def round_fp8(weight: Tensor) -> QuantizedWeight:
@@ -47,9 +52,15 @@ ROUNDINGS: dict[str, Callable[[Tensor], QuantizedWeight]] = {"int8": round_int8,
 """Function for each value of the option `quantization` that does not name the format of a checkpoint."""
 
 
-def rounding_of(linear: Linear, quantization: str) -> Callable[[Tensor], QuantizedWeight] | None:
-    """Function for a layer; None: its weights stay as they are."""
-    return None if linear.name.endswith(_EXACT) else ROUNDINGS[quantization]
+def rounding_of(
+    linear: Linear, quantization: str, hidden_size: int = _SMALL_HIDDEN
+) -> Callable[[Tensor], QuantizedWeight] | None:
+    """Function for a layer of a model of the hidden size; None: its weights stay as they are."""
+    if linear.name.endswith(_EXACT):
+        return None
+    if quantization == "int4" and hidden_size < _SMALL_HIDDEN:
+        return partial(round_int4, group=_SMALL_GROUP)
+    return ROUNDINGS[quantization]
 
 
 def _by_rows(weight: Tensor, quantise: Callable[[Tensor], QuantizedWeight]) -> QuantizedWeight:
@@ -74,9 +85,9 @@ def _fp8(rows: Tensor) -> QuantizedWeight:
     return QuantizedWeight(bits=8, codes=codes, scales=scales, group=rows.shape[1])
 
 
-def _int4(rows: Tensor) -> QuantizedWeight:
+def _int4(rows: Tensor, group: int) -> QuantizedWeight:
     outputs, inputs = rows.shape
-    group = min(_GROUP, inputs)
+    group = min(group, inputs)
     missing = -inputs % group
     # A shorter last group is filled up with its last input, which does not change its range.
     padded = F.pad(rows[None], (0, missing), mode="replicate")[0] if missing else rows
@@ -100,4 +111,5 @@ def _int4(rows: Tensor) -> QuantizedWeight:
         scales=scales.squeeze(2),
         group=group,
         offsets=offsets.squeeze(2),
+        coarse_inputs=True,
     )

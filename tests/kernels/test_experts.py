@@ -144,6 +144,48 @@ def test_layers_of_quantised_and_other_experts_are_not_tritons(monkeypatch: pyte
     assert error < 1e-5
 
 
+@pytest.mark.parametrize("kind", ["int8", "w8a8", "int4", "coarse", "levels"])
+@pytest.mark.parametrize(("rows", "num_experts", "hidden", "inner", "top_k"), [(1, 6, 96, 70, 3), (41, 5, 200, 72, 2)])
+def test_quantised_experts_have_the_bits_of_their_products(
+    rows: int, num_experts: int, hidden: int, inner: int, top_k: int, kind: str
+) -> None:
+    def quantize(outputs: int, inputs: int) -> QuantizedWeight:
+        bits, group = (8, inputs) if kind in ("int8", "w8a8") else (4, 32)
+        codes = torch.randint(0, 1 << bits, (outputs, inputs), dtype=torch.uint8)
+        scales = (0.5 + torch.rand(outputs, -(-inputs // group))) * inputs**-0.5 / (1 << bits - 2)
+        if kind == "levels":
+            return QuantizedWeight(bits=4, codes=codes, scales=scales, group=group, levels=torch.randn(16))
+        if bits == 8:
+            signed = (codes ^ 128).view(torch.int8)
+            return QuantizedWeight(
+                bits=8, codes=signed, scales=scales, group=group, input_bits=8 if kind == "w8a8" else None
+            )
+        offsets = -torch.randint(6, 10, scales.shape) * scales
+        return QuantizedWeight(
+            bits=4, codes=codes, scales=scales, group=group, offsets=offsets, coarse_inputs=kind == "coarse"
+        )
+
+    # Gate and up are blocks of one weight.
+    shapes = [(inner, hidden), (inner, hidden)], [(hidden, inner)]
+    blocks = [[[quantize(*shape) for shape in part] for _ in range(num_experts)] for part in shapes]
+    linears = [[quantized_linear.pack(weight, None, torch.bfloat16) for weight in part] for part in blocks]
+    packed = experts.pack(*linears)
+    if not isinstance(linears[0][0], quantized_linear.NativeQuantizedLinear):
+        pytest.skip("no kernels")
+    assert isinstance(packed, NativeExperts)
+    x, residual = (torch.randn(rows, hidden).bfloat16() for _ in range(2))
+    routing = draw_routing(rows, num_experts, top_k, torch.bfloat16)
+    alone = reference.TorchExperts(*linears)
+    for added in (None, residual):
+        y = packed(x, routing, added)
+        assert torch.equal(y, alone(x, routing, added))
+        last = None if added is None else added[-1:]
+        assert torch.equal(packed(x[-1:], Routing(*(part[-1:] for part in routing)), last), y[-1:])
+    if kind not in ("w8a8", "coarse"):  # they round inputs
+        dense = [torch.stack([torch.cat([b.dequantized() for b in weight]) for weight in part]) for part in blocks]
+        assert (y - define(x, routing, *dense, residual)).abs().max() < TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("rows", "num_experts", "hidden", "inner", "top_k"), SHAPES)
 def test_quantized_on_triton(

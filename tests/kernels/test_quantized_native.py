@@ -29,7 +29,7 @@ NF4 = [-1, -0.696, -0.525, -0.395, -0.284, -0.185, -0.091, 0, 0.08, 0.161, 0.246
 IQ4 = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
 KINDS = [
     *("int8", "uint8", "int8 minimum", "w8a8", "fp8", "nf4", "iq4"),
-    *("int4", "int4 zero points", "int4 minimum", "ordered"),
+    *("int4", "int4 zero points", "int4 minimum", "int4 coarse", "ordered"),
 ]
 
 
@@ -89,8 +89,8 @@ def make(kind: str, outputs: int, inputs: int, group: int, seed: int = 0) -> Qua
         return replace(made, offsets=-8 * scales)
     if kind == "int4 zero points":
         return replace(made, offsets=-scales * zeros(0, 16))
-    if kind == "int4 minimum":
-        return replace(made, offsets=-8 * values())
+    if kind in ("int4 minimum", "int4 coarse"):
+        return replace(made, offsets=-8 * values(), coarse_inputs=kind == "int4 coarse")
     if kind == "ordered":
         return replace(made, offsets=-8 * scales, order=torch.randperm(inputs, generator=generator))
     return replace(made, levels=torch.tensor(NF4 if kind == "nf4" else IQ4, dtype=torch.float32))
@@ -105,15 +105,23 @@ def inputs_of(rows: int, width: int, seed: int = 1) -> Tensor:
     return x.bfloat16()
 
 
+def rounded(x: Tensor) -> Tensor:
+    """Inputs that share a scale, in a row, rounded to int8: [rows, width] float64."""
+    largest = x.float().abs().amax(1, keepdim=True)
+    scales = largest / 127
+    return torch.where(largest > 0, x.float() / scales, 0.0).round().double() * scales.double()
+
+
 def check(y: Tensor, x: Tensor, weight: QuantizedWeight, extra: Tensor | None = None) -> None:
     """Compare with float64. Errors: of the result 2^-8, as of levels that are no integers; of scales and offsets 2^-12;
     of inputs in fixed point 2^-15 of the largest of those that share a scale (256 at most); of float32's sums less.
     """
     dense, numbers = weight.dequantized().double(), x.double()
-    if weight.input_bits:
-        largest = x.float().abs().amax(1, keepdim=True)
-        scales = largest / 127
-        numbers = (torch.where(largest > 0, x.float() / scales, 0.0).round() * scales.double()).double()
+    functions = native._functions()
+    is_coarse = weight.coarse_inputs and functions is not None and functions.has_integers
+    if weight.input_bits or is_coarse:
+        width = native._chunk(weight.group, x.shape[1]) if is_coarse else x.shape[1]
+        numbers = torch.cat([rounded(part) for part in x.split(width, 1)], 1)
     expected = numbers @ dense.T
     if extra is not None:
         expected += extra.double()
@@ -123,7 +131,7 @@ def check(y: Tensor, x: Tensor, weight: QuantizedWeight, extra: Tensor | None = 
     bound = 2**-8 * expected.abs() + 2**-11.5 * (x.double().abs() @ size.T)
     if weight.levels is not None and not torch.equal(weight.levels, weight.levels.round()):
         bound += 2**-8 * (x.double().abs() @ dense.abs().T)
-    if not weight.input_bits:
+    if not weight.input_bits and not is_coarse:
         order = torch.arange(x.shape[1]) if weight.order is None else weight.order
         for part in order.split(min(weight.group, 256)):
             bound += 2**-15 * x.double()[:, part].abs().amax(1, keepdim=True) * dense[:, part].abs().sum(1)

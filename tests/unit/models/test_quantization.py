@@ -61,7 +61,7 @@ def test_logits_are_those_of_the_dequantised_weights(kind: str, make: Callable, 
         torch.testing.assert_close(ours, dense, rtol=0, atol=1e-5 * scale)
 
 
-@pytest.mark.parametrize("kind", ["gptq-act", "ct-int8", "fp8-blocks", "nf4"])
+@pytest.mark.parametrize("kind", ["gptq-act", "ct-int8", "ct-w8a8", "fp8-blocks", "nf4"])
 def test_bfloat16_rounds_as_the_dequantised_weights_do(kind: str, make: Callable, driver: Callable) -> None:
     folder = make(kind)
     ours, rounded, exact = (

@@ -53,6 +53,18 @@ def test_a_model_runs_on_rounded_weights(method: str, tied: bool, save_tiny: Cal
     assert rounded.embedding.num_bytes < plain.embedding.num_bytes
 
 
+def test_groups_of_small_models_are_small(save_tiny: Callable) -> None:
+    folder, _ = save_tiny("Llama", hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4)
+    model = load_model(folder, "bfloat16", options=ModelOptions(quantization="int4"))
+    plain = load_model(folder, "float32")
+    for rounded, exact in zip(model.linears(), plain.linears(), strict=True):
+        product = rounded.project(torch.eye(128).bfloat16()).float().T
+        weight = exact.project(torch.eye(128)).T
+        error = (product - weight).abs().unflatten(1, (-1, 32)).amax(2)
+        values = weight.unflatten(1, (-1, 32))
+        assert bool((error <= 0.1 * (values.amax(2) - values.amin(2))).all())
+
+
 def test_the_option_fits_the_checkpoint() -> None:
     assert rounding(None, "gptq") is rounding("gptq", "gptq") is rounding("none", None) is None
     assert rounding("int4", None) == "int4"

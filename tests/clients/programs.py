@@ -1,0 +1,113 @@
+"""Clients that are programs of their own: Node's client, and lm-eval."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import drivers
+import pytest
+
+HERE = Path(__file__).resolve().parent
+MODEL = HERE.parents[1] / "models/demo/base"
+MODULES = Path(sys.prefix) / "js/node_modules"
+
+
+class JavaScript(drivers.Client):
+    title = "openai (JavaScript)"
+
+    def _run(self, feature: str, model: str) -> Any:
+        if shutil.which("node") is None or not MODULES.is_dir():
+            pytest.fail("this client needs node and npm: install them, then remove .venv-clients/.stamp")
+        job = {
+            "url": self.url,
+            "feature": feature,
+            "model": model,
+            "question": drivers.QUESTION,
+            "prompt": drivers.PROMPT,
+            "tool": drivers.TOOL,
+        }
+        job["schema"] = drivers.Order.model_json_schema() | {"additionalProperties": False}
+        done = subprocess.run(
+            ["node", str(HERE / "client.cjs"), json.dumps(job)],
+            env=os.environ | {"NODE_PATH": str(MODULES)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def chat(self, model: str) -> str:
+        return self._run("chat", model)
+
+    def stream(self, model: str) -> list[str]:
+        return self._run("stream", model)
+
+    def tools(self, model: str) -> tuple[str, dict]:
+        function = self._run("tools", model)
+        return function["name"], json.loads(function["arguments"])
+
+    def schema(self, model: str) -> drivers.Order:
+        return drivers.Order.model_validate(self._run("schema", model))
+
+    def completion(self, model: str) -> str:
+        return self._run("completion", model)
+
+    def logprobs(self, model: str) -> tuple[float, str | list[int], int]:
+        return self._run("logprobs", model), drivers.QUESTION, 1
+
+    def embeddings(self, model: str) -> list[float]:
+        return self._run("embeddings", model)
+
+
+TASK = """
+task: probe_{kind}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{data}"}}}}
+test_split: test
+output_type: {output}
+doc_to_text: "{{{{q}}}}"
+doc_to_target: "{{{{a}}}}"
+target_delimiter: ""
+generation_kwargs: {{until: ["@@"], max_gen_toks: 24, do_sample: false}}
+metric_list: [{{metric: {metric}}}]
+"""
+
+
+class LmEval(drivers.Client):
+    title = "lm-eval (local-completions)"
+
+    def _run(self, model: str, kind: str, output: str, metric: str, row: dict[str, str]) -> dict[str, Any]:
+        """Logged sample of one question."""
+        data, results = self.folder / f"{kind}.jsonl", self.folder / f"{kind}-of-{model}"
+        data.write_text(json.dumps(row) + "\n")
+        task = TASK.format(kind=kind, data=data, output=output, metric=metric)
+        (self.folder / f"{kind}.yaml").write_text(task)
+        where = f"model={model},base_url={self.url}/completions,tokenizer={MODEL},max_length=512,add_bos_token=True"
+        command = [sys.executable, "-I", "-m", "lm_eval", "--model", "local-completions", "--tasks", f"probe_{kind}"]
+        command += ["--model_args", where]
+        command += ["--include_path", str(self.folder), "--output_path", str(results), "--log_samples"]
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(self.folder), "OPENAI_API_KEY": "none"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr[-4000:]
+        (samples,) = results.rglob("samples_*.jsonl")
+        return json.loads(samples.read_text().splitlines()[0])
+
+    def completion(self, model: str) -> str:
+        return self._run(model, "text", "generate_until", "exact_match", {"q": drivers.PROMPT, "a": "x"})["resps"][0][0]
+
+    def logprobs(self, model: str) -> tuple[float, str | list[int], int]:
+        """It sends the tokens of its own tokenizer."""
+        from tokenizers import Tokenizer
+
+        first, rest = drivers.QUESTION.split(" ", 1)
+        sample = self._run(model, "likelihood", "loglikelihood", "perplexity", {"q": first, "a": f" {rest}"})
+        tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+        ids, context = (tokenizer.encode(text, add_special_tokens=True).ids for text in (drivers.QUESTION, first))
+        return float(sample["resps"][0][0][0]), ids, len(context)
