@@ -83,7 +83,7 @@ class Job:
         params = self.params
         if self.beam is not None and 2 * params.n > info.max_logprobs:
             raise InvalidRequestError(
-                f"n must be at most {info.max_logprobs // 2} with use_beam_search (half of max_logprobs), got {params.n}",
+                f"use_beam_search takes n up to {info.max_logprobs // 2} (half of max_logprobs), got {params.n}",
                 param="n",
             )
         num_tokens = params.n * sum(map(len, self.prompts))  # each choice has its prompt's
