@@ -95,6 +95,23 @@ def peers() -> list[str]:
     return [*table(head, rows), "", *source("peers")]
 
 
+def quantised_peers() -> list[str]:
+    """Output tokens/s over those of other engines with quantised weights."""
+    kinds = {
+        "llama.cpp Q8_0": ("int8", "llamacpp-Q8_0"),
+        "OpenVINO GenAI int8": ("int8", "openvino"),
+        "llama.cpp Q4_0": ("int4", "llamacpp-Q4_0"),
+        "llama.cpp Q4_K_M": ("int4", "llamacpp-Q4_K_M"),
+        "OpenVINO GenAI int4": ("int4", "openvino"),
+    }
+    names = ("494M, quantised", "SmolLM2, quantised")
+    rows = [
+        [f"{mode} over {label}", *(number(peer_ratio([name], mode, peer, n)) for name in names for n in (1, 8))]
+        for label, (mode, peer) in kinds.items()
+    ]
+    return table(["Outrider", "494M: 1 request", "8", "SmolLM2-135M: 1", "8"], rows)
+
+
 # --- Adapters, products, prompts ----------------------------------------------------------------------------
 
 
@@ -303,6 +320,7 @@ def summary() -> list[str]:
 FIGURES: dict[str, Callable[[], list[str]]] = {
     "summary": summary,
     "peers": peers,
+    "quantised-peers": quantised_peers,
     "lora": lora,
     "products": products,
     "long-prompts": long_prompts,

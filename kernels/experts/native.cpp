@@ -5,6 +5,7 @@
 // list, of which each thread reads an equal part from front to back; each weight is read once. The bits of a token's
 // result depend on its own row alone, as those of the products do. Weights are of bfloat16, or quantised.
 #include "clamped_swiglu.h"
+#include "pair_tiles.h"
 #include "quantized_call.h"
 
 using namespace outrider;
@@ -143,7 +144,7 @@ struct Plain {
         for (int64_t begin = 0; begin < rows; begin += BLOCK_ROWS)
             for (int64_t panel = first; panel < last; panel++) {
                 if (next && panel + 1 == last) prefetch(next);
-                compute(call, panel, begin, std::min(begin + BLOCK_ROWS, rows), panel + 1 == last, nullptr);
+                compute_panel(call, panel, begin, std::min(begin + BLOCK_ROWS, rows), panel + 1 == last, nullptr);
             }
     }
 };

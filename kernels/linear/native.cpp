@@ -1,5 +1,5 @@
 // y = x Wᵀ + b (+ residual) in bfloat16, with the adapters of a step in the same call.
-#include "panels.h"
+#include "pair_tiles.h"
 
 using namespace outrider;
 
@@ -13,7 +13,8 @@ void multiply(const Call& call, int64_t rows, int64_t first, int64_t last, Fetch
     for (int64_t begin = 0; begin < rows; begin += BLOCK_ROWS)
         for (int64_t panel = first; panel < last; panel++) {
             const bool is_soon = fetch && (last - panel) * pairs * FETCHED <= fetch->num_lines * 9 / 8;
-            compute(call, panel, begin, std::min(begin + BLOCK_ROWS, rows), panel + 1 == last, is_soon ? fetch : nullptr);
+            compute_panel(call, panel, begin, std::min(begin + BLOCK_ROWS, rows), panel + 1 == last,
+                          is_soon ? fetch : nullptr);
         }
 }
 

@@ -125,7 +125,7 @@ class Rows {
         padded_chunk = num_quads(inputs.chunk) * QUAD;
         num_planes = int(inputs.num_planes);
         padded = num_chunks * padded_chunk;
-        if (num_planes) grow(bytes_, rows * num_planes * padded + LANES);
+        if (num_planes) grow(bytes_, rows * num_planes * padded + LINE);  // a tile may read so far
         else if (HAS_HALF_TILES) grow(halves_, rows * padded + LANES);
         else grow(floats_, rows * padded + LANES);
         grow(units_, rows * num_chunks);

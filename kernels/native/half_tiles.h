@@ -2,7 +2,7 @@
 // pairs: float8 is exact in bfloat16, levels are rounded to it.
 #pragma once
 
-#include "code_tiles.h"
+#include "byte_tiles.h"
 
 namespace outrider {
 namespace {
@@ -141,6 +141,10 @@ inline void multiply_panel(const Block& block, const Rows& rows, int64_t panel, 
     const int64_t step = std::max<int64_t>(BLOCK_INPUTS / block.chunk, 1), quad_lines = quad_bytes(block.form) / LINE;
     const int64_t stride_lines = quad_lines * STRIDE;
     const uint8_t* codes = block.panels + panel * panel_bytes(block);
+#ifdef OUTRIDER_TILES
+    if (is_integer && end - begin >= TileUse::byte_rows().load(std::memory_order_relaxed))
+        return multiply_by_tiles(block, rows, codes, begin, end, sums);
+#endif
     for (int64_t c = 0; c < chunks; c += step) {
         const int64_t last_chunk = std::min(c + step, chunks);
         const int64_t bytes = (last_chunk - c) * chunk_bytes(block, block.chunk);

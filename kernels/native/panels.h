@@ -64,8 +64,8 @@ class Fetch {
     const char *at_ = nullptr, *stop_ = nullptr;
 };
 
-// oneDNN is faster on processors with AMX tiles, and with several threads if the compiler has no OpenMP.
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__) && defined(_OPENMP)
+// With several threads oneDNN is faster if the compiler has no OpenMP.
+#if defined(__AVX512BF16__) && defined(_OPENMP)
 #define OUTRIDER_PANELS
 
 constexpr int64_t VECS = PANEL / LANES, PAIR_LINE = 2 * LANES;
@@ -119,10 +119,23 @@ inline void tiles(int rows, const bf16* x, int64_t x_stride, const bf16* panel, 
         tiles<ROWS, LINES, false>(rows, x, x_stride, panel, pairs, sums, first, next, nullptr);
 }
 
+// y = sums + b (+ residual) for rows [begin, end) of a panel's outputs. sums_of(row): the sums of its PANEL outputs.
+template <typename F>
+inline void put_outputs(const Call& call, int64_t panel, int64_t begin, int64_t end, F sums_of) {
+    const int64_t out = call.weight->out_features, column = panel * PANEL, width = std::min(PANEL, out - column);
+    for (int64_t row = begin; row < end; row++)
+        for (int64_t i = 0; i < width; i += LANES) {
+            Vec value = load(sums_of(row) + i);
+            if (call.weight->bias) value += load(call.weight->bias + column + i, width - i);
+            if (call.residual) value += load(call.residual + row * out + column + i, width - i);
+            store(call.y + row * out + column + i, value, width - i);
+        }
+}
+
 // Computes rows [begin, end) of a panel's outputs. `is_last`: the thread reads no further weights.
 inline void compute(const Call& call, int64_t panel, int64_t begin, int64_t end, bool is_last, Fetch* fetch) {
     static thread_local float sums[BLOCK_ROWS * PANEL];
-    const int64_t in = call.weight->in_features, out = call.weight->out_features, num_pairs = in / 2;
+    const int64_t in = call.weight->in_features, num_pairs = in / 2;
     // Tiles of equal heights: a last one of one row would read all of the weights again for it.
     const int64_t num_tiles = (end - begin + ROWS - 1) / ROWS;
     for (int64_t k = 0; k < num_pairs; k += BLOCK_PAIRS) {
@@ -145,14 +158,7 @@ inline void compute(const Call& call, int64_t panel, int64_t begin, int64_t end,
             next += lines * pairs * LINE;
         }
     }
-    const int64_t column = panel * PANEL, width = std::min(PANEL, out - column);
-    for (int64_t row = begin; row < end; row++)
-        for (int64_t i = 0; i < width; i += LANES) {
-            Vec value = load(sums + (row - begin) * PANEL + i);
-            if (call.weight->bias) value += load(call.weight->bias + column + i, width - i);
-            if (call.residual) value += load(call.residual + row * out + column + i, width - i);
-            store(call.y + row * out + column + i, value, width - i);
-        }
+    put_outputs(call, panel, begin, end, [&](int64_t row) { return sums + (row - begin) * PANEL; });
 }
 
 #endif

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import use_triton
+from ..native import tiles
 from .native import NativeQuantizedLinear, is_native
 from .torch import TorchQuantizedLinear
 from .weight import QuantizedWeight, row_squares
@@ -56,6 +57,7 @@ def pack(
     freed. With `batch_invariant` a row's result does not depend, bit for bit, on other rows.
     """
     if is_native(blocks, dtype):
+        tiles.prepare()
         return NativeQuantizedLinear(blocks, bias)
     if use_triton(blocks[0].codes):
         from .device_linear import TritonQuantizedLinear, is_served

@@ -354,6 +354,12 @@ def is_long(prompt: Prompt, params: object) -> bool:
     )
 
 
+def has_new_constraint(params: object) -> bool:
+    """True when checking a request may take seconds, so that it belongs into `CHECKER.thread`."""
+    constraint = params.structured_outputs if isinstance(params, SamplingParams) else None
+    return constraint is not None and not CHECKER.knows(constraint)
+
+
 def check_request_id(request_id: object) -> None:
     """Raise InvalidRequestError unless the id is a text that is not empty."""
     check_text("request_id", request_id)

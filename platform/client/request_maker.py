@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Unpack
 
+from ..core.constraint_check import CHECKER
 from ..core.lora_request import LoRA, LoRARequest
 from ..core.messages import EngineRequest
 from ..core.sampling_params import SamplingParams
 from .adapters.sources import AdapterSources
 from .adapters.spelling import AnyLoRA, resolve_lora
-from .input_processor import Defaults, InputProcessor, Prompt, RequestOptions, is_long
+from .input_processor import Defaults, InputProcessor, Prompt, RequestOptions, has_new_constraint, is_long
 from .sampling_defaults import SamplingDefaults
 from .text.adapter_templates import adapter_chat_template
 from .text.adapter_tokenizers import AdapterTokenizers
@@ -63,6 +64,8 @@ class RequestMaker:
         chosen = params if params is not None else Defaults((yield from self._defaults.of(lora)))
         processor = yield from self.processor_of(lora)
         process = functools.partial(processor.process, request_id, prompt, chosen, lora=lora, **options)
+        if has_new_constraint(params):
+            return Made((yield from answer(CHECKER.thread.submit(process))), processor.tokenizer)
         if is_long(prompt, params):
             return Made((yield from answer(self._checkers.submit(process))), processor.tokenizer)
         return Made(process(), processor.tokenizer)

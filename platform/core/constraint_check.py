@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
@@ -36,10 +37,21 @@ class ConstraintChecker:
     """The process, started for the first constraint, and what it has found out. Callable from any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._found: OrderedDict[Any, str] = OrderedDict()  # problem, or ""
+        self._begin()
+        # A process that was forked has another one: two would read each other's answers.
+        os.register_at_fork(after_in_child=self._begin)
+
+    def _begin(self) -> None:
+        self.thread = ThreadPoolExecutor(1, "check-constraint")
+        """Thread for constraints that are not known: in a pool with other work they would keep all its threads."""
+        self._asking = threading.Lock()  # guards the process, and is held while it works
         self._process: subprocess.Popen[str] | None = None
-        self._found: OrderedDict[Any, str | None] = OrderedDict()  # problem, or None
-        os.register_at_fork(after_in_child=self._leave_process)
+        self._lock = threading.Lock()  # guards what has been found out
+
+    def knows(self, params: StructuredOutputsParams) -> bool:
+        """True when a check takes no time."""
+        return self._known(params) is not None
 
     def check(self, params: StructuredOutputsParams) -> None:
         """Check a constraint, up to 1.5 s of a processor.
@@ -49,15 +61,25 @@ class ConstraintChecker:
             OutriderError: the process has ended, or gave no answer in 20 s on a busy machine.
         """
         grammar_package()
-        key = params.source, params.key
-        with self._lock:
-            if key not in self._found:
-                self._found[key] = self._ask(params)
-                if len(self._found) > _MAX_KEPT:
-                    self._found.popitem(last=False)
-            problem = self._found[key]
-        if problem is not None:
+        problem = self._known(params)
+        if problem is None:
+            with self._asking:
+                problem = self._known(params)  # another thread may have asked meanwhile
+                if problem is None:
+                    problem = self._ask(params) or ""
+                    self._keep(params, problem)
+        if problem:
             raise InvalidRequestError(problem, param=params.source)
+
+    def _known(self, params: StructuredOutputsParams) -> str | None:
+        with self._lock:
+            return self._found.get((params.source, params.key))
+
+    def _keep(self, params: StructuredOutputsParams, problem: str) -> None:
+        with self._lock:
+            self._found[params.source, params.key] = problem
+            if len(self._found) > _MAX_KEPT:
+                self._found.popitem(last=False)
 
     def _ask(self, params: StructuredOutputsParams) -> str | None:
         is_new = self._process is None or self._process.poll() is not None
@@ -100,10 +122,6 @@ class ConstraintChecker:
             self._process.kill()
             self._process.communicate()
             self._process = None
-
-    def _leave_process(self) -> None:
-        """Let a process that was forked have another one: two would read each other's answers."""
-        self._lock, self._process = threading.Lock(), None
 
 
 CHECKER = ConstraintChecker()

@@ -157,7 +157,7 @@ class _Batch:
 
     def _write(self, answer: dict[str, Any]) -> None:
         self.total += 1
-        self._output.write(json.dumps(answer, ensure_ascii=False) + "\n")
+        self._output.write(json.dumps(answer, ensure_ascii=False).encode(errors="backslashreplace").decode() + "\n")
         self._output.flush()
 
     async def _answer(self, number: int, line: bytes) -> dict[str, Any]:
@@ -185,11 +185,16 @@ class _Batch:
 
     async def _send(self, request: Request) -> httpx.Response:
         for _ in range(MAX_TRIES - 1):
-            response = await self._client.post(request.url, json=request.body)
+            response = await self._post(request)
             if response.status_code not in (503, 529):
                 return response
             await asyncio.sleep(float(response.headers.get("retry-after", 1)))
-        return await self._client.post(request.url, json=request.body)
+        return await self._post(request)
+
+    async def _post(self, request: Request) -> httpx.Response:
+        # As ASCII, with NaN: the server says what is wrong with a body, not the client.
+        body = json.dumps(request.body).encode()
+        return await self._client.post(request.url, content=body, headers={"content-type": "application/json"})
 
     def _request(self, line: bytes) -> Request:
         """The request of a line.

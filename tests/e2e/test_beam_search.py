@@ -35,7 +35,7 @@ def test_one_beam_is_greedy_text(client):
 
 @pytest.mark.parametrize(
     ("fields", "param"),
-    [({"n": 11}, "beam_width"), ({"stream": True}, "stream"), ({"model": "nobody"}, "model")],
+    [({"n": 11}, "n"), ({"stream": True}, "stream"), ({"model": "nobody"}, "model")],
 )
 def test_errors(client, fields, param):
     with pytest.raises(openai.APIStatusError) as caught:

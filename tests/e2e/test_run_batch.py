@@ -20,6 +20,8 @@ REFUSED = [
     ("/v1/chat/completions", ASK | {"model": "nobody"}, 404),
     ("/v1/completions", {"prompt": "a", "max_tokens": -1}, 400),
     ("/v1/embeddings", {}, 400),
+    ("/v1/completions", {"prompt": "\ud800"}, 400),
+    ("/v1/completions", {"prompt": "a", "temperature": float("nan")}, 400),
 ]
 BROKEN = [
     '{"custom_id": ',
@@ -29,6 +31,7 @@ BROKEN = [
     '{"custom_id": "url", "method": "POST", "url": "/v1/load_lora_adapter", "body": {}}',
     '{"custom_id": "body", "method": "POST", "url": "/v1/completions", "body": "a"}',
     '{"custom_id": "stream", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "stream": true}}',
+    '{"custom_id": "\\ud800", "method": "POST", "url": "/v1/models", "body": {}}',
     '{"custom_id": "good-0", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}',
 ]
 
@@ -48,7 +51,7 @@ def run(tethered):
 
 def test_fifty_lines(run, tmp_path):
     good = [request(f"good-{index}", *GOOD[index % len(GOOD)]) for index in range(36)]
-    refused = [request(f"refused-{index}", *REFUSED[index % len(REFUSED)][:2]) for index in range(6)]
+    refused = [request(f"refused-{index}", *REFUSED[index % len(REFUSED)][:2]) for index in range(5)]
     lines = [line for mixed in zip(good, (*refused, *BROKEN, *[""] * 22), strict=True) for line in mixed]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     options = ("-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "--max-concurrency", "8")
@@ -67,14 +70,14 @@ def test_fifty_lines(run, tmp_path):
     texts = [by_id[f"good-{index}"]["response"]["body"]["choices"][0]["message"]["content"] for index in (0, 1)]
     assert texts[0].upper().startswith("SELECT")  # the adapter's
     assert texts[0] != texts[1]
-    for index in range(6):
+    for index in range(5):
         response = by_id[f"refused-{index}"]["response"]
         assert response["status_code"] == REFUSED[index % len(REFUSED)][2]
         assert response["body"]["error"]["message"]
     broken = [answer for answer in answers if answer["response"] is None]
     assert len(broken) == len(BROKEN)
     assert all(answer["error"]["message"].startswith("line ") for answer in broken)
-    assert {answer["custom_id"] for answer in broken} == {None, "get", "url", "body", "stream", "good-0"}
+    assert {answer["custom_id"] for answer in broken} == {None, "get", "url", "body", "stream", "\ud800", "good-0"}
 
 
 def test_files_that_cannot_be_used(run, tmp_path):

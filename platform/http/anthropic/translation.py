@@ -47,6 +47,9 @@ def chat_messages(body: CountTokensRequest) -> list[Message]:
                 _append(result[-1], part)
             else:
                 result.append(part)
+    for message in result:
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "".join(message["reasoning_content"])
     if result[-1].get("tool_calls"):
         place = f"messages[{len(body.messages) - 1}].content"
         raise InvalidRequestError(f"{place}: results must follow tool_use blocks, in a user's message", param=place)
@@ -167,7 +170,7 @@ def _split(role: str, blocks: list[dict[str, Any]], place: str) -> list[Message]
         if kind == "text":
             own["content"].append({"type": "text", "text": _text(block, "text", where)})
         elif kind == "thinking":
-            own["reasoning_content"] = own.get("reasoning_content", "") + _text(block, "thinking", where)
+            own.setdefault("reasoning_content", []).append(_text(block, "thinking", where))
         elif kind == "tool_use":
             own.setdefault("tool_calls", []).append(_call(block, where))
     return result or [{"role": role, "content": []}]
@@ -176,10 +179,9 @@ def _split(role: str, blocks: list[dict[str, Any]], place: str) -> list[Message]
 def _append(message: Message, more: Message) -> None:
     """Add a message of the same role."""
     message["content"] += more["content"]
-    if "reasoning_content" in more:
-        message["reasoning_content"] = message.get("reasoning_content", "") + more["reasoning_content"]
-    if "tool_calls" in more:
-        message.setdefault("tool_calls", []).extend(more["tool_calls"])
+    for name in ("reasoning_content", "tool_calls"):
+        if name in more:
+            message.setdefault(name, []).extend(more[name])
 
 
 def _call(block: dict[str, Any], place: str) -> dict[str, Any]:

@@ -94,7 +94,20 @@ _SAMPLING = {
     **_each(Unsupported(instead="seed"), "sampling_seed random_seed"),
 }
 
-GENERATION_UNSUPPORTED: Mapping[str, Unsupported] = _PROMPT | _FORMATS | _SOURCES | _SAMPLING
+_OURS = {
+    **_each(Unsupported((False,)), "use_beam_search ignore_eos include_stop_str_in_output guided_json_object"),
+    **_each(Unsupported((True,)), "skip_special_tokens spaces_between_special_tokens"),
+    **_each(Unsupported((1,)), "best_of"),
+    **_each(Unsupported((0,)), "min_tokens top_logprobs"),
+    **_each(Unsupported((0.0,)), "min_p presence_penalty frequency_penalty"),
+    **_each(Unsupported((1.0,)), "length_penalty repetition_penalty"),
+    **_each(Unsupported(([],)), "stop_token_ids allowed_token_ids bad_words"),
+    **_each(Unsupported(({},)), "logit_bias structured_outputs"),
+    **_each(Unsupported(), "prompt_logprobs guided_choice guided_grammar guided_json guided_regex"),
+}
+"""Fields that some of the routes have."""
+
+GENERATION_UNSUPPORTED: Mapping[str, Unsupported] = _PROMPT | _FORMATS | _SOURCES | _SAMPLING | _OURS
 """Unsupported fields of the routes that generate. A field that a route's model has is not one of them."""
 
 COMPLETION_UNSUPPORTED = {

@@ -15,8 +15,8 @@ from .job import Job
 from .protocol import SamplingFields
 
 _NOT_WITH_BEAMS = """
-    stream speculative stop stop_token_ids bad_words min_tokens logit_bias allowed_token_ids logprobs top_logprobs
-    prompt_logprobs presence_penalty frequency_penalty return_draft_status
+    stream speculative stop stop_token_ids bad_words min_tokens logit_bias allowed_token_ids presence_penalty
+    frequency_penalty return_draft_status
 """.split()
 """Fields that are refused at values that ask for something."""
 
@@ -32,6 +32,7 @@ def beam_params(body: SamplingFields, params: SamplingParams) -> BeamSearchParam
             raise InvalidRequestError("length_penalty needs use_beam_search", param="length_penalty")
         return None
     refused = [name for name in _NOT_WITH_BEAMS if getattr(body, name, None) not in (None, False, 0, "", [], {})]
+    refused += [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) is not None]  # 0 asks, too
     if body.repetition_penalty not in (None, 1.0):
         refused.append("repetition_penalty")
     if params.structured_outputs is not None:

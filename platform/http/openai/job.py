@@ -79,8 +79,13 @@ class Job:
 
     def bound_logprobs(self, info: EngineInfo) -> None:
         """Refuse to make more log-probabilities than `MAX_LOGPROBS`. Where the client has named no `max_tokens`, it
-        becomes as large as that allows."""
+        becomes as large as that allows. A beam search needs two of the engine's for each sequence in each step."""
         params = self.params
+        if self.beam is not None and 2 * params.n > info.max_logprobs:
+            raise InvalidRequestError(
+                f"use_beam_search takes n up to {info.max_logprobs // 2} (half of max_logprobs), got {params.n}",
+                param="n",
+            )
         num_tokens = params.n * sum(map(len, self.prompts))  # each choice has its prompt's
         most_top = min(info.vocab_size, info.max_logprobs)  # -1 asks for as many
 

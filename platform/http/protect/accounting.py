@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from ...client.input_processor import is_long
+from ...client.input_processor import has_new_constraint, is_long
 from ...core.adapter_names import label_text
+from ...core.constraint_check import CHECKER
 from ...core.errors import AuthenticationError, OutriderError, OverloadedError
 from ...core.logs import current_request_id
 from ...core.outputs import RequestMetrics
@@ -117,7 +118,10 @@ async def check_params(serving: Serving, job: Job) -> None:
             job.request_id, prompt, params, lora=job.lora, priority=job.priority, cache_salt=job.cache_salt
         )
 
-    if is_long(prompt, job.params):
+    if has_new_constraint(job.params):
+        async with serving.constraint_turns.of(job.principal.tenant):
+            await asyncio.get_running_loop().run_in_executor(CHECKER.thread, check)
+    elif is_long(prompt, job.params):
         await asyncio.to_thread(check)
     else:
         check()

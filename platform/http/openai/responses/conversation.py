@@ -94,6 +94,10 @@ def _function_call(given: dict[str, Any], place: str) -> Item:
     for name, value in call.items():
         if not isinstance(value, str) or not (value or name == "arguments"):
             raise InvalidRequestError(f"{place}.{name} must be a string, and not empty", param=f"{place}.{name}")
+    try:
+        json.loads(arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{place}.arguments is not JSON: {error}", param=f"{place}.arguments") from error
     return call
 
 
@@ -135,19 +139,19 @@ def messages_of(items: Iterable[Item], instructions: str | None) -> list[dict[st
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
-    reasoning = ""
+    reasoning: list[str] = []  # texts that the next message of the assistant has
 
     def assistant(content: Any) -> dict[str, Any]:
-        nonlocal reasoning
         message = {"role": "assistant", "content": content}
         if reasoning:
-            message["reasoning_content"], reasoning = reasoning, ""
+            message["reasoning_content"] = "".join(reasoning)
+            reasoning.clear()
         messages.append(message)
         return message
 
     for item in items:
         if item["type"] == "reasoning":
-            reasoning += "".join(part["text"] for part in item["content"] or item["summary"])
+            reasoning += [part["text"] for part in item["content"] or item["summary"]]
         elif item["type"] == "function_call":
             function = {"name": item["name"], "arguments": item["arguments"] or "{}"}
             is_next = messages and messages[-1]["role"] == "assistant" and not reasoning

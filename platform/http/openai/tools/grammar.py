@@ -56,7 +56,6 @@ def answer_constraint(
         template: Response template of the model's format, when the answer is parsed.
         opened: The mark of reasoning that the prompt ends with, or nothing.
     """
-    marks = _Marks(tokenizer)
     form = next((CALL_FORMS.get(name) for name, known in FORMATS.items() if known is template), None)
     if choice.is_forced or (asked is None and not choice.has_strict):
         form = None
@@ -64,6 +63,7 @@ def answer_constraint(
         form = None  # JSON that may be a call, or else the answer: a lexer cannot tell them apart by their beginning
     if template is None or (asked is None and form is None):
         return asked
+    marks = _Marks(tokenizer)
     head, rules = _reasoning(template, opened, marks)
     if form is not None:
         rules += _calls(form, choice, marks)

@@ -231,12 +231,22 @@ def test_tokens_are_counted(http, llm):
         ({"output_config": {"format": {"type": "json_schema", "schema": {"if": {}}}}}, "output_config.format"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"n": 2}, "n"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ],
 )  # fmt: skip
 def test_wrong_fields_are_named(http, fields, param):
     error = error_of(create(http, **fields), 400, "invalid_request_error")
     assert error["param"] == param
     assert param in error["message"] or param == "messages"
+
+
+def test_thinking_of_neighbours_is_joined(http, llm):
+    thoughts = [{"type": "thinking", "thinking": text, "signature": ""} for text in ("a", "b")]
+    answers = [{"role": "assistant", "content": thoughts}, {"role": "assistant", "content": thoughts[:1]}]
+    assert message(create(http, messages=[*MESSAGES, *answers, *MESSAGES]))
+    assert llm.conversation[1]["reasoning_content"] == "aba"
 
 
 def test_errors_have_anthropics_form(http, make_http, llm):

@@ -17,7 +17,8 @@ def post(http, fields, path="completions"):
     [
         {"stream": True}, {"speculative": 3}, {"stop": "a"}, {"stop_token_ids": [3]}, {"bad_words": ["a"]},
         {"min_tokens": 1}, {"logit_bias": {"3": 1.0}}, {"allowed_token_ids": [3]}, {"logprobs": 1},
-        {"prompt_logprobs": 1}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.5},
+        {"logprobs": 0}, {"prompt_logprobs": 0}, {"n": 11}, {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.5}, {"repetition_penalty": 1.5},
         {"guided_regex": "a"}, {"structured_outputs": {"regex": "a"}}, {"response_format": {"type": "json_object"}},
         {"length_penalty": 1e6}, {"length_penalty": 2.0, "use_beam_search": None}, {"best_of": 2},
         {"return_draft_status": True},
@@ -56,16 +57,16 @@ def searches(http, monkeypatch):
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_the_answer_has_n_choices(http, searches, path):
-    fields = {"n": 3, "max_tokens": 7, "length_penalty": 0.5, "temperature": 0.7, "seed": 5, "stream": False}
+    fields = {"n": 2, "max_tokens": 7, "length_penalty": 0.5, "temperature": 0.7, "seed": 5, "stream": False}
     answer = post(http, fields, path).json()
     texts = [choice["text"] if path == "completions" else choice["message"]["content"] for choice in answer["choices"]]
-    assert texts == ["ab"] * 3
+    assert texts == ["ab"] * 2
     assert [(choice["index"], choice["finish_reason"]) for choice in answer["choices"]] == [
-        (i, "stop") for i in range(3)
+        (i, "stop") for i in range(2)
     ]
-    assert answer["usage"]["completion_tokens"] == 9
+    assert answer["usage"]["completion_tokens"] == 6
     [(_, params, _)] = searches
-    assert params == BeamSearchParams(3, 7, temperature=0.7, length_penalty=0.5)
+    assert params == BeamSearchParams(2, 7, temperature=0.7, length_penalty=0.5)
 
 
 def test_a_chat_may_fill_the_context(http, searches):

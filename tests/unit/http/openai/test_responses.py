@@ -307,6 +307,10 @@ def test_items_become_messages():
         ({"text": {"format": {"type": "json_object", "a": "x" * 200_000}}}, "text.format"),
         ({"temperature": -1}, "temperature"),
         ({"temprature": 1}, "temprature"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
     ],
 )
 def test_wrong_fields(http, fields, param):

@@ -1,12 +1,14 @@
 """One bound for everything that waits, over HTTP: 503 at once, and nothing is left of who was refused."""
 
 import asyncio
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx
 import pytest
 
+from outrider.platform.core.constraint_check import CHECKER
 from outrider.platform.http.app import create_app
 from outrider.platform.http.server_config import ServerConfig
 from outrider.platform.tenancy.accounts.principal import Limits, Principal
@@ -149,3 +151,41 @@ def test_nobody_waits_for_a_place_when_the_server_has_begun_to_drain(server, llm
             await end(running)
 
     asyncio.run(scenario())
+
+
+def test_new_constraints_of_one_tenant_keep_nobody_from_work(server, llm, monkeypatch):
+    checked, may_go_on = [], threading.Event()
+
+    def check(params):
+        checked.append(params.regex)
+        assert may_go_on.wait(30)
+
+    monkeypatch.setattr(CHECKER, "check", check)
+    llm.info = llm.input_processor._info = replace(
+        llm.info, max_num_seqs=64, max_num_queued_reqs=64, max_model_len=9999
+    )
+    llm.blocked = False
+    server.tenancy.limiter = Limiter(lambda *which: None)
+    people = {"many": Principal(tenant="acme", key_id="k1"), "one": Principal(tenant="globex", key_id="k2")}
+    server.tenancy.directory.authenticate = people.get
+
+    async def scenario():
+        async with client(server.app) as http:
+
+            def post(key, **body):
+                headers = {"Authorization": f"Bearer {key}"}
+                return http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 1} | body, headers=headers)
+
+            asked = [post("many", structured_outputs={"regex": f"a{index}"}) for index in range(40)]
+            tasks = [asyncio.create_task(request) for request in asked]
+            await until(lambda: checked)
+            tasks.append(asyncio.create_task(post("one", structured_outputs={"regex": "b"})))
+            async with asyncio.timeout(30):
+                assert (await post("one", prompt="ab" * 4000)).status_code == 200  # checked in a thread, as it is long
+            may_go_on.set()
+            answers = await asyncio.gather(*tasks)
+            assert {answer.status_code for answer in answers} == {200}
+
+    asyncio.run(scenario())
+    assert len(checked) >= 41
+    assert checked.index("b") <= 2
