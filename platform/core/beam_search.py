@@ -26,8 +26,8 @@ class BeamSearchParams:
     temperature: float = 0.0
     """Without an effect: sequences are ranked by the model's own log-probabilities, and nothing is drawn."""
     length_penalty: float = 1.0
-    """Sequences are ranked by their log-probability over (number of tokens) ** length_penalty. As in vLLM the tokens of
-    the prompt count, and the end token does not."""
+    """Sequences are ranked by their log-probability over (number of tokens) ** length_penalty, from -20 to 20. As in
+    vLLM the tokens of the prompt count, and the end token does not."""
     include_stop_str_in_output: bool = False
     """Leave the end token in the text."""
 
