@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 from ..core.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from ..core.compat.foreign_options import take_foreign
@@ -23,9 +23,14 @@ from .adapters.spelling import AnyLoRA, lora_of_each
 from .input_processor import Prompt, RequestOptions, as_prompts
 from .progress import GenerationProgress
 from .request_maker import Made
+from .sleeping import ADMITTED
 
 if TYPE_CHECKING:
     from .llm_engine import LLMEngine
+    from .stream_pacing import StreamPacer
+
+
+T = TypeVar("T")
 
 
 class BeamSearch:
@@ -186,6 +191,17 @@ class SyncBeamSearch:
                 search.extend([_candidates(next(outputs)) for _ in several])
 
 
+async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results of all; one that fails ends the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 class AsyncBeamSearch:
     """Method of `AsyncLLM`, by its `generate`."""
 
@@ -196,6 +212,10 @@ class AsyncBeamSearch:
         async def start(self) -> EngineInfo: ...
 
         def _parts(self) -> Any: ...
+
+        def _check_takes_requests(self) -> None: ...
+
+        _pacer: StreamPacer
 
     async def beam_search(
         self,
@@ -208,6 +228,7 @@ class AsyncBeamSearch:
     ) -> BeamSearchOutput:
         """The most likely continuations of a prompt; see `LLM.beam_search`. Cancelling ends the search."""
         take_foreign("AsyncLLM.beam_search()", cast(dict[str, Any], options), GENERATE, RequestOptions.__annotations__)
+        self._check_takes_requests()
         checked = _check(params, await self.start())
         request_id = request_id if request_id is not None else f"beam-{uuid.uuid4().hex}"
         made = await self._parts().requests.make(
@@ -219,12 +240,13 @@ class AsyncBeamSearch:
             stream = self.generate(beam, step, f"{request_id}-{number}", lora_request=search.request.lora, **options)
             return _candidates([output async for output in stream][-1])
 
-        while prompts := search.prompts():
-            tasks = [asyncio.ensure_future(candidates(number, beam)) for number, beam in enumerate(prompts)]
-            try:
-                search.extend(await asyncio.gather(*tasks))
-            finally:  # one that fails ends the others
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+        self._check_takes_requests()
+        key = uuid.uuid4().hex
+        running, before = self._pacer.open(key), ADMITTED.set(True)  # `sleep` and `drain` wait for its end
+        try:
+            while prompts := search.prompts():
+                search.extend(await _all([candidates(number, beam) for number, beam in enumerate(prompts)]))
+        finally:
+            ADMITTED.reset(before)
+            self._pacer.close(key, running)
         return search.result(_decoder(made))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from .stream_pacing import StreamPacer
 
 LEVELS = (1, 2)
+ADMITTED: ContextVar[bool] = ContextVar("ADMITTED", default=False)
+"""True in the work of a running request that makes others, as a beam search does: these are not refused."""
 
 
 def refuse() -> NoReturn:
@@ -160,6 +163,8 @@ class AsyncSleepMethods:
         return asyncio.Lock()
 
     def _check_takes_requests(self) -> None:
+        if ADMITTED.get():
+            return
         if self._draining:
             raise ShuttingDownError("the server is shutting down")
         if self._asleep:

@@ -6,6 +6,7 @@ import pytest
 from async_helpers import collect, make, run, until
 
 from outrider.platform.client.async_llm import AsyncLLM
+from outrider.platform.core.beam_search import BeamSearchParams
 from outrider.platform.core.errors import AsleepError, ShuttingDownError
 from outrider.platform.core.sampling_params import SamplingParams
 
@@ -45,5 +46,19 @@ def test_a_shutdown_comes_before_a_wake_up_that_waits(model_path: str) -> None:
         with pytest.raises(ShuttingDownError):
             await waking
         assert llm.engine_pid is None
+
+    run(make(model_path), scenario)
+
+
+@pytest.mark.parametrize("ends", ["sleep", "drain"])
+def test_a_beam_search_under_way_is_a_running_request(model_path: str, ends: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        search = asyncio.create_task(llm.beam_search([6, 7], BeamSearchParams(1, 10, ignore_eos=True)))
+        await until(lambda: llm.num_running > 0)
+        assert await (llm.sleep(1) if ends == "sleep" else llm.drain(60)) in (None, True)
+        assert len(search.result().sequences[0].tokens) == 12
+        for refused in (llm.beam_search([6], BeamSearchParams(1, 2)), generate(llm)):
+            with pytest.raises(AsleepError if ends == "sleep" else ShuttingDownError):
+                await refused
 
     run(make(model_path), scenario)
