@@ -107,7 +107,7 @@ class ConstraintChecker:
             watch.cancel()
             if not answer:  # after KeyboardInterrupt, too: the next constraint must not get this one's answer
                 self._end()
-        if answer:
+        if answer.endswith("\n"):  # else the process was ended, maybe while it wrote
             problem: str | None = json.loads(answer)
             return problem
         if process.returncode in _ENDED_BY_LIMITS:
