@@ -116,14 +116,18 @@ class Worker:
             WorkerError: no answer came, or an error came.
         """
         assert self._process.stdout is not None
-        timeout = threading.Timer(self._timeout, lambda: self._each(psutil.Process.kill))  # ends the wait for a line
+        is_late = threading.Event()
+
+        def give_up() -> None:
+            is_late.set()
+            self._each(psutil.Process.kill)  # ends the wait for a line
+
+        timeout = threading.Timer(self._timeout, give_up)
         timeout.start()
-        asked = time.monotonic()
         line = self._process.stdout.readline()
         timeout.cancel()
         if not line:
-            is_late = time.monotonic() - asked >= self._timeout
-            raise WorkerError(f"no answer in {self._timeout:g} seconds" if is_late else self._ended())
+            raise WorkerError(f"no answer in {self._timeout:g} seconds" if is_late.is_set() else self._ended())
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise WorkerError(answer["error"])
