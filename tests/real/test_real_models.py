@@ -110,14 +110,21 @@ def test_prompts(plain, reference, check_greedy):
         check_greedy(reference, output)
 
 
-def test_folder(model, plain, greedy):
+def test_folder(model):
+    """The file's packed weights and the folder's bfloat16 ones differ by rounding: texts may part at a tie alone."""
     from outrider import LLM
 
     llm = LLM(str(model.folder), dtype="bfloat16", max_model_len=256, kv_cache_memory_bytes=128 << 20)
     other = LLM(str(model.gguf), max_model_len=256, kv_cache_memory_bytes=128 << 20)
-    assert tokens(llm.generate(PROMPTS[:4], greedy, use_tqdm=False)) == tokens(
-        other.generate(PROMPTS[:4], greedy, use_tqdm=False)
-    )
+    params = SamplingParams(temperature=0, max_tokens=16, logprobs=2)
+    for one, two in zip(*(side.generate(PROMPTS[:4], params, use_tqdm=False) for side in (llm, other)), strict=True):
+        pairs = zip(one.outputs[0].token_ids, two.outputs[0].token_ids, strict=True)
+        parted = next((index for index, (first, second) in enumerate(pairs) if first != second), None)
+        if parted is not None:
+            best, second = sorted((entry.logprob for entry in two.outputs[0].logprobs[parted].values()), reverse=True)[
+                :2
+            ]
+            assert best - second < 0.13  # a step of bfloat16 between logits of 16 and 32
     llm.shutdown()
     other.shutdown()
 
