@@ -9,6 +9,9 @@ from typing import Any
 from .config_values import number, positive, shown, wrong
 from .families.traits import ExpertTraits
 
+MAX_EXPERTS = 1 << 16
+"""Most experts of all layers together; Kimi K2 has 23,424. Each takes kilobytes before its weights are looked for."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertConfig:
@@ -40,6 +43,8 @@ def read_experts(values: Mapping[str, Any], traits: ExpertTraits, num_layers: in
     """
     key = "num_local_experts" if "num_local_experts" in values else "num_experts"  # some versions rename it
     num_experts, top_k = positive(values, key), positive(values, "num_experts_per_tok")
+    if num_layers * num_experts > MAX_EXPERTS:
+        raise wrong(key, f"{num_experts} in each of {num_layers} layers are more than {MAX_EXPERTS}")
     if top_k > num_experts:
         raise wrong("num_experts_per_tok", f"{top_k} exceeds {key} {num_experts}")
     step = positive(values, "decoder_sparse_step", 1)

@@ -23,11 +23,13 @@ def set_forward(module: Any, forward: Callable[..., Any]) -> None:
 
 
 def call_directly(model: nn.Module) -> None:
-    """Let all modules compute without asking for hooks, and find their children at once."""
+    """Let modules compute without asking for hooks, which they do not have, and find their children at once."""
     for module in model.modules():
         module.__dict__.update(module._modules)
         cls: Any = type(module)
-        module.__class__ = _direct(cls)
+        # Classes of `set_forward` belong to one module each: kept, they would keep its weights.
+        if cls.__call__ is nn.Module.__call__ and not (module._forward_hooks or module._forward_pre_hooks):
+            module.__class__ = _direct(cls)
 
 
 def with_hooks(module: Any) -> nn.Module:
@@ -41,8 +43,6 @@ def with_hooks(module: Any) -> nn.Module:
 def _direct(cls: Any) -> type:
     if cls is nn.ModuleList:
         return _Layers
-    if cls.__call__ is not nn.Module.__call__:
-        return cls
     forward = cls.forward
     while getattr(forward, "__code__", None) is not None and forward.__code__.co_name in _IDLE_WRAPPERS:
         forward = forward.__wrapped__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -13,8 +14,9 @@ from .direct import set_forward
 from .layers import AdaptedLinear, MergedLinear
 from .paged_attention import PassState
 
-_TOKENS, _SIZE = 3, 16
-"""Shape of the numbers."""
+_SIZE = 16
+_SCALES = torch.tensor([[4.0], [4.0], [1e3]])
+"""Sizes of each token's numbers. The last ones are beyond the limits that some models set."""
 
 
 def use_mlp_kernel(model: nn.Module, state: PassState) -> None:
@@ -31,18 +33,19 @@ def find_activation(module: nn.Module) -> str | None:
     The module computes random numbers, so that no name of a class or a child counts.
     """
     merged, down, others = _parts(module)
-    if len(merged) != 2 or len(down) != 1:
+    if len(merged) != 2 or len(down) != 1 or len(inspect.signature(module.forward).parameters) != 1:
         return None
-    x = 4 * torch.randn(_TOKENS, 2 * _SIZE, generator=torch.Generator().manual_seed(0))
-    halves = x[None].split(_SIZE, 2)
+    x = _SCALES * torch.randn(len(_SCALES), 2 * _SIZE, generator=torch.Generator().manual_seed(0))
+    whole = x[None]
+    halves = whole.split(_SIZE, 2)
     probe = object.__new__(type(module))
-    given = {name: _Given(halves[child.index]) for name, child in merged.items()}
+    given = {name: _Given(whole, halves[child.index]) for name, child in merged.items()}
     probe.__dict__.update(module.__dict__, _modules={**others, **given, **dict.fromkeys(down, nn.Identity())})
     try:
-        found = probe.forward(x[None])
-    except (TypeError, RuntimeError, ValueError, AttributeError):
+        found = probe.forward(whole)
+    except (TypeError, RuntimeError, ValueError, AttributeError, LookupError, ArithmeticError, AssertionError):
         return None
-    if not isinstance(found, Tensor) or found.shape != (1, _TOKENS, _SIZE):
+    if not isinstance(found, Tensor) or found.shape != (1, len(_SCALES), _SIZE):
         return None
     return next((name for name in ACTIVATIONS if torch.allclose(found[0], act_and_mul(x, name), atol=1e-5)), None)
 
@@ -69,9 +72,13 @@ def _gated_mlp(module: nn.Module, activation: str, state: PassState) -> Callable
 
 
 class _Given(nn.Module):
-    def __init__(self, value: Tensor) -> None:
-        super().__init__()
-        self._value = value
+    """Linear layer with a fixed output for one input."""
 
-    def forward(self, _: Tensor) -> Tensor:
+    def __init__(self, x: Tensor, value: Tensor) -> None:
+        super().__init__()
+        self._x, self._value = x, value
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x is not self._x:
+            raise ValueError("the module changes its input first")
         return self._value

@@ -3,6 +3,7 @@ cache change nothing, and what does not go is refused by name."""
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 
 from outrider import LoRARequest, SamplingParams
 from outrider.models.checkpoint.loader import ModelOptions, load_model, read_facts
+from outrider.models.layers.linear import Linear
 from outrider.platform.core.errors import InvalidRequestError, UnsupportedModelError
 
 from ..family_records import record
@@ -201,6 +203,21 @@ def test_two_threads_import_transformers():
             read_facts(demo_model_path(), impl="transformers")
             found.result()"""
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
+
+
+def test_a_model_that_goes_leaves_no_weights(tmp_path):
+    save("Helium", tmp_path)
+
+    def num_layers_alive():
+        gc.collect()
+        return sum(isinstance(found, Linear) for found in gc.get_objects())
+
+    before = num_layers_alive()
+    for _ in range(2):
+        model = load_model(tmp_path)
+        assert num_layers_alive() > before
+        del model
+    assert num_layers_alive() == before
 
 
 def test_checkpoints_without_prefix_and_damaged_ones(tmp_path):

@@ -154,3 +154,12 @@ def test_a_config_with_wrong_experts_is_refused(save_tiny: Callable, tmp_path: P
         with pytest.raises(UnsupportedModelError) as caught:
             load_model(tmp_path)
         assert caught.value.param == field
+
+
+def test_experts_of_all_layers_are_bounded(save_tiny):
+    folder, _ = save_tiny("Mixtral", num_local_experts=2, num_experts_per_tok=1)
+    file = folder / "config.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps(values | {"num_local_experts": 4096, "num_hidden_layers": 64}))
+    with pytest.raises(UnsupportedModelError, match="4096 in each of 64 layers are more than 65536"):
+        load_model(folder)

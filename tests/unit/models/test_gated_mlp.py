@@ -38,6 +38,8 @@ class Mlp(nn.Module):
         (lambda gate, up: F.gelu(gate) * up, "gelu"),
         (lambda gate, up: F.silu(up) * gate, None),
         (lambda gate, up: F.silu(gate.clamp(max=7)) * up, None),
+        (lambda gate, up: F.silu(gate).clamp(max=16) * up, None),
+        (lambda gate, up: [gate][1], None),
         (lambda gate, up: F.silu(gate) * (up + 1), None),
         (lambda gate, up: F.relu(gate).square() * up, None),
         (lambda gate, up: gate.undefined, None),
@@ -45,3 +47,18 @@ class Mlp(nn.Module):
 )
 def test_an_mlp_is_recognised_by_its_numbers(formula, found):
     assert find_activation(Mlp(formula)) == found
+
+
+class Halved(Mlp):
+    def forward(self, x):
+        return super().forward(0.5 * x)
+
+
+class TwoInputs(Mlp):
+    def forward(self, x, residual=None):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Halved, TwoInputs])
+def test_an_mlp_that_does_more_is_left_alone(kind):
+    assert find_activation(kind(lambda gate, up: F.silu(gate) * up)) is None
