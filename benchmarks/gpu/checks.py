@@ -152,7 +152,7 @@ def run_tests(context: Context) -> None:
         context.skip(path.stem, "no time left")
 
 
-_TEST_WORKERS = 4
+_TEST_WORKERS = 8
 _QUICK_TEST = "test_triton_specialisations.py"
 _LAST_TESTS = ("test_graphs_engine.py", "test_triton_compile.py")
 """The longest file, and the one that needs no GPU."""

@@ -15,6 +15,8 @@ from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine.engine_core import EngineCore
 
 _WAIT_SECONDS = 120.0
+_PROMPT_STEPS = 128
+"""Steps that the prompts of all requests may take, while the first of them already write."""
 _SPECIAL = range(3)
 
 
@@ -67,7 +69,7 @@ def decode(
     warm = 4
     if loras:  # load first: a request would end while the adapter of another is still being loaded
         generate(engine, prompts, greedy(1), loras)
-    run = start(engine, make_requests(prompts, greedy(warm + steps + 2), loras))
+    run = start(engine, make_requests(prompts, greedy(warm + steps + _PROMPT_STEPS), loras))
     for _ in range(warm):
         run.step()
     synchronize()

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider import LoRARequest
+from outrider import LoRARequest, SamplingParams
 from outrider.models.checkpoint.tokenizer import load_tokenizer
 from outrider.models.demo import demo_adapters, demo_draft_path, demo_eagle3_path, demo_model_path
+from outrider.platform.cli.bench.engine_runs import Run
+from outrider.platform.cli.bench.prompt_files import encode
 from outrider.platform.cli.bench.prompts import DEMO_PROMPTS
+from outrider.platform.cli.bench.request_figures import Round
+from outrider.platform.engine.engine_core import EngineCore
 
 from . import load
 from .models import running
@@ -41,40 +45,50 @@ def grow(root: Path) -> Path:
     return folder
 
 
-def demo_folder(context: Context, root: Path) -> dict[str, Path]:
-    """Folders of the target and its drafters; for a quick run the demo's own."""
+def demo_folders(context: Context, root: Path) -> dict[str, Path]:
+    """Folders of the target, its drafters and its adapters; for a quick run the demo's own."""
     if context.quick:
-        return {"base": demo_model_path(), "draft_model": demo_draft_path(), "eagle3": demo_eagle3_path()}
+        found = {"base": demo_model_path(), "draft_model": demo_draft_path(), "eagle3": demo_eagle3_path()}
+        return found | {f"adapters/{name}": path for name, path in demo_adapters().items()}
     folder = grow(root)
-    return {"base": folder / "base", "draft_model": folder / "draft", "eagle3": folder / "eagle3"}
+    found = {"base": folder / "base", "draft_model": folder / "draft", "eagle3": folder / "eagle3"}
+    return found | {f"adapters/{name}": folder / "adapters" / name for name in demo_adapters()}
+
+
+def _tasks(folders: dict[str, Path]) -> list[tuple[list[int], LoRARequest | None]]:
+    """Prompts of the base model and of each adapter in turn, in the chat template, with their adapters."""
+    tokenizer = load_tokenizer(demo_model_path())
+    loras = {"base": None} | {n: LoRARequest(n, path=str(folders[f"adapters/{n}"])) for n in demo_adapters()}
+    return [
+        (encode(tokenizer, text, "prompts"), loras[name])
+        for texts in zip(*(DEMO_PROMPTS[name] for name in loras), strict=True)
+        for name, text in zip(loras, texts, strict=True)
+    ]
 
 
 def measure_speculation(context: Context, root: Path) -> None:
-    """Measure output tokens a second and the acceptance of every drafter at 1 and 8 requests."""
-    folders = demo_folder(context, root)
-    tokenizer = load_tokenizer(demo_model_path())
-    prompts = [tokenizer.encode(text) for text in DEMO_PROMPTS["base"]]
-    loras = [LoRARequest(name, path=str(path)) for name, path in demo_adapters().items()] if context.quick else []
-    tokens = 8 if context.quick else 128
+    """Measure output tokens a second and the acceptance of every drafter at 1 and 8 requests of four tenants, whose
+    texts end by themselves."""
+    folders = demo_folders(context, root)
+    tasks = _tasks(folders)
+    params = SamplingParams(temperature=0.0, max_tokens=8 if context.quick else 128)
     best: dict[int, float] = {}
     for mode, config in MODES.items():
         if not context.has_time(mode, 8):
             continue
         speculative = None
         if config is not None:
-            speculative = config | ({"model": str(folders[mode])} if mode in folders else {})
-            if mode == "adaptive":
-                speculative["model"] = str(folders["eagle3"])
+            name = "eagle3" if mode == "adaptive" else mode
+            speculative = config | ({"model": str(folders[name])} if name in folders else {})
         options = {"load_format": "auto", "max_model_len": 512, "max_num_seqs": 8, "speculative_config": speculative}
-        options |= {"enable_lora": bool(loras), "max_lora_rank": 64}
+        options |= {"enable_lora": True, "max_lora_rank": 64}
         with running(str(folders["base"]), context.device, **options) as engine:
-            for rows in (1, 2) if context.quick else (1, 8):
-                batch = [prompts[index % len(prompts)] for index in range(rows)]
-                load.generate(engine, batch, load.greedy(tokens), loras[:rows])
+            for rows in (1, 8):
+                batch = tasks[: 4 if context.quick else 8 if rows == 1 else 32]
+                _complete(engine, batch, params, rows)
                 before = _counts(engine)
-                started = time.perf_counter()
-                load.generate(engine, batch, load.greedy(tokens), loras[:rows])
-                rate = rows * tokens / (time.perf_counter() - started)
+                done = _complete(engine, batch, params, rows)
+                rate = sum(record.num_output_tokens for record in done.requests) / done.seconds
                 drafted, accepted = (now - then for now, then in zip(_counts(engine), before, strict=True))
                 values = {"tokens_per_second": rate}
                 if mode == "off":
@@ -86,7 +100,14 @@ def measure_speculation(context: Context, root: Path) -> None:
                 context.row(f"{mode} x {rows}", **values)
 
 
-def _counts(engine: Any) -> tuple[int, int]:
+def _complete(
+    engine: EngineCore, tasks: Sequence[tuple[list[int], LoRARequest | None]], params: SamplingParams, concurrency: int
+) -> Round:
+    requests = [load.make_requests([prompt], params, [lora])[0] for prompt, lora in tasks]
+    return Run(engine, "speculation").complete(requests, concurrency)
+
+
+def _counts(engine: EngineCore) -> tuple[int, int]:
     """(verified drafts, accepted drafts) so far."""
     counts = [entry.counts for entry in engine.stats().speculation]
     return sum(c.num_draft_tokens for c in counts), sum(c.num_accepted_tokens for c in counts)

@@ -61,10 +61,16 @@ def default_expand_config(tile: int) -> LoRAExpandConfig:
     return LoRAExpandConfig(BLOCKS[tile].outputs, NUM_WARPS, EXPAND_STAGES, _PROGRAMS)
 
 
-def num_splits(num_tokens: int, num_slices: int, in_features: int, wanted_units: int = _WANTED_UNITS) -> int:
-    """Parts of a shrink's sums: enough to keep the memory busy, none too short, and fixed by the step's size."""
+def split_inputs(
+    num_tokens: int, num_slices: int, in_features: int, unit: int = _MIN_CHUNK, wanted_units: int = _WANTED_UNITS
+) -> tuple[int, int]:
+    """(parts of a shrink's sums, inputs of a part): enough parts to keep the memory busy, none too short, fixed by the
+    step's size. A part is a multiple of `unit` inputs, and none is empty: a loop that Triton unrolls runs when it
+    should not if it starts behind its end."""
     wanted = triton.next_power_of_2(-(-wanted_units // max(1, num_tokens * num_slices)))
-    return max(1, min(wanted, MAX_SPLITS, in_features // _MIN_CHUNK))
+    splits = max(1, min(wanted, MAX_SPLITS, in_features // _MIN_CHUNK))
+    chunk = triton.cdiv(triton.cdiv(in_features, splits), unit) * unit
+    return triton.cdiv(in_features, chunk), chunk
 
 
 class TritonRows:
@@ -126,11 +132,8 @@ class TritonRows:
         if x.stride(1) != 1:
             x = x.contiguous()
         config = self._shrink_configs[groups.tile]
-        splits = 1
-        if groups.tile == 16:
-            splits = num_splits(groups.num_tokens, self._num_slices, self._in_features, config.units)
-        unit = max(config.block, config.dot_block)
-        chunk = triton.cdiv(triton.cdiv(self._in_features, splits), unit) * unit
+        unit, wanted_units = max(config.block, config.dot_block), config.units if groups.tile == 16 else 1
+        splits, chunk = split_inputs(groups.num_tokens, self._num_slices, self._in_features, unit, wanted_units)
         h = torch.empty(self._num_slices * splits, groups.h_size, dtype=torch.float32, device=x.device)
         units = groups.max_items * self._num_slices * splits
         shrink_kernel[(min(units, _num_programs(x.device, config.programs)),)](

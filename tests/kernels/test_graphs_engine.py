@@ -217,6 +217,12 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SequenceRows, "settled", asked)
 
 
+def without_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No steps before the first request: their drafts are known to the host, and they take what a test decides."""
+    for name in ("rehearse", "rehearse_prompts", "rehearse_adapter", "warm_up"):
+        monkeypatch.setattr(setup, name, lambda *args: None)
+
+
 @pytest.mark.parametrize(
     ("method", "adapted", "overlapping"),
     [
@@ -273,7 +279,7 @@ def test_penalties_are_counted_where_the_tokens_are(
     monkeypatch.setattr(ModelRunner, "launch", noted)
     monkeypatch.setattr(sys.modules[__name__], "watch_drafts", lambda *args: None)  # which reads them
     monkeypatch.setattr(OnDevice, "known", lambda source: pytest.fail("the host waits for drafts"))
-    monkeypatch.setattr(setup, "warm_up", lambda *args: None)
+    without_warm_up(monkeypatch)
     found, _ = run(files, device, method, adapted=False, overlapping=True, penalties=penalties)
     assert len(late) > 4
     monkeypatch.undo()
@@ -304,7 +310,7 @@ def test_numbers_of_drafts_that_change_from_step_to_step(
 
     monkeypatch.setattr(SpeculationPolicy, "choose", choose)
     monkeypatch.setattr(SpeculationPolicy, "plans_no_drafts", property(lambda policy: False))
-    monkeypatch.setattr(setup, "warm_up", lambda *args: None)
+    without_warm_up(monkeypatch)
     beside = []
     launch = ModelRunner.launch
 

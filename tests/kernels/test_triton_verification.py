@@ -167,14 +167,17 @@ def test_rejection_sampling_draws_from_p(device: str) -> None:
     assert (tokens[~right, 1] == -1).all()
 
 
-def test_the_invariant_rule_gives_the_cpus_bytes_whatever_the_drafts(device: str, on_device: None) -> None:
+def test_the_invariant_rule_gives_the_cpus_bytes_whatever_the_drafts(
+    device: str, request: pytest.FixtureRequest
+) -> None:
     """20 tokens of a tiny language, with good, bad and no drafts, greedy and seeded."""
     table = torch.randn(12, 12) * 2
-    for rule in (Rule.GREEDY, Rule.INVARIANT):
-        text = [3]
+    texts = {rule: [3] for rule in (Rule.GREEDY, Rule.INVARIANT)}
+    for rule, text in texts.items():
         while len(text) < 21:
-            logits = table[text[-1]][None]
-            text += verify(logits.cpu(), [VerifyRow(99, len(text), [], None, rule)])[0].token_ids
+            text += verify(table[text[-1]][None], [VerifyRow(99, len(text), [], None, rule)])[0].token_ids
+    request.getfixturevalue("on_device")
+    for rule, text in texts.items():
         for k in (0, 3, 8):
             found = [3]
             while len(found) < 21:
