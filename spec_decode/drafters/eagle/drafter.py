@@ -77,7 +77,6 @@ def load(config: SpeculativeConfig, context: DrafterContext) -> EagleDrafter:
         max_num_batched_tokens=context.max_num_batched_tokens,
         edit_logits=context.edit_logits,
         graphs=context.graphs,
-        defers_adapters=not context.asynchronous,
     )
 
 
@@ -108,11 +107,9 @@ class EagleDrafter(Drafter):
         max_num_batched_tokens: int = 2048,
         edit_logits: EditLogits | None = None,
         graphs: PassGraphs | None = None,
-        defers_adapters: bool = False,
     ) -> None:
         """`head` belongs to the drafter; `invariant`: the drafter-invariant rule holds for all requests. `graphs`:
-        short passes are captured there. `defers_adapters`: `adapter_leaves` will be called, as steps do not
-        overlap."""
+        short passes are captured there."""
         self._head = head
         self._graphs = graphs
         if graphs is not None and graphs.captures(head):
@@ -122,9 +119,7 @@ class EagleDrafter(Drafter):
         self._max_num_batched_tokens = max_num_batched_tokens
         self._edit_logits = edit_logits
         self._eagle3 = head.config.eagle3
-        self._store = HiddenStore(
-            head.config.layer.hidden_size, head.fuse, head.device, adapts=self._eagle3, defers=defers_adapters
-        )
+        self._store = HiddenStore(head.config.layer.hidden_size, head.fuse, head.device, adapts=self._eagle3)
         self._kv: Sequence[LayerKV] = ()
         self._limits: CatchUpLimits | None = None
         self._prepare_adapters: AdapterPreparer = no_adapters
@@ -139,11 +134,6 @@ class EagleDrafter(Drafter):
             max_positions=self._head.config.layer.max_position_embeddings + 1,
             drafts_on_device=True,
         )
-
-    @property
-    def store(self) -> HiddenStore:
-        """The target's hidden states."""
-        return self._store
 
     def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
         """Its layers of the engine's cache."""
@@ -163,10 +153,6 @@ class EagleDrafter(Drafter):
             drafts_count=False,
         )
 
-    def adapter_leaves(self, digest: bytes) -> None:
-        """Fuse the hidden states of its requests."""
-        self._store.adapter_leaves(digest)
-
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Keep the step's hidden states; catch up with `rows` and draft for those that ask for it. Must be called for
@@ -174,13 +160,13 @@ class EagleDrafter(Drafter):
         assert self._limits is not None, "bind comes first"
         if target.on_device is not None:
             return self._propose_on_device(rows, target, target.on_device)
-        self._store.append(rows, self._states(target))
+        self._store.write(rows, self._states(target), None)
         return autoregressive.propose(self, rows, self._limits)
 
     def _propose_on_device(self, rows: Sequence[DraftRow], target: TargetOutput, step: DeviceStep) -> list[Proposal]:
         assert self._limits is not None, "bind comes first"
         # The states before a row's new tokens are the step's, in the same order.
-        states = self._store.write(rows, self._states(target), step)
+        states = self._store.write(rows, self._states(target), step.overshoot)
 
         def begin(sequences: Sequence[Drafting], outcome: DeviceOutcome) -> PassOutput:
             rows = sampled_rows(sequences, outcome, first_key=1)
@@ -193,15 +179,8 @@ class EagleDrafter(Drafter):
 
     @torch.inference_mode()
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
-        """Keep the step's hidden states. Where the host does not know which of them count, they are written at once;
-        so are those of adapters' requests, while the adapters are there for sure."""
-        states, step = self._states(target), target.on_device
-        if step is None or (
-            step.overshoot is None and not any(row.num_drafts or row.request.adapter is not None for row in rows)
-        ):
-            self._store.append(rows, states)
-        else:
-            self._store.write(rows, states, step)
+        """Keep the step's hidden states."""
+        self._store.write(rows, self._states(target), None if target.on_device is None else target.on_device.overshoot)
 
     def _states(self, target: TargetOutput) -> tuple[Tensor, ...]:
         if self._eagle3:
@@ -211,12 +190,9 @@ class EagleDrafter(Drafter):
 
     def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> PassOutput:
         """See `TokenDrafter`; hidden states are the head's output."""
-        slots = []
-        for sequence, chunk in zip(sequences, chunks, strict=True):
-            before = sequence.start - 1
-            slots += self._store.slots(sequence.row.block_table, before, before + len(chunk))
-        hidden = self._store.flush_and_read(slots)
-        return self._forward(sequences, known_rows(sequences, chunks, first_key=1), hidden)
+        rows = known_rows(sequences, chunks, first_key=1)
+        hidden = self._store.read(rows.block_tables, [start - 1 for start in rows.starts], rows.query_lens)
+        return self._forward(sequences, rows, hidden)
 
     def go_on(self, sequences: Sequence[Drafting], output: PassOutput) -> PassOutput:
         """See `TokenDrafter`."""
