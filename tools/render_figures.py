@@ -262,14 +262,15 @@ def speculation_demo() -> list[str]:
 
 
 def controller() -> list[str]:
-    """Speed-up of adaptive prompt lookup, of an earlier controller in the same rounds, and of a fixed number."""
+    """Speed-up of adaptive prompt lookup, of an earlier controller in the same rounds, and of the best fixed number."""
     rows = []
     for name, run in runs("controller").items():
         for cell in run["cells"]:
             kind = f"{cell['text']}, {cell['queue']}" if cell["batch"] > 1 else cell["text"]
-            ratios = [cell.get(key) for key in ("new/off", "old/off", "new/old")]
+            ratios = [cell.get(key) for key in ("new/off", "old/off", "new/old", "new/fixed")]
             rows.append([name, str(cell["batch"]), kind, *(number(ratio) for ratio in ratios)])
     head = ["model", "requests", "text", "adaptive over off", "earlier controller over off", "adaptive over earlier"]
+    head.append("adaptive over best fixed number")
     return [*table(head, rows), "", *source("controller")]
 
 
