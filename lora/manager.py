@@ -68,7 +68,6 @@ class AdapterManager:
         pool = RowPool(
             count_rows(config, row_bytes),
             config.max_loras,
-            hooks.before_evicting,
             row_bytes=0 if config.memory_bytes is None else row_bytes,
         )
         for part in sites:

@@ -15,6 +15,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -251,25 +252,21 @@ def by_batch_size(name: str) -> list[str]:
     return [*table(head, rows), "", *source(name)]
 
 
-def speculation_batches() -> list[str]:
-    """Speed-up by number of requests, on the 494M model."""
-    return by_batch_size("speculation-batches")
-
-
-def speculation_demo() -> list[str]:
-    """Speed-up by number of requests, on the embedded demo model."""
-    return by_batch_size("speculation-demo")
-
-
 def controller() -> list[str]:
-    """Speed-up of adaptive prompt lookup, of an earlier controller in the same rounds, and of a fixed number."""
+    """Speed-up of adaptive prompt lookup, of an earlier controller in the same rounds, and of the best fixed number."""
     rows = []
     for name, run in runs("controller").items():
         for cell in run["cells"]:
             kind = f"{cell['text']}, {cell['queue']}" if cell["batch"] > 1 else cell["text"]
-            ratios = [cell.get(key) for key in ("new/off", "old/off", "new/old")]
-            rows.append([name, str(cell["batch"]), kind, *(number(ratio) for ratio in ratios)])
-    head = ["model", "requests", "text", "adaptive over off", "earlier controller over off", "adaptive over earlier"]
+            ratios = (number(cell.get(key)) for key in ("new/off", "old/off", "new/old", "new/fixed"))
+            rows.append([name, str(cell["batch"]), kind, *ratios])
+    compared = (
+        "adaptive over off",
+        "earlier controller over off",
+        "adaptive over earlier",
+        "adaptive over best fixed number",
+    )
+    head = ["model", "requests", "text", *compared]
     return [*table(head, rows), "", *source("controller")]
 
 
@@ -353,8 +350,8 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "neighbours": neighbours,
     "fp8-cache": fp8_cache,
     "speculation-adapters": speculation_adapters,
-    "speculation-batches": speculation_batches,
-    "speculation-demo": speculation_demo,
+    "speculation-batches": partial(by_batch_size, "speculation-batches"),
+    "speculation-demo": partial(by_batch_size, "speculation-demo"),
     "controller": controller,
     "families": families,
     "gpu-engines": gpu_engines,

@@ -36,8 +36,6 @@ class AdapterHooks(NamedTuple):
     """The drafter's linears; none: draft weights are not read."""
     on_gone: Callable[[bytes], None] = lambda digest: None
     """Called with the digest of an adapter that no name and no request has any more."""
-    before_evicting: Callable[[bytes], None] = lambda digest: None
-    """Called with the digest of an adapter before it loses its rows on the device."""
     batch_invariant: bool = False
     """True when no bit of a token's delta may depend on the other tokens."""
     reader_process: bool = False

@@ -230,7 +230,6 @@ def _drafter_context(
         max_model_len=config.scheduler.max_model_len,
         edit_logits=edit_draft_logits,
         graphs=graphs,
-        asynchronous=config.async_scheduling,
     )
 
 
@@ -254,7 +253,6 @@ def _make_adapters(config: EngineConfig, model: LanguageModel, speculation: Spec
         draft_method=config.speculative.method if config.speculative is not None else "",
         draft_linears=drafter.needs.linears,
         on_gone=forget,
-        before_evicting=_ignore if config.async_scheduling else drafter.adapter_leaves,
         batch_invariant=config.batch_invariant,
         reader_process=reader_client.pays(
             torch.get_num_threads() if config.device == "cpu" else 1,
@@ -268,10 +266,6 @@ def _make_adapters(config: EngineConfig, model: LanguageModel, speculation: Spec
             f"no memory for the adapters' rows: lower max_loras or max_lora_rank, or set lora_memory ({error})",
             param="max_lora_rank",
         ) from error
-
-
-def _ignore(digest: bytes) -> None:
-    """Do nothing before an adapter is evicted: where steps overlap, drafters keep nothing that needs it."""
 
 
 def _make_sampler(config: EngineConfig) -> Sampler:

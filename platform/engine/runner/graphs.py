@@ -17,7 +17,7 @@ from .warm_up import PROMPT, dummy, step, unpaced_step
 
 SECONDS = 20.0
 _STEPS = 2
-"""Of each number of requests: with a drafter the first one decodes, and the second verifies."""
+"""Steps for each number of requests: with a drafter the first one decodes, and the second verifies."""
 _PROMPT_ROWS = (256, 64, 16, 4, 1)
 _PROMPT_TOKENS = (512, 256, 128, 64)
 """Rows and tokens of steps with a part of a prompt, for each of which passes differ."""

@@ -119,7 +119,7 @@ async def check_params(serving: Serving, job: Job) -> None:
         )
 
     if has_new_constraint(job.params):
-        async with serving.constraint_turns.of(job.principal.tenant):
+        async with serving.constraint_locks.of(job.principal.tenant):
             await asyncio.get_running_loop().run_in_executor(CHECKER.thread, check)
     elif is_long(prompt, job.params):
         await asyncio.to_thread(check)
