@@ -45,13 +45,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in lines]
 
 
-def source(*names: str) -> list[str]:
-    """Sentences that say on what machine, when and with which code the results were measured."""
+def source(*names: str, keep: Callable[[Row], bool] = lambda run: True) -> list[str]:
+    """Sentences that say on what machine, when and with which code the results were measured: the runs to `keep`."""
     machines: dict[str, None] = {}
     files = []
     for name in names:
         times: dict[str, None] = {}
-        for run in runs(name).values():
+        for run in filter(keep, runs(name).values()):
             machine = run["machine"]
             features = machine["capability"] + (" with AMX" if machine.get("amx") else "")
             machines[f"{machine['cpu']} ({features}), {machine['threads']} of {machine['cores']} cores"] = None
@@ -135,12 +135,14 @@ def products() -> list[str]:
     rows = []
     head: list[str] = []
     for model, run in runs("products").items():
+        if "products" not in run:
+            continue
         head = [str(product["rows"]) for product in run["products"]]
         shares = [number(product["of_the_ceiling"]) for product in run["products"]]
         limits = [f"{run[key]:.0f}" for key in ("read_gigabytes_per_second", "register_gigamacs_per_second")]
         rows.append([model, *shares, *limits])
     head = ["rows", *head, "memory, GB/s", "multiply-adds, billions/s"]
-    return [*table(head, rows), "", *source("products")]
+    return [*table(head, rows), "", *source("products", keep=lambda run: "products" in run)]
 
 
 def long_prompts() -> list[str]:
@@ -234,12 +236,15 @@ def speculation_adapters() -> list[str]:
     return [*table(head, rows), "", *source("speculation-adapters")]
 
 
-def by_batch_size(name: str) -> list[str]:
+def by_batch_size(is_demo: bool) -> list[str]:
     """Speed-up by mode and number of requests: 16 and 32 from the last run that has them, which has more rounds."""
     texts = ("base", "random")
 
+    def keep(run: Row) -> bool:
+        return bool(run["run"].startswith("demo")) == is_demo
+
     def cell(text: str, mode: str, size: int) -> str:
-        for run in reversed(runs(name).values()):
+        for run in filter(keep, reversed(runs("speculation-batches").values())):
             for row in run["rows"]:
                 if (row["mode"], row["batch_size"]) == (mode, size) and (row["task"] == "base") == (text == "base"):
                     return number(row["speedup"])
@@ -247,17 +252,17 @@ def by_batch_size(name: str) -> list[str]:
 
     rows = [[label, *(cell(text, mode, n) for text in texts for n in (1, 4, 16, 32))] for mode, label in MODES.items()]
     head = ["", "1 request", "4", "16", "32", "random text: 1", "4", "16", "32"]
-    return [*table(head, rows), "", *source(name)]
+    return [*table(head, rows), "", *source("speculation-batches", keep=keep)]
 
 
 def speculation_batches() -> list[str]:
     """Speed-up by number of requests, on the 494M model."""
-    return by_batch_size("speculation-batches")
+    return by_batch_size(is_demo=False)
 
 
 def speculation_demo() -> list[str]:
     """Speed-up by number of requests, on the embedded demo model."""
-    return by_batch_size("speculation-demo")
+    return by_batch_size(is_demo=True)
 
 
 def controller() -> list[str]:
