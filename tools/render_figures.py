@@ -255,16 +255,6 @@ def by_batch_size(is_demo: bool) -> list[str]:
     return [*table(head, rows), "", *source("speculation-batches", keep=keep)]
 
 
-def speculation_batches() -> list[str]:
-    """Speed-up by number of requests, on the 494M model."""
-    return by_batch_size(is_demo=False)
-
-
-def speculation_demo() -> list[str]:
-    """Speed-up by number of requests, on the embedded demo model."""
-    return by_batch_size(is_demo=True)
-
-
 def controller() -> list[str]:
     """Speed-up of adaptive prompt lookup, of an earlier controller in the same rounds, and of a fixed number."""
     rows = []
@@ -275,6 +265,36 @@ def controller() -> list[str]:
             rows.append([name, str(cell["batch"]), kind, *(number(ratio) for ratio in ratios)])
     head = ["model", "requests", "text", "adaptive over off", "earlier controller over off", "adaptive over earlier"]
     return [*table(head, rows), "", *source("controller")]
+
+
+# --- Fleet --------------------------------------------------------------------------------------------------
+
+
+def fleet() -> list[str]:
+    """The simulated fleet by load and router, without and with failures of replicas."""
+    rows = []
+    for row in runs("fleet")["fleet"]["rows"]:
+        load = f"{row['load']:g}" + (f", {row['failures']} failures" if row["fails"] else "")
+        times = (row["ttft_p50"], row["ttft_p99"], row["tenant_p50"]["best"], row["tenant_p50"]["worst"])
+        shares = [number(row[key]) for key in ("adapter_hits", "prefix_hits", "fairness")]
+        lost = f"{row['lost']}, {row['retried']}"
+        rows.append([load, row["strategy"], *map(number, times), f"{row['adapter_loads']:,}", *shares, lost])
+    head = ["load", "router", "TTFT p50, s", "p99", "p50 of the best tenant", "of the worst"]
+    head += ["adapter loads", "adapter hits", "prefix hits", "fairness", "lost, retried"]
+    return [*table(head, rows), "", *source("fleet", keep=lambda run: run["run"] == "fleet")]
+
+
+def fleet_foretold() -> list[str]:
+    """The same load on real replicas and simulated."""
+    keys = {"ttft_p50": "TTFT p50, s", "ttft_p99": "p99", "output_tokens_per_second": "tokens/s"}
+    rows = []
+    for row in runs("fleet")["two replicas"]["rows"]:
+        real, simulated = row["real"], row["simulated"]
+        load = f"{row['users']} users" if row["users"] else "random arrivals"
+        cells = [f"{real[key]:.3g}, {simulated[key]:.3g} ({number(row['ratios'][key])})" for key in keys]
+        rows.append([load, row["strategy"], *cells, f"{real['adapter_loads']}, {simulated['adapter_loads']}"])
+    head = ["real, simulated (ratio)", "router", *keys.values(), "adapter loads"]
+    return [*table(head, rows), "", *source("fleet", keep=lambda run: run["run"] == "two replicas")]
 
 
 # --- Families -----------------------------------------------------------------------------------------------
@@ -332,10 +352,12 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "neighbours": neighbours,
     "fp8-cache": fp8_cache,
     "speculation-adapters": speculation_adapters,
-    "speculation-batches": speculation_batches,
-    "speculation-demo": speculation_demo,
+    "speculation-batches": lambda: by_batch_size(is_demo=False),
+    "speculation-demo": lambda: by_batch_size(is_demo=True),
     "controller": controller,
     "families": families,
+    "fleet": fleet,
+    "fleet-foretold": fleet_foretold,
 }
 
 
