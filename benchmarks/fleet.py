@@ -33,7 +33,7 @@ MEASURED, SIMULATED = "two replicas", "fleet"
 RESULT = Path(__file__).parent / "results" / "fleet.json"
 COLORS = dict(zip(STRATEGIES, (GREY, SAND, BLUE), strict=True))
 FORETOLD = ("ttft_p50", "ttft_p99", "output_tokens_per_second", "adapter_loads")
-LOADS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
+LOADS = (0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
 
 
 # --- Real replicas ------------------------------------------------------------------------------------------
@@ -63,7 +63,24 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
                 simulated.pop("ttft_quantiles")
                 rows.append(row)
     described = {"limits": asdict(limits), "load": asdict(load), "num_replicas": count}
-    return {"model": {"name": Path(options.model).name}, **described, "costs": costs.as_dict(), "rows": rows}
+    return {
+        "model": {"name": Path(options.model).name},
+        **described,
+        "costs": costs.as_dict(),
+        "rows": rows,
+        "table": compared(rows),
+    }
+
+
+def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Table of what was real and what was simulated."""
+    lines = []
+    for row in rows:
+        real, simulated = row["real"], row["simulated"]
+        load = f"{row['users']} users" if row["users"] else "random arrivals"
+        cells = [f"{real[key]:.3g}, {simulated[key]:.3g} ({row['ratios'][key]:.2f})" for key in FORETOLD]
+        lines.append([load, row["strategy"], *cells])
+    return {"head": ["real, simulated (ratio)", "router", "TTFT p50, s", "p99", "tokens/s", "loads"], "rows": lines}
 
 
 # --- The fleet ----------------------------------------------------------------------------------------------
@@ -130,7 +147,10 @@ def draw(run: dict[str, Any], file: Path) -> None:
             by_load.plot(at, [row[key] for row in rows], style, color=color, marker="o", markersize=4)
         chosen = next(row for row in rows if row["load"] == settings["load"])
         shares.plot(chosen["ttft_quantiles"], range(101), color=color, linewidth=2, label=strategy)
-        loads.plot(at, [row["adapter_loads"] / row["ended"] for row in rows], color=color, marker="o", markersize=4)
+        style = "--" if strategy == STRATEGIES[1] else "-"  # in turn and at random cost the same loads
+        loads.plot(
+            at, [row["adapter_loads"] / row["ended"] for row in rows], style, color=color, marker="o", markersize=4
+        )
     for axis in (by_load, shares):
         axis.set_yscale("log") if axis is by_load else axis.set_xscale("log")
     by_load.set_xlabel("load, over what full rows serve")
@@ -164,9 +184,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--exponent", type=float, default=1.0, help="of the adapters' popularity (Zipf)")
     parser.add_argument("--slots", type=int, default=32, help="adapters that a replica holds")
     parser.add_argument("--prefixes", type=int, default=256, help="prefixes whose KV a replica keeps")
-    parser.add_argument("--load", type=float, default=0.7, help="requests over what replicas with full rows serve")
+    parser.add_argument("--load", type=float, default=0.8, help="requests over what replicas with full rows serve")
     parser.add_argument("--lifetime", type=float, default=10.0, help="mean, of a replica, over the time of the load")
-    parser.add_argument("--real-requests", type=int, default=300, help="of the load on real replicas")
+    parser.add_argument("--real-requests", type=int, default=240, help="of the load on real replicas")
     parser.add_argument("--real-rate", type=float, default=8.0, help="requests a second of it")
     parser.add_argument("--real-adapters", type=int, default=40)
     options = parser.parse_args(arguments)

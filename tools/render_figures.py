@@ -54,10 +54,17 @@ def source(*names: str, keep: Callable[[Row], bool] = lambda run: True) -> list[
         for run in filter(keep, runs(name).values()):
             machine = run["machine"]
             features = machine["capability"] + (" with AMX" if machine.get("amx") else "")
-            machines[f"{machine['cpu']} ({features}), {machine['threads']} of {machine['cores']} cores"] = None
+            processor = f"{machine['cpu']} ({features}), {machine['threads']} of {machine['cores']} cores"
+            machines[machine.get("gpu") or processor] = None
             times[f"{machine['date']} at {machine['commit']}"] = None
         files.append(f"[{name}]({{results}}/{name}.json) ({', '.join(times)})")
     return textwrap.wrap(f"{'; '.join(machines)}. {', '.join(files)}.", LINE, break_on_hyphens=False)
+
+
+def written_table(name: str, run: str) -> list[str]:
+    """The table that the script of a run has written into its result."""
+    found = runs(name)[run]["table"]
+    return [*table(found["head"], found["rows"]), "", *source(name, keep=lambda one: one["run"] == run)]
 
 
 # --- Other engines ------------------------------------------------------------------------------------------
@@ -151,22 +158,16 @@ def long_prompts() -> list[str]:
     prefix = [run["shared_prefix"] for run in found.values()]
     beside = [run["interference"] for run in found.values()]
 
-    def pair(part: Row, first: str, second: str, scale: float = 1.0, digits: int = 2) -> str:
-        return f"{part[first] * scale:.{digits}f}, {part[second] * scale:.{digits}f}"
+    def pairs(parts: list[Row], first: str, second: str, scale: float = 1.0, digits: int = 2) -> list[str]:
+        return [f"{part[first] * scale:.{digits}f}, {part[second] * scale:.{digits}f}" for part in parts]
 
-    rows = [
-        [
-            "TTFT with a cached prefix over the first one's: median, worst",
-            *(pair(p, "median_ratio", "max_ratio") for p in prefix),
-        ],
-        ["ITL of 8 streams alone, ms: median, p99", *(pair(b, "alone_median", "alone_p99", 1e3, 1) for b in beside)],
-        [
-            "ITL while long prompts arrive, ms: median, p99",
-            *(pair(b, "beside_median", "beside_p99", 1e3, 1) for b in beside),
-        ],
-        ["TTFT of the long prompts, s", *(f"{b['long_ttft_median']:.1f}" for b in beside)],
-    ]
-    return [*table(["", *found], rows), "", *source("long-prompts")]
+    rows = {
+        "TTFT with a cached prefix over the first one's: median, worst": pairs(prefix, "median_ratio", "max_ratio"),
+        "ITL of 8 streams alone, ms: median, p99": pairs(beside, "alone_median", "alone_p99", 1e3, 1),
+        "ITL while long prompts arrive, ms: median, p99": pairs(beside, "beside_median", "beside_p99", 1e3, 1),
+        "TTFT of the long prompts, s": [f"{part['long_ttft_median']:.1f}" for part in beside],
+    }
+    return [*table(["", *found], ([text, *cells] for text, cells in rows.items())), "", *source("long-prompts")]
 
 
 NEIGHBOUR_CASES = {
@@ -267,34 +268,29 @@ def controller() -> list[str]:
     return [*table(head, rows), "", *source("controller")]
 
 
-# --- Fleet --------------------------------------------------------------------------------------------------
+# --- GPU ----------------------------------------------------------------------------------------------------
 
 
-def fleet() -> list[str]:
-    """The simulated fleet by load and router, without and with failures of replicas."""
-    rows = []
-    for row in runs("fleet")["fleet"]["rows"]:
-        load = f"{row['load']:g}" + (f", {row['failures']} failures" if row["fails"] else "")
-        times = (row["ttft_p50"], row["ttft_p99"], row["tenant_p50"]["best"], row["tenant_p50"]["worst"])
-        shares = [number(row[key]) for key in ("adapter_hits", "prefix_hits", "fairness")]
-        lost = f"{row['lost']}, {row['retried']}"
-        rows.append([load, row["strategy"], *map(number, times), f"{row['adapter_loads']:,}", *shares, lost])
-    head = ["load", "router", "TTFT p50, s", "p99", "p50 of the best tenant", "of the worst"]
-    head += ["adapter loads", "adapter hits", "prefix hits", "fairness", "lost, retried"]
-    return [*table(head, rows), "", *source("fleet", keep=lambda run: run["run"] == "fleet")]
+def gpu_engines() -> list[str]:
+    """Decoding of models of real shapes on a GPU, alone and with as many adapters as requests."""
+    found, rows = {row["name"]: row for row in runs("gpu")["engines"]["rows"]}, []
+    for model in ("Llama-3-8B", "Qwen3-0.6B"):
+        for n in (1, 8, 32, 64, 256):
+            alone = found.get(f"{model} decode x {n}", {})
+            adapted = found.get(f"{model} adapters {n} x {n} requests", {})
+            cells = [f"{alone[key]:,.0f}" if key in alone else "" for key in ("tokens_per_second", "percent_of_limit")]
+            more = [f"{adapted[key]:.2f}" if key in adapted else "" for key in ("base_milliseconds", "milliseconds")]
+            rows.append([model, str(n), *cells, *more])
+    head = ["model", "requests", "tokens/s", "% of limit", "ms a step", "ms with an adapter each"]
+    return [*table(head, rows), "", *source("gpu")]
 
 
-def fleet_foretold() -> list[str]:
-    """The same load on real replicas and simulated."""
-    keys = {"ttft_p50": "TTFT p50, s", "ttft_p99": "p99", "output_tokens_per_second": "tokens/s"}
-    rows = []
-    for row in runs("fleet")["two replicas"]["rows"]:
-        real, simulated = row["real"], row["simulated"]
-        load = f"{row['users']} users" if row["users"] else "random arrivals"
-        cells = [f"{real[key]:.3g}, {simulated[key]:.3g} ({number(row['ratios'][key])})" for key in keys]
-        rows.append([load, row["strategy"], *cells, f"{real['adapter_loads']}, {simulated['adapter_loads']}"])
-    head = ["real, simulated (ratio)", "router", *keys.values(), "adapter loads"]
-    return [*table(head, rows), "", *source("fleet", keep=lambda run: run["run"] == "two replicas")]
+def gpu_kernels() -> list[str]:
+    """Times of kernels on a GPU, and their shares of its copy bandwidth."""
+    ends = "to 28672, 1 tokens", "to 28672, 2048 tokens"
+    found = [row for row in runs("gpu")["kernels"]["rows"] if "linear" not in row["name"] or row["name"].endswith(ends)]
+    rows = [[row["name"], f"{row['microseconds']:,.0f}", f"{row['percent_of_copy']:.0f}"] for row in found]
+    return [*table(["work", "µs", "% of the copy bandwidth"], rows), "", *source("gpu")]
 
 
 # --- Families -----------------------------------------------------------------------------------------------
@@ -356,8 +352,10 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "speculation-demo": lambda: by_batch_size(is_demo=True),
     "controller": controller,
     "families": families,
-    "fleet": fleet,
-    "fleet-foretold": fleet_foretold,
+    "fleet": lambda: written_table("fleet", "fleet"),
+    "fleet-foretold": lambda: written_table("fleet", "two replicas"),
+    "gpu-engines": gpu_engines,
+    "gpu-kernels": gpu_kernels,
 }
 
 

@@ -33,9 +33,9 @@ class Costs:
     own_adapters: Table
     """The same, each row with another adapter."""
     prompt: Table
-    """What a step takes more for so many tokens of prompts."""
+    """What running requests lose to one with so many prompt tokens: its share of a step, and of the API's work."""
     overhead: float
-    """Time to first token that is not the engine's: HTTP and the way to the engine."""
+    """Time to first token that is not the engine's: HTTP, and the ways to the engine and back."""
     load: float
     """From the wish for an adapter to its place in a slot, in a replica without running requests."""
     load_beside: float

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
+from itertools import count
 
 from .load import Request
 
@@ -28,47 +29,55 @@ class Recent(OrderedDict[Hashable, None]):
 class View:
     """A replica as its router sees it."""
 
-    def __init__(self, slots: int, prefixes: int) -> None:
+    def __init__(self, replica_id: str, slots: int, prefixes: int) -> None:
+        self.replica_id = replica_id
         self.up = True
-        self.ongoing = 0
+        self.queue_length = 0
+        """Requests that run or wait there."""
         self.adapters, self.prefixes = Recent(slots), Recent(prefixes)
 
 
-class Router:
-    """Chooser of replicas for requests."""
+class Affinity:
+    """Adapter resident, then prefix seen, then the shorter queue of two random replicas.
 
-    def __init__(self, strategy: str, views: list[View], room: int, seed: int) -> None:
-        """`room`: requests of a replica above which affinity looks elsewhere."""
+    A replica that is busier than the least busy one by more than `max_imbalance` requests is passed over.
+    """
+
+    def __init__(self, max_imbalance: int, source: random.Random) -> None:
+        self._max_imbalance, self._source = max_imbalance, source
+
+    def choose(self, request: Request, views: Sequence[View]) -> str:
+        """Id of the replica for a request, of at least one."""
+        bound = min(view.queue_length for view in views) + self._max_imbalance
+        free = [view for view in views if view.queue_length <= bound]
+        near = [view for view in free if request.adapter in view.adapters] or free
+        among = [view for view in near if (request.adapter, request.prefix) in view.prefixes] or near
+        two = among if len(among) < 3 else self._source.sample(among, 2)
+        return min(two, key=lambda view: view.queue_length).replica_id
+
+
+class Router:
+    """Sender of requests to replicas, by one of the strategies."""
+
+    def __init__(self, strategy: str, views: list[View], max_imbalance: int, seed: int) -> None:
         self.views = views
-        self._choose = {"random": self._random, "round robin": self._in_turn, "affinity": self._affine}[strategy]
-        self._room = room
-        self._source = random.Random(seed)
-        self._turn = -1
+        source = random.Random(seed)
+        turn = count()
+        affinity = Affinity(max_imbalance, source)
+        self._choose: Callable[[Request, Sequence[View]], str] = {
+            "random": lambda request, up: source.choice(up).replica_id,
+            "round robin": lambda request, up: up[next(turn) % len(up)].replica_id,
+            "affinity": affinity.choose,
+        }[strategy]
 
     def send(self, request: Request) -> int | None:
         """The number of the replica that gets the request; None where none is up."""
-        up = [index for index, view in enumerate(self.views) if view.up]
+        up = [view for view in self.views if view.up]
         if not up:
             return None
-        chosen = self._choose(request, up)
+        chosen = int(self._choose(request, up))
         view = self.views[chosen]
-        view.ongoing += 1
+        view.queue_length += 1
         view.adapters.use(request.adapter)
         view.prefixes.use((request.adapter, request.prefix))
         return chosen
-
-    def _random(self, request: Request, up: list[int]) -> int:
-        return self._source.choice(up)
-
-    def _in_turn(self, request: Request, up: list[int]) -> int:
-        self._turn += 1
-        return up[self._turn % len(up)]
-
-    def _affine(self, request: Request, up: list[int]) -> int:
-        """Adapter resident, then prefix seen, then the shorter queue of two random ones."""
-        views = self.views
-        near = [i for i in up if request.adapter in views[i].adapters and views[i].ongoing < self._room]
-        seen = [i for i in near or up if (request.adapter, request.prefix) in views[i].prefixes]
-        among = [i for i in seen if views[i].ongoing < self._room] or near or up
-        two = among if len(among) < 3 else self._source.sample(among, 2)
-        return min(two, key=lambda i: views[i].ongoing)

@@ -40,9 +40,9 @@ from .simulation import Fleet
 ROWS = (1, 2, 4, 8)
 """Numbers of running requests whose steps are measured, with one adapter and with one each."""
 PROMPTS = (1, 32, 64, 128, 256)
-"""Numbers of prompt tokens that are measured."""
+"""Numbers of prompt tokens that are measured, beside running requests."""
 RUNNING = 4
-"""Running requests beside which loads are measured."""
+"""Running requests beside which prompts and loads are measured."""
 OUTPUT, REPEATS = 40, 8
 """Output tokens of a request whose steps are measured, and requests that give one prompt or load time."""
 
@@ -75,7 +75,7 @@ class Replicas:
         self._clients = [HttpClient(f"http://127.0.0.1:{port}") for port in ports]
         common = {"temperature": 0.0, "ignore_eos": True}
         self.askers = [Asker(client, "/v1/completions", "", common, None) for client in self._clients]
-        self._random = random.Random(0)
+        self.random = random.Random(0)
         self.runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
     def __enter__(self) -> Replicas:
@@ -94,7 +94,7 @@ class Replicas:
 
     def sample(self, adapter: int, prompt: Sequence[int] | int, output: int) -> Sample:
         """A request for an adapter; `prompt`: token ids, or the number of random ones."""
-        ids = self.tokens(prompt, self._random) if isinstance(prompt, int) else list(prompt)
+        ids = self.tokens(prompt, self.random) if isinstance(prompt, int) else list(prompt)
         return Sample(ids, len(ids), output, self.adapters[adapter])
 
     async def num_loads(self) -> int:
@@ -128,32 +128,31 @@ def measure(replicas: Replicas) -> Costs:
 
 
 async def _measure(replicas: Replicas) -> Costs:
-    async def every(work: Callable[[Asker], Awaitable[float]]) -> float:
-        return statistics.mean(await asyncio.gather(*map(work, replicas.askers)))
+    async def every(work: Callable[[Asker], Awaitable[Any]]) -> Any:
+        return np.mean(await asyncio.gather(*map(work, replicas.askers)), axis=0)
 
     def step(rows: int, adapters: int) -> Awaitable[float]:
         return every(lambda asker: _step_seconds(replicas, asker, rows, adapters))
 
-    def ttft(adapters: Sequence[int], tokens: int) -> Awaitable[float]:
-        return every(lambda asker: _ttft(replicas, asker, adapters, tokens))
+    def ttft(adapters: Sequence[int]) -> Awaitable[float]:
+        return every(lambda asker: _ttft(replicas, asker, adapters))
+
+    def beside(adapters: Sequence[int], tokens: int) -> Awaitable[tuple[float, float]]:
+        return every(lambda asker: _beside(replicas, asker, adapters, tokens))
 
     cold = range(len(replicas.adapters))  # more than there are slots, so each has gone when its turn comes
-    warm = [0] * REPEATS
-    await ttft(cold, 16)
+    await ttft(cold)
     await step(max(ROWS), max(ROWS))
     one = {rows: await step(rows, 1) for rows in ROWS}
     own = {rows: await step(rows, rows) for rows in ROWS}
-    await ttft([0], 16)
-    first = {tokens: await ttft(warm, tokens) for tokens in PROMPTS}
-    prompt = {tokens: seconds - first[1] for tokens, seconds in first.items()}
-    alone = await ttft(cold, 16) - await ttft([cold[-1]] * REPEATS, 16)
-    loaded, unloaded = [
-        await asyncio.gather(*(_beside(replicas, asker, adapters) for asker in replicas.askers))
-        for adapters in ([RUNNING] * 2 * REPEATS, cold[RUNNING + 1 :][: 2 * REPEATS])
-    ]
-    lost, waited = (statistics.mean(u[i] - w[i] for w, u in zip(loaded, unloaded, strict=True)) for i in (0, 1))
-    overhead = first[1] - one[1]
-    return Costs(one, own, {0: 0.0} | prompt, overhead, alone, waited, lost, replicas.start_seconds)
+    alone = await ttft(cold) - await ttft([cold[-1]] * REPEATS)
+    found = {tokens: await beside([RUNNING] * REPEATS, tokens) for tokens in PROMPTS}
+    lost, waited = np.subtract(await beside(cold[RUNNING + 1 :][: 2 * REPEATS], 1), found[1])
+    prompt = {tokens: float(seconds) for tokens, (seconds, _) in found.items()}
+    # A request that comes at any moment of a step waits for the half of it, and then takes part in one.
+    overhead = np.mean([wait - more for more, wait in found.values()]) - 1.5 * own[RUNNING]
+    times = map(float, (overhead, alone, waited, lost, replicas.start_seconds))
+    return Costs(one, own, {0: 0.0} | prompt, *times)
 
 
 async def _ask(asker: Asker, samples: Sequence[Sample], at_once: int | None = None) -> list[RequestRecord]:
@@ -172,24 +171,29 @@ async def _step_seconds(replicas: Replicas, asker: Asker, rows: int, adapters: i
     return statistics.mean(gaps)
 
 
-async def _ttft(replicas: Replicas, asker: Asker, adapters: Sequence[int], tokens: int) -> float:
+async def _ttft(replicas: Replicas, asker: Asker, adapters: Sequence[int]) -> float:
     """Median time to first token of one request after the other."""
-    records = await _ask(asker, [replicas.sample(adapter, tokens, 1) for adapter in adapters], 1)
+    records = await _ask(asker, [replicas.sample(adapter, 16, 1) for adapter in adapters], 1)
     return statistics.median(record.ttft for record in records if record.ttft is not None)
 
 
-async def _beside(replicas: Replicas, asker: Asker, adapters: Sequence[int]) -> tuple[float, float]:
-    """Seconds that running requests lose to each of these requests, one after the other, and their mean TTFT."""
-    running = [replicas.sample(row, 16, 8 * OUTPUT) for row in range(RUNNING)]
+async def _beside(replicas: Replicas, asker: Asker, adapters: Sequence[int], tokens: int) -> tuple[float, float]:
+    """Seconds that running requests lose to each of these requests, which come one after the other at any moment of a
+    step, and their mean time to first token."""
+    running = [replicas.sample(row, 16, 6 * OUTPUT) for row in range(RUNNING)]
     streaming = asyncio.create_task(_ask(asker, running))
-    await asyncio.sleep(1.0)
-    records = await _ask(asker, [replicas.sample(adapter, 1, 1) for adapter in adapters], 1)
-    began, ended = records[0].started, records[-1].ended
+    await asyncio.sleep(0.8)
+    waited, began = [], time.perf_counter()
+    for adapter in adapters:
+        await asyncio.sleep(replicas.random.uniform(0.0, 0.05))
+        record = RequestRecord(0)
+        await asker.ask(replicas.sample(adapter, tokens, 1), record)
+        waited.append(record.arrivals[0] - record.started)
+    ended = time.perf_counter()
     streams = await streaming
     inside = statistics.mean(sum(began <= at < ended for at in stream.arrivals) for stream in streams)
     after = statistics.mean(b - a for stream in streams for a, b in pairwise(stream.arrivals) if a > ended)
-    waited = statistics.mean(record.ttft for record in records if record.ttft is not None)
-    return (ended - began - inside * after) / len(records), waited
+    return (ended - began - inside * after) / len(waited), statistics.mean(waited)
 
 
 # --- A load ---
@@ -215,7 +219,7 @@ async def _serve(replicas: Replicas, fleet: Fleet, strategy: str, requests: Sequ
         index = router.send(requests[record.index])
         assert index is not None
         await replicas.askers[index].ask(sample, record)
-        router.views[index].ongoing -= 1
+        router.views[index].queue_length -= 1
 
     before = await replicas.num_loads()
     times = [0.0 if fleet.users else request.at for request in requests]

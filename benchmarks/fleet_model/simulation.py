@@ -31,13 +31,13 @@ class Fleet:
     lifetime: float = math.inf
     """Mean seconds from the start of a replica to its failure."""
 
-    def view(self) -> View:
+    def view(self, index: int) -> View:
         """The router's view of a replica that has nothing."""
-        return View(self.limits.slots, self.prefixes)
+        return View(str(index), self.limits.slots, self.prefixes)
 
     def router(self, strategy: str, seed: int) -> Router:
-        """A router. Affinity leaves replicas that have half as many requests waiting as they have rows."""
-        return Router(strategy, [self.view() for _ in range(self.replicas)], self.limits.rows * 3 // 2, seed)
+        """A router. Affinity bears an imbalance of as many requests as a replica has rows."""
+        return Router(strategy, [self.view(index) for index in range(self.replicas)], self.limits.rows, seed)
 
 
 class Simulation:
@@ -84,7 +84,7 @@ class Simulation:
             self._replicas[chosen].add(job)
 
     def _end(self, job: Job) -> None:
-        self._router.views[job.replica].ongoing -= 1
+        self._router.views[job.replica].queue_length -= 1
         self._close(job, self._ended)
 
     def _close(self, job: Job, jobs: list[Job]) -> None:
@@ -101,7 +101,7 @@ class Simulation:
         while True:
             yield self._env.timeout(source.expovariate(1 / fleet.lifetime))
             self._num_failures += 1
-            view = self._router.views[index] = fleet.view()
+            view = self._router.views[index] = fleet.view(index)
             view.up = False
             for job in replica.fail():
                 if job.num_tokens:
