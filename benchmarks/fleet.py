@@ -33,7 +33,7 @@ MEASURED, SIMULATED = "two replicas", "fleet"
 RESULT = Path(__file__).parent / "results" / "fleet.json"
 COLORS = dict(zip(STRATEGIES, (GREY, SAND, BLUE), strict=True))
 FORETOLD = ("ttft_p50", "ttft_p99", "output_tokens_per_second", "adapter_loads")
-LOADS = (0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
+LOADS = (0.4, 0.6, 0.8, 1.0, 1.2)
 
 
 # --- Real replicas ------------------------------------------------------------------------------------------

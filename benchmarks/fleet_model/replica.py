@@ -80,7 +80,7 @@ class Replica:
     # --- Adapters ---
 
     def _load_next(self) -> None:
-        """Begin to load the adapter of the first request that lacks one, if a slot is free or holds one nobody wants."""
+        """Begin to load the adapter of the first request that lacks one, if a slot is or can be made free."""
         if self._loading is not None:
             return
         wanted = next((job.request.adapter for job in self._waiting if job.request.adapter not in self._slots), None)

@@ -70,7 +70,11 @@ class Replicas:
         command += [f"--{name}={value}" for name, value in options.items()]
         started = time.perf_counter()
         self._servers = [_start(command, core) for core in sorted(os.sched_getaffinity(0))[:count]]
-        ports = [port_of(server) for server in self._servers]
+        try:
+            ports = [port_of(server) for server in self._servers]
+        except SystemExit:
+            self._stop()
+            raise
         self.start_seconds = time.perf_counter() - started
         self._clients = [HttpClient(f"http://127.0.0.1:{port}") for port in ports]
         common = {"temperature": 0.0, "ignore_eos": True}
@@ -87,6 +91,9 @@ class Replicas:
         for client in self._clients:
             client.close()
         self.runner.close()
+        self._stop()
+
+    def _stop(self) -> None:
         for server in self._servers:
             server.terminate()
         for server in self._servers:
