@@ -112,12 +112,21 @@ def simulate(costs: Costs, options: argparse.Namespace) -> dict[str, Any]:
                 rows.append({"strategy": strategy, "load": share, "fails": each is failing, **found})
                 print(describe(rows[-1]), flush=True)
     settings = {name: value for name, value in settings_of(options).items() if not isinstance(value, Path)}
-    return {
-        "settings": settings,
-        "limits": asdict(limits),
-        "requests_per_second_when_full": round(full, 1),
-        "rows": rows,
-    }
+    described = {"settings": settings, "limits": asdict(limits), "requests_per_second_when_full": round(full, 1)}
+    return {**described, "rows": rows, "table": tabulated(rows)}
+
+
+def tabulated(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Table of the runs."""
+    lines = []
+    for row in rows:
+        load = f"{row['load']:g}" + (f", {row['failures']} failures" if row["fails"] else "")
+        times = (row["ttft_p50"], row["ttft_p99"], row["tenant_p50"]["best"], row["tenant_p50"]["worst"])
+        shares = [f"{row[key]:.2f}" for key in ("adapter_hits", "prefix_hits", "fairness")]
+        loads, lost = f"{row['adapter_loads']:,}", f"{row['lost']}, {row['retried']}"
+        lines.append([load, row["strategy"], *(f"{time:.2f}" for time in times), loads, *shares, lost])
+    head = ["load", "router", "TTFT p50, s", "p99", "p50 of the best tenant", "of the worst"]
+    return {"head": [*head, "loads", "adapter hits", "prefix hits", "fairness", "lost, retried"], "rows": lines}
 
 
 def describe(row: dict[str, Any]) -> str:

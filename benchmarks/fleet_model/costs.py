@@ -31,17 +31,17 @@ class Costs:
     one_adapter: Table
     """A step that decodes, by its rows, which have one adapter."""
     own_adapters: Table
-    """The same, each row with another adapter."""
+    """A step whose rows have an adapter each, by its rows."""
     prompt: Table
-    """What running requests lose to one with so many prompt tokens: its share of a step, and of the API's work."""
+    """Time that running requests lose to one with so many prompt tokens: in its step, and to the API's work."""
     overhead: float
     """Time to first token that is not the engine's: HTTP, and the ways to the engine and back."""
     load: float
     """From the wish for an adapter to its place in a slot, in a replica without running requests."""
     load_beside: float
-    """The same beside four running requests: steps and load share the core."""
+    """Time of a load beside four running requests, whose steps share the core with it."""
     load_steps: float
-    """What the steps beside a load take more, together."""
+    """Time that running requests lose to a load."""
     start: float
     """From the start of a process until it serves."""
 
