@@ -77,3 +77,19 @@ def test_steps_between_the_measured_ones_lie_on_lines(fleet):
     assert fleet.times(8, 1, 0) == pytest.approx(0.014)
     assert fleet.times(8, 8, 128) == pytest.approx(0.018 + 0.064)
     assert fleet.times(8, 1, 0) < fleet.times(8, 4, 0) < fleet.times(8, 8, 0)
+
+
+def test_an_adapter_counts_more_than_a_prefix_and_a_prefix_more_than_a_queue(fleet):
+    from fleet_model.load import Load
+    from fleet_model.routing import Router, View
+
+    views = [View(str(index), slots=4, prefixes=4) for index in range(4)]
+    (request,) = Load(1, 1.0, adapters=1, tenants=1, prefixes=1).requests(0)
+    views[1].prefixes.use((request.adapter, request.prefix))
+    views[1].queue_length = 3
+    assert Router("affinity", views, 8, seed=0).send(request) == 1
+    del views[1].adapters[request.adapter]
+    views[2].adapters.use(request.adapter)
+    assert Router("affinity", views, 8, seed=0).send(request) == 2
+    views[2].queue_length = 20
+    assert Router("affinity", views, 8, seed=0).send(request) == 1
