@@ -274,9 +274,6 @@ def controller() -> list[str]:
     return [*table(head, rows), "", *source("controller")]
 
 
-# --- GPU ----------------------------------------------------------------------------------------------------
-
-
 def gpu_engines() -> list[str]:
     """Decoding of models of real shapes on a GPU, alone and with as many adapters as requests."""
     found, rows = {row["name"]: row for row in runs("gpu")["engines"]["rows"]}, []
