@@ -310,6 +310,19 @@ def _lora_config(args: EngineArgs) -> LoRAConfig | None:
     )
 
 
+def _cache_config(
+    args: EngineArgs, facts: ModelFacts, hardware: Hardware, max_model_len: int, max_num_seqs: int
+) -> CacheConfig:
+    return CacheConfig(
+        block_size=args.block_size,
+        num_blocks=num_device_blocks(args, facts, hardware, max_model_len, max_num_seqs),
+        enable_prefix_caching=args.enable_prefix_caching,
+        dtype="auto" if args.kv_cache_dtype == "auto" else "fp8",
+        num_host_blocks=num_host_blocks(args, facts, hardware),
+        always_swaps=args.preemption_mode == "swap",
+    )
+
+
 def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineConfig:
     """The configuration for these options, model and machine. Pure.
 
@@ -349,14 +362,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
         quantization=rounding(args.quantization, facts.quantization),
         seed=args.seed,
         max_logprobs=facts.vocab_size if args.max_logprobs == -1 else args.max_logprobs,
-        cache=CacheConfig(
-            block_size=args.block_size,
-            num_blocks=num_device_blocks(args, facts, hardware, max_model_len, max_num_seqs),
-            enable_prefix_caching=args.enable_prefix_caching,
-            dtype="auto" if args.kv_cache_dtype == "auto" else "fp8",
-            num_host_blocks=num_host_blocks(args, facts, hardware),
-            always_swaps=args.preemption_mode == "swap",
-        ),
+        cache=_cache_config(args, facts, hardware, max_model_len, max_num_seqs),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=batched,
