@@ -265,7 +265,7 @@ SERVER: dict[str, Option] = {
     "enable_prompt_tokens_details": ignored_flag("usage has prompt_tokens_details always"),
     "enable_request_id_headers": ignored_flag("answers have x-request-id always"),
     "enable_server_load_tracking": ignored_flag("/load is always there"),
-    "enable_tokenizer_info_endpoint": off("there is no such route; see /tokenize"),
+    "enable_tokenizer_info_endpoint": ignored_flag("/tokenizer_info is always there"),
     "enable_log_outputs": off("see --log-prompts"),
     "enable_log_deltas": ignored_flag("see --log-prompts"),
     "log_error_stack": ignored_flag("see --log-level"),
