@@ -52,9 +52,9 @@ class Move(NamedTuple):
     """One KV block's copy between the device and the host's memory."""
 
     block: int
-    """On the device."""
+    """KV block of the device."""
     slot: int
-    """Of the host."""
+    """Slot of the host."""
     to_host: bool
 
 
