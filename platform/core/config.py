@@ -12,6 +12,7 @@ from typing import Any
 
 from .compat.vllm_options import plain_value, takes_vllm_options
 from .errors import InvalidRequestError
+from .kv_size import num_device_blocks, num_host_blocks
 from .quantization import rounding
 from .sampling_params import MAX_SEED, check_integer, check_number, check_text
 from .sizes import parse_bytes, parse_length
@@ -19,11 +20,9 @@ from .speculative_config import SpeculativeConfig, parse_speculative
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
-_ACTIVATION_RESERVE = 1 << 30
-_GRAPH_RESERVE = 512 << 20
-"""Memory reserved for captured graphs: 4 MiB for each of the most that there may be. An estimate, not measured yet."""
 MODEL_IMPLS = ("auto", "native", "transformers")
 POLICIES = ("fcfs", "priority", "fair")
+PREEMPTION_MODES = ("recompute", "swap")
 
 
 @takes_vllm_options
@@ -69,6 +68,11 @@ class EngineArgs:
     kv_cache_dtype: str = "auto"
     """"auto": the model's; "fp8" (the same as "fp8_e4m3"): 8 bits a number, rounded, and at most 448 in size."""
     gpu_memory_utilization: float = 0.9
+    swap_space: float = 0.0
+    """GiB of host memory for KV blocks that have to leave the device; see `platform.engine.memory.host_tier`."""
+    preemption_mode: str | None = None
+    """"swap" or "recompute": get the KV of a preempted sequence back from swap_space, or compute it again; None: as is
+    faster by measured times."""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     prompt_pacing: bool | None = None
@@ -130,6 +134,8 @@ class Hardware:
     free_memory_bytes: int
     total_memory_bytes: int
     num_threads: int = 1
+    host_memory_bytes: int = 0
+    """All memory of the host, or of the container if that has less; 0: unknown."""
     has_float8: bool = True
     """True when the kernels can read float8 on this device: a CPU, or a GPU of compute capability 8.9 or more."""
 
@@ -143,6 +149,10 @@ class CacheConfig:
     enable_prefix_caching: bool
     dtype: str = "auto"
     """"auto": the model's; or "fp8"."""
+    num_host_blocks: int = 0
+    """Blocks that the host keeps for the device; 0: it has no such memory."""
+    always_swaps: bool = False
+    """True: no times are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +228,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "model_impl": MODEL_IMPLS,
     "kv_cache_dtype": KV_CACHE_DTYPES,
     "scheduling_policy": POLICIES,
+    "preemption_mode": PREEMPTION_MODES,
 }
 _MAX_COST = 1e6
 
@@ -287,40 +298,6 @@ def _bytes(name: str, value: int | str | None) -> int | None:
     return None if value is None else parse_bytes(name, value)
 
 
-def _kv_memory(args: EngineArgs, hardware: Hardware) -> int:
-    """Bytes for the KV cache when weights and adapters are in place. On a GPU: the free memory without the share that
-    is not ours and a reserve for activations and captured graphs. On a CPU: a quarter, 4 GiB at most."""
-    if hardware.device == "cpu":
-        return min(hardware.free_memory_bytes // 4, 4 << 30)
-    not_ours = int(hardware.total_memory_bytes * (1.0 - args.gpu_memory_utilization))
-    reserve = _ACTIVATION_RESERVE + (0 if args.enforce_eager else _GRAPH_RESERVE)
-    return max(0, hardware.free_memory_bytes - not_ours - reserve)
-
-
-def _num_blocks(args: EngineArgs, facts: ModelFacts, hardware: Hardware, max_model_len: int, max_num_seqs: int) -> int:
-    """Blocks that memory allows, but no more than `max_num_seqs` full sequences (and a spare one) can use."""
-    blocks_per_seq = -(-max_model_len // args.block_size)
-    if args.num_gpu_blocks_override is not None:
-        if args.num_gpu_blocks_override < blocks_per_seq:
-            raise InvalidRequestError(
-                f"num_gpu_blocks_override {args.num_gpu_blocks_override} is less than the {blocks_per_seq} blocks "
-                f"that one sequence of max_model_len {max_model_len} needs",
-                param="num_gpu_blocks_override",
-            )
-        return args.num_gpu_blocks_override
-    memory = args.kv_cache_memory_bytes
-    if memory is None:
-        memory = _kv_memory(args, hardware)
-    fits = memory // (facts.kv_bytes_per_token * args.block_size)
-    if fits < blocks_per_seq:
-        raise InvalidRequestError(
-            f"the KV cache has room for {fits * args.block_size} tokens, less than max_model_len {max_model_len}; "
-            "lower max_model_len or raise kv_cache_memory_bytes",
-            param="max_model_len",
-        )
-    return min(fits, blocks_per_seq * (max_num_seqs + 1))
-
-
 def _lora_config(args: EngineArgs) -> LoRAConfig | None:
     if not args.enable_lora:
         return None
@@ -330,6 +307,19 @@ def _lora_config(args: EngineArgs) -> LoRAConfig | None:
         max_lora_rank=args.max_lora_rank,
         memory_bytes=_bytes("lora_memory", args.lora_memory),
         max_cpu_bytes=_bytes("max_cpu_lora_memory", args.max_cpu_lora_memory),
+    )
+
+
+def _cache_config(
+    args: EngineArgs, facts: ModelFacts, hardware: Hardware, max_model_len: int, max_num_seqs: int
+) -> CacheConfig:
+    return CacheConfig(
+        block_size=args.block_size,
+        num_blocks=num_device_blocks(args, facts, hardware, max_model_len, max_num_seqs),
+        enable_prefix_caching=args.enable_prefix_caching,
+        dtype="auto" if args.kv_cache_dtype == "auto" else "fp8",
+        num_host_blocks=num_host_blocks(args, facts, hardware),
+        always_swaps=args.preemption_mode == "swap",
     )
 
 
@@ -372,12 +362,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
         quantization=rounding(args.quantization, facts.quantization),
         seed=args.seed,
         max_logprobs=facts.vocab_size if args.max_logprobs == -1 else args.max_logprobs,
-        cache=CacheConfig(
-            block_size=args.block_size,
-            num_blocks=_num_blocks(args, facts, hardware, max_model_len, max_num_seqs),
-            enable_prefix_caching=args.enable_prefix_caching,
-            dtype="auto" if args.kv_cache_dtype == "auto" else "fp8",
-        ),
+        cache=_cache_config(args, facts, hardware, max_model_len, max_num_seqs),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=batched,

@@ -36,6 +36,8 @@ class EngineCore:
         self._adapters = parts.adapters
         self._grammars = parts.grammars
         self._kv = parts.kv
+        self._host = parts.host
+        self._num_added = 0
         self._random = random.Random(args.seed)
         self._run_id = uuid4().hex
         self.adapters = EngineAdapters(parts.adapters.catalog, parts.scheduler)
@@ -67,6 +69,7 @@ class EngineCore:
                 nothing else is affected.
         """
         self._check(request)
+        self._num_added += 1
         seed = request.params.seed
         sequence = Request(
             request_id=request.request_id,
@@ -110,6 +113,8 @@ class EngineCore:
             kv_cache_usage=self.scheduler.pool.usage,
             prefix_cache_queries=cache.num_queries,
             prefix_cache_hits=cache.num_hits,
+            kv_host_hits=cache.host.num_hits * cache.block_size if cache.host is not None else 0,
+            kv_host_bytes=cache.host.num_bytes if cache.host is not None else 0,
             speculation=self._speculation.entries(),
             adapters=adapters.adapters,
             running_adapters=adapters.running,
@@ -136,7 +141,7 @@ class EngineCore:
         return self.scheduler.prefix_cache.reset()
 
     def release_memory(self) -> None:
-        """Give the memory of the KV cache back to the system, on a CPU; it comes back at its next use.
+        """Give the memory of KV blocks, the host's too, back to the system, on a CPU; it comes back at its next use.
 
         Raises:
             InvalidUserInputError: there are sequences.
@@ -147,6 +152,8 @@ class EngineCore:
         self.reset_prefix_cache()
         for part in (part for layer in self._kv for part in layer):
             release_pages(part)
+        if self._host is not None:
+            self._host.release_memory()
 
     def shutdown(self) -> None:
         """Abort what is left and stop background work."""
@@ -194,11 +201,12 @@ class EngineCore:
             raise OverloadedError(f"{queued} requests are waiting already (max_num_queued_reqs)")
 
     def _sharing(self, request: EngineRequest) -> bytes | None:
-        """With whom this sequence's KV may be shared; None: with nobody. Siblings (`n` > 1) always share."""
+        """With whom this sequence's KV may be shared; None: with nobody. Siblings (`n` > 1) always share, and a
+        sequence with itself, where it may be swapped."""
         if self._config.cache.enable_prefix_caching:
             return _joined(request.tenant, request.cache_salt)
         if request.group is None:
-            return None
+            return _joined(request.tenant, "", "", str(self._num_added)) if self._host is not None else None
         return _joined(request.tenant, request.cache_salt, request.group)
 
     def _num_shared(self, request: EngineRequest) -> int:

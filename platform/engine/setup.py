@@ -40,6 +40,8 @@ from ..core.threads import LARGE_WEIGHTS, beside_a_server, threads_for
 from .features import NoAdapters, PrefixNamespaces, Vocabularies
 from .hardware import find_hardware
 from .memory.block_pool import BlockPool
+from .memory.host_store import HostStore
+from .memory.host_tier import HostTier, SwapCost
 from .memory.prefix_cache import PrefixCache
 from .queue.gates import DraftLimits, Gate
 from .queue.scheduler import Scheduler
@@ -64,6 +66,8 @@ class EngineParts(NamedTuple):
     grammars: Grammars
     kv: list[LayerKV]
     """All layers of the KV cache, the drafter's too."""
+    host: HostStore | None
+    """Memory of `swap_space`, if there is any."""
 
 
 def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
@@ -92,6 +96,7 @@ def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
     cache = config.cache
     kv = allocate_kv(layers, cache.num_blocks, cache.block_size, dtype, device, cache.dtype)
     drafter.bind(kv[len(model.kv_layers) :], adapters.prepare_draft)
+    host = HostStore(kv, cache.num_host_blocks) if cache.num_host_blocks else None
     sampler = _make_sampler(config)
     runner = ModelRunner(
         RunnerParts(
@@ -105,6 +110,7 @@ def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
             graphs,
             logits,
             speculation.policy,
+            host,
         )
     )
     grammars = Grammars(partial(_load_tokenizer, args, path), model.config.vocab_size)
@@ -114,12 +120,12 @@ def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
         grammars,
         PrefixNamespaces(adapters.namespace, model.rope.short_context),
     ]
-    scheduler = _make_scheduler(config, speculation, gates)
+    scheduler = _make_scheduler(config, speculation, gates, host)
     _warm_up(config, scheduler, runner, speculation, adapters, model)
     if beside_a_server() and _has_long_steps(config, model):
         adapters.start_reader()
     info = _describe(args, config, model, time.perf_counter() - started)
-    return EngineParts(config, info, scheduler, runner, adapters, grammars, kv)
+    return EngineParts(config, info, scheduler, runner, adapters, grammars, kv, host)
 
 
 def _model_path(args: EngineArgs) -> Path:
@@ -286,9 +292,14 @@ def _make_scheduler(
     config: EngineConfig,
     speculation: Speculation,
     gates: Sequence[Gate],
+    host: HostStore | None,
 ) -> Scheduler:
-    pool = BlockPool(config.cache.num_blocks)
-    cache = PrefixCache(pool, config.cache.block_size)
+    pool, options = BlockPool(config.cache.num_blocks), config.cache
+    tier = None
+    if host is not None:
+        rate = None if options.always_swaps else host.bytes_per_second()
+        tier = HostTier(options.num_host_blocks, SwapCost(host.block_bytes, options.block_size, rate))
+    cache = PrefixCache(pool, options.block_size, tier)
     return Scheduler(config.scheduler, pool, cache, gates, _draft_limits(config, speculation), speculation.policy)
 
 

@@ -144,10 +144,9 @@ ENGINE: dict[str, Option] = {
     "logits_processors": only([], (), why=NO_USER_CODE),
     "logits_processor_pattern": ignored(NO_USER_CODE),
     # Memory and scheduling
-    **each(ignored("preempted sequences are computed again"), "swap_space preemption_mode"),
     **each(only(0, why=NO_OFFLOAD), "cpu_offload_gb offload_group_size"),
-    "kv_offloading_size": only(why=NO_OFFLOAD),
-    "kv_offloading_backend": ignored(NO_OFFLOAD),
+    "kv_offloading_size": only(why="see swap_space"),
+    "kv_offloading_backend": ignored("see swap_space"),
     "offload_backend": only("auto", why=NO_OFFLOAD),
     "kv_sharing_fast_prefill": ignored_flag("no layers share KV"),
     **each(ignored(NO_STATE_SPACE), "mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size"),

@@ -21,9 +21,10 @@ from ....models.model import DecoderOutput, LanguageModel
 from ....models.pass_graphs import PassGraphs, PassInputs, PassOptions
 from ....spec_decode.control.policy import SpeculationPolicy
 from ....spec_decode.drafters.base import AdapterPreparer, DeviceStep, Drafter, DraftRow, Proposal, TargetOutput
-from ...core.batch import RowPlan, RowResult, StepPlan, StepResult
+from ...core.batch import Move, RowPlan, RowResult, StepPlan, StepResult
 from ...core.messages import TokenLogprobs
 from ...core.request import NO_DRAFTS, Request, Status
+from ..memory.host_store import HostStore
 from ..sampling.grammars import with_forced
 from ..sampling.sampler import Pending, Ready, Sampler, not_finite, token_logprobs
 from .device_queue import DeviceQueue, Done, Stopwatch
@@ -54,6 +55,8 @@ class RunnerParts(NamedTuple):
     """Where captured passes put them: `PassGraphs.token_logits`."""
     policy: SpeculationPolicy | None = None
     """Chooses numbers of drafts and observes each step; None: they are fixed."""
+    host: HostStore | None = None
+    """Makes the plans' copies of KV blocks; None: plans have none."""
 
 
 class _Computed(NamedTuple):
@@ -112,6 +115,7 @@ class ModelRunner:
         self._prepare_head = parts.prepare_head
         self._graphs = parts.graphs
         self._logits = parts.logits
+        self._host = parts.host
         self._passes = self._prompt_passes = None
         if parts.graphs is not None:
             preparers, verifies = [parts.prepare_adapters, parts.prepare_head], PassOptions(verifies=True)
@@ -142,7 +146,7 @@ class ModelRunner:
         drafts = plan.is_followed and self._drafts_on_device
         prepared = prepare(plan, {} if before is None else before.places, drafts=drafts)
         earlier = before.work if before is not None and prepared.followed else None
-        work = self._queue.submit(lambda: self._work(prepared, earlier, plan.is_followed))
+        work = self._queue.submit(lambda: self._work(prepared, earlier, plan.is_followed, plan.moves))
         places = {row.request: place for place, row in enumerate(prepared.chosen)}
         return Launched(plan, work, places, prepared.rows.block_tables)
 
@@ -204,13 +208,22 @@ class ModelRunner:
         return 0.0 if self._graphs is None else self._graphs.capture_seconds
 
     @torch.inference_mode()
-    def _work(self, prepared: Prepared, before: Future[_Queued] | Done[_Queued] | None, is_followed: bool) -> _Queued:
+    def _work(
+        self,
+        prepared: Prepared,
+        before: Future[_Queued] | Done[_Queued] | None,
+        is_followed: bool,
+        moves: Sequence[Move],
+    ) -> _Queued:
         """What the device does for a step; on a GPU nothing here waits for it, but for log-probabilities of prompts.
 
         Args:
             before: The step that rows which await a token continue; its work is done.
             is_followed: Whether another step may follow before the host knows the outcome.
+            moves: Copies of KV blocks that are made first.
         """
+        if self._host is not None and moves:
+            self._host.run(moves)
         stopwatch, captured = Stopwatch(self._model.device), self._capture_seconds
         if before is not None:
             queued = before.result()

@@ -141,7 +141,8 @@ def test_values_that_ask_for_what_is_done_anyway_are_taken_in_silence(line):
     "line",
     [
         "--trust-remote-code", "--distributed-executor-backend mp", "--distributed-executor-backend ray",
-        "--swap-space 4", "--disable-log-stats", "--enable-prompt-tokens-details", "--compilation-config {\"level\":3}",
+        "--num-lookahead-slots 4", "--disable-log-stats",
+        "--enable-prompt-tokens-details", "--compilation-config {\"level\":3}",
         "--limit-mm-per-prompt image=1", "--disable-uvicorn-access-log", "--max-num-partial-prefills 1",
         "--trust-remote-code True", "--master-addr 127.0.0.1", "--kv-cache-metrics", "--enable-metrics",
         "--enable-auto-tool-choice",
