@@ -255,7 +255,7 @@ def test_server_options(tmp_path):
         ("--api-key  ", "--api-key"),
         ("--api-key ключ", "--api-key"),
         ("--api-key \x07", "--api-key"),
-        ("--tensor-parallel-size 2", "--tensor-parallel-size"),
+        ("--tensor-parallel-size 0", "--tensor-parallel-size"),
         ("--max-lora 4", "--max-lora"),
     ],
 )

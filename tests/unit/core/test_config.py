@@ -81,7 +81,12 @@ def test_steps_overlap_on_a_gpu_unless_told_otherwise(hardware, default):
         ({"tensor_parallel_size": "1"}, "tensor_parallel_size"),
         ({"speculative_config": "ngram"}, "speculative_config"),
         ({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, "distributed_executor_backend"),
+        ({"tensor_parallel_size": 2, "quantization": "int8"}, "quantization"),
+        ({"tensor_parallel_size": 2, "model_impl": "transformers"}, "model_impl"),
+        ({"tensor_parallel_size": 2, "async_scheduling": True}, "async_scheduling"),
+        ({"distributed_executor_backend": "torchrun"}, "distributed_executor_backend"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
         (
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 64, "max_model_len": 128},
