@@ -33,15 +33,17 @@ class ProcessRanks:
                 param="tensor_parallel_size",
             )
         self.rank, self.size = rank, size
+        nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
+        gloo: Any = dist.ProcessGroupGloo
         if device == "cuda":
-            self._group: Any = dist.ProcessGroupNCCL(store, rank, size, timeout=_TIMEOUT)
+            options = nccl.Options()
+            options._timeout = _TIMEOUT
+            self._group: Any = nccl(store, rank, size, options)
             return
-        options = dist.ProcessGroupGloo._Options()
+        options = gloo._Options()
         options._timeout = _TIMEOUT
-        interface = {"interface": "lo"} if one_machine else {}
-        make = dist.ProcessGroupGloo.create_device if one_machine else dist.ProcessGroupGloo.create_default_device
-        options._devices = [make(**interface)]
-        self._group = dist.ProcessGroupGloo(store, rank, size, options)
+        options._devices = [gloo.create_device(interface="lo") if one_machine else gloo.create_default_device()]
+        self._group = gloo(store, rank, size, options)
 
     def sum(self, x: Tensor) -> Tensor:
         """See `Ranks`."""
@@ -62,7 +64,7 @@ class ProcessRanks:
 
 def open_store(place: list[Any], size: int) -> Any:
     """Store at a place: ["file", path], or ["tcp", host, port]."""
-    kind, *where = place
-    if kind == "file":
-        return dist.FileStore(where[0], size)
-    return dist.TCPStore(*where, size, is_master=False, timeout=_TIMEOUT)
+    stores: Any = dist
+    if place[0] == "file":
+        return stores.FileStore(place[1], size)
+    return stores.TCPStore(place[1], place[2], size, is_master=False, timeout=_TIMEOUT)

@@ -65,7 +65,7 @@ def receive_message(link: socket.socket) -> Message:
     arrays = []
     for size in sizes:
         array = np.empty(size, np.uint8)
-        rest = memoryview(array)
+        rest = memoryview(array.data)
         while rest:
             count = link.recv_into(rest)
             if not count:
@@ -106,4 +106,5 @@ def decode_packed(facts: list[Any], arrays: Sequence[NDArray[np.uint8]], layout:
             matrix = torch.from_numpy(data).view(rows.dtype).view(count, width)
         pairs = tuple((start, stop) for start, stop in spans)
         found.append(PackedRows(rows, pairs, matrix, live.reshape(count, len(rows.pieces))))
-    return PackedModules(*found)
+    linears, vocabulary = found
+    return PackedModules(linears, vocabulary)

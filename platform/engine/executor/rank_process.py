@@ -26,6 +26,7 @@ from ....lora.reader.reader_messages import receive, send
 from ....models.batch import LayerKV, allocate_kv
 from ....models.checkpoint.loader import ModelOptions, load_model
 from ....models.model import LanguageModel
+from ....spec_decode.drafters.base import AdapterPreparer, no_adapters
 from ...core.errors import OutriderError
 from .base import LocalExecutor
 from .collectives import ProcessRanks, open_store
@@ -116,16 +117,14 @@ class Rank:
     def _allocate(self, num_blocks: int, block_size: int, kv_cache_dtype: str, lora: list[int] | None) -> None:
         model, dtype, device = self._model, self._model.config.dtype, self._model.device
         self._kv = allocate_kv(model.kv_layers, num_blocks, block_size, dtype, device, kv_cache_dtype)
-        prepare = prepare_head = _no_adapters
+        prepare: AdapterPreparer = no_adapters
+        prepare_head: AdapterPreparer = no_adapters
         if lora is not None:
+            num_rows, max_rank = lora
             sites = AdapterSites(model.linears(), model.embedding, dtype, device)
-            self._adapters = AdapterRows(sites, *lora, device)
+            self._adapters = AdapterRows(sites, num_rows, max_rank, device)
             prepare, prepare_head = self._adapters.steps.prepare, self._adapters.steps.prepare_head
         self._executor = LocalExecutor(model, self._kv, prepare, prepare_head)
-
-
-def _no_adapters(rows: Any) -> None:
-    return None
 
 
 def _handles(handles: list[list[Any]]) -> list[tuple[AdapterHandle | None, int]]:

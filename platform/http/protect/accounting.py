@@ -184,11 +184,13 @@ class Account:
         self._end(self._status)
 
     def abort(self) -> None:
-        """Count an abandoned job. The prompts count wholly: they may have been computed."""
+        """Count an abandoned job. The prompts count wholly: they may have been computed. Of a beam search the sequences
+        count that it had found by then."""
         if self._num_running == 0:  # only the last bytes had not been taken
             self._end(self._status)
             return
         self.row.prompt_tokens = sum(map(len, self._job.prompts))
+        self.row.output_tokens += sum(self._job.searching.values())
         self._end("abort")
 
     def fail(self, error: Exception) -> None:
