@@ -177,7 +177,7 @@ class ParallelExecutor:
     def is_broken(self) -> bool:
         """Whether a rank is gone, or something has failed; also while nothing is computed."""
         # The ranks say nothing after their start: a socket that can be read has ended.
-        if self._failure is None and self._sockets.poll(0):
+        if self._failure is None and self._remote and self._sockets.poll(0):
             self._fail(None)
         return self._failure is not None
 

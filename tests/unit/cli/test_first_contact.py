@@ -64,7 +64,7 @@ def test_nothing_is_suggested_that_is_not_close(capsys, line):
         ("-tp 1", "tensor_parallel_size", 1),
         ("-tp=1", "tensor_parallel_size", 1),
         ("-tp 2", "tensor_parallel_size", 2),
-        ("-tp 2 --distributed-executor-backend ray", "distributed_executor_backend", "ray"),
+        ("--distributed-executor-backend ray", "distributed_executor_backend", "ray"),
         ("--dtype half", "dtype", "float16"),
         ("--dtype float", "dtype", "float32"),
         ("--max-model-len 4k", "max_model_len", 4000),
