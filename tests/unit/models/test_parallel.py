@@ -82,6 +82,19 @@ def test_the_logits_of_all_ranks_are_those_of_one(tmp_path: Path, family: str, s
         torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
 
 
+def test_a_rank_with_the_share_of_another_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **SIZES}))
+
+    def work(ranks: ThreadRanks) -> Tensor:
+        number, ranks.rank = ranks.rank, 0
+        model = load_model(tmp_path, "float32", load_format="dummy", options=ModelOptions("native", ranks=ranks))
+        ranks.rank = number
+        return logits(model)
+
+    whole = logits(load_model(tmp_path, "float32", load_format="dummy"))
+    assert (on_ranks(2, work)[0] - whole).abs().max() > 0.1, "the tolerance above is far below a wrong share"
+
+
 def config(**changes: Any) -> DecoderConfig:
     return config_from_hf({"architectures": ["LlamaForCausalLM"], **SIZES, **changes}, torch.float32)
 
