@@ -6,10 +6,10 @@ machine, and a declared table of options that do not go together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from . import incompatible
 from .compat.vllm_options import plain_value, takes_vllm_options
 from .errors import InvalidRequestError
 from .kv_size import num_device_blocks, num_host_blocks
@@ -23,6 +23,7 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 MODEL_IMPLS = ("auto", "native", "transformers")
 POLICIES = ("fcfs", "priority", "fair")
 PREEMPTION_MODES = ("recompute", "swap")
+EXECUTORS = ("mp", "ray", "uni")
 
 
 @takes_vllm_options
@@ -100,6 +101,10 @@ class EngineArgs:
     async_scheduling: bool | None = None
     """Plan and prepare a step on the host while the one before it runs; None: on a GPU."""
     tensor_parallel_size: int = 1
+    """Processes that compute the model together, each with its share of every layer: one for each GPU."""
+    distributed_executor_backend: str | None = None
+    """"mp": processes of this machine; "uni": one process. None: mp where there are several ranks. "ray" is taken where
+    there is one rank, and changes nothing."""
 
     def __post_init__(self) -> None:
         for name in ("dtype", "load_format", "model_impl", "quantization"):
@@ -219,6 +224,10 @@ class EngineConfig:
     """True when nothing is captured in graphs."""
     async_scheduling: bool = False
     """True when a step is launched before the one before it has ended."""
+    num_ranks: int = 1
+    """Processes that compute the target, each its share."""
+    executor_backend: str = "uni"
+    """One of EXECUTORS: "uni" for one rank."""
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -229,6 +238,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "kv_cache_dtype": KV_CACHE_DTYPES,
     "scheduling_policy": POLICIES,
     "preemption_mode": PREEMPTION_MODES,
+    "distributed_executor_backend": EXECUTORS,
 }
 _MAX_COST = 1e6
 
@@ -256,40 +266,11 @@ def _check_value(name: str, kind: str, value: Any) -> None:
         check_number(name, value, 0.0, _MAX_COST, low_open=name == "fair_output_cost")
 
 
-# (condition on the options, the field to name, what to say). Checked in order; the first that holds is raised.
-_INCOMPATIBLE: tuple[tuple[Callable[[EngineArgs], bool], str, str], ...] = (
-    (
-        lambda a: a.max_cpu_loras is not None and a.max_cpu_loras < a.max_loras,
-        "max_cpu_loras",
-        "max_cpu_loras must be at least max_loras: an adapter on the device is also kept in host memory",
-    ),
-    (
-        lambda a: a.tensor_parallel_size != 1,
-        "tensor_parallel_size",
-        "tensor_parallel_size other than 1 is not supported yet",
-    ),
-)
-
-# The same for conditions on the options and the device that was found.
-_INCOMPATIBLE_WITH_DEVICE: tuple[tuple[Callable[[EngineArgs, Hardware], bool], str, str], ...] = (
-    (
-        lambda a, hardware: a.batch_invariant and hardware.device != "cpu",
-        "batch_invariant",
-        "batch_invariant is supported on device cpu only: the kernels of other devices do not promise it yet",
-    ),
-    (
-        lambda a, hardware: a.kv_cache_dtype != "auto" and not hardware.has_float8,
-        "kv_cache_dtype",
-        "kv_cache_dtype fp8 needs a GPU of compute capability 8.9 or more; this one has less",
-    ),
-)
-
-
 def check_args(args: EngineArgs) -> None:
     """Refuse options that are wrong whatever the model: `InvalidRequestError` with the option in `param`."""
     for item in fields(args):
         _check_value(item.name, str(item.type), getattr(args, item.name))
-    for holds, name, message in _INCOMPATIBLE:
+    for holds, name, message in incompatible.OPTIONS:
         if holds(args):
             raise InvalidRequestError(message, param=name)
 
@@ -323,6 +304,14 @@ def _cache_config(
     )
 
 
+def _fair_config(args: EngineArgs) -> FairConfig:
+    return FairConfig(
+        prompt_cost=args.fair_prompt_cost,
+        output_cost=args.fair_output_cost,
+        rejected_draft_cost=args.fair_rejected_draft_cost,
+    )
+
+
 def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineConfig:
     """The configuration for these options, model and machine. Pure.
 
@@ -330,7 +319,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
         InvalidRequestError: an option is wrong or does not go with another; `param` names it.
     """
     check_args(args)
-    for excluded, name, message in _INCOMPATIBLE_WITH_DEVICE:
+    for excluded, name, message in incompatible.WITH_DEVICE:
         if excluded(args, hardware):
             raise InvalidRequestError(message, param=name)
     max_model_len = args.max_model_len or facts.max_position_embeddings
@@ -341,7 +330,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
             "scaling)",
             param="max_model_len",
         )
-    on_cpu = hardware.device == "cpu"
+    on_cpu, is_divided = hardware.device == "cpu", args.tensor_parallel_size > 1
     max_num_seqs = args.max_num_seqs or (64 if on_cpu else 256)
     batched = args.max_num_batched_tokens or (2048 if on_cpu else 8192)
     if not args.enable_chunked_prefill and batched < max_model_len:
@@ -371,15 +360,13 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
             enable_chunked_prefill=args.enable_chunked_prefill,
             prompt_pacing=args.prompt_pacing is not False and args.enable_chunked_prefill,
             max_num_queued_reqs=args.max_num_queued_reqs,
-            fair=FairConfig(
-                prompt_cost=args.fair_prompt_cost,
-                output_cost=args.fair_output_cost,
-                rejected_draft_cost=args.fair_rejected_draft_cost,
-            ),
+            fair=_fair_config(args),
         ),
         lora=_lora_config(args),
         speculative=parse_speculative(args.speculative_config, args.download_dir),
         batch_invariant=args.batch_invariant,
         enforce_eager=args.enforce_eager,
-        async_scheduling=not on_cpu if args.async_scheduling is None else args.async_scheduling,
+        async_scheduling=not (on_cpu or is_divided) if args.async_scheduling is None else args.async_scheduling,
+        num_ranks=args.tensor_parallel_size,
+        executor_backend=(args.distributed_executor_backend or "mp") if is_divided else "uni",
     )

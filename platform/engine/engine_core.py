@@ -33,6 +33,7 @@ class EngineCore:
         self.scheduler = parts.scheduler
         self._config = parts.config
         self._runner = parts.runner
+        self._executor = parts.executor
         self._adapters = parts.adapters
         self._grammars = parts.grammars
         self._kv = parts.kv
@@ -54,12 +55,18 @@ class EngineCore:
 
     def step(self) -> list[TokenDelta]:
         """Compute one step of whatever is due. Errors of single sequences come as deltas; others go on. With
-        `async_scheduling` the next step is under way when this returns."""
+        `async_scheduling` the next step is under way when this returns.
+
+        Raises:
+            EngineDeadError: another rank is gone; every further step raises it too.
+        """
+        if self._executor.is_broken:
+            raise self._executor.error()
         return self._pipeline.step()
 
     def has_work(self) -> bool:
-        """Return whether `step` has anything to do."""
-        return self.scheduler.has_work() or not self._pipeline.is_idle
+        """Return whether `step` has anything to do, or to raise."""
+        return self.scheduler.has_work() or not self._pipeline.is_idle or self._executor.is_broken
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a sequence.
@@ -150,6 +157,7 @@ class EngineCore:
             raise InvalidUserInputError("the engine has sequences; it can sleep when they are finished")
         self._pipeline.abandon()  # rows of sequences that were aborted
         self.reset_prefix_cache()
+        self._executor.release_memory()
         for part in (part for layer in self._kv for part in layer):
             release_pages(part)
         if self._host is not None:
@@ -162,6 +170,7 @@ class EngineCore:
         self._profiler.close()
         self._runner.close()
         self._adapters.close()
+        self._executor.close()
         self._grammars.close()
 
     def check_integrity(self) -> None:

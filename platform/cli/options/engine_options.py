@@ -59,7 +59,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "max_logprobs": "most log-probabilities a token that a request may ask for; -1: the whole vocabulary",
         "enforce_eager": "run without captured graphs",
         "batch_invariant": "compute every row so that, bit for bit, it does not depend on the rows beside it; slower",
-        "tensor_parallel_size": "devices that share one model",
+        "tensor_parallel_size": "processes, one for each GPU, that compute one model together",
+        "distributed_executor_backend": "mp (processes of this machine; the default for several) or uni (one process)",
     },
     "scheduling and KV cache": {
         "max_num_seqs": "most sequences in a step",

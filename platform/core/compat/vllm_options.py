@@ -103,7 +103,7 @@ ENGINE: dict[str, Option] = {
     **each(
         ignored(ONE_PROCESS),
         "data_parallel_address data_parallel_rpc_port data_parallel_backend master_addr master_port "
-        "distributed_executor_backend max_parallel_loading_workers",
+        "max_parallel_loading_workers",
     ),
     "data_parallel_hybrid_lb": off("replicas are separate servers behind a load balancer"),
     "data_parallel_external_lb": ignored_flag("replicas are separate servers behind a load balancer"),
@@ -285,7 +285,7 @@ SERVER: dict[str, Option] = {
 }
 
 SPECULATIVE: dict[str, Option] = {
-    **each(only(1, why="tensor parallelism is not there yet"), "draft_tensor_parallel_size tensor_parallel_size"),
+    **each(only(1, why="drafts are made by one rank"), "draft_tensor_parallel_size tensor_parallel_size"),
     "max_model_len": ignored("drafts are made up to the model's own max_model_len"),
     "enforce_eager": ignored_flag("the engine's enforce_eager is used"),
     "code_revision": ignored(NO_CODE),

@@ -45,7 +45,7 @@ SAMPLES = {
     "fair_prompt_cost": 0.5, "fair_output_cost": 3.0, "fair_rejected_draft_cost": 0.0,
     "max_loras": 2, "max_cpu_loras": 16, "max_lora_rank": 16,
     "lora_memory": "512MiB", "max_cpu_lora_memory": "2GiB", "enforce_eager": True, "batch_invariant": True,
-    "tensor_parallel_size": 1,
+    "tensor_parallel_size": 1, "distributed_executor_backend": "mp",
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
 }  # fmt: skip
 
@@ -255,7 +255,7 @@ def test_server_options(tmp_path):
         ("--api-key  ", "--api-key"),
         ("--api-key ключ", "--api-key"),
         ("--api-key \x07", "--api-key"),
-        ("--tensor-parallel-size 2", "--tensor-parallel-size"),
+        ("--tensor-parallel-size 0", "--tensor-parallel-size"),
         ("--max-lora 4", "--max-lora"),
     ],
 )
