@@ -16,6 +16,7 @@ from .decoder_layer import DecoderLayer, GeneralLayer
 from .families import PRE_NORMS
 from .gpt_layer import GPTEnds, GPTLayer
 from .latent_layer import LatentLayer
+from .layers.cache_scales import CacheScales
 from .layers.embedding import Embedding, EmbeddingScales, VocabularyNames
 from .layers.linear import Linear
 from .layers.norm import RMSNorm
@@ -132,6 +133,12 @@ class Decoder:
         for part in (*self.layers, self._final_norm if self._ends is None else self._ends):
             slots.update(part.weight_slots())
         return slots
+
+    def cache_scales(self) -> dict[str, CacheScales]:
+        """Scales of the fp8 cache of each layer that may have some, by the name of its attention in checkpoints."""
+        layers = enumerate(self.layers if self.config.latent is None else ())
+        scales = {i: layer.cache_scales for i, layer in layers if isinstance(layer, DecoderLayer)}
+        return {f"model.layers.{index}.self_attn": of_layer for index, of_layer in scales.items()}
 
     def renamed_slots(self) -> dict[str, RenamedSlot]:
         """Slots of tensors that some checkpoints have instead of others."""

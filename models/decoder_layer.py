@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.paged_attention import CACHE_FLOAT8
 from .attention import AttentionBackend
 from .batch import ForwardBatch, LayerKV
 from .config import DecoderConfig
+from .layers.cache_scales import CacheScales
 from .layers.experts import make_mlp
 from .layers.linear import Linear
 from .layers.norm import RMSNorm
@@ -27,6 +29,8 @@ class DecoderLayer:
         self._config = config
         self._ours, self._theirs = f"layers.{index}", f"model.layers.{index}"
         self._norms: list[RMSNorm] = []
+        self._sinks: Tensor | None = None
+        self.cache_scales = CacheScales(config.num_heads, config.num_kv_heads, config.head_dim, device)
         self._make_projections()
         self.mlp = make_mlp(config, index, device)
         self._make_norms()
@@ -64,8 +68,7 @@ class DecoderLayer:
     def forward(self, hidden: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         """Compute the next layer's hidden [T, H] from hidden [T, H]."""
         qkv = self.qkv.forward(self.input_norm(hidden), batch)
-        rotation = batch.rotations[self._rope]
-        attended = self._attention.forward_qkv(qkv, rotation, self.qk_norm, kv, batch.attention, self._window)
+        attended = self._attend_qkv(qkv, batch, kv)
         hidden = self.o.forward(attended, batch, residual=hidden)
         return self.mlp.forward(self.post_norm(hidden), batch, hidden)
 
@@ -78,10 +81,17 @@ class DecoderLayer:
         else:
             normed, hidden = self.input_norm.add(delta, hidden)
         qkv = self.qkv.forward(normed, batch)
-        rotation = batch.rotations[self._rope]
-        attended = self._attention.forward_qkv(qkv, rotation, self.qk_norm, kv, batch.attention, self._window)
+        attended = self._attend_qkv(qkv, batch, kv)
         normed, hidden = self.post_norm.add(self.o.forward(attended, batch), hidden)
         return hidden, self.mlp.forward(normed, batch)
+
+    def _attend_qkv(self, qkv: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+        """Attention's result [T, H · D] for a projection's output qkv [T, (H + 2 Hk) · D], which is mutated."""
+        scales = self.cache_scales if self.cache_scales.are_used and kv.k.dtype == CACHE_FLOAT8 else None
+        norm = self.qk_norm if scales is None else scales.enter(qkv, self.qk_norm)
+        rotation = batch.rotations[self._rope]
+        attended = self._attention.forward_qkv(qkv, rotation, norm, kv, batch.attention, self._window, self._sinks)
+        return attended if scales is None else scales.leave(attended)
 
     def linears(self) -> list[Linear]:
         """Linear layers in the order of the computation."""
@@ -103,7 +113,6 @@ class GeneralLayer(DecoderLayer):
         self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = (
             None if name is None else self._norm([name], config.hidden_size) for name in config.norms
         )
-        self._sinks: Tensor | None = None
         self._wide_norms: list[tuple[RMSNorm, slice]] = []
         if config.qk_norm_wide:
             heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -124,10 +133,7 @@ class GeneralLayer(DecoderLayer):
         qkv = self.qkv.forward(normed, batch)
         for norm, columns in self._wide_norms:
             qkv[:, columns] = norm(qkv[:, columns].contiguous())
-        rotation = batch.rotations[self._rope]
-        attended = self._attention.forward_qkv(
-            qkv, rotation, self.qk_norm, kv, batch.attention, self._window, self._sinks
-        )
+        attended = self._attend_qkv(qkv, batch, kv)
         delta = self._leaving(self._after_attention, self.o.forward(attended, batch))
         normed, hidden = _entering(self._before_mlp, hidden, delta)
         return hidden, self._leaving(self._after_mlp, self.mlp.forward(normed, batch))

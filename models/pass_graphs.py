@@ -3,9 +3,9 @@
     rows  --bucket-->  PassShape  --inputs into tensors at fixed addresses-->  replay  -->  outputs
 
 
-A pass is a graph when its rows are few and short. Rows may differ in length (drafts that were cut short): the attention
-plan holds each row's start, and all else sees tokens only. Padding tokens fill the shape. They have no slot in the
-cache and belong to no row and no adapter, and nothing reads their outputs.
+A pass is a graph when it has few tokens. Rows may differ in length (drafts that were cut short, parts of prompts
+between decodes): the attention plan holds each row's start, and all else sees tokens only. Padding tokens fill the
+shape. They have no slot in the cache and belong to no row and no adapter, and nothing reads their outputs.
 
 A shape is captured at its first use, by the same code that a step runs without graphs.
 """
@@ -35,6 +35,10 @@ MAX_TOKENS = 512
 """Most tokens of a captured pass. With more tokens the device has so much to do that the host keeps ahead of it."""
 MAX_GRAPHS = 128
 """Most graphs of all passes: each takes some megabytes of the driver's memory."""
+PADDED_TOKENS = 128
+"""Most tokens of a pass that is padded in every row: so few take no longer than half of them, and shapes are fewer."""
+_LEAST_PROMPT = 32
+"""Fewest tokens of a pass with long rows."""
 OFTEN = 3
 """Uses after which a shape gets one of the last quarter of the graphs: rare shapes, as ragged numbers of drafts and
 adapters bring, leave room for common ones."""
@@ -49,9 +53,11 @@ class PassShape(NamedTuple):
 
     rows: int
     queries: int
-    """Most queries in a row."""
+    """Most queries in a short row."""
     tokens: int
     """Tokens of all rows together."""
+    has_long: bool = False
+    """Whether there are rows of more queries, as parts of prompts are."""
 
 
 def bucket(count: int) -> int:
@@ -60,15 +66,25 @@ def bucket(count: int) -> int:
     return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power
 
 
-def shape_of(query_lens: Sequence[int], max_queries: int, max_tokens: int = MAX_TOKENS) -> PassShape | None:
-    """Shape for these rows; None when they are too many or too long. Few shapes serve all rows: a shape is a number of
-    rows, and their most and average tokens."""
-    longest = max(query_lens)
+def shape_of(
+    query_lens: Sequence[int], max_queries: int, max_rows: int, max_tokens: int = MAX_TOKENS
+) -> PassShape | None:
+    """Shape for these rows, of which those with more than `max_queries` are long; None when they are too many. Few
+    shapes serve all rows: of short ones a shape is their number, and their most and (where padding would cost much)
+    average tokens; where there are long ones all is rounded up further."""
+    short = [count for count in query_lens if count <= max_queries]
+    queries = min(bucket(max(short, default=1)), max_queries)
+    if len(short) < len(query_lens):
+        tokens = max(_LEAST_PROMPT, 1 << (sum(query_lens) - 1).bit_length())
+        rows = 1
+        while rows < len(query_lens):
+            rows *= 4
+        return PassShape(min(rows, bucket(max_rows)), queries, tokens, True) if tokens <= max_tokens else None
     rows = bucket(len(query_lens))
-    tokens = rows * -(-sum(query_lens) // rows)
-    if longest > max_queries or tokens > max_tokens:
-        return None
-    return PassShape(rows, min(bucket(longest), max_queries), tokens)
+    tokens = rows * queries
+    if tokens > min(PADDED_TOKENS, max_tokens):
+        tokens = rows * -(-sum(query_lens) // rows)
+    return PassShape(rows, queries, tokens) if tokens <= max_tokens else None
 
 
 class PassLimits(NamedTuple):
@@ -79,6 +95,8 @@ class PassLimits(NamedTuple):
     """Most positions of a sequence."""
     max_tokens: int = MAX_TOKENS
     max_graphs: int = MAX_GRAPHS
+    max_verified: int = MAX_TOKENS
+    """Most tokens of a pass that gives logits of all of them."""
 
 
 K = TypeVar("K")
@@ -124,7 +142,8 @@ class PassGraphs:
 
     def token_logits(self, vocab_size: int, device: torch.device) -> Tensor:
         """Memory [tokens of the largest shape, vocab_size] float32 for logits of all tokens, shared by the graphs."""
-        return torch.empty(self.limits.max_tokens, vocab_size, dtype=torch.float32, device=device)
+        size = min(self.limits.max_tokens, self.limits.max_verified)
+        return torch.empty(size, vocab_size, dtype=torch.float32, device=device)
 
     def _capture(self, work: Callable[[], tuple[Tensor, ...]]) -> Captured | None:
         """Capture `work`; None when there are enough graphs, or it cannot be captured, which is logged once."""
@@ -180,6 +199,8 @@ class PassOptions(NamedTuple):
     state_size: int = 0
     """Elements for each token of the states that the pass reads beside tokens; 0: none."""
     state_dtype: torch.dtype = torch.float32
+    verifies: bool = False
+    """Whether it gives logits of all tokens; such passes have at most `PassLimits.max_verified` tokens."""
 
 
 class PassInputs(NamedTuple):
@@ -265,10 +286,13 @@ class GraphedPass:
         self._block_size = kv[0].k.shape[2]
         max_rows = bucket(graphs.limits.max_rows)
         self._max_tokens = graphs.limits.max_tokens
+        if options.verifies:
+            self._max_tokens = min(self._max_tokens, graphs.limits.max_verified)
         self._blocks_per_row = -(-graphs.limits.max_positions // self._block_size)
         device = model.device
         self._numbers = torch.zeros(2 * self._max_tokens + max_rows, dtype=torch.int64, device=device)
-        entries = max_rows * (TILE_FIELDS + self._blocks_per_row) + self._max_tokens + TILE_FIELDS
+        tiles = max_rows + 1 + attention.max_long_tiles(self._max_tokens)
+        entries = tiles * TILE_FIELDS + max_rows * self._blocks_per_row + self._max_tokens
         self._storage = torch.zeros(entries, dtype=torch.int32, device=device)
         self._states: Tensor | None = None
         if options.state_size:
@@ -308,7 +332,7 @@ class GraphedPass:
             return None
         if max(map(sum, zip(rows.starts, rows.query_lens, strict=True))) > limits.max_positions:
             return None
-        return shape_of(rows.query_lens, self._attention.max_queries, self._max_tokens)
+        return shape_of(rows.query_lens, self._attention.max_queries, limits.max_rows, self._max_tokens)
 
     def _fill(self, shape: PassShape, rows: SequenceRows, states: Tensor | None) -> None:
         """Copy the rows to where the graphs of this shape read them, in two copies for which the host does not wait."""
@@ -335,7 +359,8 @@ class GraphedPass:
 
     def _plan(self, shape: PassShape) -> ReplayablePlan:
         if shape not in self._plans:
-            capacity = Capacity(shape.rows, shape.queries, shape.tokens, shape.rows * self._blocks_per_row)
+            rows, queries, tokens, has_long = shape
+            capacity = Capacity(rows, queries, tokens, rows * self._blocks_per_row, has_long)
             plan = self._attention.reserve(capacity, self._block_size, self._options.first_key, self._storage)
             # Without rows this does nothing, but compiles the kernel now instead of in the first step that is planned
             # too far.

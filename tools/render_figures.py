@@ -54,7 +54,8 @@ def source(*names: str) -> list[str]:
         for run in runs(name).values():
             machine = run["machine"]
             features = machine["capability"] + (" with AMX" if machine.get("amx") else "")
-            machines[f"{machine['cpu']} ({features}), {machine['threads']} of {machine['cores']} cores"] = None
+            processor = f"{machine['cpu']} ({features}), {machine['threads']} of {machine['cores']} cores"
+            machines[machine.get("gpu") or processor] = None
             times[f"{machine['date']} at {machine['commit']}"] = None
         files.append(f"[{name}]({{results}}/{name}.json) ({', '.join(times)})")
     return textwrap.wrap(f"{'; '.join(machines)}. {', '.join(files)}.", LINE, break_on_hyphens=False)
@@ -272,6 +273,31 @@ def controller() -> list[str]:
     return [*table(head, rows), "", *source("controller")]
 
 
+# --- GPU ----------------------------------------------------------------------------------------------------
+
+
+def gpu_engines() -> list[str]:
+    """Decoding of models of real shapes on a GPU, alone and with as many adapters as requests."""
+    found, rows = {row["name"]: row for row in runs("gpu")["engines"]["rows"]}, []
+    for model in ("Llama-3-8B", "Qwen3-0.6B"):
+        for n in (1, 8, 32, 64, 256):
+            alone = found.get(f"{model} decode x {n}", {})
+            adapted = found.get(f"{model} adapters {n} x {n} requests", {})
+            cells = [f"{alone[key]:,.0f}" if key in alone else "" for key in ("tokens_per_second", "percent_of_limit")]
+            more = [f"{adapted[key]:.2f}" if key in adapted else "" for key in ("base_milliseconds", "milliseconds")]
+            rows.append([model, str(n), *cells, *more])
+    head = ["model", "requests", "tokens/s", "% of limit", "ms a step", "ms with an adapter each"]
+    return [*table(head, rows), "", *source("gpu")]
+
+
+def gpu_kernels() -> list[str]:
+    """Times of kernels on a GPU, and their shares of its copy bandwidth."""
+    ends = "to 28672, 1 tokens", "to 28672, 2048 tokens"
+    found = [row for row in runs("gpu")["kernels"]["rows"] if "linear" not in row["name"] or row["name"].endswith(ends)]
+    rows = [[row["name"], f"{row['microseconds']:,.0f}", f"{row['percent_of_copy']:.0f}"] for row in found]
+    return [*table(["work", "µs", "% of the copy bandwidth"], rows), "", *source("gpu")]
+
+
 # --- Families -----------------------------------------------------------------------------------------------
 
 
@@ -331,6 +357,8 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "speculation-demo": speculation_demo,
     "controller": controller,
     "families": families,
+    "gpu-engines": gpu_engines,
+    "gpu-kernels": gpu_kernels,
 }
 
 

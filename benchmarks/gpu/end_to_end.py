@@ -35,7 +35,8 @@ def _options(context: Context, sizes: Sequence[int], **more: Any) -> dict[str, A
     """Options of an engine for the largest of `sizes` short requests and for prompts of 2048 tokens."""
     most, length = max(sizes), 256 if context.quick else 4096
     blocks = max(most * 20, 5 * length // 16)
-    return {"max_model_len": length, "max_num_seqs": most, "num_gpu_blocks_override": blocks} | more
+    pacing = {"prompt_pacing": False}  # or the first requests are at their end before the last have begun
+    return {"max_model_len": length, "max_num_seqs": most, "num_gpu_blocks_override": blocks} | pacing | more
 
 
 def measure_model(context: Context, root: Path, shape: ModelShape) -> None:

@@ -124,7 +124,7 @@ def cases(quick: bool) -> list[Case]:
 
 def quantized_cases(quick: bool) -> list[Case]:
     """Rows of the table of quantised products: few tokens, as in decoding, and a prompt."""
-    model, steps = (TINY, (1, 20)) if quick else (LLAMA_8B, (1, 16, 64, 2048))
+    model, steps = (TINY, (1, 20)) if quick else (LLAMA_8B, (1, 16, 64, 256, 2048))
     return [case for num_tokens in steps for case in quantized(model, num_tokens)]
 
 

@@ -77,6 +77,11 @@ class PlainExperts:
         self._biases = biases
         self._addresses = torch.tensor([weight.data_ptr() for weight in weights], device=weights[0].device)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights; experts may share one."""
+        return sum({weight.data_ptr(): weight.nbytes for weight in self._weights}.values())
+
     def __call__(self, x: Tensor, plan: Plan, pairs: int, *, partial: bool = False) -> Tensor:
         """Outputs [P, out] of x [P / pairs, in], contiguous. With `partial` some pairs have no expert, and zeros."""
         out, inputs = self._weights[0].shape

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .device_plan import plan_tiles
+from .device_plan import Plan, plan_tiles
 from .triton import PlainExperts
 
 _ALIGNMENT = 16
@@ -22,23 +22,26 @@ class ExpertRows(NamedTuple):
     """Weights of one adapter for some columns of a projection of all experts."""
 
     a: PlainExperts
-    """[r, in] of each expert."""
+    """[r, in] of each expert that has some."""
     b: PlainExperts
     """[out, r] of each."""
     columns: slice
     """Columns of the projection's output."""
-    num_experts: int
+    held: Tensor
+    """[E] bool: experts that have weights; the others take no memory."""
 
 
 def stack(weights: dict[int, Tensor], num_experts: int, shape: tuple[int, int], device: torch.device) -> PlainExperts:
-    """Copy weights by expert, of `shape` or smaller, to the device. Zeros take the place of what is not there."""
+    """Copy weights by expert, of `shape` or smaller, to the device; the rest of a shape is zeros. Experts without
+    weights must not be asked for."""
     dtype = next(iter(weights.values())).dtype
     size, unit = shape[0] * shape[1], _ALIGNMENT // dtype.itemsize
-    held = torch.zeros(num_experts, -(-size // unit) * unit, dtype=dtype, device=device)
-    views = [row[:size].view(shape) for row in held]
+    rows = torch.zeros(len(weights), -(-size // unit) * unit, dtype=dtype, device=device)
+    views = {expert: row[:size].view(shape) for expert, row in zip(weights, rows, strict=True)}
     for expert, weight in weights.items():
         views[expert][: weight.shape[0], : weight.shape[1]] = weight.to(device, non_blocking=True)
-    return PlainExperts(views, None)
+    unread = next(iter(views.values()))
+    return PlainExperts([views.get(expert, unread) for expert in range(num_experts)], None)
 
 
 def add_rows(y: Tensor, x: Tensor, experts: Tensor, owned: Tensor, parts: list[ExpertRows]) -> None:
@@ -51,8 +54,12 @@ def add_rows(y: Tensor, x: Tensor, experts: Tensor, owned: Tensor, parts: list[E
         owned: [T] bool: the adapter's tokens.
         parts: Weights of the adapter for parts of the output.
     """
-    num_experts = parts[0].num_experts
-    plan = plan_tiles(experts.masked_fill(~owned.unsqueeze(1), num_experts), num_experts)
     pairs = experts.numel() // len(x) if len(x) else 1
+    plans: dict[Tensor, Plan] = {}  # parts of the same experts share one
     for part in parts:
+        if part.held not in plans:
+            num_experts = len(part.held)
+            mine = part.held[experts] & owned.unsqueeze(1)
+            plans[part.held] = plan_tiles(experts.masked_fill(~mine, num_experts), num_experts)
+        plan = plans[part.held]
         y[:, part.columns] += part.b(part.a(x, plan, pairs, partial=True), plan, 1, partial=True)

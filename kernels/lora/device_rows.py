@@ -10,15 +10,13 @@ import triton
 from torch import Tensor
 
 from ..tuning import bucket, tuned
-from ..tuning.configs import LoRAExpandConfig, LoRAShrinkConfig
 from .groups import BLOCK_ROWS, RowGroups
 from .triton import (
-    BLOCKS,
-    EXPAND_STAGES,
+    EXPAND_CONFIGS,
     GAIN_BLOCK,
+    GAIN_WARPS,
     MAX_SPLITS,
-    NUM_WARPS,
-    SHRINK_STAGES,
+    SHRINK_CONFIGS,
     expand_kernel,
     gain_kernel,
     shrink_kernel,
@@ -26,10 +24,6 @@ from .triton import (
 
 _MIN_CHUNK = 256
 """Fewest inputs in a part of a shrink's sums."""
-_WANTED_UNITS = 512
-"""Units of work of a shrink that keep the memory of a large device busy."""
-_PROGRAMS = 8
-"""Most programs for each multiprocessor."""
 
 
 @functools.cache
@@ -50,23 +44,12 @@ def _output_blocks(slice_sizes: Sequence[int], block: int, device: torch.device)
     return torch.tensor(table, dtype=torch.int32, device=device)
 
 
-def default_shrink_config(tile: int) -> LoRAShrinkConfig:
-    """Default config of the shrink for tiles of `tile` tokens."""
-    blocks = BLOCKS[tile]
-    return LoRAShrinkConfig(blocks.inputs, blocks.dot_inputs, NUM_WARPS, SHRINK_STAGES, _WANTED_UNITS, _PROGRAMS)
-
-
-def default_expand_config(tile: int) -> LoRAExpandConfig:
-    """Default config of the expand for tiles of `tile` tokens."""
-    return LoRAExpandConfig(BLOCKS[tile].outputs, NUM_WARPS, EXPAND_STAGES, _PROGRAMS)
-
-
 def split_inputs(
-    num_tokens: int, num_slices: int, in_features: int, unit: int = _MIN_CHUNK, wanted_units: int = _WANTED_UNITS
+    num_tokens: int, num_slices: int, in_features: int, wanted_units: int, unit: int = _MIN_CHUNK
 ) -> tuple[int, int]:
-    """(parts of a shrink's sums, inputs of a part): enough parts to keep the memory busy, none too short, fixed by the
-    step's size. A part is a multiple of `unit` inputs, and none is empty: a loop that Triton unrolls runs when it
-    should not if it starts behind its end."""
+    """(parts of a shrink's sums, inputs of a part): parts enough for `wanted_units` units of work, none too short,
+    fixed by the step's size. A part is a multiple of `unit` inputs, and none is empty: a loop that Triton unrolls runs
+    when it should not if it starts behind its end."""
     wanted = triton.next_power_of_2(-(-wanted_units // max(1, num_tokens * num_slices)))
     splits = max(1, min(wanted, MAX_SPLITS, in_features // _MIN_CHUNK))
     chunk = triton.cdiv(triton.cdiv(in_features, splits), unit) * unit
@@ -100,11 +83,11 @@ class TritonRows:
         self._alignment = 16 if all(size % 16 == 0 for size in slice_sizes) else 1
         size = a.element_size()
         self._shrink_configs = {
-            tile: tuned(a.device, default_shrink_config(tile), tile, bucket(in_features), size) for tile in BLOCKS
+            tile: tuned(a.device, config, tile, bucket(in_features), size) for tile, config in SHRINK_CONFIGS.items()
         }
         self._expand_configs = {
-            tile: tuned(a.device, default_expand_config(tile), tile, bucket(self._out_features), size)
-            for tile in BLOCKS
+            tile: tuned(a.device, config, tile, bucket(self._out_features), size)
+            for tile, config in EXPAND_CONFIGS.items()
         }
         self._output_blocks = {
             tile: _output_blocks(slice_sizes, config.block, a.device) for tile, config in self._expand_configs.items()
@@ -132,8 +115,8 @@ class TritonRows:
         if x.stride(1) != 1:
             x = x.contiguous()
         config = self._shrink_configs[groups.tile]
-        unit, wanted_units = max(config.block, config.dot_block), config.units if groups.tile == 16 else 1
-        splits, chunk = split_inputs(groups.num_tokens, self._num_slices, self._in_features, unit, wanted_units)
+        unit = max(config.block, config.dot_block)
+        splits, chunk = split_inputs(groups.num_tokens, self._num_slices, self._in_features, config.units, unit)
         h = torch.empty(self._num_slices * splits, groups.h_size, dtype=torch.float32, device=x.device)
         units = groups.max_items * self._num_slices * splits
         shrink_kernel[(min(units, _num_programs(x.device, config.programs)),)](
@@ -179,6 +162,7 @@ class TritonRows:
             TILE=groups.tile,
             ROWS=BLOCK_ROWS,
             BLOCK=config.block,
+            DOT_BLOCK=min(config.block, config.dot_block),
             SPLITS=MAX_SPLITS if groups.tile == 16 and ids is None else 1,
             EMBEDDING=ids is not None,
             num_warps=config.num_warps,
@@ -205,5 +189,5 @@ def apply_gains(y: Tensor, excess: Tensor, slots: Tensor, bias: Tensor | None, r
         BLOCK=GAIN_BLOCK,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
-        num_warps=NUM_WARPS,
+        num_warps=GAIN_WARPS,
     )

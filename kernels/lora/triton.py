@@ -7,33 +7,27 @@ and uses multiply-adds; a unit with several tokens uses tensor cores and reads i
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
 from ..compile_case import CompileCase, make_case
+from ..tuning.configs import LoRAExpandConfig, LoRAShrinkConfig
 from .groups import BLOCK_ROWS
 
 MAX_SPLITS = 16
 """Most parts of a shrink's sums; the expand adds them up."""
-NUM_WARPS = 4
-SHRINK_STAGES, EXPAND_STAGES = 3, 2
-GAIN_BLOCK = 1024
-
-
-class Blocks(NamedTuple):
-    """Sizes of the blocks that a program loads at once."""
-
-    inputs: int
-    """Inputs of a shrink's block in a unit with one token."""
-    dot_inputs: int
-    """Inputs of a shrink's block in a unit with several tokens."""
-    outputs: int
-
-
-BLOCKS = {16: Blocks(256, 128, 256), 64: Blocks(128, 64, 128)}
-"""Block sizes by the number of tokens in a tile (`groups.tile_tokens`)."""
+GAIN_BLOCK, GAIN_WARPS = 1024, 4
+SHRINK_CONFIGS = {
+    16: LoRAShrinkConfig(block=256, dot_block=128, num_warps=8, num_stages=3, units=512, programs=8),
+    64: LoRAShrinkConfig(block=128, dot_block=64, num_warps=4, num_stages=3, units=1, programs=8),
+}
+EXPAND_CONFIGS = {
+    16: LoRAExpandConfig(block=512, dot_block=128, num_warps=2, num_stages=2, programs=8),
+    64: LoRAExpandConfig(block=128, dot_block=128, num_warps=4, num_stages=2, programs=8),
+}
+"""Default launch configs by the number of tokens in a tile (`groups.tile_tokens`). Where the warps of a program lie
+side by side along the outputs, as 2 do along 512, a thread adds up all rank rows of its outputs: on an H200 64 adapters
+at 28,672 outputs take 44 µs, and with 4 warps at 256 outputs 120 µs."""
 
 
 @triton.jit
@@ -209,7 +203,8 @@ def expand_kernel(
     ALIGNMENT: tl.constexpr,  # of the slices, in elements
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,  # outputs at a time for one token
+    DOT_BLOCK: tl.constexpr,  # and for several
     SPLITS: tl.constexpr,  # at least `splits`, a power of two
     EMBEDDING: tl.constexpr,
 ):
@@ -220,8 +215,8 @@ def expand_kernel(
         tile = groups + 8 + unit // num_blocks * 8
         block = blocks + unit % num_blocks * 4
         part_slice = tl.load(block)
-        n = tl.multiple_of(tl.load(block + 1), ALIGNMENT) + tl.arange(0, BLOCK)
-        wanted = n < tl.multiple_of(tl.load(block + 2), ALIGNMENT)
+        first = tl.multiple_of(tl.load(block + 1), ALIGNMENT)
+        stop = tl.multiple_of(tl.load(block + 2), ALIGNMENT)
         token_ids = order + tl.load(tile)
         num_tokens = tl.load(tile + 1)
         rows = pool_rows + tl.load(tile + 2)
@@ -230,15 +225,19 @@ def expand_kernel(
         if not EMBEDDING:
             values += (part_slice * splits).to(tl.int64) * h_stride + tl.load(tile + 4)
         if num_tokens == 1:
+            n = first + tl.arange(0, BLOCK)
             _expand_tile(
-                y, b, live, rows, values, ids, token_ids, n, wanted, num_tokens, num_rows, tl.load(tile + 5),
+                y, b, live, rows, values, ids, token_ids, n, n < stop, num_tokens, num_rows, tl.load(tile + 5),
                 part_slice, y_stride, row_stride, live_stride, h_stride, splits, 1, ROWS, BLOCK, SPLITS, EMBEDDING,
             )  # fmt: skip
         else:
-            _expand_tile(
-                y, b, live, rows, values, ids, token_ids, n, wanted, num_tokens, num_rows, tl.load(tile + 5),
-                part_slice, y_stride, row_stride, live_stride, h_stride, splits, TILE, ROWS, BLOCK, SPLITS, EMBEDDING,
-            )  # fmt: skip
+            for part in tl.range(first, tl.minimum(first + BLOCK, stop), DOT_BLOCK):
+                n = tl.multiple_of(part, ALIGNMENT) + tl.arange(0, DOT_BLOCK)
+                _expand_tile(
+                    y, b, live, rows, values, ids, token_ids, n, n < stop, num_tokens, num_rows, tl.load(tile + 5),
+                    part_slice, y_stride, row_stride, live_stride, h_stride, splits, TILE, ROWS, DOT_BLOCK, SPLITS,
+                    EMBEDDING,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -281,31 +280,36 @@ def compile_cases() -> list[CompileCase]:
         *(("fp32", 896, tile) for tile in (16, 64)),
         ("bf16", 1111, 16),
     ]:
-        blocks, one_slice = BLOCKS[tile], dtype == "bf16" and features == 4096
+        shrinks, expands, one_slice = SHRINK_CONFIGS[tile], EXPAND_CONFIGS[tile], dtype == "bf16" and features == 4096
         pool = {"live": "*u8", "groups": "*i32"}
         common = {"TILE": tile, "ROWS": BLOCK_ROWS}
         label = f"{dtype} tile{tile}"
-        shrink = common | {"FEATURES": features, "SLICES": 3, "BLOCK": blocks.inputs, "DOT_BLOCK": blocks.dot_inputs}
+        shrink = common | {"FEATURES": features, "SLICES": 3, "BLOCK": shrinks.block, "DOT_BLOCK": shrinks.dot_block}
         types = pool | {"x a": f"*{dtype}", "h": "*fp32"}
         name = f"lora shrink {label} in{features}"
-        cases.append(make_case(name, shrink_kernel, shrink, types, num_stages=SHRINK_STAGES))
+        cases.append(make_case(name, shrink_kernel, shrink, types, **_launch(shrinks)))
         if one_slice:
             cases.append(_one_slice(cases[-1]))
-        expand = common | {"ALIGNMENT": 16 if features % 16 == 0 else 1, "BLOCK": blocks.outputs, "EMBEDDING": False}
+        expand = common | {"ALIGNMENT": 16 if features % 16 == 0 else 1, "EMBEDDING": False}
+        expand |= {"BLOCK": expands.block, "DOT_BLOCK": expands.dot_block}
         expand["SPLITS"] = MAX_SPLITS if tile == 16 else 1
         types = pool | {"y b": f"*{dtype}", "h": "*fp32", "ids": "*i64", "blocks": "*i32"}
         name = f"lora expand {label} a{expand['ALIGNMENT']}"
-        cases.append(make_case(name, expand_kernel, expand, types, num_stages=EXPAND_STAGES))
+        cases.append(make_case(name, expand_kernel, expand, types, **_launch(expands)))
         if one_slice:
             cases.append(_one_slice(cases[-1]))
             embedding, types = expand | {"EMBEDDING": True, "SPLITS": 1}, types | {"h": f"*{dtype}"}
-            case = make_case(f"lora embedding {label}", expand_kernel, embedding, types, num_stages=EXPAND_STAGES)
+            case = make_case(f"lora embedding {label}", expand_kernel, embedding, types, **_launch(expands))
             cases.append(case._replace(ones=("live_stride",)))
         gains = {"OUT": features, "BLOCK": GAIN_BLOCK, "HAS_BIAS": tile == 16, "HAS_RESIDUAL": True}
         types = {"slots": "*i32", "y excess bias residual": f"*{dtype}"}
         name = f"lora gains {dtype} out{features}{' bias' if tile == 16 else ''}"
         cases.append(make_case(name, gain_kernel, gains, types))
     return cases
+
+
+def _launch(config: LoRAShrinkConfig | LoRAExpandConfig) -> dict[str, int]:
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
 def _one_slice(case: CompileCase) -> CompileCase:

@@ -99,14 +99,17 @@ class Layout(NamedTuple):
 
 
 class Capacity(NamedTuple):
-    """Room for short rows, so that captured launches serve any rows that fit."""
+    """Room for rows, so that captured launches serve any rows that fit."""
 
     num_rows: int
+    """Most short rows."""
     num_queries: int
-    """Most queries in a row."""
+    """Most queries in a short row."""
     num_tokens: int
     num_blocks: int
     """Blocks of all rows together."""
+    has_long: bool = False
+    """Whether rows of more queries, as prompts are, fit as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +146,16 @@ class Planner:
         # would spill.
         return max(1, min(64, self._long_block_m()) // self._fold)
 
+    @property
+    def _long_queries(self) -> int:
+        """Queries in a tile of a long row."""
+        return self._long_block_m() // self._fold
+
     def layout(self, rows: RowArrays) -> Layout:
         """Layout for exactly these rows."""
         short = rows.query_lens <= self.max_short_queries
         few, many = rows.query_lens[short], rows.query_lens[~short]
-        queries = self._long_block_m() // self._fold
+        queries = self._long_queries
         return Layout(
             len(rows.slots),
             len(rows.blocks),
@@ -159,12 +167,18 @@ class Planner:
         """Layout for any rows within `capacity`.
 
         Raises:
-            ValueError: its rows may be too long to be a tile each.
+            ValueError: its short rows may be too long to be a tile each.
         """
         if capacity.num_queries > self.max_short_queries:
             raise ValueError(f"num_queries must be at most {self.max_short_queries}; got {capacity.num_queries}")
         group = self._short_group(capacity.num_rows, capacity.num_queries)
-        return Layout(capacity.num_tokens, capacity.num_blocks, group, None)
+        tiles = self.max_long_tiles(capacity.num_tokens)
+        long = self._long_group(tiles, self._long_queries) if capacity.has_long and tiles else None
+        return Layout(capacity.num_tokens, capacity.num_blocks, group, long)
+
+    def max_long_tiles(self, num_tokens: int) -> int:
+        """Most tiles of long rows with `num_tokens` together, of which each may have one that is not full."""
+        return num_tokens // self._long_queries + num_tokens // (self.max_short_queries + 1)
 
     def _short_group(self, num_rows: int, num_queries: int) -> TileGroup:
         block_m = max(16, 1 << (num_queries * self._fold - 1).bit_length())

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..tuning import bucket, tuned
 from ..tuning.configs import QuantizedLinearConfig
 from . import device_weight
+from .dense import dense_rows
 from .device_weight import DeviceWeight, join
 from .triton import (
     INVARIANT_TILE,
@@ -31,6 +33,10 @@ _MAX_PARTS = 16
 """Most parts of the inputs."""
 _LEAST = 256
 """Fewest bytes of a row that a program multiplies."""
+DENSE_TOKENS = 256
+"""Tokens from which on a library multiplies."""
+_DENSE_NUMBERS = 1 << 26
+"""Numbers of a weight that are in memory for it at a time."""
 
 
 def is_served(blocks: Sequence[QuantizedWeight], dtype: torch.dtype) -> bool:
@@ -123,6 +129,9 @@ def _multiply(operands: _Operands, batch_invariant: bool) -> None:
     """Launch the kernels of one product."""
     x, weight, y, bias, residual = operands
     num_tokens = len(x)
+    if num_tokens >= DENSE_TOKENS and not batch_invariant and not weight.rounds_inputs:
+        _multiply_dense(operands)
+        return
     tile = INVARIANT_TILE if batch_invariant else next((t for t in TILES if num_tokens <= t), TILES[-1])
     config = config_of(weight, tile, x.device, x.element_size())
     parts = num_parts(weight, config) if tile < TILES[-1] else 1
@@ -138,7 +147,7 @@ def _multiply(operands: _Operands, batch_invariant: bool) -> None:
     constants |= {"HAS_BIAS": False, "HAS_RESIDUAL": False} if is_split else operands.ends
     grid = triton.cdiv(weight.outputs, config.block_o) * triton.cdiv(num_tokens, tile) * (parts if is_split else 1)
     product_kernel[(grid,)](
-        *(x, rounded, *tables(weight), *rest, target),
+        *(x, rounded, weight.codes, *weight.tables, *rest, target),
         *(num_tokens, weight.inputs, weight.outputs, x.stride(0), weight.codes.stride(0)),
         *(added.stride(0), y.stride(0)),
         **constants,
@@ -150,7 +159,7 @@ def _multiply(operands: _Operands, batch_invariant: bool) -> None:
     )
     if is_split:
         reduce_kernel[(triton.cdiv(weight.outputs, REDUCE_BLOCK) * num_tokens,)](
-            *(target, rounded, tables(weight)[2], *rest, y),
+            *(target, rounded, weight.tables[1], *rest, y),
             *(num_tokens, weight.outputs, added.stride(0), y.stride(0)),
             HAS_OFFSETS=weight.offsets is not None and weight.rounds_inputs,
             IS_ROUNDED=weight.rounds_inputs,
@@ -160,11 +169,18 @@ def _multiply(operands: _Operands, batch_invariant: bool) -> None:
         )
 
 
-def tables(weight: DeviceWeight) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes, scales, offsets and levels as arguments of a kernel; others stand for those that are None."""
-    scales = weight.factors if weight.scales is None else weight.scales
-    offsets = scales if weight.offsets is None else weight.offsets
-    return weight.codes, scales, offsets, weight.factors if weight.levels is None else weight.levels
+def _multiply_dense(operands: _Operands) -> None:
+    """Multiply with parts of the weight in the dtype of the product."""
+    x, weight, y, bias, residual = operands
+    each = max(1, _DENSE_NUMBERS // weight.inputs)
+    for first in range(0, weight.outputs, each):
+        part = slice(first, min(first + each, weight.outputs))
+        dense = dense_rows(weight, part.start, part.stop, x.dtype)
+        if residual is None:
+            y[:, part] = F.linear(x, dense, None if bias is None else bias[part])
+            continue
+        added = residual[:, part] if bias is None else residual[:, part] + bias[part]
+        y[:, part] = torch.addmm(added, x, dense.t())
 
 
 def _round(x: Tensor) -> tuple[Tensor, Tensor]:

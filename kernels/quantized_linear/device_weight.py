@@ -73,6 +73,13 @@ class DeviceWeight:
         }
 
     @property
+    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Scales, offsets and levels as arguments of a kernel; others stand for those that are None."""
+        scales = self.factors if self.scales is None else self.scales
+        offsets = scales if self.offsets is None else self.offsets
+        return scales, offsets, self.factors if self.levels is None else self.levels
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that are held."""
         tensors = (self.codes, self.factors, self.scales, self.offsets, self.levels, self.order)

@@ -23,7 +23,7 @@ ROUND_BLOCK, ROUND_WARPS = 1024, 4
 
 
 @triton.jit
-def _numbers(packed, levels, dtype: tl.constexpr, HALF: tl.constexpr, FORM: tl.constexpr, ZERO: tl.constexpr):
+def numbers_of(packed, levels, dtype: tl.constexpr, HALF: tl.constexpr, FORM: tl.constexpr, ZERO: tl.constexpr):
     """Numbers of codes less ZERO, in `dtype`, which holds them exactly. HALF: the codes in the upper halves of bytes.
 
     Numbers are made of bits, since conversions are slow. Of 4 bits: the mantissa of a number from 16 on. Of FP8: a
@@ -78,7 +78,7 @@ def tile_product(
             if is_exact:
                 sums = tl.dot(packed, inputs, sums, out_dtype=tl.int32)
             else:
-                numbers = _numbers(packed, levels, dtype, half, FORM, ZERO)
+                numbers = numbers_of(packed, levels, dtype, half, FORM, ZERO)
                 if HAS_SCALES:
                     sums += tl.dot(numbers, inputs, input_precision="ieee") * scale.to(tl.float32)[:, None]
                     if HAS_OFFSETS:
@@ -249,6 +249,8 @@ def block_size(config: QuantizedLinearConfig, group: int) -> int:
 
 def compile_cases() -> list[CompileCase]:
     """Cases of the kernels: forms of each format, with groups longer and shorter than a block, and every tile."""
+    from .dense import dense_cases  # which imports from here
+
     forms = [
         ("int4", 128, 8, False, "bf16"),
         ("int4", 32, 0, True, "fp16"),
@@ -273,7 +275,7 @@ def compile_cases() -> list[CompileCase]:
         types = {"x": f"*{dtype}", "codes": "*i8", "rounded": "*fp32"}
         name = f"quantized_linear round {dtype}"
         cases.append(make_case(name, round_kernel, {"BLOCK": ROUND_BLOCK}, types, num_warps=ROUND_WARPS))
-    return cases
+    return [*cases, *dense_cases()]
 
 
 _FEW_REGISTERS = {("levels4", "bf16", 64): (90, 100), ("int4", "fp16", 128): (80, 90)}

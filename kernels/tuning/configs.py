@@ -111,7 +111,7 @@ class LoRAShrinkConfig(KernelConfig):
     """Inputs of a block, for several tokens."""
     num_warps: int = _power_of_two(1, 16)
     num_stages: int = _stages()
-    units: int = _power_of_two(16, 16384)
+    units: int = _power_of_two(1, 16384)
     """Units of work in a launch below which the inputs are split."""
     programs: int = _power_of_two(1, 64)
     """Most programs for each multiprocessor."""
@@ -124,8 +124,10 @@ class LoRAExpandConfig(KernelConfig):
     kernel: ClassVar[str] = "lora_expand"
     shape: ClassVar[tuple[str, ...]] = ("tile", "outputs", "itemsize")
 
-    block: int = _power_of_two(16, 1024)
-    """Outputs of a block."""
+    block: int = _power_of_two(16, 4096)
+    """Outputs of a block, for one token."""
+    dot_block: int = _power_of_two(16, 512)
+    """Outputs of a block at a time, for several tokens; at most `block`."""
     num_warps: int = _power_of_two(1, 16)
     num_stages: int = _stages()
     programs: int = _power_of_two(1, 64)

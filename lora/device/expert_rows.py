@@ -36,6 +36,7 @@ class ExpertSite:
         from ...kernels.experts.triton_lora import ExpertRows, stack  # imports Triton
 
         parts: list[ExpertRows] = []
+        held: dict[tuple[int, ...], Tensor] = {}  # parts of the same experts share one
         first = self._linears[0]
         start = 0
         for index, (_, size) in enumerate(first.slices):
@@ -50,10 +51,17 @@ class ExpertSite:
                         ({expert: pair[1].t() for expert, pair in found.items()}, (size, rank)),
                     )
                 )
-                parts.append(ExpertRows(a, b, slice(start, start + size), len(names)))
+                key = tuple(found)
+                if key not in held:
+                    held[key] = torch.tensor([expert in found for expert in range(len(names))], device=self._device)
+                parts.append(ExpertRows(a, b, slice(start, start + size), held[key]))
             start += size
         if parts:
             self._rows[allocation] = parts
+
+    def num_bytes(self, allocation: Allocation) -> int:
+        """Bytes of an adapter's weights, which grow with the experts that it has."""
+        return sum(part.a.num_bytes + part.b.num_bytes for part in self._rows.get(allocation, []))
 
     def add(self, y: Tensor, x: Tensor, experts: Tensor, adapters: LoraBatch) -> None:
         """Add the adapters' deltas for x, [T, in] or [P, in], and experts [T, k] to y [P, out] in place."""

@@ -62,7 +62,10 @@ class WeightsReader:
             packed, digest = planned or self._read_unplanned(file, config)
         if config.invocation:
             if latents := latents_of(packed):
-                raise adapter_error(f"{latents[0]}: alora_invocation_tokens is not served on products of latents")
+                raise adapter_error(
+                    f"{latents[0]}: alora_invocation_tokens is not served on products of latents, which queries "
+                    "use for the base's keys before the invocation too"
+                )
             digest = hashlib.sha256(digest + f"invocation {config.invocation}".encode()).digest()
         return packed._replace(invocation=config.invocation), digest
 

@@ -105,7 +105,10 @@ class ReplayableAttention(AttentionBackend, Protocol):
 
     @property
     def max_queries(self) -> int:
-        """Most queries in a row."""
+        """Most queries in a short row."""
+
+    def max_long_tiles(self, num_tokens: int) -> int:
+        """Most tiles of long rows with `num_tokens` together."""
 
     def reserve(
         self, capacity: Capacity, block_size: int, first_key: int = 0, storage: Tensor | None = None

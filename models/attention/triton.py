@@ -50,6 +50,10 @@ class TritonAttention:
         """See ReplayableAttention."""
         return self._planner.max_short_queries
 
+    def max_long_tiles(self, num_tokens: int) -> int:
+        """See ReplayableAttention."""
+        return self._planner.max_long_tiles(num_tokens)
+
     def reserve(
         self, capacity: Capacity, block_size: int, first_key: int = 0, storage: Tensor | None = None
     ) -> DeviceStep:

@@ -22,6 +22,7 @@ from ..batch import kv_dtype
 from ..config import DTYPES, DecoderConfig, stored_dtype
 from ..decoder import Decoder
 from ..implementation import AUTO, build_model, read_config
+from ..layers.cache_scales import scale_slots
 from ..layers.weights import RenamedSlot, WeightSlot
 from ..model import LanguageModel
 from ..quantization import unpack
@@ -265,12 +266,12 @@ def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: LanguageMod
             slots[name] = other.slot
     ignored = {f"{model.embedding.names.head}.weight"} if config.tie_word_embeddings else set()
     tensors = {_with_prefix(name, slots): tensor for name, tensor in tensors.items()}
-    scales = [name for name in tensors if _CACHE_SCALE.search(name) and name not in slots]
-    if scales:
-        log.warning(
-            "%s has %d scales of an fp8 KV cache, which are not used: keys and values have none", path, len(scales)
-        )
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in scales}
+    scales = {name: tensor.shape for name, tensor in tensors.items() if _CACHE_SCALE.search(name) and name not in slots}
+    slots |= scale_slots(scales, model.cache_scales() if isinstance(model, Decoder) else {})
+    unused = [name for name in scales if name not in slots]
+    if unused:
+        log.warning("%s has %d scales of attention that are not used, such as %s", path, len(unused), unused[0])
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in unused}
     shapes = {n: t.shape for n, t in tensors.items() if n not in ignored and not _COMPUTED.search(n)}
     problems = misfits(slots, shapes)
     if problems:

@@ -133,15 +133,21 @@ class HeadProducts:
         self._batch_invariant = batch_invariant
         self._weight: Tensor | None = None
         self._packed: list[Packed] = []
+        self._kind: dict[str, Any] = {}
 
     def load(self, weight: Tensor) -> None:
         """Take W [H, out, in]."""
         if self._batch_invariant:
             self._packed = [pack(head.contiguous(), batch_invariant=True) for head in weight]
-        self._weight = weight.mT.contiguous()
+            self._kind = {"dtype": weight.dtype, "device": weight.device}
+        else:
+            self._weight = weight.mT.contiguous()
 
     def weight(self) -> Tensor:
-        """The transposed weights [H, in, out]."""
+        """The transposed weights [H, in, out]; packed ones are had from products with the identity, which are exact."""
+        if self._packed:
+            identity = torch.eye(self._packed[0].in_features, **self._kind)
+            return torch.stack([head(identity) for head in self._packed])
         assert self._weight is not None, "the loader left no slot empty"
         return self._weight
 

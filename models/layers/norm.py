@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -54,6 +55,12 @@ class RMSNorm:
         """Norm of the sum, and the sum, of x and residual [T, H]."""
         assert self._weight is not None, "the loader left no slot empty"
         return add_rms_norm(x, residual, self._weight)
+
+    def scaled(self, factors: Tensor) -> RMSNorm:
+        """Norm whose results are those of this one times `factors`, one for each head of `repeats`."""
+        other = copy(self)
+        other._weight = self.weight._replace(scale=(self.weight.scale * factors.unsqueeze(1)).contiguous())
+        return other
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names."""

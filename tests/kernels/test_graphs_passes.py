@@ -38,12 +38,19 @@ def test_buckets_waste_at_most_a_third() -> None:
 
 
 def test_shapes() -> None:
-    assert shape_of([1, 1, 1], 16) == (3, 1, 3)
-    assert shape_of([5] * 64, 16) == (64, 6, 320)  # uniform: no padding of tokens
-    assert shape_of([8, 1, 1, 1, 1], 16) == (6, 8, 12)  # and little for ragged rows
-    assert shape_of([7, 7], 7) == (2, 7, 14)
-    assert shape_of([8, 1], 7) is None
-    assert shape_of([1] * 65, 16, max_tokens=64) is None
+    assert shape_of([1, 1, 1], 16, 64) == (3, 1, 3, False)
+    assert shape_of([5] * 64, 16, 64) == (64, 6, 320, False)  # many tokens: none is padded
+    assert shape_of([5] * 64, 16, 64, max_tokens=319) is None
+    assert shape_of([8, 1, 1, 1, 1], 16, 64) == (6, 8, 48, False)  # few: the same for all lengths up to 8
+    assert shape_of([7, 7], 7, 64) == (2, 7, 14, False)
+    assert shape_of([1] * 65, 16, 96, max_tokens=64) is None
+
+
+def test_shapes_with_prompts() -> None:
+    assert shape_of([8, 1], 7, 64) == (4, 1, 32, True)
+    assert shape_of([1, 200, 1, 5, 1], 16, 64) == (16, 6, 256, True)
+    assert shape_of([40] + [1] * 19, 16, 20) == (24, 1, 64, True)  # no more rows than there can be
+    assert shape_of([500, 13], 16, 64) is None
 
 
 class Passes:
@@ -62,7 +69,7 @@ class Passes:
             for ours_part, theirs_part in zip(ours, theirs, strict=True):
                 theirs_part.copy_(torch.randn(ours_part.shape, generator=generator))
                 ours_part.copy_(theirs_part)
-        self.graphs = PassGraphs(graph_backend(device), PassLimits(6, 200, max_tokens=24, max_graphs=5))
+        self.graphs = PassGraphs(graph_backend(device), PassLimits(6, 200, max_tokens=64, max_graphs=5))
         self.passes = self.graphs.of(self.model, self.kv, self._compute, [lambda rows: None])
 
     def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[torch.Tensor, ...]:
@@ -116,6 +123,10 @@ def passes(device: str, monkeypatch: pytest.MonkeyPatch) -> Passes:
         ([(5, 1)] * 5, [[(70, 1), (1, 1), (15, 1), (40, 1), (31, 1), (0, 1)]]),  # a row of padding, and none
         ([(20, 3), (33, 3)], [[(46, 3), (90, 2)], [(14, 2), (80, 3)]]),  # cut short, in turn
         ([(20, 4), (7, 1), (8, 1), (60, 1)], [[(7, 1), (20, 1), (8, 4), (60, 1)]]),  # ragged
+        (
+            [(30, 1), (0, 41), (4, 1)],
+            [[(10, 50), (3, 1)], [(0, 17), (0, 18), (70, 1), (20, 1)]],
+        ),  # prompts beside decodes
     ],
 )
 def test_a_replay_computes_other_rows(
@@ -161,8 +172,8 @@ def test_passes_without_a_graph(passes: Passes) -> None:
 
     before = [part.clone() for layer in passes.kv for part in layer]
     assert run(*[(0, 1)] * 7) is None  # too many rows
-    assert run((0, 23), (0, 1)) is None  # a prompt's chunk
-    assert run((0, 12), (0, 13)) is None  # too many tokens
+    assert run((0, 64), (0, 1)) is None  # too many tokens
+    assert run((0, 16), (0, 16), (0, 16), (0, 16), (0, 16)) is None
     assert run((200, 1)) is None  # too long
     for old, new in zip(before, (part for layer in passes.kv for part in layer), strict=True):
         assert torch.equal(old, new)

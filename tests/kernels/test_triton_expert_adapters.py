@@ -107,6 +107,24 @@ def test_deltas_of_a_mixed_batch(mix, device: str, monkeypatch: pytest.MonkeyPat
     assert b"all" not in {allocation.key for allocation in linears[0].expert_lora._rows}
 
 
+def test_memory_follows_the_experts_that_an_adapter_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no more than what counts in `lora_memory`."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(sites, "is_grouped", lambda dtype, device: True)
+    monkeypatch.setattr(sites, "_serves", lambda linears: True)
+    linears = make_linears(torch.device("cpu"))
+    placed = AdapterSites(linears, None, torch.float32, torch.device("cpu"))
+    placed.allocate(16)
+    pool = RowPool(16, 8)
+    for key, numbers in ((b"one", range(2, 3)), (b"four", range(4))):
+        packed = placed.model.layout.pack(draw(4, [*NAMES], numbers))
+        allocation = pool.allocate(key, 4)
+        placed.write(allocation, packed)
+        taken = sum(linears[place].expert_lora.num_bytes(allocation) for place in (0, EXPERTS))
+        assert taken == len(numbers) * 3 * 4 * (HIDDEN + INNER) * 4  # modules of rank 4 in float32
+        assert taken <= packed.bytes_beside_rows
+
+
 def define(x, routed, base, adapter):
     """One token's output, with merged weights."""
 

@@ -318,16 +318,16 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
 
 
 def test_splits_keep_large_devices_busy_and_sums_long() -> None:
-    assert kernel.split_inputs(1, 3, 4096) == (kernel.MAX_SPLITS, 256)
-    assert kernel.split_inputs(64, 1, 4096) == (8, 512)
-    assert kernel.split_inputs(512, 1, 4096) == (1, 4096)
-    assert kernel.split_inputs(1, 1, 512) == (2, 256)
-    assert kernel.split_inputs(1, 1, 100) == (1, 256)
+    assert kernel.split_inputs(1, 3, 4096, 512) == (kernel.MAX_SPLITS, 256)
+    assert kernel.split_inputs(64, 1, 4096, 512) == (8, 512)
+    assert kernel.split_inputs(512, 1, 4096, 512) == (1, 4096)
+    assert kernel.split_inputs(1, 1, 512, 512) == (2, 256)
+    assert kernel.split_inputs(1, 1, 100, 512) == (1, 256)
 
 
 @pytest.mark.parametrize("in_features", [100, 896, 1100, 8960, 11008, 14336, 18944])
 @pytest.mark.parametrize("num_tokens", [1, 8, 64, 500])
 def test_no_split_is_empty(in_features: int, num_tokens: int) -> None:
     """An unrolled loop that starts behind its end runs once too often on a GPU; the interpreter does not show it."""
-    splits, chunk = kernel.split_inputs(num_tokens, 1, in_features)
+    splits, chunk = kernel.split_inputs(num_tokens, 1, in_features, 512)
     assert (splits - 1) * chunk < in_features <= splits * chunk

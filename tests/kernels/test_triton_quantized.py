@@ -11,8 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from outrider.kernels.quantized_linear import QuantizedWeight
-from outrider.kernels.quantized_linear.device_linear import TritonQuantizedLinear, is_served, shape_of
+from outrider.kernels.quantized_linear import QuantizedWeight, device_linear
+from outrider.kernels.quantized_linear.device_linear import DENSE_TOKENS, TritonQuantizedLinear, is_served, shape_of
 from outrider.kernels.quantized_linear.device_weight import join
 from outrider.kernels.quantized_linear.triton import default_config
 from outrider.kernels.tuning import Configs, using
@@ -92,6 +92,22 @@ def test_products_of_every_form(kind: str, dtype: torch.dtype, device: str) -> N
         check(packed.without_bias(x.to(device)), expected, TOLERANCE[dtype])
         residual = (torch.randn(rows, outputs) * expected.std()).to(dtype)
         check(packed(x.to(device), residual.to(device)), expected + bias.double() + residual, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_of_every_form(kind: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many tokens, with the weight in the dtype of the product, a part of its rows at a time."""
+    monkeypatch.setattr(device_linear, "_DENSE_NUMBERS", 40 * 300)
+    rows, outputs, inputs = DENSE_TOKENS + 3, 50, 300
+    weights = [make(kind, outputs, inputs) for _ in range(1 if kind == "ordered" else 2)]
+    bias = torch.randn(outputs * len(weights)).to(dtype)
+    packed = packed_on(device, dtype, *weights, bias=bias)
+    x = torch.randn(rows, inputs).to(dtype)
+    expected = x.double() @ torch.cat([weight.dequantized() for weight in weights]).double().t()
+    check(packed.without_bias(x.to(device)), expected, TOLERANCE[dtype])
+    check(packed(x.to(device)), expected + bias.double(), TOLERANCE[dtype])
+    residual = (torch.randn(rows, outputs * len(weights)) * expected.std()).to(dtype)
+    check(packed(x.to(device), residual.to(device)), expected + bias.double() + residual, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "w8a8"])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ...kernels.act_and_mul.triton import DEFAULT as SILU
-from ...kernels.lora.device_rows import default_expand_config, default_shrink_config
+from ...kernels.lora.triton import EXPAND_CONFIGS, SHRINK_CONFIGS
 from ...kernels.noise.triton import DEFAULT as NOISE
 from ...kernels.paged_attention.schedule import DEFAULT_WRITE, default_config
 from ...kernels.quantized_linear.triton import default_config as default_quantized
@@ -81,14 +81,16 @@ def _quantized_fits(shape: Shape, config: QuantizedLinearConfig) -> bool:
 
 def _shrink_fits(shape: Shape, config: LoRAShrinkConfig) -> bool:
     tile, _, itemsize = shape
-    splits_inputs = tile == 16 or config.units == default_shrink_config(tile).units
+    splits_inputs = tile == 16 or config.units == SHRINK_CONFIGS[tile].units
     loaded = config.num_stages * config.dot_block * (tile + 16) * itemsize
     # 16 rows of a tile for one token are in registers twice, because the loop is unrolled.
     return splits_inputs and loaded <= 160 << 10 and _a_thread(16 * config.block, config.num_warps) <= 64
 
 
 def _expand_fits(shape: Shape, config: LoRAExpandConfig) -> bool:
-    return _a_thread(shape[0] * config.block, config.num_warps) <= 96
+    sums = _a_thread(shape[0] * config.dot_block, config.num_warps)
+    # 16 rows of a block for one token are in registers, two numbers in each.
+    return config.dot_block <= config.block and max(sums, _a_thread(8 * config.block, config.num_warps)) <= 96
 
 
 def _block_fits(shape: Shape, config: Any) -> bool:
@@ -97,7 +99,7 @@ def _block_fits(shape: Shape, config: Any) -> bool:
 
 _HEADS: Fields = {"block_heads": (1, 2, 4, 8, 16), "num_warps": (1, 2, 4)}
 _ROW_PROGRAMS: Fields = {"programs": (256, 512, 1024, 2048)}
-_PROGRAMS: Fields = {"programs": (4, 8, 16)}
+_PROGRAMS: Fields = {"programs": (4, 8, 16, 32)}
 _TILES: Fields = {"block": (512, 1024, 2048, 4096), "num_warps": (2, 4, 8)}
 _LANES: Fields = {"block": (2048, 4096, 8192), "num_warps": (8, 16, 32), "depth": (4, 8, 16)}
 
@@ -135,7 +137,7 @@ SPACES: dict[str, Space] = {
         tolerance=2e-2,
     ),
     "lora_shrink": Space(
-        lambda shape, arch: default_shrink_config(shape[0]),
+        lambda shape, arch: SHRINK_CONFIGS[shape[0]],
         (
             {"block": (128, 256, 512), "dot_block": (64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)},
             {"units": (256, 512, 1024, 2048), **_PROGRAMS},
@@ -144,8 +146,11 @@ SPACES: dict[str, Space] = {
         tolerance=5e-2,
     ),
     "lora_expand": Space(
-        lambda shape, arch: default_expand_config(shape[0]),
-        ({"block": (64, 128, 256, 512), "num_warps": (2, 4, 8), "num_stages": (2, 3)}, _PROGRAMS),
+        lambda shape, arch: EXPAND_CONFIGS[shape[0]],
+        (
+            {"block": (256, 512, 1024), "dot_block": (64, 128, 256), "num_warps": (1, 2, 4, 8)},
+            {"num_stages": (2, 3), **_PROGRAMS},
+        ),
         _expand_fits,
         tolerance=5e-2,
     ),

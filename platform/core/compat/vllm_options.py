@@ -153,7 +153,7 @@ ENGINE: dict[str, Option] = {
     **each(ignored(NO_STATE_SPACE), "mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size"),
     "kv_transfer_config": only({}, why="KV blocks stay in one engine"),
     "kv_events_config": only({}, why="events of the KV cache are not published"),
-    "calculate_kv_scales": off("an fp8 cache has no scales"),
+    "calculate_kv_scales": off("an fp8 cache has the scales of the checkpoint"),
     "prefix_caching_hash_algo": ignored("the prefix cache has its own hash"),
     "num_lookahead_slots": ignored("slots for drafts follow from speculative_config"),
     "num_scheduler_steps": ignored("see async_scheduling"),

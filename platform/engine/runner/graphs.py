@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ....kernels.graphs import CudaGraphs, GraphBackend
-from ....models.pass_graphs import MAX_TOKENS, PassGraphs, PassLimits, bucket
+from ....models.pass_graphs import PassGraphs, PassLimits, bucket
 from ...core.config import EngineConfig
-from ...core.request import Status
+from ...core.request import Request, Status
 from ..queue.scheduler import Scheduler
 from .model_runner import ModelRunner
-from .warm_up import PROMPT, dummy, step
+from .warm_up import PROMPT, dummy, step, unpaced_step
 
 SECONDS = 20.0
 _STEPS = 2
 """Of each number of requests: with a drafter the first one decodes, and the second verifies."""
+_PROMPT_ROWS = (256, 64, 16, 4, 1)
+_PROMPT_TOKENS = (512, 256, 128, 64)
+"""Rows and tokens of steps with a part of a prompt, for each of which passes differ."""
 
 
 def graph_backend(config: EngineConfig) -> GraphBackend | None:
@@ -33,9 +36,8 @@ def make_graphs(config: EngineConfig) -> PassGraphs | None:
     if backend is None:
         return None
     drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
-    most = bucket(config.scheduler.max_num_seqs) * (1 + drafts)
-    limits = PassLimits(config.scheduler.max_num_seqs, config.scheduler.max_model_len, min(MAX_TOKENS, most))
-    return PassGraphs(backend, limits)
+    rows, verified = config.scheduler.max_num_seqs, bucket(config.scheduler.max_num_seqs) * bucket(1 + drafts)
+    return PassGraphs(backend, PassLimits(rows, config.scheduler.max_model_len, max_verified=verified))
 
 
 def capture_ahead(
@@ -70,6 +72,33 @@ def capture_ahead(
                     step(scheduler, runner)
     finally:
         scheduler.abort([request.request_id for request in dummies])
+    for rows in _PROMPT_ROWS:
+        _capture_prompts(scheduler, runner, rows, lambda: clock() < ends)
+
+
+def _capture_prompts(scheduler: Scheduler, runner: ModelRunner, rows: int, in_time: Callable[[], bool]) -> None:
+    """Run steps of a prompt beside `rows` - 1 requests that decode, as far as they fit."""
+    config, block_size = scheduler.config, scheduler.prefix_cache.block_size
+    most = min(config.max_model_len, config.max_num_batched_tokens)
+    lengths = [tokens - rows + 1 for tokens in _PROMPT_TOKENS if 2 * rows <= tokens < most]
+    decodes = (rows - 1) * -(-(PROMPT + 2 * len(lengths) + 4) // block_size)
+    if not lengths or rows > config.max_num_seqs or decodes + lengths[0] // block_size + 2 > scheduler.pool.num_free:
+        return
+    dummies = [dummy(f"capture {index}", index) for index in range(rows - 1)]
+
+    def run(requests: Sequence[Request]) -> None:
+        for request in requests:
+            scheduler.add(request)
+        while any(r.status is not Status.FINISHED and not r.num_output_tokens for r in requests) and in_time():
+            unpaced_step(scheduler, runner)
+
+    try:
+        run(dummies)
+        for length in lengths:
+            run([prompt := dummy("capture a prompt", 0, length=length)])
+            scheduler.abort([prompt.request_id])
+    finally:
+        scheduler.abort(["capture a prompt", *(request.request_id for request in dummies)])
 
 
 def _sizes(scheduler: Scheduler, num_drafts: int) -> list[int]:

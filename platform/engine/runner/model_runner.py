@@ -18,7 +18,7 @@ from ....kernels.device_outcome import DeviceOutcome
 from ....kernels.staging import to_device
 from ....models.batch import ForwardBatch, LayerKV, build_batch
 from ....models.model import DecoderOutput, LanguageModel
-from ....models.pass_graphs import PassGraphs, PassInputs
+from ....models.pass_graphs import PassGraphs, PassInputs, PassOptions
 from ....spec_decode.control.policy import SpeculationPolicy
 from ....spec_decode.drafters.base import AdapterPreparer, DeviceStep, Drafter, DraftRow, Proposal, TargetOutput
 from ...core.batch import RowPlan, RowResult, StepPlan, StepResult
@@ -112,10 +112,11 @@ class ModelRunner:
         self._prepare_head = parts.prepare_head
         self._graphs = parts.graphs
         self._logits = parts.logits
-        self._passes = None
+        self._passes = self._prompt_passes = None
         if parts.graphs is not None:
-            preparers = [parts.prepare_adapters, parts.prepare_head]
-            self._passes = parts.graphs.of(parts.model, parts.kv, self._compute, preparers)
+            preparers, verifies = [parts.prepare_adapters, parts.prepare_head], PassOptions(verifies=True)
+            self._passes = parts.graphs.of(parts.model, parts.kv, self._compute, preparers, verifies)
+            self._prompt_passes = parts.graphs.of(parts.model, parts.kv, self._compute_hidden, preparers[:1])
 
     @property
     def model(self) -> LanguageModel:
@@ -248,21 +249,26 @@ class ModelRunner:
 
     def _forward(self, prepared: Prepared) -> _Computed:
         rows, handles = prepared.rows, prepared.handles
-        if self._passes is not None and prepared.replayable:
-            found = self._passes.run(rows, handles)
-            if found is not None:
-                logits, *states = (part[: len(rows.token_ids)] for part in found)
-                hidden, *aux = (state.clone() for state in states)  # whoever drafts may keep them
-                return _Computed(DecoderOutput(hidden, tuple(aux)), logits)
+        passes = self._passes if prepared.replayable else self._prompt_passes
+        found = None if passes is None else passes.run(rows, handles)
+        if found is not None:
+            states = [part[: len(rows.token_ids)] for part in found]
+            logits = states.pop(0) if prepared.replayable else None
+            hidden, *aux = (state.clone() for state in states)  # whoever drafts may keep them
+            return _Computed(DecoderOutput(hidden, tuple(aux)), logits)
         batch = build_batch(rows, self._model, self._kv, self._prepare_adapters(handles))
         return _Computed(self._model.forward(batch, self._aux_layers), None)
 
     def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
-        """What is captured: logits of all tokens, hidden states, and those that the drafter wants."""
+        """What is captured of decodes and verifications: logits of all tokens, and what `_compute_hidden` gives."""
         assert self._logits is not None
+        hidden, *aux = self._compute_hidden(batch, inputs)
+        return self._model.compute_logits(hidden, inputs.adapters[1], out=self._logits[: len(hidden)]), hidden, *aux
+
+    def _compute_hidden(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
+        """What is captured of steps with prompts: hidden states, and those that the drafter wants."""
         output = self._model.forward(batch, self._aux_layers)
-        logits = self._model.compute_logits(output.hidden, inputs.adapters[1], out=self._logits[: len(output.hidden)])
-        return logits, output.hidden, *output.aux
+        return output.hidden, *output.aux
 
     def _sample(self, prepared: Prepared, computed: _Computed, overshoot: Tensor | None) -> Pending | Ready | None:
         """For the rows that reach their end, in their order; None when none does. `overshoot`: of these rows."""

@@ -33,7 +33,7 @@ class Prepared(NamedTuple):
     prompts: list[RowPlan | None]
     """By row: itself, if log-probabilities or hidden states of its prompt are wanted."""
     replayable: bool
-    """Whether all rows are decodes or verifications."""
+    """Whether all rows are decodes or verifications, whose logits are captured too."""
     sampling: list[int]
     """The rows of `chosen`."""
     followed: list[int]

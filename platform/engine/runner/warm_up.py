@@ -148,7 +148,7 @@ def run_through(
     try:
         # Who fails does not come back.
         while pending := {r for r in together if r.status is not Status.FINISHED and not _is_through(r)}:
-            plan, _ = _compute(scheduler, runner)  # kernels are compiled in its seconds: prompts are not paced by them
+            plan, _ = unpaced_step(scheduler, runner)  # kernels are compiled in its seconds
             if during and all(request.num_output_tokens or request.status is Status.FINISHED for request in dummies):
                 for request in during:
                     add(request)
@@ -165,11 +165,11 @@ def _is_through(request: Request) -> bool:
 
 def step(scheduler: Scheduler, runner: ModelRunner) -> None:
     """One step of whatever is due."""
-    scheduler.observe(*_compute(scheduler, runner))
+    scheduler.observe(*unpaced_step(scheduler, runner))
 
 
-def _compute(scheduler: Scheduler, runner: ModelRunner) -> tuple[StepPlan, float]:
-    """One step of whatever is due, and its seconds."""
+def unpaced_step(scheduler: Scheduler, runner: ModelRunner) -> tuple[StepPlan, float]:
+    """One step of whatever is due, and its seconds, by which prompts are not paced."""
     plan = scheduler.schedule()
     if not plan.rows:
         scheduler.commit(plan, StepResult([]))

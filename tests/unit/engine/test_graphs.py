@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from outrider.models.pass_graphs import MAX_TOKENS
+from outrider.models.pass_graphs import MAX_GRAPHS, MAX_TOKENS
 from outrider.platform.core.batch import RowResult, StepPlan, StepResult
 from outrider.platform.core.config import EngineArgs, EngineConfig, Hardware, ModelFacts, SchedulerConfig, resolve
 from outrider.platform.core.errors import ErrorInfo
@@ -49,21 +49,22 @@ def test_graphs_are_a_gpus_and_can_be_switched_off(cuda: list[torch.device]) -> 
 def test_graphs_are_sized_for_what_may_come(cuda: list[torch.device]) -> None:
     small = make_graphs(config(max_num_seqs=5, max_model_len=1000))
     assert small is not None
-    assert small.limits[:3] == (5, 1000, 6)
+    assert small.limits == (5, 1000, MAX_TOKENS, MAX_GRAPHS, 6)
     drafting = make_graphs(config(max_num_seqs=5, speculative_config={"method": "ngram", "num_speculative_tokens": 4}))
     assert drafting is not None
-    assert drafting.limits.max_tokens == 30
+    assert drafting.limits.max_verified == 6 * 6
     large = make_graphs(config(max_num_seqs=1024))
     assert large is not None
     assert large.limits.max_tokens == MAX_TOKENS
 
 
 class Runner:
-    """Answers every step, drafts included; remembers the rows of those without prompts."""
+    """Answers every step, drafts included; remembers the rows of those without prompts, and of the others."""
 
     def __init__(self, num_drafts: int, broken: bool = False) -> None:
         self.num_drafts, self.broken = num_drafts, broken
         self.steps: list[list[int]] = []
+        self.prompts: list[list[int]] = []
 
     def launch(self, plan: StepPlan) -> StepPlan:
         return plan
@@ -71,6 +72,8 @@ class Runner:
     def collect(self, plan: StepPlan) -> StepResult:
         if all(row.samples and row.num_tokens == 1 + row.num_drafts for row in plan.rows):
             self.steps.append([row.num_tokens for row in plan.rows])
+        else:
+            self.prompts.append([row.num_tokens for row in plan.rows])
         if self.broken:
             return StepResult([RowResult([], error=ErrorInfo("InternalServerError", "broken")) for _ in plan.rows])
         return StepResult([RowResult([7] if row.samples else []) for row in plan.rows])
@@ -81,10 +84,16 @@ class Runner:
         return 0.0
 
 
-def make_scheduler(num_seqs: int, num_drafts: int = 0, num_blocks: int = 512, max_model_len: int = 256) -> Scheduler:
+def make_scheduler(
+    num_seqs: int,
+    num_drafts: int = 0,
+    num_blocks: int = 512,
+    max_model_len: int = 256,
+    max_num_batched_tokens: int = 64,
+) -> Scheduler:
     pool = BlockPool(num_blocks)
     limits = SchedulerConfig(
-        max_num_seqs=num_seqs, max_num_batched_tokens=64, max_model_len=max_model_len, policy="fcfs"
+        max_num_seqs=num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len, policy="fcfs"
     )
     return Scheduler(limits, pool, PrefixCache(pool, 16), drafts=DraftLimits(num_drafts))
 
@@ -99,6 +108,14 @@ def test_every_size_comes_the_largest_first() -> None:
     scheduler, runner = make_scheduler(10), Runner(0)
     capture_ahead(scheduler, runner, 0)  # type: ignore[arg-type]
     assert [len(rows) for rows in runner.steps] == [size for size in (10, 8, 6, 4, 3, 2, 1) for _ in range(2)]
+    assert done(scheduler)
+
+
+def test_prompts_come_beside_requests_that_decode() -> None:
+    scheduler, runner = make_scheduler(20, max_num_batched_tokens=1000), Runner(0)
+    capture_ahead(scheduler, runner, 0)  # type: ignore[arg-type]
+    beside = [(len(rows), sum(rows)) for rows in runner.prompts if max(rows) > 16]
+    assert beside == [(rows, tokens) for rows in (16, 4, 1) for tokens in (128, 64)]  # of at most 256
     assert done(scheduler)
 
 

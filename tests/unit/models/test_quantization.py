@@ -184,14 +184,14 @@ def test_damaged_parts_are_named(kind: str, damage: str, make: Callable, tmp_pat
         load_model(tmp_path, "float32")
 
 
-def test_scales_of_a_cache_are_left_out(make: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_scales_of_a_cache_beside_packed_weights_are_read(make: Callable, tmp_path: Path) -> None:
     source = make("fp8")
     tensors = load_file(source / "model.safetensors")
     tensors |= {f"model.layers.0.self_attn.{name}": torch.tensor(0.5) for name in ("k_scale", "v_proj.v_scale")}
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((source / "config.json").read_text())
-    load_model(tmp_path, "float32")
-    assert "2 scales of an fp8 KV cache" in caplog.text
+    model = load_model(tmp_path, "float32")
+    assert [scales.are_used for scales in model.cache_scales().values()] == [True, False]
 
 
 def test_a_bias_that_the_model_has_not_must_be_zero(make: Callable, tmp_path: Path) -> None:

@@ -144,5 +144,5 @@ def test_a_bias_of_an_expert_is_refused_and_not_left_out(case, tmp_path):
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     config = json.loads((Path(paths["each"]) / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"lora_bias": True}))
-    with pytest.raises(AdapterError, match=r"experts\.0.*a bias is not served here"):
+    with pytest.raises(AdapterError, match=r"experts\.0.*a bias is not served on experts"):
         Engine(base, {"each": str(tmp_path)}, {"each": prompts["each"]}).admit(["each"])
