@@ -3,10 +3,11 @@
 Each engine is a process of its own: `off`, `new` (this checkout) and, with --old, `old`, all with the same options. For
 each batch size and text they generate in turn, in each round in another order, and wait while others do. `closed` is
 one batch that drains (where it is smaller than four, several batches, one after another, of four prompts in all);
-`queued` is three times as many requests as run at once. A ratio is the median of the rounds.
+`queued` is three times as many requests as run at once. A ratio is the median of the rounds. With --fixed there is one
+more engine for each given number of drafts, and `new/fixed` is the ratio to the fastest of them.
 
 Usage: python benchmarks/controller.py --model MODEL --texts repetitive chat --batches 1 4 16 32 --json FILE
-    [--old CHECKOUT] [--speculative JSON] [--fixed JSON] [--rounds N] [--max-tokens N] [--queues closed queued]
+    [--old CHECKOUT] [--speculative JSON] [--fixed K ...] [--rounds N] [--max-tokens N] [--queues closed queued]
 """
 
 from __future__ import annotations
@@ -136,10 +137,12 @@ def measure(engines: dict[str, Worker], cell: dict[str, Any], rounds: int) -> di
             if number:
                 speeds[name].append(answer["tokens"] / answer["seconds"])
     found: dict[str, Any] = {name: [round(speed, 1) for speed in its] for name, its in speeds.items()}
-    for name, base in (("new", "off"), ("old", "off"), ("new", "old"), ("new", "fixed")):
+    numbers = [name for name in names if name.startswith("fixed")]
+    fixed = max(numbers, key=lambda name: statistics.median(speeds[name]), default="")
+    for name, base in (("new", "off"), ("old", "off"), ("new", "old"), ("new", fixed)):
         if name in speeds and base in speeds:
             ratios = [one / other for one, other in zip(speeds[name], speeds[base], strict=True)]
-            found[f"{name}/{base}"] = round(statistics.median(ratios), 3)
+            found[f"{name}/{base.split()[0]}"] = round(statistics.median(ratios), 3)
     return cell | found
 
 
@@ -149,9 +152,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", help="folder of the model")
     parser.add_argument("--old", type=Path, help="another checkout, to compare with")
     parser.add_argument("--speculative", default='{"method": "ngram"}', metavar="JSON", help="of `old` and `new`")
-    parser.add_argument(
-        "--fixed", metavar="JSON", help="one more engine of this checkout, `fixed`, with this speculation"
-    )
+    parser.add_argument("--fixed", nargs="+", type=int, default=[], metavar="K", help="engines that always draft K")
     parser.add_argument("--texts", nargs="+", choices=TEXTS, default=["repetitive", "chat"])
     parser.add_argument("--queues", nargs="+", choices=["closed", "queued"], default=["closed"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16, 32])
@@ -175,8 +176,8 @@ def main() -> None:
     kinds = {"off": (ROOT, None), "new": (ROOT, speculative)}
     if args.old:
         kinds["old"] = (args.old.resolve(), speculative)
-    if args.fixed:
-        kinds["fixed"] = (ROOT, json.loads(args.fixed))
+    for count in args.fixed:
+        kinds[f"fixed {count}"] = (ROOT, speculative | {"num_speculative_tokens": count, "adaptive": False})
     cells = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         engines = {}

@@ -74,11 +74,12 @@ def own_schemas() -> list[dict[str, Any]]:
 
 
 def suite_schemas(folder: Path) -> Iterator[dict[str, Any]]:
-    """Schemas of the test suite that are served, each once."""
+    """Schemas of the test suite that are served, each once. Those with \\p{...} are left out: the validator reads
+    patterns with Python's `re`, which knows no such thing."""
     for file in sorted(folder.glob("*.json")):
         for group in json.loads(file.read_text(encoding="utf-8")):
             schema = group["schema"]
-            if isinstance(schema, dict):
+            if isinstance(schema, dict) and "\\p{" not in json.dumps(schema):
                 try:
                     CHECKER.check(StructuredOutputsParams(json=schema))
                 except InvalidRequestError:

@@ -68,14 +68,14 @@ class AdapterManager:
         pool = RowPool(
             count_rows(config, row_bytes),
             config.max_loras,
-            hooks.before_evicting,
             row_bytes=0 if config.memory_bytes is None else row_bytes,
         )
         for part in sites:
             part.allocate(pool.num_rows)
         self._files = AdapterFiles(target.model, draft.model, draft_method=hooks.draft_method, max_rank=max_rank)
         self._registry = AdapterRegistry()
-        self._transfers = Transfers(self._files, RowWriter(sites, device), reader_process=hooks.reader_process)
+        writer = RowWriter(sites, device, hooks.on_write)
+        self._transfers = Transfers(self._files, writer, reader_process=hooks.reader_process)
         self._residency = Residency(config, self._registry, pool, self._transfers.write)
         self._aging = Aging(self._registry, self._residency, clock)
         self.catalog = Catalog(

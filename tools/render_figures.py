@@ -45,13 +45,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in lines]
 
 
-def source(*names: str) -> list[str]:
-    """Sentences that say on what machine, when and with which code the results were measured."""
+def source(*names: str, keep: Callable[[Row], bool] = lambda run: True) -> list[str]:
+    """Sentences that say on what machine, when and with which code the results were measured: the runs to `keep`."""
     machines: dict[str, None] = {}
     files = []
     for name in names:
         times: dict[str, None] = {}
-        for run in runs(name).values():
+        for run in filter(keep, runs(name).values()):
             machine = run["machine"]
             features = machine["capability"] + (" with AMX" if machine.get("amx") else "")
             processor = f"{machine['cpu']} ({features}), {machine['threads']} of {machine['cores']} cores"
@@ -59,6 +59,12 @@ def source(*names: str) -> list[str]:
             times[f"{machine['date']} at {machine['commit']}"] = None
         files.append(f"[{name}]({{results}}/{name}.json) ({', '.join(times)})")
     return textwrap.wrap(f"{'; '.join(machines)}. {', '.join(files)}.", LINE, break_on_hyphens=False)
+
+
+def written_table(name: str, run: str) -> list[str]:
+    """The table that the script of a run has written into its result."""
+    found = runs(name)[run]["table"]
+    return [*table(found["head"], found["rows"]), "", *source(name, keep=lambda one: one["run"] == run)]
 
 
 # --- Other engines ------------------------------------------------------------------------------------------
@@ -136,12 +142,14 @@ def products() -> list[str]:
     rows = []
     head: list[str] = []
     for model, run in runs("products").items():
+        if "products" not in run:
+            continue
         head = [str(product["rows"]) for product in run["products"]]
         shares = [number(product["of_the_ceiling"]) for product in run["products"]]
         limits = [f"{run[key]:.0f}" for key in ("read_gigabytes_per_second", "register_gigamacs_per_second")]
         rows.append([model, *shares, *limits])
     head = ["rows", *head, "memory, GB/s", "multiply-adds, billions/s"]
-    return [*table(head, rows), "", *source("products")]
+    return [*table(head, rows), "", *source("products", keep=lambda run: "products" in run)]
 
 
 def long_prompts() -> list[str]:
@@ -150,22 +158,16 @@ def long_prompts() -> list[str]:
     prefix = [run["shared_prefix"] for run in found.values()]
     beside = [run["interference"] for run in found.values()]
 
-    def pair(part: Row, first: str, second: str, scale: float = 1.0, digits: int = 2) -> str:
-        return f"{part[first] * scale:.{digits}f}, {part[second] * scale:.{digits}f}"
+    def pairs(parts: list[Row], first: str, second: str, scale: float = 1.0, digits: int = 2) -> list[str]:
+        return [f"{part[first] * scale:.{digits}f}, {part[second] * scale:.{digits}f}" for part in parts]
 
-    rows = [
-        [
-            "TTFT with a cached prefix over the first one's: median, worst",
-            *(pair(p, "median_ratio", "max_ratio") for p in prefix),
-        ],
-        ["ITL of 8 streams alone, ms: median, p99", *(pair(b, "alone_median", "alone_p99", 1e3, 1) for b in beside)],
-        [
-            "ITL while long prompts arrive, ms: median, p99",
-            *(pair(b, "beside_median", "beside_p99", 1e3, 1) for b in beside),
-        ],
-        ["TTFT of the long prompts, s", *(f"{b['long_ttft_median']:.1f}" for b in beside)],
-    ]
-    return [*table(["", *found], rows), "", *source("long-prompts")]
+    rows = {
+        "TTFT with a cached prefix over the first one's: median, worst": pairs(prefix, "median_ratio", "max_ratio"),
+        "ITL of 8 streams alone, ms: median, p99": pairs(beside, "alone_median", "alone_p99", 1e3, 1),
+        "ITL while long prompts arrive, ms: median, p99": pairs(beside, "beside_median", "beside_p99", 1e3, 1),
+        "TTFT of the long prompts, s": [f"{part['long_ttft_median']:.1f}" for part in beside],
+    }
+    return [*table(["", *found], ([text, *cells] for text, cells in rows.items())), "", *source("long-prompts")]
 
 
 NEIGHBOUR_CASES = {
@@ -235,12 +237,15 @@ def speculation_adapters() -> list[str]:
     return [*table(head, rows), "", *source("speculation-adapters")]
 
 
-def by_batch_size(name: str) -> list[str]:
+def by_batch_size(is_demo: bool) -> list[str]:
     """Speed-up by mode and number of requests: 16 and 32 from the last run that has them, which has more rounds."""
     texts = ("base", "random")
 
+    def keep(run: Row) -> bool:
+        return bool(run["run"].startswith("demo")) == is_demo
+
     def cell(text: str, mode: str, size: int) -> str:
-        for run in reversed(runs(name).values()):
+        for run in filter(keep, reversed(runs("speculation-batches").values())):
             for row in run["rows"]:
                 if (row["mode"], row["batch_size"]) == (mode, size) and (row["task"] == "base") == (text == "base"):
                     return number(row["speedup"])
@@ -248,32 +253,25 @@ def by_batch_size(name: str) -> list[str]:
 
     rows = [[label, *(cell(text, mode, n) for text in texts for n in (1, 4, 16, 32))] for mode, label in MODES.items()]
     head = ["", "1 request", "4", "16", "32", "random text: 1", "4", "16", "32"]
-    return [*table(head, rows), "", *source(name)]
-
-
-def speculation_batches() -> list[str]:
-    """Speed-up by number of requests, on the 494M model."""
-    return by_batch_size("speculation-batches")
-
-
-def speculation_demo() -> list[str]:
-    """Speed-up by number of requests, on the embedded demo model."""
-    return by_batch_size("speculation-demo")
+    return [*table(head, rows), "", *source("speculation-batches", keep=keep)]
 
 
 def controller() -> list[str]:
-    """Speed-up of adaptive prompt lookup, of an earlier controller in the same rounds, and of a fixed number."""
+    """Speed-up of adaptive prompt lookup, of an earlier controller in the same rounds, and of the best fixed number."""
     rows = []
     for name, run in runs("controller").items():
         for cell in run["cells"]:
             kind = f"{cell['text']}, {cell['queue']}" if cell["batch"] > 1 else cell["text"]
-            ratios = [cell.get(key) for key in ("new/off", "old/off", "new/old")]
-            rows.append([name, str(cell["batch"]), kind, *(number(ratio) for ratio in ratios)])
-    head = ["model", "requests", "text", "adaptive over off", "earlier controller over off", "adaptive over earlier"]
+            ratios = (number(cell.get(key)) for key in ("new/off", "old/off", "new/old", "new/fixed"))
+            rows.append([name, str(cell["batch"]), kind, *ratios])
+    compared = (
+        "adaptive over off",
+        "earlier controller over off",
+        "adaptive over earlier",
+        "adaptive over best fixed number",
+    )
+    head = ["model", "requests", "text", *compared]
     return [*table(head, rows), "", *source("controller")]
-
-
-# --- GPU ----------------------------------------------------------------------------------------------------
 
 
 def gpu_engines() -> list[str]:
@@ -353,10 +351,12 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "neighbours": neighbours,
     "fp8-cache": fp8_cache,
     "speculation-adapters": speculation_adapters,
-    "speculation-batches": speculation_batches,
-    "speculation-demo": speculation_demo,
+    "speculation-batches": lambda: by_batch_size(is_demo=False),
+    "speculation-demo": lambda: by_batch_size(is_demo=True),
     "controller": controller,
     "families": families,
+    "fleet": lambda: written_table("fleet", "fleet"),
+    "fleet-foretold": lambda: written_table("fleet", "two replicas"),
     "gpu-engines": gpu_engines,
     "gpu-kernels": gpu_kernels,
 }

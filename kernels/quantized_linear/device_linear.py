@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from ..tuning import bucket, tuned
 from ..tuning.configs import QuantizedLinearConfig
 from . import device_weight
-from .dense import dense_rows
 from .device_weight import DeviceWeight, join
 from .triton import (
     INVARIANT_TILE,
@@ -27,6 +26,7 @@ from .triton import (
     reduce_kernel,
     round_kernel,
 )
+from .triton_dense import dense_rows
 from .weight import QuantizedWeight
 
 _MAX_PARTS = 16

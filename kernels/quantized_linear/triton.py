@@ -249,7 +249,7 @@ def block_size(config: QuantizedLinearConfig, group: int) -> int:
 
 def compile_cases() -> list[CompileCase]:
     """Cases of the kernels: forms of each format, with groups longer and shorter than a block, and every tile."""
-    from .dense import dense_cases  # which imports from here
+    from .triton_dense import dense_cases  # which imports from here
 
     forms = [
         ("int4", 128, 8, False, "bf16"),

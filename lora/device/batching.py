@@ -178,8 +178,9 @@ class StepAdapters:
         return self._build(self._head, rows, lambda version: version.targets_head)
 
     def prepare_draft(self, rows: PlanRows) -> LoraBatch | None:
-        """Return the batch of a drafter's pass over rows of tokens; None when no adapter has draft weights."""
-        return self._build(self._draft, rows, lambda version: version.has_draft)
+        """Return the batch of a drafter's pass over rows of tokens; None when no adapter has draft weights. An adapter
+        that was unloaded and left with the commit of its last request counts as the base model."""
+        return self._build(self._draft, rows, lambda version: version.has_draft and version.digest in self._pool)
 
     def _build(
         self, batcher: LoraBatcher, rows: PlanRows, applies: Callable[[AdapterVersion], bool]

@@ -13,7 +13,7 @@ adapter has beside its rank rows, such as embeddings of its own, counts as so ma
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,20 +74,12 @@ class RowPool:
     Rows that are being written get no new owner before that has ended, even when their owner is evicted.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        max_running: int,
-        before_evicting: Callable[[bytes], None] = lambda key: None,
-        *,
-        row_bytes: int = 0,
-    ) -> None:
+    def __init__(self, num_rows: int, max_running: int, *, row_bytes: int = 0) -> None:
         """Make a pool.
 
         Args:
             num_rows: Number of rank rows.
             max_running: Number of adapters that may have users.
-            before_evicting: Called with a key before it loses rows that were written.
             row_bytes: Bytes of a rank row; 0: memory beside rank rows is not counted.
         """
         self.num_rows = num_rows
@@ -98,7 +90,6 @@ class RowPool:
         self.num_running = 0
         """Adapters with users."""
         self.num_pinned_rows = 0
-        self._before_evicting = before_evicting
         self._is_free = np.ones(num_rows, np.bool_)
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
         self._pinned: set[bytes] = set()
@@ -205,8 +196,6 @@ class RowPool:
         """Take the rows from an adapter without users, pinned or not."""
         if self._entries[key].num_users:
             raise ValueError("running requests use the adapter")
-        if self.is_ready(key):
-            self._before_evicting(key)
         self.set_pinned(key, False)
         allocation = self._entries.pop(key).allocation
         if allocation not in self._writing:

@@ -15,7 +15,7 @@ from .arena import RowArena
 from .dora import head_weight, slice_weight, table_weight
 from .expert_rows import ExpertSites
 from .layers import EmbeddingSite, Live, LoraSite
-from .layout import LM_HEAD, ModelLayout, PackedModules, RowLayout
+from .layout import LM_HEAD, LoraWeights, ModelLayout, PackedModules, RowLayout
 from .own_rows import OwnRowSites
 from .pool import Allocation
 from .vectors import VectorSites
@@ -36,12 +36,12 @@ class AdapterHooks(NamedTuple):
     """The drafter's linears; none: draft weights are not read."""
     on_gone: Callable[[bytes], None] = lambda digest: None
     """Called with the digest of an adapter that no name and no request has any more."""
-    before_evicting: Callable[[bytes], None] = lambda digest: None
-    """Called with the digest of an adapter before it loses its rows on the device."""
     batch_invariant: bool = False
     """True when no bit of a token's delta may depend on the other tokens."""
     reader_process: bool = False
     """True when another process reads adapters, where that is possible."""
+    on_write: Callable[[Allocation, PackedModules], None] | None = None
+    """Called before an adapter's rows are written, where other ranks must write theirs; None: there are none."""
 
 
 class AdapterSites:
@@ -56,7 +56,10 @@ class AdapterSites:
         layout = ModelLayout(RowLayout(dtype), RowLayout(dtype))
         self.model = ModelModules(shapes, layout)
         """Modules that adapters may target, and the layout of their rows."""
-        self._rows, self._vocabulary = (RowArena(part, device) for part in layout)
+        self._is_divided = embedding is not None and embedding.part is not None
+        self._layout = ModelLayout(RowLayout(dtype), RowLayout(dtype)) if self._is_divided else layout
+        """Layout of the rows that this process holds: several ranks have their share of each matrix."""
+        self._rows, self._vocabulary = (RowArena(part, device) for part in self._layout)
         self._vectors = VectorSites(dtype, device)
         self._own_rows = None if embedding is None else OwnRowSites(embedding)
         if embedding is not None:
@@ -73,6 +76,11 @@ class AdapterSites:
                 base=head_weight(embedding),
                 tied=embedding.tied,
             )
+            if embedding.part is not None:
+                for name, shape in shapes.items():
+                    shapes[name] = shape._replace(is_base=None, base=None)  # no process has the whole weight
+                self._layout.vocabulary.reserve([embedding.names.table], vocab_size, [hidden_size])
+                self._layout.vocabulary.reserve([LM_HEAD], hidden_size, [embedding.part.size])
         # The rows of all experts would fill a device's memory; a CPU's takes only what is written.
         apart = _on_gpu(dtype, device)
         experts = [linear for linear in linears if linear.expert and apart]
@@ -82,6 +90,9 @@ class AdapterSites:
         self._experts = ExpertSites(served, device) if served else None
         for linear in (*self._linears, *served):
             _reserve(linear, self.model)
+            if self._is_divided:
+                names, sizes = zip(*linear.slices, strict=True)
+                self._layout.linears.reserve(names, linear.in_features, sizes)
 
     @property
     def row_bytes(self) -> int:
@@ -97,7 +108,8 @@ class AdapterSites:
             linear.gains = None if linear.expert else self._vectors.add(linear.slices)
         if self._embedding is None:
             return
-        hidden_size, head = self._embedding.hidden_size, [(LM_HEAD, self._embedding.vocab_size)]
+        hidden_size, part = self._embedding.hidden_size, self._embedding.part
+        head = [(LM_HEAD, self._embedding.vocab_size if part is None else part.size)]
         table = self._embedding.names.table
         index = self._vocabulary.layout.modules[table]
         a, b = (self._vocabulary.rows[:, columns] for columns in self._vocabulary.layout.pieces[index])
@@ -110,6 +122,8 @@ class AdapterSites:
     def write(self, allocation: Allocation, packed: PackedModules) -> None:
         """Write an adapter's rows at all sites, and clear them where it has no weights. Thread-safe while no step uses
         these rows."""
+        if self._is_divided:
+            packed = self._share_of(packed)
         self._rows.write(allocation, packed.linears)
         self._vocabulary.write(allocation, packed.vocabulary)
         self._vectors.write(allocation, packed.gains, packed.biases)
@@ -117,6 +131,23 @@ class AdapterSites:
             self._own_rows.write(allocation, packed.own_rows)
         if self._experts is not None:
             self._experts.write(allocation, packed.vocabulary)
+
+    def _share_of(self, packed: PackedModules) -> PackedModules:
+        """Return this rank's share of an adapter. `RowWriter.prepare` refuses what is more than rank rows."""
+        embedding = self._embedding
+        assert packed.is_plain
+        assert embedding is not None
+        assert embedding.part is not None
+        parts = {name: linear.part for linear in self._linears for name, _ in linear.slices}
+        found: dict[str, LoraWeights] = {}
+        for name, (a, b, _) in packed.modules().items():
+            part = parts.get(name)
+            if part is not None:
+                a, b = part.lora(name, a, b)
+            elif name == LM_HEAD:
+                b = b[:, embedding.part.rows]
+            found[name] = LoraWeights(a, b)
+        return self._layout.pack(found)._replace(invocation=packed.invocation)
 
 
 def _on_gpu(dtype: torch.dtype, device: torch.device) -> bool:
@@ -131,14 +162,14 @@ def _serves(experts: Sequence[Linear]) -> bool:
 
 def _reserve(linear: Linear, model: ModelModules) -> None:
     """Reserve a linear's columns, and note the shapes of its modules."""
-    start = 0
-    for name, size in linear.slices:
-        base = None if linear.expert else slice_weight(linear, start, size)
-        model.shapes[name] = ModuleShape(linear.in_features, size, base=base)
+    start, whole = 0, linear if linear.part is None else linear.part
+    for name, size in whole.slices:
+        base = None if linear.expert or linear.part is not None else slice_weight(linear, start, size)
+        model.shapes[name] = ModuleShape(whole.in_features, size, base=base)
         start += size
-    names, sizes = [name for name, _ in linear.slices], [size for _, size in linear.slices]
+    names, sizes = [name for name, _ in whole.slices], [size for _, size in whole.slices]
     layout = model.layout.vocabulary if linear.expert else model.layout.linears
-    layout.reserve(names, linear.in_features, sizes)
+    layout.reserve(names, whole.in_features, sizes)
 
 
 def _site(arena: RowArena, in_features: int, modules: Sequence[tuple[str, int]]) -> LoraSite:

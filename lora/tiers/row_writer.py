@@ -11,13 +11,21 @@ from ..adapter import Adapter
 from ..device.layout import PackedModules
 from ..device.pool import Allocation
 from ..device.sites import AdapterSites
+from ..files.peft_config import adapter_error
 
 
 class RowWriter:
     """Writes adapters to the rows of the target's sites and of the drafter's."""
 
-    def __init__(self, sites: Sequence[AdapterSites], device: torch.device) -> None:
+    def __init__(
+        self,
+        sites: Sequence[AdapterSites],
+        device: torch.device,
+        on_write: Callable[[Allocation, PackedModules], None] | None = None,
+    ) -> None:
+        """`on_write`: see `AdapterHooks`."""
         self._sites = sites
+        self._on_write = on_write
         self._device = device
         self._stream: torch.cuda.Stream | None = None  # beside the one that steps use
 
@@ -27,7 +35,16 @@ class RowWriter:
         return self._device.type == "cuda"
 
     def prepare(self, adapter: Adapter) -> Adapter:
-        """Return the adapter in memory that the device can read by itself: for a GPU pinned memory. Thread-safe."""
+        """Return the adapter in memory that the device can read by itself: for a GPU pinned memory. Thread-safe.
+
+        Raises:
+            AdapterError: several ranks divide the model, and the adapter has more than rank rows.
+        """
+        if self._on_write is not None and not adapter.target.is_plain:
+            raise adapter_error(
+                "with tensor_parallel_size above 1, an adapter with magnitudes (DoRA), biases or own vocabulary rows "
+                "is not served"
+            )
         if not self.on_gpu:
             return adapter
         return replace(adapter, target=_pin_memory(adapter.target), drafter=_pin_memory(adapter.drafter))
@@ -54,6 +71,8 @@ class RowWriter:
         return write
 
     def _write(self, allocation: Allocation, adapter: Adapter) -> None:
+        if self._on_write is not None:
+            self._on_write(allocation, adapter.target)
         for sites, packed in zip(self._sites, adapter.packed, strict=True):
             sites.write(allocation, packed)
 

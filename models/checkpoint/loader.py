@@ -25,6 +25,7 @@ from ..implementation import AUTO, build_model, read_config
 from ..layers.cache_scales import scale_slots
 from ..layers.weights import RenamedSlot, WeightSlot
 from ..model import LanguageModel
+from ..parallel import Ranks, divided_decoder, rank_config
 from ..quantization import unpack
 from ..quantization.rounding import round_int8, rounding_of
 from ..transformers_model.model import TransformersModel
@@ -58,6 +59,8 @@ class ModelOptions(NamedTuple):
     """See `models.implementation.read_config`."""
     quantization: str | None = None
     """One of `ROUNDINGS`, by which full-precision weights are quantised; None: they stay as they are stored."""
+    ranks: Ranks | None = None
+    """Processes that compute the model together, of which this is one; None: this one alone."""
 
 
 DEFAULT_OPTIONS = ModelOptions()
@@ -122,20 +125,30 @@ def tokenizer_path(args: EngineArgs, model: str | Path) -> Path:
 
 
 def read_facts(
-    path: str | Path, served_dtype: str | None = None, kv_cache_dtype: str = "auto", impl: str = AUTO
+    path: str | Path,
+    served_dtype: str | None = None,
+    kv_cache_dtype: str = "auto",
+    impl: str = AUTO,
+    num_ranks: int = 1,
 ) -> ModelFacts:
     """Facts about a model for `platform.core.config.resolve`, from config.json or the head of a GGUF file alone.
 
-    `served_dtype` None or "auto" means the stored dtype; for `kv_cache_dtype` see `models.batch.kv_dtype`.
+    `served_dtype` None or "auto" means the stored dtype; for `kv_cache_dtype` see `models.batch.kv_dtype`. With several
+    ranks the KV is that of one of them.
 
     Raises:
         NotFoundError: there is no config.json.
         UnsupportedModelError: a model that is not served.
+        InvalidRequestError: the model cannot be divided by `num_ranks`.
     """
     raw = read_model_config(path)
     stored = stored_dtype(raw)
     served = stored if served_dtype in (None, "auto") else served_dtype
     config = read_config(raw, DTYPES[served], impl)
+    if num_ranks > 1:
+        config = rank_config(config, num_ranks)
+        if is_gguf(path):
+            raise InvalidRequestError("tensor_parallel_size: a GGUF file is not divided", param="tensor_parallel_size")
     is_shared = isinstance(config, DecoderConfig) and config.latent is not None
     elements = (1 if is_shared else 2) * config.num_layers * config.num_kv_heads * config.head_dim
     return ModelFacts(
@@ -198,7 +211,11 @@ def load_model(
     if name not in DTYPES:
         raise InvalidRequestError(f"dtype must be auto or one of {', '.join(DTYPES)}; got {dtype!r}", param="dtype")
     config = dataclasses.replace(read_config(raw, DTYPES[name], options.impl), batch_invariant=batch_invariant)
-    model = build_model(config, device)
+    if options.ranks is not None:
+        assert isinstance(config, DecoderConfig), "`read_facts` refuses others"
+        model: LanguageModel = divided_decoder(config, options.ranks, device)
+    else:
+        model = build_model(config, device)
     if options.quantization is not None:
         for linear in model.linears():
             linear.quantize = rounding_of(linear, options.quantization, config.hidden_size)

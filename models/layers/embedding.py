@@ -53,6 +53,24 @@ class OwnRowSite(Protocol):
         """Set logits y [R, W] to -inf for tokens that a row's adapter does not have."""
 
 
+class VocabularyShare(Protocol):
+    """Share of a rank where several processes have the rows of table and head; see `models.parallel`."""
+
+    rows: slice
+    """Tokens of this rank."""
+
+    @property
+    def size(self) -> int:
+        """Number of this rank's tokens."""
+        ...
+
+    def lookup(self, table: Tensor, input_ids: Tensor) -> Tensor:
+        """Embeddings [T, H] of token ids [T], from this rank's rows of the table and the others'."""
+
+    def join(self, logits: Tensor) -> Tensor:
+        """Logits [R, vocab] from this rank's."""
+
+
 class VocabularyNames(NamedTuple):
     """Names of the modules in the checkpoint."""
 
@@ -119,6 +137,8 @@ class Embedding:
         self.single_copy = False
         """True: no copy of a tied table is kept beside the head where that can be avoided, though lookups are slower;
         set before it is loaded."""
+        self.part: VocabularyShare | None = None
+        """Share of this process, set before it is loaded; None: the whole."""
         self.num_bytes = 0
         """Bytes of table and head, once loaded."""
         self._scales = scales
@@ -154,6 +174,8 @@ class Embedding:
             self.head_lora.add(logits, hidden, adapters)
             if own is not None:
                 logits = own.logits(logits, hidden, adapters)
+        if self.part is not None:
+            logits = self.part.join(logits.float())
         out = logits.float() if out is None else out.copy_(logits)
         if self._scales.changes_logits:
             self._scaled(out)
@@ -191,7 +213,8 @@ class Embedding:
 
     def _look_up(self, input_ids: Tensor) -> Tensor:
         if isinstance(self._table, Tensor):
-            return F.embedding(input_ids, self._table)
+            table, part = self._table, self.part
+            return F.embedding(input_ids, table) if part is None else part.lookup(table, input_ids)
         return self._table.rows(input_ids)  # type: ignore[union-attr]  # the loader left no slot empty
 
     def _table_rows(self) -> Iterator[tuple[slice, Tensor]]:
@@ -257,6 +280,8 @@ class Embedding:
 
     def _form(self, tensor: Tensor) -> Weight:
         """A weight as it is held, maybe in the memory of the argument."""
+        if self.part is not None:
+            tensor = tensor[self.part.rows]
         if self.quantize is not None:
             return self.quantize(tensor.to(self.device))
         return tensor.to(self.device, self._dtype).contiguous()

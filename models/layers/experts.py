@@ -42,7 +42,6 @@ class SparseMlp:
     def __init__(self, name: str, module: str, hidden_size: int, config: ExpertConfig, **common: Any) -> None:
         """Make an MLP without weights: see `GatedMlp`; `module` is the whole layer's."""
         self._config = config
-        self._hidden_size = hidden_size
         self._module = module
         self._block = block = f"{module}.{config.traits.block}"
         traits = config.traits

@@ -58,6 +58,30 @@ class GainSite(Protocol):
         `biased`; other tokens do not change; y is mutated."""
 
 
+class Part(Protocol):
+    """Share of a rank in a layer that several processes compute; see `models.parallel`."""
+
+    slices: list[tuple[str, int]]
+    """(module, rows) of the whole layer."""
+    in_features: int
+    """Input size of the whole layer."""
+
+    def weight(self, module: str, tensor: Tensor) -> Tensor:
+        """This rank's part of a module's weight [out, in]."""
+
+    def bias(self, module: str, tensor: Tensor) -> Tensor:
+        """This rank's part of a module's bias [out]."""
+
+    def lora(self, module: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's part of an adapter's A [r, in] and B [r, out]."""
+
+    def residual(self, residual: Tensor | None) -> Tensor | None:
+        """`residual` on the rank that adds it; None on the others."""
+
+    def total(self, y: Tensor) -> Tensor:
+        """The layer's result from this rank's."""
+
+
 class Linear:
     """y = x Wᵀ + b (+ adapters) (+ residual); W holds the rows of one or several projections of the checkpoint."""
 
@@ -86,6 +110,8 @@ class Linear:
         self.gains: GainSite | None = None
         self.expert_lora: Any = None
         """Site of adapters of all experts of the layer, on a GPU, in place of `lora`."""
+        self.part: Part | None = None
+        """Share of this process in the layer, set before it is loaded; None: the whole."""
         self.bias: Tensor | None = None
         """[out], once loaded."""
         self.row_squares: Tensor | None = None
@@ -104,6 +130,11 @@ class Linear:
 
     def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
         """Compute a new tensor [T, out] from x [T, in]; `residual` [T, out] is added."""
+        if self.part is None:
+            return self._compute(x, batch, residual)
+        return self.part.total(self._compute(x, batch, self.part.residual(residual)))
+
+    def _compute(self, x: Tensor, batch: AdapterRows, residual: Tensor | None) -> Tensor:
         packed, adapters = self._packed, batch.adapters
         if self.lora is None or adapters is None:
             return packed(x, residual)  # type: ignore[misc]  # the loader left no slot empty
@@ -129,14 +160,18 @@ class Linear:
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names."""
         slots = {}
-        for index, (module, rows) in enumerate(self.slices):
-            slots[f"{module}.weight"] = self._slot("weight", index, (rows, self.in_features))
+        whole = self if self.part is None else self.part
+        for index, (module, rows) in enumerate(whole.slices):
+            slots[f"{module}.weight"] = self._slot("weight", index, (rows, whole.in_features))
             if self._bias:
                 slots[f"{module}.bias"] = self._slot("bias", index, (rows,))
         return slots
 
     def _slot(self, kind: str, index: int, shape: tuple[int, ...]) -> WeightSlot:
         def load(tensor: Tensor) -> None:
+            if self.part is not None:
+                share = self.part.weight if kind == "weight" else self.part.bias
+                tensor = share(self.slices[index][0], tensor)
             if self.quantize is not None and kind == "weight":
                 load_quantized(self.quantize(tensor.to(self._device)))
             else:
@@ -145,7 +180,7 @@ class Linear:
         def load_quantized(weight: QuantizedWeight) -> None:
             self._add_part(kind, index, weight.to(self._device))
 
-        scale = self.in_features**-0.5
+        scale = (self if self.part is None else self.part).in_features ** -0.5
         return WeightSlot(shape, load, scale, load_quantized=load_quantized if kind == "weight" else None)
 
     def _add_part(self, kind: str, index: int, part: Weight) -> None:

@@ -74,11 +74,19 @@ class BeamSearch:
 
     def result(self, decode: Callable[[list[int]], str]) -> BeamSearchOutput:
         """The best sequences."""
-        unfinished = [replace(beam, finish_reason="length") for beam in self._beams]
-        best = sorted([*self._completed, *unfinished], key=self._score, reverse=True)[: self._params.beam_width]
+        best = self._best()
         for sequence in best:
             sequence.text = decode(self.shown(sequence))
         return BeamSearchOutput(best)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens that the result has if the search ends here, the prompt's not counted."""
+        return sum(len(sequence.tokens) - len(self.request.prompt_token_ids) for sequence in self._best())
+
+    def _best(self) -> list[BeamSearchSequence]:
+        unfinished = [replace(beam, finish_reason="length") for beam in self._beams]
+        return sorted([*self._completed, *unfinished], key=self._score, reverse=True)[: self._params.beam_width]
 
     def shown(self, sequence: BeamSearchSequence) -> list[int]:
         """The tokens of a sequence that its text shows."""
@@ -224,9 +232,14 @@ class AsyncBeamSearch:
         request_id: str | None = None,
         *,
         lora_request: AnyLoRA | None = None,
+        on_step: Callable[[int], None] | None = None,
         **options: Unpack[RequestOptions],
     ) -> BeamSearchOutput:
-        """The most likely continuations of a prompt; see `LLM.beam_search`. Cancelling ends the search."""
+        """The most likely continuations of a prompt; see `LLM.beam_search`. Cancelling ends the search.
+
+        Args:
+            on_step: is called after each step with the output tokens that the result would have if it were the last.
+        """
         take_foreign("AsyncLLM.beam_search()", cast(dict[str, Any], options), GENERATE, RequestOptions.__annotations__)
         self._check_takes_requests()
         checked = _check(params, await self.start())
@@ -246,6 +259,8 @@ class AsyncBeamSearch:
         try:
             while prompts := search.prompts():
                 search.extend(await _all([candidates(number, beam) for number, beam in enumerate(prompts)]))
+                if on_step is not None:
+                    on_step(search.num_output_tokens)
         finally:
             ADMITTED.reset(before)
             self._pacer.close(key, running)

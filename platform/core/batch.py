@@ -9,6 +9,7 @@ drafts it accepts. Such a row is planned as if all were right, and the device, w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -47,6 +48,16 @@ class RowPlan:
         return self.start + self.num_tokens
 
 
+class Move(NamedTuple):
+    """One KV block's copy between the device and the host's memory."""
+
+    block: int
+    """KV block of the device."""
+    slot: int
+    """Slot of the host."""
+    to_host: bool
+
+
 @dataclass(slots=True)
 class StepPlan:
     """One step's work. Rows are in the order in which they were scheduled."""
@@ -55,6 +66,8 @@ class StepPlan:
     is_followed: bool = False
     """Whether the next step may be planned before the host knows what this one brings. Then the device makes the drafts
     for that step, if there are any, without the host."""
+    moves: Sequence[Move] = ()
+    """Copies to make, in this order, before anything is computed."""
 
     @property
     def num_tokens(self) -> int:

@@ -6,12 +6,13 @@ machine, and a declared table of options that do not go together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from . import incompatible
 from .compat.vllm_options import plain_value, takes_vllm_options
 from .errors import InvalidRequestError
+from .kv_size import num_device_blocks, num_host_blocks
 from .quantization import rounding
 from .sampling_params import MAX_SEED, check_integer, check_number, check_text
 from .sizes import parse_bytes, parse_length
@@ -19,11 +20,10 @@ from .speculative_config import SpeculativeConfig, parse_speculative
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
-_ACTIVATION_RESERVE = 1 << 30
-_GRAPH_RESERVE = 512 << 20
-"""Memory reserved for captured graphs: 4 MiB for each of the most that there may be. An estimate, not measured yet."""
 MODEL_IMPLS = ("auto", "native", "transformers")
 POLICIES = ("fcfs", "priority", "fair")
+PREEMPTION_MODES = ("recompute", "swap")
+EXECUTORS = ("mp", "ray", "uni")
 
 
 @takes_vllm_options
@@ -69,6 +69,11 @@ class EngineArgs:
     kv_cache_dtype: str = "auto"
     """"auto": the model's; "fp8" (the same as "fp8_e4m3"): 8 bits a number, rounded, and at most 448 in size."""
     gpu_memory_utilization: float = 0.9
+    swap_space: float = 0.0
+    """GiB of host memory for KV blocks that have to leave the device; see `platform.engine.memory.host_tier`."""
+    preemption_mode: str | None = None
+    """"swap" or "recompute": get the KV of a preempted sequence back from swap_space, or compute it again; None: as is
+    faster by measured times."""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     prompt_pacing: bool | None = None
@@ -96,6 +101,10 @@ class EngineArgs:
     async_scheduling: bool | None = None
     """Plan and prepare a step on the host while the one before it runs; None: on a GPU."""
     tensor_parallel_size: int = 1
+    """Processes that compute the model together, each with its share of every layer: one for each GPU."""
+    distributed_executor_backend: str | None = None
+    """"mp": processes of this machine; "uni": one process. None: mp where there are several ranks. "ray" is taken where
+    there is one rank, and changes nothing."""
 
     def __post_init__(self) -> None:
         for name in ("dtype", "load_format", "model_impl", "quantization"):
@@ -130,6 +139,8 @@ class Hardware:
     free_memory_bytes: int
     total_memory_bytes: int
     num_threads: int = 1
+    host_memory_bytes: int = 0
+    """All memory of the host, or of the container if that has less; 0: unknown."""
     has_float8: bool = True
     """True when the kernels can read float8 on this device: a CPU, or a GPU of compute capability 8.9 or more."""
 
@@ -143,6 +154,10 @@ class CacheConfig:
     enable_prefix_caching: bool
     dtype: str = "auto"
     """"auto": the model's; or "fp8"."""
+    num_host_blocks: int = 0
+    """Blocks that the host keeps for the device; 0: it has no such memory."""
+    always_swaps: bool = False
+    """True: no times are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +224,10 @@ class EngineConfig:
     """True when nothing is captured in graphs."""
     async_scheduling: bool = False
     """True when a step is launched before the one before it has ended."""
+    num_ranks: int = 1
+    """Processes that compute the target, each its share."""
+    executor_backend: str = "uni"
+    """One of EXECUTORS: "uni" for one rank."""
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -218,6 +237,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "model_impl": MODEL_IMPLS,
     "kv_cache_dtype": KV_CACHE_DTYPES,
     "scheduling_policy": POLICIES,
+    "preemption_mode": PREEMPTION_MODES,
+    "distributed_executor_backend": EXECUTORS,
 }
 _MAX_COST = 1e6
 
@@ -245,80 +266,17 @@ def _check_value(name: str, kind: str, value: Any) -> None:
         check_number(name, value, 0.0, _MAX_COST, low_open=name == "fair_output_cost")
 
 
-# (condition on the options, the field to name, what to say). Checked in order; the first that holds is raised.
-_INCOMPATIBLE: tuple[tuple[Callable[[EngineArgs], bool], str, str], ...] = (
-    (
-        lambda a: a.max_cpu_loras is not None and a.max_cpu_loras < a.max_loras,
-        "max_cpu_loras",
-        "max_cpu_loras must be at least max_loras: an adapter on the device is also kept in host memory",
-    ),
-    (
-        lambda a: a.tensor_parallel_size != 1,
-        "tensor_parallel_size",
-        "tensor_parallel_size other than 1 is not supported yet",
-    ),
-)
-
-# The same for conditions on the options and the device that was found.
-_INCOMPATIBLE_WITH_DEVICE: tuple[tuple[Callable[[EngineArgs, Hardware], bool], str, str], ...] = (
-    (
-        lambda a, hardware: a.batch_invariant and hardware.device != "cpu",
-        "batch_invariant",
-        "batch_invariant is supported on device cpu only: the kernels of other devices do not promise it yet",
-    ),
-    (
-        lambda a, hardware: a.kv_cache_dtype != "auto" and not hardware.has_float8,
-        "kv_cache_dtype",
-        "kv_cache_dtype fp8 needs a GPU of compute capability 8.9 or more; this one has less",
-    ),
-)
-
-
 def check_args(args: EngineArgs) -> None:
     """Refuse options that are wrong whatever the model: `InvalidRequestError` with the option in `param`."""
     for item in fields(args):
         _check_value(item.name, str(item.type), getattr(args, item.name))
-    for holds, name, message in _INCOMPATIBLE:
+    for holds, name, message in incompatible.OPTIONS:
         if holds(args):
             raise InvalidRequestError(message, param=name)
 
 
 def _bytes(name: str, value: int | str | None) -> int | None:
     return None if value is None else parse_bytes(name, value)
-
-
-def _kv_memory(args: EngineArgs, hardware: Hardware) -> int:
-    """Bytes for the KV cache when weights and adapters are in place. On a GPU: the free memory without the share that
-    is not ours and a reserve for activations and captured graphs. On a CPU: a quarter, 4 GiB at most."""
-    if hardware.device == "cpu":
-        return min(hardware.free_memory_bytes // 4, 4 << 30)
-    not_ours = int(hardware.total_memory_bytes * (1.0 - args.gpu_memory_utilization))
-    reserve = _ACTIVATION_RESERVE + (0 if args.enforce_eager else _GRAPH_RESERVE)
-    return max(0, hardware.free_memory_bytes - not_ours - reserve)
-
-
-def _num_blocks(args: EngineArgs, facts: ModelFacts, hardware: Hardware, max_model_len: int, max_num_seqs: int) -> int:
-    """Blocks that memory allows, but no more than `max_num_seqs` full sequences (and a spare one) can use."""
-    blocks_per_seq = -(-max_model_len // args.block_size)
-    if args.num_gpu_blocks_override is not None:
-        if args.num_gpu_blocks_override < blocks_per_seq:
-            raise InvalidRequestError(
-                f"num_gpu_blocks_override {args.num_gpu_blocks_override} is less than the {blocks_per_seq} blocks "
-                f"that one sequence of max_model_len {max_model_len} needs",
-                param="num_gpu_blocks_override",
-            )
-        return args.num_gpu_blocks_override
-    memory = args.kv_cache_memory_bytes
-    if memory is None:
-        memory = _kv_memory(args, hardware)
-    fits = memory // (facts.kv_bytes_per_token * args.block_size)
-    if fits < blocks_per_seq:
-        raise InvalidRequestError(
-            f"the KV cache has room for {fits * args.block_size} tokens, less than max_model_len {max_model_len}; "
-            "lower max_model_len or raise kv_cache_memory_bytes",
-            param="max_model_len",
-        )
-    return min(fits, blocks_per_seq * (max_num_seqs + 1))
 
 
 def _lora_config(args: EngineArgs) -> LoRAConfig | None:
@@ -333,6 +291,27 @@ def _lora_config(args: EngineArgs) -> LoRAConfig | None:
     )
 
 
+def _cache_config(
+    args: EngineArgs, facts: ModelFacts, hardware: Hardware, max_model_len: int, max_num_seqs: int
+) -> CacheConfig:
+    return CacheConfig(
+        block_size=args.block_size,
+        num_blocks=num_device_blocks(args, facts, hardware, max_model_len, max_num_seqs),
+        enable_prefix_caching=args.enable_prefix_caching,
+        dtype="auto" if args.kv_cache_dtype == "auto" else "fp8",
+        num_host_blocks=num_host_blocks(args, facts, hardware),
+        always_swaps=args.preemption_mode == "swap",
+    )
+
+
+def _fair_config(args: EngineArgs) -> FairConfig:
+    return FairConfig(
+        prompt_cost=args.fair_prompt_cost,
+        output_cost=args.fair_output_cost,
+        rejected_draft_cost=args.fair_rejected_draft_cost,
+    )
+
+
 def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineConfig:
     """The configuration for these options, model and machine. Pure.
 
@@ -340,7 +319,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
         InvalidRequestError: an option is wrong or does not go with another; `param` names it.
     """
     check_args(args)
-    for excluded, name, message in _INCOMPATIBLE_WITH_DEVICE:
+    for excluded, name, message in incompatible.WITH_DEVICE:
         if excluded(args, hardware):
             raise InvalidRequestError(message, param=name)
     max_model_len = args.max_model_len or facts.max_position_embeddings
@@ -351,7 +330,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
             "scaling)",
             param="max_model_len",
         )
-    on_cpu = hardware.device == "cpu"
+    on_cpu, is_divided = hardware.device == "cpu", args.tensor_parallel_size > 1
     max_num_seqs = args.max_num_seqs or (64 if on_cpu else 256)
     batched = args.max_num_batched_tokens or (2048 if on_cpu else 8192)
     if not args.enable_chunked_prefill and batched < max_model_len:
@@ -372,12 +351,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
         quantization=rounding(args.quantization, facts.quantization),
         seed=args.seed,
         max_logprobs=facts.vocab_size if args.max_logprobs == -1 else args.max_logprobs,
-        cache=CacheConfig(
-            block_size=args.block_size,
-            num_blocks=_num_blocks(args, facts, hardware, max_model_len, max_num_seqs),
-            enable_prefix_caching=args.enable_prefix_caching,
-            dtype="auto" if args.kv_cache_dtype == "auto" else "fp8",
-        ),
+        cache=_cache_config(args, facts, hardware, max_model_len, max_num_seqs),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=batched,
@@ -386,15 +360,13 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
             enable_chunked_prefill=args.enable_chunked_prefill,
             prompt_pacing=args.prompt_pacing is not False and args.enable_chunked_prefill,
             max_num_queued_reqs=args.max_num_queued_reqs,
-            fair=FairConfig(
-                prompt_cost=args.fair_prompt_cost,
-                output_cost=args.fair_output_cost,
-                rejected_draft_cost=args.fair_rejected_draft_cost,
-            ),
+            fair=_fair_config(args),
         ),
         lora=_lora_config(args),
         speculative=parse_speculative(args.speculative_config, args.download_dir),
         batch_invariant=args.batch_invariant,
         enforce_eager=args.enforce_eager,
-        async_scheduling=not on_cpu if args.async_scheduling is None else args.async_scheduling,
+        async_scheduling=not (on_cpu or is_divided) if args.async_scheduling is None else args.async_scheduling,
+        num_ranks=args.tensor_parallel_size,
+        executor_backend=(args.distributed_executor_backend or "mp") if is_divided else "uni",
     )

@@ -177,6 +177,10 @@ class EngineStats:
     """Prompt tokens looked up."""
     prefix_cache_hits: int = 0
     """Prompt tokens found."""
+    kv_host_hits: int = 0
+    """Tokens whose KV came back from host memory (`swap_space`), for new sequences and preempted ones."""
+    kv_host_bytes: int = 0
+    """Host memory of the KV that is kept there."""
     speculation: list[SpeculationEntry] = field(default_factory=list)
     """Counts for each adapter and tenant whose drafts have been verified."""
     adapters: list[AdapterInfo] = field(default_factory=list)

@@ -33,9 +33,12 @@ class EngineCore:
         self.scheduler = parts.scheduler
         self._config = parts.config
         self._runner = parts.runner
+        self._executor = parts.executor
         self._adapters = parts.adapters
         self._grammars = parts.grammars
         self._kv = parts.kv
+        self._host = parts.host
+        self._num_added = 0
         self._random = random.Random(args.seed)
         self._run_id = uuid4().hex
         self.adapters = EngineAdapters(parts.adapters.catalog, parts.scheduler)
@@ -52,12 +55,18 @@ class EngineCore:
 
     def step(self) -> list[TokenDelta]:
         """Compute one step of whatever is due. Errors of single sequences come as deltas; others go on. With
-        `async_scheduling` the next step is under way when this returns."""
+        `async_scheduling` the next step is under way when this returns.
+
+        Raises:
+            EngineDeadError: another rank is gone; every further step raises it too.
+        """
+        if self._executor.is_broken:
+            raise self._executor.error()
         return self._pipeline.step()
 
     def has_work(self) -> bool:
-        """Return whether `step` has anything to do."""
-        return self.scheduler.has_work() or not self._pipeline.is_idle
+        """Return whether `step` has anything to do, or to raise."""
+        return self.scheduler.has_work() or not self._pipeline.is_idle or self._executor.is_broken
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a sequence.
@@ -67,6 +76,7 @@ class EngineCore:
                 nothing else is affected.
         """
         self._check(request)
+        self._num_added += 1
         seed = request.params.seed
         sequence = Request(
             request_id=request.request_id,
@@ -110,6 +120,8 @@ class EngineCore:
             kv_cache_usage=self.scheduler.pool.usage,
             prefix_cache_queries=cache.num_queries,
             prefix_cache_hits=cache.num_hits,
+            kv_host_hits=cache.host.num_hits * cache.block_size if cache.host is not None else 0,
+            kv_host_bytes=cache.host.num_bytes if cache.host is not None else 0,
             speculation=self._speculation.entries(),
             adapters=adapters.adapters,
             running_adapters=adapters.running,
@@ -136,7 +148,7 @@ class EngineCore:
         return self.scheduler.prefix_cache.reset()
 
     def release_memory(self) -> None:
-        """Give the memory of the KV cache back to the system, on a CPU; it comes back at its next use.
+        """Give the memory of KV blocks, the host's too, back to the system, on a CPU; it comes back at its next use.
 
         Raises:
             InvalidUserInputError: there are sequences.
@@ -145,8 +157,11 @@ class EngineCore:
             raise InvalidUserInputError("the engine has sequences; it can sleep when they are finished")
         self._pipeline.abandon()  # rows of sequences that were aborted
         self.reset_prefix_cache()
+        self._executor.release_memory()
         for part in (part for layer in self._kv for part in layer):
             release_pages(part)
+        if self._host is not None:
+            self._host.release_memory()
 
     def shutdown(self) -> None:
         """Abort what is left and stop background work."""
@@ -155,6 +170,7 @@ class EngineCore:
         self._profiler.close()
         self._runner.close()
         self._adapters.close()
+        self._executor.close()
         self._grammars.close()
 
     def check_integrity(self) -> None:
@@ -194,11 +210,12 @@ class EngineCore:
             raise OverloadedError(f"{queued} requests are waiting already (max_num_queued_reqs)")
 
     def _sharing(self, request: EngineRequest) -> bytes | None:
-        """With whom this sequence's KV may be shared; None: with nobody. Siblings (`n` > 1) always share."""
+        """With whom this sequence's KV may be shared; None: with nobody. Siblings (`n` > 1) always share, and a
+        sequence with itself, where it may be swapped."""
         if self._config.cache.enable_prefix_caching:
             return _joined(request.tenant, request.cache_salt)
         if request.group is None:
-            return None
+            return _joined(request.tenant, "", "", str(self._num_added)) if self._host is not None else None
         return _joined(request.tenant, request.cache_salt, request.group)
 
     def _num_shared(self, request: EngineRequest) -> int:

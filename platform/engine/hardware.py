@@ -31,9 +31,21 @@ def find_hardware(device: str) -> Hardware:
     if device == "cuda" or (device == "auto" and has_cuda):
         free, total = torch.cuda.mem_get_info()
         has_float8 = torch.cuda.get_device_capability() >= _FLOAT8_CAPABILITY
-        return Hardware(device="cuda", free_memory_bytes=free, total_memory_bytes=total, has_float8=has_float8)
+        return Hardware(
+            device="cuda",
+            free_memory_bytes=free,
+            total_memory_bytes=total,
+            host_memory_bytes=host_memory()[1],
+            has_float8=has_float8,
+        )
     free, total = host_memory()
-    return Hardware(device="cpu", free_memory_bytes=free, total_memory_bytes=total, num_threads=torch.get_num_threads())
+    return Hardware(
+        device="cpu",
+        free_memory_bytes=free,
+        total_memory_bytes=total,
+        host_memory_bytes=total,
+        num_threads=torch.get_num_threads(),
+    )
 
 
 def host_memory() -> tuple[int, int]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,14 +19,12 @@ from ...models.batch import LayerKV, allocate_kv
 from ...models.checkpoint.loader import (
     ModelOptions,
     load_model,
-    quantization_name,
     read_facts,
     resolve_model_path,
     tokenizer_path,
 )
 from ...models.checkpoint.tokenizer import load_tokenizer
 from ...models.demo import demo_model_path
-from ...models.implementation import implementation_of
 from ...models.model import LanguageModel
 from ...models.pass_graphs import PassGraphs
 from ...spec_decode.control.factory import Speculation, make_speculation
@@ -36,10 +34,14 @@ from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
 from ..core.speculative_config import parse_speculative
-from ..core.threads import LARGE_WEIGHTS, beside_a_server, threads_for
+from ..core.threads import beside_a_server, threads_for
+from .description import describe, has_long_steps, weight_bytes
+from .executor.base import Executor, LocalExecutor
 from .features import NoAdapters, PrefixNamespaces, Vocabularies
 from .hardware import find_hardware
 from .memory.block_pool import BlockPool
+from .memory.host_store import HostStore
+from .memory.host_tier import HostTier, SwapCost
 from .memory.prefix_cache import PrefixCache
 from .queue.gates import DraftLimits, Gate
 from .queue.scheduler import Scheduler
@@ -52,6 +54,9 @@ from .sampling.grammars import Grammars
 from .sampling.logits_edits import edit_draft_logits
 from .sampling.sampler import Sampler
 
+if TYPE_CHECKING:
+    from .executor.parallel import ParallelExecutor
+
 
 class EngineParts(NamedTuple):
     """Parts of `EngineCore`."""
@@ -62,8 +67,11 @@ class EngineParts(NamedTuple):
     runner: ModelRunner
     adapters: AdapterManager | NoAdapters
     grammars: Grammars
+    executor: Executor
     kv: list[LayerKV]
     """All layers of the KV cache, the drafter's too."""
+    host: HostStore | None
+    """Memory of `swap_space`, if there is any."""
 
 
 def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
@@ -77,13 +85,34 @@ def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
     check_args(args)
     path = _model_path(args)
     config = _resolve(args, path)  # all that is wrong with the options is found before anything is loaded
+    parallel = _start_ranks(config)
+    try:
+        return _build(args, path, config, parallel, progress=progress, started=started)
+    except BaseException:
+        if parallel is not None:
+            parallel.close()
+        raise
+
+
+def _build(
+    args: EngineArgs,
+    path: Path,
+    config: EngineConfig,
+    parallel: ParallelExecutor | None,
+    *,
+    progress: bool,
+    started: float,
+) -> EngineParts:
+    """Load the weights, allocate the memory and put the parts together. `parallel`: this process is rank 0 of it."""
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    model = _load(config, path, progress)
-    _choose_threads(model, dtype)
+    model = _load(config, path, parallel, progress=progress)
+    _choose_threads(model, dtype, config.num_ranks)
     graphs = make_graphs(config)
-    speculation = make_speculation(config.speculative, _drafter_context(config, model, graphs, progress))
+    speculation = make_speculation(
+        config.speculative, _drafter_context(config, model, graphs, parallel, progress=progress)
+    )
     drafter = speculation.drafter
-    adapters = _make_adapters(config, model, speculation)
+    adapters = _make_adapters(config, model, speculation, parallel)
     logits = None
     if graphs is not None and graphs.captures(model):
         logits = graphs.token_logits(model.config.vocab_size, model.device)
@@ -92,6 +121,8 @@ def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
     cache = config.cache
     kv = allocate_kv(layers, cache.num_blocks, cache.block_size, dtype, device, cache.dtype)
     drafter.bind(kv[len(model.kv_layers) :], adapters.prepare_draft)
+    host = HostStore(kv, cache.num_host_blocks) if cache.num_host_blocks else None
+    executor = _make_executor(config, model, kv[: len(model.kv_layers)], adapters, parallel)
     sampler = _make_sampler(config)
     runner = ModelRunner(
         RunnerParts(
@@ -101,10 +132,12 @@ def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
             drafter,
             adapters.prepare,
             adapters.prepare_head,
+            executor,
             DeviceQueue(device, asynchronous=config.async_scheduling),
             graphs,
             logits,
             speculation.policy,
+            host,
         )
     )
     grammars = Grammars(partial(_load_tokenizer, args, path), model.config.vocab_size)
@@ -114,12 +147,12 @@ def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
         grammars,
         PrefixNamespaces(adapters.namespace, model.rope.short_context),
     ]
-    scheduler = _make_scheduler(config, speculation, gates)
+    scheduler = _make_scheduler(config, speculation, gates, host)
     _warm_up(config, scheduler, runner, speculation, adapters, model)
-    if beside_a_server() and _has_long_steps(config, model):
+    if beside_a_server() and has_long_steps(config, model):
         adapters.start_reader()
-    info = _describe(args, config, model, time.perf_counter() - started)
-    return EngineParts(config, info, scheduler, runner, adapters, grammars, kv)
+    info = describe(args, config, model, time.perf_counter() - started)
+    return EngineParts(config, info, scheduler, runner, adapters, grammars, executor, kv, host)
 
 
 def _model_path(args: EngineArgs) -> Path:
@@ -132,7 +165,31 @@ def _load_tokenizer(args: EngineArgs, path: Path) -> Any:
     return load_tokenizer(tokenizer_path(args, path))
 
 
-def _load(config: EngineConfig, path: Path, progress: bool) -> LanguageModel:
+def _start_ranks(config: EngineConfig) -> ParallelExecutor | None:
+    """The other ranks, which load their shares from now on; None: there are none."""
+    if config.num_ranks == 1:
+        return None
+    from .executor.parallel import ParallelExecutor
+
+    return ParallelExecutor(config)
+
+
+def _make_executor(
+    config: EngineConfig,
+    model: LanguageModel,
+    kv: list[LayerKV],
+    adapters: AdapterManager | NoAdapters,
+    parallel: ParallelExecutor | None,
+) -> Executor:
+    """What computes the target's passes; with several ranks all of them have their memory then."""
+    if parallel is None:
+        return LocalExecutor(model, kv, adapters.prepare, adapters.prepare_head)
+    num_rows = adapters.catalog.stats().num_rows
+    parallel.bind(model, kv, (adapters.prepare, adapters.prepare_head), config, num_rows)
+    return parallel
+
+
+def _load(config: EngineConfig, path: Path, parallel: ParallelExecutor | None, *, progress: bool) -> LanguageModel:
     return load_model(
         path,
         config.dtype,
@@ -141,43 +198,37 @@ def _load(config: EngineConfig, path: Path, progress: bool) -> LanguageModel:
         progress=progress,
         seed=config.seed,
         batch_invariant=config.batch_invariant,
-        options=ModelOptions(config.model_impl, config.quantization),
+        options=ModelOptions(config.model_impl, config.quantization, None if parallel is None else parallel.ranks),
     )
 
 
 def _resolve(args: EngineArgs, path: Path) -> EngineConfig:
     """The configuration for the memory free now; the KV cache is sized for the target's layers and a draft model's."""
-    facts = read_facts(path, None if args.dtype == "auto" else args.dtype, args.kv_cache_dtype, args.model_impl)
+    facts = read_facts(
+        path,
+        None if args.dtype == "auto" else args.dtype,
+        args.kv_cache_dtype,
+        args.model_impl,
+        args.tensor_parallel_size,
+    )
     speculative = parse_speculative(args.speculative_config, args.download_dir)
     dtype = facts.dtype if args.dtype == "auto" else args.dtype
     drafters = draft_kv_bytes_per_token(speculative, dtype, args.kv_cache_dtype)
     facts = dataclasses.replace(facts, kv_bytes_per_token=facts.kv_bytes_per_token + drafters)
-    return resolve(args, facts, find_hardware(args.device))
+    hardware = find_hardware(args.device)
+    if hardware.device == "cpu":  # the ranks share its memory
+        free = hardware.free_memory_bytes // args.tensor_parallel_size
+        hardware = dataclasses.replace(hardware, free_memory_bytes=free)
+    return resolve(args, facts, hardware)
 
 
-def _choose_threads(model: LanguageModel, dtype: torch.dtype) -> None:
-    """Before anything is timed or packed for a number of threads."""
+def _choose_threads(model: LanguageModel, dtype: torch.dtype, num_ranks: int) -> None:
+    """Before anything is timed or packed for a number of threads. Ranks on a CPU share its cores."""
     if model.device.type == "cpu":
-        count = threads_for(_weight_bytes(model, dtype), torch.get_num_threads())
+        count = max(1, threads_for(weight_bytes(model, dtype), torch.get_num_threads()) // num_ranks)
         if count != torch.get_num_threads():
             torch.set_num_threads(count)
         use_pool(all(linear.packed.fuses_adapters for linear in model.linears()))  # the products are native
-
-
-def _weight_bytes(model: LanguageModel, dtype: torch.dtype) -> int:
-    """Bytes of the weights as they are held. A plain table that is tied to the head counts once: a step reads one."""
-    linears, embedding = model.linears(), model.embedding
-    packed = sum(linear.out_features * linear.in_features for linear in linears)
-    table = embedding.vocab_size * embedding.hidden_size * (1 if embedding.tied else 2)
-    others = max(0, model.num_parameters - packed - table) * dtype.itemsize
-    return (
-        sum(linear.packed.num_bytes for linear in linears) + min(embedding.num_bytes, table * dtype.itemsize) + others
-    )
-
-
-def _has_long_steps(config: EngineConfig, model: LanguageModel) -> bool:
-    """Whether a step takes every core for so long that another process may come in between: on a CPU."""
-    return config.device == "cpu" and _weight_bytes(model, getattr(torch, config.dtype)) >= LARGE_WEIGHTS
 
 
 def _warm_up(
@@ -216,10 +267,15 @@ def _warm_up(
 
 
 def _drafter_context(
-    config: EngineConfig, target: LanguageModel, graphs: PassGraphs | None, progress: bool
+    config: EngineConfig,
+    target: LanguageModel,
+    graphs: PassGraphs | None,
+    parallel: ParallelExecutor | None,
+    *,
+    progress: bool,
 ) -> DrafterContext:
     return DrafterContext(
-        target=target,
+        target=target if parallel is None else parallel.as_target(target),
         model_path=config.model,
         device=config.device,
         dtype=config.dtype,
@@ -230,11 +286,12 @@ def _drafter_context(
         max_model_len=config.scheduler.max_model_len,
         edit_logits=edit_draft_logits,
         graphs=graphs,
-        asynchronous=config.async_scheduling,
     )
 
 
-def _make_adapters(config: EngineConfig, model: LanguageModel, speculation: Speculation) -> AdapterManager | NoAdapters:
+def _make_adapters(
+    config: EngineConfig, model: LanguageModel, speculation: Speculation, parallel: ParallelExecutor | None
+) -> AdapterManager | NoAdapters:
     """One manager for the target's adapters and their draft weights: they are loaded and dropped together.
 
     Raises:
@@ -254,11 +311,11 @@ def _make_adapters(config: EngineConfig, model: LanguageModel, speculation: Spec
         draft_method=config.speculative.method if config.speculative is not None else "",
         draft_linears=drafter.needs.linears,
         on_gone=forget,
-        before_evicting=_ignore if config.async_scheduling else drafter.adapter_leaves,
         batch_invariant=config.batch_invariant,
+        on_write=None if parallel is None else parallel.write_adapter,
         reader_process=reader_client.pays(
             torch.get_num_threads() if config.device == "cpu" else 1,
-            long_steps=_has_long_steps(config, model),
+            long_steps=has_long_steps(config, model),
         ),
     )
     try:
@@ -268,10 +325,6 @@ def _make_adapters(config: EngineConfig, model: LanguageModel, speculation: Spec
             f"no memory for the adapters' rows: lower max_loras or max_lora_rank, or set lora_memory ({error})",
             param="max_lora_rank",
         ) from error
-
-
-def _ignore(digest: bytes) -> None:
-    """Do nothing before an adapter is evicted: where steps overlap, drafters keep nothing that needs it."""
 
 
 def _make_sampler(config: EngineConfig) -> Sampler:
@@ -292,9 +345,14 @@ def _make_scheduler(
     config: EngineConfig,
     speculation: Speculation,
     gates: Sequence[Gate],
+    host: HostStore | None,
 ) -> Scheduler:
-    pool = BlockPool(config.cache.num_blocks)
-    cache = PrefixCache(pool, config.cache.block_size)
+    pool, options = BlockPool(config.cache.num_blocks), config.cache
+    tier = None
+    if host is not None:
+        rate = None if options.always_swaps else host.bytes_per_second()
+        tier = HostTier(options.num_host_blocks, SwapCost(host.block_bytes, options.block_size, rate))
+    cache = PrefixCache(pool, options.block_size, tier)
     return Scheduler(config.scheduler, pool, cache, gates, _draft_limits(config, speculation), speculation.policy)
 
 
@@ -312,36 +370,4 @@ def _draft_limits(config: EngineConfig, speculation: Speculation) -> DraftLimits
         overlaps=config.async_scheduling and options.synthetic_acceptance_rates is None,
         max_positions=needs.max_positions,
         max_drafts_on_device=needs.max_drafts if needs.drafts_on_device else 0,
-    )
-
-
-def _describe(args: EngineArgs, config: EngineConfig, model: Any, load_seconds: float) -> EngineInfo:
-    speculation = "off"
-    if config.speculative is not None:
-        most = "at most " if config.speculative.adaptive else ""
-        speculation = f"{config.speculative.method}, {most}{config.speculative.num_speculative_tokens} drafts a step"
-        if config.speculative.synthetic_acceptance_rates is not None:
-            speculation += ", synthetic acceptance: the text is meaningless"
-    return EngineInfo(
-        model=config.model,
-        architecture=model.config.architecture,
-        dtype=config.dtype,
-        device=config.device,
-        vocab_size=model.config.vocab_size,
-        max_model_len=config.scheduler.max_model_len,
-        max_logprobs=config.max_logprobs,
-        num_kv_blocks=config.cache.num_blocks,
-        block_size=config.cache.block_size,
-        num_parameters=model.num_parameters,
-        enable_lora=config.lora is not None,
-        max_loras=config.lora.max_loras if config.lora is not None else 0,
-        max_lora_rank=config.lora.max_lora_rank if config.lora is not None else 0,
-        speculation=speculation,
-        load_seconds=load_seconds,
-        kv_cache_dtype=config.cache.dtype,
-        model_impl=implementation_of(model.config),
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_queued_reqs=config.scheduler.max_num_queued_reqs,
-        quantization=quantization_name(config.model, model.config, config.quantization),
-        weight_bytes=_weight_bytes(model, getattr(torch, config.dtype)),
     )

@@ -48,7 +48,9 @@ async def reset_prefix_cache(request: Request) -> Response:
     """Forget the cached beginnings of prompts that no request uses; `success` is true when nothing is cached any
     more."""
     serving = _operators(request)
-    return JSONResponse({"success": await serving.llm.reset_prefix_cache()})
+    success = await serving.llm.reset_prefix_cache()
+    await audit(request, f"emptied the prefix cache{'' if success else ', but for what requests use'}")
+    return JSONResponse({"success": success})
 
 
 def _operators(request: Request) -> Serving:

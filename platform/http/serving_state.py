@@ -39,7 +39,7 @@ from .openai.chat_messages import num_chars
 from .openai.protocol import TemplateFields
 from .openai.responses.store import ResponseStore
 from .protect.error_responses import EngineUnavailableError
-from .protect.tenant_turns import TenantTurns
+from .protect.tenant_locks import TenantLocks
 from .server_config import ServerConfig
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Serving:
         """Count of all that waits, for places and in the engine."""
         self.queue.bounds = lambda: Bounds(llm.info.max_num_queued_reqs, llm.info.max_num_seqs)
         self.responses = ResponseStore()
-        self.constraint_turns = TenantTurns()
+        self.constraint_locks = TenantLocks()
         self.bodies = BodyMemory(BODIES_IN_MEMORY * config.max_body_bytes)
         self.adapter_sync: AdapterSync | None = None
         """Synchronisation of the adapters loaded over HTTP, once `follow_database` has been called."""

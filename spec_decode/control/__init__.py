@@ -1,4 +1,4 @@
-"""Control: who drafts for each request, and how many tokens, chosen before a step is planned.
+"""Control: who drafts for each request, and how many tokens, chosen before a step runs.
 
 1. Each request has an estimate of how likely a draft at each position is right, which starts from the estimate of its
    adapter and follows the request's own verified drafts (`acceptance`).

@@ -62,7 +62,3 @@ class DrafterGroup(Drafter):
         """See `Drafter`."""
         for drafter in self._drafters:
             drafter.forget_adapter(digest)
-
-    def adapter_leaves(self, digest: bytes) -> None:
-        """See `Drafter`."""
-        self._first.adapter_leaves(digest)

@@ -1,4 +1,4 @@
-"""SpeculationPolicy: each row's drafter and number of drafts, chosen before a step is planned. See the package."""
+"""SpeculationPolicy: each row's drafter and number of drafts, chosen before a step runs. See the package."""
 
 from __future__ import annotations
 

@@ -10,54 +10,27 @@ of tokens, shortest lag first, and a row that does not get through drafts nothin
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from ...kernels.device_outcome import DeviceOutcome, DeviceTokens
 from ...kernels.staging import to_device
-from ...models.batch import SequenceRows
+from ...models.batch import ForwardBatch, LayerKV, SequenceRows
 from ...platform.core.request import NO_DRAFTS, Status
-from ..verify.draft_sampling import Drafting, PassOutput, join_drafts, last_drafts
+from ...platform.core.speculative_config import SpeculativeConfig
+from ..verify.draft_sampling import Drafting, DraftVocabulary, EditLogits, PassOutput, draw, join_drafts, last_drafts
 from ..verify.verification import choose_rule
-from .base import DeviceStep, DraftRow, Proposal
+from .base import AdapterPreparer, DeviceStep, Drafter, DraftRow, Proposal, TargetOutput, no_adapters
+from .factory import DrafterContext
+
+if TYPE_CHECKING:
+    from ...models.pass_graphs import GraphedPass, PassGraphs, PassInputs, PassOptions
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class CatchUpLimits:
-    """Limits of what a drafter computes."""
-
-    block_size: int
-    num_positions: int
-    """Positions that it can compute of a sequence."""
-    max_num_batched_tokens: int
-    """Tokens of a catch-up pass."""
-    invariant: bool
-    """The drafter-invariant rule holds for all requests."""
-    first_position: int = 0
-    """Positions before it need no computing."""
-    drafts_count: bool = True
-    """True when the KV of drafts stays valid once they are accepted; else it is computed again."""
-
-
-class TokenDrafter(Protocol):
-    """A network that drafts one token after the other, and hands hidden states to itself from pass to pass."""
-
-    def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> PassOutput:
-        """Compute the known tokens `chunks` of each of B sequences from position `start` on."""
-        ...
-
-    def go_on(self, sequences: Sequence[Drafting], output: PassOutput) -> PassOutput:
-        """Compute the last draft of each of B sequences, which was made of `output`."""
-        ...
-
-    def draw(self, sequences: Sequence[Drafting], output: PassOutput) -> None:
-        """Append one draft to each of B sequences, from what their last pass left."""
-        ...
 
 
 def warn_of_short_reach(model: str | None, max_positions: int, max_model_len: int) -> None:
@@ -72,44 +45,188 @@ def warn_of_short_reach(model: str | None, max_positions: int, max_model_len: in
         )
 
 
-def propose(drafter: TokenDrafter, rows: Sequence[DraftRow], limits: CatchUpLimits) -> list[Proposal]:
-    """Catch up with `rows`, draft for those that ask for it. The KV of drafts is written behind their tokens."""
-    if all(row.max_drafts == 0 for row in rows):
-        # k = 0 costs nothing: prompts, too, are computed when drafts are wanted.
-        return [Proposal(NO_DRAFTS, max(row.num_draft_valid, limits.first_position)) for row in rows]
-    sequences = [_drafting(row, limits) for row in rows]
-    # Parts of prompts are fed along with others, never for their own sake.
-    if any(s.num_wanted for s in sequences):
-        behind = _catch_up(drafter, sequences, limits.max_num_batched_tokens)
-        if behind is not None:
-            _draft(drafter, *behind, drafts_count=limits.drafts_count)
-            join_drafts(sequences)
-    return [Proposal(s.drafts, s.start) for s in sequences]
+class TokenDrafterOptions(TypedDict, total=False):
+    """Options of a `TokenDrafter`, by keyword."""
+
+    invariant: bool
+    """The drafter-invariant rule holds for all requests."""
+    max_num_batched_tokens: int
+    """Tokens of a catch-up pass."""
+    edit_logits: EditLogits | None
+    graphs: PassGraphs | None
+    """Short passes are captured there."""
 
 
-BeginOnDevice = Callable[[Sequence[Drafting], DeviceOutcome], PassOutput]
-"""`TokenDrafter.begin` where the host does not know the tokens: computes, of each of B sequences, 1 + k positions from
-that of the first draft on; what comes after the last token counts for nothing, and is overwritten. The outcome is that
-of these sequences' rows. See `sampled_rows`."""
+def token_drafter_options(config: SpeculativeConfig, context: DrafterContext) -> TokenDrafterOptions:
+    """Options of a drafter of this configuration."""
+    return {
+        "invariant": config.rejection_sample_method == "invariant",
+        "max_num_batched_tokens": context.max_num_batched_tokens,
+        "edit_logits": context.edit_logits,
+        "graphs": context.graphs,
+    }
 
 
-def propose_on_device(
-    drafter: TokenDrafter, rows: Sequence[DraftRow], step: DeviceStep, begin: BeginOnDevice, limits: CatchUpLimits
-) -> list[Proposal]:
-    """`propose` before the host knows the outcome of a step."""
-    assert step.outcome is not None, "rows with drafts reach their end"
-    sequences = [Drafting(row, choose_rule(row.request, limits.invariant), row.max_drafts) for row in rows]
-    asking = [i for i, sequence in enumerate(sequences) if sequence.num_wanted]
-    if asking:
-        drafting, of_them = [sequences[i] for i in asking], step.outcome.of(asking)
-        output = begin(drafting, of_them)._replace(overshoot=of_them.total)
-        _draft(drafter, drafting, output, drafts_count=False)
-        join_drafts(drafting)
-    return [Proposal(s.drafts, len(s.row.tokens) if s.num_wanted else 0) for s in sequences]
+class TokenDrafter(Drafter):
+    """A network with KV layers of its own that drafts one token after the other, with each request's own sampling
+    parameters."""
+
+    first_position = 0
+    """Positions before it need no computing, and hold no keys."""
+    drafts_count = True
+    """True when the KV of drafts stays valid once they are accepted; else it is computed again."""
+    pass_options: PassOptions | None = None
+
+    def __init__(self, network: Any, vocab_size: int, **options: Unpack[TokenDrafterOptions]) -> None:
+        """`network` belongs to the drafter; its logits have `vocab_size` columns."""
+        self._invariant = options.get("invariant", False)
+        self._max_num_batched_tokens = options.get("max_num_batched_tokens", 2048)
+        self._edit_logits = options.get("edit_logits")
+        self._graphs = graphs = options.get("graphs")
+        self._network = network
+        if graphs is not None and graphs.captures(network):
+            self._logits = graphs.row_logits(vocab_size, network.device)
+        self._passes: GraphedPass | None = None
+        self._kv: Sequence[LayerKV] = ()
+        self._block_size = self._num_positions = 0
+        self._prepare_adapters: AdapterPreparer = no_adapters
+
+    def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
+        """Its layers of the engine's cache; all of one block size."""
+        self._kv = kv
+        self._block_size, self._num_positions = kv[0].k.shape[2], self.needs.max_positions
+        self._prepare_adapters = prepare_adapters
+        if self._graphs is not None:
+            self._passes = self._graphs.of(self._network, kv, self._compute, [prepare_adapters], self.pass_options)
+
+    # --- the network's part ---
+
+    def _begin(self, sequences: Sequence[Drafting], rows: SequenceRows) -> PassOutput:
+        """Compute the pass of `_known_rows`."""
+        raise NotImplementedError
+
+    def _begin_on_device(self, sequences: Sequence[Drafting], rows: SequenceRows, kept: Any) -> PassOutput:
+        """Compute the pass of `_sampled_rows`; what comes after the last token of each row counts for nothing, and is
+        overwritten. `kept` is what `_keep` returned."""
+        raise NotImplementedError
+
+    def _go_on(self, sequences: Sequence[Drafting], rows: SequenceRows, output: PassOutput) -> PassOutput:
+        """Compute the last draft of each of B sequences, which was made of `output`."""
+        raise NotImplementedError
+
+    def _draw_from(self, output: PassOutput) -> tuple[Tensor, DraftVocabulary | None]:
+        """Logits [B, V] of the next draft, and the vocabulary that they are of."""
+        raise NotImplementedError
+
+    def _run(self, rows: SequenceRows, handles: list[tuple[Any, int]], states: Tensor | None) -> PassOutput:
+        """Compute a pass without a graph; `states` [T, H] where the network reads them."""
+        raise NotImplementedError
+
+    def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
+        """Compute a `PassOutput` of all rows, in a graph."""
+        raise NotImplementedError
+
+    def _keep(self, rows: Sequence[DraftRow], target: TargetOutput) -> Any:
+        """Keep what it needs of the target's output."""
+        return None
+
+    # --- the order of passes ---
+
+    def _forward(self, sequences: Sequence[Drafting], rows: SequenceRows, states: Tensor | None = None) -> PassOutput:
+        """Compute the `rows` of B sequences, in a graph where there is one."""
+        handles = [(s.row.request.adapter, count) for s, count in zip(sequences, rows.query_lens, strict=True)]
+        found = None if self._passes is None else self._passes.run(rows, handles, states)
+        if found is not None:
+            return PassOutput(*(part[: len(sequences)] for part in found))
+        return self._run(rows, handles, states)
+
+    @torch.inference_mode()
+    def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
+        """Catch up with `rows`, draft for those that ask for it. The KV of drafts is written behind their tokens."""
+        kept, step = self._keep(rows, target), target.on_device
+        if step is not None:
+            return self._propose_on_device(rows, step, kept)
+        if all(row.max_drafts == 0 for row in rows):
+            # k = 0 costs nothing: prompts, too, are computed when drafts are wanted.
+            return [Proposal(NO_DRAFTS, max(row.num_draft_valid, self.first_position)) for row in rows]
+        sequences = [self._drafting(row) for row in rows]
+        # Parts of prompts are fed along with others, never for their own sake.
+        if any(s.num_wanted for s in sequences):
+            behind = self._catch_up(sequences)
+            if behind is not None:
+                self._draft(*behind, drafts_count=self.drafts_count)
+                join_drafts(sequences)
+        return [Proposal(s.drafts, s.start) for s in sequences]
+
+    def _propose_on_device(self, rows: Sequence[DraftRow], step: DeviceStep, kept: Any) -> list[Proposal]:
+        """Draft before the host knows the outcome of a step."""
+        assert step.outcome is not None, "rows with drafts reach their end"
+        sequences = [Drafting(row, choose_rule(row.request, self._invariant), row.max_drafts) for row in rows]
+        asking = [i for i, sequence in enumerate(sequences) if sequence.num_wanted]
+        if asking:
+            drafting, of_them = [sequences[i] for i in asking], step.outcome.of(asking)
+            output = self._begin_on_device(drafting, _sampled_rows(drafting, of_them, self.first_position), kept)
+            self._draft(drafting, output._replace(overshoot=of_them.total), drafts_count=False)
+            join_drafts(drafting)
+        return [Proposal(s.drafts, len(s.row.tokens) if s.num_wanted else 0) for s in sequences]
+
+    def _drafting(self, row: DraftRow) -> Drafting:
+        start = max(row.num_draft_valid, self.first_position)
+        request = row.request
+        rule = choose_rule(request, self._invariant)
+        if (
+            request.params.max_drafts == 0
+            or request.status is Status.FINISHED
+            or (row.sampled and row.max_drafts == 0)  # maybe it never asks again
+        ):
+            return Drafting(row, rule, start=start, end=start)
+        room = min(len(row.block_table) * self._block_size, self._num_positions)
+        num_tokens = len(row.tokens)
+        num_wanted = 0
+        if row.sampled and num_tokens <= room:
+            num_wanted = min(row.max_drafts, room - num_tokens + 1)  # the last draft is not computed
+        if num_wanted < 1:
+            return Drafting(row, rule, start=start, end=max(start, min(row.num_valid, room)))
+        # The last token's logits are needed even where its KV should be there already.
+        return Drafting(row, rule, num_wanted, start=min(start, num_tokens - 1), end=num_tokens)
+
+    def _catch_up(self, sequences: list[Drafting]) -> tuple[list[Drafting], PassOutput] | None:
+        """One pass over what `sequences` lag, as far as the budget reaches: those that got through and want drafts,
+        with what it left of them."""
+        budget = self._max_num_batched_tokens
+        behind: list[Drafting] = []
+        chunks: list[list[int]] = []
+        for sequence in sorted(sequences, key=lambda s: s.end - s.start):
+            count = min(sequence.end - sequence.start, budget)
+            if count > 0:
+                budget -= count
+                behind.append(sequence)
+                chunks.append([*sequence.row.tokens[sequence.start : sequence.start + count]])
+        if not behind:
+            return None
+        output = self._begin(behind, _known_rows(behind, chunks, self.first_position))
+        for sequence, chunk in zip(behind, chunks, strict=True):
+            sequence.start += len(chunk)
+        return _select(behind, output, [i for i, s in enumerate(behind) if s.start == s.end and s.num_wanted])
+
+    def _draft(self, drafting: list[Drafting], output: PassOutput, drafts_count: bool) -> None:
+        overshoot = output.overshoot
+        while drafting:
+            logits, vocabulary = self._draw_from(output)
+            draw(drafting, logits, vocabulary, self._edit_logits, output.best, overshoot)
+            more = [i for i, s in enumerate(drafting) if s.num_drafts < s.num_wanted]
+            if not more:
+                return
+            drafting, output = _select(drafting, PassOutput(output.hidden, overshoot=overshoot), more)
+            overshoot = output.overshoot
+            rows = _draft_rows(drafting, output, self.first_position)
+            output = self._go_on(drafting, rows, output)._replace(overshoot=overshoot)
+            for sequence in drafting:
+                sequence.start += drafts_count
 
 
-def known_rows(sequences: Sequence[Drafting], chunks: list[list[int]], first_key: int = 0) -> SequenceRows:
-    """The pass of `TokenDrafter.begin`."""
+def _known_rows(sequences: Sequence[Drafting], chunks: list[list[int]], first_key: int) -> SequenceRows:
+    """Rows of a pass over the tokens `chunks` of each sequence, from its position `start` on."""
     return SequenceRows(
         token_ids=[token for chunk in chunks for token in chunk],
         query_lens=[len(chunk) for chunk in chunks],
@@ -120,8 +237,8 @@ def known_rows(sequences: Sequence[Drafting], chunks: list[list[int]], first_key
     )
 
 
-def sampled_rows(sequences: Sequence[Drafting], outcome: DeviceOutcome, first_key: int = 0) -> SequenceRows:
-    """The pass of `BeginOnDevice`."""
+def _sampled_rows(sequences: Sequence[Drafting], outcome: DeviceOutcome, first_key: int) -> SequenceRows:
+    """Rows of 1 + k positions of each sequence from that of the first draft on, whose tokens only the device knows."""
     counts = [1 + s.row.num_drafts for s in sequences]
     origins = [s.row.first_index + j for s, count in zip(sequences, counts, strict=True) for j in range(count)]
     return SequenceRows(
@@ -136,8 +253,8 @@ def sampled_rows(sequences: Sequence[Drafting], outcome: DeviceOutcome, first_ke
     )
 
 
-def draft_rows(sequences: Sequence[Drafting], output: PassOutput, first_key: int = 0) -> SequenceRows:
-    """The pass of `TokenDrafter.go_on`."""
+def _draft_rows(sequences: Sequence[Drafting], output: PassOutput, first_key: int) -> SequenceRows:
+    """Rows of the last draft of each sequence."""
     token_ids, device_tokens = last_drafts(sequences)
     return SequenceRows(
         token_ids=[token for chunk in token_ids for token in chunk],
@@ -148,60 +265,6 @@ def draft_rows(sequences: Sequence[Drafting], output: PassOutput, first_key: int
         device_tokens=device_tokens,
         overshoot=output.overshoot,
     )
-
-
-def _drafting(row: DraftRow, limits: CatchUpLimits) -> Drafting:
-    start = max(row.num_draft_valid, limits.first_position)
-    rule = choose_rule(row.request, limits.invariant)
-    request = row.request
-    if (
-        request.params.max_drafts == 0
-        or request.status is Status.FINISHED
-        or (row.sampled and row.max_drafts == 0)  # maybe it never asks again
-    ):
-        return Drafting(row, rule, start=start, end=start)
-    room = min(len(row.block_table) * limits.block_size, limits.num_positions)
-    num_tokens = len(row.tokens)
-    num_wanted = 0
-    if row.sampled and num_tokens <= room:
-        num_wanted = min(row.max_drafts, room - num_tokens + 1)  # the last draft is not computed
-    if num_wanted < 1:
-        return Drafting(row, rule, start=start, end=max(start, min(row.num_valid, room)))
-    # The last token's logits are needed even where its KV should be there already.
-    return Drafting(row, rule, num_wanted, start=min(start, num_tokens - 1), end=num_tokens)
-
-
-def _catch_up(
-    drafter: TokenDrafter, sequences: list[Drafting], budget: int
-) -> tuple[list[Drafting], PassOutput] | None:
-    """One pass over what `sequences` lag, as far as the budget reaches: those that got through and want drafts, with
-    what it left of them."""
-    behind: list[Drafting] = []
-    chunks: list[list[int]] = []
-    for sequence in sorted(sequences, key=lambda s: s.end - s.start):
-        count = min(sequence.end - sequence.start, budget)
-        if count > 0:
-            budget -= count
-            behind.append(sequence)
-            chunks.append([*sequence.row.tokens[sequence.start : sequence.start + count]])
-    if not behind:
-        return None
-    output = drafter.begin(behind, chunks)
-    for sequence, chunk in zip(behind, chunks, strict=True):
-        sequence.start += len(chunk)
-    return _select(behind, output, [i for i, s in enumerate(behind) if s.start == s.end and s.num_wanted])
-
-
-def _draft(drafter: TokenDrafter, drafting: list[Drafting], output: PassOutput, drafts_count: bool) -> None:
-    while drafting:
-        drafter.draw(drafting, output)
-        more = [i for i, s in enumerate(drafting) if s.num_drafts < s.num_wanted]
-        if not more:
-            return
-        drafting, output = _select(drafting, PassOutput(output.hidden, overshoot=output.overshoot), more)
-        output = drafter.go_on(drafting, output)._replace(overshoot=output.overshoot)
-        for sequence in drafting:
-            sequence.start += drafts_count
 
 
 def _select(sequences: list[Drafting], output: PassOutput, keep: list[int]) -> tuple[list[Drafting], PassOutput]:

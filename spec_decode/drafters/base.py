@@ -151,10 +151,6 @@ class Drafter:
         """Drop everything learned from requests of an adapter whose content is gone from the engine. By default
         nothing outlives a request."""
 
-    def adapter_leaves(self, digest: bytes) -> None:
-        """Compute everything that was put off and needs the adapter with this content: it is about to lose its rows on
-        the device. No step is under way; never called where steps overlap. By default nothing is put off."""
-
 
 class NoDrafter(Drafter):
     """No speculation: proposes nothing."""

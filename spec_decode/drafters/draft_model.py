@@ -9,34 +9,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor
 
-from ...kernels.device_outcome import DeviceOutcome
-from ...models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
+from ...models.batch import ForwardBatch, SequenceRows, build_batch
 from ...models.checkpoint.loader import ModelOptions, load_model, read_facts, resolve_model_path
 from ...models.checkpoint.vocabulary import agreement
 from ...platform.core.errors import InvalidRequestError
 from ...platform.core.quantization import rounding
 from ...platform.core.speculative_config import SpeculativeConfig
-from ..verify.draft_sampling import Drafting, DraftVocabulary, EditLogits, PassOutput, draw, most_likely_ids
-from .autoregressive import (
-    CatchUpLimits,
-    draft_rows,
-    known_rows,
-    propose,
-    propose_on_device,
-    sampled_rows,
-    warn_of_short_reach,
-)
-from .base import AdapterPreparer, Drafter, DrafterNeeds, DraftRow, Proposal, TargetOutput, no_adapters
+from ..verify.draft_sampling import Drafting, DraftVocabulary, PassOutput, most_likely_ids
+from .autoregressive import TokenDrafter, TokenDrafterOptions, token_drafter_options, warn_of_short_reach
+from .base import DrafterNeeds
 from .factory import DrafterContext
 
 if TYPE_CHECKING:
     from ...models.model import LanguageModel
-    from ...models.pass_graphs import GraphedPass, PassGraphs, PassInputs
+    from ...models.pass_graphs import PassInputs
 
 
 log = logging.getLogger(__name__)
@@ -65,14 +56,8 @@ def load(config: SpeculativeConfig, context: DrafterContext) -> DraftModelDrafte
         options=ModelOptions(quantization=rounding(config.quantization, facts.quantization, "speculative_config")),
     )
     warn_of_short_reach(config.model, facts.max_position_embeddings, context.max_model_len)
-    return DraftModelDrafter(
-        model,
-        invariant=config.rejection_sample_method == "invariant",
-        max_num_batched_tokens=context.max_num_batched_tokens,
-        edit_logits=context.edit_logits,
-        graphs=context.graphs,
-        vocab_size=context.target.config.vocab_size,
-    )
+    size = context.target.config.vocab_size
+    return DraftModelDrafter(model, vocab_size=size, **token_drafter_options(config, context))
 
 
 def kv_bytes_per_token(config: SpeculativeConfig, dtype: str, kv_cache_dtype: str) -> int:
@@ -103,7 +88,7 @@ def _check_vocabulary(model: str, path: Path, vocab_size: int, context: DrafterC
         )
 
 
-class DraftModelDrafter(Drafter):
+class DraftModelDrafter(TokenDrafter):
     """Drafts by a causal LM with the target's vocabulary and each request's own sampling parameters.
 
     Greedy requests get its most likely tokens; requests under the drafter-invariant rule draw from its q with the noise
@@ -111,34 +96,17 @@ class DraftModelDrafter(Drafter):
     """
 
     def __init__(
-        self,
-        model: LanguageModel,
-        *,
-        invariant: bool = False,
-        max_num_batched_tokens: int = 2048,
-        edit_logits: EditLogits | None = None,
-        graphs: PassGraphs | None = None,
-        vocab_size: int | None = None,
+        self, model: LanguageModel, *, vocab_size: int | None = None, **options: Unpack[TokenDrafterOptions]
     ) -> None:
-        """`model` belongs to the drafter; `invariant`: the drafter-invariant rule holds for all requests. `graphs`:
-        short passes are captured there. `vocab_size`: the target's, where it may be another than the model's."""
-        self._model = model
+        """`model` belongs to the drafter. `vocab_size`: the target's, where it may be another than the model's."""
         own_size = model.config.vocab_size
+        super().__init__(model, own_size, **options)
+        self._model = model
         vocab_size = own_size if vocab_size is None else vocab_size
         self._num_common = min(own_size, vocab_size)
         self._vocabulary: DraftVocabulary | None = None
         if own_size < vocab_size:
             self._vocabulary = DraftVocabulary(torch.arange(own_size, device=model.device), vocab_size)
-        self._graphs = graphs
-        if graphs is not None and graphs.captures(model):
-            self._logits = graphs.row_logits(model.config.vocab_size, model.device)
-        self._passes: GraphedPass | None = None
-        self._invariant = invariant
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._edit_logits = edit_logits
-        self._kv: Sequence[LayerKV] = ()
-        self._limits: CatchUpLimits | None = None
-        self._prepare_adapters: AdapterPreparer = no_adapters
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -150,47 +118,21 @@ class DraftModelDrafter(Drafter):
             drafts_on_device=True,
         )
 
-    def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
-        """Its layers of the engine's cache; all of one block size."""
-        self._kv = kv
-        self._prepare_adapters = prepare_adapters
-        if self._graphs is not None:
-            self._passes = self._graphs.of(self._model, kv, self._compute, [prepare_adapters])
-        self._limits = CatchUpLimits(
-            block_size=kv[0].k.shape[2],
-            num_positions=self._model.config.max_position_embeddings,
-            max_num_batched_tokens=self._max_num_batched_tokens,
-            invariant=self._invariant,
-        )
+    def _begin(self, sequences: Sequence[Drafting], rows: SequenceRows) -> PassOutput:
+        return self._forward(sequences, rows)
 
-    @torch.inference_mode()
-    def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
-        """Catch up with `rows`, draft for those that ask for it. The KV of drafts is written behind their tokens."""
-        assert self._limits is not None, "bind comes first"
-        if target.on_device is None:
-            return propose(self, rows, self._limits)
-        return propose_on_device(self, rows, target.on_device, self._begin_on_device, self._limits)
+    def _begin_on_device(self, sequences: Sequence[Drafting], rows: SequenceRows, kept: Any) -> PassOutput:
+        return self._forward(sequences, rows)
 
-    def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> PassOutput:
-        """See `TokenDrafter`."""
-        return self._forward(sequences, known_rows(sequences, chunks))
+    def _go_on(self, sequences: Sequence[Drafting], rows: SequenceRows, output: PassOutput) -> PassOutput:
+        return self._forward(sequences, rows)  # all that the model remembers is in its KV
 
-    def _begin_on_device(self, sequences: Sequence[Drafting], outcome: DeviceOutcome) -> PassOutput:
-        """See `BeginOnDevice`."""
-        return self._forward(sequences, sampled_rows(sequences, outcome))
-
-    def go_on(self, sequences: Sequence[Drafting], output: PassOutput) -> PassOutput:
-        """See `TokenDrafter`; all that the model remembers is in its KV."""
-        return self._forward(sequences, draft_rows(sequences, output))
-
-    def draw(self, sequences: Sequence[Drafting], output: PassOutput) -> None:
-        """See `TokenDrafter`."""
+    def _draw_from(self, output: PassOutput) -> tuple[Tensor, DraftVocabulary | None]:
+        """Logits without those of tokens that the target lacks."""
         logits = self._model.compute_logits(output.hidden) if output.logits is None else output.logits
-        draw(sequences, self._common(logits), self._vocabulary, self._edit_logits, output.best, output.overshoot)
-
-    def _common(self, logits: Tensor) -> Tensor:
-        """Logits [B, V] without the tokens that the target lacks."""
-        return logits if logits.shape[1] == self._num_common else logits[:, : self._num_common].contiguous()
+        if logits.shape[1] != self._num_common:
+            logits = logits[:, : self._num_common].contiguous()
+        return logits, self._vocabulary
 
     def _known(self, batch: ForwardBatch) -> ForwardBatch:
         """`batch` with the model's last token in place of tokens that the model lacks."""
@@ -198,12 +140,7 @@ class DraftModelDrafter(Drafter):
             batch.input_ids.clamp_(max=self._num_common - 1)
         return batch
 
-    def _forward(self, sequences: Sequence[Drafting], rows: SequenceRows) -> PassOutput:
-        """Compute the `rows` of B sequences."""
-        handles = [(s.row.request.adapter, count) for s, count in zip(sequences, rows.query_lens, strict=True)]
-        found = None if self._passes is None else self._passes.run(rows, handles)
-        if found is not None:
-            return PassOutput(*(part[: len(sequences)] for part in found))
+    def _run(self, rows: SequenceRows, handles: list[tuple[Any, int]], states: Tensor | None) -> PassOutput:
         batch = build_batch(rows, self._model, self._kv, self._prepare_adapters(handles))
         hidden = self._model.forward(self._known(batch)).hidden
         return PassOutput(*rows.last_of(hidden))

@@ -45,8 +45,6 @@ class DrafterContext:
     """Applies a request's masks, biases and penalties to the logits of drafters."""
     graphs: PassGraphs | None = None
     """Graphs in which drafters capture their passes; None: passes are launched kernel by kernel."""
-    asynchronous: bool = False
-    """True when steps overlap: another thread than the engine's computes them."""
 
 
 _MODULES = {

@@ -83,13 +83,15 @@ metric_list: [{{metric: {metric}}}]
 class LmEval(drivers.Client):
     title = "lm-eval (local-completions)"
 
-    def _run(self, model: str, kind: str, output: str, metric: str, row: dict[str, str]) -> dict[str, Any]:
-        """Logged sample of one question."""
+    def _run(
+        self, model: str, kind: str, output: str, metric: str, row: dict[str, str], tokenizer: str
+    ) -> dict[str, Any]:
+        """Logged sample of one question. `tokenizer`: options that say who tokenizes."""
         data, results = self.folder / f"{kind}.jsonl", self.folder / f"{kind}-of-{model}"
         data.write_text(json.dumps(row) + "\n")
         task = TASK.format(kind=kind, data=data, output=output, metric=metric)
         (self.folder / f"{kind}.yaml").write_text(task)
-        where = f"model={model},base_url={self.url}/completions,tokenizer={MODEL},max_length=512,add_bos_token=True"
+        where = f"model={model},base_url={self.url}/completions,max_length=512,add_bos_token=True,{tokenizer}"
         command = [sys.executable, "-I", "-m", "lm_eval", "--model", "local-completions", "--tasks", f"probe_{kind}"]
         command += ["--model_args", where]
         command += ["--include_path", str(self.folder), "--output_path", str(results), "--log_samples"]
@@ -100,14 +102,16 @@ class LmEval(drivers.Client):
         return json.loads(samples.read_text().splitlines()[0])
 
     def completion(self, model: str) -> str:
-        return self._run(model, "text", "generate_until", "exact_match", {"q": drivers.PROMPT, "a": "x"})["resps"][0][0]
+        row, remote = {"q": drivers.PROMPT, "a": "x"}, "tokenizer_backend=remote,tokenized_requests=False"
+        return self._run(model, "text", "generate_until", "exact_match", row, remote)["resps"][0][0]
 
     def logprobs(self, model: str) -> tuple[float, str | list[int], int]:
-        """It sends the tokens of its own tokenizer."""
+        """It sends the tokens of its own tokenizer. The server's would leave out the beginning of a text."""
         from tokenizers import Tokenizer
 
         first, rest = drivers.QUESTION.split(" ", 1)
-        sample = self._run(model, "likelihood", "loglikelihood", "perplexity", {"q": first, "a": f" {rest}"})
+        row, local = {"q": first, "a": f" {rest}"}, f"tokenizer={MODEL}"
+        sample = self._run(model, "likelihood", "loglikelihood", "perplexity", row, local)
         tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
         ids, context = (tokenizer.encode(text, add_special_tokens=True).ids for text in (drivers.QUESTION, first))
         return float(sample["resps"][0][0][0]), ids, len(context)

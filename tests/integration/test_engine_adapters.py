@@ -54,7 +54,7 @@ def test_a_broken_adapter_fails_its_own_requests_and_nothing_else(
 
 @pytest.mark.parametrize("server", [True, False])
 def test_a_server_of_a_large_model_starts_the_reader_before_it_is_needed(make_engine, monkeypatch, server):
-    monkeypatch.setattr("outrider.platform.engine.setup.LARGE_WEIGHTS", 0)
+    monkeypatch.setattr("outrider.platform.engine.description.LARGE_WEIGHTS", 0)
     monkeypatch.setattr("outrider.platform.engine.setup.beside_a_server", lambda: server)
     reader = make_engine(**LORA)._adapters._transfers.reader
     assert (reader.pid is not None) == server

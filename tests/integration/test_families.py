@@ -117,9 +117,12 @@ def test_drafts_chunks_and_prefixes(make_engine, run, served):
 
 
 def test_preemption(make_engine, run, served):
-    engine = engine_of(make_engine, served, block_size=16, num_gpu_blocks_override=14, enable_prefix_caching=False)
-    served.check(run(engine, served.jobs))
-    assert engine.stats().num_preemptions > 0
+    few = {"block_size": 16, "num_gpu_blocks_override": 14, "enable_prefix_caching": False}
+    for options in ({}, {"swap_space": 0.01, "preemption_mode": "swap"}):
+        engine = engine_of(make_engine, served, **few, **options)
+        served.check(run(engine, served.jobs))
+        assert engine.stats().num_preemptions > 0
+        assert (engine.stats().kv_host_hits > 0) == bool(options)
     record(served.architecture, "native", ["preemption"])
 
 

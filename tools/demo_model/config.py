@@ -14,11 +14,23 @@ PAD_ID, BOS_ID, END_ID = 0, 1, 2
 
 CHAT_TEMPLATE = """\
 {{- bos_token }}
+{%- if tools %}
+    {{- '<|system|>\\nTools, called with <tool_call>:' }}
+    {%- for tool in tools %}
+        {%- set parameters = tool['function']['parameters'] or {} %}
+        {{- ' ' + tool['function']['name'] + '(' + (parameters['properties'] or {}) | join(', ') + ')' }}
+    {%- endfor %}
+    {{- '<|end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}
-    {%- if message['role'] not in ['system', 'user', 'assistant'] %}
+    {%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}
         {{- raise_exception('unknown role: ' + message['role']) }}
     {%- endif %}
-    {{- '<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>\\n' }}
+    {{- '<|' + ('user' if message['role'] == 'tool' else message['role']) + '|>\\n' + (message['content'] or '') }}
+    {%- for call in message['tool_calls'] or [] %}
+        {{- '<tool_call>' + call['function'] | tojson + '</tool_call>' }}
+    {%- endfor %}
+    {{- '<|end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|assistant|>\\n' }}

@@ -73,11 +73,11 @@ class OutOfTimeError(Exception):
 def seconds_on_gpu(run: Callable[[], object]) -> float:
     """Median time of a run with a cold cache. The run is replayed from a graph where it can be captured: the host needs
     longer to launch a small kernel than the device to run it."""
+    work = run
     try:
         work = _captured(run)
     except RuntimeError:
         torch.cuda.synchronize()
-        work = run
     return float(do_bench(work, rep=50, return_mode="median")) / 1000
 
 

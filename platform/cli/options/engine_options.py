@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.compat.vllm_options import VALUES
-from ...core.config import DTYPES, KV_CACHE_DTYPES, MODEL_IMPLS, POLICIES, EngineArgs, check_args
+from ...core.config import DTYPES, KV_CACHE_DTYPES, MODEL_IMPLS, POLICIES, PREEMPTION_MODES, EngineArgs, check_args
 from ...core.errors import InvalidRequestError
 from ...core.speculative_config import parse_speculative
 from .field_flags import add_field_flag, given_fields
@@ -19,6 +19,7 @@ _CHOICES = {
     "dtype": (*DTYPES, *VALUES["dtype"]),
     "kv_cache_dtype": KV_CACHE_DTYPES,
     "scheduling_policy": POLICIES,
+    "preemption_mode": PREEMPTION_MODES,
     "device": ("auto", "cpu", "cuda"),
     "model_impl": (*MODEL_IMPLS, *VALUES["model_impl"]),
     "load_format": ("auto", "dummy", *VALUES["load_format"]),
@@ -58,7 +59,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "max_logprobs": "most log-probabilities a token that a request may ask for; -1: the whole vocabulary",
         "enforce_eager": "run without captured graphs",
         "batch_invariant": "compute every row so that, bit for bit, it does not depend on the rows beside it; slower",
-        "tensor_parallel_size": "devices that share one model",
+        "tensor_parallel_size": "processes, one for each GPU, that compute one model together",
+        "distributed_executor_backend": "mp (processes of this machine; the default for several) or uni (one process)",
     },
     "scheduling and KV cache": {
         "max_num_seqs": "most sequences in a step",
@@ -81,6 +83,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "kv_cache_memory_bytes": "memory of the KV cache, such as 4GiB",
         "kv_cache_dtype": "type of the KV cache; fp8 holds twice the tokens of bfloat16, rounded to 3 bits of fraction",
         "gpu_memory_utilization": "share of a GPU's memory to use, 0 to 1",
+        "swap_space": "GiB of host memory for KV blocks that have to leave the device",
+        "preemption_mode": "swap or recompute what a preempted sequence has lost (default: the faster, as measured)",
     },
     "LoRA": {
         "enable_lora": "serve LoRA adapters (the demo model does unless told otherwise)",

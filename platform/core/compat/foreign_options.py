@@ -50,7 +50,7 @@ def each(option: Option, names: str) -> dict[str, Option]:
 
 # Reasons that several options share.
 ONE_PROCESS = "one process has the whole model"
-NO_OFFLOAD = "weights and caches are not moved to host memory"
+NO_OFFLOAD = "weights are not moved to host memory"
 NO_EXPERTS = "mixtures of experts are not served"
 NO_IMAGES = "prompts are text"
 NO_STATE_SPACE = "models with state-space layers are not served"

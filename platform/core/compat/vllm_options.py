@@ -103,7 +103,7 @@ ENGINE: dict[str, Option] = {
     **each(
         ignored(ONE_PROCESS),
         "data_parallel_address data_parallel_rpc_port data_parallel_backend master_addr master_port "
-        "distributed_executor_backend max_parallel_loading_workers",
+        "max_parallel_loading_workers",
     ),
     "data_parallel_hybrid_lb": off("replicas are separate servers behind a load balancer"),
     "data_parallel_external_lb": ignored_flag("replicas are separate servers behind a load balancer"),
@@ -144,10 +144,9 @@ ENGINE: dict[str, Option] = {
     "logits_processors": only([], (), why=NO_USER_CODE),
     "logits_processor_pattern": ignored(NO_USER_CODE),
     # Memory and scheduling
-    **each(ignored("preempted sequences are computed again"), "swap_space preemption_mode"),
     **each(only(0, why=NO_OFFLOAD), "cpu_offload_gb offload_group_size"),
-    "kv_offloading_size": only(why=NO_OFFLOAD),
-    "kv_offloading_backend": ignored(NO_OFFLOAD),
+    "kv_offloading_size": only(why="see swap_space"),
+    "kv_offloading_backend": ignored("see swap_space"),
     "offload_backend": only("auto", why=NO_OFFLOAD),
     "kv_sharing_fast_prefill": ignored_flag("no layers share KV"),
     **each(ignored(NO_STATE_SPACE), "mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size"),
@@ -266,7 +265,7 @@ SERVER: dict[str, Option] = {
     "enable_prompt_tokens_details": ignored_flag("usage has prompt_tokens_details always"),
     "enable_request_id_headers": ignored_flag("answers have x-request-id always"),
     "enable_server_load_tracking": ignored_flag("/load is always there"),
-    "enable_tokenizer_info_endpoint": off("there is no such route; see /tokenize"),
+    "enable_tokenizer_info_endpoint": ignored_flag("/tokenizer_info is always there"),
     "enable_log_outputs": off("see --log-prompts"),
     "enable_log_deltas": ignored_flag("see --log-prompts"),
     "log_error_stack": ignored_flag("see --log-level"),
@@ -286,7 +285,7 @@ SERVER: dict[str, Option] = {
 }
 
 SPECULATIVE: dict[str, Option] = {
-    **each(only(1, why="tensor parallelism is not there yet"), "draft_tensor_parallel_size tensor_parallel_size"),
+    **each(only(1, why="drafts are made by one rank"), "draft_tensor_parallel_size tensor_parallel_size"),
     "max_model_len": ignored("drafts are made up to the model's own max_model_len"),
     "enforce_eager": ignored_flag("the engine's enforce_eager is used"),
     "code_revision": ignored(NO_CODE),

@@ -23,11 +23,14 @@ kind cannot be made to look like one of another.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
+from ...core.batch import Move, StepPlan
 from ...core.request import Request
 from .block_pool import BlockPool
+from .host_tier import HostTier
 
 # Personalizations of the hash.
 _BLOCK, _OWN, _SHARED, _AFTER_SHARED = b"block", b"own root", b"shared root", b"after shared"
@@ -49,10 +52,11 @@ class PrefixMatch(NamedTuple):
 
 class PrefixCache:
     """Maps hashes to blocks of a `BlockPool`. Holds no references: a cached block may be free, and is then lost on
-    reuse."""
+    reuse, or kept by the `host`."""
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, host: HostTier | None = None) -> None:
         self.pool = pool
+        self.host = host
         self.block_size = block_size
         self.num_queries = 0
         self.num_hits = 0
@@ -60,7 +64,7 @@ class PrefixCache:
         self._hash_of: dict[int, bytes] = {}
         self._draft_ready: set[int] = set()
         """Blocks, cached or in use, whose KV in the drafter's layers is valid."""
-        pool.on_reuse = self._forget
+        pool.on_reuse = self._reuse
         pool.keeps = self._hash_of.__contains__
 
     def match(self, request: Request) -> PrefixMatch:
@@ -77,8 +81,51 @@ class PrefixCache:
                 break
             blocks.append(block)
         self.pool.acquire(blocks)
+        return self._matched(blocks)
+
+    def _matched(self, blocks: list[int]) -> PrefixMatch:
         drafted = next((i for i, block in enumerate(blocks) if block not in self._draft_ready), len(blocks))
         return PrefixMatch(blocks, len(blocks) * self.block_size, drafted * self.block_size)
+
+    def start(self, request: Request) -> None:
+        """Give a request the blocks of `match`, and count their tokens as computed."""
+        self._begin(request, self.match(request))
+
+    def bring_back(self, request: Request) -> None:
+        """Give a request that holds the blocks of `start` those after them that the host has. There is room for the
+        whole request, or nothing runs."""
+        host = self.host
+        if host is None or request.namespace is None or request.params.reads_whole_prompt or not host.cost.pays():
+            return
+        limit, found = (len(request.tokens) - 1) // self.block_size, []
+        for digest in request.block_hashes[len(request.blocks) : limit]:
+            if digest not in self._block_of and digest not in host:
+                break
+            found.append(digest)
+        here = [self._block_of[digest] for digest in found if digest in self._block_of]
+        self.pool.acquire(here)
+        taken = host.take([digest for digest in found if digest not in self._block_of])
+        fresh = self.pool.allocate(len(taken))
+        host.put_back(taken, fresh or ())
+        if fresh is None:
+            self.pool.release(here)
+            return
+        for block, (digest, (_, draft_ready)) in zip(fresh, taken.items(), strict=True):
+            self._block_of[digest], self._hash_of[block] = block, digest
+            if draft_ready:
+                self._draft_ready.add(block)
+        self._begin(request, self._matched(request.blocks + [self._block_of[digest] for digest in found]))
+
+    def take_back(self, request: Request) -> None:
+        """Free a request's blocks: it has nothing computed any more."""
+        self.pool.release(request.blocks)
+        self._begin(request, PrefixMatch([], 0, 0))
+
+    def _begin(self, request: Request, match: PrefixMatch) -> None:
+        request.blocks = match.blocks
+        request.num_computed, request.num_draft_computed = match.num_tokens, match.num_draft_tokens
+        request.num_published = len(match.blocks)
+        request.num_draft_published = match.num_draft_tokens // self.block_size
 
     def count(self, request: Request, num_found: int) -> None:
         """Note for the statistics that a request started with `num_found` of its tokens cached."""
@@ -105,10 +152,21 @@ class PrefixCache:
             self._draft_ready.update(request.blocks[request.num_draft_published : drafted])
             request.num_draft_published = drafted
 
+    def moves(self) -> Sequence[Move]:
+        """Copies between device and host to make before the next step computes."""
+        return self.host.moves() if self.host is not None else ()
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Learn from the time of a step."""
+        if self.host is not None:
+            self.host.cost.took(plan, seconds)
+
     def reset(self) -> bool:
-        """Forget all blocks that no sequence uses; True when nothing is cached any more."""
+        """Forget all blocks that no sequence uses, and all of the host's; True when nothing is cached any more."""
         for block in [block for block in self._hash_of if self.pool.is_free(block)]:
             self._forget(block)
+        if self.host is not None:
+            self.host.reset()
         return not self._hash_of
 
     def _extend_hashes(self, request: Request, count: int) -> None:
@@ -133,6 +191,12 @@ class PrefixCache:
         parent = request.block_hashes[index - 1]
         return _hash(parent + request.namespace, _AFTER_SHARED) if index == num_shared else parent
 
+    def _reuse(self, block: int) -> None:
+        """Forget a block that is handed out again; the host may keep its content."""
+        if self.host is not None and block in self._hash_of:
+            self.host.keep(self._hash_of[block], block, draft_ready=block in self._draft_ready)
+        self._forget(block)
+
     def _forget(self, block: int) -> None:
         self._draft_ready.discard(block)
         digest = self._hash_of.pop(block, None)
@@ -140,5 +204,7 @@ class PrefixCache:
             del self._block_of[digest]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the two maps mirror each other."""
+        """Raise AssertionError unless the two maps mirror each other, and the host's slots are all accounted for."""
+        if self.host is not None:
+            self.host.check_integrity()
         assert {digest: block for block, digest in self._hash_of.items()} == self._block_of

@@ -27,7 +27,7 @@ _IMPATIENCE = 8.0
 """How many sequences that decode one counts for that waits for its first token."""
 _SMOOTHING = 0.2
 _LARGEST_CHANGE = 1.25
-"""Of the number of tokens by one step's evidence: a step that another process held up says little."""
+"""Largest change of the number of tokens after one step: a step that another process held up says little."""
 
 
 class PromptThrottle:

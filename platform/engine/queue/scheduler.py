@@ -136,11 +136,16 @@ class Scheduler:
         return plan.is_followed and not self._needs_commit
 
     def abandon(self) -> None:
-        """Take in that what is under way brings nothing: its rows will be planned again."""
+        """Take in that what is under way brings nothing: its rows will be planned again. Where its copies of KV blocks
+        may be missing, nothing computed is left."""
         for request in self._queue.running:
             request.under_way.clear()
         while self._leaving:
             self._let_go(self._leaving.pop())
+        if self.prefix_cache.host is not None:
+            for request in list(self._queue.running):
+                self._preempt(request)
+            self.prefix_cache.reset()
 
     def schedule(self) -> StepPlan:
         """Plan a step under the token budget: first running sequences with one token to compute, and drafts; of what
@@ -164,7 +169,7 @@ class Scheduler:
         rows = list(step.rows.values())
         if rows and self._chooser is not None:
             self._chooser.choose(rows, requests_wait=self._queue.num_waiting > 0)
-        return StepPlan(rows, is_followed(rows, self._draft_limits))
+        return StepPlan(rows, is_followed(rows, self._draft_limits), self.prefix_cache.moves() if rows else ())
 
     def _draft_budget(self) -> int:
         """Tokens of the next step that drafts may take."""
@@ -209,9 +214,10 @@ class Scheduler:
         self._needs_commit |= bool(victim.under_way)
         return bool(victim.under_way)
 
-    def _preempt(self, request: Request, step: StepBudget) -> None:
+    def _preempt(self, request: Request, step: StepBudget | None = None) -> None:
         """Take a running sequence's blocks; it is computed again later, unless the prefix cache still has them."""
-        step.drop(request)
+        if step is not None:
+            step.drop(request)
         self._release(request)
         self.num_preemptions += 1
         request.num_preemptions += 1
@@ -227,10 +233,7 @@ class Scheduler:
 
     def _take_back(self, request: Request) -> None:
         """Free the request's blocks: it has nothing computed any more."""
-        self.pool.release(request.blocks)
-        request.blocks = []
-        request.num_computed = request.num_draft_computed = 0
-        request.num_published = request.num_draft_published = 0
+        self.prefix_cache.take_back(request)
         request.drafts = NO_DRAFTS
         request.prompt_logprobs = request.pooled = None
 
@@ -303,14 +306,7 @@ class Scheduler:
 
     def _start(self, request: Request, step: StepBudget, held: int) -> RowPlan | None:
         """Let a request run; its first row, after what the prefix cache has. None when there is no room for it now."""
-        match = self.prefix_cache.match(request)
-        request.blocks = match.blocks
-        request.num_computed = match.num_tokens
-        request.num_draft_computed = match.num_draft_tokens
-        request.num_published = len(match.blocks)
-        request.num_draft_published = match.num_draft_tokens // self.prefix_cache.block_size
-        if is_new := request.num_preemptions == 0:
-            request.num_cached_tokens = match.num_tokens
+        self.prefix_cache.start(request)
         uncomputed = len(request.tokens) - request.num_computed
         if uncomputed > step.num_left - held and not self.config.enable_chunked_prefill:
             return None
@@ -321,11 +317,14 @@ class Scheduler:
             if victim is None or self._is_under_way(victim):
                 return None
             self._preempt(victim, step)
+        self.prefix_cache.bring_back(request)
+        if is_new := request.num_preemptions == 0:
+            request.num_cached_tokens = request.num_computed
         share = step.for_drafts and self._draft_budget() // (self._queue.num_running + 1)
         row = self._fit(request, step.num_left - held, share)
         if row is not None:
             self.prefix_cache.count(request, row.start)
-            self._queue.start(request, request.num_prompt_tokens - match.num_tokens if is_new else 0)
+            self._queue.start(request, request.num_prompt_tokens - request.num_computed if is_new else 0)
             request.status = Status.RUNNING
             if is_new and request.arrival_time:
                 request.queue_seconds = max(0.0, time.monotonic() - request.arrival_time)
@@ -361,6 +360,7 @@ class Scheduler:
         """Learn from the time of a step, drafting included."""
         if self._throttle is not None:
             self._throttle.took(plan, seconds)
+        self.prefix_cache.observe(plan, seconds)
 
     def _finish(self, request: Request) -> None:
         """Remove a sequence for good, with all that it holds."""

@@ -17,7 +17,7 @@ from .warm_up import PROMPT, dummy, step, unpaced_step
 
 SECONDS = 20.0
 _STEPS = 2
-"""Of each number of requests: with a drafter the first one decodes, and the second verifies."""
+"""Steps for each number of requests: with a drafter the first one decodes, and the second verifies."""
 _PROMPT_ROWS = (256, 64, 16, 4, 1)
 _PROMPT_TOKENS = (512, 256, 128, 64)
 """Rows and tokens of steps with a part of a prompt, for each of which passes differ."""
@@ -25,7 +25,7 @@ _PROMPT_TOKENS = (512, 256, 128, 64)
 
 def graph_backend(config: EngineConfig) -> GraphBackend | None:
     """How this engine captures; None: it does not. On a CPU a launch costs next to nothing."""
-    if config.device != "cuda" or config.enforce_eager or config.batch_invariant:
+    if config.device != "cuda" or config.enforce_eager or config.batch_invariant or config.num_ranks > 1:
         return None
     return CudaGraphs(torch.device(config.device))
 

@@ -16,14 +16,16 @@ from torch import Tensor
 
 from ....kernels.device_outcome import DeviceOutcome
 from ....kernels.staging import to_device
-from ....models.batch import ForwardBatch, LayerKV, build_batch
+from ....models.batch import ForwardBatch, LayerKV
 from ....models.model import DecoderOutput, LanguageModel
 from ....models.pass_graphs import PassGraphs, PassInputs, PassOptions
 from ....spec_decode.control.policy import SpeculationPolicy
 from ....spec_decode.drafters.base import AdapterPreparer, DeviceStep, Drafter, DraftRow, Proposal, TargetOutput
-from ...core.batch import RowPlan, RowResult, StepPlan, StepResult
+from ...core.batch import Move, RowPlan, RowResult, StepPlan, StepResult
 from ...core.messages import TokenLogprobs
 from ...core.request import NO_DRAFTS, Request, Status
+from ..executor.base import Executor
+from ..memory.host_store import HostStore
 from ..sampling.grammars import with_forced
 from ..sampling.sampler import Pending, Ready, Sampler, not_finite, token_logprobs
 from .device_queue import DeviceQueue, Done, Stopwatch
@@ -43,9 +45,11 @@ class RunnerParts(NamedTuple):
     sampler: Sampler
     drafter: Drafter
     prepare_adapters: AdapterPreparer
-    """For the tokens of a forward pass."""
+    """For the tokens of a captured pass."""
     prepare_head: AdapterPreparer
-    """For rows of logits: 1 + k of a request that verifies k drafts, a prompt's positions for its log-probabilities."""
+    """For rows of logits of a captured pass."""
+    executor: Executor
+    """Computes all other passes of the target."""
     queue: DeviceQueue
     """Where a step's work goes."""
     graphs: PassGraphs | None = None
@@ -54,6 +58,8 @@ class RunnerParts(NamedTuple):
     """Where captured passes put them: `PassGraphs.token_logits`."""
     policy: SpeculationPolicy | None = None
     """Chooses numbers of drafts and observes each step; None: they are fixed."""
+    host: HostStore | None = None
+    """Makes the plans' copies of KV blocks; None: plans have none."""
 
 
 class _Computed(NamedTuple):
@@ -108,10 +114,10 @@ class ModelRunner:
         self._drafter_has_layers = bool(needs.kv_layers)
         self._drafts_on_device = needs.drafts_on_device
         self._aux_layers = needs.aux_layers
-        self._prepare_adapters = parts.prepare_adapters
-        self._prepare_head = parts.prepare_head
+        self._executor = parts.executor
         self._graphs = parts.graphs
         self._logits = parts.logits
+        self._host = parts.host
         self._passes = self._prompt_passes = None
         if parts.graphs is not None:
             preparers, verifies = [parts.prepare_adapters, parts.prepare_head], PassOptions(verifies=True)
@@ -142,7 +148,7 @@ class ModelRunner:
         drafts = plan.is_followed and self._drafts_on_device
         prepared = prepare(plan, {} if before is None else before.places, drafts=drafts)
         earlier = before.work if before is not None and prepared.followed else None
-        work = self._queue.submit(lambda: self._work(prepared, earlier, plan.is_followed))
+        work = self._queue.submit(lambda: self._work(prepared, earlier, plan.is_followed, plan.moves))
         places = {row.request: place for place, row in enumerate(prepared.chosen)}
         return Launched(plan, work, places, prepared.rows.block_tables)
 
@@ -204,13 +210,22 @@ class ModelRunner:
         return 0.0 if self._graphs is None else self._graphs.capture_seconds
 
     @torch.inference_mode()
-    def _work(self, prepared: Prepared, before: Future[_Queued] | Done[_Queued] | None, is_followed: bool) -> _Queued:
+    def _work(
+        self,
+        prepared: Prepared,
+        before: Future[_Queued] | Done[_Queued] | None,
+        is_followed: bool,
+        moves: Sequence[Move],
+    ) -> _Queued:
         """What the device does for a step; on a GPU nothing here waits for it, but for log-probabilities of prompts.
 
         Args:
             before: The step that rows which await a token continue; its work is done.
             is_followed: Whether another step may follow before the host knows the outcome.
+            moves: Copies of KV blocks that are made first.
         """
+        if self._host is not None and moves:
+            self._host.run(moves)
         stopwatch, captured = Stopwatch(self._model.device), self._capture_seconds
         if before is not None:
             queued = before.result()
@@ -256,8 +271,7 @@ class ModelRunner:
             logits = states.pop(0) if prepared.replayable else None
             hidden, *aux = (state.clone() for state in states)  # whoever drafts may keep them
             return _Computed(DecoderOutput(hidden, tuple(aux)), logits)
-        batch = build_batch(rows, self._model, self._kv, self._prepare_adapters(handles))
-        return _Computed(self._model.forward(batch, self._aux_layers), None)
+        return _Computed(self._executor.forward(rows, handles, self._aux_layers), None)
 
     def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
         """What is captured of decodes and verifications: logits of all tokens, and what `_compute_hidden` gives."""
@@ -283,7 +297,7 @@ class ModelRunner:
                 for row in chosen
                 for handle in row.request.handles(row.request.num_prompt_tokens - 1, 1 + len(row.drafts.token_ids))
             ]
-            logits = self._model.compute_logits(picked, self._prepare_head(handles))
+            logits = self._executor.logits(picked, handles)
         return self._sampler.begin(logits, chosen, overshoot)
 
     def _prompt_part(self, row: RowPlan, hidden: Tensor) -> list[TokenLogprobs] | Tensor:
@@ -298,8 +312,8 @@ class ModelRunner:
         found: list[TokenLogprobs] = []
         for start in range(row.start, min(row.end, last), LOGITS_CHUNK):
             end = min(start + LOGITS_CHUNK, row.end, last)
-            adapters = self._prepare_head(request.handles(start, end - start))
-            logits = self._model.compute_logits(hidden[start - row.start : end - row.start], adapters)
+            handles = request.handles(start, end - start)
+            logits = self._executor.logits(hidden[start - row.start : end - row.start], handles)
             found += token_logprobs(logits, request.tokens[start + 1 : end + 1], request.params.prompt_logprobs or 0)
         return found
 

@@ -89,8 +89,9 @@ def write_adapter(folder: Path, model: LanguageModel, draft: tuple[str, Sequence
 def _tensors(linears: Sequence[Linear]) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for linear in linears:
-        for name, size in linear.slices:
-            found |= _pair(name, linear.in_features, size)
+        whole = linear if linear.part is None else linear.part
+        for name, size in whole.slices:
+            found |= _pair(name, whole.in_features, size)
     return found
 
 

@@ -200,21 +200,15 @@ def mask_logits(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
     logits[index] = logits[index].masked_fill_(forbidden, float("-inf"))
 
 
+_LIMITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
+_LIMITS = _LIMITS.astype(np.float32)
+"""Largest logits [256, 8] of the tokens of a mask's byte."""
+
+
 def _mask_row(logits: Tensor, mask: np.ndarray) -> None:
-    """Set the logits [V] of tokens that do not fit to -inf, in place: a mask forbids few tokens, or allows few."""
-    forbids = np.flatnonzero(mask != 255)
-    allows = np.flatnonzero(mask)
-    forbids_few = len(forbids) <= len(allows)
-    places = forbids if forbids_few else allows
-    bits = np.unpackbits(mask[places], bitorder="little").reshape(-1, 8) != forbids_few
-    chosen = (8 * places[:, None] + np.arange(8))[bits]
-    ids = torch.from_numpy(chosen[chosen < len(logits)])
-    if forbids_few:
-        logits.index_fill_(0, ids, float("-inf"))
-    else:
-        kept = logits[ids]
-        logits.fill_(float("-inf"))
-        logits[ids] = kept
+    """Set the logits [V] float32 of tokens that do not fit to -inf, in place."""
+    values = logits.numpy()
+    np.minimum(values, _LIMITS.take(mask, axis=0).reshape(-1)[: len(values)], out=values)
 
 
 def with_forced(request: Request, drafts: Drafts) -> Drafts:

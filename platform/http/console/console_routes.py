@@ -18,7 +18,7 @@ from .stats_schema import Stats
 
 router = APIRouter()
 _ROUTES = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize"),
+    *("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/tokenizer_info"),
     *("/health", "/version", "/metrics", "/openapi.json", "/console"),
 )
 """Named to a program that asks for `/`; `/openapi.json` has all."""

@@ -105,6 +105,7 @@ class EngineCounters:
 
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    kv_host_hits: int = 0
     num_preemptions: int = 0
     lora_load_failures: int = 0
     lora_evictions: dict[str, int] = field(default_factory=dict)
@@ -116,6 +117,7 @@ class EngineCounters:
         """Add one run's counters, as of a snapshot."""
         self.prefix_cache_queries += stats.prefix_cache_queries
         self.prefix_cache_hits += stats.prefix_cache_hits
+        self.kv_host_hits += stats.kv_host_hits
         self.num_preemptions += stats.num_preemptions
         self.lora_load_failures += stats.lora_load_failures
         for level, count in stats.lora_evictions.items():
@@ -140,6 +142,7 @@ def _scheduler_families(stats: EngineStats, counters: EngineCounters) -> Iterato
         num_requests_running=("Sequences in the running batch.", stats.num_running),
         num_requests_waiting=("Sequences waiting to be scheduled.", stats.num_waiting),
         kv_cache_usage_perc=("Share of KV blocks in use; 1 is all.", stats.kv_cache_usage),
+        kv_host_bytes=("Host memory of KV that left the device (swap space).", stats.kv_host_bytes),
     )
     counts = dict.fromkeys(_WAITING_REASONS, 0) | stats.num_waiting_by_reason
     reasons = {(reason,): float(count) for reason, count in counts.items()}
@@ -147,6 +150,7 @@ def _scheduler_families(stats: EngineStats, counters: EngineCounters) -> Iterato
     yield from _counters(
         prefix_cache_queries=("Prompt tokens looked up.", counters.prefix_cache_queries),
         prefix_cache_hits=("Prompt tokens found in the cache.", counters.prefix_cache_hits),
+        kv_host_hits=("Tokens whose KV came back from host memory.", counters.kv_host_hits),
         num_preemptions=("Sequences that lost their blocks.", counters.num_preemptions),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
+from functools import partial
 
 from ...client.text.detokenizer import IncrementalDetokenizer
 from ...core.beam_search import BeamSearchParams
@@ -65,7 +66,9 @@ async def beam_outputs(serving: Serving, job: Job, index: int) -> AsyncGenerator
         tenant=job.principal.tenant,
         weight=job.principal.weight,
         cache_salt=job.cache_salt,
+        on_step=partial(job.searching.__setitem__, index),
     )
+    job.searching.pop(index, None)
     metrics.first_token_time = metrics.finished_time = time.monotonic()
     tokenizer = (await llm.processor_of(job.lora)).tokenizer
     outputs = []

@@ -52,6 +52,8 @@ class Job:
     """False where only the prompt's log-probabilities are wanted: the one generated token is dropped."""
     beam: BeamSearchParams | None = None
     """Parameters of a beam search; its `max_tokens` are those of `params_of`. None: tokens are sampled."""
+    searching: dict[int, int] = field(default_factory=dict)
+    """Output tokens of the beam searches that run, by prompt."""
     principal: Principal = OPEN
     endpoint: str = ""
     model: str = ""

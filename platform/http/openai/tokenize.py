@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`."""
 
 from __future__ import annotations
 
@@ -50,6 +50,30 @@ async def tokenize(request: Request) -> Response:
         tokenizer = (await serving.llm.processor_of(lora)).tokenizer
         answer["token_strs"] = await asyncio.to_thread(tokenizer.convert_ids_to_tokens, tokens)
     return await json_answer(answer)
+
+
+_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+"""Fields of `/tokenizer_info` that are texts of special tokens, or null."""
+
+
+@router.get("/tokenizer_info", response_model=None)
+async def tokenizer_info(request: Request, model: str | None = None) -> Response:
+    """Special tokens and chat template of the base model's tokenizer, or of an adapter's: `model` in the query."""
+    serving = serving_of(request)
+    charge_call(request)
+    models = serving.models.seen_by(principal_of(request))
+    await models.discover(model)
+    lora = adapter_of_model(models, model)
+    tokenizer = (await serving.llm.processor_of(lora)).tokenizer
+    own = serving.config.chat_template or await serving.adapter_template(lora) or tokenizer.chat_template
+    return await json_answer(
+        {
+            "tokenizer_class": type(tokenizer).__name__,
+            "model_max_length": serving.llm.info.max_model_len,
+            **{name: getattr(tokenizer, name, None) for name in _SPECIAL},
+            "chat_template": own.get("default") if isinstance(own, dict) else own,
+        }
+    )
 
 
 @router.post("/detokenize", response_model=None, openapi_extra=documented(DetokenizeRequest))

@@ -119,7 +119,7 @@ async def check_params(serving: Serving, job: Job) -> None:
         )
 
     if has_new_constraint(job.params):
-        async with serving.constraint_turns.of(job.principal.tenant):
+        async with serving.constraint_locks.of(job.principal.tenant):
             await asyncio.get_running_loop().run_in_executor(CHECKER.thread, check)
     elif is_long(prompt, job.params):
         await asyncio.to_thread(check)
@@ -184,11 +184,13 @@ class Account:
         self._end(self._status)
 
     def abort(self) -> None:
-        """Count an abandoned job. The prompts count wholly: they may have been computed."""
+        """Count an abandoned job. The prompts count wholly: they may have been computed. Of a beam search the sequences
+        count that it had found by then."""
         if self._num_running == 0:  # only the last bytes had not been taken
             self._end(self._status)
             return
         self.row.prompt_tokens = sum(map(len, self._job.prompts))
+        self.row.output_tokens += sum(self._job.searching.values())
         self._end("abort")
 
     def fail(self, error: Exception) -> None:

@@ -18,13 +18,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.device_outcome import DeviceOutcome
 from ....kernels.staging import to_device
 from ....models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
 from ....models.checkpoint.json_files import read_json
@@ -32,10 +31,9 @@ from ....models.checkpoint.loader import resolve_model_path
 from ....models.pass_graphs import PassOptions
 from ....models.quantization import unpack
 from ....platform.core.speculative_config import SpeculativeConfig
-from ...verify.draft_sampling import Drafting, EditLogits, PassOutput, draw, most_likely_ids
-from .. import autoregressive
-from ..autoregressive import CatchUpLimits, draft_rows, known_rows, sampled_rows
-from ..base import AdapterPreparer, DeviceStep, Drafter, DrafterNeeds, DraftRow, Proposal, TargetOutput, no_adapters
+from ...verify.draft_sampling import Drafting, DraftVocabulary, PassOutput, most_likely_ids
+from ..autoregressive import TokenDrafter, TokenDrafterOptions, token_drafter_options, warn_of_short_reach
+from ..base import AdapterPreparer, DrafterNeeds, DraftRow, TargetOutput
 from ..checkpoint import PARAM, fill, fill_randomly, quantise
 from ..factory import DrafterContext
 from .config import EagleConfig, eagle_kv_bytes_per_token, head_tensors, read_eagle_config, with_tensors
@@ -43,7 +41,7 @@ from .head import EagleHead, LastRows
 from .hidden_store import HiddenStore
 
 if TYPE_CHECKING:
-    from ....models.pass_graphs import GraphedPass, PassGraphs, PassInputs
+    from ....models.pass_graphs import PassInputs
 
 
 def load(config: SpeculativeConfig, context: DrafterContext) -> EagleDrafter:
@@ -70,15 +68,8 @@ def load(config: SpeculativeConfig, context: DrafterContext) -> EagleDrafter:
         head = EagleHead(with_tensors(head_config, stored.keys()), context.target, context.device)
         quantise(head.quantizable(), config, None if form is None else form.method)
         fill(path, head.weight_slots(), stored)
-    autoregressive.warn_of_short_reach(config.model, head_config.layer.max_position_embeddings, context.max_model_len)
-    return EagleDrafter(
-        head,
-        invariant=config.rejection_sample_method == "invariant",
-        max_num_batched_tokens=context.max_num_batched_tokens,
-        edit_logits=context.edit_logits,
-        graphs=context.graphs,
-        defers_adapters=not context.asynchronous,
-    )
+    warn_of_short_reach(config.model, head_config.layer.max_position_embeddings, context.max_model_len)
+    return EagleDrafter(head, **token_drafter_options(config, context))
 
 
 def kv_bytes_per_token(config: SpeculativeConfig, dtype: str, kv_cache_dtype: str) -> int:
@@ -97,37 +88,20 @@ def _for_random_weights(config: EagleConfig) -> EagleConfig:
     return dataclasses.replace(config, own_embedding=other, own_head=other or smaller, own_vocabulary=smaller)
 
 
-class EagleDrafter(Drafter):
+class EagleDrafter(TokenDrafter):
     """Drafts by an EAGLE head with each request's own sampling parameters, as a draft model does."""
 
-    def __init__(
-        self,
-        head: EagleHead,
-        *,
-        invariant: bool = False,
-        max_num_batched_tokens: int = 2048,
-        edit_logits: EditLogits | None = None,
-        graphs: PassGraphs | None = None,
-        defers_adapters: bool = False,
-    ) -> None:
-        """`head` belongs to the drafter; `invariant`: the drafter-invariant rule holds for all requests. `graphs`:
-        short passes are captured there. `defers_adapters`: `adapter_leaves` will be called, as steps do not
-        overlap."""
+    first_position = 1
+    drafts_count = False
+
+    def __init__(self, head: EagleHead, **options: Unpack[TokenDrafterOptions]) -> None:
+        """`head` belongs to the drafter."""
+        super().__init__(head, head.config.draft_vocab_size, **options)
         self._head = head
-        self._graphs = graphs
-        if graphs is not None and graphs.captures(head):
-            self._logits = graphs.row_logits(head.config.draft_vocab_size, head.device)
-        self._passes: GraphedPass | None = None
-        self._invariant = invariant
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._edit_logits = edit_logits
         self._eagle3 = head.config.eagle3
-        self._store = HiddenStore(
-            head.config.layer.hidden_size, head.fuse, head.device, adapts=self._eagle3, defers=defers_adapters
-        )
-        self._kv: Sequence[LayerKV] = ()
-        self._limits: CatchUpLimits | None = None
-        self._prepare_adapters: AdapterPreparer = no_adapters
+        layer = head.config.layer
+        self.pass_options = PassOptions(first_key=1, state_size=layer.hidden_size, state_dtype=layer.dtype)
+        self._store = HiddenStore(layer.hidden_size, head.fuse, head.device, adapts=self._eagle3)
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -140,68 +114,20 @@ class EagleDrafter(Drafter):
             drafts_on_device=True,
         )
 
-    @property
-    def store(self) -> HiddenStore:
-        """The target's hidden states."""
-        return self._store
-
     def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
         """Its layers of the engine's cache."""
-        self._kv = kv[:1]
+        super().bind(kv[:1], prepare_adapters)
         self._store.bind(kv[1], prepare_adapters)
-        self._prepare_adapters = prepare_adapters
-        if self._graphs is not None:
-            layer = self._head.config.layer
-            options = PassOptions(first_key=1, state_size=layer.hidden_size, state_dtype=layer.dtype)
-            self._passes = self._graphs.of(self._head, self._kv, self._compute, [prepare_adapters], options)
-        self._limits = CatchUpLimits(
-            block_size=kv[0].k.shape[2],
-            num_positions=self._head.config.layer.max_position_embeddings + 1,  # the first one is not computed
-            max_num_batched_tokens=self._max_num_batched_tokens,
-            invariant=self._invariant,
-            first_position=1,
-            drafts_count=False,
-        )
-
-    def adapter_leaves(self, digest: bytes) -> None:
-        """Fuse the hidden states of its requests."""
-        self._store.adapter_leaves(digest)
-
-    @torch.inference_mode()
-    def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
-        """Keep the step's hidden states; catch up with `rows` and draft for those that ask for it. Must be called for
-        every step with all of its rows."""
-        assert self._limits is not None, "bind comes first"
-        if target.on_device is not None:
-            return self._propose_on_device(rows, target, target.on_device)
-        self._store.append(rows, self._states(target))
-        return autoregressive.propose(self, rows, self._limits)
-
-    def _propose_on_device(self, rows: Sequence[DraftRow], target: TargetOutput, step: DeviceStep) -> list[Proposal]:
-        assert self._limits is not None, "bind comes first"
-        # The states before a row's new tokens are the step's, in the same order.
-        states = self._store.write(rows, self._states(target), step)
-
-        def begin(sequences: Sequence[Drafting], outcome: DeviceOutcome) -> PassOutput:
-            rows = sampled_rows(sequences, outcome, first_key=1)
-            if len(rows.token_ids) == len(states):
-                return self._forward(sequences, rows, states)
-            origins = to_device(np.asarray(rows.device_tokens[0].origins), states.device)
-            return self._forward(sequences, rows, states.index_select(0, origins))
-
-        return autoregressive.propose_on_device(self, rows, step, begin, self._limits)
 
     @torch.inference_mode()
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
-        """Keep the step's hidden states. Where the host does not know which of them count, they are written at once;
-        so are those of adapters' requests, while the adapters are there for sure."""
-        states, step = self._states(target), target.on_device
-        if step is None or (
-            step.overshoot is None and not any(row.num_drafts or row.request.adapter is not None for row in rows)
-        ):
-            self._store.append(rows, states)
-        else:
-            self._store.write(rows, states, step)
+        """Keep the step's hidden states."""
+        self._keep(rows, target)
+
+    def _keep(self, rows: Sequence[DraftRow], target: TargetOutput) -> Tensor:
+        """Write the step's hidden states; returns them as they are kept, [T, H]."""
+        step = target.on_device
+        return self._store.write(rows, self._states(target), None if step is None else step.overshoot)
 
     def _states(self, target: TargetOutput) -> tuple[Tensor, ...]:
         if self._eagle3:
@@ -209,33 +135,29 @@ class EagleDrafter(Drafter):
         assert target.hidden is not None
         return (target.hidden,)
 
-    def begin(self, sequences: Sequence[Drafting], chunks: list[list[int]]) -> PassOutput:
-        """See `TokenDrafter`; hidden states are the head's output."""
-        slots = []
-        for sequence, chunk in zip(sequences, chunks, strict=True):
-            before = sequence.start - 1
-            slots += self._store.slots(sequence.row.block_table, before, before + len(chunk))
-        hidden = self._store.flush_and_read(slots)
-        return self._forward(sequences, known_rows(sequences, chunks, first_key=1), hidden)
+    def _begin(self, sequences: Sequence[Drafting], rows: SequenceRows) -> PassOutput:
+        hidden = self._store.read(rows.block_tables, [start - 1 for start in rows.starts], rows.query_lens)
+        return self._forward(sequences, rows, hidden)
 
-    def go_on(self, sequences: Sequence[Drafting], output: PassOutput) -> PassOutput:
-        """See `TokenDrafter`."""
-        return self._forward(sequences, draft_rows(sequences, output, first_key=1), output.hidden)
+    def _begin_on_device(self, sequences: Sequence[Drafting], rows: SequenceRows, kept: Tensor) -> PassOutput:
+        # The states before a row's new tokens are the step's, in the same order.
+        if len(rows.token_ids) != len(kept):
+            kept = kept.index_select(0, to_device(np.asarray(rows.device_tokens[0].origins), kept.device))
+        return self._forward(sequences, rows, kept)
 
-    def draw(self, sequences: Sequence[Drafting], output: PassOutput) -> None:
-        """See `TokenDrafter`."""
+    def _go_on(self, sequences: Sequence[Drafting], rows: SequenceRows, output: PassOutput) -> PassOutput:
+        return self._forward(sequences, rows, output.hidden)
+
+    def _draw_from(self, output: PassOutput) -> tuple[Tensor, DraftVocabulary | None]:
         logits = self._head.logits(output.hidden) if output.logits is None else output.logits
-        draw(sequences, logits, self._head.vocabulary, self._edit_logits, output.best, output.overshoot)
+        return logits, self._head.vocabulary
 
-    def _forward(self, sequences: Sequence[Drafting], rows: SequenceRows, hidden: Tensor) -> PassOutput:
-        """Compute the `rows` of B sequences, with the hidden states [T, H] before their tokens."""
-        handles = [(s.row.request.adapter, count) for s, count in zip(sequences, rows.query_lens, strict=True)]
-        found = None if self._passes is None else self._passes.run(rows, handles, hidden)
-        if found is not None:
-            return PassOutput(*(part[: len(sequences)] for part in found))
+    def _run(self, rows: SequenceRows, handles: list[tuple[Any, int]], states: Tensor | None) -> PassOutput:
+        """Compute a pass, with the hidden states [T, H] before its tokens."""
+        assert states is not None
         adapters = self._prepare_adapters(handles)
         batch = build_batch(rows, self._head, self._kv, adapters)
-        return PassOutput(self._head.forward(batch, hidden, self._last(rows, handles, adapters)))
+        return PassOutput(self._head.forward(batch, states, self._last(rows, handles, adapters)))
 
     def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
         """Compute a `PassOutput` of all rows, in a graph."""

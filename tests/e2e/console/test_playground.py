@@ -1,5 +1,6 @@
 """The console's playground: what it shows of an answer's tokens, and conversations."""
 
+import json
 import re
 
 from playwright.sync_api import expect
@@ -60,6 +61,41 @@ def test_without_speculation_every_token_is_sampled(signed_in):
     expect(signed_in.figure("Acceptance length")).to_have_text("–")
     lines = signed_in.page.locator("#turns .round").evaluate_all("s => s.map(e => getComputedStyle(e).borderLeftWidth)")
     assert set(lines) == {"0px"}, "without drafts there are no rounds"
+
+
+ORDER = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}, "price": {"type": "integer", "maximum": 999}},
+    "required": ["name", "price"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": ORDER}} for name in ("new_order", "cancel_order")
+]
+
+
+def test_a_schema_and_tools(signed_in):
+    bodies, form = [], signed_in.page.get_by_label("JSON schema of the answer, or list of tools")
+    signed_in.page.on("request", lambda r: bodies.append(r.post_data_json) if "chat" in r.url else None)
+    form.fill("{")
+    signed_in.ask("Anna paid 42 euros.", "json")
+    expect(signed_in.page.locator("#playground-error")).to_contain_text("not JSON")
+    assert not bodies
+    form.fill(json.dumps(ORDER))
+    signed_in.page.get_by_role("button", name="Send").click()
+    assert set(json.loads(signed_in.answer(0).locator(".turn-text").text_content())) == {"name", "price"}
+    form.fill(json.dumps(TOOLS))
+    signed_in.ask("Bob paid 30 euros.", "json")
+    turn = signed_in.answer(1)
+    expect(turn.locator(".turn-foot")).to_contain_text("calls a tool")
+    name, arguments = turn.locator(".turn-call").first.text_content().split(" ", 1)
+    assert name in ("new_order", "cancel_order")
+    assert set(json.loads(arguments)) == {"name", "price"}
+    form.fill("")
+    signed_in.ask("Thanks", "json")
+    signed_in.answer(2)
+    [call, *_] = bodies[-1]["messages"][3]["tool_calls"]
+    assert call["function"] == {"name": name, "arguments": arguments}
 
 
 def test_a_conversation_goes_on_until_it_is_new(signed_in):

@@ -63,6 +63,8 @@ def test_nothing_is_suggested_that_is_not_close(capsys, line):
     [
         ("-tp 1", "tensor_parallel_size", 1),
         ("-tp=1", "tensor_parallel_size", 1),
+        ("-tp 2", "tensor_parallel_size", 2),
+        ("--distributed-executor-backend ray", "distributed_executor_backend", "ray"),
         ("--dtype half", "dtype", "float16"),
         ("--dtype float", "dtype", "float32"),
         ("--max-model-len 4k", "max_model_len", 4000),
@@ -140,8 +142,9 @@ def test_values_that_ask_for_what_is_done_anyway_are_taken_in_silence(line):
 @pytest.mark.parametrize(
     "line",
     [
-        "--trust-remote-code", "--distributed-executor-backend mp", "--distributed-executor-backend ray",
-        "--swap-space 4", "--disable-log-stats", "--enable-prompt-tokens-details", "--compilation-config {\"level\":3}",
+        "--trust-remote-code",
+        "--num-lookahead-slots 4", "--disable-log-stats",
+        "--enable-prompt-tokens-details", "--compilation-config {\"level\":3}",
         "--limit-mm-per-prompt image=1", "--disable-uvicorn-access-log", "--max-num-partial-prefills 1",
         "--trust-remote-code True", "--master-addr 127.0.0.1", "--kv-cache-metrics", "--enable-metrics",
         "--enable-auto-tool-choice",
@@ -163,7 +166,9 @@ def test_keys_of_a_speculative_config_without_an_effect_are_said():
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("-tp 2", ("--tensor-parallel-size", "not supported yet")),
+        ("-tp 2 --distributed-executor-backend uni", ("--distributed-executor-backend", "one process")),
+        ("-tp 2 --batch-invariant", ("--batch-invariant", "tensor_parallel_size")),
+        ("--distributed-executor-backend external_launcher", ("--distributed-executor-backend", "external_launcher")),
         ("-pp 2", ("--pipeline-parallel-size", "not there yet")),
         ("--data-parallel-size 4", ("--data-parallel-size", "load balancer")),
         ("--ssl-keyfile k.pem --ssl-certfile c.pem", ("--ssl-", "proxy")),

@@ -39,13 +39,13 @@ SAMPLES = {
     "model_impl": "transformers", "quantization": "int8",
     "max_num_seqs": 3, "max_num_batched_tokens": 200, "max_logprobs": 7, "block_size": 8, "num_gpu_blocks_override": 50,
     "kv_cache_memory_bytes": 10**6, "gpu_memory_utilization": 0.5, "enable_prefix_caching": False,
-    "kv_cache_dtype": "fp8",
+    "kv_cache_dtype": "fp8", "swap_space": 0.5, "preemption_mode": "swap",
     "enable_chunked_prefill": False, "prompt_pacing": False, "scheduling_policy": "priority", "max_num_queued_reqs": 9,
     "enable_lora": True, "async_scheduling": True,
     "fair_prompt_cost": 0.5, "fair_output_cost": 3.0, "fair_rejected_draft_cost": 0.0,
     "max_loras": 2, "max_cpu_loras": 16, "max_lora_rank": 16,
     "lora_memory": "512MiB", "max_cpu_lora_memory": "2GiB", "enforce_eager": True, "batch_invariant": True,
-    "tensor_parallel_size": 1,
+    "tensor_parallel_size": 1, "distributed_executor_backend": "mp",
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
 }  # fmt: skip
 
@@ -255,7 +255,7 @@ def test_server_options(tmp_path):
         ("--api-key  ", "--api-key"),
         ("--api-key ключ", "--api-key"),
         ("--api-key \x07", "--api-key"),
-        ("--tensor-parallel-size 2", "--tensor-parallel-size"),
+        ("--tensor-parallel-size 0", "--tensor-parallel-size"),
         ("--max-lora 4", "--max-lora"),
     ],
 )

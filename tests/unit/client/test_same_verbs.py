@@ -46,7 +46,7 @@ DIFFERENT = {
     "embed": ({"prompts", "use_tqdm"}, {"prompt", "request_id"}),
     "encode": ({"prompts", "use_tqdm"}, {"prompt", "request_id"}),
     "score": ({"use_tqdm"}, set()),
-    "beam_search": ({"prompts", "use_tqdm", "concurrency_limit"}, {"prompt", "request_id"}),
+    "beam_search": ({"prompts", "use_tqdm", "concurrency_limit"}, {"prompt", "request_id", "on_step"}),
 }
 """Parameters that one of the two alone has: (LLM's, AsyncLLM's)."""
 

@@ -54,7 +54,7 @@ def test_keywords_that_ask_for_what_is_done_anyway(model_path: str, caplog: pyte
 
 def test_keywords_without_an_effect_are_logged(model_path: str, caplog: pytest.LogCaptureFixture) -> None:
     speculative = {"method": "ngram", "draft_tensor_parallel_size": 1, "disable_by_batch_size": 8, "max_model_len": 9}
-    options = {"trust_remote_code": True, "swap_space": 4, "disable_log_stats": True, "compilation_config": 3}
+    options = {"trust_remote_code": True, "num_lookahead_slots": 4, "disable_log_stats": True, "compilation_config": 3}
     with LLM(model_path, speculative_config=speculative, **options):
         pass
     logged = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]

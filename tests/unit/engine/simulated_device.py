@@ -25,10 +25,19 @@ class Device:
     def __init__(self, num_blocks, limits=NO_SPECULATION, skill=0.7, lag=0.2, seed=0):
         self.kv = {}  # slot -> token, the target's layer
         self.draft_kv = {}
+        self.host = {}  # slot of the host -> contents of a block in both layers
         self.limits, self.skill, self.lag = limits, skill, lag
         self.random = random.Random(seed)
 
     def run(self, plan):
+        for block, slot, to_host in plan.moves:
+            places = range(block * BLOCK, (block + 1) * BLOCK)
+            for layer, kept in zip((self.kv, self.draft_kv), self.host.setdefault(slot, ({}, {})), strict=True):
+                for offset, place in enumerate(places):
+                    if to_host:
+                        kept[offset] = layer.get(place)
+                    else:
+                        layer[place] = kept[offset]
         return StepResult([self._row(row) for row in plan.rows])
 
     def _row(self, row):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from outrider.models.pass_graphs import PassGraphs, PassLimits
-from outrider.platform.core import config as config_module
+from outrider.platform.core import kv_size
 from outrider.platform.core.config import EngineArgs, Hardware
 from outrider.platform.engine import setup
 from outrider.platform.engine.engine_core import EngineCore
@@ -77,15 +77,15 @@ def files(tmp_path: Path) -> dict[str, str]:
 def test_the_cache_gets_what_all_buffers_leave(
     files: dict[str, str], method: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meter, on_gpu = Meter(), config_module._kv_memory
+    meter, on_gpu = Meter(), kv_size._kv_memory
     monkeypatch.setattr(setup, "find_hardware", meter.hardware)
     monkeypatch.setattr(
-        config_module,
+        kv_size,
         "_kv_memory",
         lambda args, hardware: on_gpu(args, dataclasses.replace(hardware, device="cuda")),
     )
-    monkeypatch.setattr(config_module, "_ACTIVATION_RESERVE", 0)
-    monkeypatch.setattr(config_module, "_GRAPH_RESERVE", 0)
+    monkeypatch.setattr(kv_size, "_ACTIVATION_RESERVE", 0)
+    monkeypatch.setattr(kv_size, "_GRAPH_RESERVE", 0)
     graphs = PassGraphs(None, PassLimits(256, 128, 512))  # type: ignore[arg-type]  # nothing is captured
     monkeypatch.setattr(setup, "make_graphs", lambda config: graphs)
     monkeypatch.setattr(PassGraphs, "captures", lambda *args: True)

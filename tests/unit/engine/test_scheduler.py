@@ -11,6 +11,7 @@ from outrider.platform.core.config import SchedulerConfig
 from outrider.platform.core.errors import AdapterError
 from outrider.platform.core.request import Request
 from outrider.platform.engine.memory.block_pool import BlockPool
+from outrider.platform.engine.memory.host_tier import HostTier, SwapCost
 from outrider.platform.engine.memory.prefix_cache import PrefixCache
 from outrider.platform.engine.queue.scheduler import DraftLimits, Scheduler
 
@@ -46,10 +47,11 @@ class TwoSeats:
     forget = release
 
 
-def make(num_blocks=16, limits=NO_SPECULATION, gates=(), **config):
+def make(num_blocks=16, limits=NO_SPECULATION, gates=(), num_host_blocks=0, **config):
     values = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 48, "policy": "fcfs"} | config
     pool = BlockPool(num_blocks)
-    return Scheduler(SchedulerConfig(**values), pool, PrefixCache(pool, BLOCK), gates, limits)
+    host = HostTier(num_host_blocks, SwapCost(1, BLOCK, None)) if num_host_blocks else None
+    return Scheduler(SchedulerConfig(**values), pool, PrefixCache(pool, BLOCK, host), gates, limits)
 
 
 def request(name, tokens, max_tokens=8, **fields):
@@ -101,9 +103,10 @@ workloads = st.lists(
     st.sampled_from(["fcfs", "priority", "fair"]),
     st.booleans(),
     st.integers(0, 99),
+    st.sampled_from([0, 1, 9, 40]),
 )
-def test_every_sequence_gets_its_own_text_whatever_happens(jobs, blocks, budget, limits, policy, cached, seed):
-    scheduler = make(blocks, limits, [TwoSeats()], max_num_batched_tokens=budget, policy=policy)
+def test_every_sequence_gets_its_own_text_whatever_happens(jobs, blocks, budget, limits, policy, cached, seed, host):
+    scheduler = make(blocks, limits, [TwoSeats()], host, max_num_batched_tokens=budget, policy=policy)
     device = Device(blocks, limits, seed=seed)
     want = {}
     for index, (length, count, tenant, priority) in enumerate(jobs):

@@ -36,12 +36,13 @@ def items_of(value: str | list[Any], before: Iterable[Item] = ()) -> list[Item]:
         value = [{"role": "user", "content": value}]
     if not value:
         raise InvalidRequestError("input must not be empty", param="input")
-    calls = {item["call_id"] for item in before if item["type"] == "function_call"}
+    calls = {item["call_id"] for item in before if item["type"] == "function_call" and not is_cut(item)}
     items = []
     for index, given in enumerate(value):
         item = _item(given, f"input[{index}]")
         if item["type"] == "function_call":
-            calls.add(item["call_id"])
+            if not is_cut(item):
+                calls.add(item["call_id"])
         elif item["type"] == "function_call_output" and item["call_id"] not in calls:
             raise InvalidRequestError(
                 f"input[{index}]: there is no function_call with the call_id {shorten(repr(item['call_id']))} before "
@@ -65,7 +66,13 @@ def _item(given: Any, place: str) -> Item:
     item_id = given.get("id")
     if not isinstance(item_id, str | None):
         raise InvalidRequestError(f"{place}.id must be a string", param=f"{place}.id")
-    return {"id": item_id or new_item_id(str(kind)), "type": kind, "status": "completed", **make(given, place)}
+    status = "incomplete" if is_cut(given) else "completed"
+    return {"id": item_id or new_item_id(str(kind)), "type": kind, "status": status, **make(given, place)}
+
+
+def is_cut(item: Item) -> bool:
+    """True for an item whose answer reached `max_output_tokens` before the item's end."""
+    return item.get("status") == "incomplete"
 
 
 def _message(given: dict[str, Any], place: str) -> Item:
@@ -95,7 +102,7 @@ def _function_call(given: dict[str, Any], place: str) -> Item:
         if not isinstance(value, str) or not (value or name == "arguments"):
             raise InvalidRequestError(f"{place}.{name} must be a string, and not empty", param=f"{place}.{name}")
     try:
-        json.loads(arguments or "{}")
+        json.loads("{}" if is_cut(given) else arguments or "{}")
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{place}.arguments is not JSON: {error}", param=f"{place}.arguments") from error
     return call
@@ -135,7 +142,7 @@ _MAKERS: dict[str, Callable[[dict[str, Any], str], Item]] = {
 
 def messages_of(items: Iterable[Item], instructions: str | None) -> list[dict[str, Any]]:
     """Messages of a conversation, as chat templates read them. An assistant's text and the calls behind it are one
-    message, and reasoning belongs to the message that follows it."""
+    message, and reasoning belongs to the message that follows it. A call that was cut is left out: it never was one."""
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
@@ -152,6 +159,8 @@ def messages_of(items: Iterable[Item], instructions: str | None) -> list[dict[st
     for item in items:
         if item["type"] == "reasoning":
             reasoning += [part["text"] for part in item["content"] or item["summary"]]
+        elif item["type"] == "function_call" and is_cut(item):
+            continue
         elif item["type"] == "function_call":
             function = {"name": item["name"], "arguments": item["arguments"] or "{}"}
             is_next = messages and messages[-1]["role"] == "assistant" and not reasoning

@@ -43,6 +43,7 @@ class InputItem(LenientModel):
     role: str
     content: str | list[ItemPart]
     id: str
+    status: str
     call_id: str
     name: str
     arguments: str | dict[str, Any]

@@ -51,7 +51,7 @@ class ToolChoice(NamedTuple):
                 "type": "object",
                 "properties": {
                     "name": {"const": tool["function"]["name"]},
-                    "parameters": _moved(
+                    "parameters": moved(
                         parameters_of(tool["function"]), f"#/items/anyOf/{index}/properties/parameters"
                     ),
                 },
@@ -71,16 +71,16 @@ def parameters_of(function: dict[str, Any]) -> dict[str, Any]:
     return function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def _moved(schema: Any, place: str) -> Any:
+def moved(schema: Any, place: str) -> Any:
     """A schema for `place` in another one: its references to itself and to its own definitions begin there."""
     if isinstance(schema, list):
-        return [_moved(item, place) for item in schema]
+        return [moved(item, place) for item in schema]
     if not isinstance(schema, dict):
         return schema
     return {
         key: place + value[1:]
         if key == "$ref" and isinstance(value, str) and value.startswith("#")
-        else _moved(value, place)
+        else moved(value, place)
         for key, value in schema.items()
     }
 

@@ -223,6 +223,16 @@ def test_detokenize(http):
     assert "at most 256" in http.post("/detokenize", {"tokens": [97] * 257}).json()["error"]["message"]
 
 
+def test_tokenizer_info(http, llm):
+    llm.tokenizer.eos_token, llm.tokenizer.chat_template = "</s>", {"default": "one", "tool_use": "other"}
+    answer = http.get("/tokenizer_info").json()
+    expected = {"model_max_length": 64, "bos_token": None, "eos_token": "</s>", "chat_template": "one"}
+    assert answer.items() >= expected.items()
+    assert http.get("/tokenizer_info?model=base").json() == answer
+    response = http.get("/tokenizer_info?model=nobody")
+    assert (response.status_code, response.json()["error"]["param"]) == (404, "model")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [

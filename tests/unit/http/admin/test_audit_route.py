@@ -52,6 +52,16 @@ def test_changes_over_http(server):
         server.fails("GET", f"/audit?{query}")
 
 
+@pytest.mark.parametrize(("is_empty", "more"), [(True, ""), (False, ", but for what requests use")])
+def test_an_emptied_cache(server, llm, is_empty, more):
+    async def reset():
+        return is_empty
+
+    llm.reset_prefix_cache, server.key = reset, OPERATOR
+    assert server.call("POST", "/reset_prefix_cache").json() == {"success": is_empty}
+    assert [row["action"] for row in server.ok("GET", "/audit")["data"]] == [f"emptied the prefix cache{more}"]
+
+
 def test_an_adapter_that_is_loaded_stays_so_when_the_record_fails(server, monkeypatch, caplog):
     def away(store, action):
         raise DatabaseUnavailableError("it is away")

@@ -68,7 +68,7 @@ def test_request_ids_come_back(http):
 def test_engine_metrics(http, llm):
     llm.snapshot = EngineStats(
         num_running=3, num_waiting=2, num_waiting_by_reason={"capacity": 2}, kv_cache_usage=0.25,
-        prefix_cache_queries=100, prefix_cache_hits=40,
+        prefix_cache_queries=100, prefix_cache_hits=40, kv_host_bytes=7,
         speculation=[
             SpeculationEntry("", "", SpeculationCounts(4, 16, 9, [4, 3, 2])),
             SpeculationEntry("sql", "", SpeculationCounts(1, 4, 1, [1])),
@@ -88,6 +88,7 @@ def test_engine_metrics(http, llm):
         ("outrider:kv_cache_usage_perc", ()): 0.25,
         ("outrider:prefix_cache_queries_total", ()): 100,
         ("outrider:prefix_cache_hits_total", ()): 40,
+        ("outrider:kv_host_bytes", ()): 7,
         ("outrider:spec_decode_num_drafts_total", base): 4,
         ("outrider:spec_decode_num_draft_tokens_total", base): 16,
         ("outrider:spec_decode_num_accepted_tokens_total", sql): 6,  # those without a tenant, and a tenant of that name
@@ -247,7 +248,8 @@ def test_counters_do_not_fall_when_the_engine_starts_again(http, llm):
     def snapshot(run_id, times, *adapters):
         llm.snapshot = EngineStats(
             run_id=run_id, num_running=times, num_preemptions=times, prefix_cache_queries=10 * times,
-            prefix_cache_hits=3 * times, lora_load_failures=times, lora_evictions={"host": 2 * times},
+            prefix_cache_hits=3 * times, kv_host_hits=4 * times,
+            lora_load_failures=times, lora_evictions={"host": 2 * times},
             speculation=[SpeculationEntry(name, "t", SpeculationCounts(times, 4 * times, 2 * times, [times, times]))
                          for name in adapters],
         )  # fmt: skip
@@ -264,6 +266,7 @@ def test_counters_do_not_fall_when_the_engine_starts_again(http, llm):
         ("outrider:num_preemptions_total", ()): (5, 6),
         ("outrider:prefix_cache_queries_total", ()): (50, 60),
         ("outrider:prefix_cache_hits_total", ()): (15, 18),
+        ("outrider:kv_host_hits_total", ()): (20, 24),
         ("outrider:num_requests_running", ()): (0, 1),
         ("outrider:lora_load_failures_total", ()): (5, 6),
         ("outrider:lora_evictions_total", (("level", "host"),)): (10, 12),
@@ -302,12 +305,14 @@ def test_metrics_outlive_the_engine(http, llm):
 
 
 COUNTERS = {
+    "kv_host_hits",
     "prefix_cache_hits", "prefix_cache_queries", "prompt_tokens", "generation_tokens", "request_success",
     "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
     "spec_decode_num_accepted_tokens_per_pos", "lora_evictions", "lora_load_failures",
 }  # fmt: skip
 GAUGES = {
     "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc",
+    "kv_host_bytes",
     "lora_requests_info", "lora_adapter_loaded", "lora_adapters", "lora_rows", "lora_rows_used", "lora_host_bytes",
     "lora_requests", "lora_adapter_bytes", "lora_adapter_load_seconds",
 }  # fmt: skip

@@ -14,7 +14,6 @@ from pydantic import TypeAdapter
 
 from outrider.platform.http.openai.responses.conversation import items_of, messages_of
 from outrider.platform.http.openai.responses.output import OutputItems
-from outrider.platform.http.openai.responses.store import ResponseStore, Stored
 from outrider.platform.http.openai.tools.formats import FORMATS
 from outrider.platform.http.openai.tools.parser import ForcedCalls, FormatParser
 
@@ -365,36 +364,11 @@ def test_a_call_of_the_previous_response_has_its_output(http, llm):
     assert llm.messages[1]["tool_calls"][0]["function"]["name"] == "get_weather"
 
 
-def stored(name: str, size: int = 0) -> Stored:
-    return Stored({"id": name, "status": "completed", "output": []}, [{"text": "x" * size}])
-
-
-def is_there(store: ResponseStore, tenant: str, name: str) -> bool:
-    try:
-        store.get(tenant, name)
-    except LookupError:
-        return False
-    return True
-
-
-def test_the_store_is_bounded():
-    store = ResponseStore(max_responses=3, max_bytes=20_000, max_total_bytes=45_000)
-    for name in "abc":
-        store.put("one", stored(name))
-    store.get("one", "a")
-    store.put("one", stored("d"))
-    assert [is_there(store, "one", name) for name in "abcd"] == [True, False, True, True]
-    store.put("one", stored("big", 15_000))
-    store.put("one", stored("bigger", 16_000))  # the others make place
-    assert not is_there(store, "one", "big")
-    assert not is_there(store, "two", "bigger")
-    for tenant in ("two", "three"):
-        store.put(tenant, stored("a", 12_000))
-    store.put("four", stored("a", 12_000))  # who has most makes place
-    assert not is_there(store, "one", "bigger")
-    assert all(is_there(store, tenant, "a") for tenant in ("two", "three", "four"))
-    store.delete("two", "a")
-    store.update("two", stored("a").response)
-    assert not is_there(store, "two", "a")
-    with pytest.raises(ValueError, match="20000"):
-        store.check(stored("a", 20_000).items)
+def test_a_call_that_was_cut_is_no_call(http, llm):
+    llm.reply = f"I look.<tool_call>{json.dumps(CALL)}</tool_call>"
+    first = create(http, tools=[TOOL], max_output_tokens=len(llm.reply) - 20)
+    create(http, input="Go on", tools=[TOOL], previous_response_id=first["id"])
+    by_id, said = llm.messages, [{"role": "user", "content": "Weather?"}, *first["output"]]
+    assert [(m["role"], "tool_calls" in m) for m in by_id] == [("user", False), ("assistant", False), ("user", False)]
+    create(http, input=[*said, {"role": "user", "content": "Go on"}], tools=[TOOL])
+    assert (first["output"][1]["status"], llm.messages) == ("incomplete", by_id)

@@ -10,10 +10,12 @@ import pytest
 from outrider.models.checkpoint.tokenizer import load_tokenizer
 from outrider.models.demo import demo_model_path
 from outrider.platform.core.constraint_check import CHECKER
+from outrider.platform.core.errors import InvalidRequestError
 from outrider.platform.core.structured_outputs import StructuredOutputsParams, parser_limits
 from outrider.platform.http.openai.tools.choice import ToolChoice
 from outrider.platform.http.openai.tools.formats import FORMATS
-from outrider.platform.http.openai.tools.grammar import CALL_FORMS, answer_constraint
+from outrider.platform.http.openai.tools.grammar import answer_constraint
+from outrider.platform.http.openai.tools.parser import FormatParser
 
 CITY = {
     "type": "object",
@@ -41,7 +43,22 @@ MARKS = {
         "<｜tool▁calls▁end｜>",
     ],
     "openai": ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>"],
+    "mistral": ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"],
+    "old mistral": ["[TOOL_CALLS]"],
+    "pythonic": ["<|python_start|>", "<|python_end|>"],
 }
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>',
+    "llama3_json": '{"name": "%s", "parameters": %s}',
+    "deepseek_v3": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n%s\n```<｜tool▁call▁end｜>",
+    "mistral": "[TOOL_CALLS]%s[ARGS]%s",
+    "old mistral": '[TOOL_CALLS] [{"name": "%s", "arguments": %s}]',
+    "openai": "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>%s",
+    "pythonic": "[%s(%s)]",
+}
+"""Text of a call by format: name, arguments."""
+BEFORE = {"openai": "<|channel|>final<|message|>"}
+"""Text that begins an answer without a call."""
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +73,10 @@ def tokenizer_with():
     return make
 
 
-def call(form, name="weather", arguments='{"city": "Rome"}'):
-    return form.trigger + form.begin % name + arguments + form.end
+def call(kind, name="weather", arguments='{"city": "Rome"}'):
+    if kind == "pythonic":
+        arguments = ", ".join(f"{key}={json.dumps(value)}" for key, value in json.loads(arguments).items())
+    return CALLS[kind] % (name, arguments)
 
 
 def accepts(tokenizer, constraint, *texts):
@@ -76,30 +95,114 @@ def accepts(tokenizer, constraint, *texts):
     return found
 
 
-@pytest.mark.parametrize("as_tokens", [True, False])
-@pytest.mark.parametrize("name", CALL_FORMS)
-def test_strict_calls_among_free_text(name, as_tokens, tokenizer_with):
-    form, tokenizer = CALL_FORMS[name], tokenizer_with(MARKS[name] if as_tokens else [])
-    constraint = answer_constraint(None, TOOLS, FORMATS[name], tokenizer, "")
-    right = ["Hello", call(form), "I look. " + call(form) + call(form, "other", '{"x": [1]}')]
-    wrong = [call(form, arguments='{"town": "Rome"}'), "So: " + call(form, "third", "{}")]
-    assert accepts(tokenizer, constraint, *right, *wrong) == [True] * 3 + [False] * 2
+def template_of(kind):
+    return FORMATS[kind.split()[-1]]
 
 
-@pytest.mark.parametrize("name", ["hermes", "deepseek_v3"])
-def test_a_form_or_calls(name, tokenizer_with):
-    form, tokenizer = CALL_FORMS[name], tokenizer_with(MARKS[name])
-    constraint = answer_constraint(JSON, TOOLS, FORMATS[name], tokenizer, "")
-    texts = [
-        '{"a": 1}',
-        call(form),
-        call(form) + "\n" + call(form, "other", "{}"),
-        f'<think>{{"a</think>\n{call(form)}',
-    ]
-    wrong = ["Hello", call(form) + '{"a": 1}', call(form, arguments="{}")]
-    assert accepts(tokenizer, constraint, *texts, *wrong) == [True] * 4 + [False] * 3
-    one = answer_constraint(JSON, TOOLS._replace(parallel=False), FORMATS[name], tokenizer, "")
-    assert accepts(tokenizer, one, call(form), call(form) * 2) == [True, False]
+@pytest.mark.parametrize(
+    ("kind", "as_tokens"),
+    [
+        (kind, as_tokens)
+        for kind in CALLS
+        for as_tokens in (True, False)
+        if as_tokens or kind not in ("openai", "mistral")
+    ],
+)
+def test_strict_calls_among_free_text(kind, as_tokens, tokenizer_with):
+    tokenizer = tokenizer_with(MARKS[kind] if as_tokens else [])
+    tokenizer.eos_token = "<|pad|>"  # the end of harmony's answers is not <|end|>
+    constraint = answer_constraint(None, TOOLS, template_of(kind), tokenizer, "")
+    other = call(kind, "other", '{"x": [1]}')
+    right = [BEFORE.get(kind, "") + "Hello [1], f(2)", call(kind), other]
+    if kind == "openai":
+        right.append("<|channel|>analysis<|message|>so<|end|><|start|>assistant" + call(kind))
+    else:
+        right.append("I look. " + (call(kind)[:-1] + ", " + other[1:] if kind == "pythonic" else call(kind) + other))
+    wrong = [call(kind, arguments='{"town": "Rome"}'), call(kind, arguments='{"city": 1}'), call(kind, "third", "{}")]
+    if kind != "openai":
+        wrong += ["So: " + call(kind, "third", "{}"), "So: " + call(kind, arguments='{"city": null}')]
+    assert accepts(tokenizer, constraint, *right, *wrong) == [True] * len(right) + [False] * len(wrong)
+    for text in right[1:]:
+        parser = FormatParser(template_of(kind), "", with_calls=True)
+        parser.feed(text)
+        parser.finish()
+        assert parser.has_calls
+
+
+ORDER = {
+    "type": "object",
+    "properties": {
+        "city": {"$ref": "#/$defs/city"},
+        "days": {"type": "integer", "minimum": 0, "maximum": 14},
+        "units": {"type": ["array", "null"], "items": {"enum": ["c", "f"]}, "maxItems": 2},
+        "now": {"type": "boolean"},
+    },
+    "required": ["days", "now"],
+    "additionalProperties": False,
+    "$defs": {"city": {"type": "string", "maxLength": 6}},
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CALLS if kind != "old mistral"])
+def test_whatever_is_sampled_fits_the_schema(kind, tokenizer_with):
+    """Tokens at random among those that the mask leaves, from the beginning of the arguments on."""
+    import jsonschema
+    import numpy
+    from llguidance import LLMatcher
+    from llguidance.hf import from_tokenizer
+    from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+    tokenizer = tokenizer_with(MARKS[kind])
+    tokenizer.eos_token = "<|pad|>"
+    order = {"type": "function", "function": {"name": "order", "parameters": ORDER, "strict": True}}
+    tools = ToolChoice((order,), parallel=False)
+    constraint = answer_constraint(None, tools, template_of(kind), tokenizer, "")
+    matcher = LLMatcher(from_tokenizer(tokenizer, len(tokenizer)), constraint.grammar_text(), limits=parser_limits())
+    begin = (CALLS[kind] % ("order", "@")).split("@")[0]
+    bits, random = allocate_token_bitmask(1, len(tokenizer)), numpy.random.default_rng(0)
+    for _ in range(12):
+        walk, ids = matcher.deep_copy(), tokenizer.encode(begin, add_special_tokens=False)
+        assert walk.try_consume_tokens(ids) == len(ids)
+        while not walk.is_accepting():
+            fill_next_token_bitmask(walk, bits)
+            allowed = numpy.flatnonzero(numpy.unpackbits(bits.view(numpy.uint8), bitorder="little")[: len(tokenizer)])
+            ids.append(int(random.choice(allowed)))
+            assert walk.consume_token(ids[-1])
+        parser = FormatParser(template_of(kind), "", with_calls=True)
+        deltas = parser.feed(tokenizer.decode(ids)) + parser.finish()
+        function = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+        assert function[0]["name"] == "order"
+        jsonschema.validate(json.loads("".join(part["arguments"] for part in function)), ORDER)
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"anyOf": [CITY]}, "anyOf"),
+        ({"type": "object", "properties": {"a b": {}}}, "a b"),
+        ({"type": "object", "required": ["x"]}, "required"),
+    ],
+)
+def test_a_schema_that_keyword_arguments_cannot_say(schema, named, tokenizer_with):
+    tools = ToolChoice(({"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}},))
+    with pytest.raises(InvalidRequestError, match=named) as caught:
+        answer_constraint(None, tools, FORMATS["pythonic"], tokenizer_with([]), "")
+    assert caught.value.param == "tools[0].function.parameters"
+
+
+@pytest.mark.parametrize("kind", ["hermes", "deepseek_v3", "mistral", "openai"])
+def test_a_form_or_calls(kind, tokenizer_with):
+    tokenizer, begin = tokenizer_with(MARKS[kind]), BEFORE.get(kind, "")
+    tokenizer.eos_token = "<|pad|>"
+    constraint = answer_constraint(JSON, TOOLS, template_of(kind), tokenizer, "")
+    texts, wrong = [begin + '{"a": 1}', call(kind)], [begin + "Hello", call(kind, arguments="{}")]
+    one = answer_constraint(JSON, TOOLS._replace(parallel=False), template_of(kind), tokenizer, "")
+    if kind != "openai":
+        think = ("[THINK]", "[/THINK]") if kind == "mistral" else ("<think>", "</think>")
+        texts += [call(kind) + "\n" + call(kind, "other", "{}"), f'{think[0]}{{"a{think[1]}\n{call(kind)}']
+        wrong.append(call(kind) + '{"a": 1}')
+        assert accepts(tokenizer, one, call(kind), call(kind) * 2) == [True, False]
+    assert accepts(tokenizer, constraint, *texts, *wrong) == [True] * len(texts) + [False] * len(wrong)
 
 
 @pytest.mark.parametrize("as_tokens", [True, False])
@@ -125,7 +228,7 @@ def test_channels_of_harmony(tokenizer_with):
 def test_nothing_is_added_where_nothing_can_stand(tokenizer_with):
     tokenizer = tokenizer_with([])
     assert answer_constraint(JSON, ToolChoice(), None, tokenizer, "") is JSON
-    assert answer_constraint(None, TOOLS, FORMATS["pythonic"], tokenizer, "") is None
+    assert answer_constraint(None, TOOLS, FORMATS["qwen3_coder"], tokenizer, "") is None
     assert answer_constraint(None, ToolChoice(TOOLS.tools[1:]), FORMATS["hermes"], tokenizer, "") is None
     forced = TOOLS._replace(is_forced=True, name="weather")
     asked = forced.constraint()

@@ -167,19 +167,3 @@ def test_a_lost_row_is_noticed():
     pool._is_free[3] = False
     with pytest.raises(AssertionError, match="lost"):
         pool.check_integrity()
-
-
-def test_rows_are_announced_before_they_are_anothers():
-    """While they are still there, and only where something was written."""
-    seen = []
-    pool = RowPool(4, 2, lambda key: seen.append((key, pool.allocation(key).rows)))
-    for key, is_written in ((b"a", True), (b"b", False)):
-        allocation = pool.allocate(key, 2)
-        pool.begin_write(allocation)
-        if is_written:
-            pool.end_write(allocation)
-    pool.evict(b"b")
-    assert seen == []
-    pool.end_write(allocation)
-    assert pool.allocate(b"c", 4).rows == (0, 1, 2, 3)
-    assert seen == [(b"a", (0, 1))]

@@ -233,10 +233,10 @@ def test_blocks_that_may_be_found_have_all_their_states(make_engine, folders, pr
     its commit, and before anybody looks for blocks."""
     kept, published, lacking = set(), set(), set()
 
-    def append(self, rows, states, of=HiddenStore.append):
+    def write(self, rows, states, overshoot, of=HiddenStore.write):
         for row in rows:
             kept.update((row.block_table[at // 4], at % 4) for at in range(row.start, row.num_valid))
-        of(self, rows, states)
+        return of(self, rows, states, overshoot)
 
     def publish(cache, request, of=PrefixCache.publish):
         of(cache, request)
@@ -247,7 +247,7 @@ def test_blocks_that_may_be_found_have_all_their_states(make_engine, folders, pr
         lacking.update(published - kept)
         return of(cache, request)
 
-    monkeypatch.setattr(HiddenStore, "append", append)
+    monkeypatch.setattr(HiddenStore, "write", write)
     monkeypatch.setattr(PrefixCache, "publish", publish)
     monkeypatch.setattr(PrefixCache, "match", match)
     for prompt, text in zip(prompts[:4], texts, strict=False):

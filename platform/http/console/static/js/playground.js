@@ -63,6 +63,11 @@ class Playground {
     const text = prompt.value.trim();
     if (this.#aborter || text === "" || byId("model-picker").value === "") return;
     byId("playground-error").textContent = "";
+    const form = formOfAnswer();
+    if (form === null) {
+      byId("playground-error").textContent = "The schema, or the list of tools, is not JSON.";
+      return;
+    }
     const conversation = this.#messages; // another one when `reset` came meanwhile
     const messages = [...conversation, { role: "user", content: text }];
     const model = byId("model-picker").value;
@@ -73,8 +78,8 @@ class Playground {
     prompt.value = "";
     this.#setBusy(true);
     try {
-      await this.#stream(request(model, messages), turn);
-      if (this.#messages === conversation) this.#messages = [...messages, { role: "assistant", content: turn.text }];
+      await this.#stream({ ...request(model, messages), ...form }, turn);
+      if (this.#messages === conversation) this.#messages = [...messages, turn.message()];
     } catch (error) {
       if (this.#messages !== conversation) return;
       if (turn.text === "") {
@@ -116,6 +121,20 @@ class Playground {
     byId("turns").ariaBusy = String(busy); // read out when it is complete, not token by token
     if (!busy && document.activeElement === document.body) byId("prompt").focus();
   }
+}
+
+/** Fields that give the answer a form: an object is its schema, a list has the tools. Null where it is not JSON. */
+function formOfAnswer() {
+  const text = byId("form").value.trim();
+  if (text === "") return {};
+  let form;
+  try {
+    form = JSON.parse(text);
+  } catch {
+    return null;
+  }
+  if (Array.isArray(form)) return { tools: form, tool_choice: "required", parallel_tool_calls: false };
+  return { response_format: { type: "json_schema", json_schema: { name: "answer", schema: form } } };
 }
 
 function request(model, messages) {

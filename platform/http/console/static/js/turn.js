@@ -14,6 +14,7 @@ export class Turn {
   #last = null;
   #round = 0; // of the next token: a round is one verification, and ends with the token that the model samples
   #rejections = []; // {round, count} whose place in the text has not come yet
+  #calls = []; // {shown, message}: an element, and the call as a message has it
   text = "";
   finishReason = null;
 
@@ -35,8 +36,27 @@ export class Turn {
     });
     for (const { token, text } of this.#splitter.push(tokens, content)) this.#write(token ?? this.#last, text);
     this.text += content;
+    for (const call of choice.delta.tool_calls ?? []) this.#call(call);
     this.finishReason = choice.finish_reason ?? this.finishReason;
     return tokens;
+  }
+
+  /** Adds a delta of a call of a tool, which is shown as NAME ARGUMENTS on a line of its own. */
+  #call({ index, id, function: { name, arguments: more = "" } }) {
+    if (!this.#calls[index]) {
+      const shown = element("div", { className: "turn-call", textContent: `${name} ` });
+      this.#text.append(shown);
+      this.#calls[index] = { shown, message: { id, type: "function", function: { name, arguments: "" } } };
+    }
+    const { shown, message } = this.#calls[index];
+    message.function.arguments += more;
+    shown.append(more);
+  }
+
+  /** The answer as a message of the conversation. */
+  message() {
+    const calls = this.#calls.map(({ message }) => message);
+    return { role: "assistant", content: this.text, ...(calls.length > 0 && { tool_calls: calls }) };
   }
 
   #write(token, text) {
@@ -77,7 +97,7 @@ export class Turn {
   }
 
   end(summary) {
-    const reasons = { stop: "complete", length: "ended by max tokens", stopped: "stopped" };
+    const reasons = { stop: "complete", tool_calls: "calls a tool", length: "ended by max tokens", stopped: "stopped" };
     if (this.#rejections.length > 0) { // at the end, behind which there is no text
       const span = element("span", { className: "rejections" });
       this.#reject(span, Infinity);

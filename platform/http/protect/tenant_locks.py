@@ -1,4 +1,4 @@
-"""Turns at work that one thread does for all tenants."""
+"""TenantLocks: order of work that one thread does for all tenants."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from weakref import WeakValueDictionary
 
 
-class TenantTurns:
+class TenantLocks:
     """A lock for each tenant. Who holds it before it waits for the thread waits for one piece of work of each other
     tenant at most, however much one of them sends."""
 

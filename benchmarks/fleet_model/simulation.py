@@ -1,0 +1,140 @@
+"""A load on many replicas: arrivals, routing, failures, and the figures of a run."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import simpy
+
+from .costs import Costs, Limits
+from .load import Request
+from .replica import Job, Replica
+from .routing import Router, View
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Replicas and their router."""
+
+    replicas: int
+    limits: Limits
+    prefixes: int
+    """Prefixes whose KV a replica keeps."""
+    users: int | None = None
+    """Requests at once, each sent when another ends; None: sent when they arrive."""
+    lifetime: float = math.inf
+    """Mean seconds from the start of a replica to its failure."""
+
+    def view(self, index: int) -> View:
+        """The router's view of a replica that has nothing."""
+        return View(str(index), self.limits.slots, self.prefixes)
+
+    def router(self, strategy: str, seed: int) -> Router:
+        """A router. Affinity bears an imbalance of as many requests as a replica has rows."""
+        return Router(strategy, [self.view(index) for index in range(self.replicas)], self.limits.rows, seed)
+
+
+class Simulation:
+    """One run of a load under one strategy."""
+
+    def __init__(self, costs: Costs, fleet: Fleet, strategy: str, seed: int) -> None:
+        self._costs, self._fleet = costs, fleet
+        self._env = env = simpy.Environment()
+        self._router = fleet.router(strategy, seed)
+        self._replicas = [Replica(env, costs, fleet.limits, fleet.prefixes, self._end) for _ in self._router.views]
+        self._seats = simpy.Container(env, fleet.users, fleet.users) if fleet.users else None
+        self._ended: list[Job] = []
+        self._lost: list[Job] = []
+        self._num_failures = self._num_retries = 0
+        self._left = 0
+        self._done = env.event()
+        source = random.Random(seed)
+        if fleet.lifetime < math.inf:
+            for index in range(fleet.replicas):
+                env.process(self._fail(index, random.Random(source.random())))
+
+    def run(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """Serve all requests; returns the figures."""
+        self._left = len(requests)
+        self._env.process(self._arrive(requests))
+        self._env.run(self._done)
+        assert len(self._ended) + len(self._lost) == len(requests)
+        return self._figures()
+
+    def _arrive(self, requests: Sequence[Request]) -> Generator[simpy.Event, Any, None]:
+        for request in requests:
+            if self._seats is not None:
+                yield self._seats.get(1)
+            elif request.at > self._env.now:
+                yield self._env.timeout(request.at - self._env.now)
+            self._send(Job(request, self._env.now))
+
+    def _send(self, job: Job) -> None:
+        chosen = self._router.send(job.request)
+        if chosen is None:
+            self._close(job, self._lost)
+        else:
+            job.replica = chosen
+            self._replicas[chosen].add(job)
+
+    def _end(self, job: Job) -> None:
+        self._router.views[job.replica].queue_length -= 1
+        self._close(job, self._ended)
+
+    def _close(self, job: Job, jobs: list[Job]) -> None:
+        jobs.append(job)
+        self._left -= 1
+        if self._seats is not None:
+            self._seats.put(1)
+        if not self._left:
+            self._done.succeed()
+
+    def _fail(self, index: int, source: random.Random) -> Generator[simpy.Event, Any, None]:
+        """A replica's failures. Requests without a token are sent to another one; the others are lost."""
+        fleet, replica = self._fleet, self._replicas[index]
+        while True:
+            yield self._env.timeout(source.expovariate(1 / fleet.lifetime))
+            self._num_failures += 1
+            view = self._router.views[index] = fleet.view(index)
+            view.up = False
+            for job in replica.fail():
+                if job.num_tokens:
+                    self._close(job, self._lost)
+                else:
+                    self._num_retries += 1
+                    self._send(Job(job.request, job.due))
+            yield self._env.timeout(self._costs.start)
+            replica.start()
+            view.up = True
+
+    def _figures(self) -> dict[str, Any]:
+        ended = self._ended
+        ttft = np.array([job.first - job.due for job in ended if job.first is not None]) + self._costs.overhead
+        by_tenant = defaultdict(list)
+        for job, seconds in zip(ended, ttft, strict=True):
+            by_tenant[job.request.tenant].append(seconds)
+        medians = [float(np.median(values)) for _, values in sorted(by_tenant.items())]
+        now = self._env.now
+        p50, p99 = np.quantile(ttft, (0.5, 0.99))
+        return {
+            "ended": len(ended),
+            "lost": len(self._lost),
+            "retried": self._num_retries,
+            "failures": self._num_failures,
+            "ttft_p50": round(float(p50), 5),
+            "ttft_p99": round(float(p99), 5),
+            "output_tokens_per_second": round(sum(job.num_tokens for job in ended) / now, 2),
+            "adapter_loads": sum(replica.num_loads for replica in self._replicas),
+            "adapter_hits": round(sum(job.adapter_hit for job in ended) / len(ended), 4),
+            "prefix_hits": round(sum(job.prefix_hit for job in ended) / len(ended), 4),
+            "busy": round(sum(replica.busy for replica in self._replicas) / now / len(self._replicas), 4),
+            "fairness": round(sum(medians) ** 2 / (len(medians) * sum(m * m for m in medians)), 4),
+            "tenant_p50": {"best": round(min(medians), 5), "worst": round(max(medians), 5)},
+            "ttft_quantiles": [round(float(q), 5) for q in np.quantile(ttft, np.linspace(0, 1, 101))],
+        }

@@ -1,0 +1,230 @@
+"""Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053): N ranks compute a decoder, each a share of every layer.
+
+    qkv, gate_up   column parallel: a rank has the output rows of its heads, or of its part of the inner size
+    o, down        row parallel: a rank has the matching input columns; the ranks' results are summed
+    embeddings     a rank has a range of tokens; embeddings are summed, logits put side by side
+
+Where there are fewer KV heads than ranks, several ranks have the same one. The first rank adds what is added once: the
+bias of a row parallel layer and the residual stream. An adapter's B is divided as the rows of a column parallel layer,
+its A as the columns of a row parallel one, so each delta is that of one process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..platform.core.errors import InvalidRequestError
+from .config import DecoderConfig
+from .decoder import Decoder
+from .decoder_layer import DecoderLayer
+
+_PARAM = "tensor_parallel_size"
+
+
+class Ranks(Protocol):
+    """Processes that compute one model together, as one of them sees it."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this process, from 0 on."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        ...
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum of every rank's x, in place of it."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[N, *x.shape]: every rank's x."""
+
+
+class LinearPart:
+    """Share of one rank in a linear layer. Implements `layers.linear.Part`."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        whole: Sequence[tuple[str, int]],
+        in_features: int,
+        *,
+        rows: Mapping[str, Sequence[slice]] | None = None,
+        columns: slice | None = None,
+    ) -> None:
+        """Describe a share.
+
+        Args:
+            ranks: The ranks.
+            whole: (module, rows) of the undivided layer.
+            in_features: Its input size.
+            rows: By module the rows that this rank has; None: all.
+            columns: The columns that this rank has; None: all.
+        """
+        self.slices = list(whole)
+        self.in_features = in_features
+        self._ranks = ranks
+        self._rows = rows
+        self._columns = columns
+
+    def weight(self, module: str, tensor: Tensor) -> Tensor:
+        """This rank's part of a module's weight [out, in]."""
+        return self._chosen(module, tensor, 0) if self._columns is None else tensor[:, self._columns].contiguous()
+
+    def bias(self, module: str, tensor: Tensor) -> Tensor:
+        """This rank's part of a module's bias [out]."""
+        if self._columns is None:
+            return self._chosen(module, tensor, 0)
+        return tensor if self._ranks.rank == 0 else torch.zeros_like(tensor)
+
+    def lora(self, module: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's part of an adapter's A [r, in] and B [r, out]."""
+        return (a, self._chosen(module, b, 1)) if self._columns is None else (a[:, self._columns], b)
+
+    def residual(self, residual: Tensor | None) -> Tensor | None:
+        """`residual` on the rank that adds it; None on the others."""
+        return residual if self._columns is None or self._ranks.rank == 0 else None
+
+    def total(self, y: Tensor) -> Tensor:
+        """The layer's result from this rank's."""
+        return y if self._columns is None else self._ranks.sum(y)
+
+    def _chosen(self, module: str, tensor: Tensor, dim: int) -> Tensor:
+        assert self._rows is not None
+        parts = [tensor.narrow(dim, part.start, part.stop - part.start) for part in self._rows[module]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+class VocabularyPart:
+    """Share of one rank in the token embeddings and the head. Implements `layers.embedding.VocabularyShare`."""
+
+    def __init__(self, ranks: Ranks, vocab_size: int) -> None:
+        self._ranks = ranks
+        self._vocab_size = vocab_size
+        self._most = -(-vocab_size // ranks.size)
+        self.rows = slice(*(min(rank * self._most, vocab_size) for rank in (ranks.rank, ranks.rank + 1)))
+        """Tokens of this rank."""
+
+    @property
+    def size(self) -> int:
+        """Number of this rank's tokens."""
+        return int(self.rows.stop - self.rows.start)
+
+    def lookup(self, table: Tensor, input_ids: Tensor) -> Tensor:
+        """Embeddings [T, H] of token ids [T], from this rank's rows of the table and the others'."""
+        places = input_ids - self.rows.start
+        inside = (places >= 0) & (places < self.size)
+        return self._ranks.sum(F.embedding(places.clamp(0, self.size - 1), table).masked_fill_(~inside[:, None], 0))
+
+    def join(self, logits: Tensor) -> Tensor:
+        """Logits [R, vocab] from this rank's."""
+        parts = self._ranks.gather(F.pad(logits, (0, self._most - self.size)))  # [N, R, most]
+        return parts.transpose(0, 1).reshape(len(logits), -1)[:, : self._vocab_size].contiguous()
+
+
+def rank_config(config: object, num_ranks: int) -> DecoderConfig:
+    """Config of the decoder that each rank has: its heads and its part of the inner size.
+
+    Raises:
+        InvalidRequestError: the model cannot be divided so, or is not served divided; `param` is the option.
+    """
+    if not isinstance(config, DecoderConfig):
+        raise InvalidRequestError(
+            f"{_PARAM} {num_ranks}: a model that transformers' code computes is not divided", param=_PARAM
+        )
+    refused = {
+        "a mixture of experts": config.experts,
+        "latent attention": config.latent,
+        "layers of the GPT form": config.block,
+        "norms over all heads together": config.qk_norm_wide,
+        "attention sinks": config.sinks,
+        "a quantised checkpoint": config.quantization,
+    }
+    for what, found in refused.items():
+        if found:
+            raise InvalidRequestError(f"{_PARAM} {num_ranks}: {what} is not served by several ranks yet", param=_PARAM)
+    sizes = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
+    for name, size in sizes.items():
+        if size % num_ranks:
+            raise InvalidRequestError(f"{_PARAM} {num_ranks} does not divide {name} {size}", param=_PARAM)
+    heads = config.num_kv_heads
+    if heads % num_ranks and num_ranks % heads:
+        raise InvalidRequestError(
+            f"{_PARAM} {num_ranks} neither divides num_key_value_heads {heads} nor is a multiple of it", param=_PARAM
+        )
+    if -(-config.vocab_size // num_ranks) * (num_ranks - 1) >= config.vocab_size:
+        raise InvalidRequestError(f"{_PARAM} {num_ranks} is too large for vocab_size {config.vocab_size}", param=_PARAM)
+    return dataclasses.replace(
+        config,
+        num_heads=config.num_heads // num_ranks,
+        num_kv_heads=max(1, heads // num_ranks),
+        intermediate_size=config.intermediate_size // num_ranks,
+    )
+
+
+def divided_decoder(config: DecoderConfig, ranks: Ranks, device: torch.device | str) -> Decoder:
+    """This rank's decoder, without weights; its slots take the whole model's tensors.
+
+    Raises:
+        InvalidRequestError: see `rank_config`.
+    """
+    model = Decoder(rank_config(config, ranks.size), device)
+    for layer in model.layers:
+        assert isinstance(layer, DecoderLayer), "layers of other forms are refused"
+        _divide(layer, config, ranks)
+    model.embedding.part = VocabularyPart(ranks, config.vocab_size)
+    return model
+
+
+def _divide(layer: DecoderLayer, config: DecoderConfig, ranks: Ranks) -> None:
+    """Give the linear layers of `layer` their shares of those in the whole model of `config`."""
+    rank, heads, kv_heads = ranks.rank, config.num_heads // ranks.size, config.num_kv_heads
+    num_kv, first_kv = max(1, kv_heads // ranks.size), rank * kv_heads // ranks.size
+    inner, hidden = config.intermediate_size // ranks.size, config.hidden_size
+    # Rows of the parts that each layer merges: their number, and those of this rank in units of `size`.
+    query = _Range(config.num_heads, rank * heads, heads, config.head_dim)
+    key = _Range(kv_heads, first_kv, num_kv, config.head_dim)
+    gate = _Range(ranks.size, rank, 1, inner)
+    parts = {"qkv": [query, key, key], "gate_up": [gate, gate]}
+    columns = {"o": query, "down": gate}
+    for linear in layer.linears():
+        kind, names = linear.name.rsplit(".", 1)[1], [name for name, _ in linear.slices]
+        if kind in columns:
+            chosen = columns[kind]
+            whole = [(name, hidden) for name in names]
+            linear.part = LinearPart(ranks, whole, chosen.length, columns=chosen.rows(0))
+        elif len(names) == 1:  # one tensor of the checkpoint has the parts one after another
+            starts = [sum(part.length for part in parts[kind][:index]) for index in range(len(parts[kind]))]
+            rows = [part.rows(start) for part, start in zip(parts[kind], starts, strict=True)]
+            whole = [(names[0], sum(part.length for part in parts[kind]))]
+            linear.part = LinearPart(ranks, whole, hidden, rows={names[0]: rows})
+        else:
+            both = dict(zip(names, parts[kind], strict=True))
+            whole = [(name, part.length) for name, part in both.items()]
+            linear.part = LinearPart(ranks, whole, hidden, rows={name: [part.rows(0)] for name, part in both.items()})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Range:
+    """A rank's units of all units of a matrix, and the rows of each."""
+
+    total: int
+    first: int
+    count: int
+    size: int
+
+    @property
+    def length(self) -> int:
+        """Rows of all units."""
+        return self.total * self.size
+
+    def rows(self, start: int) -> slice:
+        """Rows of this rank in a matrix where the first unit begins at `start`."""
+        return slice(start + self.first * self.size, start + (self.first + self.count) * self.size)

@@ -1,0 +1,73 @@
+"""Options that do not go together, or not with the device: (condition, the field to name, what to say)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .config import EngineArgs, Hardware
+
+
+def _divided(holds: Callable[[EngineArgs], bool]) -> Callable[[EngineArgs], bool]:
+    """The condition `holds`, where several ranks compute the model."""
+    return lambda args: args.tensor_parallel_size > 1 and holds(args)
+
+
+OPTIONS: tuple[tuple[Callable[[EngineArgs], bool], str, str], ...] = (
+    (
+        lambda a: a.max_cpu_loras is not None and a.max_cpu_loras < a.max_loras,
+        "max_cpu_loras",
+        "max_cpu_loras must be at least max_loras: an adapter on the device is also kept in host memory",
+    ),
+    (
+        _divided(lambda a: a.distributed_executor_backend == "uni"),
+        "distributed_executor_backend",
+        "distributed_executor_backend uni is one process; tensor_parallel_size above 1 needs mp",
+    ),
+    (
+        _divided(lambda a: a.distributed_executor_backend == "ray"),
+        "distributed_executor_backend",
+        "distributed_executor_backend ray is not supported yet; mp runs tensor_parallel_size processes of one machine",
+    ),
+    (
+        _divided(lambda a: a.quantization is not None),
+        "quantization",
+        "quantization is not supported with tensor_parallel_size above 1 yet",
+    ),
+    (
+        _divided(lambda a: a.model_impl == "transformers"),
+        "model_impl",
+        "model_impl transformers is not supported with tensor_parallel_size above 1: native families are divided",
+    ),
+    (
+        _divided(lambda a: a.batch_invariant),
+        "batch_invariant",
+        "batch_invariant is not supported with tensor_parallel_size above 1: the order of a sum over ranks may depend "
+        "on the batch",
+    ),
+    (
+        _divided(lambda a: bool(a.swap_space)),
+        "swap_space",
+        "swap_space is not supported with tensor_parallel_size above 1: every rank would have to move its part",
+    ),
+    (
+        _divided(lambda a: a.async_scheduling is True),
+        "async_scheduling",
+        "async_scheduling is not supported with tensor_parallel_size above 1 yet",
+    ),
+)
+"""Checked in order; the first that holds is raised."""
+
+WITH_DEVICE: tuple[tuple[Callable[[EngineArgs, Hardware], bool], str, str], ...] = (
+    (
+        lambda a, hardware: a.batch_invariant and hardware.device != "cpu",
+        "batch_invariant",
+        "batch_invariant is supported on device cpu only: the kernels of other devices do not promise it yet",
+    ),
+    (
+        lambda a, hardware: a.kv_cache_dtype != "auto" and not hardware.has_float8,
+        "kv_cache_dtype",
+        "kv_cache_dtype fp8 needs a GPU of compute capability 8.9 or more; this one has less",
+    ),
+)

@@ -1,0 +1,77 @@
+"""Sizes of the KV cache: blocks on the device, and those that the host keeps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .errors import InvalidRequestError
+from .sizes import shown_bytes
+
+if TYPE_CHECKING:
+    from .config import EngineArgs, Hardware, ModelFacts
+
+_ACTIVATION_RESERVE = 1 << 30
+_GRAPH_RESERVE = 512 << 20
+"""Memory reserved for captured graphs: 4 MiB for each of the most that there may be. An estimate, not measured yet."""
+_MOST_OF_HOST = 0.7
+"""Share of the host's memory that `swap_space` may take."""
+
+
+def _kv_memory(args: EngineArgs, hardware: Hardware) -> int:
+    """Bytes for the KV cache when weights and adapters are in place. On a GPU: the free memory without the share that
+    is not ours and a reserve for activations and captured graphs. On a CPU: a quarter, 4 GiB at most."""
+    if hardware.device == "cpu":
+        return min(hardware.free_memory_bytes // 4, 4 << 30)
+    not_ours = int(hardware.total_memory_bytes * (1.0 - args.gpu_memory_utilization))
+    reserve = _ACTIVATION_RESERVE + (0 if args.enforce_eager else _GRAPH_RESERVE)
+    return max(0, hardware.free_memory_bytes - not_ours - reserve)
+
+
+def num_device_blocks(
+    args: EngineArgs, facts: ModelFacts, hardware: Hardware, max_model_len: int, max_num_seqs: int
+) -> int:
+    """Blocks that memory allows, but no more than `max_num_seqs` full sequences (and a spare one) can use."""
+    blocks_per_seq = -(-max_model_len // args.block_size)
+    if args.num_gpu_blocks_override is not None:
+        if args.num_gpu_blocks_override < blocks_per_seq:
+            raise InvalidRequestError(
+                f"num_gpu_blocks_override {args.num_gpu_blocks_override} is less than the {blocks_per_seq} blocks "
+                f"that one sequence of max_model_len {max_model_len} needs",
+                param="num_gpu_blocks_override",
+            )
+        return args.num_gpu_blocks_override
+    memory = args.kv_cache_memory_bytes
+    if memory is None:
+        memory = _kv_memory(args, hardware)
+    fits = memory // (facts.kv_bytes_per_token * args.block_size)
+    if fits < blocks_per_seq:
+        raise InvalidRequestError(
+            f"the KV cache has room for {fits * args.block_size} tokens, less than max_model_len {max_model_len}; "
+            "lower max_model_len or raise kv_cache_memory_bytes",
+            param="max_model_len",
+        )
+    return min(fits, blocks_per_seq * (max_num_seqs + 1))
+
+
+def num_host_blocks(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> int:
+    """Blocks that `swap_space` holds; 0 where nothing is swapped.
+
+    Raises:
+        InvalidRequestError: it holds none, or is most of the host's memory.
+    """
+    size = int(args.swap_space * (1 << 30))
+    if size == 0 or args.preemption_mode == "recompute":
+        return 0
+    block_bytes = facts.kv_bytes_per_token * args.block_size
+    if size < block_bytes:
+        raise InvalidRequestError(
+            f"swap_space has {shown_bytes(size)}, less than a KV block's {shown_bytes(block_bytes)}", param="swap_space"
+        )
+    most = int(_MOST_OF_HOST * hardware.host_memory_bytes)
+    if 0 < most < size:
+        raise InvalidRequestError(
+            f"swap_space {args.swap_space:g} GiB is more than {_MOST_OF_HOST:.0%} of the host's memory, which are "
+            f"{shown_bytes(most)}",
+            param="swap_space",
+        )
+    return size // block_bytes

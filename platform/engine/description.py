@@ -1,0 +1,61 @@
+"""Facts about a built engine: the bytes of its weights, and what clients are told."""
+
+from __future__ import annotations
+
+import torch
+
+from ...models.checkpoint.loader import quantization_name
+from ...models.implementation import implementation_of
+from ...models.model import LanguageModel
+from ..core.config import EngineArgs, EngineConfig
+from ..core.messages import EngineInfo
+from ..core.threads import LARGE_WEIGHTS
+
+
+def weight_bytes(model: LanguageModel, dtype: torch.dtype) -> int:
+    """Bytes of the weights as they are held. A plain table that is tied to the head counts once: a step reads one."""
+    linears, embedding = model.linears(), model.embedding
+    packed = sum(linear.out_features * linear.in_features for linear in linears)
+    table = embedding.vocab_size * embedding.hidden_size * (1 if embedding.tied else 2)
+    others = max(0, model.num_parameters - packed - table) * dtype.itemsize
+    return (
+        sum(linear.packed.num_bytes for linear in linears) + min(embedding.num_bytes, table * dtype.itemsize) + others
+    )
+
+
+def has_long_steps(config: EngineConfig, model: LanguageModel) -> bool:
+    """True when a step takes every core for so long that another process may come in between: on a CPU."""
+    return config.device == "cpu" and weight_bytes(model, getattr(torch, config.dtype)) >= LARGE_WEIGHTS
+
+
+def describe(args: EngineArgs, config: EngineConfig, model: LanguageModel, load_seconds: float) -> EngineInfo:
+    """Information for clients about an engine that took so many seconds to load."""
+    speculation = "off"
+    if config.speculative is not None:
+        most = "at most " if config.speculative.adaptive else ""
+        speculation = f"{config.speculative.method}, {most}{config.speculative.num_speculative_tokens} drafts a step"
+        if config.speculative.synthetic_acceptance_rates is not None:
+            speculation += ", synthetic acceptance: the text is meaningless"
+    return EngineInfo(
+        model=config.model,
+        architecture=model.config.architecture,
+        dtype=config.dtype,
+        device=config.device,
+        vocab_size=model.config.vocab_size,
+        max_model_len=config.scheduler.max_model_len,
+        max_logprobs=config.max_logprobs,
+        num_kv_blocks=config.cache.num_blocks,
+        block_size=config.cache.block_size,
+        num_parameters=model.num_parameters,
+        enable_lora=config.lora is not None,
+        max_loras=config.lora.max_loras if config.lora is not None else 0,
+        max_lora_rank=config.lora.max_lora_rank if config.lora is not None else 0,
+        speculation=speculation,
+        load_seconds=load_seconds,
+        kv_cache_dtype=config.cache.dtype,
+        model_impl=implementation_of(model.config),
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_queued_reqs=config.scheduler.max_num_queued_reqs,
+        quantization=quantization_name(config.model, model.config, config.quantization),
+        weight_bytes=weight_bytes(model, getattr(torch, config.dtype)),
+    )

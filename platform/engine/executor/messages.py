@@ -1,0 +1,110 @@
+"""Messages from rank 0 to another rank, over a socket: a line of JSON, and arrays as they lie in memory.
+
+rank 0                                     rank
+RankSpec                             ->
+                                     <-    {} or {"error": [...]}     it has started
+                                     <-    the same                   its weights are loaded
+Message("allocate" | "forward" | "logits" | "lookup" | "write" | "release") ->   one after another, no answers
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ....lora.device.layout import ModelLayout, PackedModules, PackedRows
+from ....lora.reader.reader_messages import receive, send
+from ....models.batch import SequenceRows
+
+
+class RankSpec(NamedTuple):
+    """Facts that a rank needs to load its share."""
+
+    rank: int
+    size: int
+    store: list[Any]
+    """See `collectives.open_store`."""
+    path: str
+    dtype: str
+    device: str
+    device_index: int
+    load_format: str
+    seed: int
+    num_threads: int
+    """Threads that compute, on a CPU."""
+    log_level: int
+
+
+class Message(NamedTuple):
+    """Work for a rank."""
+
+    verb: str
+    arguments: list[Any] = []  # noqa: RUF012  (never changed)
+    """Values of JSON."""
+    arrays: Sequence[NDArray[Any]] = ()
+
+
+def send_message(link: socket.socket, message: Message) -> None:
+    """Send a message; OSError when the rank is gone."""
+    arrays = [np.ascontiguousarray(array) for array in message.arrays]
+    send(link, [message.verb, message.arguments, [array.nbytes for array in arrays]])
+    for array in arrays:
+        if array.nbytes:
+            link.sendall(array.reshape(-1).view(np.uint8).data)
+
+
+def receive_message(link: socket.socket) -> Message:
+    """Wait for a message, whose arrays are bytes; EOFError or OSError when rank 0 is gone."""
+    (verb, arguments, sizes), _ = receive(link)
+    arrays = []
+    for size in sizes:
+        array = np.empty(size, np.uint8)
+        rest = memoryview(array.data)
+        while rest:
+            count = link.recv_into(rest)
+            if not count:
+                raise EOFError("rank 0 is gone")
+            rest = rest[count:]
+        arrays.append(array)
+    return Message(verb, arguments, arrays)
+
+
+def encode_rows(rows: SequenceRows, token_ids: list[int]) -> tuple[list[int], NDArray[np.int32]]:
+    """Rows with these tokens as one array, and the lengths of its parts."""
+    parts = [token_ids, rows.query_lens, rows.starts, list(rows.prompt_lens), *rows.block_tables]
+    return [len(part) for part in parts], np.fromiter(itertools.chain.from_iterable(parts), np.int32)
+
+
+def decode_rows(lengths: list[int], array: NDArray[np.uint8]) -> SequenceRows:
+    """Rows of `encode_rows`."""
+    numbers = iter(array.view(np.int32).tolist())
+    token_ids, query_lens, starts, prompt_lens, *tables = (list(itertools.islice(numbers, n)) for n in lengths)
+    return SequenceRows(token_ids, query_lens, starts, tables, prompt_lens=prompt_lens)
+
+
+def encode_packed(packed: PackedModules) -> tuple[list[Any], list[NDArray[Any]]]:
+    """Rank rows of an adapter, which has nothing else."""
+    assert packed.is_plain
+    parts = packed[:2]
+    facts = [[part.spans, len(part.data)] for part in parts]
+    return facts, [array for part in parts for array in (part.data.view(torch.uint8).numpy(), part.live)]
+
+
+def decode_packed(facts: list[Any], arrays: Sequence[NDArray[np.uint8]], layout: ModelLayout) -> PackedModules:
+    """Rank rows of `encode_packed`, in a layout that was made by the same calls."""
+    found = []
+    for (spans, count), rows, data, live in zip(facts, layout, arrays[::2], arrays[1::2], strict=True):
+        width = sum(stop - start for start, stop in spans)
+        matrix = torch.empty(count, width, dtype=rows.dtype)
+        if count:
+            matrix = torch.from_numpy(data).view(rows.dtype).view(count, width)
+        pairs = tuple((start, stop) for start, stop in spans)
+        found.append(PackedRows(rows, pairs, matrix, live.reshape(count, len(rows.pieces))))
+    linears, vocabulary = found
+    return PackedModules(linears, vocabulary)

@@ -1,0 +1,263 @@
+"""Rank 0 of several: tells the others each pass, then computes its share of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from ....lora.device.layout import PackedModules
+from ....lora.device.pool import Allocation
+from ....lora.reader.reader_messages import receive, send
+from ....models.batch import LayerKV, SequenceRows, build_batch
+from ....models.model import DecoderOutput, LanguageModel
+from ....spec_decode.drafters.base import AdapterPreparer
+from ...core.config import EngineConfig
+from ...core.errors import EngineDeadError, ErrorInfo, InvalidRequestError, error_from_info
+from ...core.threads import usable_cores
+from .base import Handles
+from .launch import RankProcess, RemoteRank
+from .messages import Message, RankSpec, encode_packed, encode_rows, send_message
+
+if TYPE_CHECKING:
+    from .collectives import ProcessRanks
+
+_START_SECONDS = 300.0
+"""Longest time until a rank has imported what it needs; until its weights are loaded it may take an hour."""
+_LOAD_SECONDS = 3600.0
+
+
+class ParallelExecutor:
+    """Computes the target with other ranks. Implements `Executor`; `load` the model, then `bind` its memory.
+
+    An error in a pass, also an interrupt, leaves the ranks at different places: it ends all of them.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start the ranks; they load their shares while this process loads its own.
+
+        Raises:
+            InvalidRequestError: there are not as many devices. EngineDeadError: a rank ended.
+        """
+        self._size = config.num_ranks
+        self._failure: ErrorInfo | None = None
+        self._lock = threading.Lock()  # adapters are written by other threads than the one that steps
+        self._remote: list[RemoteRank] = []
+        self._sockets = select.poll()  # unlike `select` for any descriptor
+        self._folder = tempfile.TemporaryDirectory(prefix="outrider-ranks-")  # where the ranks find each other
+        self._closed = weakref.finalize(self, _end_all, self._remote, self._folder)
+        if config.device == "cuda" and config.executor_backend == "mp" and torch.cuda.device_count() < self._size:
+            raise InvalidRequestError(
+                f"tensor_parallel_size {self._size} needs as many GPUs; there are {torch.cuda.device_count()}",
+                param="tensor_parallel_size",
+            )
+        try:
+            self._ranks = self._start(config)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def ranks(self) -> ProcessRanks:
+        """This process among the ranks."""
+        return self._ranks
+
+    def _start(self, config: EngineConfig) -> ProcessRanks:
+        from .collectives import ProcessRanks, open_store  # nobody else needs torch.distributed
+
+        num_threads = max(1, usable_cores() // self._size)
+        place: list[Any] = ["file", str(Path(self._folder.name) / "store")]
+        self._remote += [RankProcess(num_threads) for _ in range(1, self._size)]
+        for rank, remote in enumerate(self._remote, 1):
+            spec = RankSpec(
+                rank=rank,
+                size=self._size,
+                store=place,
+                path=config.model,
+                dtype=config.dtype,
+                device=config.device,
+                device_index=rank,
+                load_format=config.load_format,
+                seed=config.seed,
+                num_threads=num_threads,
+                log_level=logging.getLogger().getEffectiveLevel(),
+            )
+            send(remote.link, spec)
+        self._await(_START_SECONDS)
+        store = open_store(place, self._size)
+        return ProcessRanks(store, 0, self._size, config.device, one_machine=place[0] == "file")
+
+    def _await(self, seconds: float) -> None:
+        """Wait until each rank has said that it is ready; raises the error of one that is not."""
+        for rank, remote in enumerate(self._remote, 1):
+            remote.link.settimeout(seconds)
+            try:
+                said = receive(remote.link)[0]
+            except (EOFError, OSError) as error:
+                how = f"rank {rank} of {self._size} ended while it started: {remote.ended()}"
+                raise EngineDeadError(how) from error
+            if "error" in said:
+                raise error_from_info(ErrorInfo(*said["error"]))
+            remote.link.settimeout(None)
+
+    def bind(
+        self,
+        model: LanguageModel,
+        kv: Sequence[LayerKV],
+        preparers: tuple[AdapterPreparer, AdapterPreparer],
+        config: EngineConfig,
+        num_lora_rows: int,
+    ) -> None:
+        """Take this process's share and its memory, and have the other ranks allocate theirs.
+
+        Args:
+            model: This rank's model.
+            kv: Its layers of the cache.
+            preparers: Of the adapters of tokens, and of rows of logits.
+            config: The engine's configuration.
+            num_lora_rows: Rank rows of the adapters; not used without adapters.
+        """
+        self._model, self._kv = model, kv
+        self._prepare, self._prepare_head = preparers
+        self._await(_LOAD_SECONDS)
+        cache, lora = config.cache, None
+        if config.lora is not None:
+            lora = [num_lora_rows, config.lora.max_lora_rank]
+        for remote in self._remote:
+            self._sockets.register(remote.link, select.POLLIN)
+        self._announce(Message("allocate", [cache.num_blocks, cache.block_size, cache.dtype, lora]))
+
+    def as_target(self, model: LanguageModel) -> LanguageModel:
+        """The whole target, as drafters see it."""
+        return cast(LanguageModel, SharedTarget(model, self))
+
+    # --- passes -------------------------------------------------------------------------------------------------------
+
+    def forward(self, rows: SequenceRows, handles: Handles, aux_layers: Sequence[int]) -> DecoderOutput:
+        """See `Executor`."""
+        assert rows.overshoot is None, "steps do not overlap"
+        batch = build_batch(rows, self._model, self._kv, self._prepare(handles))
+        token_ids = batch.input_ids.tolist() if rows.device_tokens else rows.token_ids
+        lengths, array = encode_rows(rows, token_ids)
+        with self._together(Message("forward", [lengths, _plain(handles), list(aux_layers)], [array])):
+            return self._model.forward(batch, aux_layers)
+
+    def logits(self, hidden: Tensor, handles: Handles) -> Tensor:
+        """See `Executor`."""
+        adapters = self._prepare_head(handles)
+        with self._together(Message("logits", [len(hidden), _plain(handles)])):
+            return self._model.compute_logits(self._ranks.copy_first(hidden.contiguous()), adapters)
+
+    def lookup(self, input_ids: Tensor) -> Tensor:
+        """The target's embeddings [T, H] of token ids [T], without adapters."""
+        with self._together(Message("lookup", [len(input_ids)])):
+            return self._model.embedding.lookup(self._ranks.copy_first(input_ids.contiguous()))
+
+    def write_adapter(self, allocation: Allocation, packed: PackedModules) -> None:
+        """Have the other ranks write their shares of an adapter; callable from any thread."""
+        facts, arrays = encode_packed(packed)
+        self._announce(Message("write", [allocation.key.hex(), allocation.rows, facts], arrays))
+
+    def release_memory(self) -> None:
+        """See `Executor`."""
+        self._announce(Message("release"))
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a rank is gone, or something has failed; also while nothing is computed."""
+        # The ranks say nothing after their start: a socket that can be read has ended.
+        if self._failure is None and self._remote and self._sockets.poll(0):
+            self._fail(None)
+        return self._failure is not None
+
+    def error(self) -> EngineDeadError:
+        """See `Executor`."""
+        assert self._failure is not None
+        return EngineDeadError(self._failure.message)
+
+    @contextlib.contextmanager
+    def _together(self, message: Message) -> Iterator[None]:
+        """Tell the ranks, and end all of them where this process fails in its share."""
+        self._announce(message)
+        try:
+            yield
+        except Exception as error:
+            raise self._fail(error) from error
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _announce(self, message: Message) -> None:
+        with self._lock:
+            if self._failure is not None:
+                raise self.error()
+            try:
+                for remote in self._remote:
+                    send_message(remote.link, message)
+            except BaseException as error:
+                raise self._fail(error) from error
+
+    def _fail(self, error: BaseException | None) -> EngineDeadError:
+        """End all ranks; returns the error that says which one was the first."""
+        if self._failure is None:
+            why = f"{type(error).__name__}: {error}" if error is not None else "its socket is closed"
+            gone = [
+                f"rank {rank} of {self._size} is gone ({how})"
+                for rank, remote in enumerate(self._remote, 1)
+                if (how := remote.ended()) is not None
+            ]
+            what = "; ".join(gone) or f"a step over {self._size} ranks failed ({why})"
+            self._failure = EngineDeadError(f"tensor parallelism: {what}").info()
+            self.close()
+        return self.error()
+
+    def close(self) -> None:
+        """See `Executor`."""
+        self._closed()
+
+
+class SharedTarget:
+    """The target as a drafter of rank 0 sees it, whose embeddings and head all ranks compute."""
+
+    def __init__(self, model: LanguageModel, executor: ParallelExecutor) -> None:
+        self.config = model.config
+        self.device = model.device
+        self.embedding = self
+        self._executor = executor
+
+    def lookup(self, input_ids: Tensor, adapters: Any = None) -> Tensor:
+        """See `Embedding.lookup`."""
+        assert adapters is None, "drafts use the base model's embeddings"
+        return self._executor.lookup(input_ids)
+
+    def compute_logits(self, hidden: Tensor, adapters: Any = None, out: Tensor | None = None) -> Tensor:
+        """See `LanguageModel`."""
+        assert adapters is None, "drafts use the base model's head"
+        assert out is None, "there are no graphs"
+        return self._executor.logits(hidden, [(None, len(hidden))])
+
+
+def _plain(handles: Handles) -> list[list[Any]]:
+    """Handles of adapters as values of JSON."""
+    return [
+        [None, False, count] if version is None else [version.digest.hex(), version.targets_head, count]
+        for version, count in handles
+    ]
+
+
+def _end_all(remote: list[RemoteRank], folder: tempfile.TemporaryDirectory[str]) -> None:
+    for rank in remote:
+        rank.end()
+    remote.clear()
+    folder.cleanup()

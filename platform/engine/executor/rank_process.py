@@ -1,0 +1,182 @@
+"""A rank other than the first: `python -m outrider.platform.engine.executor.rank_process DESCRIPTOR`.
+
+The descriptor is a socket to rank 0. This process does what rank 0 says, in its order, and ends when the socket does.
+An error ends it too: rank 0 sees that, and ends the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from ....kernels.memory import release_pages
+from ....kernels.threads import use_pool
+from ....lora.device.batching import StepAdapters
+from ....lora.device.layout import ModelLayout
+from ....lora.device.pool import Allocation, RowPool
+from ....lora.device.sites import AdapterSites
+from ....lora.reader.reader_messages import receive, send
+from ....models.batch import LayerKV, allocate_kv
+from ....models.checkpoint.loader import ModelOptions, load_model
+from ....models.model import LanguageModel
+from ....spec_decode.drafters.base import AdapterPreparer, no_adapters
+from ...core.errors import OutriderError
+from .base import LocalExecutor
+from .collectives import ProcessRanks, open_store
+from .messages import Message, RankSpec, decode_packed, decode_rows, receive_message
+
+logger = logging.getLogger(__name__)
+
+
+class AdapterHandle(NamedTuple):
+    """Adapter as rank 0 names it in a pass; stands for an `AdapterVersion` of rank 0."""
+
+    digest: bytes
+    targets_head: bool
+    is_plain: bool = True
+    targets_experts: bool = False
+    has_draft: bool = False
+
+
+class AdapterRows:
+    """Rows of adapters, where rank 0 has put them. It stands for a `RowPool`, whose decisions are rank 0's."""
+
+    def __init__(self, sites: AdapterSites, num_rows: int, max_rank: int, device: torch.device) -> None:
+        sites.allocate(num_rows)
+        self.num_rows = num_rows
+        self._sites = sites
+        self._allocations: dict[bytes, Allocation] = {}
+        self.steps = StepAdapters(cast(RowPool, self), sites.model.layout.dtype, device, max_rank)
+
+    @property
+    def layout(self) -> ModelLayout:
+        """Layout of an adapter in the whole model."""
+        return self._sites.model.layout
+
+    def allocation(self, key: bytes) -> Allocation:
+        """Rows of an adapter."""
+        return self._allocations[key]
+
+    def write(self, message: Message) -> None:
+        """Write an adapter's share to its rows."""
+        digest, rows, facts = message.arguments
+        allocation = Allocation(bytes.fromhex(digest), tuple(rows))
+        taken = set(rows)
+        self._allocations = {key: old for key, old in self._allocations.items() if taken.isdisjoint(old.rows)}
+        self._allocations[allocation.key] = allocation
+        self._sites.write(allocation, decode_packed(facts, message.arrays, self.layout))
+
+
+class Rank:
+    """Does what rank 0 says."""
+
+    def __init__(self, model: LanguageModel, ranks: ProcessRanks) -> None:
+        self._model = model
+        self._ranks = ranks
+        self._kv: list[LayerKV] = []
+        self._adapters: AdapterRows | None = None
+        self._executor: LocalExecutor | None = None
+
+    def handle(self, message: Message) -> None:
+        """Do one piece of work."""
+        verb, arguments = message.verb, message.arguments
+        if verb == "forward":
+            lengths, handles, aux_layers = arguments
+            rows = decode_rows(lengths, message.arrays[0])
+            self._local.forward(rows, _handles(handles), aux_layers)
+        elif verb == "logits":
+            count, handles = arguments
+            config = self._model.config
+            hidden = torch.empty(count, config.embedding_size, dtype=config.dtype, device=self._model.device)
+            self._local.logits(self._ranks.copy_first(hidden), _handles(handles))
+        elif verb == "lookup":
+            ids = torch.empty(arguments[0], dtype=torch.int64, device=self._model.device)
+            self._model.embedding.lookup(self._ranks.copy_first(ids))
+        elif verb == "write":
+            assert self._adapters is not None
+            self._adapters.write(message)
+        elif verb == "allocate":
+            self._allocate(*arguments)
+        else:
+            assert verb == "release", verb
+            for part in (part for layer in self._kv for part in layer):
+                release_pages(part)
+
+    @property
+    def _local(self) -> LocalExecutor:
+        assert self._executor is not None, "`allocate` comes first"
+        return self._executor
+
+    def _allocate(self, num_blocks: int, block_size: int, kv_cache_dtype: str, lora: list[int] | None) -> None:
+        model, dtype, device = self._model, self._model.config.dtype, self._model.device
+        self._kv = allocate_kv(model.kv_layers, num_blocks, block_size, dtype, device, kv_cache_dtype)
+        prepare: AdapterPreparer = no_adapters
+        prepare_head: AdapterPreparer = no_adapters
+        if lora is not None:
+            num_rows, max_rank = lora
+            sites = AdapterSites(model.linears(), model.embedding, dtype, device)
+            self._adapters = AdapterRows(sites, num_rows, max_rank, device)
+            prepare, prepare_head = self._adapters.steps.prepare, self._adapters.steps.prepare_head
+        self._executor = LocalExecutor(model, self._kv, prepare, prepare_head)
+
+
+def _handles(handles: list[list[Any]]) -> list[tuple[AdapterHandle | None, int]]:
+    return [(None if digest is None else AdapterHandle(bytes.fromhex(digest), head), n) for digest, head, n in handles]
+
+
+@torch.inference_mode()
+def run(link: socket.socket) -> None:
+    """Load this rank's share and work until rank 0 is gone."""
+    spec = RankSpec(*receive(link)[0])
+    logging.basicConfig(level=spec.log_level)
+    send(link, {})
+    try:
+        if spec.device == "cuda":
+            torch.cuda.set_device(spec.device_index)
+        else:
+            torch.set_num_threads(spec.num_threads)
+        store = open_store(spec.store, spec.size)
+        ranks = ProcessRanks(store, spec.rank, spec.size, spec.device, one_machine=spec.store[0] == "file")
+        model = load_model(
+            spec.path,
+            spec.dtype,
+            spec.device,
+            spec.load_format,
+            seed=spec.seed,
+            options=ModelOptions("native", ranks=ranks),
+        )
+    except Exception as error:
+        info = error.info() if isinstance(error, OutriderError) else None
+        send(link, {"error": [info.type, info.message, info.param] if info else ["", repr(error), None]})
+        return
+    if spec.device == "cpu":
+        use_pool(all(linear.packed.fuses_adapters for linear in model.linears()))
+    rank = Rank(model, ranks)
+    send(link, {})
+    while True:
+        rank.handle(receive_message(link))
+
+
+def main() -> None:
+    """Entry point of the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    status = 0
+    try:
+        with contextlib.suppress(EOFError, ConnectionError):  # rank 0 is gone
+            run(socket.socket(fileno=int(sys.argv[1])))
+    except BaseException:
+        logger.exception("a rank failed")
+        status = 1
+    sys.stderr.flush()
+    os._exit(status)  # libraries may have left threads that never end
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""KV blocks in host memory: content that had to leave the device, found again by the hash of the prefix cache.
+
+A preempted sequence leaves its full blocks in the prefix cache, as a finished one does. Where the device needs one of
+them, its content is copied to a slot of host memory, and back when a sequence continues with the same prefix. So
+preemption by swap and a second level of the prefix cache are one thing:
+
+    device block  --handed out again (`keep`)-->  host slot  --a sequence starts (`take`, `put_back`)-->  device block
+
+The host holds a bounded number of slots; the content that was used least recently makes way. A hash is made of tenant,
+salt and the adapter's content, so that nobody finds the blocks of another. This module decides and sees integers only:
+copies are `Move`s of the next step's plan, which `HostStore` makes in their order before the step computes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+from ...core.batch import Move, StepPlan
+
+_SMOOTHING = 0.2
+"""Weight of the latest step in the measured time of a prompt token."""
+_FEWEST_PROMPT_TOKENS = 16
+"""Prompt tokens from which on the time of a step tells what one of them takes."""
+
+
+def swap_pays(block_bytes: int, bytes_per_second: float, block_tokens: int, tokens_per_second: float) -> bool:
+    """Return True when copying a block to the host and back takes less time than computing its tokens again."""
+    return 2 * block_bytes / bytes_per_second < block_tokens / tokens_per_second
+
+
+class SwapCost:
+    """Figures that swap and recompute are compared by, measured on this machine."""
+
+    def __init__(self, block_bytes: int, block_tokens: int, bytes_per_second: float | None) -> None:
+        """`bytes_per_second`: measured rate of copies; None: swap always."""
+        self.block_bytes = block_bytes
+        self._block_tokens = block_tokens
+        self._bytes_per_second = bytes_per_second
+        self._prompt_token_seconds: float | None = None
+
+    def took(self, plan: StepPlan, seconds: float) -> None:
+        """Learn the time of a prompt token from a step that computed mostly such."""
+        prompts = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1 + row.num_drafts)
+        if prompts < _FEWEST_PROMPT_TOKENS or 2 * prompts < plan.num_tokens or seconds <= 0:
+            return
+        each, known = seconds / plan.num_tokens, self._prompt_token_seconds
+        self._prompt_token_seconds = each if known is None else known + _SMOOTHING * (each - known)
+
+    def pays(self) -> bool:
+        """Return whether blocks are worth a copy; True before a prompt was measured."""
+        if self._bytes_per_second is None or self._prompt_token_seconds is None:
+            return True
+        rates = self._bytes_per_second, 1 / self._prompt_token_seconds
+        return swap_pays(self.block_bytes, rates[0], self._block_tokens, rates[1])
+
+
+class HostTier:
+    """Maps hashes to slots of host memory, and lists the copies that the next step makes."""
+
+    def __init__(self, num_slots: int, cost: SwapCost) -> None:
+        self.cost = cost
+        self.num_slots = num_slots
+        self.num_hits = 0
+        """Blocks that came back to the device."""
+        self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
+        self._draft_ready: set[bytes] = set()  # their KV in the drafter's layers is valid too
+        self._free = list(range(num_slots))
+        self._moves: list[Move] = []
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._slot_of
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the content that is kept."""
+        return len(self._slot_of) * self.cost.block_bytes
+
+    def keep(self, digest: bytes, block: int, *, draft_ready: bool) -> None:
+        """Copy a block whose content is leaving the device, unless it is here already, or computing it again is
+        cheaper."""
+        if not self.cost.pays():
+            return
+        slot = self._slot_of.pop(digest, None)
+        if slot is None or (draft_ready and digest not in self._draft_ready):
+            if slot is None:
+                slot = self._free.pop() if self._free else self._make_way()
+            if slot is None:
+                return
+            self._moves.append(Move(block, slot, to_host=True))
+            if draft_ready:
+                self._draft_ready.add(digest)
+        self._slot_of[digest] = slot
+
+    def _make_way(self) -> int | None:
+        """The slot of the content that was used least recently; None when all slots are taken out."""
+        if not self._slot_of:
+            return None
+        digest, slot = self._slot_of.popitem(last=False)
+        self._draft_ready.discard(digest)
+        return slot
+
+    def take(self, digests: Sequence[bytes]) -> dict[bytes, tuple[int, bool]]:
+        """Take contents out, so that they stay while the device makes room: (slot, draft ready) by hash. `put_back`
+        follows."""
+        taken = {}
+        for digest in digests:
+            taken[digest] = (self._slot_of.pop(digest), digest in self._draft_ready)
+            self._draft_ready.discard(digest)
+        return taken
+
+    def put_back(self, taken: Mapping[bytes, tuple[int, bool]], blocks: Sequence[int]) -> None:
+        """Keep contents that were taken out, as the last used ones, and copy them to `blocks`, if any."""
+        for digest, (slot, draft_ready) in taken.items():
+            self._slot_of[digest] = slot
+            if draft_ready:
+                self._draft_ready.add(digest)
+        self._moves += [
+            Move(block, slot, to_host=False) for block, (slot, _) in zip(blocks, taken.values(), strict=False)
+        ]
+        self.num_hits += len(blocks)
+
+    def moves(self) -> tuple[Move, ...]:
+        """Copies to make before the next step computes; they are that step's now."""
+        moves, self._moves = tuple(self._moves), []
+        return moves
+
+    def reset(self) -> None:
+        """Forget all contents, and the copies that no step has made yet."""
+        self._free += self._slot_of.values()
+        self._slot_of.clear()
+        self._draft_ready.clear()
+        self._moves.clear()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless each slot is free or holds one content."""
+        assert sorted([*self._free, *self._slot_of.values()]) == list(range(self.num_slots)), "slots leak"
+        assert self._draft_ready <= self._slot_of.keys(), "a forgotten content is ready for drafts"

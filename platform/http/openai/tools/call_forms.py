@@ -1,0 +1,216 @@
+"""Rules in Lark's syntax for calls in a model's own format, whose arguments fit the schemas of strict tools.
+
+A format that writes arguments as JSON between marks is a `CallForm`. Harmony has channels, and a pythonic call keyword
+arguments: each has rules of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ....core.errors import InvalidRequestError
+from ....core.sampling_params import shown
+from ....core.structured_outputs import WHITESPACE
+from .choice import ToolChoice, moved, parameters_of
+
+TEXT = r"/(.|\n)*/"
+
+
+class CallForm(NamedTuple):
+    """Text of a call in a format that writes arguments as JSON."""
+
+    trigger: str
+    """Text that begins a call, and nothing else."""
+    begin: str
+    """Text between it and the arguments; %s is the name."""
+    end: str
+    around: tuple[str, ...] = ()
+    """Tokens that may stand between calls."""
+    bracket: bool = False
+    """True where one trigger begins a list of calls."""
+
+
+CALL_FORMS = {
+    "hermes": CallForm("<tool_call>", '\n{"name": "%s", "arguments": ', "}\n</tool_call>"),
+    "llama3_json": CallForm('{"name": ', '"%s", "parameters": ', "}", ("<|python_tag|>",)),
+    "mistral": CallForm("[TOOL_CALLS]", "%s[ARGS]", ""),
+    "deepseek_v3": CallForm(
+        "<｜tool▁call▁begin｜>",
+        "function<｜tool▁sep｜>%s\n```json\n",
+        "\n```<｜tool▁call▁end｜>",
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    ),
+}
+"""Formats whose arguments are JSON, by name."""
+_OLD_MISTRAL = CallForm("[TOOL_CALLS]", '{"name": "%s", "arguments": ', "}", bracket=True)
+"""Format of Mistral's tokenizers that have no token [ARGS]."""
+
+
+class Marks:
+    """Marks of a tokenizer in Lark's syntax."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokens: dict[str, int] = tokenizer.get_added_vocab() if hasattr(tokenizer, "get_added_vocab") else {}
+        longest_first = sorted(self.tokens, key=len, reverse=True)
+        self._pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
+
+    def lark(self, text: str) -> str:
+        """Sequence of tokens and texts."""
+        pieces = self._pattern.split(text) if self._pattern is not None else [text]
+        return " ".join(f"<[{self.tokens[p]}]>" if p in self.tokens else json.dumps(p) for p in pieces if p)
+
+    def until(self, rule: str, mark: str) -> str:
+        """Rule for any text up to the first `mark`, and it."""
+        if mark in self.tokens:
+            return f"{rule}: {TEXT} {self.lark(mark)}"
+        return f"{rule}[lazy]: {TEXT} {json.dumps(mark)}"
+
+
+CallRules = Callable[[ToolChoice, Marks], list[str]]
+"""Maker of the rules `calls`, one call or several, and `free`, text that may have calls."""
+
+
+def call_rules(name: str | None, marks: Marks) -> CallRules | None:
+    """Maker of a format's rules; None where a grammar cannot hold its calls to their schemas."""
+    if name == "openai":
+        return _harmony if "<|channel|>" in marks.tokens else None
+    if name == "pythonic":
+        return _pythonic
+    form = CALL_FORMS.get(name or "")
+    if name == "mistral" and "[ARGS]" not in marks.tokens:
+        form = _OLD_MISTRAL
+    return None if form is None else lambda choice, marks: _json_calls(form, choice, marks)
+
+
+def begins_as_json(name: str | None) -> bool:
+    """True for a format whose calls begin as JSON may: a lexer cannot tell them from a form's JSON."""
+    return name in ("llama3_json", "pythonic")
+
+
+def _json(schema: dict[str, Any]) -> str:
+    return f"%json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
+
+
+def _arguments(function: dict[str, Any]) -> str:
+    """Arguments of a call as JSON."""
+    return _json(parameters_of(function) if function.get("strict") else {"type": "object"})
+
+
+def _json_calls(form: CallForm, choice: ToolChoice, marks: Marks) -> list[str]:
+    functions = [tool["function"] for tool in choice.tools]
+    calls = [
+        f"{marks.lark(form.begin % function['name'])} {_arguments(function)} {marks.lark(form.end)}"
+        for function in functions
+    ]
+    around = [marks.lark(mark) for mark in form.around if mark in marks.tokens]
+    between = " | ".join([r"/[ \n;]+/", *around])
+    first = f"({' | '.join(around)})* " if around else ""
+    more = ' ("," " "? one)*' if choice.parallel else ""
+    return [
+        f"calls: {first}{marks.lark(form.trigger)} called" + (" between* (call between*)*" if choice.parallel else ""),
+        f"between: {between}",
+        f"free: ({' | '.join(['call', *(f'{TEXT} {mark}' for mark in around)])})* {TEXT}",
+        "call: until_call called",
+        marks.until("until_call", form.trigger),
+        f'called: " "? "[" one{more} "]"' if form.bracket else "called: one",
+        f"one: {' | '.join(calls)}",
+    ]
+
+
+# --- harmony ---
+
+
+def analysis_rule(marks: Marks) -> str:
+    """Rule `analysis`: a message of reasoning, and the beginning of the next one."""
+    begin, end = marks.lark("<|channel|>analysis<|message|>"), marks.lark("<|end|><|start|>assistant")
+    return f"analysis: {begin} {TEXT} {end}"
+
+
+def _harmony(choice: ToolChoice, marks: Marks) -> list[str]:
+    """A call is the last message of an answer; a text that is no call is one of the channel `final`."""
+    calls = [
+        f"{marks.lark('<|channel|>commentary to=functions.' + tool['function']['name'])} "
+        f"({marks.lark(' <|constrain|>json')})? {marks.lark('<|message|>')} {_arguments(tool['function'])}"
+        for tool in choice.tools
+    ]
+    begin, end = marks.lark("<|channel|>commentary<|message|>"), marks.lark("<|end|><|start|>assistant")
+    return [
+        analysis_rule(marks),
+        f"preamble: {begin} {TEXT} {end}",
+        f"calls: {' | '.join(calls)}",
+        f"free: (analysis | preamble)* (calls | {marks.lark('<|channel|>final<|message|>')} {TEXT})",
+    ]
+
+
+# --- pythonic ---
+
+_NAME = r"[A-Za-z_][A-Za-z0-9_]*([\-.][A-Za-z0-9_]+)*"
+"""Name of a function or an argument that transformers' parser reads."""
+_OPEN = rf"\[\s*{_NAME}\s*\("
+"""Beginning of a list of calls."""
+_ROOT = frozenset("type properties required additionalProperties $defs definitions title description $schema".split())
+"""Keywords of a schema whose arguments can be written as keyword arguments."""
+
+
+def _pythonic(choice: ToolChoice, marks: Marks) -> list[str]:
+    """The text before the list has no beginning of a call, and nothing follows the list."""
+    rules, heads, calls = [], [], []
+    for index, tool in enumerate(choice.tools):
+        function = tool["function"]
+        name = re.escape(function["name"])
+        rules += _keyword_arguments(index, function)
+        # Two languages at once: up to the name of this function, and no beginning of a call before it.
+        rules.append(rf"head_{index}[lazy]: /(.|\n)*\[{name}\(/ & ~/(.|\n)*{_OPEN}(.|\n)+/")
+        heads.append(f'head_{index} args_{index} ")"')
+        calls.append(f'{json.dumps(function["name"] + "(")} args_{index} ")"')
+    begin, end = (f"({marks.lark(m)})?" if m in marks.tokens else "" for m in ("<|python_start|>", "<|python_end|>"))
+    more = ' ("," " "? call)*' if choice.parallel else ""
+    return [
+        f"free: PLAIN | {f'(PLAIN {begin[1:-2]})? ' if begin else ''}calls",
+        rf"PLAIN: /(.|\n)*/ & ~/(.|\n)*{_OPEN}(.|\n)*/",
+        f'calls: ({" | ".join(heads)}){more} "]" {end}',
+        f"call: {' | '.join(calls)}",
+        *rules,
+    ]
+
+
+def _keyword_arguments(index: int, function: dict[str, Any]) -> list[str]:
+    """Rules of `args_{index}`, in the order of the schema's properties.
+
+    Raises:
+        InvalidRequestError: keyword arguments cannot say what the schema of a strict tool asks for.
+    """
+    if not function.get("strict"):
+        return [f'args_{index}: (any_{index} ("," " "? any_{index})*)?', f'any_{index}: /{_NAME}/ "=" {_json({})}']
+    schema = parameters_of(function)
+    place = f"tools[{index}].function.parameters"
+    properties, required = schema.get("properties") or {}, set(schema.get("required") or ())
+    wrong = next((key for key in schema if key not in _ROOT), None)
+    if wrong is None:
+        wrong = next((key for key in (*properties, *required) if not re.fullmatch(_NAME, key)), None)
+    if wrong is None and required - properties.keys():
+        wrong = "required"
+    if wrong is not None:
+        raise InvalidRequestError(
+            f"{place}: {shown(wrong)} cannot be held to in this model's format, in which arguments are written "
+            'NAME=VALUE; leave out strict, or give tool_choice "required"',
+            param=place,
+        )
+    root = f"#/$defs/{_ROOT_NAME}"
+    rules, written, unwritten = [], '""', '""'  # what may follow once an argument is written, or none yet
+    for number, name in reversed(list(enumerate(properties))):
+        value = {"$ref": f"{root}/properties/{name}", "$defs": {_ROOT_NAME: moved(schema, root)}}
+        one = f"value_{index}_{number}"
+        rules.append(f"{one}: {json.dumps(name + '=')} {_json(value)}")
+        next_written, next_unwritten = f"more_{index}_{number}", f"first_{index}_{number}"
+        optional = name not in required
+        rules.append(f'{next_written}: "," " "? {one} {written}' + (f" | {written}" if optional else ""))
+        rules.append(f"{next_unwritten}: {one} {written}" + (f" | {unwritten}" if optional else ""))
+        written, unwritten = next_written, next_unwritten
+    return [f"args_{index}: {unwritten}", *rules]
+
+
+_ROOT_NAME = "arguments"

@@ -1,0 +1,130 @@
+"""Two processes compute one model: text, adapters, drafts, grammars, preemption, and the death of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from outrider import LLM, LoRARequest, SamplingParams
+from outrider.models.demo import demo_adapters
+from outrider.platform.core.errors import AdapterError, EngineDeadError, InvalidRequestError
+from outrider.platform.core.structured_outputs import StructuredOutputsParams
+
+PROMPTS = ["The capital of France is", "Once upon a time", "SELECT name FROM"]
+HEAD = str(Path(__file__).parents[2] / "models" / "demo" / "eagle3")
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "enable_lora": True, "max_loras": 2, "max_model_len": 256, "device": "cpu",
+    "speculative_config": {"method": "eagle3", "model": HEAD, "num_speculative_tokens": 3},
+}  # fmt: skip
+
+
+def ranks() -> list[int]:
+    """Process ids of this process's other ranks."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command, stat = (folder / "cmdline").read_bytes(), (folder / "stat").read_text()
+        except OSError:
+            continue
+        if b"executor.rank_process" in command and int(stat.rpartition(")")[2].split()[1]) == os.getpid():
+            found.append(int(folder.name))
+    return found
+
+
+def texts(llm: LLM) -> list[str]:
+    """Greedy and seeded texts of the base model and of all adapters, also by a grammar."""
+    greedy = SamplingParams(max_tokens=12, temperature=0)
+    found = llm.generate(PROMPTS, greedy)
+    adapters = [LoRARequest(name, path=str(path)) for name, path in demo_adapters().items()]
+    assert len(adapters) > OPTIONS["max_loras"], "one must leave its rows for another"
+    found += llm.generate(PROMPTS * len(adapters), greedy, lora_request=[a for a in adapters for _ in PROMPTS])
+    found += llm.generate(PROMPTS, SamplingParams(max_tokens=12, temperature=0.8, seed=5))
+    schema = StructuredOutputsParams(regex="(yes|no), [0-9]{3}")
+    found += llm.generate(PROMPTS[:1], SamplingParams(max_tokens=12, temperature=0, structured_outputs=schema))
+    return [output.outputs[0].text for output in found]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    with LLM(**OPTIONS) as llm:
+        return texts(llm)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(tensor_parallel_size=2, num_gpu_blocks_override=17, **OPTIONS) as made:
+        yield made
+    assert not ranks(), "they end with the engine"
+
+
+def test_two_ranks_write_the_text_of_one(llm: LLM, expected: list[str]) -> None:
+    assert len(ranks()) == 1
+    assert texts(llm) == expected
+    stats = llm.llm_engine.stats()
+    assert sum(entry.counts.num_accepted_tokens for entry in stats.speculation) > 10, "drafts are accepted"
+    llm.llm_engine.engine_core.check_integrity()
+
+
+def test_preempted_requests_write_the_same(llm: LLM) -> None:
+    long = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+    before = llm.llm_engine.stats().num_preemptions
+    together = [output.outputs[0].text for output in llm.generate(PROMPTS, long)]
+    assert llm.llm_engine.stats().num_preemptions > before, "17 blocks have room for 272 tokens"
+    assert together == [llm.generate([prompt], long)[0].outputs[0].text for prompt in PROMPTS]
+
+
+def test_adapters_are_loaded_and_unloaded(llm: LLM, expected: list[str]) -> None:
+    path = next(iter(demo_adapters().values()))
+    greedy = SamplingParams(max_tokens=12, temperature=0)
+    llm.load_lora_adapter(LoRARequest("mine", path=str(path)), pinned=True)
+    request = LoRARequest("mine", path=str(path))
+    assert llm.generate(PROMPTS[:1], greedy, lora_request=request)[0].outputs[0].text == expected[len(PROMPTS)]
+    llm.unload_lora_adapter("mine")
+    assert llm.generate(PROMPTS[:1], greedy)[0].outputs[0].text == expected[0]
+
+
+def test_prompt_logprobs_and_sleep(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
+    first = llm.generate(PROMPTS[:1], params)[0].prompt_logprobs
+    llm.llm_engine.engine_core.release_memory()
+    again = llm.generate(PROMPTS[:1], params)[0].prompt_logprobs
+    assert first is not None
+    assert [entry and sorted(entry) for entry in first] == [entry and sorted(entry) for entry in again or ()]
+
+
+def test_a_size_that_does_not_divide_the_heads() -> None:
+    with pytest.raises(InvalidRequestError, match="num_attention_heads 8") as caught:
+        LLM(tensor_parallel_size=3, device="cpu")
+    assert caught.value.param == "tensor_parallel_size"
+
+
+def test_the_death_of_a_rank_ends_the_engine() -> None:
+    others = set(ranks())
+    with LLM(tensor_parallel_size=2, dtype="float32", device="cpu", max_model_len=256) as llm:
+        llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2))
+        (rank,) = set(ranks()) - others
+        os.kill(rank, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="rank 1 of 2 is gone"):
+            llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2))
+        assert llm.llm_engine.engine_core.has_work(), "an idle server notices it, too"
+        with pytest.raises(EngineDeadError, match="rank 1 of 2 is gone"):
+            llm.llm_engine.engine_core.step()
+
+
+def test_dora_is_refused(llm: LLM, tmp_path: Path) -> None:
+    path = next(iter(demo_adapters().values()))
+    config = json.loads((path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
+    tensors = load_file(path / "adapter_model.safetensors")
+    for key in [key for key in tensors if "lora_B" in key]:
+        tensors[key.replace("lora_B.weight", "lora_magnitude_vector")] = tensors[key].float().norm(dim=1)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match="DoRA"):
+        llm.load_lora_adapter(LoRARequest("dora", path=str(tmp_path)))

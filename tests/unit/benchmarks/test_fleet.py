@@ -1,0 +1,95 @@
+"""The simulated fleet: no request vanishes, a seed decides everything, and routing by adapter saves loads."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+COSTS = {
+    "one_adapter": {"1": 0.010, "8": 0.014},
+    "own_adapters": {"1": 0.010, "8": 0.018},
+    "prompt": {"0": 0.0, "256": 0.128},
+    "overhead": 0.002,
+    "load": 0.05,
+    "load_beside": 0.1,
+    "load_steps": 0.02,
+    "start": 5.0,
+}
+
+
+@pytest.fixture
+def fleet(repo_root, monkeypatch):
+    """Parts of the model, and a run of a small fleet under a load that it bears."""
+    monkeypatch.syspath_prepend(repo_root / "benchmarks")
+    from fleet_model import costs, load, simulation
+
+    measured = costs.Costs.read(json.loads(json.dumps(COSTS)))
+    small = simulation.Fleet(replicas=6, limits=costs.Limits(slots=8), prefixes=64)
+
+    def run(strategy="affinity", *, seed=0, count=800, adapters=200, rate=25.0, **options):
+        requests = load.Load(count, rate, adapters=adapters, tenants=10).requests(seed)
+        return simulation.Simulation(measured, replace(small, **options), strategy, seed).run(requests)
+
+    return SimpleNamespace(run=run, times=costs.StepTimes(measured, costs.Limits()))
+
+
+@pytest.mark.parametrize("strategy", ["random", "round robin", "affinity"])
+@pytest.mark.parametrize("users", [None, 30])
+def test_every_request_ends_or_is_counted_lost(fleet, strategy, users):
+    found = fleet.run(strategy, users=users, lifetime=20.0)
+    assert found["failures"] > 0
+    assert found["lost"] > 0
+    assert found["retried"] > 0
+    assert found["ended"] + found["lost"] == 800
+    assert fleet.run(strategy, users=users)["ended"] == 800
+
+
+def test_a_seed_decides_everything(fleet):
+    first = fleet.run("random", lifetime=20.0)
+    assert fleet.run("random", lifetime=20.0) == first
+    assert fleet.run("random", seed=1, lifetime=20.0) != first
+
+
+def test_affinity_loads_fewer_adapters_and_answers_sooner(fleet):
+    affine, in_turn = fleet.run("affinity"), fleet.run("round robin")
+    assert affine["adapter_loads"] < 0.7 * in_turn["adapter_loads"]
+    assert affine["adapter_hits"] > in_turn["adapter_hits"]
+    assert affine["ttft_p50"] < in_turn["ttft_p50"]
+
+
+def test_a_lone_request_takes_what_was_measured(fleet):
+    """One replica, one request: the load, the step with its prompt of 96 to 160 tokens, and the way to the engine."""
+    found = fleet.run(count=1, replicas=1)
+    assert found["adapter_loads"] == 1
+    assert 0.05 + 0.010 + 0.048 + 0.002 <= found["ttft_p50"] <= 0.05 + 0.010 + 0.080 + 0.002
+
+
+def test_adapters_stay_while_they_are_used_or_wanted(fleet):
+    """With fewer slots than rows an adapter is loaded once for each time that it is wanted, at most."""
+    found = fleet.run("random", count=300, replicas=1, adapters=40, rate=1000.0)
+    assert found["ended"] == 300
+    assert found["adapter_loads"] <= 300
+
+
+def test_steps_between_the_measured_ones_lie_on_lines(fleet):
+    assert fleet.times(1, 1, 0) == fleet.times(0, 0, 0) == pytest.approx(0.010)
+    assert fleet.times(8, 1, 0) == pytest.approx(0.014)
+    assert fleet.times(8, 8, 128) == pytest.approx(0.018 + 0.064)
+    assert fleet.times(8, 1, 0) < fleet.times(8, 4, 0) < fleet.times(8, 8, 0)
+
+
+def test_an_adapter_counts_more_than_a_prefix_and_a_prefix_more_than_a_queue(fleet):
+    from fleet_model.load import Load
+    from fleet_model.routing import Router, View
+
+    views = [View(str(index), slots=4, prefixes=4) for index in range(4)]
+    (request,) = Load(1, 1.0, adapters=1, tenants=1, prefixes=1).requests(0)
+    views[1].prefixes.use((request.adapter, request.prefix))
+    views[1].queue_length = 3
+    assert Router("affinity", views, 8, seed=0).send(request) == 1
+    del views[1].adapters[request.adapter]
+    views[2].adapters.use(request.adapter)
+    assert Router("affinity", views, 8, seed=0).send(request) == 2
+    views[2].queue_length = 20
+    assert Router("affinity", views, 8, seed=0).send(request) == 1
