@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 _EPILOG = """\
 examples:
   outrider deploy --num-replicas 2                      two replicas of the demo model on this machine
-  outrider deploy ./model --enable-lora --database postgresql://... --num-replicas 4 --replica-gpus 1 --ray-address auto
+  outrider deploy ./model --database postgresql://... --num-replicas 4 --replica-gpus 1 --ray-address auto
 
-All options of `outrider serve` hold for each replica. Tenants, keys, adapters and the ledger are shared by the database.
+All options of `outrider serve` hold for each replica. They share tenants, keys, adapters and the ledger by the database;
+limits count in each of them.
 """
 
 

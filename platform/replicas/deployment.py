@@ -163,7 +163,5 @@ def build_app(args: EngineArgs, config: ServerConfig, plan: ReplicaPlan) -> serv
         ),
         **scale,
     )
-    ingress = serve.deployment(
-        Ingress, name="Ingress", max_ongoing_requests=100_000, ray_actor_options={"num_cpus": 0}
-    )
+    ingress = serve.deployment(Ingress, name="Ingress", max_ongoing_requests=100_000, ray_actor_options={"num_cpus": 0})
     return ingress.bind(engines.bind(args, config), config.max_body_bytes)

@@ -84,9 +84,7 @@ class Deployment:
 
 
 @pytest.fixture(scope="module")
-def deployment(
-    tmp_path_factory: pytest.TempPathFactory, tethered: Callable[..., list[str]]
-) -> Iterator[Deployment]:
+def deployment(tmp_path_factory: pytest.TempPathFactory, tethered: Callable[..., list[str]]) -> Iterator[Deployment]:
     made = Deployment(tmp_path_factory.mktemp("deploy"), tethered)
     yield made
     made.process.terminate()
