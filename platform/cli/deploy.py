@@ -1,0 +1,104 @@
+"""`outrider deploy`: replicas of the server on a Ray cluster."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import signal
+import threading
+from typing import TYPE_CHECKING
+
+from ..core.config import EngineArgs
+from ..core.errors import InvalidRequestError, OutriderError
+from ..http.server_config import ServerConfig
+from . import serve
+from .options.option_types import integer
+from .options.parser import Parser
+
+if TYPE_CHECKING:
+    from ..replicas.deployment import ReplicaPlan
+
+_EPILOG = """\
+examples:
+  outrider deploy --num-replicas 2                      two replicas of the demo model on this machine
+  outrider deploy ./model --database postgresql://... --num-replicas 4 --replica-gpus 1 --ray-address auto
+
+All options of `outrider serve` hold for each replica. They share tenants, keys, adapters and the ledger by the database;
+limits count in each of them.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add the command and its options."""
+    parser = commands.add_parser(
+        "deploy",
+        usage="outrider deploy [MODEL] [options]",
+        allow_abbrev=False,
+        help="serve a model over HTTP by replicas on a Ray cluster",
+        description="Serve a model by several replicas on a Ray cluster. A request goes to one that has its adapter.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="HF directory or hub id (default: the embedded demo model)"
+    )
+    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same as the argument")
+    group = parser.add_argument_group("replicas")
+    group.add_argument("--num-replicas", type=integer(1), default=1, metavar="N", help="replicas, or the fewest (1)")
+    group.add_argument(
+        "--max-replicas", type=integer(1), metavar="N", help="most replicas, as load grows (default: --num-replicas)"
+    )
+    group.add_argument(
+        "--target-requests", type=integer(1), default=32, metavar="N",
+        help="requests at once of a replica above which another one is started (32)",
+    )  # fmt: skip
+    group.add_argument("--replica-cpus", type=float, default=1.0, metavar="N", help="Ray's CPUs of each replica (1)")
+    group.add_argument("--replica-gpus", type=float, default=0.0, metavar="N", help="Ray's GPUs of each replica (0)")
+    group.add_argument(
+        "--ray-address", metavar="ADDRESS", help="cluster to use: auto, or its address (default: one on this machine)"
+    )
+    serve.add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Deploy, and serve until a signal; returns the exit status."""
+    if importlib.util.find_spec("ray") is None:
+        raise InvalidRequestError("outrider deploy needs pip install 'outrider[serve,ray]'")
+    most = namespace.max_replicas or namespace.num_replicas
+    if most < namespace.num_replicas:
+        namespace.parser.error(f"argument --max-replicas: must be at least --num-replicas, {namespace.num_replicas}")
+
+    def work(args: EngineArgs, config: ServerConfig) -> int:
+        from ..replicas.deployment import ReplicaPlan
+
+        plan = ReplicaPlan(
+            namespace.num_replicas, most, namespace.target_requests, namespace.replica_cpus, namespace.replica_gpus
+        )
+        return _deploy(args, config, plan, namespace.ray_address)
+
+    return serve.run_with(namespace, work)
+
+
+def _deploy(args: EngineArgs, config: ServerConfig, plan: ReplicaPlan, address: str | None) -> int:
+    import ray
+    from ray import serve as ray_serve
+
+    from ..replicas.deployment import build_app
+
+    ray.init(address=address, include_dashboard=False)
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):  # Ray has set its own
+        signal.signal(number, lambda *_: ended.set())
+    try:
+        ray_serve.start(http_options={"host": config.host, "port": config.port})
+        try:
+            ray_serve.run(build_app(args, config, plan), name="outrider", route_prefix="/")
+        except RuntimeError as error:
+            raise OutriderError(f"the replicas do not start, for the reason that stands above ({error})") from None
+        print(f"Outrider serves by {plan.num_replicas} replicas at http://{config.host}:{config.port}", flush=True)
+        ended.wait()
+    finally:
+        ray_serve.shutdown()
+        ray.shutdown()
+    return 0

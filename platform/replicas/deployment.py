@@ -1,0 +1,167 @@
+"""Ray Serve deployments: an ingress that forwards requests, and the replicas that answer them. Needs `ray[serve]`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+from ray import serve
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from ..core.config import EngineArgs
+from ..core.logs import set_up_logging
+from ..http.protect.error_responses import BodyTooLargeError, error_response
+from ..http.server_config import ServerConfig
+from .replica import ForwardedRequest, Replica
+from .routing import AffinityRouter, ReplicaView, RoutingKey, routing_key
+
+_STATS_SECONDS = 1.0
+"""Seconds between two looks at the adapters that a replica has."""
+_HOP_HEADERS = frozenset((b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"upgrade"))
+
+
+class ReplicaPlan(NamedTuple):
+    """Numbers of replicas, and resources of each."""
+
+    num_replicas: int
+    max_replicas: int
+    target_requests: int
+    """Requests at once of a replica above which another one is started."""
+    num_cpus: float
+    num_gpus: float
+    router: type[RequestRouter] | None = None
+    """Ray's class of the choice of replicas; None: `AdapterRouter`."""
+
+
+class AdapterRouter(RequestRouter):  # type: ignore[misc]
+    """Ray's router with our choice. Each ingress has one, with a view of its own."""
+
+    def initialize_state(self, **options: Any) -> None:
+        """See RequestRouter."""
+        self._views: dict[ReplicaID, ReplicaView] = {}
+        self._chooser: AffinityRouter[ReplicaID] = AffinityRouter()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """See RequestRouter."""
+        replicas = {replica.replica_id: replica for replica in candidate_replicas}
+        views = self._current(replicas)
+        ranked = self._chooser.rank(views, _key_of(pending_request))
+        return [[replicas[name]] for name in ranked]
+
+    def _current(self, replicas: dict[ReplicaID, RunningReplica]) -> dict[ReplicaID, ReplicaView]:
+        self._views = {name: self._views.get(name) or ReplicaView() for name in replicas}
+        for name, replica in replicas.items():
+            stats = replica.routing_stats
+            if stats:
+                self._views[name].observe(stats["adapters"], stats["slots"])
+        return self._views
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
+        """See RequestRouter."""
+        if replica_id in self._views:
+            self._views[replica_id].ongoing += 1
+            self._views[replica_id].give(_key_of(pending_request))
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """See RequestRouter."""
+        if replica_id in self._views:
+            self._views[replica_id].ongoing -= 1
+
+
+def _key_of(pending: PendingRequest | None) -> RoutingKey:
+    return pending.args[0] if pending is not None and pending.args else RoutingKey()
+
+
+class Engine:
+    """Deployment of replicas."""
+
+    async def __init__(self, args: EngineArgs, config: ServerConfig) -> None:  # type: ignore[misc]  # Ray waits for it
+        set_up_logging(config.log_level.upper(), config.log_format, "replica", prompts=config.log_prompts)
+        self._replica = Replica(args, config)
+        await self._replica.start()
+
+    async def answer(self, key: RoutingKey, request: ForwardedRequest) -> AsyncIterator[dict[str, Any]]:
+        """Answer a request; `key` is the routers'."""
+        async for message in self._replica.answer(request):
+            yield message
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Tell the routers what the replica has."""
+        return await self._replica.stats()
+
+    def check_health(self) -> None:
+        """Raise when the engine is dead for good: Ray then starts another replica."""
+        self._replica.check()
+
+    async def __del__(self) -> None:
+        """Drain: Ray calls it before it ends a replica."""
+        await self._replica.stop()
+
+
+class Ingress:
+    """Deployment that takes HTTP requests and forwards them whole."""
+
+    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
+        self._replicas = replicas.options(stream=True)
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, request: Request) -> Response:
+        """Forward a request; its answer is a stream."""
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > self._max_body_bytes:
+                return error_response(BodyTooLargeError(f"The body is longer than {self._max_body_bytes} bytes"))
+        scope, whole = request.scope, bytes(body)
+        headers = [(name, value) for name, value in scope["headers"] if name not in _HOP_HEADERS]
+        headers.append((b"content-length", b"%d" % len(whole)))
+        path = scope["path"].removeprefix(scope.get("root_path", "") or "") or "/"
+        client = tuple(scope["client"]) if scope.get("client") else None
+        forwarded = ForwardedRequest(scope["method"], path, scope["query_string"], headers, whole, client)
+        messages = self._replicas.answer.remote(routing_key(whole), forwarded)
+        start = await anext(messages)
+
+        async def content() -> AsyncIterator[bytes]:
+            try:
+                async for message in messages:
+                    if message.get("body"):
+                        yield message["body"]
+            finally:
+                messages.cancel()
+
+        response = StreamingResponse(content(), start["status"])
+        response.raw_headers = [pair for pair in start["headers"] if pair[0].lower() not in _HOP_HEADERS]
+        return response
+
+
+def build_app(args: EngineArgs, config: ServerConfig, plan: ReplicaPlan) -> serve.Application:
+    """Ray Serve application: `serve.run(build_app(...))`."""
+    scale: dict[str, Any] = {"num_replicas": plan.num_replicas}
+    if plan.max_replicas > plan.num_replicas:
+        scale = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=plan.num_replicas,
+                max_replicas=plan.max_replicas,
+                target_ongoing_requests=plan.target_requests,
+            )
+        }
+    engines = serve.deployment(
+        Engine,
+        name="Engine",
+        max_ongoing_requests=100_000,  # the server itself bounds its queue, with an error that says so
+        ray_actor_options={"num_cpus": plan.num_cpus, "num_gpus": plan.num_gpus},
+        graceful_shutdown_timeout_s=config.shutdown_timeout + 10,
+        health_check_timeout_s=600,
+        request_router_config=RequestRouterConfig(
+            request_router_class=plan.router or AdapterRouter, request_routing_stats_period_s=_STATS_SECONDS
+        ),
+        **scale,
+    )
+    ingress = serve.deployment(Ingress, name="Ingress", max_ongoing_requests=100_000, ray_actor_options={"num_cpus": 0})
+    return ingress.bind(engines.bind(args, config), config.max_body_bytes)

@@ -1,0 +1,84 @@
+"""The choice of a replica, without Ray."""
+
+import json
+import random
+
+from outrider.platform.replicas.routing import AffinityRouter, ReplicaView, RoutingKey, routing_key
+
+
+def views(count: int, slots: int = 8) -> dict[int, ReplicaView]:
+    return {index: ReplicaView(slots) for index in range(count)}
+
+
+def test_a_request_goes_where_its_adapter_is() -> None:
+    replicas = views(4)
+    replicas[2].adapters.use("sql")
+    replicas[2].ongoing = 3
+    assert AffinityRouter[int](seed=0).rank(replicas, RoutingKey("sql"))[0] == 2
+
+
+def test_but_not_to_a_replica_that_has_far_more_to_do() -> None:
+    replicas = views(4)
+    replicas[2].adapters.use("sql")
+    replicas[2].ongoing = 9
+    assert AffinityRouter[int](slack=4, seed=0).rank(replicas, RoutingKey("sql"))[0] != 2
+
+
+def test_of_those_with_the_adapter_the_one_that_has_seen_the_text() -> None:
+    replicas = views(4)
+    for index in (1, 3):
+        replicas[index].adapters.use("sql")
+    replicas[3].give(RoutingKey("sql", ("beginning", "longer")))
+    assert AffinityRouter[int](seed=0).rank(replicas, RoutingKey("sql", ("beginning", "other")))[0] == 3
+
+
+def test_requests_for_no_model_are_for_all() -> None:
+    replicas, router = views(2), AffinityRouter[int](seed=0)
+    replicas[1].give(RoutingKey())
+    assert {router.rank(replicas, RoutingKey())[0] for _ in range(30)} == {0, 1}
+
+
+def test_all_replicas_are_ranked_once() -> None:
+    replicas = views(5)
+    ranked = AffinityRouter[int](seed=1).rank(replicas, RoutingKey())
+    assert sorted(ranked) == [0, 1, 2, 3, 4]
+    assert AffinityRouter[int]().rank({}, RoutingKey()) == []
+
+
+def test_what_a_replica_says_counts_more_than_what_it_was_given() -> None:
+    view = ReplicaView(4)
+    view.give(RoutingKey("gone"))
+    view.observe(["kept"], slots=2)
+    assert list(view.adapters) == ["kept"]
+    for name in ("a", "b"):
+        view.give(RoutingKey(name))
+    assert list(view.adapters) == ["a", "b"]
+
+
+def test_affinity_loads_fewer_adapters_than_chance() -> None:
+    """40 adapters, two replicas with room for 8: loads by affinity and by turns."""
+
+    def loads(affine: bool) -> int:
+        source, router, replicas, count = random.Random(3), AffinityRouter[int](seed=3), views(2), 0
+        for number in range(2000):
+            key = RoutingKey(str(source.choices(range(40), [1 / (i + 1) for i in range(40)])[0]))
+            chosen = router.rank(replicas, key)[0] if affine else number % 2
+            count += key.adapter not in replicas[chosen].adapters
+            replicas[chosen].give(key)
+        return count
+
+    assert loads(affine=True) < 0.75 * loads(affine=False)
+
+
+def test_keys_of_bodies() -> None:
+    text = "x" * 2000
+    chat = {"model": "sql", "messages": [{"role": "user", "content": text}]}
+    key = routing_key(json.dumps(chat).encode())
+    assert key.adapter == "sql"
+    assert len(key.prefixes) == 2
+    assert routing_key(json.dumps(chat | {"model": "json"}).encode()).prefixes[0] != key.prefixes[0]
+    longer = {"model": "sql", "messages": [{"role": "user", "content": text + "y" * 5000}]}
+    assert routing_key(json.dumps(longer).encode()).prefixes[:2] == key.prefixes
+    for body in (b"", b"no json", b"[1]", b'{"model": 3}', b"[" * 100_000):
+        assert routing_key(body) == RoutingKey()
+    assert routing_key(b'{"prompt": "hello"}') == RoutingKey("", ())
