@@ -23,8 +23,8 @@ examples:
   outrider deploy --num-replicas 2                      two replicas of the demo model on this machine
   outrider deploy ./model --database postgresql://... --num-replicas 4 --replica-gpus 1 --ray-address auto
 
-All options of `outrider serve` hold for each replica. They share tenants, keys, adapters and the ledger by the database;
-limits count in each of them.
+All options of `outrider serve` hold for each replica. By the database they share tenants, keys, adapters and the
+ledger; limits count in each of them.
 """
 
 

@@ -37,7 +37,7 @@ class ReplicaPlan(NamedTuple):
     """Ray's class of the choice of replicas; None: `AdapterRouter`."""
 
 
-class AdapterRouter(RequestRouter):  # type: ignore[misc]
+class AdapterRouter(RequestRouter):
     """Ray's router with our choice. Each ingress has one, with a view of its own."""
 
     def initialize_state(self, **options: Any) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import fcntl
 import itertools
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,9 +60,9 @@ class Replica:
             await gone.wait()
             return {"type": "http.disconnect"}
 
-        async def send(message: dict[str, Any]) -> None:
+        async def send(message: MutableMapping[str, Any]) -> None:
             if not gone.is_set():
-                await messages.put(message)
+                await messages.put(dict(message))
 
         async def run() -> None:
             try:
