@@ -84,7 +84,7 @@ class Replica:
                 await work
 
     async def stats(self) -> dict[str, Any]:
-        """What routers know of the replica: `adapters` that the device holds, and `slots`, how many fit."""
+        """Facts for routers: `adapters` that the device holds, and `slots`, how many fit."""
         llm = self._service.llm
         if not llm.info.enable_lora:
             return {"adapters": [], "slots": 0}
