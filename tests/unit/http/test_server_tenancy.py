@@ -9,7 +9,7 @@ import pytest
 from outrider.platform.client.async_llm import AsyncLLM
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import InvalidRequestError
-from outrider.platform.http.server import _Server, bind
+from outrider.platform.http.server import Service, _Server, bind
 from outrider.platform.http.server_config import ServerConfig
 from outrider.platform.tenancy.database.connection import DatabaseUnavailableError
 from outrider.platform.tenancy.service import Tenancy
@@ -42,7 +42,7 @@ def llm(monkeypatch) -> StartingLLM:
 def run(database: str) -> int:
     async def serve() -> int:
         with bind("127.0.0.1", 0) as listener:
-            return await _Server(EngineArgs(), ServerConfig(database=database), listener).run()
+            return await _Server(Service(EngineArgs(), ServerConfig(database=database)), listener).run()
 
     return asyncio.run(serve())
 
