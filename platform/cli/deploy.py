@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import signal
+import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, OutriderError
+from ..http.server import InterruptedStartError, bind
 from ..http.server_config import ServerConfig
 from . import serve
 from .options.option_types import integer
 from .options.parser import Parser
 
-if TYPE_CHECKING:
-    from ..replicas.deployment import ReplicaPlan
-
+NAME = "outrider"
+"""Name of the Ray Serve application."""
 _EPILOG = """\
 examples:
   outrider deploy --num-replicas 2                      two replicas of the demo model on this machine
@@ -70,35 +72,52 @@ def run(namespace: argparse.Namespace) -> int:
         namespace.parser.error(f"argument --max-replicas: must be at least --num-replicas, {namespace.num_replicas}")
 
     def work(args: EngineArgs, config: ServerConfig) -> int:
-        from ..replicas.deployment import ReplicaPlan
+        from ..replicas.deployment import Place, ReplicaPlan, build_app
 
         plan = ReplicaPlan(
             namespace.num_replicas, most, namespace.target_requests, namespace.replica_cpus, namespace.replica_gpus
         )
-        return _deploy(args, config, plan, namespace.ray_address)
+        place = Place(os.getcwd(), namespace.kernel_configs)
+        return _deploy(args, config, namespace.ray_address, build_app(args, config, plan, place))
 
     return serve.run_with(namespace, work)
 
 
-def _deploy(args: EngineArgs, config: ServerConfig, plan: ReplicaPlan, address: str | None) -> int:
+def _deploy(args: EngineArgs, config: ServerConfig, address: str | None, app: Any) -> int:
     import ray
     from ray import serve as ray_serve
 
-    from ..replicas.deployment import build_app
-
-    ray.init(address=address, include_dashboard=False)
+    for name, why in config.without_effect.items():
+        print(f"{name} has no effect: {why}", file=sys.stderr)
+    if address is None:  # on a cluster the port is of another machine
+        bind(config.host, config.port).close()
     ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):  # Ray has set its own
-        signal.signal(number, lambda *_: ended.set())
+
+    def on_signal(number: int, frame: object) -> None:
+        if not started:
+            raise InterruptedStartError("stopped before the replicas were ready")
+        ended.set()
+
+    started = False
+    ray.init(address=address, include_dashboard=False)
     try:
+        for number in (signal.SIGTERM, signal.SIGINT):  # Ray has set its own
+            signal.signal(number, on_signal)
         ray_serve.start(http_options={"host": config.host, "port": config.port})
-        try:
-            ray_serve.run(build_app(args, config, plan), name="outrider", route_prefix="/")
-        except RuntimeError as error:
-            raise OutriderError(f"the replicas do not start, for the reason that stands above ({error})") from None
-        print(f"Outrider serves by {plan.num_replicas} replicas at http://{config.host}:{config.port}", flush=True)
+        ray_serve.run(app, name=NAME, route_prefix="/")
+        started = True
+        where = f"at http://{config.host}:{config.port}" if address is None else "at the address of the cluster's Serve"
+        print(f"Outrider serves {where}", flush=True)
         ended.wait()
+    except InterruptedStartError:
+        return 0
+    except RuntimeError as error:
+        raise OutriderError(f"the replicas do not start, for the reason that stands above ({error})") from None
     finally:
-        ray_serve.shutdown()
+        started = True  # a second signal does not stop the end
+        if address is None:
+            ray_serve.shutdown()
+        else:  # others may have applications there
+            ray_serve.delete(NAME)
         ray.shutdown()
     return 0

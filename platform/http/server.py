@@ -191,8 +191,10 @@ class Service:
 
     async def close(self) -> None:
         """End the engine and close the database."""
-        await self.app.state.serving.close()
-        await self._end_engine()
+        try:
+            await self.app.state.serving.close()
+        finally:
+            await self._end_engine()
 
     async def _end_engine(self) -> None:
         await self.llm.shutdown()

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from ..client.kernel_configs import use_kernel_configs
 from ..core.config import EngineArgs
-from ..core.logs import set_up_logging
+from ..core.errors import EngineDeadError
+from ..core.logs import REQUEST_LOGGER, set_up_logging
 from ..http.protect.error_responses import BodyTooLargeError, error_response
 from ..http.server_config import ServerConfig
 from .replica import ForwardedRequest, Replica
 from .routing import AffinityRouter, ReplicaView, RoutingKey, routing_key
 
+logger = logging.getLogger(__name__)
+
+_LONG_BODY = 1 << 16
+"""Bytes of a body above which it is read in a thread, so that other streams go on."""
 _STATS_SECONDS = 1.0
 """Seconds between two looks at the adapters that a replica has."""
 _HOP_HEADERS = frozenset((b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"upgrade"))
+_NOT_FORWARDED = _HOP_HEADERS | {b"x-request-id"}  # which Ray adds to every answer
 
 
 class ReplicaPlan(NamedTuple):
@@ -37,12 +48,21 @@ class ReplicaPlan(NamedTuple):
     """Ray's class of the choice of replicas; None: `AdapterRouter`."""
 
 
+class Place(NamedTuple):
+    """Place of the command, for replicas on its machine or with the same files."""
+
+    folder: str
+    """Working folder, which relative paths of the options begin in."""
+    kernel_configs: str | None
+
+
 class AdapterRouter(RequestRouter):
     """Ray's router with our choice. Each ingress has one, with a view of its own."""
 
     def initialize_state(self, **options: Any) -> None:
         """See RequestRouter."""
         self._views: dict[ReplicaID, ReplicaView] = {}
+        self._seen: dict[ReplicaID, dict[str, Any]] = {}
         self._chooser: AffinityRouter[ReplicaID] = AffinityRouter()
 
     async def choose_replicas(
@@ -58,8 +78,10 @@ class AdapterRouter(RequestRouter):
         self._views = {name: self._views.get(name) or ReplicaView() for name in replicas}
         for name, replica in replicas.items():
             stats = replica.routing_stats
-            if stats:
+            if stats and stats != self._seen.get(name):  # else it would forget what it was given since
                 self._views[name].observe(stats["adapters"], stats["slots"])
+                self._views[name].ready = stats["ready"]
+        self._seen = {name: replica.routing_stats for name, replica in replicas.items()}
         return self._views
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
@@ -81,8 +103,12 @@ def _key_of(pending: PendingRequest | None) -> RoutingKey:
 class Engine:
     """Deployment of replicas."""
 
-    async def __init__(self, args: EngineArgs, config: ServerConfig) -> None:  # type: ignore[misc]  # Ray waits for it
+    async def __init__(self, args: EngineArgs, config: ServerConfig, place: Place) -> None:  # type: ignore[misc]
         set_up_logging(config.log_level.upper(), config.log_format, "replica", prompts=config.log_prompts)
+        logging.getLogger(REQUEST_LOGGER).setLevel(logging.INFO if config.log_requests else logging.WARNING)
+        if os.path.isdir(place.folder):
+            os.chdir(place.folder)
+        use_kernel_configs(place.kernel_configs)
         self._replica = Replica(args, config)
         await self._replica.start()
 
@@ -124,8 +150,13 @@ class Ingress:
         path = scope["path"].removeprefix(scope.get("root_path", "") or "") or "/"
         client = tuple(scope["client"]) if scope.get("client") else None
         forwarded = ForwardedRequest(scope["method"], path, scope["query_string"], headers, whole, client)
-        messages = self._replicas.answer.remote(routing_key(whole), forwarded)
-        start = await anext(messages)
+        key = await asyncio.to_thread(routing_key, whole) if len(whole) > _LONG_BODY else routing_key(whole)
+        messages = self._replicas.answer.remote(key, forwarded)
+        try:
+            start = await anext(messages)
+        except RayError as error:
+            logger.warning("a replica did not answer: %s", type(error).__name__)
+            return error_response(EngineDeadError("The replica that had the request has ended; try again"))
 
         async def content() -> AsyncIterator[bytes]:
             try:
@@ -136,11 +167,13 @@ class Ingress:
                 messages.cancel()
 
         response = StreamingResponse(content(), start["status"])
-        response.raw_headers = [pair for pair in start["headers"] if pair[0].lower() not in _HOP_HEADERS]
+        response.raw_headers = [
+            pair for pair in start["headers"] if pair[0].lower() not in _HOP_HEADERS | _RAYS_HEADERS
+        ]
         return response
 
 
-def build_app(args: EngineArgs, config: ServerConfig, plan: ReplicaPlan) -> serve.Application:
+def build_app(args: EngineArgs, config: ServerConfig, plan: ReplicaPlan, place: Place) -> serve.Application:
     """Ray Serve application: `serve.run(build_app(...))`."""
     scale: dict[str, Any] = {"num_replicas": plan.num_replicas}
     if plan.max_replicas > plan.num_replicas:
@@ -164,4 +197,4 @@ def build_app(args: EngineArgs, config: ServerConfig, plan: ReplicaPlan) -> serv
         **scale,
     )
     ingress = serve.deployment(Ingress, name="Ingress", max_ongoing_requests=100_000, ray_actor_options={"num_cpus": 0})
-    return ingress.bind(engines.bind(args, config), config.max_body_bytes)
+    return ingress.bind(engines.bind(args, config, place), config.max_body_bytes)

@@ -7,15 +7,20 @@ import contextlib
 import fcntl
 import itertools
 import os
-from collections.abc import AsyncIterator, MutableMapping
+from collections.abc import AsyncIterator, Iterator, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from starlette.types import ASGIApp
+
+from ..core.adapter_names import split_engine_name
 from ..core.config import EngineArgs
-from ..core.errors import EngineDeadError
+from ..core.errors import EngineDeadError, OutriderError
+from ..http.protect.hardening import SECURITY_HEADERS, with_cors
 from ..http.server import Service
 from ..http.server_config import ServerConfig
+from ..tenancy.service import default_journal, write_journal
 
 
 class ForwardedRequest(NamedTuple):
@@ -40,14 +45,23 @@ class Replica:
             folder, self._claim = claim(_journals(config))
             config = replace(config, journal=str(folder))
         self._service = Service(args, config)
+        self.app: ASGIApp
 
     async def start(self) -> None:
-        """Start the engine and load its adapters.
+        """Start the engine and load its adapters; write into the ledger what dead replicas have left.
 
         Raises:
             OutriderError: the engine does not start, or an adapter of the options cannot be loaded.
         """
         await self._service.start()
+        config, app = self._service.config, self._service.app
+        self.app = with_cors(app, config.cors_origins) if config.cors_origins else app
+        if self._service.tenancy is not None and config.journal is not None:
+            for folder, file in unclaimed(Path(config.journal).parent):
+                try:
+                    await write_journal(self._service.tenancy.database, folder, config.journal_max_bytes)
+                finally:
+                    os.close(file)
 
     async def answer(self, request: ForwardedRequest) -> AsyncIterator[dict[str, Any]]:
         """Messages of the answer. Who closes the iterator has gone away, as a client that hangs up."""
@@ -61,12 +75,15 @@ class Replica:
             return {"type": "http.disconnect"}
 
         async def send(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                own = [(name.encode(), value.encode()) for name, value in SECURITY_HEADERS]
+                message = {**message, "headers": [*message["headers"], *own]}
             if not gone.is_set():
                 await messages.put(dict(message))
 
         async def run() -> None:
             try:
-                await self._service.app(_scope(request), receive, send)
+                await self.app(_scope(request), receive, send)
             finally:
                 if not gone.is_set():
                     await messages.put(None)
@@ -84,12 +101,17 @@ class Replica:
                 await work
 
     async def stats(self) -> dict[str, Any]:
-        """Facts for routers: `adapters` that the device holds, and `slots`, how many fit."""
+        """Facts for routers: `ready`, the `adapters` that the device holds as clients name them, and `slots`, how many
+        fit."""
         llm = self._service.llm
-        if not llm.info.enable_lora:
-            return {"adapters": [], "slots": 0}
-        held = [info.name for info in await llm.adapters.list() if info.level == "device"]
-        return {"adapters": held, "slots": llm.info.max_loras}
+        found: dict[str, Any] = {"ready": self._service.app.state.serving.state == "ready", "adapters": [], "slots": 0}
+        try:
+            if llm.info.enable_lora:
+                held = [info.name for info in await llm.adapters.list() if info.level == "device"]
+                found |= {"adapters": [split_engine_name(name)[1] for name in held], "slots": llm.info.max_loras}
+        except OutriderError:  # the engine has just died
+            found["ready"] = False
+        return found
 
     def check(self) -> None:
         """Raise EngineDeadError when the engine has died and cannot be started again."""
@@ -98,15 +120,16 @@ class Replica:
 
     async def stop(self) -> None:
         """Refuse new requests, let the running ones finish, and end the engine."""
-        await self._service.drain()
-        await self._service.close()
+        try:
+            await self._service.drain()
+        finally:
+            await self._service.close()
         if self._claim is not None:
             os.close(self._claim)
 
 
 def _journals(config: ServerConfig) -> Path:
     from ..tenancy.database.connection import Database, parse_url
-    from ..tenancy.service import default_journal
 
     if config.journal is not None:
         return Path(config.journal)
@@ -119,14 +142,29 @@ def claim(root: Path) -> tuple[Path, int]:
     for number in itertools.count():
         folder = root / str(number)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = os.open(folder / "claim", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(file)
-        else:
+        file = _claimed(folder)
+        if file is not None:
             return folder, file
     raise AssertionError("numbers do not end")
+
+
+def unclaimed(root: Path) -> Iterator[tuple[Path, int]]:
+    """The other folders of `root` that no process has, each with the open file that keeps it now; to be closed."""
+    for folder in sorted(root.iterdir()):
+        if folder.name.isdigit():
+            file = _claimed(folder)
+            if file is not None:
+                yield folder, file
+
+
+def _claimed(folder: Path) -> int | None:
+    file = os.open(folder / "claim", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        return None
+    return file
 
 
 def _scope(request: ForwardedRequest) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import random
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -39,9 +39,21 @@ def routing_key(body: bytes) -> RoutingKey:
     if not isinstance(value, dict) or not isinstance(value.get("model", ""), str):
         return RoutingKey()
     content: Any = next((value[name] for name in ("messages", "input", "prompt") if name in value), "")
-    text = value.get("model", "") + "\0" + (content if isinstance(content, str) else json.dumps(content))
+    model, text = value.get("model", ""), "".join(_pieces(content))
     cuts = [count for count in PREFIX_CHARS if count <= len(text)]
-    return RoutingKey(value.get("model", ""), tuple(hashlib.sha256(text[:cut].encode()).hexdigest() for cut in cuts))
+    texts = [f"{model}\0{text[:cut]}".encode(errors="surrogatepass") for cut in cuts]
+    return RoutingKey(model, tuple(hashlib.sha256(beginning).hexdigest() for beginning in texts))
+
+
+def _pieces(content: Any) -> Iterator[str]:
+    """Text of a prompt, or JSON of its messages, not much longer than the longest beginning."""
+    length = 0
+    for piece in content if isinstance(content, list) else [content]:
+        if length > PREFIX_CHARS[-1]:
+            return
+        text = piece if isinstance(piece, str) else json.dumps(piece)
+        length += len(text)
+        yield text
 
 
 class Recent(OrderedDict[Hashable, None]):
@@ -65,6 +77,8 @@ class ReplicaView:
     def __init__(self, adapter_slots: int = 1, prefixes: int = SEEN_PREFIXES) -> None:
         self.ongoing = 0
         """Requests that it was given and has not answered."""
+        self.ready = True
+        """False while it refuses all requests: asleep, or its engine is being restarted."""
         self.adapters = Recent(adapter_slots)
         """Adapters that it has, or was given requests for, as many as it has room for."""
         self.prefixes = Recent(prefixes)
@@ -96,10 +110,10 @@ class AffinityRouter(Generic[K]):
 
     def rank(self, views: Mapping[K, ReplicaView], key: RoutingKey) -> Sequence[K]:
         """All replicas, the best one first."""
-        keys = list(views)
+        keys = [name for name, view in views.items() if view.ready] or list(views)
         if not keys:
             return []
-        limit = min(view.ongoing for view in views.values()) + self._slack
+        limit = min(views[name].ongoing for name in keys) + self._slack
         free = [name for name in keys if views[name].ongoing <= limit]
         near = [name for name in free if key.adapter in views[name].adapters]
         among = near or free
@@ -109,4 +123,5 @@ class AffinityRouter(Generic[K]):
             among = [name for name in among if reach[name] == most]
         two = among if len(among) < 3 else self._source.sample(among, 2)
         best = min(two, key=lambda name: (views[name].ongoing, len(views[name].adapters), self._source.random()))
-        return [best, *sorted((name for name in keys if name != best), key=lambda name: views[name].ongoing)]
+        rest = sorted((not views[name].ready, views[name].ongoing, at) for at, name in enumerate(views) if name != best)
+        return [best, *([*views][at] for _, _, at in rest)]

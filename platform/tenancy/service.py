@@ -73,6 +73,16 @@ class Tenancy:
         await self._opened.aclose()
 
 
+async def write_journal(database: Database, folder: Path, max_bytes: int) -> None:
+    """Write into the ledger what a server that is dead has left in its journal.
+
+    Raises:
+        InvalidRequestError: the folder cannot be used.
+    """
+    ledger = await Ledger.open(database, folder, max_bytes)
+    await ledger.close()
+
+
 def default_journal(database: Database) -> Path:
     """Journal's folder: beside a SQLite file, else in the user's folder for state, one for each database. One server
     has it at a time."""

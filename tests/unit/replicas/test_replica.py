@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.http.server_config import ServerConfig
-from outrider.platform.replicas.replica import ForwardedRequest, Replica, claim
+from outrider.platform.replicas.replica import ForwardedRequest, Replica, claim, unclaimed
 
 
 class Application:
@@ -36,7 +36,7 @@ class Application:
 
 def replica_of(app: Application) -> Replica:
     replica = Replica(EngineArgs(), ServerConfig())
-    replica._service.app = app  # type: ignore[assignment]
+    replica.app = app
     return replica
 
 
@@ -49,7 +49,8 @@ def test_an_answer_is_a_stream_of_messages() -> None:
         return [message async for message in replica_of(Application()).answer(request(b"hello"))]
 
     messages = asyncio.run(run())
-    assert messages[0]["headers"] == [(b"x-path", b"/v1/chat/completions")]
+    assert messages[0]["headers"][0] == (b"x-path", b"/v1/chat/completions")
+    assert (b"x-frame-options", b"DENY") in messages[0]["headers"]
     assert [message["body"] for message in messages[1:]] == [b"hello", b"hello", b""]
 
 
@@ -70,5 +71,9 @@ def test_the_folder_of_a_dead_replica_is_taken_over(tmp_path: Path) -> None:
     first, file = claim(tmp_path)
     second, _ = claim(tmp_path)
     assert (first.name, second.name) == ("0", "1")
+    assert list(unclaimed(tmp_path)) == []
     os.close(file)  # as the system does when a process dies
+    ((left, kept),) = unclaimed(tmp_path)
+    assert left == first
+    os.close(kept)
     assert claim(tmp_path)[0] == first

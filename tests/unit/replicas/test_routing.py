@@ -70,6 +70,14 @@ def test_affinity_loads_fewer_adapters_than_chance() -> None:
     assert loads(affine=True) < 0.75 * loads(affine=False)
 
 
+def test_a_replica_that_refuses_all_is_the_last_choice() -> None:
+    replicas = views(3)
+    replicas[0].adapters.use("sql")
+    replicas[0].ready = False
+    replicas[1].ongoing = replicas[2].ongoing = 5
+    assert AffinityRouter[int](seed=0).rank(replicas, RoutingKey("sql"))[-1] == 0
+
+
 def test_keys_of_bodies() -> None:
     text = "x" * 2000
     chat = {"model": "sql", "messages": [{"role": "user", "content": text}]}
@@ -82,3 +90,4 @@ def test_keys_of_bodies() -> None:
     for body in (b"", b"no json", b"[1]", b'{"model": 3}', b"[" * 100_000):
         assert routing_key(body) == RoutingKey()
     assert routing_key(b'{"prompt": "hello"}') == RoutingKey("", ())
+    assert len(routing_key(json.dumps({"prompt": "\ud800" * 300}).encode()).prefixes) == 1

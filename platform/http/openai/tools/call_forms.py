@@ -31,11 +31,16 @@ class CallForm(NamedTuple):
     """Tokens that may stand between calls."""
     bracket: bool = False
     """True where one trigger begins a list of calls."""
+    beginning: str = ""
+    """Pattern of all that the parser takes for the beginning of a call, where that is more than the trigger."""
 
 
 CALL_FORMS = {
     "hermes": CallForm("<tool_call>", '\n{"name": "%s", "arguments": ', "}\n</tool_call>"),
-    "llama3_json": CallForm('{"name": ', '"%s", "parameters": ', "}", ("<|python_tag|>",)),
+    "llama3_json": CallForm(
+        *('{"name": ', '"%s", "parameters": ', "}", ("<|python_tag|>",)),
+        beginning=r'\{\s*"(type"\s*:\s*"function"\s*,\s*")?name"\s*:',
+    ),
     "mistral": CallForm("[TOOL_CALLS]", "%s[ARGS]", ""),
     "deepseek_v3": CallForm(
         "<｜tool▁call▁begin｜>",
@@ -109,12 +114,19 @@ def _json_calls(form: CallForm, choice: ToolChoice, marks: Marks) -> list[str]:
     between = " | ".join([r"/[ \n;]+/", *around])
     first = f"({' | '.join(around)})* " if around else ""
     more = ' ("," " "? one)*' if choice.parallel else ""
+    text, until_call = TEXT, [marks.until("until_call", form.trigger)]
+    if form.beginning:  # text has none of them, and one that ends with the trigger no other
+        text = "PLAIN"
+        until_call = [
+            rf"PLAIN: /(.|\n)*/ & ~/(.|\n)*{form.beginning}(.|\n)*/",
+            rf"until_call[lazy]: /(.|\n)*{re.escape(form.trigger)}/ & ~/(.|\n)*{form.beginning}(.|\n)(.|\n)+/",
+        ]
     return [
         f"calls: {first}{marks.lark(form.trigger)} called" + (" between* (call between*)*" if choice.parallel else ""),
         f"between: {between}",
-        f"free: ({' | '.join(['call', *(f'{TEXT} {mark}' for mark in around)])})* {TEXT}",
+        f"free: ({' | '.join(['call', *(f'{text} {mark}' for mark in around)])})* {text}",
         "call: until_call called",
-        marks.until("until_call", form.trigger),
+        *until_call,
         f'called: " "? "[" one{more} "]"' if form.bracket else "called: one",
         f"one: {' | '.join(calls)}",
     ]
@@ -187,7 +199,10 @@ def _keyword_arguments(index: int, function: dict[str, Any]) -> list[str]:
         return [f'args_{index}: (any_{index} ("," " "? any_{index})*)?', f'any_{index}: /{_NAME}/ "=" {_json({})}']
     schema = parameters_of(function)
     place = f"tools[{index}].function.parameters"
-    properties, required = schema.get("properties") or {}, set(schema.get("required") or ())
+    properties, names = schema.get("properties") or {}, schema.get("required") or []
+    if not isinstance(properties, dict) or not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+        raise InvalidRequestError(f"{place}: properties must be an object, required a list of names", param=place)
+    required = set(names)
     wrong = next((key for key in schema if key not in _ROOT), None)
     if wrong is None:
         wrong = next((key for key in (*properties, *required) if not re.fullmatch(_NAME, key)), None)

@@ -129,6 +129,23 @@ def test_strict_calls_among_free_text(kind, as_tokens, tokenizer_with):
         assert parser.has_calls
 
 
+def test_other_beginnings_of_calls_are_no_text(tokenizer_with):
+    """What the parser reads as a call is held to the schema, however it is written."""
+    constraint = answer_constraint(None, TOOLS, FORMATS["llama3_json"], tokenizer_with(MARKS["llama3_json"]), "")
+    wrong = '"name":"weather","parameters":{"town":1}}'
+    texts = ["{" + wrong, "{ " + wrong, "So: {" + wrong, '{"type": "function", ' + wrong, "<|python_tag|>{" + wrong]
+    right = ['The object {"town": 1} is no call.', 'So: {"name": "weather", "parameters": {"city": "Rome"}}']
+    assert accepts(tokenizer_with(MARKS["llama3_json"]), constraint, *texts, *right) == [False] * 5 + [True] * 2
+
+
+@pytest.mark.parametrize("broken", [{"properties": ["a"]}, {"properties": 3}, {"required": 3}, {"required": [1]}])
+def test_a_schema_that_is_none_is_refused(broken, tokenizer_with):
+    function = {"name": "f", "parameters": {"type": "object"} | broken, "strict": True}
+    tools = ToolChoice(({"type": "function", "function": function},), parallel=False)
+    with pytest.raises(InvalidRequestError, match="parameters"):
+        answer_constraint(None, tools, FORMATS["pythonic"], tokenizer_with([]), "")
+
+
 ORDER = {
     "type": "object",
     "properties": {
