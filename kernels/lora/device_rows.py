@@ -116,7 +116,8 @@ class TritonRows:
             x = x.contiguous()
         config = self._shrink_configs[groups.tile]
         unit = max(config.block, config.dot_block)
-        splits, chunk = split_inputs(groups.num_tokens, self._num_slices, self._in_features, config.units, unit)
+        units = config.units if groups.tile == 16 else 1  # the expand of larger tiles adds up no parts
+        splits, chunk = split_inputs(groups.num_tokens, self._num_slices, self._in_features, units, unit)
         h = torch.empty(self._num_slices * splits, groups.h_size, dtype=torch.float32, device=x.device)
         units = groups.max_items * self._num_slices * splits
         shrink_kernel[(min(units, _num_programs(x.device, config.programs)),)](

@@ -47,6 +47,11 @@ OPTIONS: tuple[tuple[Callable[[EngineArgs], bool], str, str], ...] = (
         "on the batch",
     ),
     (
+        lambda a: a.preemption_mode == "swap" and not a.swap_space,
+        "preemption_mode",
+        "preemption_mode swap needs swap_space: the host memory that blocks are kept in",
+    ),
+    (
         _divided(lambda a: bool(a.swap_space)),
         "swap_space",
         "swap_space is not supported with tensor_parallel_size above 1: every rank would have to move its part",

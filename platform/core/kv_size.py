@@ -68,10 +68,11 @@ def num_host_blocks(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> 
             f"swap_space has {shown_bytes(size)}, less than a KV block's {shown_bytes(block_bytes)}", param="swap_space"
         )
     most = int(_MOST_OF_HOST * hardware.host_memory_bytes)
-    if 0 < most < size:
+    taken = size if hardware.device == "cpu" else 1 << (size - 1).bit_length()  # as PyTorch pins memory
+    if 0 < most < taken:
         raise InvalidRequestError(
-            f"swap_space {args.swap_space:g} GiB is more than {_MOST_OF_HOST:.0%} of the host's memory, which are "
-            f"{shown_bytes(most)}",
+            f"swap_space {args.swap_space:g} GiB takes {shown_bytes(taken)}, more than {_MOST_OF_HOST:.0%} of the host's "
+            f"memory, which are {shown_bytes(most)}",
             param="swap_space",
         )
     return size // block_bytes

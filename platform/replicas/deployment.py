@@ -167,9 +167,7 @@ class Ingress:
                 messages.cancel()
 
         response = StreamingResponse(content(), start["status"])
-        response.raw_headers = [
-            pair for pair in start["headers"] if pair[0].lower() not in _HOP_HEADERS | _RAYS_HEADERS
-        ]
+        response.raw_headers = [pair for pair in start["headers"] if pair[0].lower() not in _NOT_FORWARDED]
         return response
 
 

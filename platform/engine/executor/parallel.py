@@ -205,8 +205,11 @@ class ParallelExecutor:
             try:
                 for remote in self._remote:
                     send_message(remote.link, message)
-            except BaseException as error:
+            except Exception as error:
                 raise self._fail(error) from error
+            except BaseException as error:  # an interrupt may have cut a message
+                self._fail(error)
+                raise
 
     def _fail(self, error: BaseException | None) -> EngineDeadError:
         """End all ranks; returns the error that says which one was the first."""

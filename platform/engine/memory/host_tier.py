@@ -127,7 +127,7 @@ class HostTier:
 
     def reset(self) -> None:
         """Forget all contents, and the copies that no step has made yet."""
-        self._free += self._slot_of.values()
+        self._free = list(range(self.num_slots))  # also those that an interrupt has left taken out
         self._slot_of.clear()
         self._draft_ready.clear()
         self._moves.clear()

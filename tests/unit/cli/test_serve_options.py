@@ -39,7 +39,7 @@ SAMPLES = {
     "model_impl": "transformers", "quantization": "int8",
     "max_num_seqs": 3, "max_num_batched_tokens": 200, "max_logprobs": 7, "block_size": 8, "num_gpu_blocks_override": 50,
     "kv_cache_memory_bytes": 10**6, "gpu_memory_utilization": 0.5, "enable_prefix_caching": False,
-    "kv_cache_dtype": "fp8", "swap_space": 0.5, "preemption_mode": "swap",
+    "kv_cache_dtype": "fp8", "swap_space": 0.5, "preemption_mode": "recompute",
     "enable_chunked_prefill": False, "prompt_pacing": False, "scheduling_policy": "priority", "max_num_queued_reqs": 9,
     "enable_lora": True, "async_scheduling": True,
     "fair_prompt_cost": 0.5, "fair_output_cost": 3.0, "fair_rejected_draft_cost": 0.0,
