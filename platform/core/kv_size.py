@@ -71,8 +71,8 @@ def num_host_blocks(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> 
     taken = size if hardware.device == "cpu" else 1 << (size - 1).bit_length()  # as PyTorch pins memory
     if 0 < most < taken:
         raise InvalidRequestError(
-            f"swap_space {args.swap_space:g} GiB takes {shown_bytes(taken)}, more than {_MOST_OF_HOST:.0%} of the host's "
-            f"memory, which are {shown_bytes(most)}",
+            f"swap_space {args.swap_space:g} GiB takes {shown_bytes(taken)}, more than {_MOST_OF_HOST:.0%} of the "
+            f"host's memory, which are {shown_bytes(most)}",
             param="swap_space",
         )
     return size // block_bytes
