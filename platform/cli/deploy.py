@@ -41,10 +41,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="HF directory or hub id (default: the embedded demo model)"
-    )
-    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same as the argument")
+    serve.add_model(parser)
     group = parser.add_argument_group("replicas")
     group.add_argument("--num-replicas", type=integer(1), default=1, metavar="N", help="replicas, or the fewest (1)")
     group.add_argument(

@@ -46,12 +46,17 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_model(parser)
+    add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def add_model(parser: Parser) -> None:
+    """Add the model, as an argument and as an option."""
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="HF directory or hub id (default: the embedded demo model)"
     )
     parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same as the argument")
-    add_options(parser)
-    parser.set_defaults(run=run)
 
 
 def add_options(parser: Parser) -> None:
