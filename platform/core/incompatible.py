@@ -31,11 +31,6 @@ OPTIONS: tuple[tuple[Callable[[EngineArgs], bool], str, str], ...] = (
         "distributed_executor_backend ray is not supported yet; mp runs tensor_parallel_size processes of one machine",
     ),
     (
-        _divided(lambda a: a.quantization is not None),
-        "quantization",
-        "quantization is not supported with tensor_parallel_size above 1 yet",
-    ),
-    (
         _divided(lambda a: a.model_impl == "transformers"),
         "model_impl",
         "model_impl transformers is not supported with tensor_parallel_size above 1: native families are divided",

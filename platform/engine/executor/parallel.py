@@ -87,6 +87,7 @@ class ParallelExecutor:
                 device=config.device,
                 device_index=rank,
                 load_format=config.load_format,
+                quantization=config.quantization,
                 seed=config.seed,
                 num_threads=num_threads,
                 log_level=logging.getLogger().getEffectiveLevel(),
