@@ -13,13 +13,17 @@ from ..core.threads import LARGE_WEIGHTS
 
 
 def weight_bytes(model: LanguageModel, dtype: torch.dtype) -> int:
-    """Bytes of the weights as they are held. A plain table that is tied to the head counts once: a step reads one."""
+    """Bytes of the weights as this process holds them. A plain table that is tied to the head counts once: a step
+    reads one."""
     linears, embedding = model.linears(), model.embedding
-    packed = sum(linear.out_features * linear.in_features for linear in linears)
+    wholes = [linear if linear.part is None else linear.part for linear in linears]
+    packed = sum(whole.in_features * sum(rows for _, rows in whole.slices) for whole in wholes)
     table = embedding.vocab_size * embedding.hidden_size * (1 if embedding.tied else 2)
     others = max(0, model.num_parameters - packed - table) * dtype.itemsize
     return (
-        sum(linear.packed.num_bytes for linear in linears) + min(embedding.num_bytes, table * dtype.itemsize) + others
+        sum(linear.packed.num_bytes for linear in linears if not linear.is_elsewhere)
+        + min(embedding.num_bytes, table * dtype.itemsize)
+        + others
     )
 
 
