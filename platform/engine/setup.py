@@ -353,7 +353,7 @@ def _make_scheduler(
     if host is not None:
         rate = None if options.always_swaps else host.bytes_per_second()
         tier = HostTier(options.num_host_blocks, SwapCost(host.block_bytes, options.block_size, rate))
-    cache = PrefixCache(pool, options.block_size, tier)
+    cache = PrefixCache(pool, options.block_size, tier, keeps_finished=options.enable_prefix_caching)
     return Scheduler(config.scheduler, pool, cache, gates, _draft_limits(config, speculation), speculation.policy)
 
 
