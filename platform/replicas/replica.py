@@ -12,14 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp
 
 from ..core.adapter_names import split_engine_name
 from ..core.config import EngineArgs
 from ..core.errors import EngineDeadError, OutriderError
+from ..http.app import principal_in
 from ..http.protect.hardening import SECURITY_HEADERS, with_cors
 from ..http.server import Service
 from ..http.server_config import ServerConfig
+from ..tenancy.accounts.principal import Principal
 from ..tenancy.service import default_journal, write_journal
 
 
@@ -101,6 +104,12 @@ class Replica:
                 messages.get_nowait()
             with contextlib.suppress(Exception):
                 await work
+
+    async def refusal(self, request: ForwardedRequest) -> list[dict[str, Any]] | None:
+        """Messages of the answer to a request whose key is wrong, and whose body has not been read; None: the key is
+        right."""
+        principal = principal_in(Headers(raw=request.headers), self._service.app.state.authenticator)
+        return None if isinstance(principal, Principal) else [message async for message in self.answer(request)]
 
     async def stats(self) -> dict[str, Any]:
         """Facts for routers: `ready`, the `adapters` that the device holds as clients name them, and `slots`, how many
