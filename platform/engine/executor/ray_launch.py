@@ -249,7 +249,7 @@ def _take_room(config: EngineConfig) -> PlacementGroup:
                 f"{there.get(name, 0):g}",
                 param="tensor_parallel_size",
             )
-    own = {f"node:{ray.util.get_node_ip_address()}": 0.001}
+    own = {f"node:{_addresses()[ray.get_runtime_context().get_node_id()]}": 0.001}  # each machine has one
     group = placement_group([each | own, *[dict(each) for _ in range(1, size)]], strategy="PACK")
     if not group.wait(5):
         logger.warning("Waiting for room for %d ranks on Ray's cluster; available: %s", size, ray.available_resources())
@@ -262,17 +262,23 @@ def _take_room(config: EngineConfig) -> PlacementGroup:
     return group
 
 
+def _addresses() -> dict[str, str]:
+    """Address of each machine of the cluster, by its id."""
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+
+
 def _sites(group: PlacementGroup) -> list[RankSite]:
     """Places of the ranks, in their order."""
-    nodes = {node["NodeID"]: node for node in ray.nodes()}
+    addresses = _addresses()
+    cores = {node["NodeID"]: int(node["Resources"].get("CPU", 1)) for node in ray.nodes()}
     bundles = placement_group_table(group)["bundles_to_node_id"]
     places = [bundles[rank] for rank in range(len(bundles))]
     together = Counter(places)
     return [
         RankSite(
-            THIS_MACHINE if len(together) == 1 else nodes[place]["NodeManagerAddress"],
+            THIS_MACHINE if len(together) == 1 else addresses[place],
             together[place],
-            max(1, int(nodes[place]["Resources"].get("CPU", 1)) // together[place]),
+            max(1, cores[place] // together[place]),
             0,  # an actor sees its own GPU alone
         )
         for place in places
