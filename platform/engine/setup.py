@@ -106,7 +106,7 @@ def _build(
     """Load the weights, allocate the memory and put the parts together. `parallel`: this process is rank 0 of it."""
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     model = _load(config, path, parallel, progress=progress)
-    _choose_threads(model, dtype, config.num_ranks)
+    _choose_threads(model, dtype, 1 if parallel is None else parallel.num_local)
     graphs = make_graphs(config)
     speculation = make_speculation(
         config.speculative, _drafter_context(config, model, graphs, parallel, progress=progress)

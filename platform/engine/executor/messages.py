@@ -30,6 +30,8 @@ class RankSpec(NamedTuple):
     size: int
     store: list[Any]
     """See `collectives.open_store`."""
+    address: str
+    """See `RankSite`."""
     path: str
     dtype: str
     device: str

@@ -143,7 +143,7 @@ def run(link: socket.socket) -> None:
         else:
             torch.set_num_threads(spec.num_threads)
         store = open_store(spec.store, spec.size)
-        ranks = ProcessRanks(store, spec.rank, spec.size, spec.device, one_machine=spec.store[0] == "file")
+        ranks = ProcessRanks(store, spec.rank, spec.size, spec.device, spec.address)
         model = load_model(
             spec.path,
             spec.dtype,
