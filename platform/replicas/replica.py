@@ -41,8 +41,8 @@ class Replica:
     """One replica's server; belongs to its event loop."""
 
     def __init__(self, args: EngineArgs, config: ServerConfig, name: str = "") -> None:
-        """`name` is in the header `x-replica` of every answer. With a database the journal is a folder of its own in
-        that of `config`, one that no living replica of this machine has: it writes into the ledger what a dead one left.
+        """`name` is in the header `x-replica` of every answer. With a database the journal is a folder in
+        that of `config`, one that no living replica of this machine has: it writes what a dead one left.
         """
         self._headers = [*SECURITY_HEADERS, ("x-replica", name)]
         self._claim: int | None = None
