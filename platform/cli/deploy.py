@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import os
 import signal
@@ -25,8 +26,8 @@ examples:
   outrider deploy --num-replicas 2                      two replicas of the demo model on this machine
   outrider deploy ./model --database postgresql://... --num-replicas 4 --replica-gpus 1 --ray-address auto
 
-All options of `outrider serve` hold for each replica. By the database they share tenants, keys, adapters and the
-ledger; limits count in each of them.
+All options of `outrider serve` hold for each replica. By the database they share tenants, keys, limits, adapters and
+the ledger.
 """
 
 
@@ -71,6 +72,7 @@ def run(namespace: argparse.Namespace) -> int:
     def work(args: EngineArgs, config: ServerConfig) -> int:
         from ..replicas.deployment import Place, ReplicaPlan, build_app
 
+        config = dataclasses.replace(config, shared_limits=config.database is not None)
         plan = ReplicaPlan(
             namespace.num_replicas, most, namespace.target_requests, namespace.replica_cpus, namespace.replica_gpus
         )
@@ -96,13 +98,14 @@ def _deploy(args: EngineArgs, config: ServerConfig, address: str | None, app: An
         ended.set()
 
     started = False
-    ray.init(address=address, include_dashboard=False)
+    ray.init(address=address or "local", include_dashboard=False)  # never a cluster that happens to be there
     try:
         for number in (signal.SIGTERM, signal.SIGINT):  # Ray has set its own
             signal.signal(number, on_signal)
         ray_serve.start(http_options={"host": config.host, "port": config.port})
         ray_serve.run(app, name=NAME, route_prefix="/")
         started = True
+        deployed = _deployed_at(ray_serve)
         where = f"at http://{config.host}:{config.port}" if address is None else "at the address of the cluster's Serve"
         print(f"Outrider serves {where}", flush=True)
         ended.wait()
@@ -111,10 +114,17 @@ def _deploy(args: EngineArgs, config: ServerConfig, address: str | None, app: An
     except RuntimeError as error:
         raise OutriderError(f"the replicas do not start, for the reason that stands above ({error})") from None
     finally:
-        started = True  # a second signal does not stop the end
-        if address is None:
+        serving, started = started, True  # a second signal does not stop the end
+        if address is not None:  # others may have applications there, and a later command may have replaced this one
+            if not serving or _deployed_at(ray_serve) == deployed:
+                ray_serve.delete(NAME, _blocking=serving)
+        elif serving:  # else there is nothing to drain
             ray_serve.shutdown()
-        else:  # others may have applications there
-            ray_serve.delete(NAME)
         ray.shutdown()
     return 0
+
+
+def _deployed_at(ray_serve: Any) -> float:
+    """Time of the last deployment of the application; 0 where there is none."""
+    found = ray_serve.status().applications.get(NAME)
+    return found.last_deployed_time_s if found is not None else 0.0

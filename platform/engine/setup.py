@@ -106,7 +106,7 @@ def _build(
     """Load the weights, allocate the memory and put the parts together. `parallel`: this process is rank 0 of it."""
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     model = _load(config, path, parallel, progress=progress)
-    _choose_threads(model, dtype, config.num_ranks)
+    _choose_threads(model, dtype, 1 if parallel is None else parallel.num_local)
     graphs = make_graphs(config)
     speculation = make_speculation(
         config.speculative, _drafter_context(config, model, graphs, parallel, progress=progress)
@@ -280,6 +280,7 @@ def _drafter_context(
         device=config.device,
         dtype=config.dtype,
         load_format=config.load_format,
+        quantization=config.quantization if config.device == "cpu" else None,
         seed=config.seed,
         progress=progress,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
@@ -352,7 +353,7 @@ def _make_scheduler(
     if host is not None:
         rate = None if options.always_swaps else host.bytes_per_second()
         tier = HostTier(options.num_host_blocks, SwapCost(host.block_bytes, options.block_size, rate))
-    cache = PrefixCache(pool, options.block_size, tier)
+    cache = PrefixCache(pool, options.block_size, tier, keeps_finished=options.enable_prefix_caching)
     return Scheduler(config.scheduler, pool, cache, gates, _draft_limits(config, speculation), speculation.policy)
 
 

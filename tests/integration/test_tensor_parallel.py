@@ -15,14 +15,8 @@ from safetensors.torch import load_file, save_file
 from outrider import LLM, LoRARequest, SamplingParams
 from outrider.models.demo import demo_adapters
 from outrider.platform.core.errors import AdapterError, EngineDeadError, InvalidRequestError
-from outrider.platform.core.structured_outputs import StructuredOutputsParams
 
-PROMPTS = ["The capital of France is", "Once upon a time", "SELECT name FROM"]
-HEAD = str(Path(__file__).parents[2] / "models" / "demo" / "eagle3")
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32", "enable_lora": True, "max_loras": 2, "max_model_len": 256, "device": "cpu",
-    "speculative_config": {"method": "eagle3", "model": HEAD, "num_speculative_tokens": 3},
-}  # fmt: skip
+from ..rank_texts import OPTIONS, PROMPTS, num_accepted, preempted_texts, texts
 
 
 def ranks() -> list[int]:
@@ -36,19 +30,6 @@ def ranks() -> list[int]:
         if b"executor.rank_process" in command and int(stat.rpartition(")")[2].split()[1]) == os.getpid():
             found.append(int(folder.name))
     return found
-
-
-def texts(llm: LLM) -> list[str]:
-    """Greedy and seeded texts of the base model and of all adapters, also by a grammar."""
-    greedy = SamplingParams(max_tokens=12, temperature=0)
-    found = llm.generate(PROMPTS, greedy)
-    adapters = [LoRARequest(name, path=str(path)) for name, path in demo_adapters().items()]
-    assert len(adapters) > OPTIONS["max_loras"], "one must leave its rows for another"
-    found += llm.generate(PROMPTS * len(adapters), greedy, lora_request=[a for a in adapters for _ in PROMPTS])
-    found += llm.generate(PROMPTS, SamplingParams(max_tokens=12, temperature=0.8, seed=5))
-    schema = StructuredOutputsParams(regex="(yes|no), [0-9]{3}")
-    found += llm.generate(PROMPTS[:1], SamplingParams(max_tokens=12, temperature=0, structured_outputs=schema))
-    return [output.outputs[0].text for output in found]
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +48,13 @@ def llm() -> Iterator[LLM]:
 def test_two_ranks_write_the_text_of_one(llm: LLM, expected: list[str]) -> None:
     assert len(ranks()) == 1
     assert texts(llm) == expected
-    stats = llm.llm_engine.stats()
-    assert sum(entry.counts.num_accepted_tokens for entry in stats.speculation) > 10, "drafts are accepted"
+    assert num_accepted(llm) > 10, "drafts are accepted"
     llm.llm_engine.engine_core.check_integrity()
 
 
 def test_preempted_requests_write_the_same(llm: LLM) -> None:
-    long = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
-    before = llm.llm_engine.stats().num_preemptions
-    together = [output.outputs[0].text for output in llm.generate(PROMPTS, long)]
-    assert llm.llm_engine.stats().num_preemptions > before, "17 blocks have room for 272 tokens"
-    assert together == [llm.generate([prompt], long)[0].outputs[0].text for prompt in PROMPTS]
+    together, alone = preempted_texts(llm)
+    assert together == alone
 
 
 def test_adapters_are_loaded_and_unloaded(llm: LLM, expected: list[str]) -> None:
@@ -97,6 +74,17 @@ def test_prompt_logprobs_and_sleep(llm: LLM) -> None:
     again = llm.generate(PROMPTS[:1], params)[0].prompt_logprobs
     assert first is not None
     assert [entry and sorted(entry) for entry in first] == [entry and sorted(entry) for entry in again or ()]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_weights_rounded_while_they_are_loaded(quantization: str) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 256, "quantization": quantization}
+    found = []
+    for size in (1, 2):
+        with LLM(tensor_parallel_size=size, **options) as llm:
+            outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=24, temperature=0))
+            found.append([output.outputs[0].text for output in outputs])
+    assert found[0] == found[1]
 
 
 def test_a_size_that_does_not_divide_the_heads() -> None:

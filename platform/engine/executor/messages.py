@@ -30,11 +30,15 @@ class RankSpec(NamedTuple):
     size: int
     store: list[Any]
     """See `collectives.open_store`."""
+    address: str
+    """See `RankSite`."""
     path: str
     dtype: str
     device: str
     device_index: int
     load_format: str
+    quantization: str | None
+    """See `ModelOptions`."""
     seed: int
     num_threads: int
     """Threads that compute, on a CPU."""

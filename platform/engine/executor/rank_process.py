@@ -143,14 +143,14 @@ def run(link: socket.socket) -> None:
         else:
             torch.set_num_threads(spec.num_threads)
         store = open_store(spec.store, spec.size)
-        ranks = ProcessRanks(store, spec.rank, spec.size, spec.device, one_machine=spec.store[0] == "file")
+        ranks = ProcessRanks(store, spec.rank, spec.size, spec.device, spec.address)
         model = load_model(
             spec.path,
             spec.dtype,
             spec.device,
             spec.load_format,
             seed=spec.seed,
-            options=ModelOptions("native", ranks=ranks),
+            options=ModelOptions("native", spec.quantization, ranks),
         )
     except Exception as error:
         info = error.info() if isinstance(error, OutriderError) else None
