@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ...models.checkpoint.json_files import read_model_config
 from ...models.checkpoint.loader import quantization_name
-from ...models.implementation import implementation_of
+from ...models.implementation import build_model, implementation_of, read_config
 from ...models.model import LanguageModel
 from ..core.config import EngineArgs, EngineConfig
 from ..core.messages import EngineInfo
@@ -28,8 +29,19 @@ def has_long_steps(config: EngineConfig, model: LanguageModel) -> bool:
     return config.device == "cpu" and weight_bytes(model, getattr(torch, config.dtype)) >= LARGE_WEIGHTS
 
 
-def describe(args: EngineArgs, config: EngineConfig, model: LanguageModel, load_seconds: float) -> EngineInfo:
-    """Information for clients about an engine that took so many seconds to load."""
+def _num_parameters(config: EngineConfig, model: LanguageModel) -> int:
+    """Parameters of the whole model. Ranks have some twice, so those of a divided model are counted without weights."""
+    if config.num_ranks == 1:
+        return model.num_parameters
+    raw = read_model_config(config.model)
+    return build_model(read_config(raw, getattr(torch, config.dtype), config.model_impl), "meta").num_parameters
+
+
+def describe(
+    args: EngineArgs, config: EngineConfig, model: LanguageModel, load_seconds: float, other_bytes: int
+) -> EngineInfo:
+    """Information for clients about an engine that took so many seconds to load. `other_bytes`: of the weights that
+    the other ranks hold."""
     speculation = "off"
     if config.speculative is not None:
         most = "at most " if config.speculative.adaptive else ""
@@ -46,7 +58,7 @@ def describe(args: EngineArgs, config: EngineConfig, model: LanguageModel, load_
         max_logprobs=config.max_logprobs,
         num_kv_blocks=config.cache.num_blocks,
         block_size=config.cache.block_size,
-        num_parameters=model.num_parameters,
+        num_parameters=_num_parameters(config, model),
         enable_lora=config.lora is not None,
         max_loras=config.lora.max_loras if config.lora is not None else 0,
         max_lora_rank=config.lora.max_lora_rank if config.lora is not None else 0,
@@ -57,5 +69,5 @@ def describe(args: EngineArgs, config: EngineConfig, model: LanguageModel, load_
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_queued_reqs=config.scheduler.max_num_queued_reqs,
         quantization=quantization_name(config.model, model.config, config.quantization),
-        weight_bytes=weight_bytes(model, getattr(torch, config.dtype)),
+        weight_bytes=weight_bytes(model, getattr(torch, config.dtype)) + other_bytes,
     )
