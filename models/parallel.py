@@ -12,17 +12,19 @@ its A as the columns of a row parallel one, so each delta is that of one process
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..kernels.quantized_linear import QuantizedWeight
 from ..platform.core.errors import InvalidRequestError
 from .config import DecoderConfig
 from .decoder import Decoder
 from .decoder_layer import DecoderLayer
+from .layers.weights import Weight
 
 _PARAM = "tensor_parallel_size"
 
@@ -74,9 +76,23 @@ class LinearPart:
         self._rows = rows
         self._columns = columns
 
-    def weight(self, module: str, tensor: Tensor) -> Tensor:
-        """This rank's part of a module's weight [out, in]."""
-        return self._chosen(module, tensor, 0) if self._columns is None else tensor[:, self._columns].contiguous()
+    def weight(self, module: str, weight: Weight) -> Weight:
+        """This rank's part of a module's weight [out, in].
+
+        Raises:
+            InvalidRequestError: it is quantised, and cannot be divided between inputs.
+        """
+        if isinstance(weight, Tensor):
+            return self._chosen(module, weight, 0) if self._columns is None else weight[:, self._columns].contiguous()
+        if self._columns is None:
+            assert self._rows is not None
+            return QuantizedWeight.cat([weight.rows(part.start, part.stop) for part in self._rows[module]])
+        try:
+            return weight.columns(self._columns.start, self._columns.stop)
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"{_PARAM} {self._ranks.size} does not divide the quantized weight of {module}: {error}", param=_PARAM
+            ) from error
 
     def bias(self, module: str, tensor: Tensor) -> Tensor:
         """This rank's part of a module's bias [out]."""
@@ -117,11 +133,11 @@ class VocabularyPart:
         """Number of this rank's tokens."""
         return int(self.rows.stop - self.rows.start)
 
-    def lookup(self, table: Tensor, input_ids: Tensor) -> Tensor:
-        """Embeddings [T, H] of token ids [T], from this rank's rows of the table and the others'."""
+    def lookup(self, rows: Callable[[Tensor], Tensor], input_ids: Tensor) -> Tensor:
+        """Embeddings [T, H] of token ids [T], from this rank's `rows` of the table and the others'."""
         places = input_ids - self.rows.start
         inside = (places >= 0) & (places < self.size)
-        return self._ranks.sum(F.embedding(places.clamp(0, self.size - 1), table).masked_fill_(~inside[:, None], 0))
+        return self._ranks.sum(rows(places.clamp(0, self.size - 1)).masked_fill_(~inside[:, None], 0))
 
     def join(self, logits: Tensor) -> Tensor:
         """Logits [R, vocab] from this rank's."""
@@ -145,7 +161,6 @@ def rank_config(config: object, num_ranks: int) -> DecoderConfig:
         "layers of the GPT form": config.block,
         "norms over all heads together": config.qk_norm_wide,
         "attention sinks": config.sinks,
-        "a quantised checkpoint": config.quantization,
     }
     for what, found in refused.items():
         if found:

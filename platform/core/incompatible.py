@@ -26,11 +26,6 @@ OPTIONS: tuple[tuple[Callable[[EngineArgs], bool], str, str], ...] = (
         "distributed_executor_backend uni is one process; tensor_parallel_size above 1 needs mp or ray",
     ),
     (
-        _divided(lambda a: a.quantization is not None),
-        "quantization",
-        "quantization is not supported with tensor_parallel_size above 1 yet",
-    ),
-    (
         _divided(lambda a: a.model_impl == "transformers"),
         "model_impl",
         "model_impl transformers is not supported with tensor_parallel_size above 1: native families are divided",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ...models.checkpoint.json_files import read_model_config
 from ...models.checkpoint.loader import quantization_name
-from ...models.implementation import build_model, implementation_of, read_config
+from ...models.implementation import implementation_of
 from ...models.model import LanguageModel
 from ..core.config import EngineArgs, EngineConfig
 from ..core.messages import EngineInfo
@@ -14,11 +13,15 @@ from ..core.threads import LARGE_WEIGHTS
 
 
 def weight_bytes(model: LanguageModel, dtype: torch.dtype) -> int:
-    """Bytes of the weights as they are held. A plain table that is tied to the head counts once: a step reads one."""
+    """Bytes of this rank's weights as they are held. A plain table that is tied to the head counts once: a step reads
+    one."""
     linears, embedding = model.linears(), model.embedding
-    packed = sum(linear.out_features * linear.in_features for linear in linears)
+    # Elements of the whole model, as `num_parameters`: each rank holds all that is neither linear nor the vocabulary's.
+    packed = sum(sum(size for _, size in whole.slices) * whole.in_features for whole in (x.part or x for x in linears))
     table = embedding.vocab_size * embedding.hidden_size * (1 if embedding.tied else 2)
     others = max(0, model.num_parameters - packed - table) * dtype.itemsize
+    if embedding.part is not None:
+        table = table // embedding.vocab_size * embedding.part.size
     return (
         sum(linear.packed.num_bytes for linear in linears) + min(embedding.num_bytes, table * dtype.itemsize) + others
     )
@@ -27,14 +30,6 @@ def weight_bytes(model: LanguageModel, dtype: torch.dtype) -> int:
 def has_long_steps(config: EngineConfig, model: LanguageModel) -> bool:
     """True when a step takes every core for so long that another process may come in between: on a CPU."""
     return config.device == "cpu" and weight_bytes(model, getattr(torch, config.dtype)) >= LARGE_WEIGHTS
-
-
-def _num_parameters(config: EngineConfig, model: LanguageModel) -> int:
-    """Parameters of the whole model. Ranks have some twice, so those of a divided model are counted without weights."""
-    if config.num_ranks == 1:
-        return model.num_parameters
-    raw = read_model_config(config.model)
-    return build_model(read_config(raw, getattr(torch, config.dtype), config.model_impl), "meta").num_parameters
 
 
 def describe(
@@ -58,7 +53,7 @@ def describe(
         max_logprobs=config.max_logprobs,
         num_kv_blocks=config.cache.num_blocks,
         block_size=config.cache.block_size,
-        num_parameters=_num_parameters(config, model),
+        num_parameters=model.num_parameters,
         enable_lora=config.lora is not None,
         max_loras=config.lora.max_loras if config.lora is not None else 0,
         max_lora_rank=config.lora.max_lora_rank if config.lora is not None else 0,

@@ -281,6 +281,7 @@ def _drafter_context(
         device=config.device,
         dtype=config.dtype,
         load_format=config.load_format,
+        quantization=config.quantization if config.device == "cpu" else None,
         seed=config.seed,
         progress=progress,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,

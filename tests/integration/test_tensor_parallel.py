@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -85,6 +86,17 @@ def test_prompt_logprobs_and_sleep(llm: LLM) -> None:
     again = llm.generate(PROMPTS[:1], params)[0].prompt_logprobs
     assert first is not None
     assert [entry and sorted(entry) for entry in first] == [entry and sorted(entry) for entry in again or ()]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_weights_rounded_while_they_are_loaded(quantization: str) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 256, "quantization": quantization}
+    found = []
+    for size in (1, 2):
+        with LLM(tensor_parallel_size=size, **options) as llm:
+            outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=24, temperature=0))
+            found.append([output.outputs[0].text for output in outputs])
+    assert found[0] == found[1]
 
 
 def test_a_size_that_does_not_divide_the_heads() -> None:

@@ -51,7 +51,7 @@ class Launch(Protocol):
     """Started ranks. It ends them when it is closed, and when it cannot start all."""
 
     sites: list[RankSite]
-    """Of all ranks, this process first."""
+    """Sites of all ranks, this process first."""
     remote: list[RemoteRank]
     """The ranks from 1 on."""
     store: list[Any]

@@ -37,6 +37,8 @@ class RankSpec(NamedTuple):
     device: str
     device_index: int
     load_format: str
+    quantization: str | None
+    """See `ModelOptions`."""
     seed: int
     num_threads: int
     """Threads that compute, on a CPU."""

@@ -83,6 +83,7 @@ class ParallelExecutor:
                 device=config.device,
                 device_index=site.device_index,
                 load_format=config.load_format,
+                quantization=config.quantization,
                 seed=config.seed,
                 num_threads=site.num_threads,
                 log_level=logging.getLogger().getEffectiveLevel(),

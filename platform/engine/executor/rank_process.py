@@ -151,7 +151,7 @@ def run(link: socket.socket) -> None:
             spec.device,
             spec.load_format,
             seed=spec.seed,
-            options=ModelOptions("native", ranks=ranks),
+            options=ModelOptions("native", spec.quantization, ranks),
         )
     except Exception as error:
         info = error.info() if isinstance(error, OutriderError) else None

@@ -137,9 +137,9 @@ class RayLaunch:
         self._group = None
 
     def _make_store(self) -> Any:
-        from torch.distributed import TCPStore
-
-        return TCPStore(self.sites[0].address, 0, len(self.sites), is_master=True, wait_for_workers=False)
+        return torch.distributed.TCPStore(  # type: ignore[attr-defined]  # it is not exported by name
+            self.sites[0].address, 0, len(self.sites), is_master=True, wait_for_workers=False
+        )
 
     def _take_own_device(self) -> None:
         """Reserve rank 0's GPU: the actor of the first bundle holds it, and this process uses it."""
@@ -182,10 +182,10 @@ class RayLaunch:
                 with contextlib.suppress(TimeoutError):
                     link, _ = server.accept()
                     _prepare_link(link)
-                    rank = _greeted(link, token)
-                    if rank in missing:
-                        missing.remove(rank)
-                        self._actors[rank - 1].link = link
+                    greeted = _greeted(link, token)
+                    if greeted is not None and greeted in missing:
+                        missing.remove(greeted)
+                        self._actors[greeted - 1].link = link
                     else:
                         link.close()
         self.remote += self._actors
