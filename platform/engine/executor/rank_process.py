@@ -28,6 +28,7 @@ from ....models.checkpoint.loader import ModelOptions, load_model
 from ....models.model import LanguageModel
 from ....spec_decode.drafters.base import AdapterPreparer, no_adapters
 from ...core.errors import OutriderError
+from ..description import weight_bytes
 from .base import LocalExecutor
 from .collectives import ProcessRanks, open_store
 from .messages import Message, RankSpec, decode_packed, decode_rows, receive_message
@@ -159,7 +160,7 @@ def run(link: socket.socket) -> None:
     if spec.device == "cpu":
         use_pool(all(linear.packed.fuses_adapters for linear in model.linears()))
     rank = Rank(model, ranks)
-    send(link, {})
+    send(link, {"weight_bytes": weight_bytes(model, model.config.dtype)})
     while True:
         rank.handle(receive_message(link))
 
