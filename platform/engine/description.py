@@ -16,14 +16,17 @@ def weight_bytes(model: LanguageModel, dtype: torch.dtype) -> int:
     """Bytes of this rank's weights as they are held. A plain table that is tied to the head counts once: a step reads
     one."""
     linears, embedding = model.linears(), model.embedding
+    wholes = [linear if linear.part is None else linear.part for linear in linears]
     # Elements of the whole model, as `num_parameters`: each rank holds all that is neither linear nor the vocabulary's.
-    packed = sum(sum(size for _, size in whole.slices) * whole.in_features for whole in (x.part or x for x in linears))
+    packed = sum(whole.in_features * sum(rows for _, rows in whole.slices) for whole in wholes)
     table = embedding.vocab_size * embedding.hidden_size * (1 if embedding.tied else 2)
     others = max(0, model.num_parameters - packed - table) * dtype.itemsize
     if embedding.part is not None:
         table = table // embedding.vocab_size * embedding.part.size
     return (
-        sum(linear.packed.num_bytes for linear in linears) + min(embedding.num_bytes, table * dtype.itemsize) + others
+        sum(linear.packed.num_bytes for linear in linears if not linear.is_elsewhere)
+        + min(embedding.num_bytes, table * dtype.itemsize)
+        + others
     )
 
 

@@ -229,7 +229,8 @@ def _choose_threads(model: LanguageModel, dtype: torch.dtype, num_ranks: int) ->
         count = max(1, threads_for(weight_bytes(model, dtype), torch.get_num_threads()) // num_ranks)
         if count != torch.get_num_threads():
             torch.set_num_threads(count)
-        use_pool(all(linear.packed.fuses_adapters for linear in model.linears()))  # the products are native
+        # The products are native.
+        use_pool(all(linear.is_elsewhere or linear.packed.fuses_adapters for linear in model.linears()))
 
 
 def _warm_up(

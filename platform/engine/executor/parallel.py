@@ -255,7 +255,9 @@ class SharedTarget:
 def _plain(handles: Handles) -> list[list[Any]]:
     """Handles of adapters as values of JSON."""
     return [
-        [None, False, count] if version is None else [version.digest.hex(), version.targets_head, count]
+        [None, False, False, count]
+        if version is None
+        else [version.digest.hex(), version.targets_head, version.targets_experts, count]
         for version, count in handles
     ]
 

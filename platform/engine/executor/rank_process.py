@@ -41,8 +41,8 @@ class AdapterHandle(NamedTuple):
 
     digest: bytes
     targets_head: bool
+    targets_experts: bool
     is_plain: bool = True
-    targets_experts: bool = False
     has_draft: bool = False
 
 
@@ -129,7 +129,10 @@ class Rank:
 
 
 def _handles(handles: list[list[Any]]) -> list[tuple[AdapterHandle | None, int]]:
-    return [(None if digest is None else AdapterHandle(bytes.fromhex(digest), head), n) for digest, head, n in handles]
+    return [
+        (None if digest is None else AdapterHandle(bytes.fromhex(digest), head, experts), count)
+        for digest, head, experts, count in handles
+    ]
 
 
 @torch.inference_mode()
@@ -158,7 +161,7 @@ def run(link: socket.socket) -> None:
         send(link, {"error": [info.type, info.message, info.param] if info else ["", repr(error), None]})
         return
     if spec.device == "cpu":
-        use_pool(all(linear.packed.fuses_adapters for linear in model.linears()))
+        use_pool(all(linear.is_elsewhere or linear.packed.fuses_adapters for linear in model.linears()))
     rank = Rank(model, ranks)
     send(link, {"weight_bytes": weight_bytes(model, model.config.dtype)})
     while True:
