@@ -94,7 +94,9 @@ class Deployed:
     def load_adapters(self) -> None:
         """Load all adapters, and wait until every replica follows."""
         for adapter in self.adapters:
-            self.call("POST", "/v1/load_lora_adapter", lora_name=adapter.name, lora_path=adapter.path).raise_for_status()
+            self.call(
+                "POST", "/v1/load_lora_adapter", lora_name=adapter.name, lora_path=adapter.path
+            ).raise_for_status()
         self.wait_for(self.adapters[-1].name)
 
     def wait_for(self, name: str, seconds: float = 60) -> None:
@@ -130,7 +132,9 @@ class Deployed:
         """Resident bytes of each process of Ray Serve, by its title and id; those below one count as the same kind."""
         found: Counter[str] = Counter()
         for process, title in self._processes():
-            kind = next((name for name in ("Engine", "Ingress", "ProxyActor", "ServeController") if name in title), None)
+            kind = next(
+                (name for name in ("Engine", "Ingress", "ProxyActor", "ServeController") if name in title), None
+            )
             if kind is not None:
                 for each, name in [(process, kind), *((child, f"{kind}'s child") for child in process.children(True))]:
                     found[f"{name} {each.pid}"] = each.memory_info().rss

@@ -206,9 +206,7 @@ async def _beside(replicas: Replicas, asker: Asker, adapters: Sequence[int], tok
 # --- A load ---
 
 
-def serve(
-    replicas: Replicas, fleet: Fleet, strategy: str, requests: Sequence[Request], name: str
-) -> dict[str, Any]:
+def serve(replicas: Replicas, fleet: Fleet, strategy: str, requests: Sequence[Request], name: str) -> dict[str, Any]:
     """Send a load to the replicas, which have none of its adapters loaded and none of its prefixes; returns figures.
     Every load has a name of its own."""
     return replicas.runner.run(_serve(replicas, fleet, strategy, requests, name))

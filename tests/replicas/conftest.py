@@ -21,9 +21,7 @@ from deployed import Deployed
 
 
 @pytest.fixture
-def start(
-    tmp_path: Path, tethered: Callable[..., list[str]], postgresql: Any
-) -> Iterator[Callable[..., Deployed]]:
+def start(tmp_path: Path, tethered: Callable[..., list[str]], postgresql: Any) -> Iterator[Callable[..., Deployed]]:
     """Starts deployments that share an empty database and end with the test."""
     made: list[Deployed] = []
     database = postgresql.new_database()
