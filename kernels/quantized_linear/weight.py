@@ -75,7 +75,7 @@ class QuantizedWeight:
             raise ValueError("its groups are of inputs that lie apart (desc_act)")
         inputs = self.shape[1]
         group = math.gcd(self.group, start, self.group if stop == inputs else stop)
-        if group < min(_LEAST_GROUP, self.group):
+        if group < min(_LEAST_GROUP, self.group) and self.scales.shape[1] > 1:
             raise ValueError(
                 f"inputs {start} to {stop - 1} cut its groups of {self.group} into groups of {group}; "
                 f"{_LEAST_GROUP} is the least"

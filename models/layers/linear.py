@@ -113,6 +113,8 @@ class Linear:
         """Site of adapters of all experts of the layer, on a GPU, in place of `lora`."""
         self.part: Part | None = None
         """Share of this process in the layer, set before it is loaded; None: the whole."""
+        self.is_elsewhere = False
+        """True for an expert's layer that another process computes: it has no weights here."""
         self.bias: Tensor | None = None
         """[out], once loaded."""
         self.row_squares: Tensor | None = None
@@ -183,7 +185,7 @@ class Linear:
             self._add_part(kind, index, part.to(self._device))
 
         scale = (self if self.part is None else self.part).in_features ** -0.5
-        return WeightSlot(shape, load, scale, load_quantized=load_quantized if kind == "weight" else None)
+        return WeightSlot(shape, load, scale, load_quantized if kind == "weight" else None, self.is_elsewhere)
 
     def _add_part(self, kind: str, index: int, part: Weight) -> None:
         """Keep a part; pack all of them when they are complete."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,14 @@ def ranks() -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[str]:
-    with LLM(**OPTIONS) as llm:
-        return texts(llm)
+def whole() -> Iterator[LLM]:
+    with LLM(**OPTIONS) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected(whole: LLM) -> list[str]:
+    return texts(whole)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +56,12 @@ def test_two_ranks_write_the_text_of_one(llm: LLM, expected: list[str]) -> None:
     assert texts(llm) == expected
     assert num_accepted(llm) > 10, "drafts are accepted"
     llm.llm_engine.engine_core.check_integrity()
+
+
+def test_what_clients_are_told_is_of_all_ranks(llm: LLM, whole: LLM) -> None:
+    found, one = llm.llm_engine.engine_info, whole.llm_engine.engine_info
+    assert found.num_parameters == one.num_parameters
+    assert one.weight_bytes <= found.weight_bytes < 1.02 * one.weight_bytes, "norms are held twice"
 
 
 def test_preempted_requests_write_the_same(llm: LLM) -> None:
@@ -91,6 +103,13 @@ def test_a_size_that_does_not_divide_the_heads() -> None:
     with pytest.raises(InvalidRequestError, match="num_attention_heads 8") as caught:
         LLM(tensor_parallel_size=3, device="cpu")
     assert caught.value.param == "tensor_parallel_size"
+
+
+def test_ray_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(InvalidRequestError, match=r"pip install 'outrider\[ray\]'") as caught:
+        LLM(tensor_parallel_size=2, distributed_executor_backend="ray", device="cpu")
+    assert caught.value.param == "distributed_executor_backend"
 
 
 def test_the_death_of_a_rank_ends_the_engine() -> None:

@@ -11,7 +11,14 @@ import itertools
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from outrider import LoRARequest, SamplingParams
 from outrider.platform.core.errors import InvalidUserInputError
@@ -35,6 +42,14 @@ def test_any_order_over_two_ranks(models, make_engine, prompts, plain_tokens):
             super().__init__()
             self.contents, self.jobs, self.tokens, self.running = {}, {}, {}, []
 
+        @initialize()
+        def start(self):
+            """Two long requests, which preempt each other, and two whose adapters have no room together."""
+            for name, content in (("x", "a"), ("y", "b")):
+                self.load(name, content, pinned=False)
+            for name in (None, None, "x", "y"):
+                self._add(name, prompts[3], None)
+
         @rule(name=NAMES, content=CONTENTS, pinned=st.booleans())
         def load(self, name, content, pinned):
             request = LoRARequest(name, path=models.adapters[content])
@@ -56,7 +71,9 @@ def test_any_order_over_two_ranks(models, make_engine, prompts, plain_tokens):
 
         @rule(data=st.data(), prompt=st.sampled_from(prompts), seed=st.sampled_from([None, 3]))
         def add(self, data, prompt, seed):
-            name = data.draw(st.sampled_from([*sorted(self.contents), None]))
+            self._add(data.draw(st.sampled_from([*sorted(self.contents), None])), prompt, seed)
+
+        def _add(self, name, prompt, seed):
             params = SamplingParams(temperature=0 if seed is None else 0.8, seed=seed, max_tokens=20, ignore_eos=True)
             key = str(next(numbers))
             lora = None if name is None else LoRARequest(name, path=models.adapters[self.contents[name]])
@@ -99,10 +116,9 @@ def test_any_order_over_two_ranks(models, make_engine, prompts, plain_tokens):
                 assert tokens == whole[: len(tokens)]
                 assert key in num_aborted or len(tokens) == 20
 
-    options = settings(max_examples=8, stateful_step_count=40, derandomize=True, database=None, deadline=None)
+    options = settings(max_examples=8, stateful_step_count=25, derandomize=True, database=None, deadline=None)
     run_state_machine_as_test(Machine, settings=options)
     stats = engine.stats()
-    print(stats.num_preemptions, stats.lora_evictions, num_aborted, next(numbers))
     assert stats.num_preemptions
     assert stats.lora_evictions["device"]
     assert num_aborted

@@ -3,7 +3,7 @@
 rank 0                                     rank
 RankSpec                             ->
                                      <-    {} or {"error": [...]}     it has started
-                                     <-    the same                   its weights are loaded
+                                     <-    {"weight_bytes": N} or {"error": [...]}     its weights are loaded
 Message("allocate" | "forward" | "logits" | "lookup" | "write" | "release") ->   one after another, no answers
 """
 

@@ -93,8 +93,9 @@ class ParallelExecutor:
         address = self._launch.sites[0].address
         return ProcessRanks(self._launch.open_store(), 0, self._size, config.device, address)
 
-    def _await(self, seconds: float) -> None:
+    def _await(self, seconds: float) -> list[dict[str, Any]]:
         """Wait until each rank has said that it is ready; raises the error of one that is not."""
+        ready = []
         for rank, remote in enumerate(self._remote, 1):
             remote.link.settimeout(seconds)
             try:
@@ -105,6 +106,8 @@ class ParallelExecutor:
             if "error" in said:
                 raise error_from_info(ErrorInfo(*said["error"]))
             remote.link.settimeout(None)
+            ready.append(said)
+        return ready
 
     def bind(
         self,
@@ -125,7 +128,8 @@ class ParallelExecutor:
         """
         self._model, self._kv = model, kv
         self._prepare, self._prepare_head = preparers
-        self._await(_LOAD_SECONDS)
+        self.weight_bytes = sum(said["weight_bytes"] for said in self._await(_LOAD_SECONDS))
+        """Bytes of the other ranks' weights."""
         cache, lora = config.cache, None
         if config.lora is not None:
             lora = [num_lora_rows, config.lora.max_lora_rank]
@@ -251,7 +255,9 @@ class SharedTarget:
 def _plain(handles: Handles) -> list[list[Any]]:
     """Handles of adapters as values of JSON."""
     return [
-        [None, False, count] if version is None else [version.digest.hex(), version.targets_head, count]
+        [None, False, False, count]
+        if version is None
+        else [version.digest.hex(), version.targets_head, version.targets_experts, count]
         for version, count in handles
     ]
 

@@ -1,4 +1,4 @@
-"""Quantised weights that several ranks share: their logits are those of one process."""
+"""Quantised weights and experts that several ranks share: their logits are those of one process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType as Type
 
 from outrider.kernels.quantized_linear import QuantizedWeight
 from outrider.models.checkpoint.loader import ModelOptions, load_model
+from outrider.models.parallel import Ranks
 from outrider.models.quantization.rounding import ROUNDINGS, round_int4
 from outrider.platform.core.errors import InvalidRequestError
 
@@ -38,6 +39,40 @@ def check(path: Path, size: int = 2, quantization: str | None = None, tolerance:
 def test_every_format_is_divided(kind: str, save_tiny: Callable, tmp_path: Path) -> None:
     write_quantized(save_tiny("Llama", **CASES[kind].sizes)[0], tmp_path, CASES[kind])
     check(tmp_path, tolerance=ROUNDED if CASES[kind].rounds_inputs else 1e-5)
+
+
+SPARSE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+EXPERTS = {
+    "Mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 50},
+    "Qwen3Moe": {**SPARSE, "mlp_only_layers": [0]},
+    "Qwen2Moe": {**SPARSE, "shared_expert_intermediate_size": 32},
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_divided(family: str, size: int, save_tiny: Callable, tmp_path: Path) -> None:
+    folder, reference = save_tiny(family, **EXPERTS[family])
+    check(folder, size)
+    reference.save_pretrained(tmp_path, save_original_format=False)  # one tensor holds all experts
+    check(tmp_path, size, "int8")
+
+
+def test_experts_of_a_quantised_checkpoint(save_tiny: Callable, tmp_path: Path) -> None:
+    sizes = {**SPARSE, "shared_expert_intermediate_size": 64, "hidden_size": 64}
+    write_quantized(save_tiny("Qwen2Moe", **sizes)[0], tmp_path, CASES["awq"])
+    check(tmp_path)
+
+
+def test_a_rank_holds_its_own_experts_alone(save_tiny: Callable) -> None:
+    folder, _ = save_tiny("Mixtral", **EXPERTS["Mixtral"])
+
+    def held(ranks: Ranks) -> list[int]:
+        model = load_model(folder, "float32", options=ModelOptions("native", ranks=ranks))
+        linears = [linear for linear in model.linears() if ".0.experts." in linear.name and not linear.is_elsewhere]
+        return [int(linear.name.split(".")[3]) for linear in linears if linear.name.endswith("down")]
+
+    assert on_ranks(2, held) == [[0, 1], [2, 3, 4]]
 
 
 @pytest.mark.parametrize("quantization", ROUNDINGS)
