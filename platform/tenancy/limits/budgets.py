@@ -116,9 +116,7 @@ class Budget:
         """Use of the budget; None while the ledger has not been read."""
         if self.read_at is None:
             return None
-        return BudgetState(
-            self.start, self.used_in_ledger, self.ended, self.ended_in_ledger, max(0.0, self.read_at)
-        )
+        return BudgetState(self.start, self.used_in_ledger, self.ended, self.ended_in_ledger, max(0.0, self.read_at))
 
     def load(self, state: BudgetState | None, now: float) -> None:
         """Take what `dump` gave, here or in another server, unless it is of another period. Without a state the ledger

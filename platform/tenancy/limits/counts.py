@@ -37,9 +37,7 @@ class CountTable:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "outrider-limits")
         self._retry_at = 0.0
         insert = (sqlite.insert if database.is_sqlite else postgresql.insert)(limit_counts)
-        self._insert = insert.on_conflict_do_update(
-            index_elements=["tenant"], set_={"counts": insert.excluded.counts}
-        )
+        self._insert = insert.on_conflict_do_update(index_elements=["tenant"], set_={"counts": insert.excluded.counts})
 
     async def change(self, tenant: str, change: Change) -> None:
         """Call `change` on the event loop with a tenant's counts, which no other server changes meanwhile, and write

@@ -291,7 +291,8 @@ class Limiter:
             principal,
             "token_budget",
             f"{scope.shown} has used {budget.used} tokens of this {budget.period}, running requests reserve "
-            f"{budget.reserved + budget.reserved_elsewhere}, and this one may need {tokens}; token_budget is {budget.limit}",
+            f"{budget.reserved + budget.reserved_elsewhere}, and this one may need {tokens}; "
+            f"token_budget is {budget.limit}",
             QUEUE_RETRY_SECONDS if fits_later else budget.end - self._clock.time(),
         )
 

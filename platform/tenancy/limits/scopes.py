@@ -45,11 +45,11 @@ class ScopeState(NamedTuple):
     """Counts of a scope as servers that count together keep them: values of JSON. Times are nanoseconds."""
 
     at: int
-    requests: list[tuple[int, str]] = []
-    tokens: list[tuple[int, str]] = []
-    budget: list[Any] | None = None
+    requests: list[tuple[int, str]]
+    tokens: list[tuple[int, str]]
+    budget: list[Any] | None
     """A `BudgetState`."""
-    shares: dict[str, list[Any]] = {}
+    shares: dict[str, list[Any]]
     """`Share` of each server in which there are requests of the scope."""
 
 

@@ -6,7 +6,6 @@ import threading
 import time
 from contextlib import asynccontextmanager
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limit_helpers import Clock, Usage, refused, run
