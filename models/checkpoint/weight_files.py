@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...platform.core.errors import InvalidRequestError, NotFoundError
+from ...platform.core.sampling_params import shown
 from ..layers.weights import Weight, WeightSlot
 from .json_files import read_json
 
@@ -85,9 +87,9 @@ def _shards(found: Path, param: str, hint: str) -> list[Path]:
     if not isinstance(weight_map, dict):
         raise InvalidRequestError(f"{found} has no weight_map", param=param)
     files = [found.parent / name for name in sorted({Path(str(name)).name for name in weight_map.values()})]
-    missing = [file.name for file in files if not file.is_file()]
+    missing = [shown(file.name) for file in files if not os.path.isfile(file)]  # False for names that none can have
     if missing:
-        raise NotFoundError(f"{found.parent} lacks {', '.join(missing)}{hint}", param=param)
+        raise NotFoundError(f"{found.parent} lacks {_listed(missing)}{hint}", param=param)
     return files
 
 
@@ -140,13 +142,15 @@ def misfits(slots: Mapping[str, WeightSlot], shapes: Mapping[str, tuple[int, ...
 
 
 def load_into(slot: WeightSlot, name: str, stored: StoredTensor, param: str, *, integers: bool = False) -> None:
-    """Read a tensor into its slot. With `integers` it is a table of integers instead of a weight.
+    """Read a tensor into its slot, unless it is elsewhere. With `integers` it is a table of integers, no weight.
 
     Raises:
         InvalidRequestError: it is not dense, or of another kind of numbers.
     """
     from safetensors import SafetensorError
 
+    if slot.is_elsewhere:
+        return
     try:
         tensor = stored.read()
     except (OSError, RuntimeError, SafetensorError) as error:

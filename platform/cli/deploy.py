@@ -105,6 +105,7 @@ def _deploy(args: EngineArgs, config: ServerConfig, address: str | None, app: An
         ray_serve.start(http_options={"host": config.host, "port": config.port})
         ray_serve.run(app, name=NAME, route_prefix="/")
         started = True
+        deployed = _deployed_at(ray_serve)
         where = f"at http://{config.host}:{config.port}" if address is None else "at the address of the cluster's Serve"
         print(f"Outrider serves {where}", flush=True)
         ended.wait()
@@ -113,10 +114,17 @@ def _deploy(args: EngineArgs, config: ServerConfig, address: str | None, app: An
     except RuntimeError as error:
         raise OutriderError(f"the replicas do not start, for the reason that stands above ({error})") from None
     finally:
-        started = True  # a second signal does not stop the end
-        if address is None:
+        serving, started = started, True  # a second signal does not stop the end
+        if address is not None:  # others may have applications there, and a later command may have replaced this one
+            if not serving or _deployed_at(ray_serve) == deployed:
+                ray_serve.delete(NAME, _blocking=serving)
+        elif serving:  # else there is nothing to drain
             ray_serve.shutdown()
-        else:  # others may have applications there
-            ray_serve.delete(NAME)
         ray.shutdown()
     return 0
+
+
+def _deployed_at(ray_serve: Any) -> float:
+    """Time of the last deployment of the application; 0 where there is none."""
+    found = ray_serve.status().applications.get(NAME)
+    return found.last_deployed_time_s if found is not None else 0.0

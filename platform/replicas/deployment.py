@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 from starlette.requests import Request
@@ -27,6 +27,7 @@ from ..http.server_config import ServerConfig
 from ..tenancy.accounts.authenticator import digest_of
 from .replica import ForwardedRequest, Replica
 from .routing import AffinityRouter, ReplicaView, RoutingKey, routing_key
+from .scaling import replicas_needed
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ _MAX_KEYS = 10_000
 """Keys that an ingress remembers."""
 _STATS_SECONDS = 1.0
 """Seconds between two looks at the adapters that a replica has."""
+KV_USAGE = "kv_cache_usage"
+"""Name of the share of KV blocks in use, for Ray's autoscaler."""
 _HOP_HEADERS = frozenset((b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"upgrade"))
 _NOT_FORWARDED = _HOP_HEADERS | {b"x-request-id"}  # which Ray adds to every answer
 
@@ -48,11 +51,9 @@ class ReplicaPlan(NamedTuple):
     num_replicas: int
     max_replicas: int
     target_requests: int
-    """Requests at once of a replica above which another one is started."""
+    """Requests at once of a replica above which another one is started; so it is by use of the KV cache."""
     num_cpus: float
     num_gpus: float
-    router: type[RequestRouter] | None = None
-    """Ray's class of the choice of replicas; None: `AdapterRouter`."""
 
 
 class Place(NamedTuple):
@@ -107,6 +108,13 @@ def _key_of(pending: PendingRequest | None) -> RoutingKey:
     return pending.args[0] if pending is not None and pending.args else RoutingKey()
 
 
+def scale(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+    """Number of replicas that Ray should have; Ray rounds, bounds and delays it."""
+    usage = (context.aggregated_metrics or {}).get(KV_USAGE, {})
+    target = context.config.get_target_ongoing_requests()
+    return replicas_needed(context.total_num_requests, target, usage.values()), {}
+
+
 class Engine:
     """Deployment of replicas."""
 
@@ -116,7 +124,7 @@ class Engine:
         if os.path.isdir(place.folder):
             os.chdir(place.folder)
         use_kernel_configs(place.kernel_configs)
-        self._replica = Replica(args, config)
+        self._replica = Replica(args, config, serve.get_replica_context().replica_id.unique_id)
         await self._replica.start()
 
     async def answer(self, key: RoutingKey, request: ForwardedRequest) -> AsyncIterator[dict[str, Any]]:
@@ -131,6 +139,10 @@ class Engine:
     async def record_routing_stats(self) -> dict[str, Any]:
         """Tell the routers what the replica has."""
         return await self._replica.stats()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Tell `scale` what the replica uses."""
+        return {KV_USAGE: await self._replica.kv_usage()}
 
     def check_health(self) -> None:
         """Raise when the engine is dead for good: Ray then starts another replica."""
@@ -213,13 +225,14 @@ def _started(start: dict[str, Any], response: Response) -> Response:
 
 def build_app(args: EngineArgs, config: ServerConfig, plan: ReplicaPlan, place: Place) -> serve.Application:
     """Ray Serve application: `serve.run(build_app(...))`."""
-    scale: dict[str, Any] = {"num_replicas": plan.num_replicas}
+    numbers: dict[str, Any] = {"num_replicas": plan.num_replicas}
     if plan.max_replicas > plan.num_replicas:
-        scale = {
+        numbers = {
             "autoscaling_config": AutoscalingConfig(
                 min_replicas=plan.num_replicas,
                 max_replicas=plan.max_replicas,
                 target_ongoing_requests=plan.target_requests,
+                policy=AutoscalingPolicy(policy_function=scale),
             )
         }
     engines = serve.deployment(
@@ -230,9 +243,9 @@ def build_app(args: EngineArgs, config: ServerConfig, plan: ReplicaPlan, place: 
         graceful_shutdown_timeout_s=config.shutdown_timeout + 10,
         health_check_timeout_s=600,
         request_router_config=RequestRouterConfig(
-            request_router_class=plan.router or AdapterRouter, request_routing_stats_period_s=_STATS_SECONDS
+            request_router_class=AdapterRouter, request_routing_stats_period_s=_STATS_SECONDS
         ),
-        **scale,
+        **numbers,
     )
     ingress = serve.deployment(Ingress, name="Ingress", max_ongoing_requests=100_000, ray_actor_options={"num_cpus": 0})
     return ingress.bind(engines.bind(args, config, place), config.max_body_bytes)

@@ -142,11 +142,11 @@ class Turns:
             for scope in scopes:
                 scope.forget_others()
             outcomes = _outcomes(items, scopes)
-        for item, (result, error) in zip(items, outcomes, strict=True):
-            if error is None:
+        for item, (result, refusal) in zip(items, outcomes, strict=True):
+            if refusal is None:
                 item.done.set_result(result)
             else:
-                item.done.set_exception(error)
+                item.done.set_exception(refusal)
 
     def _dump(self, counts: Counts, scopes: list[Scope]) -> Counts:
         now = self._clock.monotonic_ns()

@@ -109,7 +109,7 @@ async def list_input_items(
     after: str | None = None,
 ) -> Response:
     """Items of the conversation before a stored response's output, in pages."""
-    items = _stored(request, response_id).items
+    items = (await _stored(request, response_id)).items
     items = items if order == "asc" else items[::-1]
     if after is not None:
         index = next((index for index, item in enumerate(items) if item["id"] == after), None)
