@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from ..accounts.principal import NO_LIMITS, Limits, Principal
@@ -45,11 +45,11 @@ class ScopeState(NamedTuple):
     """Counts of a scope as servers that count together keep them: values of JSON. Times are nanoseconds."""
 
     at: int
-    requests: Sequence[tuple[int, str]] = ()
-    tokens: Sequence[tuple[int, str]] = ()
-    budget: list[Any] | None = None
+    requests: list[tuple[int, str]]
+    tokens: list[tuple[int, str]]
+    budget: list[Any] | None
     """A `BudgetState`."""
-    shares: Mapping[str, list[Any]] | None = None
+    shares: dict[str, list[Any]]
     """`Share` of each server in which there are requests of the scope."""
 
 
@@ -144,7 +144,7 @@ class Scope:
     def load(self, state: ScopeState, server: str, now: int, wall: float) -> None:
         """Take the counts of all servers, of which this one is `server`. Whose share has ended has died: its requests
         leave their places, and count as if they had used all that they reserved, until the ledger is read again."""
-        shares = {name: Share(*share) for name, share in (state.shares or {}).items() if name != server}
+        shares = {name: Share(*share) for name, share in state.shares.items() if name != server}
         self._others = {name: share for name, share in shares.items() if share.until > now}
         for bucket, entries in ((self.requests, state.requests), (self.tokens, state.tokens)):
             if bucket is not None:

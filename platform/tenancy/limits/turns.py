@@ -126,8 +126,7 @@ class Turns:
                 self._scopes.of(item.principal)
             scopes = self._scopes.all(tenant)
             for scope in scopes:
-                state = ScopeState(*counts.get(scope.key_id, [now]))
-                scope.load(state, self._server, now, self._clock.time())
+                scope.load(ScopeState(*counts.get(scope.key_id, _unused(now))), self._server, now, self._clock.time())
             outcomes = _outcomes(items, scopes)
             if items and all(error for _, error in outcomes) and not any(scope.in_use for scope in scopes):
                 return None
@@ -154,8 +153,8 @@ class Turns:
         until = now + int(self._lease_seconds * SECOND)
         kept = {key: state for key, state in counts.items() if state[0] > now - FORGET_SECONDS * SECOND}
         for scope in scopes:
-            state, old = list(scope.dump(self._server, now, until)), counts.get(scope.key_id, [now, [], [], None, {}])
-            if state[1:] != old[1:]:
+            state = list(scope.dump(self._server, now, until))
+            if state[1:] != counts.get(scope.key_id, _unused(now))[1:]:
                 kept[scope.key_id] = state
         return kept
 
@@ -174,6 +173,11 @@ class Turns:
         while self._workers:
             await asyncio.wait(list(self._workers.values()))
         await self._table.close()
+
+
+def _unused(now: int) -> list[Any]:
+    """State of a scope that nobody has used."""
+    return list(ScopeState(now, [], [], None, {}))
 
 
 def _outcomes(items: list[_Work], scopes: list[Scope]) -> list[tuple[Any, Exception | None]]:
