@@ -70,6 +70,10 @@ def run(namespace: argparse.Namespace) -> int:
         namespace.parser.error(f"argument --max-replicas: must be at least --num-replicas, {namespace.num_replicas}")
 
     def work(args: EngineArgs, config: ServerConfig) -> int:
+        if args.tensor_parallel_size > 1 and args.distributed_executor_backend == "ray":
+            raise InvalidRequestError(
+                "outrider deploy has the ranks of a replica on its machine: mp", param="distributed_executor_backend"
+            )
         from ..replicas.deployment import Place, ReplicaPlan, build_app
 
         config = dataclasses.replace(config, shared_limits=config.database is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 
@@ -16,6 +17,7 @@ import ray
 
 from outrider import LLM, LoRARequest, SamplingParams
 from outrider.models.demo import demo_adapters
+from outrider.platform.cli.main import main
 from outrider.platform.core.errors import EngineDeadError, InvalidRequestError
 
 from ..rank_texts import OPTIONS, PROMPTS, num_accepted, preempted_texts, texts
@@ -58,6 +60,12 @@ def wait_until_free() -> None:
         time.sleep(0.1)
     groups = ray.util.placement_group_table().values()
     assert {group["state"] for group in groups} == {"REMOVED"}
+
+
+def test_ranks_of_replicas_are_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        sys.exit(main(["deploy", "-tp", "2", "--distributed-executor-backend", "ray"]) or None)
+    assert "argument --distributed-executor-backend: outrider deploy has the ranks" in capsys.readouterr().err
 
 
 def test_the_death_of_an_actor_ends_the_engine_and_frees_its_room() -> None:

@@ -38,6 +38,8 @@ _ROOM_SECONDS = 300.0
 _START_SECONDS = 300.0
 """Longest time until an actor's process has started and connected."""
 _TOKEN_BYTES = 32
+_MAX_REASON = 500
+"""Characters of Ray's description of a death; the rest is in its logs."""
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """Seconds of silence until the other machine is asked whether it is there, between two questions, and their number."""
 
@@ -73,12 +75,14 @@ class RayRank:
 
     def ended(self, seconds: float = 2.0) -> str | None:
         """See `RemoteRank`. Waits a little: its socket closes before Ray says that it ended."""
+        if not ray.is_initialized():  # `wait` would start it again
+            return "Ray was shut down"
         if not ray.wait([self._done], timeout=seconds)[0]:
             return None
         try:
             ray.get(self._done)
         except RayError as error:
-            return f"{type(error).__name__}: {' '.join(str(error).split())}"
+            return f"{type(error).__name__}: {' '.join(str(error).split())[:_MAX_REASON]}"
         return "its loop ended"
 
     def end(self) -> None:
