@@ -55,6 +55,8 @@ class Place(NamedTuple):
     folder: str
     """Working folder, which relative paths of the options begin in."""
     kernel_configs: str | None
+    command: str
+    """Id of the command."""
 
 
 class AdapterRouter(RequestRouter):
@@ -145,9 +147,14 @@ class Engine:
 class Ingress:
     """Deployment that takes HTTP requests and forwards them whole."""
 
-    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
+    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int, command: str) -> None:
         self._replicas = replicas.options(stream=True)
         self._max_body_bytes = max_body_bytes
+        self._command = command
+
+    def command(self) -> str:
+        """Id of the command that deployed it."""
+        return self._command
 
     async def __call__(self, request: Request) -> Response:
         """Forward a request; its answer is a stream."""
@@ -208,4 +215,4 @@ def build_app(args: EngineArgs, config: ServerConfig, plan: ReplicaPlan, place: 
         **numbers,
     )
     ingress = serve.deployment(Ingress, name="Ingress", max_ongoing_requests=100_000, ray_actor_options={"num_cpus": 0})
-    return ingress.bind(engines.bind(args, config, place), config.max_body_bytes)
+    return ingress.bind(engines.bind(args, config, place), config.max_body_bytes, place.command)
