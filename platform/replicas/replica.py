@@ -38,9 +38,11 @@ class Replica:
     """One replica's server; belongs to its event loop."""
 
     def __init__(self, args: EngineArgs, config: ServerConfig, name: str = "") -> None:
-        """`name` is in the header `x-replica` of every answer. With a database the replica's journal is a folder of its own
-        in that of `config`, one that no living replica of this machine has: so it writes into the ledger what a dead one
-        has left."""
+        """`name` is in the header `x-replica` of every answer.
+
+        With a database the replica's journal is a folder of its own in that of `config`, one that no living replica of
+        this machine has: so it writes into the ledger what a dead one has left.
+        """
         self._headers = [*SECURITY_HEADERS, ("x-replica", name)]
         self._claim: int | None = None
         if config.database is not None:
