@@ -2,6 +2,7 @@
 
     qkv, gate_up   column parallel: a rank has the output rows of its heads, or of its part of the inner size
     o, down        row parallel: a rank has the matching input columns; the ranks' results are summed
+    experts        a rank has some experts as a whole, and all ranks the router; the ranks' results are summed
     embeddings     a rank has a range of tokens; embeddings are summed, logits put side by side
 
 Where there are fewer KV heads than ranks, several ranks have the same one. The first rank adds what is added once: the
@@ -12,17 +13,20 @@ its A as the columns of a row parallel one, so each delta is that of one process
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..kernels.quantized_linear import QuantizedWeight
 from ..platform.core.errors import InvalidRequestError
 from .config import DecoderConfig
 from .decoder import Decoder
 from .decoder_layer import DecoderLayer
+from .layers.experts import SparseMlp
+from .layers.weights import Weight
 
 _PARAM = "tensor_parallel_size"
 
@@ -58,6 +62,7 @@ class LinearPart:
         *,
         rows: Mapping[str, Sequence[slice]] | None = None,
         columns: slice | None = None,
+        summed: bool = True,
     ) -> None:
         """Describe a share.
 
@@ -67,16 +72,32 @@ class LinearPart:
             in_features: Its input size.
             rows: By module the rows that this rank has; None: all.
             columns: The columns that this rank has; None: all.
+            summed: False where the caller sums what the ranks computed of `columns`.
         """
         self.slices = list(whole)
         self.in_features = in_features
         self._ranks = ranks
         self._rows = rows
         self._columns = columns
+        self._summed = summed
 
-    def weight(self, module: str, tensor: Tensor) -> Tensor:
-        """This rank's part of a module's weight [out, in]."""
-        return self._chosen(module, tensor, 0) if self._columns is None else tensor[:, self._columns].contiguous()
+    def weight(self, module: str, weight: Weight) -> Weight:
+        """This rank's part of a module's weight [out, in].
+
+        Raises:
+            InvalidRequestError: it is quantised, and cannot be divided between inputs.
+        """
+        if isinstance(weight, Tensor):
+            return self._chosen(module, weight, 0) if self._columns is None else weight[:, self._columns].contiguous()
+        if self._columns is None:
+            assert self._rows is not None
+            return QuantizedWeight.cat([weight.rows(part.start, part.stop) for part in self._rows[module]])
+        try:
+            return weight.columns(self._columns.start, self._columns.stop)
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"{_PARAM} {self._ranks.size} does not divide the quantized weight of {module}: {error}", param=_PARAM
+            ) from error
 
     def bias(self, module: str, tensor: Tensor) -> Tensor:
         """This rank's part of a module's bias [out]."""
@@ -94,12 +115,27 @@ class LinearPart:
 
     def total(self, y: Tensor) -> Tensor:
         """The layer's result from this rank's."""
-        return y if self._columns is None else self._ranks.sum(y)
+        return self._ranks.sum(y) if self._columns is not None and self._summed else y
 
     def _chosen(self, module: str, tensor: Tensor, dim: int) -> Tensor:
         assert self._rows is not None
         parts = [tensor.narrow(dim, part.start, part.stop - part.start) for part in self._rows[module]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+class ExpertsPart:
+    """Share of one rank in a layer of experts. Implements `layers.experts.ExpertPart`."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def residual(self, residual: Tensor | None) -> Tensor | None:
+        """`residual` on the rank that adds it; None on the others."""
+        return residual if self._ranks.rank == 0 else None
+
+    def total(self, y: Tensor) -> Tensor:
+        """The layer's result from this rank's."""
+        return self._ranks.sum(y)
 
 
 class VocabularyPart:
@@ -117,11 +153,11 @@ class VocabularyPart:
         """Number of this rank's tokens."""
         return int(self.rows.stop - self.rows.start)
 
-    def lookup(self, table: Tensor, input_ids: Tensor) -> Tensor:
-        """Embeddings [T, H] of token ids [T], from this rank's rows of the table and the others'."""
+    def lookup(self, rows: Callable[[Tensor], Tensor], input_ids: Tensor) -> Tensor:
+        """Embeddings [T, H] of token ids [T], from this rank's `rows` of the table and the others'."""
         places = input_ids - self.rows.start
         inside = (places >= 0) & (places < self.size)
-        return self._ranks.sum(F.embedding(places.clamp(0, self.size - 1), table).masked_fill_(~inside[:, None], 0))
+        return self._ranks.sum(rows(places.clamp(0, self.size - 1)).masked_fill_(~inside[:, None], 0))
 
     def join(self, logits: Tensor) -> Tensor:
         """Logits [R, vocab] from this rank's."""
@@ -140,17 +176,20 @@ def rank_config(config: object, num_ranks: int) -> DecoderConfig:
             f"{_PARAM} {num_ranks}: a model that transformers' code computes is not divided", param=_PARAM
         )
     refused = {
-        "a mixture of experts": config.experts,
         "latent attention": config.latent,
         "layers of the GPT form": config.block,
         "norms over all heads together": config.qk_norm_wide,
         "attention sinks": config.sinks,
-        "a quantised checkpoint": config.quantization,
     }
     for what, found in refused.items():
         if found:
             raise InvalidRequestError(f"{_PARAM} {num_ranks}: {what} is not served by several ranks yet", param=_PARAM)
-    sizes = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
+    experts = config.experts
+    sizes = {"num_attention_heads": config.num_heads}
+    if experts is None or len(experts.layers) < config.num_layers:
+        sizes["intermediate_size"] = config.intermediate_size
+    if experts is not None and experts.shared_size is not None:
+        sizes["shared_expert_intermediate_size"] = experts.shared_size
     for name, size in sizes.items():
         if size % num_ranks:
             raise InvalidRequestError(f"{_PARAM} {num_ranks} does not divide {name} {size}", param=_PARAM)
@@ -161,8 +200,14 @@ def rank_config(config: object, num_ranks: int) -> DecoderConfig:
         )
     if -(-config.vocab_size // num_ranks) * (num_ranks - 1) >= config.vocab_size:
         raise InvalidRequestError(f"{_PARAM} {num_ranks} is too large for vocab_size {config.vocab_size}", param=_PARAM)
+    if experts is not None:
+        if experts.num_experts < num_ranks:
+            raise InvalidRequestError(f"{_PARAM} {num_ranks} exceeds num_experts {experts.num_experts}", param=_PARAM)
+        shared = None if experts.shared_size is None else experts.shared_size // num_ranks
+        experts = dataclasses.replace(experts, shared_size=shared)
     return dataclasses.replace(
         config,
+        experts=experts,
         num_heads=config.num_heads // num_ranks,
         num_kv_heads=max(1, heads // num_ranks),
         intermediate_size=config.intermediate_size // num_ranks,
@@ -187,19 +232,27 @@ def _divide(layer: DecoderLayer, config: DecoderConfig, ranks: Ranks) -> None:
     """Give the linear layers of `layer` their shares of those in the whole model of `config`."""
     rank, heads, kv_heads = ranks.rank, config.num_heads // ranks.size, config.num_kv_heads
     num_kv, first_kv = max(1, kv_heads // ranks.size), rank * kv_heads // ranks.size
-    inner, hidden = config.intermediate_size // ranks.size, config.hidden_size
+    mlp, hidden = config.intermediate_size, config.hidden_size
+    if isinstance(layer.mlp, SparseMlp):
+        assert config.experts is not None
+        mlp, num_experts = config.experts.shared_size or 0, config.experts.num_experts
+        held = range(rank * num_experts // ranks.size, (rank + 1) * num_experts // ranks.size)
+        layer.mlp.divide(ExpertsPart(ranks), held)
     # Rows of the parts that each layer merges: their number, and those of this rank in units of `size`.
     query = _Range(config.num_heads, rank * heads, heads, config.head_dim)
     key = _Range(kv_heads, first_kv, num_kv, config.head_dim)
-    gate = _Range(ranks.size, rank, 1, inner)
+    gate = _Range(ranks.size, rank, 1, mlp // ranks.size)
     parts = {"qkv": [query, key, key], "gate_up": [gate, gate]}
     columns = {"o": query, "down": gate}
     for linear in layer.linears():
         kind, names = linear.name.rsplit(".", 1)[1], [name for name, _ in linear.slices]
+        if linear.expert or kind not in (*parts, *columns):
+            continue  # whole, on one rank or on each
         if kind in columns:
             chosen = columns[kind]
             whole = [(name, hidden) for name in names]
-            linear.part = LinearPart(ranks, whole, chosen.length, columns=chosen.rows(0))
+            summed = ".shared." not in linear.name  # else with the experts
+            linear.part = LinearPart(ranks, whole, chosen.length, columns=chosen.rows(0), summed=summed)
         elif len(names) == 1:  # one tensor of the checkpoint has the parts one after another
             starts = [sum(part.length for part in parts[kind][:index]) for index in range(len(parts[kind]))]
             rows = [part.rows(start) for part, start in zip(parts[kind], starts, strict=True)]

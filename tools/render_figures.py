@@ -229,11 +229,11 @@ def speculation_adapters() -> list[str]:
             f"`{task}`, without": "without draft weights",
         }
     rows = [
-        [label, *(cell(name, task, kind, mode) for name in ("4 drafts", "6 drafts") for mode in list(MODES)[1:])]
+        [label, *(cell(name, task, kind, mode) for name in runs("speculation-adapters") for mode in list(MODES)[1:])]
         for task, labels in kinds.items()
         for label, kind in labels.items()
     ]
-    head = ["", "draft model, 4 drafts", "EAGLE-3, 4 drafts", "draft model, 6", "EAGLE-3, 6"]
+    head = ["", *(f"{kind}, {name}" for name in runs("speculation-adapters") for kind in ("draft model", "EAGLE-3"))]
     return [*table(head, rows), "", *source("speculation-adapters")]
 
 
@@ -337,7 +337,7 @@ def summary() -> list[str]:
             rows.append(
                 [f"494M, EAGLE-3, adapter `{task}` {kind}, over no speculation", number(row["speedup"]), "", ""]
             )
-    lines = source("peers", "lora", "speculation-adapters")
+    lines = source("peers", "lora", "speculation-adapters", keep=lambda run: "int4" not in run["run"])
     return [*table(["output tokens/s", "1 request", "8", "32"], rows), "", *lines]
 
 

@@ -33,11 +33,17 @@ PackedExperts: TypeAlias = Union[TorchExperts, NativeExperts, "TritonExperts"]
 
 
 def pack(
-    gate_up: Sequence[Packed], down: Sequence[Packed], *, activation: str = "silu", batch_invariant: bool = False
+    gate_up: Sequence[Packed],
+    down: Sequence[Packed],
+    *,
+    activation: str = "silu",
+    batch_invariant: bool = False,
+    partial: bool = False,
 ) -> PackedExperts:
     """Pack E experts: `gate_up` [2I, H] each, as `activation` takes their products, and `down` [H, I] each.
 
-    With `batch_invariant` a row's result does not depend, bit for bit, on other rows.
+    With `batch_invariant` a row's result does not depend, bit for bit, on other rows. With `partial` other processes
+    have more experts, for which a routing has the number E.
     """
     if is_native(gate_up, down) and activation in ("silu", "clamped_swiglu"):
         return NativeExperts(cast(Weights, gate_up), cast(Weights, down), activation)
@@ -46,7 +52,7 @@ def pack(
         from .triton import TritonExperts
 
         biases = [_biases(weights) for weights in (gate_up, down)]
-        return TritonExperts(*served, biases=biases, activation=activation)
+        return TritonExperts(*served, biases=biases, activation=activation, partial=partial)
     return TorchExperts(gate_up, down, activation=activation, batch_invariant=batch_invariant)
 
 

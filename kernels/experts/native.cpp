@@ -21,23 +21,25 @@ struct Experts {
 };
 
 struct Routing {
-    const int64_t* experts;  // [T, k]
+    const int64_t* experts;  // [T, k]; E: another process computes the pair, which adds nothing here
     const float* weights;    // [T, k]
     int64_t num_tokens, top_k;
 };
 
 constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 15;  // fewer do not pay for waking threads
 
-// y[t] = residual[t] + sum over j of weights[t][j] * outputs[place[t][j]], in the order of j; without `place` the
-// outputs are in the order of the pairs.
+// y[t] = residual[t] + sum over j of weights[t][j] * outputs[place[t][j]], in the order of j, for places below `pairs`;
+// without `place` the outputs are in the order of the pairs.
 template <typename E>
 void combine(const E* outputs, const int64_t* place, const Routing& routing, const E* residual, E* y, int64_t hidden,
-             int64_t first, int64_t last) {
+             int64_t pairs, int64_t first, int64_t last) {
     for (int64_t t = first; t < last; t++)
         for (int64_t i = 0; i < hidden; i += LANES) {
             Vec total = residual ? load(residual + t * hidden + i, hidden - i) : zeros();
-            for (int64_t pair = t * routing.top_k; pair < (t + 1) * routing.top_k; pair++)
-                total += routing.weights[pair] * load(outputs + (place ? place[pair] : pair) * hidden + i, hidden - i);
+            for (int64_t pair = t * routing.top_k; pair < (t + 1) * routing.top_k; pair++) {
+                const int64_t from = place ? place[pair] : pair;
+                if (from < pairs) total += routing.weights[pair] * load(outputs + from * hidden + i, hidden - i);
+            }
             store(y + t * hidden + i, total, hidden - i);
         }
 }
@@ -47,8 +49,8 @@ void combine(const void* outputs, const Routing& routing, const void* residual, 
     const int64_t tokens = routing.num_tokens;
     const int team = team_for(tokens * routing.top_k * hidden >= MIN_PARALLEL_ELEMENTS);
     parallel(team, Phase{team, [&](int64_t part) {
-        combine((const E*)outputs, nullptr, routing, (const E*)residual, (E*)y, hidden, tokens * part / team,
-                tokens * (part + 1) / team);
+        combine((const E*)outputs, nullptr, routing, (const E*)residual, (E*)y, hidden, tokens * routing.top_k,
+                tokens * part / team, tokens * (part + 1) / team);
     }});
 }
 
@@ -97,18 +99,18 @@ void route(const void* logits, int64_t rows, int64_t num_experts, int64_t top_k,
 
 // Pairs sorted by expert.
 struct Sorted {
-    std::vector<int64_t> begin;   // [E + 1]: first pair of each expert
+    std::vector<int64_t> begin;   // [E + 2]: first pair of each expert; begin[E] is their number
     std::vector<int64_t> place;   // [T * k]: place of each pair
     std::vector<int64_t> active;  // experts that have pairs
 
     void sort(const Routing& routing, int64_t num_experts) {
         const int64_t num_pairs = routing.num_tokens * routing.top_k;
-        begin.assign(num_experts + 1, 0);
+        begin.assign(num_experts + 2, 0);
         place.resize(num_pairs);
         active.clear();
         for (int64_t pair = 0; pair < num_pairs; pair++) begin[routing.experts[pair] + 1]++;
-        for (int64_t e = 0; e < num_experts; e++) {
-            if (begin[e + 1]) active.push_back(e);
+        for (int64_t e = 0; e <= num_experts; e++) {
+            if (begin[e + 1] && e < num_experts) active.push_back(e);
             begin[e + 1] += begin[e];
         }
         std::vector<int64_t> next(begin.begin(), begin.end() - 1);
@@ -217,21 +219,22 @@ void apply(const Experts& experts, const Sorted& sorted, const Side& open, const
            const bf16* x, const bf16* residual, bf16* y, bf16* scratch) {
     const int64_t hidden = experts.hidden, inner = experts.inner, pairs = routing.num_tokens * routing.top_k;
     bf16 *outputs = scratch, *merged = outputs + pairs * hidden, *activated = merged + pairs * 2 * inner;
-    const int team = team_for(pairs * hidden * inner >= MIN_PARALLEL_WORK);
+    const int64_t here = sorted.begin[experts.num_experts];
+    const int team = team_for(here * hidden * inner >= MIN_PARALLEL_WORK);
     const auto gather = [&](int64_t part) {
         for (int64_t pair = pairs * part / team; pair < pairs * (part + 1) / team; pair++)
-            open.put(sorted.place[pair], x + pair / routing.top_k * hidden);
+            if (sorted.place[pair] < here) open.put(sorted.place[pair], x + pair / routing.top_k * hidden);
     };
     const auto first = [&](int64_t part) { multiply(open, sorted, merged, part, team); };
     const auto act = [&](int64_t part) {
-        const int64_t begin = pairs * part / team, end = pairs * (part + 1) / team;
+        const int64_t begin = here * part / team, end = here * (part + 1) / team;
         activate(merged, activated, inner, experts.clamped, begin, end);
         for (int64_t pair = begin; pair < end; pair++) close.put(pair, activated + pair * inner);
     };
     const auto second = [&](int64_t part) { multiply(close, sorted, outputs, part, team); };
     const auto add = [&](int64_t part) {
         const int64_t begin = routing.num_tokens * part / team, end = routing.num_tokens * (part + 1) / team;
-        combine(outputs, sorted.place.data(), routing, residual, y, hidden, begin, end);
+        combine(outputs, sorted.place.data(), routing, residual, y, hidden, here, begin, end);
     };
     parallel(team, Phase{team, gather}, Phase{team, first}, Phase{team, act}, Phase{team, second}, Phase{team, add});
 }

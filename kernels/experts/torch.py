@@ -17,7 +17,7 @@ class Routing(NamedTuple):
     """Experts of each token."""
 
     experts: Tensor
-    """[T, k] int64, the best first."""
+    """[T, k] int64, the best first; E: another process computes the pair, which adds nothing here."""
     weights: Tensor
     """[T, k] float32."""
 
@@ -50,6 +50,7 @@ class Products(NamedTuple):
     """[n, 2I] -> [n, I]."""
     down: Product
     """[n, I] -> [n, H]."""
+    num_experts: int
 
 
 class TorchExperts:
@@ -67,6 +68,7 @@ class TorchExperts:
             lambda expert, x, tokens: gate_up[expert](x),
             partial(act_and_mul_invariant if batch_invariant else act_and_mul, activation=activation),
             lambda expert, x, tokens: down[expert](x),
+            len(down),
         )
 
     def __call__(self, x: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
@@ -107,9 +109,9 @@ def outputs_of_pairs(x: Tensor, routing: Routing, products: Products) -> Tensor:
     num_tokens, top_k = routing.experts.shape
     experts = routing.experts.flatten()
     order = experts.argsort(stable=True)
-    outputs = x.new_empty(num_tokens * top_k, x.shape[1])
+    outputs = x.new_zeros(num_tokens * top_k, x.shape[1])
     start = 0
-    for expert, count in enumerate(experts.bincount().tolist()):
+    for expert, count in enumerate(experts.bincount().tolist()[: products.num_experts]):
         if not count:
             continue
         pairs = order[start : start + count]

@@ -107,12 +107,14 @@ class TritonExperts:
         *,
         biases: Sequence[Tensor | None] = (None, None),
         activation: str = "silu",
+        partial: bool = False,
     ) -> None:
         """Make experts of weights [2I, H] and [H, I], contiguous or quantised in one form, and of `biases` [E, 2I] and
-        [E, H]."""
+        [E, H]. `partial`: other processes compute some pairs."""
         self._num_experts = len(gate_up)
         self._gate_up, self._down = _product(gate_up, biases[0]), _product(down, biases[1])
         self._activation = activation
+        self._partial = partial
 
     def __call__(
         self,
@@ -126,11 +128,11 @@ class TritonExperts:
         num_tokens, top_k = routing.experts.shape
         plan = plan_tiles(routing.experts, self._num_experts)
         x = x.contiguous()
-        outer = self._gate_up(x, plan, top_k)
+        outer = self._gate_up(x, plan, top_k, partial=self._partial)
         if add is not None:
             add[0](outer, x, routing.experts)
         inner = act_and_mul(outer, self._activation)
-        outputs = self._down(inner, plan, 1)
+        outputs = self._down(inner, plan, 1, partial=self._partial)
         if add is not None:
             add[1](outputs, inner, routing.experts)
         return combine(outputs.view(num_tokens, top_k, -1), routing.weights, residual)

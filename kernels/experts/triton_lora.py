@@ -28,7 +28,7 @@ class ExpertRows(NamedTuple):
     columns: slice
     """Columns of the projection's output."""
     held: Tensor
-    """[E] bool: experts that have weights; the others take no memory."""
+    """[E + 1] bool: experts that have weights; the others take no memory. The last is for those of other processes."""
 
 
 def stack(weights: dict[int, Tensor], num_experts: int, shape: tuple[int, int], device: torch.device) -> PlainExperts:
@@ -58,7 +58,7 @@ def add_rows(y: Tensor, x: Tensor, experts: Tensor, owned: Tensor, parts: list[E
     plans: dict[Tensor, Plan] = {}  # parts of the same experts share one
     for part in parts:
         if part.held not in plans:
-            num_experts = len(part.held)
+            num_experts = len(part.held) - 1
             mine = part.held[experts] & owned.unsqueeze(1)
             plans[part.held] = plan_tiles(experts.masked_fill(~mine, num_experts), num_experts)
         plan = plans[part.held]

@@ -73,10 +73,10 @@ class QuantizedExperts:
         addresses = [[0 if tensor is None else tensor.data_ptr() for tensor in tensors] for tensors in every]
         self._addresses = torch.tensor(addresses, device=weights[0].codes.device)
 
-    def __call__(self, x: Tensor, plan: Plan, pairs: int) -> Tensor:
-        """Outputs [P, out] of x [P / pairs, in], contiguous."""
+    def __call__(self, x: Tensor, plan: Plan, pairs: int, *, partial: bool = False) -> Tensor:
+        """Outputs [P, out] of x [P / pairs, in], contiguous. With `partial` some pairs have no expert, and zeros."""
         weight = self._weights[0]
-        y = x.new_empty(len(plan.order), weight.outputs)
+        y = (x.new_zeros if partial else x.new_empty)(len(plan.order), weight.outputs)
         config = default_config(plan.tile, weight.bits, x.element_size())
         grid = (len(plan.experts) * triton.cdiv(weight.outputs, config.block_o),)
         if len(plan.order):

@@ -5,12 +5,15 @@ O outputs, I inputs, G groups of inputs that share a scale.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+_LEAST_GROUP = 16
+"""Inputs of the smallest group into which `columns` cuts one: each takes a scale, and kernels read them in chunks."""
 _CHUNK = 1 << 20
 """Weights that are dequantised at once: 4 MiB of float32."""
 
@@ -61,6 +64,26 @@ class QuantizedWeight:
         """Outputs `start` to `stop` - 1."""
         offsets = None if self.offsets is None else self.offsets[start:stop]
         return replace(self, codes=self.codes[start:stop], scales=self.scales[start:stop], offsets=offsets)
+
+    def columns(self, start: int, stop: int) -> QuantizedWeight:
+        """Inputs `start` to `stop` - 1. Where they cut groups, their groups are smaller ones with the same scales.
+
+        Raises:
+            ValueError: their groups would be too small, or the inputs are in another order.
+        """
+        if self.order is not None:
+            raise ValueError("its groups are of inputs that lie apart (desc_act)")
+        inputs = self.shape[1]
+        group = math.gcd(self.group, start, self.group if stop == inputs else stop)
+        if group < min(_LEAST_GROUP, self.group) and self.scales.shape[1] > 1:
+            raise ValueError(
+                f"inputs {start} to {stop - 1} cut its groups of {self.group} into groups of {group}; "
+                f"{_LEAST_GROUP} is the least"
+            )
+        groups = torch.arange(start, stop, group, device=self.scales.device) // self.group
+        offsets = None if self.offsets is None else self.offsets[:, groups]
+        codes = self.codes[:, start:stop].contiguous()
+        return replace(self, codes=codes, scales=self.scales[:, groups], offsets=offsets, group=group)
 
     def take(self, index: Tensor) -> QuantizedWeight:
         """Outputs `index` [n] in this order."""

@@ -53,7 +53,7 @@ class ExpertSite:
                 )
                 key = tuple(found)
                 if key not in held:
-                    held[key] = torch.tensor([expert in found for expert in range(len(names))], device=self._device)
+                    held[key] = torch.tensor([e in found for e in range(len(names) + 1)], device=self._device)
                 parts.append(ExpertRows(a, b, slice(start, start + size), held[key]))
             start += size
         if parts:

@@ -84,15 +84,19 @@ class AdapterSites:
         # The rows of all experts would fill a device's memory; a CPU's takes only what is written.
         apart = _on_gpu(dtype, device)
         experts = [linear for linear in linears if linear.expert and apart]
-        served = experts if experts and _serves(experts) else []
-        self._linears = [linear for linear in linears if not (linear.expert and apart)]
-        self._num_columns = layout.vocabulary.width if experts else None
-        self._experts = ExpertSites(served, device) if served else None
-        for linear in (*self._linears, *served):
+        here = [linear for linear in experts if not linear.is_elsewhere]
+        is_served = bool(experts) and _serves(here)
+        self._num_columns = self._layout.vocabulary.width if experts else None
+        self._experts = ExpertSites(here, device) if is_served else None
+        reserved = [linear for linear in linears if is_served or not (linear.expert and apart)]
+        self._elsewhere = {name for linear in reserved if linear.is_elsewhere for name, _ in linear.slices}
+        self._linears = [linear for linear in reserved if not (linear.is_elsewhere or (linear.expert and apart))]
+        for linear in reserved:
             _reserve(linear, self.model)
-            if self._is_divided:
+            if self._is_divided and not linear.is_elsewhere:
                 names, sizes = zip(*linear.slices, strict=True)
-                self._layout.linears.reserve(names, linear.in_features, sizes)
+                own = self._layout.vocabulary if linear.expert else self._layout.linears
+                own.reserve(names, linear.in_features, sizes)
 
     @property
     def row_bytes(self) -> int:
@@ -141,6 +145,8 @@ class AdapterSites:
         parts = {name: linear.part for linear in self._linears for name, _ in linear.slices}
         found: dict[str, LoraWeights] = {}
         for name, (a, b, _) in packed.modules().items():
+            if name in self._elsewhere:
+                continue
             part = parts.get(name)
             if part is not None:
                 a, b = part.lora(name, a, b)

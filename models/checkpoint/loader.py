@@ -24,7 +24,7 @@ from ..decoder import Decoder
 from ..implementation import AUTO, build_model, read_config
 from ..layers.cache_scales import scale_slots
 from ..layers.weights import RenamedSlot, WeightSlot
-from ..model import LanguageModel
+from ..model import LanguageModel, ModelConfig
 from ..parallel import Ranks, divided_decoder, rank_config
 from ..quantization import unpack
 from ..quantization.rounding import round_int8, rounding_of
@@ -147,8 +147,6 @@ def read_facts(
     config = read_config(raw, DTYPES[served], impl)
     if num_ranks > 1:
         config = rank_config(config, num_ranks)
-        if is_gguf(path):
-            raise InvalidRequestError("tensor_parallel_size: a GGUF file is not divided", param="tensor_parallel_size")
     is_shared = isinstance(config, DecoderConfig) and config.latent is not None
     elements = (1 if is_shared else 2) * config.num_layers * config.num_kv_heads * config.head_dim
     return ModelFacts(
@@ -222,7 +220,9 @@ def load_model(
         model.embedding.quantize = round_int8
     model.embedding.single_copy = quantization_of(path, config) is not None
     slots = model.weight_slots()
-    tensors = _random_tensors(slots, model, seed) if load_format == "dummy" else _stored_tensors(path, slots, model)
+    tensors = (
+        _random_tensors(slots, model, seed) if load_format == "dummy" else _stored_tensors(path, slots, model, config)
+    )
     for tensor_name, tensor in tqdm(
         tensors.items(), desc="Loading weights", disable=not progress, unit="tensor", leave=False
     ):
@@ -250,15 +250,16 @@ def _random(name: str, slot: WeightSlot, dtype: torch.dtype, seed: int, device: 
     return tensor
 
 
-def _stored_tensors(path: Path, slots: dict[str, WeightSlot], model: LanguageModel) -> dict[str, StoredTensor]:
-    """Tensors of all slots in the order of the files; the headers of all files are checked first. `slots` is mutated
-    when the files have other names than usual.
+def _stored_tensors(
+    path: Path, slots: dict[str, WeightSlot], model: LanguageModel, config: ModelConfig
+) -> dict[str, StoredTensor]:
+    """Tensors of all slots in the order of the files, for the model of `config`, of which `model` may be a share. The
+    headers of all files are checked first. `slots` is mutated when the files have other names than usual.
 
     Raises:
         NotFoundError: a file is missing.
         InvalidRequestError: a file is damaged, or tensors are missing, unexpected or of the wrong shape.
     """
-    config = model.config
     renamed: dict[str, RenamedSlot] = model.renamed_slots() if isinstance(model, Decoder) else {}
     if is_gguf(path):
         if not isinstance(config, DecoderConfig):

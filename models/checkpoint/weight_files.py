@@ -142,13 +142,15 @@ def misfits(slots: Mapping[str, WeightSlot], shapes: Mapping[str, tuple[int, ...
 
 
 def load_into(slot: WeightSlot, name: str, stored: StoredTensor, param: str, *, integers: bool = False) -> None:
-    """Read a tensor into its slot. With `integers` it is a table of integers instead of a weight.
+    """Read a tensor into its slot, unless it is elsewhere. With `integers` it is a table of integers, no weight.
 
     Raises:
         InvalidRequestError: it is not dense, or of another kind of numbers.
     """
     from safetensors import SafetensorError
 
+    if slot.is_elsewhere:
+        return
     try:
         tensor = stored.read()
     except (OSError, RuntimeError, SafetensorError) as error:

@@ -64,8 +64,8 @@ class VocabularyShare(Protocol):
         """Number of this rank's tokens."""
         ...
 
-    def lookup(self, table: Tensor, input_ids: Tensor) -> Tensor:
-        """Embeddings [T, H] of token ids [T], from this rank's rows of the table and the others'."""
+    def lookup(self, rows: Callable[[Tensor], Tensor], input_ids: Tensor) -> Tensor:
+        """Embeddings [T, H] of token ids [T]; `rows` looks up rows of this rank's share of the table by number."""
 
     def join(self, logits: Tensor) -> Tensor:
         """Logits [R, vocab] from this rank's."""
@@ -212,10 +212,14 @@ class Embedding:
         return pack(weight.to(self.device, self._dtype), bias, batch_invariant=self._batch_invariant)
 
     def _look_up(self, input_ids: Tensor) -> Tensor:
-        if isinstance(self._table, Tensor):
-            table, part = self._table, self.part
-            return F.embedding(input_ids, table) if part is None else part.lookup(table, input_ids)
-        return self._table.rows(input_ids)  # type: ignore[union-attr]  # the loader left no slot empty
+        return self._held_rows(input_ids) if self.part is None else self.part.lookup(self._held_rows, input_ids)
+
+    def _held_rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` [n] of the table that this process holds."""
+        table = self._table
+        if isinstance(table, Tensor):
+            return F.embedding(ids, table)
+        return table.rows(ids)  # type: ignore[union-attr]  # the loader left no slot empty
 
     def _table_rows(self) -> Iterator[tuple[slice, Tensor]]:
         """Some rows of the table [n, H] at a time."""
@@ -262,33 +266,33 @@ class Embedding:
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names; a tied head has none."""
         scale = self._shape[1] ** -0.5
-        slots = {f"{self.names.table}.weight": WeightSlot(self._shape, self._load_table, scale, self._set_table)}
+        slots = {f"{self.names.table}.weight": WeightSlot(self._shape, self._load_table, scale, self._load_table)}
         if not self.tied:
-            slots[f"{self.names.head}.weight"] = WeightSlot(self._shape, self._load_head, scale, self._set_weight)
+            slots[f"{self.names.head}.weight"] = WeightSlot(self._shape, self._load_head, scale, self._load_head)
         if self.names.head_bias:
             slots[f"{self.names.head}.bias"] = WeightSlot(self._shape[:1], self._load_bias, scale)
         return slots
 
-    def _load_table(self, tensor: Tensor) -> None:
-        self._set_table(self._form(tensor))
+    def _load_table(self, weight: Weight) -> None:
+        self._set_table(self._form(weight))
 
-    def _load_head(self, tensor: Tensor) -> None:
-        self._set_weight(self._form(tensor))
+    def _load_head(self, weight: Weight) -> None:
+        self._set_head("weight", self._form(weight))
 
     def _load_bias(self, tensor: Tensor) -> None:
         self._set_head("bias", tensor.to(self.device, self._dtype, copy=True))
 
-    def _form(self, tensor: Tensor) -> Weight:
+    def _form(self, weight: Weight) -> Weight:
         """A weight as it is held, maybe in the memory of the argument."""
-        if self.part is not None:
-            tensor = tensor[self.part.rows]
+        rows = slice(0, self.vocab_size) if self.part is None else self.part.rows
+        if isinstance(weight, QuantizedWeight):
+            return weight.rows(rows.start, rows.stop).to(self.device)
         if self.quantize is not None:
-            return self.quantize(tensor.to(self.device))
-        return tensor.to(self.device, self._dtype).contiguous()
+            return self.quantize(weight[rows].to(self.device))
+        return weight[rows].to(self.device, self._dtype).contiguous()
 
     def _set_table(self, weight: Weight) -> None:
         """Keep rows for lookups; of a tied head the packed rows serve where they can be read."""
-        weight = weight.to(self.device)
         if self.tied:
             self._set_head("weight", weight)
         is_plain = isinstance(weight, Tensor)
@@ -300,9 +304,6 @@ class Embedding:
         else:
             self._table = table = pack_table(weight, self._dtype)
             self.num_bytes += table.num_bytes
-
-    def _set_weight(self, weight: Weight) -> None:
-        self._set_head("weight", weight.to(self.device))
 
     def _set_head(self, part: str, tensor: Weight) -> None:
         self._parts[part] = tensor

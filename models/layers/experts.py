@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,16 @@ def make_mlp(config: DecoderConfig, index: int, device: torch.device) -> Mlp:
         }
         return GatedMlp(name, f"{module}.mlp", sizes, **form, **common)
     return SparseMlp(name, module, config.hidden_size, config.experts, **common)
+
+
+class ExpertPart(Protocol):
+    """Share of a rank in a layer of experts that several processes compute; see `models.parallel`."""
+
+    def residual(self, residual: Tensor | None) -> Tensor | None:
+        """`residual` on the rank that adds it; None on the others."""
+
+    def total(self, y: Tensor) -> Tensor:
+        """The layer's result from this rank's."""
 
 
 class SparseMlp:
@@ -63,9 +73,20 @@ class SparseMlp:
         if traits.sigmoid or config.num_groups > 1 or config.scale != 1.0:
             self._scoring = Scoring(config.num_groups, config.top_groups, traits.sigmoid, config.scale)
         self._device = common["device"]
+        self._part: ExpertPart | None = None
+
+    def divide(self, part: ExpertPart, held: range) -> None:
+        """Have the weights of experts `held` alone, and a share of the shared expert; before anything is loaded."""
+        self._part = part
+        self._experts.keep(held)
 
     def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
         """See `Mlp`."""
+        if self._part is None:
+            return self._compute(x, batch, residual)
+        return self._part.total(self._compute(x, batch, self._part.residual(residual)))
+
+    def _compute(self, x: Tensor, batch: AdapterRows, residual: Tensor | None) -> Tensor:
         if self._shared is not None:
             shared = self._shared.forward(x, batch)
             if self._shared_gate is not None:
@@ -155,22 +176,45 @@ class ExpertLayers:
             slices = [(f"{module}.{projection}", 2 * inner // len(merged)) for projection in merged]
             self._gate_up.append(Linear(f"{name}.gate_up", slices, hidden, **options))
             self._down.append(Linear(f"{name}.down", [(f"{module}.{down}", hidden)], inner, **options))
+        self._held = range(form.num_experts)
         self._packed: PackedExperts | None = None
 
+    def keep(self, held: range) -> None:
+        """Have the weights of experts `held` alone; before anything is loaded."""
+        self._held = held
+        for index, linears in enumerate(zip(self._gate_up, self._down, strict=True)):
+            for linear in linears:
+                linear.is_elsewhere = index not in held
+
+    @property
+    def _is_partial(self) -> bool:
+        return len(self._held) < self._form.num_experts
+
     def forward(self, x: Tensor, routing: Routing, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
-        """Compute a new tensor [T, H] from x [T, H]; `residual` [T, H] is added."""
+        """Compute a new tensor [T, H] from x [T, H], of the experts that are here; `residual` [T, H] is added."""
+        first, stop = self._held.start, self._held.stop
+        gate_up, down = self._gate_up[first:stop], self._down[first:stop]
         if self._packed is None:  # all are loaded now
-            gate_up, down = ([linear.packed for linear in linears] for linears in (self._gate_up, self._down))
-            self._packed = pack(gate_up, down, activation=self._form.activation, batch_invariant=self._invariant)
+            self._packed = pack(
+                [linear.packed for linear in gate_up],
+                [linear.packed for linear in down],
+                activation=self._form.activation,
+                batch_invariant=self._invariant,
+                partial=self._is_partial,
+            )
+        if self._is_partial:
+            numbers = routing.experts - first
+            numbers = numbers.masked_fill((numbers < 0) | (numbers >= stop - first), stop - first)
+            routing = routing._replace(experts=numbers)
         if batch.adapters is not None and batch.adapters.targets_experts:
-            sites = self._gate_up[0].expert_lora, self._down[0].expert_lora
+            sites = gate_up[0].expert_lora, down[0].expert_lora
             if sites[0] is not None:
                 add = tuple(partial(site.add, adapters=batch.adapters) for site in sites)
                 return self._packed(x, routing, residual, add)  # type: ignore[call-arg, arg-type]  # it is Triton's
-            return run_products(x, routing, self._adapted(len(x), batch.adapters), residual)
+            return run_products(x, routing, self._adapted(gate_up, down, len(x), batch.adapters), residual)
         return self._packed(x, routing, residual)
 
-    def _adapted(self, num_tokens: int, adapters: Any) -> Products:
+    def _adapted(self, gate_up: list[Linear], down: list[Linear], num_tokens: int, adapters: Any) -> Products:
         """Products with the deltas of adapters, which are computed for all tokens: the rows of a step say which tokens
         belong to which adapter."""
 
@@ -187,7 +231,7 @@ class ExpertLayers:
 
         activation = act_and_mul_invariant if self._invariant else act_and_mul
         activate = partial(activation, activation=self._form.activation)
-        return Products(product(self._gate_up), activate, product(self._down))
+        return Products(product(gate_up), activate, product(down), len(down))
 
     def linears(self) -> list[Linear]:
         """Linear layers of all experts."""
@@ -217,7 +261,8 @@ def _merged(linears: list[Linear], kind: str, *, transposed: bool = False) -> Re
         for expert, slots in zip(tensor.mT if transposed else tensor, by_expert, strict=True):
             parts = expert.split([slot.shape[0] for slot in slots.values()])
             for slot, part in zip(slots.values(), parts, strict=True):
-                slot.load(part.contiguous())
+                if not slot.is_elsewhere:
+                    slot.load(part.contiguous())
 
     stored = (len(linears), *(shape[::-1] if transposed else shape))
     names = tuple(name for slots in by_expert for name in slots)

@@ -66,8 +66,9 @@ class Part(Protocol):
     in_features: int
     """Input size of the whole layer."""
 
-    def weight(self, module: str, tensor: Tensor) -> Tensor:
+    def weight(self, module: str, weight: Weight) -> Weight:
         """This rank's part of a module's weight [out, in]."""
+        ...
 
     def bias(self, module: str, tensor: Tensor) -> Tensor:
         """This rank's part of a module's bias [out]."""
@@ -112,6 +113,8 @@ class Linear:
         """Site of adapters of all experts of the layer, on a GPU, in place of `lora`."""
         self.part: Part | None = None
         """Share of this process in the layer, set before it is loaded; None: the whole."""
+        self.is_elsewhere = False
+        """True for an expert's layer that another process computes: it has no weights here."""
         self.bias: Tensor | None = None
         """[out], once loaded."""
         self.row_squares: Tensor | None = None
@@ -169,19 +172,20 @@ class Linear:
 
     def _slot(self, kind: str, index: int, shape: tuple[int, ...]) -> WeightSlot:
         def load(tensor: Tensor) -> None:
-            if self.part is not None:
-                share = self.part.weight if kind == "weight" else self.part.bias
-                tensor = share(self.slices[index][0], tensor)
-            if self.quantize is not None and kind == "weight":
+            if self.quantize is not None and kind == "weight":  # before it is divided: all ranks have the same scales
                 load_quantized(self.quantize(tensor.to(self._device)))
-            else:
-                self._add_part(kind, index, tensor.to(self._device, self._dtype))
+                return
+            if self.part is not None:
+                share: Any = self.part.weight if kind == "weight" else self.part.bias
+                tensor = share(self.slices[index][0], tensor)
+            self._add_part(kind, index, tensor.to(self._device, self._dtype))
 
         def load_quantized(weight: QuantizedWeight) -> None:
-            self._add_part(kind, index, weight.to(self._device))
+            part: Weight = weight if self.part is None else self.part.weight(self.slices[index][0], weight)
+            self._add_part(kind, index, part.to(self._device))
 
         scale = (self if self.part is None else self.part).in_features ** -0.5
-        return WeightSlot(shape, load, scale, load_quantized=load_quantized if kind == "weight" else None)
+        return WeightSlot(shape, load, scale, load_quantized if kind == "weight" else None, self.is_elsewhere)
 
     def _add_part(self, kind: str, index: int, part: Weight) -> None:
         """Keep a part; pack all of them when they are complete."""

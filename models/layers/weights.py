@@ -25,6 +25,8 @@ class WeightSlot:
     """Standard deviation of random weights (`load_format="dummy"`); 0: all ones."""
     load_quantized: Callable[[QuantizedWeight], None] | None = None
     """Take a quantised weight instead; None: it is dequantised for `load`."""
+    is_elsewhere: bool = False
+    """True: another process has the tensor, so that it is not read and not loaded here."""
 
     def fill(self, weight: Weight) -> None:
         """Take a weight in either form."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import os
 import signal
@@ -26,8 +27,8 @@ examples:
   outrider deploy --num-replicas 2                      two replicas of the demo model on this machine
   outrider deploy ./model --database postgresql://... --num-replicas 4 --replica-gpus 1 --ray-address auto
 
-All options of `outrider serve` hold for each replica. By the database they share tenants, keys, adapters and the
-ledger; limits count in each of them.
+All options of `outrider serve` hold for each replica. By the database they share tenants, keys, limits, adapters and
+the ledger.
 """
 
 
@@ -72,6 +73,7 @@ def run(namespace: argparse.Namespace) -> int:
     def work(args: EngineArgs, config: ServerConfig) -> int:
         from ..replicas.deployment import Place, ReplicaPlan, build_app
 
+        config = dataclasses.replace(config, shared_limits=config.database is not None)
         plan = ReplicaPlan(
             namespace.num_replicas, most, namespace.target_requests, namespace.replica_cpus, namespace.replica_gpus
         )
@@ -96,8 +98,13 @@ def _deploy(config: ServerConfig, address: str | None, app: Any, command: str) -
             raise InterruptedStartError("stopped before the replicas were ready")
         ended.set()
 
+<<<<<<< HEAD
     started = upgrades = False
     ray.init(address=address or "local", include_dashboard=False)  # not one that `ray start` has left
+=======
+    started = False
+    ray.init(address=address or "local", include_dashboard=False)  # never a cluster that happens to be there
+>>>>>>> main
     try:
         for number in (signal.SIGTERM, signal.SIGINT):  # Ray has set its own
             signal.signal(number, on_signal)

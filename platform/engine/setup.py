@@ -106,7 +106,7 @@ def _build(
     """Load the weights, allocate the memory and put the parts together. `parallel`: this process is rank 0 of it."""
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     model = _load(config, path, parallel, progress=progress)
-    _choose_threads(model, dtype, config.num_ranks)
+    _choose_threads(model, dtype, 1 if parallel is None else parallel.num_local)
     graphs = make_graphs(config)
     speculation = make_speculation(
         config.speculative, _drafter_context(config, model, graphs, parallel, progress=progress)
@@ -151,7 +151,8 @@ def _build(
     _warm_up(config, scheduler, runner, speculation, adapters, model)
     if beside_a_server() and has_long_steps(config, model):
         adapters.start_reader()
-    info = describe(args, config, model, time.perf_counter() - started)
+    others = 0 if parallel is None else parallel.weight_bytes
+    info = describe(args, config, model, time.perf_counter() - started, others)
     return EngineParts(config, info, scheduler, runner, adapters, grammars, executor, kv, host)
 
 
@@ -228,7 +229,8 @@ def _choose_threads(model: LanguageModel, dtype: torch.dtype, num_ranks: int) ->
         count = max(1, threads_for(weight_bytes(model, dtype), torch.get_num_threads()) // num_ranks)
         if count != torch.get_num_threads():
             torch.set_num_threads(count)
-        use_pool(all(linear.packed.fuses_adapters for linear in model.linears()))  # the products are native
+        # The products are native.
+        use_pool(all(linear.is_elsewhere or linear.packed.fuses_adapters for linear in model.linears()))
 
 
 def _warm_up(
@@ -280,6 +282,7 @@ def _drafter_context(
         device=config.device,
         dtype=config.dtype,
         load_format=config.load_format,
+        quantization=config.quantization if config.device == "cpu" else None,
         seed=config.seed,
         progress=progress,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
@@ -20,8 +21,10 @@ from ..client.kernel_configs import use_kernel_configs
 from ..core.config import EngineArgs
 from ..core.errors import EngineDeadError
 from ..core.logs import REQUEST_LOGGER, set_up_logging
+from ..http.app import key_in
 from ..http.protect.error_responses import BodyTooLargeError, error_response
 from ..http.server_config import ServerConfig
+from ..tenancy.accounts.authenticator import digest_of
 from .replica import ForwardedRequest, Replica
 from .routing import AffinityRouter, ReplicaView, RoutingKey, routing_key
 from .scaling import replicas_needed
@@ -30,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 _LONG_BODY = 1 << 16
 """Bytes of a body above which it is read in a thread, so that other streams go on."""
+_KEY_SECONDS = 10.0
+"""Seconds for which an ingress reads the bodies of a key that a replica has found right."""
+_MAX_KEYS = 10_000
+"""Keys that an ingress remembers."""
 _STATS_SECONDS = 1.0
 """Seconds between two looks at the adapters that a replica has."""
 KV_USAGE = "kv_cache_usage"
@@ -127,6 +134,10 @@ class Engine:
         async for message in self._replica.answer(request):
             yield message
 
+    async def refusal(self, key: RoutingKey, request: ForwardedRequest) -> list[dict[str, Any]] | None:
+        """See Replica; `key` is the routers'."""
+        return await self._replica.refusal(request)
+
     async def record_routing_stats(self) -> dict[str, Any]:
         """Tell the routers what the replica has."""
         return await self._replica.stats()
@@ -147,6 +158,7 @@ class Engine:
 class Ingress:
     """Deployment that takes HTTP requests and forwards them whole."""
 
+<<<<<<< HEAD
     def __init__(self, replicas: DeploymentHandle, max_body_bytes: int, command: str) -> None:
         self._replicas = replicas.options(stream=True)
         self._max_body_bytes = max_body_bytes
@@ -155,27 +167,47 @@ class Ingress:
     def command(self) -> str:
         """Id of the command that deployed it."""
         return self._command
+=======
+    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
+        self._replicas = replicas
+        self._max_body_bytes = max_body_bytes
+        self._right_keys: dict[bytes, float] = {}  # digest -> time until which a replica need not be asked
+>>>>>>> main
 
     async def __call__(self, request: Request) -> Response:
-        """Forward a request; its answer is a stream."""
+        """Forward a request; its answer is a stream. Nobody without a right key has a body read."""
+        try:
+            return await self._refusal(request) or await self._answer(request)
+        except RayError as error:
+            logger.warning("a replica did not answer: %s", type(error).__name__)
+            return error_response(EngineDeadError("The replica that had the request has ended; try again"))
+
+    async def _refusal(self, request: Request) -> Response | None:
+        """A replica's answer to a wrong key of a request with a body; None: it is right, and is so for a while. The
+        replica that answers checks the key itself."""
+        if request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
+            return None
+        digest, now = digest_of(key_in(request.headers)), time.monotonic()
+        if self._right_keys.get(digest, 0.0) > now:
+            return None
+        messages = await self._replicas.refusal.remote(RoutingKey(), _forwarded(request, b""))
+        if messages is None:
+            if len(self._right_keys) >= _MAX_KEYS:
+                self._right_keys.clear()
+            self._right_keys[digest] = now + _KEY_SECONDS
+            return None
+        return _started(messages[0], Response(b"".join(message.get("body", b"") for message in messages)))
+
+    async def _answer(self, request: Request) -> Response:
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
             if len(body) > self._max_body_bytes:
                 return error_response(BodyTooLargeError(f"The body is longer than {self._max_body_bytes} bytes"))
-        scope, whole = request.scope, bytes(body)
-        headers = [(name, value) for name, value in scope["headers"] if name not in _HOP_HEADERS]
-        headers.append((b"content-length", b"%d" % len(whole)))
-        path = scope["path"].removeprefix(scope.get("root_path", "") or "") or "/"
-        client = tuple(scope["client"]) if scope.get("client") else None
-        forwarded = ForwardedRequest(scope["method"], path, scope["query_string"], headers, whole, client)
+        whole = bytes(body)
         key = await asyncio.to_thread(routing_key, whole) if len(whole) > _LONG_BODY else routing_key(whole)
-        messages = self._replicas.answer.remote(key, forwarded)
-        try:
-            start = await anext(messages)
-        except RayError as error:
-            logger.warning("a replica did not answer: %s", type(error).__name__)
-            return error_response(EngineDeadError("The replica that had the request has ended; try again"))
+        messages = self._replicas.options(stream=True).answer.remote(key, _forwarded(request, whole))
+        start = await anext(messages)
 
         async def content() -> AsyncIterator[bytes]:
             try:
@@ -185,9 +217,23 @@ class Ingress:
             finally:
                 messages.cancel()
 
-        response = StreamingResponse(content(), start["status"])
-        response.raw_headers = [pair for pair in start["headers"] if pair[0].lower() not in _NOT_FORWARDED]
-        return response
+        return _started(start, StreamingResponse(content()))
+
+
+def _forwarded(request: Request, body: bytes) -> ForwardedRequest:
+    scope = request.scope
+    headers = [(name, value) for name, value in scope["headers"] if name not in _HOP_HEADERS]
+    headers.append((b"content-length", b"%d" % len(body)))
+    path = scope["path"].removeprefix(scope.get("root_path", "") or "") or "/"
+    client = tuple(scope["client"]) if scope.get("client") else None
+    return ForwardedRequest(scope["method"], path, scope["query_string"], headers, body, client)
+
+
+def _started(start: dict[str, Any], response: Response) -> Response:
+    """The response with the status and the headers of an answer's first message."""
+    response.status_code = start["status"]
+    response.raw_headers = [pair for pair in start["headers"] if pair[0].lower() not in _NOT_FORWARDED]
+    return response
 
 
 def build_app(args: EngineArgs, config: ServerConfig, plan: ReplicaPlan, place: Place) -> serve.Application:

@@ -23,11 +23,24 @@ class Served:
         self.folder, adapter = str(root / "base"), str(root / "adapter")
         base = build(family)
         base.save_pretrained(self.folder)
-        options = {"target_modules": ["o_proj"], "target_parameters": family.parameters, "init_lora_weights": False}
+        options = {
+            "target_modules": ["o_proj", "shared_expert.down_proj"],
+            "target_parameters": family.parameters,
+            "init_lora_weights": False,
+        }
         get_peft_model(base, LoraConfig(r=3, lora_alpha=2, **options)).save_pretrained(adapter)
         tokens = torch.randint(3, 131, (60,)).tolist()
         prompts = [tokens, tokens[:40] + [5, 6, 7] * 5, [9, 8, 7] * 6, tokens[:1]]
         self.jobs = [(p, GREEDY, which) for p in prompts for which in (None, LoRARequest("a", path=adapter))]
+
+
+def test_two_ranks_write_the_text_of_one(make_engine, run, tmp_path):
+    """With an adapter on the router, the shared expert and the experts, of which each rank has its own."""
+    served = Served(tmp_path, FAMILIES["qwen2-moe"])
+    one, two = (engine_of(make_engine, served, tensor_parallel_size=size, max_num_seqs=4) for size in (1, 2))
+    texts = [[outcome.token_ids for outcome in run(engine, served.jobs)] for engine in (one, two)]
+    assert texts[0] == texts[1]
+    assert texts[0][::2] != texts[0][1::2], "the adapter changes texts"
 
 
 @pytest.fixture(scope="module", params=["mixtral", "qwen3-moe", "gpt-oss", "deepseek3"])

@@ -87,7 +87,7 @@ def test_native_experts_have_the_bits_of_single_products_whatever_is_beside_a_ro
     routing = draw_routing(1100, 6, 2, torch.bfloat16)
     y = packed(x, routing, residual)
     gate_up, down = (lambda e, rows, _, part=part: part[e](rows) for part in linears)
-    products = experts.Products(gate_up, reference.act_and_mul, down)
+    products = experts.Products(gate_up, reference.act_and_mul, down, 6)
     assert torch.equal(experts.run_products(x, routing, products, residual), y)
     for rows in (slice(1099, 1100), slice(3, 17)):
         part = Routing(routing.experts[rows], routing.weights[rows])
@@ -128,6 +128,31 @@ def test_triton(
     packed = TritonExperts(*([weight.contiguous().to(device) for weight in part] for part in weights), **on_device)
     y = packed(x.to(device), Routing(*(part.to(device) for part in routing))).cpu()
     assert (y - define(x, routing, *weights, None, biases)).abs().max() < 6 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("any", torch.float32), ("any", torch.bfloat16), ("triton", torch.float32)]
+)
+@pytest.mark.parametrize(("rows", "num_experts", "hidden", "inner", "top_k"), SHAPES)
+def test_pairs_of_other_processes_add_nothing(rows, num_experts, hidden, inner, top_k, kind, dtype, device) -> None:
+    weights, x = draw(num_experts, hidden, inner, dtype), torch.randn(rows, hidden).to(dtype)
+    routing = draw_routing(rows, num_experts, top_k, dtype)
+    total = torch.zeros(rows, hidden)
+    for held in (range(1), range(1, num_experts)):
+        count = len(held)
+        parts = [part[held.start : held.stop].contiguous() for part in weights]
+        numbers = routing.experts - held.start
+        numbers = numbers.masked_fill((numbers < 0) | (numbers >= count), count)
+        if kind == "triton":
+            pytest.importorskip("triton")
+            from outrider.kernels.experts.triton import TritonExperts
+
+            packed = TritonExperts(*([weight.to(device) for weight in part] for part in parts), partial=True)
+            total += packed(x.to(device), Routing(numbers.to(device), routing.weights.to(device))).cpu()
+            continue
+        packed = experts.pack(*([pack(weight) for weight in part] for part in parts), partial=True)
+        total += packed(x, Routing(numbers, routing.weights)).float()
+    assert (total - define(x, routing, *weights, None)).abs().max() < 2 * TOLERANCE[dtype]
 
 
 def test_layers_of_quantised_and_other_experts_are_not_tritons(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def each(option: Option, names: str) -> dict[str, Option]:
 # Reasons that several options share.
 ONE_PROCESS = "one process has the whole model"
 NO_OFFLOAD = "weights are not moved to host memory"
-NO_EXPERTS = "mixtures of experts are not served"
+NO_EXPERTS = "mixtures of experts have no options: with tensor parallelism each rank has whole experts"
 NO_IMAGES = "prompts are text"
 NO_STATE_SPACE = "models with state-space layers are not served"
 NO_USER_CODE = "code of the user's own is not run in the engine"

@@ -3,7 +3,7 @@
 rank 0                                     rank
 RankSpec                             ->
                                      <-    {} or {"error": [...]}     it has started
-                                     <-    the same                   its weights are loaded
+                                     <-    {"weight_bytes": N} or {"error": [...]}     its weights are loaded
 Message("allocate" | "forward" | "logits" | "lookup" | "write" | "release") ->   one after another, no answers
 """
 
@@ -30,11 +30,15 @@ class RankSpec(NamedTuple):
     size: int
     store: list[Any]
     """See `collectives.open_store`."""
+    address: str
+    """See `RankSite`."""
     path: str
     dtype: str
     device: str
     device_index: int
     load_format: str
+    quantization: str | None
+    """See `ModelOptions`."""
     seed: int
     num_threads: int
     """Threads that compute, on a CPU."""

@@ -28,6 +28,7 @@ from ....models.checkpoint.loader import ModelOptions, load_model
 from ....models.model import LanguageModel
 from ....spec_decode.drafters.base import AdapterPreparer, no_adapters
 from ...core.errors import OutriderError
+from ..description import weight_bytes
 from .base import LocalExecutor
 from .collectives import ProcessRanks, open_store
 from .messages import Message, RankSpec, decode_packed, decode_rows, receive_message
@@ -40,8 +41,8 @@ class AdapterHandle(NamedTuple):
 
     digest: bytes
     targets_head: bool
+    targets_experts: bool
     is_plain: bool = True
-    targets_experts: bool = False
     has_draft: bool = False
 
 
@@ -128,7 +129,10 @@ class Rank:
 
 
 def _handles(handles: list[list[Any]]) -> list[tuple[AdapterHandle | None, int]]:
-    return [(None if digest is None else AdapterHandle(bytes.fromhex(digest), head), n) for digest, head, n in handles]
+    return [
+        (None if digest is None else AdapterHandle(bytes.fromhex(digest), head, experts), count)
+        for digest, head, experts, count in handles
+    ]
 
 
 @torch.inference_mode()
@@ -143,23 +147,23 @@ def run(link: socket.socket) -> None:
         else:
             torch.set_num_threads(spec.num_threads)
         store = open_store(spec.store, spec.size)
-        ranks = ProcessRanks(store, spec.rank, spec.size, spec.device, one_machine=spec.store[0] == "file")
+        ranks = ProcessRanks(store, spec.rank, spec.size, spec.device, spec.address)
         model = load_model(
             spec.path,
             spec.dtype,
             spec.device,
             spec.load_format,
             seed=spec.seed,
-            options=ModelOptions("native", ranks=ranks),
+            options=ModelOptions("native", spec.quantization, ranks),
         )
     except Exception as error:
         info = error.info() if isinstance(error, OutriderError) else None
         send(link, {"error": [info.type, info.message, info.param] if info else ["", repr(error), None]})
         return
     if spec.device == "cpu":
-        use_pool(all(linear.packed.fuses_adapters for linear in model.linears()))
+        use_pool(all(linear.is_elsewhere or linear.packed.fuses_adapters for linear in model.linears()))
     rank = Rank(model, ranks)
-    send(link, {})
+    send(link, {"weight_bytes": weight_bytes(model, model.config.dtype)})
     while True:
         rank.handle(receive_message(link))
 

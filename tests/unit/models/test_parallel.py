@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.batch import SequenceRows, allocate_kv, build_batch
 from outrider.models.checkpoint.loader import ModelOptions, load_model, read_facts
 from outrider.models.config import DecoderConfig, config_from_hf
 from outrider.models.model import LanguageModel
 from outrider.models.parallel import rank_config
 from outrider.platform.core.errors import InvalidRequestError
+
+from ...thread_ranks import ThreadRanks, logits, on_ranks
 
 SIZES = {
     "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 12,
@@ -33,37 +31,6 @@ FAMILIES = {
     "Phi3ForCausalLM": {"tie_word_embeddings": False},
     "Gemma2ForCausalLM": {"query_pre_attn_scalar": 8, "sliding_window": 4, "hidden_activation": "gelu_pytorch_tanh"},
 }
-
-
-class ThreadRanks:
-    """Ranks that are threads of this process."""
-
-    def __init__(self, rank: int, shared: list[Any], barrier: Barrier) -> None:
-        self.rank, self.size = rank, len(shared)
-        self._shared, self._barrier = shared, barrier
-
-    def gather(self, x: Tensor) -> Tensor:
-        self._shared[self.rank] = x
-        self._barrier.wait(20)
-        found = torch.stack(self._shared)
-        self._barrier.wait(20)
-        return found
-
-    def sum(self, x: Tensor) -> Tensor:
-        return x.copy_(self.gather(x.clone()).sum(0))
-
-
-def logits(model: LanguageModel) -> Tensor:
-    kv = allocate_kv(model.kv_layers, 4, 16, torch.float32)
-    rows = SequenceRows(list(range(0, 130, 10)), [8, 5], [0, 0], [[0], [1]])
-    hidden = model.forward(build_batch(rows, model, kv)).hidden
-    return model.compute_logits(hidden)
-
-
-def on_ranks(size: int, work: Callable[[ThreadRanks], Tensor]) -> list[Tensor]:
-    shared, barrier = [None] * size, Barrier(size)
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: work(ThreadRanks(rank, shared, barrier)), range(size)))
 
 
 @pytest.mark.parametrize("size", [2, 3, 12])

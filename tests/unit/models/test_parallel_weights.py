@@ -1,0 +1,107 @@
+"""Quantised weights and experts that several ranks share: their logits are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+
+from outrider.kernels.quantized_linear import QuantizedWeight
+from outrider.models.checkpoint.loader import ModelOptions, load_model
+from outrider.models.parallel import Ranks
+from outrider.models.quantization.rounding import ROUNDINGS, round_int4
+from outrider.platform.core.errors import InvalidRequestError
+
+from ...gguf_files import write_gguf
+from ...quantized_files import CASES, write_quantized
+from ...thread_ranks import logits, on_ranks
+
+ORDERED = {"gptq-act", "ct-w4-act"}
+# Rounding of W8A8's inputs, which each rank does with the largest input of its own part.
+ROUNDED = 0.1
+
+
+def check(path: Path, size: int = 2, quantization: str | None = None, tolerance: float = 1e-5) -> None:
+    """Compare the logits of ranks with those of one process, relative to the largest."""
+    whole = logits(load_model(path, "float32", options=ModelOptions("native", quantization)))
+    atol = tolerance * float(whole.abs().max())
+    for found in on_ranks(
+        size, lambda ranks: logits(load_model(path, "float32", options=ModelOptions("native", quantization, ranks)))
+    ):
+        torch.testing.assert_close(found, whole, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CASES if kind not in ORDERED])
+def test_every_format_is_divided(kind: str, save_tiny: Callable, tmp_path: Path) -> None:
+    write_quantized(save_tiny("Llama", **CASES[kind].sizes)[0], tmp_path, CASES[kind])
+    check(tmp_path, tolerance=ROUNDED if CASES[kind].rounds_inputs else 1e-5)
+
+
+SPARSE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+EXPERTS = {
+    "Mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 50},
+    "Qwen3Moe": {**SPARSE, "mlp_only_layers": [0]},
+    "Qwen2Moe": {**SPARSE, "shared_expert_intermediate_size": 32},
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_divided(family: str, size: int, save_tiny: Callable, tmp_path: Path) -> None:
+    folder, reference = save_tiny(family, **EXPERTS[family])
+    check(folder, size)
+    reference.save_pretrained(tmp_path, save_original_format=False)  # one tensor holds all experts
+    check(tmp_path, size, "int8")
+
+
+def test_experts_of_a_quantised_checkpoint(save_tiny: Callable, tmp_path: Path) -> None:
+    sizes = {**SPARSE, "shared_expert_intermediate_size": 64, "hidden_size": 64}
+    write_quantized(save_tiny("Qwen2Moe", **sizes)[0], tmp_path, CASES["awq"])
+    check(tmp_path)
+
+
+def test_a_rank_holds_its_own_experts_alone(save_tiny: Callable) -> None:
+    folder, _ = save_tiny("Mixtral", **EXPERTS["Mixtral"])
+
+    def held(ranks: Ranks) -> list[int]:
+        model = load_model(folder, "float32", options=ModelOptions("native", ranks=ranks))
+        linears = [linear for linear in model.linears() if ".0.experts." in linear.name and not linear.is_elsewhere]
+        return [int(linear.name.split(".")[3]) for linear in linears if linear.name.endswith("down")]
+
+    assert on_ranks(2, held) == [[0, 1], [2, 3, 4]]
+
+
+@pytest.mark.parametrize("quantization", ROUNDINGS)
+def test_weights_that_are_rounded_while_they_are_loaded(quantization: str, save_tiny: Callable) -> None:
+    check(save_tiny("Phi3", hidden_size=64, intermediate_size=128, pad_token_id=0)[0], quantization=quantization)
+
+
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_1])
+def test_a_gguf_file_is_divided(kind: Type, save_tiny: Callable, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "tie_word_embeddings": True}
+    write_gguf(save_tiny("Llama", **sizes)[0], tmp_path / "m.gguf", lambda name: kind)
+    check(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("kind", sorted(ORDERED))
+def test_inputs_in_the_order_of_their_groups_are_refused(kind: str, save_tiny: Callable, tmp_path: Path) -> None:
+    write_quantized(save_tiny("Llama", **CASES[kind].sizes)[0], tmp_path, CASES[kind])
+    with pytest.raises(InvalidRequestError, match=r"tensor_parallel_size 2 .*_proj.*desc_act"):
+        on_ranks(2, lambda ranks: load_model(tmp_path, "float32", options=ModelOptions("native", ranks=ranks)))
+
+
+@pytest.mark.parametrize(("inputs", "cuts"), [(128, (0, 64, 128)), (96, (0, 48, 96)), (100, (0, 32, 100))])
+def test_columns_of_a_weight(inputs: int, cuts: tuple[int, ...]) -> None:
+    weight = round_int4(torch.randn(5, inputs), group=32)
+    parts = [weight.columns(start, stop) for start, stop in pairwise(cuts)]
+    assert torch.cat([part.dequantized() for part in parts], 1).equal(weight.dequantized())
+
+
+def test_a_cut_into_too_small_groups_is_named() -> None:
+    weight = QuantizedWeight(bits=8, codes=torch.zeros(2, 72, dtype=torch.int8), scales=torch.ones(2, 3), group=24)
+    with pytest.raises(ValueError, match="inputs 0 to 35 cut its groups of 24 into groups of 12"):
+        weight.columns(0, 36)
