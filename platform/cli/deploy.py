@@ -98,13 +98,8 @@ def _deploy(config: ServerConfig, address: str | None, app: Any, command: str) -
             raise InterruptedStartError("stopped before the replicas were ready")
         ended.set()
 
-<<<<<<< HEAD
     started = upgrades = False
-    ray.init(address=address or "local", include_dashboard=False)  # not one that `ray start` has left
-=======
-    started = False
     ray.init(address=address or "local", include_dashboard=False)  # never a cluster that happens to be there
->>>>>>> main
     try:
         for number in (signal.SIGTERM, signal.SIGINT):  # Ray has set its own
             signal.signal(number, on_signal)

@@ -158,21 +158,15 @@ class Engine:
 class Ingress:
     """Deployment that takes HTTP requests and forwards them whole."""
 
-<<<<<<< HEAD
     def __init__(self, replicas: DeploymentHandle, max_body_bytes: int, command: str) -> None:
-        self._replicas = replicas.options(stream=True)
+        self._replicas = replicas
         self._max_body_bytes = max_body_bytes
         self._command = command
+        self._right_keys: dict[bytes, float] = {}  # digest -> time until which a replica need not be asked
 
     def command(self) -> str:
         """Id of the command that deployed it."""
         return self._command
-=======
-    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
-        self._replicas = replicas
-        self._max_body_bytes = max_body_bytes
-        self._right_keys: dict[bytes, float] = {}  # digest -> time until which a replica need not be asked
->>>>>>> main
 
     async def __call__(self, request: Request) -> Response:
         """Forward a request; its answer is a stream. Nobody without a right key has a body read."""
