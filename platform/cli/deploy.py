@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import uuid
 from typing import Any
 
 from ..core.config import EngineArgs
@@ -80,13 +81,13 @@ def run(namespace: argparse.Namespace) -> int:
         plan = ReplicaPlan(
             namespace.num_replicas, most, namespace.target_requests, namespace.replica_cpus, namespace.replica_gpus
         )
-        place = Place(os.getcwd(), namespace.kernel_configs)
-        return _deploy(args, config, namespace.ray_address, build_app(args, config, plan, place))
+        place = Place(os.getcwd(), namespace.kernel_configs, uuid.uuid4().hex)
+        return _deploy(config, namespace.ray_address, build_app(args, config, plan, place), place.command)
 
     return serve.run_with(namespace, work)
 
 
-def _deploy(args: EngineArgs, config: ServerConfig, address: str | None, app: Any) -> int:
+def _deploy(config: ServerConfig, address: str | None, app: Any, command: str) -> int:
     import ray
     from ray import serve as ray_serve
 
@@ -101,15 +102,15 @@ def _deploy(args: EngineArgs, config: ServerConfig, address: str | None, app: An
             raise InterruptedStartError("stopped before the replicas were ready")
         ended.set()
 
-    started = False
+    started = upgrades = False
     ray.init(address=address or "local", include_dashboard=False)  # never a cluster that happens to be there
     try:
         for number in (signal.SIGTERM, signal.SIGINT):  # Ray has set its own
             signal.signal(number, on_signal)
         ray_serve.start(http_options={"host": config.host, "port": config.port})
+        upgrades = NAME in ray_serve.status().applications
         ray_serve.run(app, name=NAME, route_prefix="/")
         started = True
-        deployed = _deployed_at(ray_serve)
         where = f"at http://{config.host}:{config.port}" if address is None else "at the address of the cluster's Serve"
         print(f"Outrider serves {where}", flush=True)
         ended.wait()
@@ -119,8 +120,8 @@ def _deploy(args: EngineArgs, config: ServerConfig, address: str | None, app: An
         raise OutriderError(f"the replicas do not start, for the reason that stands above ({error})") from None
     finally:
         serving, started = started, True  # a second signal does not stop the end
-        if address is not None:  # others may have applications there, and a later command may have replaced this one
-            if not serving or _deployed_at(ray_serve) == deployed:
+        if address is not None:  # others may have applications there
+            if not (_is_replaced(ray_serve, command) if serving else upgrades):
                 ray_serve.delete(NAME, _blocking=serving)
         elif serving:  # else there is nothing to drain
             ray_serve.shutdown()
@@ -128,7 +129,12 @@ def _deploy(args: EngineArgs, config: ServerConfig, address: str | None, app: An
     return 0
 
 
-def _deployed_at(ray_serve: Any) -> float:
-    """Time of the last deployment of the application; 0 where there is none."""
-    found = ray_serve.status().applications.get(NAME)
-    return found.last_deployed_time_s if found is not None else 0.0
+def _is_replaced(ray_serve: Any, command: str) -> bool:
+    """True where a later command has deployed the application anew."""
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        return bool(ray_serve.get_app_handle(NAME).command.remote().result(timeout_s=10) != command)
+    except (RayError, RayServeException, TimeoutError):  # it is not there any more, or does not answer
+        return False

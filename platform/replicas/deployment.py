@@ -62,6 +62,8 @@ class Place(NamedTuple):
     folder: str
     """Working folder, which relative paths of the options begin in."""
     kernel_configs: str | None
+    command: str
+    """Id of the command."""
 
 
 class AdapterRouter(RequestRouter):
@@ -156,10 +158,15 @@ class Engine:
 class Ingress:
     """Deployment that takes HTTP requests and forwards them whole."""
 
-    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
+    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int, command: str) -> None:
         self._replicas = replicas
         self._max_body_bytes = max_body_bytes
+        self._command = command
         self._right_keys: dict[bytes, float] = {}  # digest -> time until which a replica need not be asked
+
+    def command(self) -> str:
+        """Id of the command that deployed it."""
+        return self._command
 
     async def __call__(self, request: Request) -> Response:
         """Forward a request; its answer is a stream. Nobody without a right key has a body read."""
@@ -248,4 +255,4 @@ def build_app(args: EngineArgs, config: ServerConfig, plan: ReplicaPlan, place: 
         **numbers,
     )
     ingress = serve.deployment(Ingress, name="Ingress", max_ongoing_requests=100_000, ray_actor_options={"num_cpus": 0})
-    return ingress.bind(engines.bind(args, config, place), config.max_body_bytes)
+    return ingress.bind(engines.bind(args, config, place), config.max_body_bytes, place.command)

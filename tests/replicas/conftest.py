@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 pytest.importorskip("ray")
@@ -44,11 +49,20 @@ def ray_cluster(tethered: Callable[..., list[str]]) -> Iterator[str]:
     """Address of a cluster of one machine, which no command has started."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{found.getsockname()[1]}"
+        port = found.getsockname()[1]
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
-    command += ["--port", address.partition(":")[2], "--num-cpus", "4", "--include-dashboard", "false"]
-    environment = os.environ | {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+    command += ["--port", str(port), "--num-cpus", "4", "--include-dashboard", "false"]
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # paths of sockets are short
+    environment = os.environ | {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "RAY_TMPDIR": folder}
     cluster = subprocess.Popen(tethered(command, signal.SIGTERM), env=environment, stdout=subprocess.DEVNULL)
-    yield address
-    cluster.terminate()
+    ends = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            break
+        assert time.monotonic() < ends
+        time.sleep(0.2)
+    yield f"127.0.0.1:{port}"
+    for process in [*psutil.Process(cluster.pid).children(recursive=True), psutil.Process(cluster.pid)]:
+        process.kill()  # a signal to end would drain it for half a minute
     cluster.wait(60)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -98,22 +98,23 @@ def test_a_replica_that_is_killed_costs_its_requests_alone(deployment: Deployed,
 
 
 def test_a_replica_more_for_a_full_cache(start: Callable[..., Deployed]) -> None:
-    """Six long requests are fewer than the target, and use most of the KV cache."""
+    """Twenty requests are fewer than the target, and need more than the KV cache."""
     deployed = start(
         *("--num-replicas", "1", "--max-replicas", "2", "--target-requests", "50"),
-        *("--max-model-len", "2000", "--num-gpu-blocks-override", "130"),
+        *("--max-model-len", "600", "--num-gpu-blocks-override", "60"),
     )
     deployed.wait()
     assert len(deployed.replicas()) == 1
     key, done = deployed.add_tenant("team"), threading.Event()
 
-    def long() -> None:
+    def long(number: int) -> None:
+        body = {"model": "outrider-demo", "prompt": str(number), "max_tokens": 400, "ignore_eos": True}
         while not done.is_set():
-            ask(deployed, key, "outrider-demo", tokens=1900)
+            deployed.call("POST", "/v1/completions", key, **body)
 
-    with ThreadPoolExecutor(6) as pool:
-        for _ in range(6):
-            pool.submit(long)
+    with ThreadPoolExecutor(20) as pool:
+        for number in range(20):
+            pool.submit(long, number)
         ends = time.monotonic() + 150
         try:
             while len(deployed.replicas()) < 2:
@@ -123,7 +124,7 @@ def test_a_replica_more_for_a_full_cache(start: Callable[..., Deployed]) -> None
             done.set()
 
 
-def test_an_upgrade_loses_no_request(start: Callable[..., Deployed], ray_cluster: str) -> None:
+def test_an_upgrade_loses_no_request(ray_cluster: str, start: Callable[..., Deployed]) -> None:
     """A second command replaces the application of the first, whose end then changes nothing."""
     first = start("--ray-address", ray_cluster)
     first.wait()
