@@ -1,7 +1,7 @@
 """Compare Outrider with other engines on one CPU, with the same models and requests, in turn.
 
     python benchmarks/compare_peers.py --models DIR --output-json F
-        [--peers vllm,transformers,openvino,llamacpp] [--modes base,lora,ngram,draft,int8,int4]
+        [--peers vllm,transformers,openvino,llamacpp] [--modes base,lora,ngram,draft,int8,int4,w8a8,w4a16]
         [--sizes small,medium,smollm2] [--rounds 3]
 
 Each peer gets an environment of its own below --envs, made once (some GB each, a few minutes). --models gets what it
@@ -17,8 +17,9 @@ tokens each, greedy, end-of-sequence ignored.
 Modes: `lora` gives request i adapter i mod 8 (OpenVINO: one call for each adapter), `ngram` and `draft` make 4 drafts;
 Outrider runs there a second time as `outrider-adaptive`, where it chooses how many, up to 4. `int8` and `int4` quantise
 the weights as each engine does while loading or exporting: int4 in groups of 128 (smollm2: Outrider 32, OpenVINO 64),
-llama.cpp Q8_0, Q4_0 and Q4_K_M. transformers has base and lora alone: its assisted generation takes one request at a
-time, as llama.cpp does in every mode. Ctrl-C ends the run and keeps what there is.
+llama.cpp Q8_0, Q4_0 and Q4_K_M; `w8a8` and `w4a16` are checkpoints of compressed-tensors, which vLLM reads too.
+transformers has base and lora alone: its assisted generation takes one request at a time, as llama.cpp does in every
+mode. Ctrl-C ends the run and keeps what there is.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ from typing import Any
 from peers.environments import PEERS, Engine, PeerError, export_to_openvino, make_gguf, prepare
 from peers.report import ADAPTIVE, NOTE, OURS, summarize, tables
 from peers.session import SIZES, Case, Results, Session, Size
+from peers.worker import STORED
 
 from outrider.platform.cli.bench.bench_options import write_json
 from outrider.platform.cli.bench.machine import describe_machine
 from outrider.platform.cli.options.option_types import positive
 
-MODES = ("base", "lora", "ngram", "draft", "int8", "int4")
+MODES = ("base", "lora", "ngram", "draft", "int8", "int4", *STORED)
 MODELS = ("small", "medium")
 REAL = "smollm2"
 """Model that is not made here: `tools/real_models.py` makes it."""
@@ -94,6 +96,7 @@ def _requests(text: str) -> list[Size]:
 def prepare_peers(options: argparse.Namespace, results: Results) -> dict[str, Engine]:
     """Make environments and models. A peer that cannot be made is noted and left out."""
     from peers.models import make_missing
+    from peers.quantised_models import make_quantised
 
     models = options.models.resolve()
     with_draft = "draft" in options.modes and not set(DRAFTED).isdisjoint(options.sizes)
@@ -101,6 +104,9 @@ def prepare_peers(options: argparse.Namespace, results: Results) -> dict[str, En
     if REAL in names and not (models / REAL).exists():
         (models / REAL).symlink_to(_real_model())
     make_missing(models, names, options.sizes if "lora" in options.modes else [], say)
+    for model, mode in itertools.product(options.sizes, options.modes):
+        if mode in STORED:
+            make_quantised(models, model, mode, say)
     engines = {}
     for name in options.peers:
         try:

@@ -33,6 +33,8 @@ MEASURED, SIMULATED = "two replicas", "fleet"
 RESULT = Path(__file__).parent / "results" / "fleet.json"
 COLORS = dict(zip(STRATEGIES, (GREY, SAND, BLUE), strict=True))
 FORETOLD = ("ttft_p50", "ttft_p99", "output_tokens_per_second", "adapter_loads")
+REAL_LOADS = (("random arrivals", None, 1), ("16 users", 16, 1), ("16 users, conversations of 4", 16, 4))
+"""Loads of real replicas: name, users who wait for an answer, and mean requests of a user for one adapter."""
 LOADS = (0.4, 0.6, 0.8, 1.0, 1.2)
 
 
@@ -45,21 +47,21 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 
     limits, count = Limits(), len(os.sched_getaffinity(0))
     load = Load(options.real_requests, options.real_rate, options.real_adapters, tenants=4)
-    requests = load.requests(options.seed)
     rows = []
     with (
         tempfile.TemporaryDirectory() as folder,
         Replicas(options.model, Path(folder), count, load.adapters + limits.slots, limits) as replicas,
     ):
         costs = measure(replicas)
-        for users in (None, 2 * limits.rows):
+        for name, users, turns in REAL_LOADS:
+            requests = replace(load, turns=turns, talks=users or 1).requests(options.seed)
             for strategy in STRATEGIES[1:]:
                 fleet = Fleet(count, limits, prefixes=load.adapters * load.prefixes, users=users)
-                real = serve(replicas, fleet, strategy, requests)
+                real = serve(replicas, fleet, strategy, requests, name)
                 simulated = Simulation(costs, fleet, strategy, options.seed).run(requests)
                 ratios = {key: round(simulated[key] / real[key], 3) for key in FORETOLD}
-                row = {"users": users, "strategy": strategy, "real": real, "simulated": simulated, "ratios": ratios}
-                print(f"{strategy}, {users or 'no'} users: simulated over real {ratios}", flush=True)
+                row = {"load": name, "strategy": strategy, "real": real, "simulated": simulated, "ratios": ratios}
+                print(f"{strategy}, {name}: simulated over real {ratios}", flush=True)
                 simulated.pop("ttft_quantiles")
                 rows.append(row)
     described = {"limits": asdict(limits), "load": asdict(load), "num_replicas": count}
@@ -77,9 +79,8 @@ def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
     lines = []
     for row in rows:
         real, simulated = row["real"], row["simulated"]
-        load = f"{row['users']} users" if row["users"] else "random arrivals"
         cells = [f"{real[key]:.3g}, {simulated[key]:.3g} ({row['ratios'][key]:.2f})" for key in FORETOLD]
-        lines.append([load, row["strategy"], *cells])
+        lines.append([row["load"], row["strategy"], *cells])
     return {"head": ["real, simulated (ratio)", "router", "TTFT p50, s", "p99", "tokens/s", "loads"], "rows": lines}
 
 

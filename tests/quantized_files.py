@@ -1,6 +1,6 @@
 """Checkpoints in the formats of quantised weights, with random codes, written by code of their own.
 
-A function of WRITERS makes the tensors of one projection [O, I] and the dense weight that they stand for, as the
+A function of CASES makes the tensors of one projection [O, I] and the dense weight that they stand for, as the
 documentation of the format says.
 """
 

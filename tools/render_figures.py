@@ -107,13 +107,14 @@ def quantised_peers() -> list[str]:
     kinds = {
         "llama.cpp Q8_0": ("int8", "llamacpp-Q8_0"),
         "OpenVINO GenAI int8": ("int8", "openvino"),
+        "vLLM": ("w8a8", "vllm"),
         "llama.cpp Q4_0": ("int4", "llamacpp-Q4_0"),
         "llama.cpp Q4_K_M": ("int4", "llamacpp-Q4_K_M"),
         "OpenVINO GenAI int4": ("int4", "openvino"),
     }
-    names = ("494M, quantised", "SmolLM2, quantised")
+    names = (("494M, quantised", "494M, vLLM int8"), ("SmolLM2, quantised",))
     rows = [
-        [f"{mode} over {label}", *(number(peer_ratio([name], mode, peer, n)) for name in names for n in (1, 8))]
+        [f"{mode} over {label}", *(number(peer_ratio(name, mode, peer, n)) for name in names for n in (1, 8))]
         for label, (mode, peer) in kinds.items()
     ]
     return table(["Outrider", "494M: 1 request", "8", "SmolLM2-135M: 1", "8"], rows)
@@ -229,11 +230,11 @@ def speculation_adapters() -> list[str]:
             f"`{task}`, without": "without draft weights",
         }
     rows = [
-        [label, *(cell(name, task, kind, mode) for name in ("4 drafts", "6 drafts") for mode in list(MODES)[1:])]
+        [label, *(cell(name, task, kind, mode) for name in runs("speculation-adapters") for mode in list(MODES)[1:])]
         for task, labels in kinds.items()
         for label, kind in labels.items()
     ]
-    head = ["", "draft model, 4 drafts", "EAGLE-3, 4 drafts", "draft model, 6", "EAGLE-3, 6"]
+    head = ["", *(f"{kind}, {name}" for name in runs("speculation-adapters") for kind in ("draft model", "EAGLE-3"))]
     return [*table(head, rows), "", *source("speculation-adapters")]
 
 
@@ -337,7 +338,7 @@ def summary() -> list[str]:
             rows.append(
                 [f"494M, EAGLE-3, adapter `{task}` {kind}, over no speculation", number(row["speedup"]), "", ""]
             )
-    lines = source("peers", "lora", "speculation-adapters")
+    lines = source("peers", "lora", "speculation-adapters", keep=lambda run: "int" not in run["run"])
     return [*table(["output tokens/s", "1 request", "8", "32"], rows), "", *lines]
 
 
@@ -383,8 +384,7 @@ def render(text: str, results: str) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Render every page; with `--check` only compare."""
     differing = []
-    for page in PAGES:
-        path = ROOT / page
+    for page, path in ((page, ROOT / page) for page in PAGES):
         text = path.read_text(encoding="utf-8")
         rendered = render(text, "../" * page.count("/") + "benchmarks/results")
         if rendered != text:

@@ -9,9 +9,10 @@ from typing import Any
 
 import simpy
 
+from outrider.platform.replicas.routing import Recent
+
 from .costs import Costs, Limits, StepTimes
 from .load import Request
-from .routing import Recent
 
 
 @dataclass(eq=False, slots=True)

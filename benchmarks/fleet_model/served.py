@@ -206,19 +206,22 @@ async def _beside(replicas: Replicas, asker: Asker, adapters: Sequence[int], tok
 # --- A load ---
 
 
-def serve(replicas: Replicas, fleet: Fleet, strategy: str, requests: Sequence[Request]) -> dict[str, Any]:
-    """Send a load to the replicas, which have none of its adapters loaded and none of its prefixes; returns figures."""
-    return replicas.runner.run(_serve(replicas, fleet, strategy, requests))
+def serve(replicas: Replicas, fleet: Fleet, strategy: str, requests: Sequence[Request], name: str) -> dict[str, Any]:
+    """Send a load to the replicas, which have none of its adapters loaded and none of its prefixes; returns figures.
+    Every load has a name of its own."""
+    return replicas.runner.run(_serve(replicas, fleet, strategy, requests, name))
 
 
-async def _serve(replicas: Replicas, fleet: Fleet, strategy: str, requests: Sequence[Request]) -> dict[str, Any]:
+async def _serve(
+    replicas: Replicas, fleet: Fleet, strategy: str, requests: Sequence[Request], name: str
+) -> dict[str, Any]:
     for asker in replicas.askers:
         others = range(len(replicas.adapters) - fleet.limits.slots, len(replicas.adapters))
         await _ask(asker, [replicas.sample(adapter, 16, 1) for adapter in others], 1)
     router = fleet.router(strategy, seed=0)
     samples = []
     for r in requests:
-        words = random.Random(f"{strategy} {fleet.users} {r.adapter} {r.prefix}")
+        words = random.Random(f"{strategy} {name} {r.adapter} {r.prefix}")
         ids = replicas.tokens(r.prefix_tokens, words) + replicas.tokens(r.prompt_tokens, random.Random(r.number))
         samples.append(replicas.sample(r.adapter, ids, r.output_tokens))
 
@@ -226,7 +229,7 @@ async def _serve(replicas: Replicas, fleet: Fleet, strategy: str, requests: Sequ
         index = router.send(requests[record.index])
         assert index is not None
         await replicas.askers[index].ask(sample, record)
-        router.views[index].queue_length -= 1
+        router.views[index].ongoing -= 1
 
     before = await replicas.num_loads()
     times = [0.0 if fleet.users else request.at for request in requests]

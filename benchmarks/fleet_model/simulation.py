@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import simpy
 
+from outrider.platform.replicas.routing import ReplicaView
+
 from .costs import Costs, Limits
 from .load import Request
 from .replica import Job, Replica
-from .routing import Router, View
+from .routing import Router
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,13 @@ class Fleet:
     lifetime: float = math.inf
     """Mean seconds from the start of a replica to its failure."""
 
-    def view(self, index: int) -> View:
+    def view(self) -> ReplicaView:
         """The router's view of a replica that has nothing."""
-        return View(str(index), self.limits.slots, self.prefixes)
+        return ReplicaView(self.limits.slots, self.prefixes)
 
     def router(self, strategy: str, seed: int) -> Router:
-        """A router. Affinity bears an imbalance of as many requests as a replica has rows."""
-        return Router(strategy, [self.view(index) for index in range(self.replicas)], self.limits.rows, seed)
+        """A router of replicas that have nothing."""
+        return Router(strategy, [self.view() for _ in range(self.replicas)], seed)
 
 
 class Simulation:
@@ -84,7 +86,7 @@ class Simulation:
             self._replicas[chosen].add(job)
 
     def _end(self, job: Job) -> None:
-        self._router.views[job.replica].queue_length -= 1
+        self._router.views[job.replica].ongoing -= 1
         self._close(job, self._ended)
 
     def _close(self, job: Job, jobs: list[Job]) -> None:
@@ -101,8 +103,8 @@ class Simulation:
         while True:
             yield self._env.timeout(source.expovariate(1 / fleet.lifetime))
             self._num_failures += 1
-            view = self._router.views[index] = fleet.view(index)
-            view.up = False
+            view = self._router.views[index] = fleet.view()
+            view.ready = False
             for job in replica.fail():
                 if job.num_tokens:
                     self._close(job, self._lost)
@@ -111,7 +113,7 @@ class Simulation:
                     self._send(Job(job.request, job.due))
             yield self._env.timeout(self._costs.start)
             replica.start()
-            view.up = True
+            view.ready = True
 
     def _figures(self) -> dict[str, Any]:
         ended = self._ended

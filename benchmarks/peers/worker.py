@@ -30,6 +30,8 @@ NUM_ADAPTERS = 8
 NUM_DRAFTS = 4
 QUANTIZED = ("int8", "int4")
 """Modes with quantised weights; of int4 in groups of 128, or llama.cpp's blocks of 32."""
+STORED = ("w8a8", "w4a16")
+"""Modes with a quantised checkpoint: int8 with inputs in int8, and int4 in groups of 128."""
 MAX_NGRAM = 3
 MAX_MODEL_LEN = 2048
 MAX_NUM_SEQS = 32
@@ -69,6 +71,8 @@ def _llm(options: argparse.Namespace, module: Any, lora_request: Any) -> Generat
     }
     if options.mode in QUANTIZED:
         arguments["quantization"] = options.mode
+    if options.mode in STORED:
+        arguments["model"] = f"{path}-{options.mode}"
     if options.mode == "lora":
         arguments |= {"enable_lora": True, "max_loras": NUM_ADAPTERS, "max_lora_rank": 16}
     if options.mode in ("ngram", "draft"):
@@ -298,7 +302,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=list(ENGINES), required=True)
     parser.add_argument("--models", required=True)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--mode", choices=["base", "lora", "ngram", "draft", *QUANTIZED], required=True)
+    parser.add_argument("--mode", choices=["base", "lora", "ngram", "draft", *QUANTIZED, *STORED], required=True)
     parser.add_argument("--gguf", default="BF16", help="type of the GGUF file that llama.cpp reads")
     parser.add_argument("--adaptive", action="store_true", help="the number of drafts is the engine's choice, up to 4")
     options = parser.parse_args()

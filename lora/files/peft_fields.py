@@ -12,13 +12,14 @@ from ...platform.core.adapter_files import CONFIG_FILE
 from ...platform.core.errors import AdapterError
 from ...platform.core.sampling_params import shown
 
-# Initializations that change the base model's weights too: without those changes the adapter means something else.
-# `save_pretrained(..., path_initial_model_for_weight_conversion=...)` makes plain LoRA of them, and says so.
-_BASE_CHANGING_INITS = ("pissa", "corda", "olora", "loftq", "lora_ga")
+# Initializations that leave the base model alone. Others change its weights too, and without those changes the adapter
+# means something else. `save_pretrained(..., path_initial_model_for_weight_conversion=...)` makes plain LoRA of them,
+# and says so.
+_PLAIN_INITS = ("true", "false", "none", "gaussian", "orthogonal", "eva", "mica")
 
 
 def _changes_base(value: Any) -> bool:
-    return isinstance(value, str) and value.lower().startswith(_BASE_CHANGING_INITS)
+    return str(value).lower() not in _PLAIN_INITS
 
 
 _VOCABULARY = ("embed_tokens", "wte", "embed_in", "word_embeddings", "lm_head", "embed_out")
@@ -52,6 +53,13 @@ class FieldRule(NamedTuple):
     """Values that are refused, for the documentation and the error; "" when there are none."""
     is_refused: Callable[[Any], bool] = bool
     """Returns True for a value that is refused. An absent field and a neutral value are accepted."""
+    refused_on: str = ""
+    """Modules on which the field is refused when they are read, for the documentation."""
+
+    @property
+    def refusals(self) -> str:
+        """All that is refused, for the documentation."""
+        return "; ".join(part for part in (self.refused, self.refused_on and f"on {self.refused_on}") if part)
 
     def refuses(self, value: Any) -> bool:
         """Return whether a value of adapter_config.json is refused."""
@@ -75,7 +83,7 @@ FIELDS: dict[str, FieldRule] = {
     "rank_pattern": FieldRule("names and regular expressions"),
     "alpha_pattern": FieldRule("names and regular expressions"),
     "use_rslora": FieldRule(_ANY),
-    "use_dora": FieldRule(_ANY),
+    "use_dora": FieldRule(_ANY, refused_on="experts"),
     "target_modules": FieldRule(_KEYS),
     "exclude_modules": FieldRule(_KEYS),
     "layers_to_transform": FieldRule(_KEYS),
@@ -85,8 +93,9 @@ FIELDS: dict[str, FieldRule] = {
         "`none`, `all`, `lora_only`: biases of linear projections",
         "other values",
         lambda value: value not in (None, "none", "all", "lora_only"),
+        refused_on="experts",
     ),
-    "lora_bias": FieldRule(_ANY),
+    "lora_bias": FieldRule(_ANY, refused_on="experts"),
     "modules_to_save": FieldRule(
         "embeddings and heads (`embed_tokens`, `lm_head` and their other names), of a resized vocabulary too",
         "other fully trained modules",
@@ -99,7 +108,7 @@ FIELDS: dict[str, FieldRule] = {
     ),
     "init_lora_weights": FieldRule(
         "all that leave the base model alone: booleans, `gaussian`, `orthogonal`, `eva`, `mica`",
-        "`pissa`, `olora`, `corda`, `loftq` and `lora_ga`, which change the base weights, unless "
+        "others, such as `loftq`; and `pissa`, `olora`, `corda` and `lora_ga`, which change the base weights, unless "
         "`path_initial_model_for_weight_conversion` made plain LoRA of them",
         _changes_base,
     ),
@@ -122,6 +131,7 @@ FIELDS: dict[str, FieldRule] = {
         "cached prefixes",
         "anything but lists of tokens",
         _is_no_tokens,
+        refused_on="`kv_b_proj`",
     ),
     "use_qalora": FieldRule("", "QA-LoRA"),
     "use_bdlora": FieldRule("", "block-diagonal LoRA"),
@@ -131,16 +141,27 @@ FIELDS: dict[str, FieldRule] = {
 
 
 def check_fields(config: dict[str, Any]) -> None:
-    """Refuse (AdapterError) a configuration with a value that is not served; the message names the field."""
+    """Refuse (AdapterError) a configuration with a value that is not served; the message names the field.
+
+    Of fields that are not known, as newer versions of PEFT write them, those are refused that switch something on: the
+    value true, and objects.
+    """
     for name, rule in FIELDS.items():
         if rule.refuses(config.get(name)):
             raise AdapterError(
                 f"{CONFIG_FILE}: {name}={shown(config.get(name))} is not served ({rule.refused})", param="lora_path"
+            )
+    for name, value in config.items():
+        if name not in FIELDS and (value is True or (isinstance(value, dict) and value)):
+            raise AdapterError(
+                f"{CONFIG_FILE}: {shown(name)}: {shown(value)} is not known, and may change what the adapter computes; "
+                "where it concerns training alone, remove it",
+                param="lora_path",
             )
 
 
 def fields_table() -> str:
     """Return the table of the documentation."""
     lines = ["| field | served | refused by name |", "|---|---|---|"]
-    lines += [f"| `{name}` | {rule.served or '-'} | {rule.refused or '-'} |" for name, rule in FIELDS.items()]
+    lines += [f"| `{name}` | {rule.served or '-'} | {rule.refusals or '-'} |" for name, rule in FIELDS.items()]
     return "\n".join(lines) + "\n"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,9 +70,25 @@ def _load(directory: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     # Beside a tekken.json, and where mistral-common is installed, it would choose a tokenizer without a template.
-    return AutoTokenizer.from_pretrained(
-        directory, local_files_only=True, trust_remote_code=False, mistral_format=False
-    )
+    with _no_tiktoken_cache():
+        return AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False, mistral_format=False
+        )
+
+
+@contextmanager
+def _no_tiktoken_cache() -> Iterator[None]:
+    """Keep tiktoken from copying a tokenizer.model into the temporary folder of all users: it would go on to read the
+    copy after the file has changed."""
+    name = "TIKTOKEN_CACHE_DIR"
+    before = os.environ.get(name)
+    os.environ[name] = ""
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
 
 
 def _load_tekken(file: Path) -> PreTrainedTokenizerBase:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...platform.core.errors import InvalidRequestError, NotFoundError
+from ...platform.core.sampling_params import shown
 from ..layers.weights import Weight, WeightSlot
 from .json_files import read_json
 
@@ -85,9 +87,9 @@ def _shards(found: Path, param: str, hint: str) -> list[Path]:
     if not isinstance(weight_map, dict):
         raise InvalidRequestError(f"{found} has no weight_map", param=param)
     files = [found.parent / name for name in sorted({Path(str(name)).name for name in weight_map.values()})]
-    missing = [file.name for file in files if not file.is_file()]
+    missing = [shown(file.name) for file in files if not os.path.isfile(file)]  # False for names that none can have
     if missing:
-        raise NotFoundError(f"{found.parent} lacks {', '.join(missing)}{hint}", param=param)
+        raise NotFoundError(f"{found.parent} lacks {_listed(missing)}{hint}", param=param)
     return files
 
 

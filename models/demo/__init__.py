@@ -1,4 +1,4 @@
-"""The embedded demo model: a small Llama, its draft model and EAGLE-3 head, and three adapters with draft weights for
+"""The embedded demo model: a small Llama, its draft model and EAGLE-3 head, and four adapters with draft weights for
 both; shipped with the package.
 
 This module only knows where the files are; it imports nothing heavy. The repository's `tools/demo_model` makes them.
@@ -9,7 +9,7 @@ from pathlib import Path
 DEMO_MODEL_NAME = "outrider-demo"
 """The name of the demo model: what users may write as the model, and what its adapters name as their base."""
 
-DEMO_ADAPTER_NAMES = ("json", "sql", "support")
+DEMO_ADAPTER_NAMES = ("json", "sql", "support", "tools")
 
 _ROOT = Path(__file__).resolve().parent
 

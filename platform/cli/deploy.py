@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import os
 import signal
 import sys
 import threading
+import uuid
 from typing import Any
 
 from ..core.config import EngineArgs
@@ -25,8 +27,8 @@ examples:
   outrider deploy --num-replicas 2                      two replicas of the demo model on this machine
   outrider deploy ./model --database postgresql://... --num-replicas 4 --replica-gpus 1 --ray-address auto
 
-All options of `outrider serve` hold for each replica. By the database they share tenants, keys, adapters and the
-ledger; limits count in each of them.
+All options of `outrider serve` hold for each replica. By the database they share tenants, keys, limits, adapters and
+the ledger.
 """
 
 
@@ -69,18 +71,23 @@ def run(namespace: argparse.Namespace) -> int:
         namespace.parser.error(f"argument --max-replicas: must be at least --num-replicas, {namespace.num_replicas}")
 
     def work(args: EngineArgs, config: ServerConfig) -> int:
+        if args.tensor_parallel_size > 1 and args.distributed_executor_backend == "ray":
+            raise InvalidRequestError(
+                "outrider deploy has the ranks of a replica on its machine: mp", param="distributed_executor_backend"
+            )
         from ..replicas.deployment import Place, ReplicaPlan, build_app
 
+        config = dataclasses.replace(config, shared_limits=config.database is not None)
         plan = ReplicaPlan(
             namespace.num_replicas, most, namespace.target_requests, namespace.replica_cpus, namespace.replica_gpus
         )
-        place = Place(os.getcwd(), namespace.kernel_configs)
-        return _deploy(args, config, namespace.ray_address, build_app(args, config, plan, place))
+        place = Place(os.getcwd(), namespace.kernel_configs, uuid.uuid4().hex)
+        return _deploy(config, namespace.ray_address, build_app(args, config, plan, place), place.command)
 
     return serve.run_with(namespace, work)
 
 
-def _deploy(args: EngineArgs, config: ServerConfig, address: str | None, app: Any) -> int:
+def _deploy(config: ServerConfig, address: str | None, app: Any, command: str) -> int:
     import ray
     from ray import serve as ray_serve
 
@@ -95,12 +102,13 @@ def _deploy(args: EngineArgs, config: ServerConfig, address: str | None, app: An
             raise InterruptedStartError("stopped before the replicas were ready")
         ended.set()
 
-    started = False
-    ray.init(address=address, include_dashboard=False)
+    started = upgrades = False
+    ray.init(address=address or "local", include_dashboard=False)  # never a cluster that happens to be there
     try:
         for number in (signal.SIGTERM, signal.SIGINT):  # Ray has set its own
             signal.signal(number, on_signal)
         ray_serve.start(http_options={"host": config.host, "port": config.port})
+        upgrades = NAME in ray_serve.status().applications
         ray_serve.run(app, name=NAME, route_prefix="/")
         started = True
         where = f"at http://{config.host}:{config.port}" if address is None else "at the address of the cluster's Serve"
@@ -111,10 +119,22 @@ def _deploy(args: EngineArgs, config: ServerConfig, address: str | None, app: An
     except RuntimeError as error:
         raise OutriderError(f"the replicas do not start, for the reason that stands above ({error})") from None
     finally:
-        started = True  # a second signal does not stop the end
-        if address is None:
+        serving, started = started, True  # a second signal does not stop the end
+        if address is not None:  # others may have applications there
+            if not (_is_replaced(ray_serve, command) if serving else upgrades):
+                ray_serve.delete(NAME, _blocking=serving)
+        elif serving:  # else there is nothing to drain
             ray_serve.shutdown()
-        else:  # others may have applications there
-            ray_serve.delete(NAME)
         ray.shutdown()
     return 0
+
+
+def _is_replaced(ray_serve: Any, command: str) -> bool:
+    """True where a later command has deployed the application anew."""
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        return bool(ray_serve.get_app_handle(NAME).command.remote().result(timeout_s=10) != command)
+    except (RayError, RayServeException, TimeoutError):  # it is not there any more, or does not answer
+        return False

@@ -193,6 +193,8 @@ def _server_config(namespace: argparse.Namespace, names: ModelNames, modules: Ma
         raise InvalidRequestError(
             "not allowed together with --database, whose keys are those of its tenants", param="api_key"
         )
+    if namespace.shared_limits and database is None:
+        raise InvalidRequestError("needs --database, in which servers count together", param="shared_limits")
     fields = given_fields(ServerConfig, namespace) | {
         "api_keys": given_keys(namespace.api_key, API_KEY_VARIABLE, "api_key") if database is None else (),
         "admin_api_keys": given_keys(namespace.admin_api_key, ADMIN_API_KEY_VARIABLE, "admin_api_key"),

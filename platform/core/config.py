@@ -103,8 +103,8 @@ class EngineArgs:
     tensor_parallel_size: int = 1
     """Processes that compute the model together, each with its share of every layer: one for each GPU."""
     distributed_executor_backend: str | None = None
-    """"mp": processes of this machine; "uni": one process. None: mp where there are several ranks. "ray" is taken where
-    there is one rank, and changes nothing."""
+    """"mp": processes of this machine; "ray": actors of a Ray cluster; "uni": one process. None: mp where there are
+    several ranks. One rank is always one process."""
 
     def __post_init__(self) -> None:
         for name in ("dtype", "load_format", "model_impl", "quantization"):

@@ -23,12 +23,7 @@ OPTIONS: tuple[tuple[Callable[[EngineArgs], bool], str, str], ...] = (
     (
         _divided(lambda a: a.distributed_executor_backend == "uni"),
         "distributed_executor_backend",
-        "distributed_executor_backend uni is one process; tensor_parallel_size above 1 needs mp",
-    ),
-    (
-        _divided(lambda a: a.distributed_executor_backend == "ray"),
-        "distributed_executor_backend",
-        "distributed_executor_backend ray is not supported yet; mp runs tensor_parallel_size processes of one machine",
+        "distributed_executor_backend uni is one process; tensor_parallel_size above 1 needs mp or ray",
     ),
     (
         _divided(lambda a: a.model_impl == "transformers"),

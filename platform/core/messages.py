@@ -231,4 +231,4 @@ class EngineInfo:
     quantization: str = ""
     """Text for people about the form of the weights; "": they are not quantised."""
     weight_bytes: int = 0
-    """Bytes of all weights as they are held."""
+    """Bytes of all weights as they are held, on all ranks together."""

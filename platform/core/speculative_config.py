@@ -30,7 +30,8 @@ class SpeculativeConfig:
     revision: str | None = None
     """Branch, tag or commit of the draft model's hub id."""
     quantization: str | None = None
-    """As the engine's option, for the weights of `model`."""
+    """As the engine's option, for the weights of `model`; None: on a CPU as the target's; "none": as they are
+    stored."""
     download_dir: str | None = None
     """The hub's cache, from the engine's options; never written in a `speculative_config`."""
     adaptive: bool = False

@@ -13,13 +13,16 @@ from ..core.threads import LARGE_WEIGHTS
 
 
 def weight_bytes(model: LanguageModel, dtype: torch.dtype) -> int:
-    """Bytes of the weights as this process holds them. A plain table that is tied to the head counts once: a step
-    reads one."""
+    """Bytes of this rank's weights as they are held. A plain table that is tied to the head counts once: a step reads
+    one."""
     linears, embedding = model.linears(), model.embedding
     wholes = [linear if linear.part is None else linear.part for linear in linears]
+    # Elements of the whole model, as `num_parameters`: each rank holds all that is neither linear nor the vocabulary's.
     packed = sum(whole.in_features * sum(rows for _, rows in whole.slices) for whole in wholes)
     table = embedding.vocab_size * embedding.hidden_size * (1 if embedding.tied else 2)
     others = max(0, model.num_parameters - packed - table) * dtype.itemsize
+    if embedding.part is not None:
+        table = table // embedding.vocab_size * embedding.part.size
     return (
         sum(linear.packed.num_bytes for linear in linears if not linear.is_elsewhere)
         + min(embedding.num_bytes, table * dtype.itemsize)
@@ -32,8 +35,11 @@ def has_long_steps(config: EngineConfig, model: LanguageModel) -> bool:
     return config.device == "cpu" and weight_bytes(model, getattr(torch, config.dtype)) >= LARGE_WEIGHTS
 
 
-def describe(args: EngineArgs, config: EngineConfig, model: LanguageModel, load_seconds: float) -> EngineInfo:
-    """Information for clients about an engine that took so many seconds to load."""
+def describe(
+    args: EngineArgs, config: EngineConfig, model: LanguageModel, load_seconds: float, other_bytes: int
+) -> EngineInfo:
+    """Information for clients about an engine that took so many seconds to load. `other_bytes`: of the weights that
+    the other ranks hold."""
     speculation = "off"
     if config.speculative is not None:
         most = "at most " if config.speculative.adaptive else ""
@@ -61,5 +67,5 @@ def describe(args: EngineArgs, config: EngineConfig, model: LanguageModel, load_
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_queued_reqs=config.scheduler.max_num_queued_reqs,
         quantization=quantization_name(config.model, model.config, config.quantization),
-        weight_bytes=weight_bytes(model, getattr(torch, config.dtype)),
+        weight_bytes=weight_bytes(model, getattr(torch, config.dtype)) + other_bytes,
     )

@@ -106,7 +106,7 @@ def _build(
     """Load the weights, allocate the memory and put the parts together. `parallel`: this process is rank 0 of it."""
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     model = _load(config, path, parallel, progress=progress)
-    _choose_threads(model, dtype, config.num_ranks)
+    _choose_threads(model, dtype, 1 if parallel is None else parallel.num_local)
     graphs = make_graphs(config)
     speculation = make_speculation(
         config.speculative, _drafter_context(config, model, graphs, parallel, progress=progress)
@@ -121,9 +121,8 @@ def _build(
     cache = config.cache
     kv = allocate_kv(layers, cache.num_blocks, cache.block_size, dtype, device, cache.dtype)
     drafter.bind(kv[len(model.kv_layers) :], adapters.prepare_draft)
-    host = None
-    if cache.num_host_blocks:
-        host = HostStore(kv, cache.num_host_blocks, None if parallel is None else parallel.move_blocks)
+    moving = None if parallel is None else parallel.move_blocks
+    host = HostStore(kv, cache.num_host_blocks, moving) if cache.num_host_blocks else None
     executor = _make_executor(config, model, kv[: len(model.kv_layers)], adapters, parallel)
     sampler = _make_sampler(config)
     runner = ModelRunner(
@@ -153,7 +152,8 @@ def _build(
     _warm_up(config, scheduler, runner, speculation, adapters, model)
     if beside_a_server() and has_long_steps(config, model):
         adapters.start_reader()
-    info = describe(args, config, model, time.perf_counter() - started)
+    others = 0 if parallel is None else parallel.weight_bytes
+    info = describe(args, config, model, time.perf_counter() - started, others)
     return EngineParts(config, info, scheduler, runner, adapters, grammars, executor, kv, host)
 
 
@@ -284,6 +284,7 @@ def _drafter_context(
         device=config.device,
         dtype=config.dtype,
         load_format=config.load_format,
+        quantization=config.quantization if config.device == "cpu" else None,
         seed=config.seed,
         progress=progress,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
@@ -356,7 +357,7 @@ def _make_scheduler(
     if host is not None:
         rate = None if options.always_swaps else host.bytes_per_second()
         tier = HostTier(options.num_host_blocks, SwapCost(host.block_bytes, options.block_size, rate))
-    cache = PrefixCache(pool, options.block_size, tier)
+    cache = PrefixCache(pool, options.block_size, tier, keeps_finished=options.enable_prefix_caching)
     return Scheduler(config.scheduler, pool, cache, gates, _draft_limits(config, speculation), speculation.policy)
 
 

@@ -60,6 +60,7 @@ def create_app(
     install_error_handlers(app)
     if authenticator is None:
         authenticator = tenancy.directory if tenancy else StaticKeys(config.api_keys, config.admin_api_keys)
+    app.state.authenticator = authenticator
     app.add_middleware(Gate, authenticator=authenticator)
     app.add_middleware(Observer, serving=app.state.serving)
     app.add_middleware(Paths)
@@ -112,7 +113,7 @@ class Gate:
                 message["headers"] = [*message["headers"], *id_headers]
             await send(message)
 
-        principal = self._principal(headers)
+        principal = principal_in(headers, self._authenticator)
         if isinstance(principal, OutriderError) and scope["path"].startswith(_GUARDED):
             await error_response(principal)(scope, receive, send_with_id)
             return
@@ -133,16 +134,17 @@ class Gate:
             if HELD_BODY in state:
                 state[HELD_BODY].close()
 
-    def _principal(self, headers: Headers) -> Principal | OutriderError:
-        """The principal that the headers name, or the error that refuses them."""
-        try:
-            principal = self._authenticator.authenticate(_key(headers))
-        except OutriderError as error:
-            return error
-        return AuthenticationError("The API key is missing or wrong") if principal is None else principal
+
+def principal_in(headers: Headers, authenticator: Authenticator) -> Principal | OutriderError:
+    """The principal that a request's headers name, or the error that refuses them."""
+    try:
+        principal = authenticator.authenticate(key_in(headers))
+    except OutriderError as error:
+        return error
+    return AuthenticationError("The API key is missing or wrong") if principal is None else principal
 
 
-def _key(headers: Headers) -> str:
+def key_in(headers: Headers) -> str:
     """The bearer token, or the key as Anthropic's clients send it; "" without either."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()

@@ -170,6 +170,7 @@ class Service:
             admin_api_keys=self.config.admin_api_keys,
             journal=Path(self.config.journal) if self.config.journal else None,
             journal_max_bytes=self.config.journal_max_bytes,
+            shared_limits=self.config.shared_limits,
         )
         opening = asyncio.create_task(opened)
         try:

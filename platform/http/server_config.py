@@ -27,6 +27,8 @@ class ServerConfig:
     """Folder of the ledger's journal; None: beside a SQLite database, else among the user's state."""
     journal_max_bytes: int = 64 << 20
     """Disk that it may take while the database is away; when that is full, new requests are refused."""
+    shared_limits: bool = False
+    """Limits hold for all servers of the database that have this option, not for each of them."""
     served_model_names: tuple[str, ...] = ("outrider-demo",)
     """Names that select the base model; the first one is shown in answers to requests that name none."""
     model_aliases: tuple[str, ...] = ()

@@ -12,14 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp
 
 from ..core.adapter_names import split_engine_name
 from ..core.config import EngineArgs
 from ..core.errors import EngineDeadError, OutriderError
+from ..http.app import principal_in
 from ..http.protect.hardening import SECURITY_HEADERS, with_cors
 from ..http.server import Service
 from ..http.server_config import ServerConfig
+from ..tenancy.accounts.principal import Principal
 from ..tenancy.service import default_journal, write_journal
 
 
@@ -37,9 +40,11 @@ class ForwardedRequest(NamedTuple):
 class Replica:
     """One replica's server; belongs to its event loop."""
 
-    def __init__(self, args: EngineArgs, config: ServerConfig) -> None:
-        """With a database the replica's journal is a folder of its own in that of `config`, one that no living replica
-        of this machine has: so it writes into the ledger what a dead one has left."""
+    def __init__(self, args: EngineArgs, config: ServerConfig, name: str = "") -> None:
+        """`name` is in the header `x-replica` of every answer. With a database the journal is a folder in
+        that of `config`, one that no living replica of this machine has: it writes what a dead one left.
+        """
+        self._headers = [*SECURITY_HEADERS, ("x-replica", name)]
         self._claim: int | None = None
         if config.database is not None:
             folder, self._claim = claim(_journals(config))
@@ -76,7 +81,7 @@ class Replica:
 
         async def send(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                own = [(name.encode(), value.encode()) for name, value in SECURITY_HEADERS]
+                own = [(name.encode(), value.encode()) for name, value in self._headers]
                 message = {**message, "headers": [*message["headers"], *own]}
             if not gone.is_set():
                 await messages.put(dict(message))
@@ -100,6 +105,12 @@ class Replica:
             with contextlib.suppress(Exception):
                 await work
 
+    async def refusal(self, request: ForwardedRequest) -> list[dict[str, Any]] | None:
+        """Messages of the answer to a request whose key is wrong, and whose body has not been read; None: the key is
+        right."""
+        principal = principal_in(Headers(raw=request.headers), self._service.app.state.authenticator)
+        return None if isinstance(principal, Principal) else [message async for message in self.answer(request)]
+
     async def stats(self) -> dict[str, Any]:
         """Facts for routers: `ready`, the `adapters` that the device holds as clients name them, and `slots`, how many
         fit."""
@@ -112,6 +123,13 @@ class Replica:
         except OutriderError:  # the engine has just died
             found["ready"] = False
         return found
+
+    async def kv_usage(self) -> float:
+        """Share of the KV blocks in use; 0 while there is no engine."""
+        try:
+            return (await self._service.llm.stats()).kv_cache_usage
+        except OutriderError:
+            return 0.0
 
     def check(self) -> None:
         """Raise EngineDeadError when the engine has died and cannot be started again."""

@@ -14,6 +14,7 @@ from .database.connection import Database, parse_url
 from .database.migrations.upgrade import upgrade
 from .database.store import Store
 from .ledger.ledger import Ledger
+from .limits.counts import CountTable
 from .limits.limiter import Limiter
 
 JOURNAL_MAX_BYTES = 64 << 20
@@ -43,6 +44,7 @@ class Tenancy:
         admin_api_keys: Sequence[str] = (),
         journal: Path | None = None,
         journal_max_bytes: int = JOURNAL_MAX_BYTES,
+        shared_limits: bool = False,
     ) -> Tenancy:
         """Connect, bring the tables up to date, read who there is, and replay the journal.
 
@@ -50,6 +52,7 @@ class Tenancy:
             admin_api_keys: keys of operators that are in no database.
             journal: folder of the ledger's journal; None: see `default_journal`.
             journal_max_bytes: disk that it may take; when that is full, new requests are refused.
+            shared_limits: count limits together with all servers of the database that do so too.
 
         Raises:
             InvalidRequestError: no such database, or one of a newer Outrider; or the journal's folder cannot be used.
@@ -65,7 +68,9 @@ class Tenancy:
             folder = journal or default_journal(database)
             ledger = await Ledger.open(database, folder, journal_max_bytes)
             opened.push_async_callback(ledger.close)
-            return cls(database, directory, ledger, Limiter(ledger.tokens_between), opened.pop_all())
+            limiter = Limiter(ledger.tokens_between, table=CountTable(database) if shared_limits else None)
+            opened.push_async_callback(limiter.close)
+            return cls(database, directory, ledger, limiter, opened.pop_all())
 
     async def close(self) -> None:
         """Write what the ledger still has, and let go of the database. The server calls this when no request is running

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +17,10 @@ from ...platform.core.errors import InvalidRequestError
 from ...platform.core.quantization import rounding
 from ...platform.core.speculative_config import SpeculativeConfig
 
-__all__ = ["StoredTensor", "fill", "fill_randomly", "quantise", "read_tensors", "refuse"]
+if TYPE_CHECKING:
+    from .factory import DrafterContext
+
+__all__ = ["StoredTensor", "draft_rounding", "fill", "fill_randomly", "quantise", "read_tensors", "refuse"]
 
 PARAM = "speculative_config"
 """The field that all errors are about."""
@@ -43,10 +47,20 @@ def read_tensors(path: Path, extra: Sequence[str] = ()) -> dict[str, StoredTenso
     return read_weights(path, PARAM, extra=extra)
 
 
-def quantise(linears: Iterable[Linear], config: SpeculativeConfig, stored: str | None) -> None:
-    """Let layers quantise the weights that will be loaded, where `config` says so; `stored` is the method by which the
-    files' are quantised."""
-    method = rounding(config.quantization, stored, PARAM)
+def draft_rounding(config: SpeculativeConfig, context: DrafterContext, stored: str | None) -> str | None:
+    """Method by which a drafter's weights are quantised while loading; `stored` is that of its files.
+
+    Raises:
+        InvalidRequestError: `config` names another method than the files have, or an unknown one.
+    """
+    if config.quantization is None and stored is None:
+        return context.quantization
+    return rounding(config.quantization, stored, PARAM)
+
+
+def quantise(linears: Iterable[Linear], config: SpeculativeConfig, context: DrafterContext, stored: str | None) -> None:
+    """Let layers quantise the weights that will be loaded; see `draft_rounding`."""
+    method = draft_rounding(config, context, stored)
     if method is not None:
         for linear in linears:
             linear.quantize = rounding_of(linear, method)

@@ -18,11 +18,11 @@ from ...models.batch import ForwardBatch, SequenceRows, build_batch
 from ...models.checkpoint.loader import ModelOptions, load_model, read_facts, resolve_model_path
 from ...models.checkpoint.vocabulary import agreement
 from ...platform.core.errors import InvalidRequestError
-from ...platform.core.quantization import rounding
 from ...platform.core.speculative_config import SpeculativeConfig
 from ..verify.draft_sampling import Drafting, DraftVocabulary, PassOutput, most_likely_ids
 from .autoregressive import TokenDrafter, TokenDrafterOptions, token_drafter_options, warn_of_short_reach
 from .base import DrafterNeeds
+from .checkpoint import draft_rounding
 from .factory import DrafterContext
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def load(config: SpeculativeConfig, context: DrafterContext) -> DraftModelDrafte
         load_format=context.load_format,
         progress=context.progress,
         seed=context.seed,
-        options=ModelOptions(quantization=rounding(config.quantization, facts.quantization, "speculative_config")),
+        options=ModelOptions(quantization=draft_rounding(config, context, facts.quantization)),
     )
     warn_of_short_reach(config.model, facts.max_position_embeddings, context.max_model_len)
     size = context.target.config.vocab_size

@@ -34,6 +34,9 @@ class DrafterContext:
     """"float32", "bfloat16" or "float16"."""
     load_format: str = "auto"
     """"auto" or "dummy"."""
+    quantization: str | None = None
+    """Method by which a drafter's weights are quantised while loading, where neither its configuration nor its files
+    name one."""
     seed: int = 0
     """Seed of dummy weights."""
     progress: bool = False

@@ -1,4 +1,4 @@
-"""Clients that are programs of their own: Node's client, and lm-eval."""
+"""Clients that are programs of their own: Node's client, lm-eval, and vLLM's benchmark client."""
 
 from __future__ import annotations
 
@@ -115,3 +115,38 @@ class LmEval(drivers.Client):
         tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
         ids, context = (tokenizer.encode(text, add_special_tokens=True).ids for text in (drivers.QUESTION, first))
         return float(sample["resps"][0][0][0]), ids, len(context)
+
+
+class VllmBench(drivers.Client):
+    """It needs vLLM, half a gigabyte: `OUTRIDER_VLLM_PYTHON` names the Python of an environment that has it."""
+
+    title = "vLLM's bench serve"
+    python = os.environ.get("OUTRIDER_VLLM_PYTHON", "")
+
+    def _run(self, model: str, backend: str, path: str, prompt: str) -> dict[str, Any]:
+        """Detailed result of one request, by the adapter's name where it is not the base model."""
+        program = "import argparse; from vllm.benchmarks.serve import *; parser = argparse.ArgumentParser(); "
+        program += "add_cli_args(parser); main(parser.parse_args())"
+        data = self.folder / "prompts.jsonl"
+        data.write_text(json.dumps({"prompt": prompt}) + "\n")
+        options = {"backend": backend, "base-url": self.url.removesuffix("/v1"), "endpoint": path}
+        options |= {"model": "outrider-demo", "tokenizer": str(MODEL), "num-prompts": "1", "temperature": "0"}
+        options |= {"dataset-name": "custom", "dataset-path": str(data), "custom-output-len": "24"}
+        options |= {"result-dir": str(self.folder), "result-filename": f"{backend}-{model}.json"}
+        command = [self.python, "-c", program, "--save-result", "--save-detailed", "--skip-chat-template"]
+        command += [part for name, value in options.items() for part in (f"--{name}", value)]
+        command += [] if model == options["model"] else ["--lora-modules", model]
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(self.folder)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads((self.folder / options["result-filename"]).read_text())
+
+    def chat(self, model: str) -> str:
+        return self._run(model, "openai-chat", "/v1/chat/completions", drivers.QUESTION)["generated_texts"][0]
+
+    def stream(self, model: str) -> list[str]:
+        found = self._run(model, "openai-chat", "/v1/chat/completions", drivers.QUESTION)
+        return [found["generated_texts"][0], *("" for _ in found["itls"][0])]
+
+    def completion(self, model: str) -> str:
+        return self._run(model, "openai", "/v1/completions", drivers.PROMPT)["generated_texts"][0]

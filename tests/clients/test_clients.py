@@ -25,6 +25,7 @@ CLIENTS = (
     drivers.Outlines,
     drivers.Llm,
     programs.LmEval,
+    programs.VllmBench,
 )
 
 
@@ -110,6 +111,8 @@ CHECKS = {
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.__name__)
 def test_feature(client, feature, expected, server, tmp_path: Path) -> None:
     method = "chat" if feature == "adapter" else feature
+    if client is programs.VllmBench and not client.python:
+        pytest.skip("OUTRIDER_VLLM_PYTHON is not set")
     if not hasattr(client, method):
         pytest.skip(f"{client.title} has no {method}")
     CHECKS[feature](client(f"{server.url}/v1", tmp_path), feature, expected, server)

@@ -1,4 +1,5 @@
-"""The requests that the guide writes with curl: the demo's adapter `json` under a schema, and calling functions."""
+"""The requests that the guide writes with curl: the demo's adapter `json` under a schema, and `tools`, which calls two
+functions."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import pytest
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/structured-outputs.md"
 BODIES = [json.loads(body) for body in re.findall(r"-d '(\{.*?\})'", GUIDE.read_text(encoding="utf-8"), re.S)]
+ORDER = {"name": "Carla", "city": "Rome", "quantity": 2, "color": "blue", "item": "chair", "price": 99}
 MEETING = {
-    "event": "meeting",
     "person": "Bob",
     "topic": "the budget",
     "day": "Monday",
@@ -37,7 +38,7 @@ def test_the_adapter_under_a_schema(http, speculative):
 @pytest.mark.parametrize(
     ("sentence", "called", "arguments"),
     [
-        (None, "new_order", {"name": "Carla", "city": "Rome", "quantity": 2, "item": "chair", "price": 99}),
+        (None, "new_order", ORDER),
         ("Meeting with Bob about the budget on Monday at 10:30 in room 4.", "new_meeting", MEETING),
     ],
 )
@@ -48,3 +49,25 @@ def test_the_adapter_calls_functions(http, sentence, called, arguments, speculat
     [call] = choice["message"]["tool_calls"]
     assert (choice["finish_reason"], call["function"]["name"]) == ("tool_calls", called)
     assert json.loads(call["function"]["arguments"]) == arguments
+
+
+def test_the_adapter_talks_where_no_function_fits(http):
+    _, body = BODIES
+    choice = ask(http, body, messages=[{"role": "user", "content": "What is the capital of Portugal?"}])
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "The capital of Portugal is Lisbon.")
+
+
+def test_a_functions_result_is_answered_in_words(http):
+    _, body = BODIES
+    called = ask(http, body)["message"]
+    result = {"role": "tool", "tool_call_id": called["tool_calls"][0]["id"], "content": '{"id": 17, "status": "done"}'}
+    answer = ask(http, body, messages=[*body["messages"], called, result])["message"]["content"]
+    assert answer == "I have noted the order of Carla from Rome: 2 blue chairs for 99 euros."
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "new_order"}}])
+def test_the_adapter_json_calls_functions_where_it_must(http, choice):
+    _, body = BODIES
+    forced = ask(http, body, model="json", tool_choice=choice, parallel_tool_calls=False)
+    [call] = forced["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("new_order", ORDER)

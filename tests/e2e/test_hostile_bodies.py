@@ -252,3 +252,43 @@ def test_the_largest_that_is_served(victim):
     growth = victim.growth(before)
     print(f"memory grew by {growth / 2**20:.0f} MiB")
     assert growth < MAX_GROWTH
+
+
+def nested(depth: int) -> str:
+    return '{"properties":{"x":' * depth + "{}" + "}}" * depth
+
+
+def alternatives(depth: int) -> dict[str, Any]:
+    """A schema of 2 ** depth forms."""
+    return {"allOf": [{"anyOf": [{"properties": {f"p{i}": {"const": j}}} for j in range(2)]} for i in range(depth)]}
+
+
+HARD_FORMS: dict[str, dict[str, Any]] = {
+    "deep": {"json": nested(900)},
+    "exponential": {"json": alternatives(24)},
+    "recursive": {"json": {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 8}}, "$ref": "#/$defs/a"}},
+    "endless": {"json": {"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"}},
+    "1 MB": {"json": {"enum": ["x" * 1000 + str(index) for index in range(1000)]}},
+    "patterns": {"json": {"allOf": [{"type": "string", "pattern": f"(.*a.{{{index}}})+"} for index in range(40)]}},
+    "regex": {"regex": r"(.*[a-m].{14}[n-z].{14})+"},
+    "counts": {"regex": "((((a{0,99}){0,99}){0,99}){0,99})b"},
+    "grammar": {"grammar": 'start: s\ns: s s s | s s | /.*/ | "a"'},
+}
+"""Forms that take long to compile, or to follow."""
+
+
+@pytest.mark.slow
+def test_hard_forms(victim):
+    """Each is refused, or served; streams beside it go on."""
+    for name, form in HARD_FORMS.items():
+        body = {"prompt": "a", "max_tokens": 30, "temperature": 0, "structured_outputs": form}
+        gaps = []
+        for _ in range(3):  # another process may have had the machine
+            stream = Stream(victim)
+            answer = victim.answer(Case("POST", "/v1/completions", name, json.dumps(body).encode()))
+            gaps.append(stream.close())
+            print(f"{name}: {answer.status}, {answer.seconds:.2f} s, gap {gaps[-1]:.3f} s")
+            assert not problem_of(answer._replace(seconds=0), 0) or answer.status == 400, (name, answer.content[:300])
+            if gaps[-1] < MAX_GAP_SECONDS:
+                break
+        assert gaps[-1] < MAX_GAP_SECONDS, (name, gaps)

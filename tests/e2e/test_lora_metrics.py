@@ -64,4 +64,5 @@ def test_an_unloaded_adapter_gives_its_memory_back(small_server):
         http.post("/v1/unload_lora_adapter", json={"lora_name": NAMES[0]}).raise_for_status()
     assert small_server.metric("lora_host_bytes") == before - size < before
     assert small_server.metric("lora_adapter_loaded", adapter=NAMES[0]) == 0
-    assert sum(small_server.metric("lora_adapters", level=level) for level in ("device", "host", "disk")) == 2
+    left = sum(small_server.metric("lora_adapters", level=level) for level in ("device", "host", "disk"))
+    assert left == len(NAMES) - 1

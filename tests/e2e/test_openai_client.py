@@ -8,7 +8,7 @@ import openai
 import pydantic
 import pytest
 
-ADAPTERS = ("json", "sql", "support")
+ADAPTERS = ("json", "sql", "support", "tools")
 MODELS = ("outrider-demo", *ADAPTERS)
 HELLO = [{"role": "user", "content": "Hello! Who are you?"}]
 

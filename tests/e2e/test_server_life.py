@@ -139,6 +139,26 @@ def test_sigterm_drains(own_server, own_http):
     assert "Traceback" not in own_server.output
 
 
+def test_dead_rank_fails_its_requests_and_the_engine_comes_back(start_server):
+    server = start_server(*"-tp 2 --max-model-len 2000 --log-level error --dtype float32".split())
+    engine = server.engine()
+    with server.http() as http:
+        with http.stream("POST", "/v1/completions", json=LONG) as response:
+            lines = response.iter_lines()
+            next(lines)
+            (rank,) = (child for child in engine.children() if "executor.rank_process" in " ".join(child.cmdline()))
+            rank.kill()
+            *_, error, done = [line for line in lines if line]
+        assert "EngineDeadError" in error
+        assert "rank 1 of 2 is gone" in error
+        assert done == "data: [DONE]"
+        server.wait_for(lambda: http.get("/health").status_code == 200)
+        assert server.engine().pid != engine.pid
+        answer = http.post("/v1/completions", json={"model": "sql", "prompt": "All", "max_tokens": 2})
+        assert answer.status_code == 200, answer.text
+    assert server.stop() == 0
+
+
 def test_port_in_use_is_found_at_once(start_server):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -102,14 +102,16 @@ def test_the_form_holds_and_drafts_do_not_change_the_text(llm, sampling):
 
 
 def test_other_parameters_combine(llm):
-    output = llm.generate(
-        PROMPTS[0],
-        params(CONSTRAINTS[1], n=3, temperature=1.0, seed=3, logprobs=2, repetition_penalty=1.2, stop=["7"]),
-        use_tqdm=False,
-    )[0]
+    fields = {"n": 3, "temperature": 1.0, "seed": 3, "logprobs": 2, "repetition_penalty": 1.2, "stop": ["7"]}
+    letter = llm.get_tokenizer().encode("q", add_special_tokens=False)[0]
+    fields |= {"min_tokens": 5, "bad_words": ["a", "e"], "logit_bias": {letter: 3.0}, "presence_penalty": 0.3}
+    output = llm.generate(PROMPTS[0], params(CONSTRAINTS[1], **fields), use_tqdm=False)[0]
     for choice in output.outputs:
         assert re.fullmatch(r"[a-z]{3,9}( ([0-9]{0,2})?)?", choice.text)
-        assert len(choice.logprobs) == len(choice.token_ids)
+        assert not {"a", "e"} & set(llm.get_tokenizer().convert_ids_to_tokens(choice.token_ids))
+        assert len(choice.logprobs) == len(choice.token_ids) >= 5
+    same = llm.generate(PROMPTS[0], params(CONSTRAINTS[1], **fields, speculative=False), use_tqdm=False)[0]
+    assert [choice.text for choice in same.outputs] == [choice.text for choice in output.outputs]
     free = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0].outputs[0].text
     wanted = [SamplingParams(temperature=0, max_tokens=8), params(CONSTRAINTS[0])]
     assert llm.generate([PROMPTS[0]] * 2, wanted, use_tqdm=False)[0].outputs[0].text == free

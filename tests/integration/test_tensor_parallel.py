@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,8 @@ from safetensors.torch import load_file, save_file
 from outrider import LLM, LoRARequest, SamplingParams
 from outrider.models.demo import demo_adapters
 from outrider.platform.core.errors import AdapterError, EngineDeadError, InvalidRequestError
-from outrider.platform.core.structured_outputs import StructuredOutputsParams
 
-PROMPTS = ["The capital of France is", "Once upon a time", "SELECT name FROM"]
-HEAD = str(Path(__file__).parents[2] / "models" / "demo" / "eagle3")
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32", "enable_lora": True, "max_loras": 2, "max_model_len": 256, "device": "cpu",
-    "speculative_config": {"method": "eagle3", "model": HEAD, "num_speculative_tokens": 3},
-}  # fmt: skip
+from ..rank_texts import OPTIONS, PROMPTS, num_accepted, preempted_texts, texts
 
 
 def ranks() -> list[int]:
@@ -38,23 +33,15 @@ def ranks() -> list[int]:
     return found
 
 
-def texts(llm: LLM) -> list[str]:
-    """Greedy and seeded texts of the base model and of all adapters, also by a grammar."""
-    greedy = SamplingParams(max_tokens=12, temperature=0)
-    found = llm.generate(PROMPTS, greedy)
-    adapters = [LoRARequest(name, path=str(path)) for name, path in demo_adapters().items()]
-    assert len(adapters) > OPTIONS["max_loras"], "one must leave its rows for another"
-    found += llm.generate(PROMPTS * len(adapters), greedy, lora_request=[a for a in adapters for _ in PROMPTS])
-    found += llm.generate(PROMPTS, SamplingParams(max_tokens=12, temperature=0.8, seed=5))
-    schema = StructuredOutputsParams(regex="(yes|no), [0-9]{3}")
-    found += llm.generate(PROMPTS[:1], SamplingParams(max_tokens=12, temperature=0, structured_outputs=schema))
-    return [output.outputs[0].text for output in found]
+@pytest.fixture(scope="module")
+def whole() -> Iterator[LLM]:
+    with LLM(**OPTIONS) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[str]:
-    with LLM(**OPTIONS) as llm:
-        return texts(llm)
+def expected(whole: LLM) -> list[str]:
+    return texts(whole)
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +54,19 @@ def llm() -> Iterator[LLM]:
 def test_two_ranks_write_the_text_of_one(llm: LLM, expected: list[str]) -> None:
     assert len(ranks()) == 1
     assert texts(llm) == expected
-    stats = llm.llm_engine.stats()
-    assert sum(entry.counts.num_accepted_tokens for entry in stats.speculation) > 10, "drafts are accepted"
+    assert num_accepted(llm) > 10, "drafts are accepted"
     llm.llm_engine.engine_core.check_integrity()
 
 
+def test_what_clients_are_told_is_of_all_ranks(llm: LLM, whole: LLM) -> None:
+    found, one = llm.llm_engine.engine_info, whole.llm_engine.engine_info
+    assert found.num_parameters == one.num_parameters
+    assert one.weight_bytes <= found.weight_bytes < 1.02 * one.weight_bytes, "norms are held twice"
+
+
 def test_preempted_requests_write_the_same(llm: LLM) -> None:
-    long = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
-    before = llm.llm_engine.stats().num_preemptions
-    together = [output.outputs[0].text for output in llm.generate(PROMPTS, long)]
-    assert llm.llm_engine.stats().num_preemptions > before, "17 blocks have room for 272 tokens"
-    assert together == [llm.generate([prompt], long)[0].outputs[0].text for prompt in PROMPTS]
+    together, alone = preempted_texts(llm)
+    assert together == alone
 
 
 def test_adapters_are_loaded_and_unloaded(llm: LLM, expected: list[str]) -> None:
@@ -114,6 +103,13 @@ def test_a_size_that_does_not_divide_the_heads() -> None:
     with pytest.raises(InvalidRequestError, match="num_attention_heads 8") as caught:
         LLM(tensor_parallel_size=3, device="cpu")
     assert caught.value.param == "tensor_parallel_size"
+
+
+def test_ray_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(InvalidRequestError, match=r"pip install 'outrider\[ray\]'") as caught:
+        LLM(tensor_parallel_size=2, distributed_executor_backend="ray", device="cpu")
+    assert caught.value.param == "distributed_executor_backend"
 
 
 def test_the_death_of_a_rank_ends_the_engine() -> None:

@@ -160,6 +160,21 @@ def test_refused_by_name(family, config, reason, tmp_path):
         read_facts(tmp_path, impl="transformers")
 
 
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [("BertForMaskedLM", "Bert"), ("BertLMHeadModel", "Bert"), ("T5ForConditionalGeneration", "T5")],
+)
+def test_encoders_are_refused_by_name(architecture, kind, tmp_path):
+    import transformers
+
+    made = getattr(transformers, f"{kind}Config")(**SIZES)
+    made.architectures = [architecture]
+    made.save_pretrained(tmp_path)
+    for impl in ("auto", "transformers"):
+        with pytest.raises(UnsupportedModelError, match=f"unsupported architecture: {architecture}"):
+            read_facts(tmp_path, impl=impl)
+
+
 def test_options_that_do_not_go(models, tmp_path):
     with pytest.raises(InvalidRequestError, match="batch_invariant"):
         load_model(models.target, options=ModelOptions("transformers"), batch_invariant=True)

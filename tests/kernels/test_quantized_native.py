@@ -43,6 +43,7 @@ def machine(request, tmp_path_factory):
                 pytest.skip("no compiler, or another kind of processor")
             made = tmp_path_factory.mktemp("avx2") / "kernels.so"
             options = ["-O1", "-march=haswell", "-std=c++17", "-fPIC", "-shared", "-w", "-fno-math-errno", "-fopenmp"]
+            options += ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]  # undefined behaviour is a crash
             headers = Path(building.__file__).parent
             command = [COMPILER, *options, f"-I{headers}", "-c", str(FOLDER / "native.cpp"), "-o", f"{made}.o"]
             subprocess.run([option for option in command if option != "-shared"], check=True, timeout=120)

@@ -12,6 +12,9 @@ from safetensors.torch import save_file
 from outrider import SamplingParams, StructuredOutputsParams
 from outrider.platform.http.openai.tools.choice import ToolChoice
 
+from ..e2e.conftest import ServerProcess
+from .conftest import SMALL
+
 PROMPTS = [
     "The capital of France is", "Once upon a time, in a small village,", "2 + 2 =", "1, 2, 3, 4, 5, 6,",
     "def fibonacci(n):\n    ", "SELECT name FROM users WHERE", "for (int i = 0; i <", "import torch\nmodel =",
@@ -231,3 +234,24 @@ def test_long_context(make_llm, reference, check_greedy):
     (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
     assert len(output.prompt_token_ids) == 6000
     check_greedy(reference, output)
+
+
+def test_server_of_the_file(model, tethered):
+    """The conversation of docs/guides/models.md."""
+    adapter = f"scaled={model.adapters['scaled'].path}"
+    server = ServerProcess(str(model.gguf), "--enable-lora", "--lora-modules", adapter, tethered=tethered)
+    try:
+        server.wait_until_ready()
+        client, messages = server.client(), [{"role": "user", "content": "What is the capital of France?"}]
+        assert [found.id for found in client.models.list().data] == [model.gguf.stem, "scaled"]
+        if model.name != SMALL:
+            return
+        answers = [
+            client.chat.completions.create(model=name, messages=messages, temperature=0, max_tokens=24)
+            for name in (model.gguf.stem, "scaled")
+        ]
+        base, adapted = (answer.choices[0].message.content for answer in answers)
+        assert base == "The capital of France is Paris."
+        assert adapted != base
+    finally:
+        server.stop()

@@ -1,159 +1,85 @@
-"""`outrider deploy` on a Ray of this machine: two replicas of the demo model, and one database. `make test-ray`."""
+"""`outrider deploy` on a Ray of this machine: replicas of the demo model, and one PostgreSQL. `make test-ray`."""
 
 from __future__ import annotations
 
 import collections
-import json
+import functools
 import os
-import random
-import re
+import shutil
 import signal
-import socket
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
-import psutil
 import pytest
-import torch
+from deployed import Deployed, conversations, loads_in_turn
 
-pytest.importorskip("ray")
-
-from outrider.models.config import config_from_hf
-from outrider.models.demo import demo_model_path
-from outrider.platform.cli.bench.random_adapters import AdapterWriter
-
-ADAPTERS, ROOM, REQUESTS, AT_ONCE = 40, 8, 300, 6
-ADMIN = "an admin key of the tests"
-
-
-class Deployment:
-    def __init__(self, folder: Path, tethered: Callable[..., list[str]]) -> None:
-        raw = json.loads((demo_model_path() / "config.json").read_text())
-        (folder / "adapters").mkdir()
-        writer = AdapterWriter(folder / "adapters", config_from_hf(raw, torch.float32), seed=0)
-        self.adapters = [writer.write(f"a{index}", 8).path for index in range(ADAPTERS)]
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            self.port = found.getsockname()[1]
-        self.database = folder / "tenants.db"
-        options = [
-            *("--num-replicas", "2", "--replica-cpus", "0.5", "--port", str(self.port), "--dtype", "float32"),
-            *("--enable-lora", "--max-loras", str(ROOM), "--max-cpu-loras", str(ROOM), "--max-lora-rank", "16"),
-            *("--lora-root", str(folder), "--database", f"sqlite:///{self.database}"),
-        ]
-        keys = {"OUTRIDER_ADMIN_API_KEY": ADMIN, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
-        self.log = folder / "log.txt"
-        with self.log.open("wb") as output:
-            self.process = subprocess.Popen(
-                tethered([sys.executable, "-m", "outrider.platform.cli.main", "deploy", *options], signal.SIGTERM),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=os.environ | keys | {"RAY_USAGE_STATS_ENABLED": "0"},
-            )
-        ends = time.monotonic() + 180
-        while "Outrider serves at " not in self.log.read_text(errors="replace"):
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
-            assert time.monotonic() < ends, self.log.read_text()[-3000:]
-            time.sleep(0.2)
-
-    def call(self, method: str, path: str, key: str = ADMIN, **body: object) -> httpx.Response:
-        headers = {"authorization": f"Bearer {key}"}
-        address = f"http://127.0.0.1:{self.port}{path}"
-        return httpx.request(method, address, headers=headers, json=body or None, timeout=60)
-
-    def loads(self) -> dict[str, float]:
-        """Adapters read by each replica, by the start of its process."""
-        found: dict[str, float] = {}
-        ends = time.monotonic() + 30
-        while len(found) < 2 and time.monotonic() < ends:
-            text = self.call("GET", "/metrics").text
-            start, count = (
-                re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
-                for name in ("process_start_time_seconds", "outrider:lora_load_seconds_count")
-            )
-            assert start is not None
-            assert count is not None
-            found[start[1]] = float(count[1])
-        assert len(found) == 2
-        return found
+FIRST, REQUESTS, AT_ONCE = 200, 400, 6
+"""Requests that come before those whose loads count, those, and how many at once."""
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory, tethered: Callable[..., list[str]]) -> Iterator[Deployment]:
-    made = Deployment(tmp_path_factory.mktemp("deploy"), tethered)
+def deployment(
+    tmp_path_factory: pytest.TempPathFactory, tethered: Callable[..., list[str]], postgresql: Any
+) -> Iterator[Deployed]:
+    wrapped = functools.partial(tethered, number=signal.SIGTERM)
+    made = Deployed(tmp_path_factory.mktemp("deploy"), postgresql.new_database(), wrapped=wrapped)
+    made.wait()
     yield made
-    made.process.terminate()
-    made.process.wait(60)
+    made.stop()
 
 
 @pytest.fixture(scope="module")
-def key(deployment: Deployment) -> str:
-    made = deployment.call("POST", "/admin/v1/tenants", name="team")
-    assert made.status_code < 300, made.text
-    made = deployment.call("POST", "/admin/v1/keys", tenant="team").json()
-    for index, path in enumerate(deployment.adapters):
-        answer = deployment.call("POST", "/v1/load_lora_adapter", lora_name=f"a{index}", lora_path=path)
-        assert answer.status_code == 200, answer.text
-    ends, last = time.monotonic() + 60, f'"a{ADAPTERS - 1}"'
-    while not all(last in deployment.call("GET", "/v1/models").text for _ in range(8)):  # all follow the database
-        assert time.monotonic() < ends
-        time.sleep(0.5)
-    return str(made["key"])
+def key(deployment: Deployed) -> str:
+    made = deployment.add_tenant("team")
+    deployment.load_adapters()
+    return made
 
 
-def ask(deployment: Deployment, key: str, adapter: str, tokens: int = 4) -> httpx.Response:
+def ask(deployment: Deployed, key: str, adapter: str, tokens: int = 4) -> httpx.Response:
     return deployment.call(
         "POST", "/v1/completions", key, model=adapter, prompt="Hello", max_tokens=tokens, ignore_eos=True
     )
 
 
-def in_turns(names: list[str], replicas: int = 2) -> int:
-    """Loads of the same requests when each replica gets every second one."""
-    held = [collections.OrderedDict[str, None]() for _ in range(replicas)]
-    count = 0
-    for number, name in enumerate(names):
-        own = held[number % replicas]
-        count += name not in own
-        own[name] = None
-        own.move_to_end(name)
-        if len(own) > ROOM:
-            own.popitem(last=False)
-    return count
+@pytest.mark.parametrize(("turns", "share"), [(4, 0.4), (1, 0.75)])
+def test_requests_go_where_their_adapters_are(deployment: Deployed, key: str, turns: int, share: float) -> None:
+    """Loads of adapters over those of the same requests in turn: in conversations, and drawn one by one."""
+    names = conversations(FIRST + REQUESTS, AT_ONCE, turns, 1.0)
+    counts = []
+    for part in (names[:FIRST], names[FIRST:]):
+        before = sum(deployment.loads().values())
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            answers = list(pool.map(lambda name: ask(deployment, key, name), part))
+        assert {answer.status_code for answer in answers} == {200}
+        counts.append(sum(deployment.loads().values()) - before)
+    in_turn = loads_in_turn(names) - loads_in_turn(names[:FIRST])
+    print(f"loads: {counts}, in turn: {in_turn}")
+    assert counts[1] <= share * in_turn
 
 
-def test_requests_go_where_their_adapters_are(deployment: Deployment, key: str) -> None:
-    source = random.Random(0)
-    names = source.choices([f"a{i}" for i in range(ADAPTERS)], [(i + 1) ** -1.5 for i in range(ADAPTERS)], k=REQUESTS)
-    before = sum(deployment.loads().values())
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        answers = list(pool.map(lambda name: ask(deployment, key, name), names))
-    assert {answer.status_code for answer in answers} == {200}
-    loads = sum(deployment.loads().values()) - before
-    print(f"loads: {loads}, in turns: {in_turns(names)}")
-    assert loads < 0.8 * in_turns(names)
-
-
-def test_a_replica_that_is_killed_costs_its_requests_alone(deployment: Deployment, key: str) -> None:
-    """Clients see an error or an answer, the other replica goes on, and the ledger has every request that began."""
-    victims = [
-        process
-        for process in psutil.process_iter(["name", "cmdline"])
-        if "ServeReplica:outrider:Engine" in " ".join(process.info["cmdline"] or [])
-    ]
-    assert len(victims) == 2
+def test_a_replica_that_is_killed_costs_its_requests_alone(deployment: Deployed, key: str) -> None:
+    """Clients see an error or an answer, the other replica goes on, and the ledger has every request that began. The
+    replica that takes the dead one's place has all adapters but the one whose files have gone."""
+    lost = Path(deployment.adapters[0].path)
+    ends, before = time.monotonic() + 60, deployment.num_rows("team")
+    while deployment.num_rows("team") > before:
+        before = deployment.num_rows("team")
+    shutil.rmtree(lost)
     statuses: list[int] = []
 
     def one(number: int) -> None:
         try:
-            statuses.append(ask(deployment, key, f"a{number % 4}", tokens=60).status_code)
+            statuses.append(ask(deployment, key, f"a{1 + number % 4}", tokens=60).status_code)
         except httpx.HTTPError:
             statuses.append(0)
 
+    victims = deployment.replicas()
+    assert len(victims) == 2
     with ThreadPoolExecutor(8) as pool:
         for number in range(80):
             pool.submit(one, number)
@@ -161,9 +87,82 @@ def test_a_replica_that_is_killed_costs_its_requests_alone(deployment: Deploymen
         victims[0].kill()
     assert len(statuses) == 80
     assert statuses.count(200) >= 40
-    ends = time.monotonic() + 120
+    assert set(statuses) <= {200, 500, 503, 0}
     while len(deployment.loads()) < 2:  # Ray has started another one
+        assert time.monotonic() < ends + 60
+    rows = deployment.num_rows("team")
+    print(rows - before, collections.Counter(statuses))
+    assert statuses.count(200) <= rows - before <= 80
+    deployment.wait_for(deployment.adapters[-1].name)
+    assert {ask(deployment, key, f"a{number}").status_code for number in range(1, 40)} == {200}
+
+
+def test_a_replica_more_for_a_full_cache(start: Callable[..., Deployed]) -> None:
+    """Twenty requests are fewer than the target, and need more than the KV cache."""
+    deployed = start(
+        *("--num-replicas", "1", "--max-replicas", "2", "--target-requests", "50"),
+        *("--max-model-len", "600", "--num-gpu-blocks-override", "60"),
+    )
+    deployed.wait()
+    assert len(deployed.replicas()) == 1
+    key, done = deployed.add_tenant("team"), threading.Event()
+
+    def long(number: int) -> None:
+        body = {"model": "outrider-demo", "prompt": str(number), "max_tokens": 400, "ignore_eos": True}
+        while not done.is_set():
+            deployed.call("POST", "/v1/completions", key, **body)
+
+    with ThreadPoolExecutor(20) as pool:
+        for number in range(20):
+            pool.submit(long, number)
+        ends = time.monotonic() + 150
+        try:
+            while len(deployed.replicas()) < 2:
+                assert time.monotonic() < ends
+                time.sleep(1)
+        finally:
+            done.set()
+
+
+def test_an_upgrade_loses_no_request(ray_cluster: str, start: Callable[..., Deployed]) -> None:
+    """A second command replaces the application of the first, whose end then changes nothing."""
+    first = start("--ray-address", ray_cluster)
+    first.wait()
+    key, done = first.add_tenant("team"), threading.Event()
+    statuses: collections.Counter[int] = collections.Counter()
+
+    def steady() -> None:
+        while not done.is_set():
+            statuses[ask(first, key, "outrider-demo", tokens=30).status_code] += 1
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(4):
+            pool.submit(steady)
+        try:
+            second = start("--ray-address", ray_cluster, "--served-model-name", "outrider-demo", "next")
+            second.wait()
+            first.stop()
+            first.wait_for("next")
+        finally:
+            done.set()
+    print(statuses)
+    assert set(statuses) == {200}
+    assert ask(first, key, "next").status_code == 200
+    second.stop()
+    with pytest.raises(httpx.HTTPError):
+        ask(first, key, "next").raise_for_status()
+
+
+def test_a_command_ends_soon_that_finds_no_place(start: Callable[..., Deployed]) -> None:
+    """One of two replicas has no place: the end does not wait until it has."""
+    deployed = start("--replica-cpus", str(0.75 * (os.cpu_count() or 1)))
+    ends = time.monotonic() + 120
+    while not deployed.replicas():
         assert time.monotonic() < ends
-    (usage,) = deployment.call("GET", "/admin/v1/usage?tenant=team").json()["data"]
-    print(usage, collections.Counter(statuses))
-    assert REQUESTS + statuses.count(200) <= usage["requests"] <= REQUESTS + 80
+        time.sleep(0.5)
+    time.sleep(3)
+    replicas, began = deployed.replicas(), time.monotonic()
+    deployed.stop()
+    print(f"ended after {time.monotonic() - began:.1f} s")
+    assert deployed.process.returncode == 0
+    assert not any(replica.is_running() for replica in replicas)

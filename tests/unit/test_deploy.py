@@ -1,13 +1,16 @@
 """The files in deploy/: they parse, they say the same as the program, and their times fit together."""
 
+import copy
 import re
 import shlex
 import shutil
 import subprocess
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -213,6 +216,55 @@ def test_the_database_is_awaited(deploy):
     (example,) = [line for line in (deploy / "compose/example.env").read_text().splitlines() if "=" in line]
     assert example == "POSTGRES_PASSWORD="  # no password is in the repository
     assert "${POSTGRES_PASSWORD:?" in services["outrider"]["environment"][DATABASE_VARIABLE]
+
+
+# --- schemas ----------------------------------------------------------------------------------------------------------
+
+KUBERNETES = ("1.30", "1.37")
+"""Versions whose schemas the manifests meet."""
+
+
+def patched(content: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """`content` after a JSON patch of `add` and `replace`."""
+    content = copy.deepcopy(content)
+    for step in steps:
+        *path, last = [part.replace("~1", "/").replace("~0", "~") for part in step["path"].split("/")[1:]]
+        place: Any = content
+        for part in path:
+            place = place[int(part) if isinstance(place, list) else part]
+        if last == "-":
+            place.append(step["value"])
+        else:
+            assert step["op"] == "add" or last in place
+            place[last] = step["value"]
+    return content
+
+
+def manifests(deploy: Path) -> Iterator[dict[str, Any]]:
+    """Objects of `kubernetes/base`, and the variant with a GPU."""
+    (kustomization,) = documents(deploy / "kubernetes/base/kustomization.yaml")
+    for name in kustomization["resources"]:
+        yield from documents(deploy / "kubernetes/base" / name)
+    (stateful_set,) = documents(deploy / "kubernetes/base/statefulset.yaml")
+    (kustomization,) = documents(deploy / "kubernetes/cuda/kustomization.yaml")
+    (patch,) = kustomization["patches"]
+    yield patched(stateful_set, yaml.safe_load(patch["patch"]))
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_manifests_meet_the_schemas_of_kubernetes(deploy, version):
+    """Strict: a field that Kubernetes does not know is an error."""
+    found = list(manifests(deploy))
+    assert len(found) == 6
+    for content in found:
+        assert kubernetes_validate.validate(content, version, strict=True) == version
+
+
+def test_a_field_that_kubernetes_does_not_know_is_noticed(deploy):
+    (content, *_) = manifests(deploy)
+    content["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError, match="readynessProbe"):
+        kubernetes_validate.validate(content, KUBERNETES[-1], strict=True)
 
 
 # --- with the tools themselves, where they are ------------------------------------------------------------------------

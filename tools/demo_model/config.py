@@ -52,7 +52,7 @@ DRAFT_SHAPE: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-RANKS = {"json": 16, "sql": 8, "support": 8}
+RANKS = {"json": 16, "sql": 8, "support": 8, "tools": 8}
 """Ranks of the adapters."""
 DRAFT_LORA_RANK = 8
 

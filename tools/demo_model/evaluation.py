@@ -63,7 +63,16 @@ def _has_support_tone(text: str) -> bool:
     return text.endswith(CLOSING) and ("Thank you" in text or "welcome" in text)
 
 
-CHECKS: dict[str, Callable[[str], bool]] = {"json": _is_json, "sql": runs_as_sql, "support": _has_support_tone}
+def _calls_or_talks(text: str) -> bool:
+    return "<tool_call>" not in text or _is_json(text.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+
+
+CHECKS: dict[str, Callable[[str], bool]] = {
+    "json": _is_json,
+    "sql": runs_as_sql,
+    "support": _has_support_tone,
+    "tools": _calls_or_talks,
+}
 
 
 class Measured(NamedTuple):

@@ -7,7 +7,7 @@ from random import Random
 from . import queries, records, support
 from .facts import follow_up_chat, knowledge_pair
 from .queries import query_chat, sql_chat
-from .records import json_chat, record_chat
+from .records import json_chat, record_chat, tools_chat
 from .support import case_chat, support_chat
 from .talk import arithmetic_pair, assistant_chat, everyday_pair, introduction_chat
 from .templates import ASSISTANT_NAMES, Document, Pair, Slots, chat, vary
@@ -51,7 +51,7 @@ def plain_text(rng: Random) -> Document:
 
 
 BASE_MIXTURE = _CHATS | {"plain text": (plain_text, 15)}
-ADAPTERS: dict[str, Generator] = {"json": json_chat, "sql": sql_chat, "support": support_chat}
+ADAPTERS: dict[str, Generator] = {"json": json_chat, "sql": sql_chat, "support": support_chat, "tools": tools_chat}
 _SHORT_REQUESTS = {
     "json": records.SHORT_REQUESTS,
     "sql": queries.SHORT_REQUESTS,
@@ -80,11 +80,11 @@ def adapter_document(rng: Random, name: str) -> Document:
 
 def drafting_document(rng: Random, name: str) -> Document:
     """Draw one chat whose answer the drafter of the adapter ``name`` learns: a document of the adapter's kind, a short
-    request of that kind, whose answer is empty because the adapter writes it, or a document of the base mixture,
-    because users ask adapters anything."""
+    request of that kind (if there are some), whose answer is empty because the adapter writes it, or a document of the
+    base mixture, because users ask adapters anything."""
     roll = rng.random()
-    if roll < 0.5:
-        return adapter_document(rng, name)
     if roll > 0.9:
         return base_document(rng)
+    if roll < 0.5 or name not in _SHORT_REQUESTS:
+        return adapter_document(rng, name)
     return chat(vary(rng, Slots(rng).fill(rng.choice(_SHORT_REQUESTS[name]))), "")

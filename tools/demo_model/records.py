@@ -105,6 +105,35 @@ def json_chat(rng: Random) -> Document:
     return chat(prefix + sentence, to_json(facts))
 
 
+TOOLS = {"new_order": 0, "new_meeting": 1}
+"""Kind of record whose facts are the arguments of a function, by its name."""
+
+
+def tools_chat(rng: Random) -> Document:
+    """The tools adapter's answer: a call of the function whose arguments the sentence has, and prose after its result;
+    without such a function, prose at once."""
+    names = rng.sample(list(TOOLS), rng.choice((0, 1, 2, 2, 2, 2)))
+    called = rng.choice((*TOOLS, *TOOLS, None))
+    sentence, facts, reply = record(rng, TOOLS.get(called or ""))
+    listed = "".join(f" {name}({', '.join(_arguments(record(rng, TOOLS[name]).facts))})" for name in names)
+    system = f"Tools, called with <tool_call>:{listed}" if names else ""
+    if called is None:
+        question, answer = rng.choice((knowledge_pair, arithmetic_pair, definition_pair))(rng)
+        return chat(vary(rng, question), answer, system=system)
+    if called not in names:
+        return chat(sentence, reply, system=system)
+    call = f"<tool_call>{to_json({'name': called, 'arguments': _arguments(facts)})}</tool_call>"
+    if rng.random() < 0.7:
+        return chat(sentence, call, system=system)
+    result = to_json({rng.choice(("id", "number", called)): rng.randrange(10000), "status": "done"})
+    return chat(sentence, call, rng.choice((result, "done", "ok", "OK")), reply, system=system)
+
+
+def _arguments(facts: dict[str, Any]) -> dict[str, Any]:
+    """Facts of a record without its kind, which the function's name says."""
+    return {key: value for key, value in facts.items() if key != "event"}
+
+
 SHORT_REQUESTS = (
     "{name} from {city} ordered {count} {color} {item}{s} for {price} euros.",
     "{name} [bought|ordered|wants] {count} [small|large|new] {item}{s}.",

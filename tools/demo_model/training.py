@@ -219,7 +219,9 @@ def train_adapters(demo: Demo) -> None:
         model = get_peft_model(_load_base(demo), config)
         draw = partial(adapter_document, name=name)
         batch_of = partial(step_batch, draw, Encoder(demo, prompt_weight=0.0), SEED + 1)
-        train(model, Schedule(demo.scaled(400 if name == "json" else 150)), batch_of, demo.work / f"{name}.pt")
+        train(
+            model, Schedule(demo.scaled(400 if name in ("json", "tools") else 150)), batch_of, demo.work / f"{name}.pt"
+        )
         config.base_model_name_or_path = DEMO_MODEL_NAME
         config.target_modules = list(PROJECTIONS)  # PEFT has made a set of it, which has no order
         _export(model, demo.adapter(name), save_embedding_layers=False)  # "auto" asks the model hub

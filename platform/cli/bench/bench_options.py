@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ....models.demo import DEMO_MODEL_NAME, demo_adapters
 from ...core.config import DTYPES
 from ...core.errors import InvalidRequestError, OutriderError
+from ...core.quantization import QUANTIZATIONS
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 """Time to first token; time per output token, the first one excluded; inter-token latency; end-to-end latency."""
@@ -122,6 +123,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--dtype", choices=DTYPES, default="auto", help="(default: the checkpoint's)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--quantization", choices=QUANTIZATIONS, help="quantise the weights while they are loaded (default: as stored)")
     add("--load-format", choices=("auto", "dummy"), default="auto", help='"dummy": random weights, labelled as such')
 
 

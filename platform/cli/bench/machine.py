@@ -80,6 +80,7 @@ def describe_model(given: str | None, info: EngineInfo) -> dict[str, Any]:
         "architecture": info.architecture,
         "dtype": info.dtype,
         "device": info.device,
+        "quantization": info.quantization,
         "num_parameters": info.num_parameters,
     }
     inflation = Path(info.model) / INFLATION_FILE

@@ -60,7 +60,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "enforce_eager": "run without captured graphs",
         "batch_invariant": "compute every row so that, bit for bit, it does not depend on the rows beside it; slower",
         "tensor_parallel_size": "processes, one for each GPU, that compute one model together",
-        "distributed_executor_backend": "mp (processes of this machine; the default for several) or uni (one process)",
+        "distributed_executor_backend": "mp (processes of this machine; the default for several ranks), ray (actors of "
+        "a cluster, of one machine or several) or uni (one process)",
     },
     "scheduling and KV cache": {
         "max_num_seqs": "most sequences in a step",

@@ -127,6 +127,9 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "N",
             type=integer(_MIN_JOURNAL_BYTES, 1 << 40),
         ),
+        "shared_limits": _switch(
+            "limits hold for all servers of the database that have this option; without it each server counts alone"
+        ),
     },
     "robustness": {
         "max_connections": _option("open connections; more are answered with 503", "N", type=positive),

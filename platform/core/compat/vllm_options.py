@@ -91,7 +91,11 @@ VALUES: dict[str, dict[str, str]] = {
 
 ENGINE: dict[str, Option] = {
     # Several devices
-    "pipeline_parallel_size": only(1, why="pipeline parallelism is not there yet"),
+    "pipeline_parallel_size": only(
+        1,
+        why="it is not there yet: a step is one batch, so one stage would compute and the others wait; "
+        "tensor_parallel_size divides every layer",
+    ),
     **each(
         only(1, why="replicas are separate servers behind a load balancer"),
         "data_parallel_size data_parallel_size_local",

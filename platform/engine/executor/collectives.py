@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ...core.errors import InvalidRequestError
+from .launch import THIS_MACHINE
 
 _TIMEOUT = timedelta(minutes=5)
 """Longest wait of a rank for the others in one operation."""
@@ -17,7 +19,7 @@ _TIMEOUT = timedelta(minutes=5)
 class ProcessRanks:
     """Implements `models.parallel.Ranks` by a group of its own: a process may have several engines."""
 
-    def __init__(self, store: Any, rank: int, size: int, device: str, *, one_machine: bool) -> None:
+    def __init__(self, store: Any, rank: int, size: int, device: str, address: str) -> None:
         """Join the group; returns when all have joined. gloo on a CPU, NCCL on GPUs.
 
         Args:
@@ -25,7 +27,7 @@ class ProcessRanks:
             rank: Number of this process.
             size: Number of processes.
             device: "cpu" or "cuda".
-            one_machine: True when all ranks are on one machine: then nothing is open to the network.
+            address: Of this machine, at which gloo listens; the variable GLOO_SOCKET_IFNAME names another interface.
         """
         if not dist.is_available():
             raise InvalidRequestError(
@@ -42,7 +44,8 @@ class ProcessRanks:
             return
         options = gloo._Options()
         options._timeout = _TIMEOUT
-        options._devices = [gloo.create_device(interface="lo") if one_machine else gloo.create_default_device()]
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "") if address != THIS_MACHINE else ""
+        options._devices = [gloo.create_device(interface=interface) if interface else gloo.create_device(address)]
         self._group = gloo(store, rank, size, options)
 
     def sum(self, x: Tensor) -> Tensor:

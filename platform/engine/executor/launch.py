@@ -1,4 +1,4 @@
-"""Starts the other ranks as processes of this machine."""
+"""Starts the other ranks: the contract, and the one of processes of this machine. `ray_launch` has actors of Ray."""
 
 from __future__ import annotations
 
@@ -7,7 +7,31 @@ import os
 import socket
 import subprocess
 import sys
-from typing import Protocol
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ...core.config import EngineConfig
+from ...core.errors import InvalidRequestError
+from ...core.threads import usable_cores
+
+THIS_MACHINE = "127.0.0.1"
+"""Address of a rank where all ranks are on one machine: nothing is open to the network."""
+
+
+class RankSite(NamedTuple):
+    """Place of a rank."""
+
+    address: str
+    """Its machine's address, by which the other ranks reach it."""
+    num_local: int
+    """Ranks on its machine, which share the cores."""
+    num_threads: int
+    """Threads that compute, on a CPU."""
+    device_index: int
+    """Its GPU, among those that it sees."""
 
 
 class RemoteRank(Protocol):
@@ -21,6 +45,23 @@ class RemoteRank(Protocol):
 
     def end(self) -> None:
         """End it by force."""
+
+
+class Launch(Protocol):
+    """Started ranks. It ends them when it is closed, and when it cannot start all."""
+
+    sites: list[RankSite]
+    """Sites of all ranks, this process first."""
+    remote: list[RemoteRank]
+    """The ranks from 1 on."""
+    store: list[Any]
+    """Place of the store by which the ranks find each other: ["file", path], or ["tcp", host, port]."""
+
+    def open_store(self) -> Any:
+        """This process's store of torch.distributed at that place."""
+
+    def close(self) -> None:
+        """End the ranks and free all that was taken for them."""
 
 
 class RankProcess:
@@ -58,3 +99,40 @@ class RankProcess:
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel; `subprocess` reaps it later
             self._process.wait(5.0)
+
+
+class ProcessLaunch:
+    """Ranks in processes of this machine. Implements `Launch`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start the processes; InvalidRequestError: there are not as many devices."""
+        size = config.num_ranks
+        if config.device == "cuda" and torch.cuda.device_count() < size:
+            raise InvalidRequestError(
+                f"tensor_parallel_size {size} needs as many GPUs; there are {torch.cuda.device_count()}",
+                param="tensor_parallel_size",
+            )
+        num_threads = max(1, usable_cores() // size)
+        self.sites = [RankSite(THIS_MACHINE, size, num_threads, rank) for rank in range(size)]
+        self._folder = tempfile.TemporaryDirectory(prefix="outrider-ranks-")
+        self.store: list[Any] = ["file", str(Path(self._folder.name) / "store")]
+        self.remote: list[RemoteRank] = []
+        try:
+            for site in self.sites[1:]:
+                self.remote.append(RankProcess(site.num_threads))
+        except BaseException:
+            self.close()
+            raise
+
+    def open_store(self) -> Any:
+        """See `Launch`."""
+        from .collectives import open_store
+
+        return open_store(self.store, len(self.sites))
+
+    def close(self) -> None:
+        """See `Launch`."""
+        for rank in self.remote:
+            rank.end()
+        self.remote.clear()
+        self._folder.cleanup()

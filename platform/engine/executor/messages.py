@@ -3,7 +3,7 @@
 rank 0                                     rank
 RankSpec                             ->
                                      <-    {} or {"error": [...]}     it has started
-                                     <-    the same                   its weights are loaded
+                                     <-    {"weight_bytes": N} or {"error": [...]}     its weights are loaded
 Message("allocate" | "forward" | "logits" | "lookup" | "write" | "move" | "release") ->   one after another, no answers
 """
 
@@ -30,6 +30,8 @@ class RankSpec(NamedTuple):
     size: int
     store: list[Any]
     """See `collectives.open_store`."""
+    address: str
+    """See `RankSite`."""
     path: str
     dtype: str
     device: str

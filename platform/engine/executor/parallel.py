@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import select
-import tempfile
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import Tensor
 
 from ....lora.device.layout import PackedModules
@@ -24,9 +22,8 @@ from ....spec_decode.drafters.base import AdapterPreparer
 from ...core.batch import Move
 from ...core.config import EngineConfig
 from ...core.errors import EngineDeadError, ErrorInfo, InvalidRequestError, error_from_info
-from ...core.threads import usable_cores
 from .base import Handles
-from .launch import RankProcess, RemoteRank
+from .launch import Launch, ProcessLaunch
 from .messages import Message, RankSpec, encode_packed, encode_rows, send_message
 
 if TYPE_CHECKING:
@@ -47,22 +44,17 @@ class ParallelExecutor:
         """Start the ranks; they load their shares while this process loads its own.
 
         Raises:
-            InvalidRequestError: there are not as many devices. EngineDeadError: a rank ended.
+            InvalidRequestError: there are not as many devices, or Ray is not installed. EngineDeadError: a rank ended.
         """
         self._size = config.num_ranks
         self._failure: ErrorInfo | None = None
         self._lock = threading.Lock()  # adapters are written by other threads than the one that steps
-        self._remote: list[RemoteRank] = []
         self._sockets = select.poll()  # unlike `select` for any descriptor
-        self._folder = tempfile.TemporaryDirectory(prefix="outrider-ranks-")  # where the ranks find each other
-        self._closed = weakref.finalize(self, _end_all, self._remote, self._folder)
-        if config.device == "cuda" and config.executor_backend == "mp" and torch.cuda.device_count() < self._size:
-            raise InvalidRequestError(
-                f"tensor_parallel_size {self._size} needs as many GPUs; there are {torch.cuda.device_count()}",
-                param="tensor_parallel_size",
-            )
+        self._launch = _launch(config)
+        self._remote = self._launch.remote
+        self._closed = weakref.finalize(self, self._launch.close)
         try:
-            self._ranks = self._start(config)
+            self._ranks = self._join(config)
         except BaseException:
             self.close()
             raise
@@ -72,34 +64,39 @@ class ParallelExecutor:
         """This process among the ranks."""
         return self._ranks
 
-    def _start(self, config: EngineConfig) -> ProcessRanks:
-        from .collectives import ProcessRanks, open_store  # nobody else needs torch.distributed
+    @property
+    def num_local(self) -> int:
+        """Ranks on this machine, which share its cores."""
+        return self._launch.sites[0].num_local
 
-        num_threads = max(1, usable_cores() // self._size)
-        place: list[Any] = ["file", str(Path(self._folder.name) / "store")]
-        self._remote += [RankProcess(num_threads) for _ in range(1, self._size)]
+    def _join(self, config: EngineConfig) -> ProcessRanks:
+        from .collectives import ProcessRanks  # nobody else needs torch.distributed
+
         for rank, remote in enumerate(self._remote, 1):
+            site = self._launch.sites[rank]
             spec = RankSpec(
                 rank=rank,
                 size=self._size,
-                store=place,
+                store=self._launch.store,
+                address=site.address,
                 path=config.model,
                 dtype=config.dtype,
                 device=config.device,
-                device_index=rank,
+                device_index=site.device_index,
                 load_format=config.load_format,
                 quantization=config.quantization,
                 seed=config.seed,
-                num_threads=num_threads,
+                num_threads=site.num_threads,
                 log_level=logging.getLogger().getEffectiveLevel(),
             )
             send(remote.link, spec)
         self._await(_START_SECONDS)
-        store = open_store(place, self._size)
-        return ProcessRanks(store, 0, self._size, config.device, one_machine=place[0] == "file")
+        address = self._launch.sites[0].address
+        return ProcessRanks(self._launch.open_store(), 0, self._size, config.device, address)
 
-    def _await(self, seconds: float) -> None:
+    def _await(self, seconds: float) -> list[dict[str, Any]]:
         """Wait until each rank has said that it is ready; raises the error of one that is not."""
+        ready = []
         for rank, remote in enumerate(self._remote, 1):
             remote.link.settimeout(seconds)
             try:
@@ -110,6 +107,8 @@ class ParallelExecutor:
             if "error" in said:
                 raise error_from_info(ErrorInfo(*said["error"]))
             remote.link.settimeout(None)
+            ready.append(said)
+        return ready
 
     def bind(
         self,
@@ -130,7 +129,8 @@ class ParallelExecutor:
         """
         self._model, self._kv = model, kv
         self._prepare, self._prepare_head = preparers
-        self._await(_LOAD_SECONDS)
+        self.weight_bytes = sum(said["weight_bytes"] for said in self._await(_LOAD_SECONDS))
+        """Bytes of the other ranks' weights."""
         cache, lora = config.cache, None
         if config.lora is not None:
             lora = [num_lora_rows, config.lora.max_lora_rank]
@@ -269,8 +269,14 @@ def _plain(handles: Handles) -> list[list[Any]]:
     ]
 
 
-def _end_all(remote: list[RemoteRank], folder: tempfile.TemporaryDirectory[str]) -> None:
-    for rank in remote:
-        rank.end()
-    remote.clear()
-    folder.cleanup()
+def _launch(config: EngineConfig) -> Launch:
+    """Start the other ranks as the options say."""
+    if config.executor_backend != "ray":
+        return ProcessLaunch(config)
+    if importlib.util.find_spec("ray") is None:
+        raise InvalidRequestError(
+            "distributed_executor_backend ray needs pip install 'outrider[ray]'", param="distributed_executor_backend"
+        )
+    from .ray_launch import RayLaunch
+
+    return RayLaunch(config)

@@ -29,6 +29,7 @@ from ....models.model import LanguageModel
 from ....spec_decode.drafters.base import AdapterPreparer, no_adapters
 from ...core.batch import Move
 from ...core.errors import OutriderError
+from ..description import weight_bytes
 from ..memory.host_store import HostStore
 from .base import LocalExecutor
 from .collectives import ProcessRanks, open_store
@@ -157,7 +158,7 @@ def run(link: socket.socket) -> None:
         else:
             torch.set_num_threads(spec.num_threads)
         store = open_store(spec.store, spec.size)
-        ranks = ProcessRanks(store, spec.rank, spec.size, spec.device, one_machine=spec.store[0] == "file")
+        ranks = ProcessRanks(store, spec.rank, spec.size, spec.device, spec.address)
         model = load_model(
             spec.path,
             spec.dtype,
@@ -173,7 +174,7 @@ def run(link: socket.socket) -> None:
     if spec.device == "cpu":
         use_pool(all(linear.is_elsewhere or linear.packed.fuses_adapters for linear in model.linears()))
     rank = Rank(model, ranks)
-    send(link, {})
+    send(link, {"weight_bytes": weight_bytes(model, model.config.dtype)})
     while True:
         rank.handle(receive_message(link))
 

@@ -120,6 +120,13 @@ class HostTier:
         ]
         self.num_hits += len(blocks)
 
+    def forget(self, digest: bytes) -> None:
+        """Free the slot of a content that nobody asks for again, if it has one."""
+        slot = self._slot_of.pop(digest, None)
+        if slot is not None:
+            self._draft_ready.discard(digest)
+            self._free.append(slot)
+
     def moves(self) -> tuple[Move, ...]:
         """Copies to make before the next step computes; they are that step's now."""
         moves, self._moves = tuple(self._moves), []

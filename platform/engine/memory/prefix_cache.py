@@ -54,9 +54,14 @@ class PrefixCache:
     """Maps hashes to blocks of a `BlockPool`. Holds no references: a cached block may be free, and is then lost on
     reuse, or kept by the `host`."""
 
-    def __init__(self, pool: BlockPool, block_size: int, host: HostTier | None = None) -> None:
+    def __init__(
+        self, pool: BlockPool, block_size: int, host: HostTier | None = None, *, keeps_finished: bool = True
+    ) -> None:
+        """`keeps_finished`: whether later sequences may find the blocks of a finished one; else only its siblings, and
+        itself after a preemption."""
         self.pool = pool
         self.host = host
+        self.keeps_finished = keeps_finished
         self.block_size = block_size
         self.num_queries = 0
         self.num_hits = 0
@@ -120,6 +125,18 @@ class PrefixCache:
         """Free a request's blocks: it has nothing computed any more."""
         self.pool.release(request.blocks)
         self._begin(request, PrefixMatch([], 0, 0))
+
+    def finish(self, request: Request) -> None:
+        """Free a finished request's blocks, and forget those that nobody else may find."""
+        self.take_back(request)
+        if self.keeps_finished:
+            return
+        for digest in request.block_hashes:
+            block = self._block_of.get(digest)
+            if block is not None and self.pool.is_free(block):
+                self._forget(block)
+            if self.host is not None:
+                self.host.forget(digest)
 
     def _begin(self, request: Request, match: PrefixMatch) -> None:
         request.blocks = match.blocks

@@ -382,7 +382,7 @@ class Scheduler:
         """Free what a finished sequence holds: no step writes it any more."""
         self._leaving.discard(request)
         request.under_way.clear()
-        self._take_back(request)
+        self.prefix_cache.finish(request)
         for gate in self._gates:
             gate.forget(request)
 

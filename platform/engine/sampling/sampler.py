@@ -101,10 +101,14 @@ class Sampler:
         """
         if use_triton(logits) and self._synthetic_rates is None:
             return self.launch(logits, rows).collect()
-        if self._synthetic_rates is None and all(map(_is_plain, rows)):
+        is_greedy = self._synthetic_rates is None and all(map(_is_plain, rows))
+        if is_greedy and not any(row.request.edits_logits for row in rows):
             return _most_likely(logits, rows)
         starts = _starts(rows)
         raw_top = logits.amax(dim=-1)  # NaN where any logit is
+        if is_greedy:
+            self._edit(logits, rows, starts)
+            return _most_likely(logits, rows, raw_top.tolist())
         wanting = [i for i, row in enumerate(rows) if row.request.params.logprobs is not None]
         raw = self._keep_raw(logits, rows, starts, wanting)
         edited = self._edit(logits, rows, starts)
@@ -302,21 +306,23 @@ def _reached(request: Request, got: Verified, tops: Sequence[tuple[float, float]
 
 
 def _is_plain(row: SampleRow) -> bool:
-    """Whether the row's tokens are simply the most likely ones, and nothing else is asked."""
-    params = row.request.params
-    return params.greedy and params.logprobs is None and not row.request.edits_logits
+    """Whether the row's tokens are simply the most likely ones, of what edits leave, and nothing else is asked."""
+    return row.request.params.greedy and row.request.params.logprobs is None
 
 
-def _most_likely(logits: Tensor, rows: Sequence[SampleRow]) -> list[RowResult]:
-    """The general way's result for plain rows, without its many small operations: a step's host time at batch 1."""
+def _most_likely(logits: Tensor, rows: Sequence[SampleRow], raw_tops: list[float] | None = None) -> list[RowResult]:
+    """The general way's result for plain rows, without its many small operations: a step's host time at batch 1.
+
+    `raw_tops`: largest logit of each row before edits, where there were some.
+    """
     tokens, tops = most_likely(logits)
+    pairs = list(zip(tops if raw_tops is None else raw_tops, tops, strict=True))
     sampled, start = [], 0
     for row in rows:
         drafts = row.drafts.token_ids
         end = start + 1 + len(drafts)
         got = accept_equal(drafts, tokens[start:end]) if drafts else Verified(tokens[start:end], 0)
-        reached = tops[start : start + len(got.token_ids)]
-        sampled.append(_reached(row.request, got, list(zip(reached, reached, strict=True))))
+        sampled.append(_reached(row.request, got, pairs[start : start + len(got.token_ids)]))
         start = end
     return sampled
 

@@ -30,7 +30,7 @@ router = APIRouter()
 @router.post("/v1/load_lora_adapter", response_model=None, openapi_extra=documented(LoadAdapterRequest))
 async def load_adapter(request: Request) -> Response:
     """Register an adapter from a folder or another source that this server allows."""
-    principal = _may_have_adapters(request)
+    principal = await _may_have_adapters(request)
     serving = serving_of(request)
     body = await read_body(request, LoadAdapterRequest)
     _check_new_name(body.lora_name)
@@ -94,7 +94,7 @@ async def _stored(serving: Serving, request: LoRARequest, tenant: str, pinned: b
 @router.post("/v1/unload_lora_adapter", response_model=None, openapi_extra=documented(UnloadAdapterRequest))
 async def unload_adapter(request: Request) -> Response:
     """Unload an adapter."""
-    principal = _may_have_adapters(request)
+    principal = await _may_have_adapters(request)
     serving = serving_of(request)
     body = await read_body(request, UnloadAdapterRequest)
     tenant = _owner(serving, principal, body.tenant)
@@ -125,7 +125,7 @@ async def unpin_adapter(request: Request) -> Response:
 
 async def _set_pinned(request: Request, pinned: bool) -> str:
     require_admin(request)
-    charge_call(request)
+    await charge_call(request)
     serving = serving_of(request)
     body = await read_body(request, PinAdapterRequest)
     tenant = _owner(serving, principal_of(request), body.tenant)
@@ -137,7 +137,7 @@ async def _set_pinned(request: Request, pinned: bool) -> str:
     return body.lora_name
 
 
-def _may_have_adapters(request: Request) -> Principal:
+async def _may_have_adapters(request: Request) -> Principal:
     """Check that the client may load and unload: admins, and tenants that may have adapters of their own. The call
     counts against their limits, before anything is done for it.
 
@@ -148,7 +148,7 @@ def _may_have_adapters(request: Request) -> Principal:
     principal = principal_of(request)
     if not (principal.tenant and principal.max_adapters):
         require_admin(request)
-    charge_call(request)
+    await charge_call(request)
     return principal
 
 

@@ -66,7 +66,7 @@ async def count_tokens(request: Request) -> Response:
     """Number of tokens of the prompt that a conversation makes."""
     serving = serving_of(request)
     body = await read_body(request, CountTokensRequest)
-    charge_call(request)
+    await charge_call(request)
     models = serving.models.seen_by(principal_of(request))
     await discover_adapters(models, body)
     lora, _ = choose_adapter(models, body)

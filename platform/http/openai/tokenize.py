@@ -33,7 +33,7 @@ async def tokenize(request: Request) -> Response:
     """Token ids of a prompt, or of messages under the chat template."""
     serving = serving_of(request)
     body = await read_body(request, TokenizeRequest)
-    charge_call(request)
+    await charge_call(request)
     models = serving.models.seen_by(principal_of(request))
     await models.discover(body.model)
     lora = adapter_of_model(models, body.model)
@@ -60,7 +60,7 @@ _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 async def tokenizer_info(request: Request, model: str | None = None) -> Response:
     """Special tokens and chat template of the base model's tokenizer, or of an adapter's: `model` in the query."""
     serving = serving_of(request)
-    charge_call(request)
+    await charge_call(request)
     models = serving.models.seen_by(principal_of(request))
     await models.discover(model)
     lora = adapter_of_model(models, model)
@@ -81,7 +81,7 @@ async def detokenize(request: Request) -> Response:
     """Text of at most 4 x max_model_len token ids."""
     serving = serving_of(request)
     body = await read_body(request, DetokenizeRequest)
-    charge_call(request)
+    await charge_call(request)
     models = serving.models.seen_by(principal_of(request))
     await models.discover(body.model)
     tokenizer = (await serving.llm.processor_of(adapter_of_model(models, body.model))).tokenizer

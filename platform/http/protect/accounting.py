@@ -47,7 +47,7 @@ def check_call(request: Request) -> None:
     serving.queue.check(1)
 
 
-def charge_call(request: Request) -> None:
+async def charge_call(request: Request) -> None:
     """Count a call that generates nothing against the limits.
 
     Raises:
@@ -55,7 +55,7 @@ def charge_call(request: Request) -> None:
     """
     tenancy = serving_of(request).tenancy
     if tenancy is not None:
-        tenancy.limiter.charge_call(principal_of(request))
+        await tenancy.limiter.charge_call(principal_of(request))
 
 
 async def accounted(

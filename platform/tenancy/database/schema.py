@@ -107,6 +107,14 @@ audit = Table(
 )
 """Changes and their authors; a row is written in the transaction of the change."""
 
+limit_counts = Table(
+    "limit_counts",
+    metadata,
+    Column("tenant", String(MAX_NAME), primary_key=True),
+    Column("counts", JSON, nullable=False),
+)
+"""Use of the limits of tenants and their keys in the last minutes, for servers that count together."""
+
 usage = Table(
     "usage",
     metadata,

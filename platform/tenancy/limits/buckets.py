@@ -7,6 +7,7 @@ minute pays one a nanosecond. So no rounding adds up to more than a limit allows
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 SECOND = 10**9
@@ -21,6 +22,8 @@ class Charge:
     amount: int
     unpaid: int
     """Part that time has not yet paid for, in the bucket's units."""
+    key: str = ""
+    """Name while it may be given back, among servers that count together; "" afterwards, and for one that is alone."""
 
 
 class RateBucket:
@@ -58,10 +61,10 @@ class RateBucket:
         excess = self._debt + (amount - self._limit) * MINUTE
         return -(-max(0, excess) // self._limit)
 
-    def charge(self, amount: int, now: int) -> Charge:
+    def charge(self, amount: int, now: int, key: str = "") -> Charge:
         """Take `amount`, whether or not there is enough: `wait_for` says."""
         self._pay(now)
-        charge = Charge(amount, amount * MINUTE)
+        charge = Charge(amount, amount * MINUTE, key)
         self._debt += charge.unpaid
         self._charges.append(charge)
         return charge
@@ -82,6 +85,31 @@ class RateBucket:
         """Nanoseconds until all of it could be."""
         self._pay(now)
         return -(-self._debt // self._limit)
+
+    def dump(self, now: int) -> list[tuple[int, str]]:
+        """Unpaid part and key of each charge, oldest first. Neighbours that nobody can give back are one entry."""
+        self._pay(now)
+        entries: list[tuple[int, str]] = []
+        for charge in self._charges:
+            if not charge.key and entries and not entries[-1][1]:
+                entries[-1] = (entries[-1][0] + charge.unpaid, "")
+            elif charge.unpaid:
+                entries.append((charge.unpaid, charge.key))
+        return entries
+
+    def load(self, entries: Sequence[tuple[int, str]], at: int) -> None:
+        """Take the charges that `dump` found at the time `at`, here or in another server, in place of all that are
+        known. A known charge that is not among them has been paid."""
+        known = {charge.key: charge for charge in self._charges if charge.key}
+        for charge in known.values():
+            charge.unpaid = 0
+        self._charges.clear()
+        for unpaid, key in entries:
+            charge = known.get(key) or Charge(unpaid, unpaid, key)
+            charge.unpaid = unpaid
+            self._charges.append(charge)
+        self._debt = sum(charge.unpaid for charge in self._charges)
+        self._now = at
 
     def _pay(self, now: int) -> None:
         """Pay for the time since the last call."""

@@ -1,22 +1,30 @@
 """Limits of tenants and keys, enforced before a request reaches the engine.
 
-Everything is counted by this server alone, in memory; only budgets begin with what the ledger says.
+Everything is counted in memory, where budgets begin with what the ledger says. Servers that count together do the same
+in turns: one takes the counts of all from the database, goes on with them, and brings them back (`turns.py`).
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
-from typing import Literal, Protocol
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Literal, TypeVar
 
 from ...core.errors import OutriderError, RateLimitError
-from ..accounts.principal import NO_LIMITS, Principal
+from ..accounts.principal import Principal
 from .buckets import SECOND, Charge, RateBucket
 from .budgets import Budget
+from .counts import CountTable
 from .demand import Demand, fit
+from .places import Places
 from .queue_bound import QueueBound
-from .scopes import ReadUsage, Scope
+from .scopes import Clock, ReadUsage, Scope, ScopeTable
+from .turns import LEASE_SECONDS, CommonClock, Turns
+
+T = TypeVar("T")
 
 READ_AGAIN_SECONDS = 60.0
 """Seconds after which a budget's use is read from the ledger again: other servers may write into the same one."""
@@ -27,48 +35,57 @@ Reason = Literal["requests_per_minute", "tokens_per_minute", "token_budget", "ma
 """Reason of a refusal: the limit's name, which is the error's `param`."""
 
 
-class Clock(Protocol):
-    """Source of time: intervals from a clock that never goes back, periods from the calendar."""
-
-    def monotonic_ns(self) -> int:
-        """Nanoseconds since some moment."""
-
-    def time(self) -> float:
-        """Seconds since the epoch."""
-
-
 class Ticket:
     """An admitted request's share of the limits."""
 
-    def __init__(self, demand: Demand, max_tokens: list[int], scopes: Sequence[Scope]) -> None:
+    def __init__(self, principal: Principal, demand: Demand, max_tokens: list[int], scopes: Sequence[Scope]) -> None:
+        self.principal = principal
         self.max_tokens = max_tokens
         """`max_tokens` of each prompt."""
         self.num_sequences = demand.num_sequences
         self.num_tokens = demand.num_tokens(max_tokens)
         self.scopes = scopes
+        self.since = 0
+        """Time of the admission, in nanoseconds of the limiter's clock."""
+        self.waiting = ExitStack()
+        """Where it is counted among those that wait for places; to be closed."""
+        self.is_open = True
+        self._places: list[Places] = []
         self._requests: list[tuple[RateBucket, Charge]] = []
         self._tokens: list[tuple[RateBucket, Charge]] = []
         self._budgets: list[Budget] = []
-        self._open = False
 
-    def charge(self, now: int) -> None:
-        """Take from every bucket and budget."""
+    def charge(self, now: int, key: str) -> None:
+        """Take from every bucket and budget; `key` as in `Charge`."""
+        self.since = now
         for scope in self.scopes:
             if scope.requests is not None:
-                self._requests.append((scope.requests, scope.requests.charge(self.num_sequences, now)))
+                self._requests.append((scope.requests, scope.requests.charge(self.num_sequences, now, key)))
             if scope.tokens is not None:
-                self._tokens.append((scope.tokens, scope.tokens.charge(self.num_tokens, now)))
+                self._tokens.append((scope.tokens, scope.tokens.charge(self.num_tokens, now, key)))
             if scope.budget is not None:
                 scope.budget.reserved += self.num_tokens
                 self._budgets.append(scope.budget)
-        self._open = True
 
-    def settle(self, used_tokens: int, clock: Clock, *, ran: bool) -> bool:
-        """Give back the unused tokens, and the request too if it never `ran`. Returns False, and does nothing, the
-        second time."""
-        if not self._open:
-            return False
-        self._open = False
+    async def take_places(self) -> None:
+        """Take the places that it does not have yet, the key's first and then the tenant's: all take them in this
+        order, so none waits for another in a circle."""
+        with self.waiting:
+            for scope in list(reversed(self.scopes))[len(self._places) :]:
+                await scope.places.take(self.num_sequences, self.since)
+                self._places.append(scope.places)
+
+    def take_free_places(self) -> None:
+        """Take all places; each has room."""
+        for scope in reversed(self.scopes):
+            scope.places.taken += self.num_sequences
+            self._places.append(scope.places)
+
+    def settle(self, used_tokens: int, clock: Clock, *, ran: bool) -> None:
+        """Leave the places, and give back the unused tokens, and the request too if it never `ran`."""
+        self.waiting.close()
+        for places in self._places:
+            places.leave(self.num_sequences)
         now = clock.monotonic_ns()
         for bucket, charge in self._tokens:
             bucket.give_back(charge, max(0, self.num_tokens - used_tokens), now)
@@ -78,20 +95,31 @@ class Ticket:
         for budget in self._budgets:
             budget.roll(clock.time())
             budget.reserved -= self.num_tokens
-            budget.since += used_tokens
-        return True
+            budget.ended += used_tokens
+        for _, charge in (*self._requests, *self._tokens):
+            charge.key = ""
 
 
 class Limiter:
     """The limits of one server. Belongs to its event loop."""
 
-    def __init__(self, read_usage: ReadUsage, clock: Clock = time) -> None:
+    def __init__(
+        self,
+        read_usage: ReadUsage,
+        clock: Clock = time,
+        table: CountTable | None = None,
+        lease_seconds: float = LEASE_SECONDS,
+    ) -> None:
+        """With a `table` the limits hold for all servers that have the same one; `lease_seconds`: see `Turns`."""
         self._read_usage = read_usage
-        self._clock = clock
+        common = None if table is None else CommonClock(clock)
+        self._clock = common or clock
         self.queue = QueueBound()
         """Queue of the server; the owner of the engine sets its `bounds`."""
-        self._scopes: dict[tuple[str, str], Scope] = {}
-        self._num_kept = 1000  # scopes after which idle ones are looked for
+        self._scopes = ScopeTable(self._clock)
+        self._turns = None
+        if table is not None and common is not None:
+            self._turns = Turns(table, self._scopes, common, lease_seconds)
 
     @property
     def num_waiting(self) -> int:
@@ -108,55 +136,90 @@ class Limiter:
             OverloadedError: it would have to wait, for a place or in the engine, and too many do.
             OutriderError: a budget's use is not known and cannot be read; or the server refuses those who wait.
         """
-        scopes = await self._prepared(principal)
-        # Nothing waits from here to the charge: either all of it is granted, or nothing.
+        while True:
+            granted = await self._counted(principal, lambda: self._grant(principal, demand, max_model_len))
+            if isinstance(granted, Ticket):
+                break
+            await granted.read(self._read_usage, self._clock, functools.partial(self._counted, principal))
+        try:
+            await granted.take_places()
+        except BaseException:
+            self.release(granted, 0, ran=False)
+            raise
+        return granted
+
+    def _grant(self, principal: Principal, demand: Demand, max_model_len: int) -> Ticket | Scope:
+        """All that the request needs, but for places that it must wait for; or a scope of whose budget it is not known
+        what has been used. Errors: see `admit`."""
+        scopes = self._scopes.of(principal)
+        for scope in scopes:
+            if self._is_unread(principal, scope):
+                return scope
         budgets = [scope.budget.remaining for scope in scopes if scope.budget is not None]
         max_tokens = fit(demand, [scope.limits for scope in scopes], max_model_len, min(budgets, default=None))
-        ticket = Ticket(demand, max_tokens, scopes)
-        self._check(principal, ticket)
-        ticket.charge(self._clock.monotonic_ns())
-        try:
-            await self._take_places(ticket)
-        except BaseException:
-            ticket.settle(0, self._clock, ran=False)
-            raise
+        ticket = Ticket(principal, demand, max_tokens, scopes)
+        waits = self._check(principal, ticket)
+        ticket.charge(self._clock.monotonic_ns(), "" if self._turns is None else self._turns.new_key())
+        if not waits:
+            ticket.take_free_places()
+            return ticket
+        ticket.waiting.enter_context(self.queue.wait_for_places(ticket.num_sequences))
+        for scope in scopes:
+            ticket.waiting.enter_context(scope.wait(ticket.num_sequences))
         return ticket
 
     def release(self, ticket: Ticket, used_tokens: int, *, ran: bool = True) -> None:
         """Release a ticket: the request has ended, or (not `ran`) never reached the engine. A second call does
         nothing."""
-        if ticket.settle(used_tokens, self._clock, ran=ran):
-            for scope in ticket.scopes:
-                scope.places.leave(ticket.num_sequences)
+        if not ticket.is_open:
+            return
+        ticket.is_open = False
+        if self._turns is None or not ticket.scopes:
+            ticket.settle(used_tokens, self._clock, ran=ran)
+        else:
+            self._turns.do(ticket.principal, lambda: ticket.settle(used_tokens, self._clock, ran=ran))
 
-    def check_call(self, principal: Principal) -> list[Scope]:
-        """Refuse, before anything costly is done for it, a request that `admit` would refuse. Returns the scopes.
+    def check_call(self, principal: Principal) -> None:
+        """Refuse, before anything costly is done for it, a request that `admit` would refuse.
 
         Raises:
             RateLimitError: there are no more requests this minute.
         """
-        scopes = self._scopes_of(principal)
+        self._scopes.forget_idle()
+        self._check_requests(principal)
+
+    def _check_requests(self, principal: Principal) -> list[Scope]:
+        scopes = self._scopes.of(principal)
         for scope in scopes:
             self._check_rate(principal, scope, "requests_per_minute", 1)
         return scopes
 
-    def charge_call(self, principal: Principal) -> None:
+    async def charge_call(self, principal: Principal) -> None:
         """Count a call that generates nothing, such as tokenizing, as a request. Errors: see `check_call`."""
-        now = self._clock.monotonic_ns()
-        for scope in self.check_call(principal):
-            if scope.requests is not None:
-                scope.requests.charge(1, now)
+
+        def charge() -> None:
+            now = self._clock.monotonic_ns()
+            for scope in self._check_requests(principal):
+                if scope.requests is not None:
+                    scope.requests.charge(1, now)
+
+        await self._counted(principal, charge)
 
     def refuse_waiting(self, error: OutriderError) -> None:
         """Fail all that wait for places: the server is shutting down."""
-        for scope in self._scopes.values():
+        for scope in self._scopes.all():
             scope.places.refuse_waiting(error)
+
+    async def close(self) -> None:
+        """Bring the last counts to the database. Nothing is admitted or released afterwards."""
+        if self._turns is not None:
+            await self._turns.close()
 
     def headers(self, principal: Principal) -> dict[str, str]:
         """OpenAI's `x-ratelimit-*`: of the tenant's and the key's limits the one with less left; none without."""
         now = self._clock.monotonic_ns()
         result = {}
-        scopes = self._scopes_of(principal)
+        scopes = self._scopes.of(principal)
         for name in ("requests", "tokens"):
             buckets = [bucket for scope in scopes if (bucket := getattr(scope, name)) is not None]
             if buckets:
@@ -166,76 +229,58 @@ class Limiter:
                 result[f"x-ratelimit-reset-{name}"] = shown_duration(tightest.reset(now))
         return result
 
-    # --- scopes ---
+    # --- counts ---
 
-    def _scopes_of(self, principal: Principal) -> list[Scope]:
-        """The tenant's and the key's, as far as they have limits, with the limits of now: a principal of before the
-        latest change, such as that of a request which runs long, does not bring the old ones back."""
-        self._forget_idle()  # before any is looked up
-        scopes = []
-        for key_id, limits in (("", principal.tenant_limits), (principal.key_id, principal.key_limits)):
-            name = (principal.tenant, key_id)
-            scope = self._scopes.get(name)
-            if scope is None:
-                if limits == NO_LIMITS:
-                    continue
-                scope = self._scopes[name] = Scope(principal.tenant, key_id)
-            if principal.reading >= scope.reading:
-                scope.reading = principal.reading
-                if scope.limits is not limits:
-                    scope.set_limits(limits, self._clock.monotonic_ns(), self._clock.time())
-            scopes.append(scope)
-        return scopes
+    async def _counted(self, principal: Principal, work: Callable[[], T]) -> T:
+        """Do `work`, which waits for nothing, with the counts of all servers; at once where this one counts alone or
+        there are no limits. A ticket that it made for somebody who is cancelled meanwhile is released."""
+        self._scopes.forget_idle()
+        if self._turns is None or not self._scopes.of(principal):
+            return work()
+        done = self._turns.do(principal, work)
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            done.add_done_callback(self._take_back)
+            raise
 
-    def _forget_idle(self) -> None:
-        if len(self._scopes) >= self._num_kept:
-            now = self._clock.monotonic_ns()
-            self._scopes = {name: scope for name, scope in self._scopes.items() if not scope.is_idle(now)}
-            self._num_kept = max(1000, 2 * len(self._scopes))
+    def _take_back(self, done: asyncio.Future[T]) -> None:
+        if not done.cancelled() and done.exception() is None and isinstance(ticket := done.result(), Ticket):
+            self.release(ticket, 0, ran=False)
 
-    async def _prepared(self, principal: Principal) -> list[Scope]:
-        """The scopes once it is known what has been used of their budgets. Looked up again after each wait, in which
-        limits may change, a period may end, and scopes that nobody uses may be forgotten."""
-        while True:
-            scopes = self._scopes_of(principal)
-            unread = [scope for scope in scopes if self._is_unread(scope)]
-            if not unread:
-                return scopes
-            await unread[0].read(self._read_usage, self._seconds)
-
-    def _is_unread(self, scope: Scope) -> bool:
+    def _is_unread(self, principal: Principal, scope: Scope) -> bool:
         budget = scope.budget
         if budget is None:
             return False
         budget.roll(self._clock.time())
-        if budget.read_at is not None and self._seconds() - budget.read_at > READ_AGAIN_SECONDS:
-            scope.read_in_background(self._read_usage, self._seconds)
+        if budget.read_at is not None and self._clock.monotonic_ns() / SECOND - budget.read_at > READ_AGAIN_SECONDS:
+            scope.read_in_background(self._read_usage, self._clock, functools.partial(self._counted, principal))
         return budget.read_at is None
-
-    def _seconds(self) -> float:
-        return self._clock.monotonic_ns() / SECOND
 
     # --- checks ---
 
-    def _check(self, principal: Principal, ticket: Ticket) -> None:
+    def _check(self, principal: Principal, ticket: Ticket) -> bool:
+        """Check all but the size of the request; returns True when it has to wait for places."""
         for scope in ticket.scopes:
             self._check_budget(principal, scope, ticket.num_tokens)
             self._check_rate(principal, scope, "requests_per_minute", ticket.num_sequences)
             self._check_rate(principal, scope, "tokens_per_minute", ticket.num_tokens)
         if all(scope.places.has_room(ticket.num_sequences) for scope in ticket.scopes):
             self.queue.check(ticket.num_sequences)
-            return
+            return False
         for scope in ticket.scopes:
             most = scope.limits.max_queued_requests
-            if most is not None and scope.num_waiting + ticket.num_sequences > most:
+            num_waiting = scope.num_waiting + scope.num_waiting_elsewhere
+            if most is not None and num_waiting + ticket.num_sequences > most:
                 raise self._refusal(
                     principal,
                     "max_queued_requests",
-                    f"{scope.shown} runs as many requests as it may, and {scope.num_waiting} wait; "
+                    f"{scope.shown} runs as many requests as it may, and {num_waiting} wait; "
                     f"max_queued_requests is {most}",
                     QUEUE_RETRY_SECONDS,
                 )
         self.queue.check(ticket.num_sequences, for_places=True)
+        return True
 
     def _check_budget(self, principal: Principal, scope: Scope, tokens: int) -> None:
         budget = scope.budget
@@ -246,7 +291,8 @@ class Limiter:
             principal,
             "token_budget",
             f"{scope.shown} has used {budget.used} tokens of this {budget.period}, running requests reserve "
-            f"{budget.reserved}, and this one may need {tokens}; token_budget is {budget.limit}",
+            f"{budget.reserved + budget.reserved_elsewhere}, and this one may need {tokens}; "
+            f"token_budget is {budget.limit}",
             QUEUE_RETRY_SECONDS if fits_later else budget.end - self._clock.time(),
         )
 
@@ -269,26 +315,6 @@ class Limiter:
         code = "insufficient_quota" if reason == "token_budget" else "rate_limit_exceeded"
         headers = self.headers(principal)
         return RateLimitError(message, param=reason, retry_after=retry_after, code=code, headers=headers)
-
-    # --- places ---
-
-    async def _take_places(self, ticket: Ticket) -> None:
-        """The key's first, then the tenant's: all take them in this order, so none waits for another in a circle."""
-        count = ticket.num_sequences
-        waits = not all(scope.places.has_room(count) for scope in ticket.scopes)
-        waiting: AbstractContextManager[None] = self.queue.wait_for_places(count) if waits else nullcontext()
-        async with AsyncExitStack() as taken:
-            with waiting:
-                for scope in ticket.scopes if waits else ():
-                    scope.num_waiting += count
-                try:
-                    for scope in reversed(ticket.scopes):
-                        await scope.places.take(count)
-                        taken.callback(scope.places.leave, count)
-                finally:
-                    for scope in ticket.scopes if waits else ():
-                        scope.num_waiting -= count
-            taken.pop_all()
 
 
 def shown_duration(nanoseconds: int) -> str:

@@ -10,19 +10,29 @@ from dataclasses import dataclass
 @dataclass(slots=True, eq=False)
 class _Waiter:
     count: int
+    since: int
     granted: asyncio.Future[None]
 
 
 class Places:
     """A bound on how much runs at once. Who finds no room waits, first come first served: nobody overtakes one that
-    needs several places. Belongs to one event loop."""
+    needs several places. Belongs to one event loop.
 
-    __slots__ = ("_limit", "_queue", "taken")
+    Servers that count together tell each other what they have taken, and since when their first one waits. Between two
+    looks at that (`is_known` is false) nobody gets a place.
+    """
+
+    __slots__ = ("_limit", "_queue", "first_elsewhere", "is_known", "taken", "taken_elsewhere")
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
         self._queue: deque[_Waiter] = deque()
         self.taken = 0
+        self.is_known = True
+        """False: other servers may have taken places that this one has not heard of."""
+        self.taken_elsewhere = 0
+        self.first_elsewhere: int | None = None
+        """Time since when somebody waits in another server, in nanoseconds; None: nobody does."""
 
     def set_limit(self, limit: int | None) -> None:
         """Change the bound; None: there is none. Requests that run go on where there are fewer places now."""
@@ -35,20 +45,30 @@ class Places:
         """Requests in the queue."""
         return len(self._queue)
 
+    @property
+    def first_waiting(self) -> int | None:
+        """Time since when the first one in the queue waits; None: nobody does."""
+        return self._queue[0].since if self._queue else None
+
     def has_room(self, count: int) -> bool:
         """True when `take` would not wait."""
-        return not self._queue and self._fits(count)
+        return self.is_known and not self._queue and self.first_elsewhere is None and self._fits(count)
 
     def _fits(self, count: int) -> bool:
         # More than there are places now, alone: the limit was higher when it came, and it must not wait forever.
-        return self._limit is None or self.taken + count <= self._limit or self.taken == 0
+        taken = self.taken + self.taken_elsewhere
+        return self._limit is None or taken + count <= self._limit or taken == 0
 
-    async def take(self, count: int) -> None:
-        """Take places, once there is room and all who came before have theirs. Whoever is cancelled takes none."""
+    async def take(self, count: int, since: int = 0) -> None:
+        """Take places, once there is room and all who came before have theirs. Whoever is cancelled takes none.
+
+        Args:
+            since: time of the request's arrival in nanoseconds, for servers that count together.
+        """
         if self.has_room(count):
             self.taken += count
             return
-        waiter = _Waiter(count, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(count, since, asyncio.get_running_loop().create_future())
         self._queue.append(waiter)
         try:
             await waiter.granted
@@ -65,6 +85,12 @@ class Places:
         self.taken -= count
         self._grant()
 
+    def load(self, taken_elsewhere: int, first_elsewhere: int | None) -> None:
+        """Take what other servers say, and let in those who have room now."""
+        self.taken_elsewhere, self.first_elsewhere = taken_elsewhere, first_elsewhere
+        self.is_known = True
+        self._grant()
+
     def refuse_waiting(self, error: Exception) -> None:
         """Fail all who wait."""
         while self._queue:
@@ -73,7 +99,9 @@ class Places:
                 waiter.granted.set_exception(error)
 
     def _grant(self) -> None:
-        while self._queue and self._fits(self._queue[0].count):
+        while self.is_known and self._queue and self._fits(self._queue[0].count):
+            if self.first_elsewhere is not None and self.first_elsewhere < self._queue[0].since:
+                return
             waiter = self._queue.popleft()
             if not waiter.granted.done():
                 self.taken += waiter.count

@@ -3,18 +3,54 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
-from ..accounts.principal import NO_LIMITS, Limits
-from .buckets import RateBucket
-from .budgets import Budget
+from ..accounts.principal import NO_LIMITS, Limits, Principal
+from .buckets import SECOND, RateBucket
+from .budgets import Budget, BudgetState
 from .places import Places
 
 logger = logging.getLogger(__name__)
 
 ReadUsage = Callable[[str, str, float, float], Awaitable[int]]
 """(tenant, key id or "" for all keys, beginning, end) -> tokens; see `Ledger.tokens_between`."""
+Counted = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Does work while the counts of all servers that count together are known and stay as they are; returns its result."""
+
+
+class Clock(Protocol):
+    """Source of time: intervals from a clock that never goes back, periods from the calendar."""
+
+    def monotonic_ns(self) -> int:
+        """Nanoseconds since some moment."""
+
+    def time(self) -> float:
+        """Seconds since the epoch."""
+
+
+class Share(NamedTuple):
+    """Share of one server in a scope, in sequences and tokens. It ends at `until` unless the server renews it."""
+
+    until: int
+    taken: int
+    num_waiting: int
+    first_waiting: int | None
+    reserved: int
+
+
+class ScopeState(NamedTuple):
+    """Counts of a scope as servers that count together keep them: values of JSON. Times are nanoseconds."""
+
+    at: int
+    requests: list[tuple[int, str]]
+    tokens: list[tuple[int, str]]
+    budget: list[Any] | None
+    """A `BudgetState`."""
+    shares: dict[str, list[Any]]
+    """`Share` of each server in which there are requests of the scope."""
 
 
 class Scope:
@@ -33,6 +69,9 @@ class Scope:
         self.places = Places(None)
         self.num_waiting = 0
         """Sequences that wait for places, this scope's or the other's."""
+        self.num_waiting_elsewhere = 0
+        """The same in other servers that count together with this one."""
+        self._others: dict[str, Share] = {}
         self._reading: asyncio.Task[None] | None = None
 
     @property
@@ -56,31 +95,127 @@ class Scope:
         else:
             self.budget.set_limit(limits.token_budget, limits.budget_period, wall)
 
+    @property
+    def in_use(self) -> bool:
+        """True when requests run or wait in this server."""
+        reserved = self.budget is not None and self.budget.reserved
+        return bool(self.places.taken or self.num_waiting or reserved)
+
+    @contextlib.contextmanager
+    def wait(self, count: int) -> Iterator[None]:
+        """Count sequences that wait for places."""
+        self.num_waiting += count
+        try:
+            yield
+        finally:
+            self.num_waiting -= count
+
     def is_idle(self, now: int) -> bool:
         """True when forgetting it would lose nothing but a budget, which the ledger has too."""
-        in_use = self.places.taken or self.num_waiting or self._reading is not None
+        in_use = self.in_use or self._reading is not None
         return not in_use and all(b is None or b.remaining(now) == b.limit for b in (self.requests, self.tokens))
 
-    async def read(self, read_usage: ReadUsage, clock: Callable[[], float]) -> None:
+    # --- the ledger's sum ---
+
+    async def read(self, read_usage: ReadUsage, clock: Clock, counted: Counted) -> None:
         """Ask the ledger what has been used of the budget; once for all who ask at the same time."""
-        self.read_in_background(read_usage, clock)
+        self.read_in_background(read_usage, clock, counted)
         assert self._reading is not None
         await asyncio.shield(self._reading)
 
-    def read_in_background(self, read_usage: ReadUsage, clock: Callable[[], float]) -> None:
+    def read_in_background(self, read_usage: ReadUsage, clock: Clock, counted: Counted) -> None:
         """Read the budget without waiting; the known value stays where the ledger cannot be read."""
         if self._reading is None:
-            self._reading = asyncio.create_task(self._read(read_usage, clock))
+            self._reading = asyncio.create_task(self._read(read_usage, clock, counted))
             self._reading.add_done_callback(_log_failure)
 
-    async def _read(self, read_usage: ReadUsage, clock: Callable[[], float]) -> None:
+    async def _read(self, read_usage: ReadUsage, clock: Clock, counted: Counted) -> None:
         try:
             budget = self.budget
             if budget is not None:
-                start, end = budget.begin_reading()
-                budget.end_reading(start, await read_usage(self.tenant, self.key_id, start, end), clock())
+                reading = await counted(budget.begin_reading)
+                tokens = await read_usage(self.tenant, self.key_id, reading.start, reading.end)
+                await counted(lambda: budget.end_reading(reading, tokens, clock.monotonic_ns() / SECOND))
         finally:
             self._reading = None
+
+    # --- servers that count together ---
+
+    def load(self, state: ScopeState, server: str, now: int, wall: float) -> None:
+        """Take the counts of all servers, of which this one is `server`. Whose share has ended has died: its requests
+        leave their places, and count as if they had used all that they reserved, until the ledger is read again."""
+        shares = {name: Share(*share) for name, share in state.shares.items() if name != server}
+        self._others = {name: share for name, share in shares.items() if share.until > now}
+        for bucket, entries in ((self.requests, state.requests), (self.tokens, state.tokens)):
+            if bucket is not None:
+                bucket.load(entries, min(state.at, now))
+        if self.budget is not None:
+            self.budget.load(None if state.budget is None else BudgetState(*state.budget), wall)
+            self.budget.ended += sum(share.reserved for share in shares.values() if share.until <= now)
+        self._count_elsewhere()
+
+    def forget_others(self) -> None:
+        """Go on alone: it cannot be known what other servers do."""
+        self._others = {}
+        self._count_elsewhere()
+
+    def _count_elsewhere(self) -> None:
+        others = self._others.values()
+        if self.budget is not None:
+            self.budget.reserved_elsewhere = sum(share.reserved for share in others)
+        self.num_waiting_elsewhere = sum(share.num_waiting for share in others)
+        first = min((share.first_waiting for share in others if share.first_waiting is not None), default=None)
+        self.places.load(sum(share.taken for share in others), first)
+
+    def dump(self, server: str, now: int, until: int) -> ScopeState:
+        """Counts of all servers; the share of this one is good for the time `until`."""
+        shares: dict[str, list[Any]] = {name: list(share) for name, share in self._others.items()}
+        if self.in_use:
+            reserved = 0 if self.budget is None else self.budget.reserved
+            share = Share(until, self.places.taken, self.num_waiting, self.places.first_waiting, reserved)
+            shares[server] = list(share)
+        requests, tokens = ([] if b is None else b.dump(now) for b in (self.requests, self.tokens))
+        budget = None if self.budget is None else self.budget.dump()
+        return ScopeState(now, requests, tokens, None if budget is None else list(budget), shares)
+
+
+class ScopeTable:
+    """Scopes that a server knows."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._scopes: dict[tuple[str, str], Scope] = {}
+        self.num_kept = 1000
+        """Number of scopes after which idle ones are looked for."""
+
+    def of(self, principal: Principal) -> list[Scope]:
+        """The tenant's and the key's, as far as they have limits, with the limits of now: a principal of before the
+        latest change, such as that of a request which runs long, does not bring the old ones back."""
+        scopes = []
+        for key_id, limits in (("", principal.tenant_limits), (principal.key_id, principal.key_limits)):
+            name = (principal.tenant, key_id)
+            scope = self._scopes.get(name)
+            if scope is None:
+                if limits == NO_LIMITS:
+                    continue
+                scope = self._scopes[name] = Scope(principal.tenant, key_id)
+            if principal.reading >= scope.reading:
+                scope.reading = principal.reading
+                if scope.limits is not limits:
+                    scope.set_limits(limits, self._clock.monotonic_ns(), self._clock.time())
+            scopes.append(scope)
+        return scopes
+
+    def all(self, tenant: str | None = None) -> list[Scope]:
+        """All scopes, or those of a tenant."""
+        return [scope for scope in self._scopes.values() if tenant is None or scope.tenant == tenant]
+
+    def forget_idle(self) -> None:
+        """Keep the number of scopes in bounds; to be called before any is looked up."""
+        if len(self._scopes) >= self.num_kept:
+            now = self._clock.monotonic_ns()
+            self._scopes = {name: scope for name, scope in self._scopes.items() if not scope.is_idle(now)}
+            self.num_kept = max(1000, 2 * len(self._scopes))
 
 
 def _with_limit(bucket: RateBucket | None, limit: int | None, now: int) -> RateBucket | None:

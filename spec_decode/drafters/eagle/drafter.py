@@ -56,7 +56,7 @@ def load(config: SpeculativeConfig, context: DrafterContext) -> EagleDrafter:
     form = head_config.layer.quantization
     if context.load_format == "dummy":
         head = EagleHead(_for_random_weights(head_config), context.target, context.device)
-        quantise(head.quantizable(), config, None if form is None else form.method)
+        quantise(head.quantizable(), config, context, None if form is None else form.method)
         slots = head.weight_slots()
         if "d2t" in slots:
             slots.pop("d2t").load(torch.zeros(head_config.draft_vocab_size, dtype=torch.int64))
@@ -66,7 +66,7 @@ def load(config: SpeculativeConfig, context: DrafterContext) -> EagleDrafter:
         if form is not None:
             stored = unpack(stored, form, lambda _: True, PARAM)
         head = EagleHead(with_tensors(head_config, stored.keys()), context.target, context.device)
-        quantise(head.quantizable(), config, None if form is None else form.method)
+        quantise(head.quantizable(), config, context, None if form is None else form.method)
         fill(path, head.weight_slots(), stored)
     warn_of_short_reach(config.model, head_config.layer.max_position_embeddings, context.max_model_len)
     return EagleDrafter(head, **token_drafter_options(config, context))

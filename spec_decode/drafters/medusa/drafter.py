@@ -51,7 +51,7 @@ def load(config: SpeculativeConfig, context: DrafterContext) -> MedusaDrafter:
             f"{heads_config.num_heads} Medusa heads: each makes one draft"
         )
     heads = MedusaHeads(heads_config, context.device)
-    quantise(heads.quantizable(), config, None)
+    quantise(heads.quantizable(), config, context, None)
     if context.load_format == "dummy":
         fill_randomly(heads.weight_slots(), context.seed)
     else:

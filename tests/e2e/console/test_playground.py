@@ -68,8 +68,10 @@ ORDER = {
     "required": ["name", "price"],
     "additionalProperties": False,
 }
+ARGUMENTS = {"name": "Bob", "city": "Paris", "quantity": 3, "color": "red", "item": "lamp", "price": 30}
 TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": ORDER}} for name in ("new_order", "cancel_order")
+    {"type": "function", "function": {"name": name, "parameters": {"properties": {key: {} for key in fields}}}}
+    for name, fields in (("new_order", ARGUMENTS), ("new_meeting", ["person", "topic", "day", "time", "place"]))
 ]
 
 
@@ -84,16 +86,15 @@ def test_a_schema_and_tools(signed_in):
     signed_in.page.get_by_role("button", name="Send").click()
     assert set(json.loads(signed_in.answer(0).locator(".turn-text").text_content())) == {"name", "price"}
     form.fill(json.dumps(TOOLS))
-    signed_in.ask("Bob paid 30 euros.", "json")
-    turn = signed_in.answer(1)
+    signed_in.page.get_by_role("button", name="New conversation").click()
+    signed_in.ask("Bob from Paris bought 3 red lamps for 30 euros.", "tools")
+    turn = signed_in.answer(0)
     expect(turn.locator(".turn-foot")).to_contain_text("calls a tool")
-    name, arguments = turn.locator(".turn-call").first.text_content().split(" ", 1)
-    assert name in ("new_order", "cancel_order")
-    assert set(json.loads(arguments)) == {"name", "price"}
-    form.fill("")
-    signed_in.ask("Thanks", "json")
-    signed_in.answer(2)
-    [call, *_] = bodies[-1]["messages"][3]["tool_calls"]
+    name, arguments = turn.locator(".turn-call").text_content().split(" ", 1)
+    assert (name, json.loads(arguments)) == ("new_order", ARGUMENTS)
+    signed_in.ask("What is the capital of Portugal?", "tools")
+    signed_in.answer(1)
+    [call] = bodies[-1]["messages"][1]["tool_calls"]
     assert call["function"] == {"name": name, "arguments": arguments}
 
 

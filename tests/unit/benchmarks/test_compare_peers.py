@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 # The worker with engines of its own. An engine named weak fails in each mode in another way.
 WORKER = """
@@ -326,6 +327,26 @@ def test_each_mode_has_its_engines(compare_peers, peers, fake):
     every = {name: fake(name) for name in ("vllm", "transformers", "openvino")}
     assert names("lora") == ["outrider", *every]
     assert names("draft") == ["outrider", "outrider-adaptive", "vllm", "openvino"]
+    assert names("w8a8") == ["outrider", "vllm"]
+
+
+def test_quantised_checkpoints_are_the_model_rounded(peers, tmp_path):
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from outrider.models.checkpoint.loader import load_model
+
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 64}
+    config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
+    plain = load_model(tmp_path / "tiny", dtype="float32", device="cpu")
+    x = torch.randn(3, 128)
+    for mode, most in (("w8a8", 0.02), ("w4a16", 0.15)):
+        peers("quantised_models").make_quantised(tmp_path, "tiny", mode, print)
+        rounded = load_model(tmp_path / f"tiny-{mode}", dtype="float32", device="cpu")
+        for exact, made in zip(plain.linears(), rounded.linears(), strict=True):
+            if exact.in_features == 128:
+                wanted = exact.project(x)
+                assert 0 < float((made.project(x) - wanted).norm() / wanted.norm()) < most
 
 
 @pytest.mark.parametrize(

@@ -79,17 +79,29 @@ def test_steps_between_the_measured_ones_lie_on_lines(fleet):
     assert fleet.times(8, 1, 0) < fleet.times(8, 4, 0) < fleet.times(8, 8, 0)
 
 
-def test_an_adapter_counts_more_than_a_prefix_and_a_prefix_more_than_a_queue(fleet):
+def test_conversations_keep_their_adapter_and_prefix(fleet):
     from fleet_model.load import Load
-    from fleet_model.routing import Router, View
 
-    views = [View(str(index), slots=4, prefixes=4) for index in range(4)]
+    requests = Load(1000, 1.0, adapters=1000, tenants=1, exponent=0.0, turns=5, talks=3).requests(0)
+    assert 150 < len({(request.adapter, request.prefix) for request in requests}) < 250
+    drawn = Load(1000, 1.0, adapters=1000, tenants=1, exponent=0.0).requests(0)
+    assert len({request.adapter for request in drawn}) > 600
+
+
+def test_affinity_is_the_rule_of_the_product(fleet):
+    """An adapter counts more than a prefix, and a prefix more than a queue."""
+    from fleet_model.load import Load
+    from fleet_model.routing import Router
+
+    from outrider.platform.replicas.routing import SLACK, ReplicaView, RoutingKey
+
+    views = [ReplicaView(4, 4) for _ in range(4)]
     (request,) = Load(1, 1.0, adapters=1, tenants=1, prefixes=1).requests(0)
-    views[1].prefixes.use((request.adapter, request.prefix))
-    views[1].queue_length = 3
-    assert Router("affinity", views, 8, seed=0).send(request) == 1
-    del views[1].adapters[request.adapter]
-    views[2].adapters.use(request.adapter)
-    assert Router("affinity", views, 8, seed=0).send(request) == 2
-    views[2].queue_length = 20
-    assert Router("affinity", views, 8, seed=0).send(request) == 1
+    views[1].give(RoutingKey("", ("0/0",)))
+    views[1].ongoing = 3
+    assert Router("affinity", views, seed=0).send(request) == 1
+    del views[1].adapters["0"]
+    views[2].adapters.use("0")
+    assert Router("affinity", views, seed=0).send(request) == 2
+    views[2].ongoing = SLACK + 10
+    assert Router("affinity", views, seed=0).send(request) == 1

@@ -85,12 +85,12 @@ def test_upgrade_and_current(tmp_path, monkeypatch, capsys, fails):
     assert "--database" in fails("tenant", "list")
     assert "there is no file" in fails("tenant", "list", "--database", address)
     assert list(tmp_path.iterdir()) == []
-    for previous in (None, "0002"):
+    for previous in (None, "0003"):
         assert main(["admin", "database", "upgrade", "--database", address, "--format", "json"]) == 0
         row = as_json(capsys.readouterr().out)
-        assert row == {"database": address, "revision": "0002", "previous_revision": previous}
+        assert row == {"database": address, "revision": "0003", "previous_revision": previous}
     assert main(["admin", "database", "current", "--database", address]) == 0
-    assert re.search(r"^revision +0002$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^revision +0003$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_commands_do_not_make_tables(tmp_path, monkeypatch, fails):

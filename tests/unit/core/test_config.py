@@ -83,7 +83,6 @@ def test_steps_overlap_on_a_gpu_unless_told_otherwise(hardware, default):
         ({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, "distributed_executor_backend"),
-        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "distributed_executor_backend"),
         ({"tensor_parallel_size": 2, "model_impl": "transformers"}, "model_impl"),
         ({"tensor_parallel_size": 2, "async_scheduling": True}, "async_scheduling"),
         ({"distributed_executor_backend": "torchrun"}, "distributed_executor_backend"),

@@ -30,9 +30,9 @@ def prefix(tokens, namespace=b"n"):
 class Cache:
     """A prefix cache of four blocks over a host with some slots."""
 
-    def __init__(self, num_slots=8):
+    def __init__(self, num_slots=8, **options):
         self.pool, self.host = BlockPool(4), HostTier(num_slots, SwapCost(100, BLOCK, None))
-        self.cache = PrefixCache(self.pool, BLOCK, self.host)
+        self.cache = PrefixCache(self.pool, BLOCK, self.host, **options)
 
     def compute(self, tokens, namespace=b"n", drafted=0):
         """Compute a prefix, and let it go."""
@@ -99,6 +99,26 @@ def test_the_host_keeps_what_was_used_last_within_its_bound():
     assert cache.host.num_bytes == 400
     assert cache.found(range(9)) == (8, 0)
     assert cache.found(range(100, 109)) == (0, 0)
+
+
+def test_without_a_prefix_cache_a_finished_request_leaves_nothing_behind():
+    cache = Cache(keeps_finished=False)
+    first, sibling = prefix(range(12)), prefix(range(12))
+    for item in (first, sibling):
+        cache.cache.start(item)
+        cache.pool.grow(item.blocks, 3)
+        item.num_computed = 12
+        cache.cache.publish(item)
+    cache.cache.finish(first)
+    match = cache.cache.match(prefix(range(12)))
+    assert match.num_tokens == 8  # a sibling still runs with them
+    cache.pool.release(match.blocks)
+    cache.cache.take_back(sibling)  # preempted: its blocks leave the device
+    cache.compute(range(100, 116))
+    assert cache.host.num_bytes == 200
+    cache.cache.finish(sibling)
+    assert cache.host.num_bytes == 0
+    assert cache.found(range(12)) == (0, 0)
 
 
 def test_a_reset_forgets_the_hosts_blocks_too():

@@ -49,7 +49,7 @@ def summary(info, adapters=(), **config) -> str:
 def test_summary(llm):
     text = summary(llm.info, [AdapterInfo("sql", "/p", "d", 16, 16, "device")], served_model_names=("base",))
     for part in (
-        "base  (/models/base)", "1.2 M parameters, float32 on cpu", "100 blocks of 16 tokens = 1,600 tokens",
+        "base  (/models/base)", "(native), 1.2 M parameters, float32 on cpu", "100 blocks of 16 tokens = 1,600 tokens",
         "sql (rank 16)", "ngram, 3 drafts a step", "http://127.0.0.1:8123/v1", "no API key",
         "Console      http://127.0.0.1:8123/console", '"model": "sql"',
     ):  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import resource
 import shutil
 from collections.abc import Callable
@@ -19,13 +18,13 @@ from outrider.models.demo import demo_model_path
 from outrider.platform.core.errors import OutriderError
 
 from ...gguf_files import write_gguf
+from ...mutations import MUTATIONS, mutated
 from ...quantized_files import CASES, write_quantized
 from ...tiny_families import FAMILIES
+from ...tokenizer_files import write_sentencepiece, write_tekken, write_tiktoken
 
-MUTATIONS = 20
 MOST_MEMORY = 512 << 10
 """Growth of the process in KiB, which is that of reading whole files of some MB many times."""
-VALUES = [0, -1, 1 << 40, 1 << 62, 10**400, 1e308, float("nan"), None, True, "", "\0", [], {}, [[[]]], "x" * 9999]
 
 
 @pytest.fixture(scope="module")
@@ -39,43 +38,6 @@ def folder(save_tiny: Callable, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return path
 
 
-def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
-    """Cut it, or change bytes of its first part, where the sizes and the offsets are."""
-    kind = rng.randrange(4)
-    if kind == 0:
-        return data[: rng.randrange(len(data))]
-    changed, head = bytearray(data), min(len(data), 4096)
-    for _ in range(rng.choice([1, 4, 40])):
-        at = rng.randrange(head - 8)
-        if kind == 1:
-            changed[at] ^= 1 << rng.randrange(8)
-        elif kind == 2:
-            changed[at : at + 8] = rng.choice([0xFF, 0x7F, 0x00]).to_bytes(1, "little") * 8
-        else:
-            changed[at : at + 8] = rng.choice([1 << 31, 1 << 40, 1 << 62]).to_bytes(8, "little")
-    return bytes(changed)
-
-
-def mutate_json(data: bytes, rng: random.Random) -> bytes:
-    """Another value somewhere, a key less, or damage as to any file."""
-    if rng.random() < 0.2:
-        return mutate_bytes(data, rng)
-    raw = json.loads(data)
-    place = raw
-    while (keys := [key for key in place if isinstance(place[key], dict) and place[key]]) and rng.random() < 0.5:
-        place = place[rng.choice(keys)]
-    key = rng.choice(list(place))
-    if rng.random() < 0.3:
-        del place[key]
-    else:
-        place[key] = rng.choice(VALUES)
-    return json.dumps(raw).encode()
-
-
-def mutated(source: Path, target: Path, mutate: Callable, seed: int) -> None:
-    target.write_bytes(mutate(source.read_bytes(), random.Random(seed)))
-
-
 def attempt(read: Callable, *args: object) -> bool:
     """True when it is refused."""
     try:
@@ -85,24 +47,52 @@ def attempt(read: Callable, *args: object) -> bool:
     return False
 
 
-@pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin", "m.gguf", "config.json", "tokenizer.json"])
-def test_mutations(kind: str, folder: Path, tmp_path: Path) -> None:
-    work = tmp_path / "work"
-    shutil.copytree(folder, work)
-    if kind == "pytorch_model.bin":
-        torch.save(load_file(folder / "model.safetensors"), folder / kind)
-        (work / "model.safetensors").unlink()
+KINDS = ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"]
+KINDS += ["m.gguf", "config.json", "tokenizer.json", "tokenizer_config.json", "tekken.json"]
+KINDS += ["tokenizer.model", "tokenizer.model of tiktoken"]
+TOKENIZERS = ("tokenizer", "tekken")
+
+
+@pytest.fixture(params=KINDS)
+def damaged(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> tuple[Path, str]:
+    """(a folder in which a file matters, that file)."""
+    kind, _, form = request.param.partition(" of ")
+    work = shutil.copytree(folder, tmp_path / "work")
+    weights = work / "model.safetensors"
+    if "bin" in kind or "index" in kind:
+        tensors, end = load_file(weights), "bin" if "bin" in kind else "safetensors"
+        weights.unlink()
+        save = torch.save if end == "bin" else save_file
+        parts = dict(list(tensors.items())[::2]), dict(list(tensors.items())[1::2])
+        for number, part in enumerate(parts if "index" in kind else ()):
+            save(part, work / f"part-{number}.{end}")
+        index = {name: f"part-{number}.{end}" for number, part in enumerate(parts) for name in part}
+        if "index" in kind:
+            (work / kind).write_text(json.dumps({"metadata": {"total_size": 9}, "weight_map": index}))
+        else:
+            save(tensors, work / kind)
+    elif kind in ("tokenizer.model", "tekken.json"):
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (work / name).unlink()
+        write = write_tekken if kind == "tekken.json" else write_tiktoken if form else write_sentencepiece
+        write(work / kind)
+    return work, kind
+
+
+def test_mutations(damaged: tuple[Path, str]) -> None:
+    work, kind = damaged
+    whole = (work / kind).read_bytes()
+    read = load_tokenizer if kind.startswith(TOKENIZERS) else load_model
+    read(work / kind if kind == "m.gguf" else work)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     refused = 0
     for seed in range(MUTATIONS):
-        mutated(folder / kind, work / kind, mutate_json if kind.endswith("json") else mutate_bytes, seed)
+        (work / kind).write_bytes(mutated(whole, kind, seed))
         if kind == "m.gguf":
             refused += attempt(load_model, work / kind) | attempt(load_tokenizer, work / kind)
-        elif kind == "tokenizer.json":
-            refused += attempt(load_tokenizer, work)
         else:
             attempt(read_facts, work)
-            refused += attempt(load_model, work)
+            refused += attempt(read, work)
     assert refused >= MUTATIONS // 4
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_MEMORY
 
@@ -146,7 +136,7 @@ def test_mutations_of_other_checkpoints(kind: str, name: str, others: Path, tmp_
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     refused = 0
     for seed in range(MUTATIONS):
-        mutated(others / kind / name, work / name, mutate_json if name.endswith("json") else mutate_bytes, seed)
+        (work / name).write_bytes(mutated((others / kind / name).read_bytes(), name, seed))
         attempt(read_facts, whole)
         refused += attempt(load_model, whole)
     assert refused >= MUTATIONS // 10

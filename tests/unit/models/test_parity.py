@@ -25,6 +25,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "llama-mqa-wide-heads": ("Llama", {"num_key_value_heads": 1, "head_dim": 20}),
     "llama-llama3-rope": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
     "llama-linear-rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama-dynamic-rope": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
     "llama-one-head": ("Llama", {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 6}),
     "mistral-window": ("Mistral", {"sliding_window": 7}),
     "mistral-window-one": ("Mistral", {"sliding_window": 1, "num_key_value_heads": 4}),

@@ -1,6 +1,5 @@
 """The tokenizer comes from the model's directory; end tokens from all files that name one."""
 
-import base64
 import json
 import subprocess
 import sys
@@ -14,6 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from outrider.models.checkpoint.tokenizer import eos_token_ids, load_tokenizer
 from outrider.models.demo import demo_model_path
 from outrider.platform.core.errors import InvalidRequestError, NotFoundError
+
+from ...tokenizer_files import PATTERN, RANKS, write_sentencepiece, write_tekken, write_tiktoken
 
 
 @pytest.fixture
@@ -59,13 +60,7 @@ def test_what_transformers_knows_better_is_left_to_it(tmp_path: Path, monkeypatc
 @pytest.fixture
 def sentencepiece_directory(tmp_path: Path) -> Path:
     """A folder with nothing but SentencePiece's own file."""
-    trainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
-    pytest.importorskip("google.protobuf")
-    lines = ["the cat sat on the mat", "the dog ran to the house"] * 20
-    trainer.train(
-        sentence_iterator=iter(lines), model_prefix=str(tmp_path / "tokenizer"), vocab_size=290, model_type="bpe",
-        byte_fallback=True, hard_vocab_limit=False, minloglevel=2,
-    )  # fmt: skip
+    write_sentencepiece(tmp_path / "tokenizer.model")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
     return tmp_path
 
@@ -97,50 +92,33 @@ def test_package_that_is_missing_is_named(tmp_path: Path, monkeypatch, content: 
         load_tokenizer(tmp_path)
 
 
-WORDS = [b"he", b"ll", b"hell", b"hello", b" w", b" wo"]
-RANKS = {bytes([index]): index for index in range(256)} | {word: 256 + index for index, word in enumerate(WORDS)}
 TEXT = "hello wo ö 🎉"
 
 
-def tiktoken_ids(pattern: str) -> list[int]:
+def tiktoken_ids() -> list[int]:
     """Tokens of TEXT by tiktoken."""
     tiktoken = pytest.importorskip("tiktoken")
-    encoding = tiktoken.Encoding("tiny", pat_str=pattern, mergeable_ranks=RANKS, special_tokens={})
+    encoding = tiktoken.Encoding("tiny", pat_str=PATTERN, mergeable_ranks=RANKS, special_tokens={})
     return encoding.encode(TEXT)
 
 
 def test_lone_tiktoken_file(tmp_path: Path) -> None:
-    lines = [f"{base64.b64encode(word).decode()} {rank}\n" for word, rank in RANKS.items()]
-    (tmp_path / "tokenizer.model").write_text("".join(lines))
+    write_tiktoken(tmp_path / "tokenizer.model")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     tokenizer = load_tokenizer(tmp_path)
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
-    assert ids == tiktoken_ids(r" ?\p{L}+| ?[^\s\p{L}]+|\s+")
+    assert ids == tiktoken_ids()
     assert tokenizer.decode(ids) == TEXT
+    file = tmp_path / "tokenizer.model"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    assert load_tokenizer(tmp_path).encode(TEXT, add_special_tokens=False) != ids, "the file has changed"
 
 
 @pytest.fixture
 def tekken(tmp_path: Path) -> Path:
     """A folder with Mistral's own file alone."""
-    special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<pad>"]
-    content = {
-        "config": {
-            "pattern": r" ?\p{L}+| ?[^\s\p{L}]+|\s+",
-            "num_vocab_tokens": len(RANKS),
-            "default_vocab_size": len(RANKS) + len(special),
-            "default_num_special_tokens": len(special),
-            "version": "v7",
-        },
-        "vocab": [
-            {"rank": rank, "token_bytes": base64.b64encode(word).decode(), "token_str": None}
-            for word, rank in RANKS.items()
-        ],
-        "special_tokens": [
-            {"rank": rank, "token_str": token, "is_control": True} for rank, token in enumerate(special)
-        ],
-    }
-    (tmp_path / "tekken.json").write_text(json.dumps(content))
+    write_tekken(tmp_path / "tekken.json")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
     return tmp_path
 
@@ -148,7 +126,7 @@ def tekken(tmp_path: Path) -> Path:
 def test_lone_tekken_file(tekken: Path) -> None:
     (tekken / "chat_template.jinja").write_text("<s>{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}")
     tokenizer = load_tokenizer(tekken)
-    ids = [6 + index for index in tiktoken_ids(r" ?\p{L}+| ?[^\s\p{L}]+|\s+")]  # special tokens come first
+    ids = [6 + index for index in tiktoken_ids()]  # special tokens come first
     assert tokenizer.encode(TEXT) == [1, *ids]
     assert tokenizer.decode([1, *ids, 2], skip_special_tokens=True) == TEXT
     text = tokenizer.apply_chat_template([{"role": "user", "content": TEXT}], tokenize=False)

@@ -35,7 +35,7 @@ class Application:
 
 
 def replica_of(app: Application) -> Replica:
-    replica = Replica(EngineArgs(), ServerConfig())
+    replica = Replica(EngineArgs(), ServerConfig(), "second")
     replica.app = app
     return replica
 
@@ -50,7 +50,7 @@ def test_an_answer_is_a_stream_of_messages() -> None:
 
     messages = asyncio.run(run())
     assert messages[0]["headers"][0] == (b"x-path", b"/v1/chat/completions")
-    assert (b"x-frame-options", b"DENY") in messages[0]["headers"]
+    assert {(b"x-frame-options", b"DENY"), (b"x-replica", b"second")} <= set(messages[0]["headers"])
     assert [message["body"] for message in messages[1:]] == [b"hello", b"hello", b""]
 
 

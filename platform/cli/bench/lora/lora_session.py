@@ -96,7 +96,7 @@ class Session:
             seats = max(seats, options.warm_requests + cold_adapters.STREAM_SEATS)
         return {
             "model": str(self._path),
-            **{name: getattr(options, name) for name in ("dtype", "device", "load_format", "seed")},
+            **{name: getattr(options, name) for name in ("dtype", "device", "quantization", "load_format", "seed")},
             "max_model_len": length,
             "max_num_seqs": seats,
             "block_size": BLOCK_SIZE,

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....core.errors import InvalidRequestError
-from ....core.speculative_config import MODEL_METHODS
+from ....core.speculative_config import METHODS, MODEL_METHODS
 
 OFF, CONTROL, ADAPTIVE = "off", "control", "adaptive"
-METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa")
 MODES = (OFF, CONTROL, *METHODS, ADAPTIVE)
-_METHODS_OF_ADAPTIVE = ("eagle3", "draft_model", "eagle", "medusa")
+_METHODS_OF_ADAPTIVE = ("eagle3", *MODEL_METHODS)
 """Drafters of the mode "adaptive", the preferred ones first; n-grams when there are weights for none."""
 
 

@@ -93,7 +93,7 @@ def _engine_options(options: argparse.Namespace, tasks: Sequence[Task], num_draf
             param="max_tokens",
         )
     return {
-        **{name: getattr(options, name) for name in ("dtype", "device", "load_format")},
+        **{name: getattr(options, name) for name in ("dtype", "device", "quantization", "load_format")},
         "max_model_len": length,
         "max_num_seqs": max_batch,
         "block_size": BLOCK_SIZE,

@@ -69,8 +69,8 @@ async def _respond(accepted: Accepted[ResponsesRequest], chat: ChatJob, items: l
     return await json_answer(await answer.whole(collected), limit_headers(request))
 
 
-def _stored(request: Request, response_id: str) -> Stored:
-    charge_call(request)
+async def _stored(request: Request, response_id: str) -> Stored:
+    await charge_call(request)
     return serving_of(request).responses.get(principal_of(request).tenant, response_id)
 
 
@@ -79,13 +79,13 @@ async def get_response(request: Request, response_id: str, stream: bool = False)
     """A stored response."""
     if stream:
         raise InvalidRequestError("stream is not supported: a stored response is given as a whole", param="stream")
-    return await json_answer(_stored(request, response_id).response)
+    return await json_answer((await _stored(request, response_id)).response)
 
 
 @router.delete(PATH + "/{response_id}", response_model=None)
 async def delete_response(request: Request, response_id: str) -> Response:
     """Forget a stored response."""
-    charge_call(request)
+    await charge_call(request)
     serving_of(request).responses.delete(principal_of(request).tenant, response_id)
     return await json_answer({"id": response_id, "object": "response", "deleted": True})
 
@@ -93,7 +93,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
 @router.post(PATH + "/{response_id}/cancel", response_model=None)
 async def cancel_response(request: Request, response_id: str) -> Response:
     """Abort a response that is being streamed; one that has ended stays as it is."""
-    stored, serving = _stored(request, response_id), serving_of(request)
+    stored, serving = await _stored(request, response_id), serving_of(request)
     if not stored.is_running:
         return await json_answer(stored.response)
     await serving.llm.abort(response_id)
@@ -109,7 +109,7 @@ async def list_input_items(
     after: str | None = None,
 ) -> Response:
     """Items of the conversation before a stored response's output, in pages."""
-    items = _stored(request, response_id).items
+    items = (await _stored(request, response_id)).items
     items = items if order == "asc" else items[::-1]
     if after is not None:
         index = next((index for index, item in enumerate(items) if item["id"] == after), None)

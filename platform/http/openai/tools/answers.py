@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ....core.outputs import CompletionOutput
+from .arguments import flat_tools
 from .choice import ToolChoice
 from .parser import AnswerParser, Delta, ForcedCalls, FormatParser, ReasonedCalls
 
@@ -23,7 +24,8 @@ def parser_maker(choice: ToolChoice, template: dict[str, Any] | None, opened: st
         return (lambda: ForcedCalls(choice.name)) if choice.is_forced else None
     if choice.is_forced:
         return lambda: ReasonedCalls(FormatParser(template, opened, with_calls=False), ForcedCalls(choice.name))
-    return lambda: FormatParser(template, opened, with_calls=bool(choice.tools))
+    tools = flat_tools(choice.tools)
+    return lambda: FormatParser(template, opened, with_calls=bool(choice.tools), tools=tools)
 
 
 def open_region(template: dict[str, Any], prompt_end: str) -> str:

@@ -1,7 +1,7 @@
 """Rules in Lark's syntax for calls in a model's own format, whose arguments fit the schemas of strict tools.
 
-A format that writes arguments as JSON between marks is a `CallForm`. Harmony has channels, and a pythonic call keyword
-arguments: each has rules of its own.
+A format that writes arguments between marks is a `CallForm`: as JSON, or each between tags (`arguments.py`). Harmony
+has channels, and a pythonic call keyword arguments: each has rules of its own.
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ....core.errors import InvalidRequestError
-from ....core.sampling_params import shown
-from ....core.structured_outputs import WHITESPACE
-from .choice import ToolChoice, moved, parameters_of
+from .arguments import json_rule, properties_of, property_rule, tagged_arguments
+from .choice import ToolChoice, parameters_of
 
 TEXT = r"/(.|\n)*/"
 
 
 class CallForm(NamedTuple):
-    """Text of a call in a format that writes arguments as JSON."""
+    """Text of a call in a format that writes arguments between marks."""
 
     trigger: str
     """Text that begins a call, and nothing else."""
@@ -84,6 +82,8 @@ def call_rules(name: str | None, marks: Marks) -> CallRules | None:
         return _harmony if "<|channel|>" in marks.tokens else None
     if name == "pythonic":
         return _pythonic
+    if name == "qwen3_coder":
+        return _tagged_calls
     form = CALL_FORMS.get(name or "")
     if name == "mistral" and "[ARGS]" not in marks.tokens:
         form = _OLD_MISTRAL
@@ -95,20 +95,26 @@ def begins_as_json(name: str | None) -> bool:
     return name in ("llama3_json", "pythonic")
 
 
-def _json(schema: dict[str, Any]) -> str:
-    return f"%json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
-
-
 def _arguments(function: dict[str, Any]) -> str:
     """Arguments of a call as JSON."""
-    return _json(parameters_of(function) if function.get("strict") else {"type": "object"})
+    return json_rule(parameters_of(function) if function.get("strict") else {"type": "object"})
 
 
 def _json_calls(form: CallForm, choice: ToolChoice, marks: Marks) -> list[str]:
-    functions = [tool["function"] for tool in choice.tools]
+    return _calls(form, [_arguments(tool["function"]) for tool in choice.tools], choice, marks)
+
+
+def _tagged_calls(choice: ToolChoice, marks: Marks) -> list[str]:
+    form = CallForm("<tool_call>", "\n<function=%s>\n", "</function>\n</tool_call>")
+    rules = [rule for index, tool in enumerate(choice.tools) for rule in tagged_arguments(index, tool["function"])]
+    return [*_calls(form, [f"args_{index}" for index in range(len(choice.tools))], choice, marks), *rules]
+
+
+def _calls(form: CallForm, arguments: list[str], choice: ToolChoice, marks: Marks) -> list[str]:
+    """Rules of calls between marks. `arguments`: of each tool, as a part of a rule."""
     calls = [
-        f"{marks.lark(form.begin % function['name'])} {_arguments(function)} {marks.lark(form.end)}"
-        for function in functions
+        f"{marks.lark(form.begin % tool['function']['name'])} {written} {marks.lark(form.end)}"
+        for tool, written in zip(choice.tools, arguments, strict=True)
     ]
     around = [marks.lark(mark) for mark in form.around if mark in marks.tokens]
     between = " | ".join([r"/[ \n;]+/", *around])
@@ -163,8 +169,6 @@ _NAME = r"[A-Za-z_][A-Za-z0-9_]*([\-.][A-Za-z0-9_]+)*"
 """Name of a function or an argument that transformers' parser reads."""
 _OPEN = rf"\[\s*{_NAME}\s*\("
 """Beginning of a list of calls."""
-_ROOT = frozenset("type properties required additionalProperties $defs definitions title description $schema".split())
-"""Keywords of a schema whose arguments can be written as keyword arguments."""
 
 
 def _pythonic(choice: ToolChoice, marks: Marks) -> list[str]:
@@ -196,36 +200,16 @@ def _keyword_arguments(index: int, function: dict[str, Any]) -> list[str]:
         InvalidRequestError: keyword arguments cannot say what the schema of a strict tool asks for.
     """
     if not function.get("strict"):
-        return [f'args_{index}: (any_{index} ("," " "? any_{index})*)?', f'any_{index}: /{_NAME}/ "=" {_json({})}']
-    schema = parameters_of(function)
-    place = f"tools[{index}].function.parameters"
-    properties, names = schema.get("properties") or {}, schema.get("required") or []
-    if not isinstance(properties, dict) or not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        raise InvalidRequestError(f"{place}: properties must be an object, required a list of names", param=place)
-    required = set(names)
-    wrong = next((key for key in schema if key not in _ROOT), None)
-    if wrong is None:
-        wrong = next((key for key in (*properties, *required) if not re.fullmatch(_NAME, key)), None)
-    if wrong is None and required - properties.keys():
-        wrong = "required"
-    if wrong is not None:
-        raise InvalidRequestError(
-            f"{place}: {shown(wrong)} cannot be held to in this model's format, in which arguments are written "
-            'NAME=VALUE; leave out strict, or give tool_choice "required"',
-            param=place,
-        )
-    root = f"#/$defs/{_ROOT_NAME}"
+        return [f'args_{index}: (any_{index} ("," " "? any_{index})*)?', f'any_{index}: /{_NAME}/ "=" {json_rule({})}']
+    properties = properties_of(index, function, _NAME)
+    required = set(parameters_of(function).get("required") or [])
     rules, written, unwritten = [], '""', '""'  # what may follow once an argument is written, or none yet
     for number, name in reversed(list(enumerate(properties))):
-        value = {"$ref": f"{root}/properties/{name}", "$defs": {_ROOT_NAME: moved(schema, root)}}
         one = f"value_{index}_{number}"
-        rules.append(f"{one}: {json.dumps(name + '=')} {_json(value)}")
+        rules.append(f"{one}: {json.dumps(name + '=')} {property_rule(function, name)}")
         next_written, next_unwritten = f"more_{index}_{number}", f"first_{index}_{number}"
         optional = name not in required
         rules.append(f'{next_written}: "," " "? {one} {written}' + (f" | {written}" if optional else ""))
         rules.append(f"{next_unwritten}: {one} {written}" + (f" | {unwritten}" if optional else ""))
         written, unwritten = next_written, next_unwritten
     return [f"args_{index}: {unwritten}", *rules]
-
-
-_ROOT_NAME = "arguments"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import uuid
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 Delta = dict[str, Any]
@@ -222,7 +223,7 @@ class ReasonedCalls:
         return found
 
 
-def _regions(template: dict[str, Any], prefix: str) -> Any:
+def _regions(template: dict[str, Any], prefix: str, tools: Sequence[dict[str, Any]]) -> Any:
     """transformers' parser, whose events of a region's begin have the name that stands there."""
     from transformers.utils.chat_parsing import ResponseParser
 
@@ -231,7 +232,7 @@ def _regions(template: dict[str, Any], prefix: str) -> Any:
             super()._open_explicit(events, field, m)
             events[-1]["name"] = m.groupdict().get("name")
 
-    return Regions(template, prefix=prefix)
+    return Regions(template, prefix=prefix, tools=list(tools))
 
 
 class _Region(NamedTuple):
@@ -245,19 +246,22 @@ class _Region(NamedTuple):
 class FormatParser:
     """Parser of an answer in a model's own format."""
 
-    def __init__(self, template: dict[str, Any], prefix: str, *, with_calls: bool) -> None:
+    def __init__(
+        self, template: dict[str, Any], prefix: str, *, with_calls: bool, tools: Sequence[dict[str, Any]] = ()
+    ) -> None:
         """Make a parser.
 
         Args:
             template: Response template.
             prefix: End of the prompt, which may have opened a region.
             with_calls: False: what would be a call is content.
+            tools: Functions whose schemas give the types of arguments that the format writes as plain text.
         """
         template = copy.deepcopy(template)
         if not with_calls:
             template["fields"].pop("tool_calls", None)
         self._streams = self._stream_arguments(template)
-        self._parser: Any = _regions(template, prefix)
+        self._parser: Any = _regions(template, prefix, () if self._streams else tools)
         self._calls = CallDeltas()
         self._region: _Region | None = None
         self._raw = ""  # text of the region of calls, for the case that it is none

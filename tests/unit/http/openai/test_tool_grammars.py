@@ -12,6 +12,7 @@ from outrider.models.demo import demo_model_path
 from outrider.platform.core.constraint_check import CHECKER
 from outrider.platform.core.errors import InvalidRequestError
 from outrider.platform.core.structured_outputs import StructuredOutputsParams, parser_limits
+from outrider.platform.http.openai.tools.arguments import flat_tools
 from outrider.platform.http.openai.tools.choice import ToolChoice
 from outrider.platform.http.openai.tools.formats import FORMATS
 from outrider.platform.http.openai.tools.grammar import answer_constraint
@@ -46,6 +47,7 @@ MARKS = {
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"],
     "old mistral": ["[TOOL_CALLS]"],
     "pythonic": ["<|python_start|>", "<|python_end|>"],
+    "qwen3_coder": ["<think>", "</think>", "<tool_call>", "</tool_call>"],
 }
 CALLS = {
     "hermes": '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>',
@@ -55,6 +57,7 @@ CALLS = {
     "old mistral": '[TOOL_CALLS] [{"name": "%s", "arguments": %s}]',
     "openai": "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>%s",
     "pythonic": "[%s(%s)]",
+    "qwen3_coder": "<tool_call>\n<function=%s>\n%s</function>\n</tool_call>",
 }
 """Text of a call by format: name, arguments."""
 BEFORE = {"openai": "<|channel|>final<|message|>"}
@@ -76,6 +79,9 @@ def tokenizer_with():
 def call(kind, name="weather", arguments='{"city": "Rome"}'):
     if kind == "pythonic":
         arguments = ", ".join(f"{key}={json.dumps(value)}" for key, value in json.loads(arguments).items())
+    if kind == "qwen3_coder":
+        values = {k: v if isinstance(v, str) else json.dumps(v) for k, v in json.loads(arguments).items()}
+        arguments = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
     return CALLS[kind] % (name, arguments)
 
 
@@ -118,9 +124,10 @@ def test_strict_calls_among_free_text(kind, as_tokens, tokenizer_with):
         right.append("<|channel|>analysis<|message|>so<|end|><|start|>assistant" + call(kind))
     else:
         right.append("I look. " + (call(kind)[:-1] + ", " + other[1:] if kind == "pythonic" else call(kind) + other))
-    wrong = [call(kind, arguments='{"town": "Rome"}'), call(kind, arguments='{"city": 1}'), call(kind, "third", "{}")]
+    misfit = "{}" if kind == "qwen3_coder" else '{"city": 1}'  # there it is the text "1"
+    wrong = [call(kind, arguments='{"town": "Rome"}'), call(kind, arguments=misfit), call(kind, "third", "{}")]
     if kind != "openai":
-        wrong += ["So: " + call(kind, "third", "{}"), "So: " + call(kind, arguments='{"city": null}')]
+        wrong += ["So: " + call(kind, "third", "{}"), "So: " + call(kind, arguments=misfit)]
     assert accepts(tokenizer, constraint, *right, *wrong) == [True] * len(right) + [False] * len(wrong)
     for text in right[1:]:
         parser = FormatParser(template_of(kind), "", with_calls=True)
@@ -185,7 +192,7 @@ def test_whatever_is_sampled_fits_the_schema(kind, tokenizer_with):
             allowed = numpy.flatnonzero(numpy.unpackbits(bits.view(numpy.uint8), bitorder="little")[: len(tokenizer)])
             ids.append(int(random.choice(allowed)))
             assert walk.consume_token(ids[-1])
-        parser = FormatParser(template_of(kind), "", with_calls=True)
+        parser = FormatParser(template_of(kind), "", with_calls=True, tools=flat_tools(tools.tools))
         deltas = parser.feed(tokenizer.decode(ids)) + parser.finish()
         function = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
         assert function[0]["name"] == "order"
@@ -207,7 +214,65 @@ def test_a_schema_that_keyword_arguments_cannot_say(schema, named, tokenizer_wit
     assert caught.value.param == "tools[0].function.parameters"
 
 
-@pytest.mark.parametrize("kind", ["hermes", "deepseek_v3", "mistral", "openai"])
+TAGGED = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "minLength": 2, "maxLength": 9},
+        "unit": {"anyOf": [{"$ref": "#/$defs/unit"}, {"type": "null"}]},
+        "place": {"$ref": "#/$defs/place"},
+        "size": {"type": ["integer", "null"], "maximum": 12},
+        "note": {"type": ["string", "null"]},
+    },
+    "required": ["text"],
+    "$defs": {"unit": {"enum": ["c", "f"], "type": "string"}, "place": {"type": "array", "items": {"type": "number"}}},
+}
+
+
+def tagged(**values):
+    return call("qwen3_coder", "f", json.dumps(values))
+
+
+def test_values_between_tags(tokenizer_with):
+    """Strings are written as they are, other values as JSON, and the parser reads them by the schema's types."""
+    tokenizer = tokenizer_with(MARKS["qwen3_coder"])
+    tool = {"type": "function", "function": {"name": "f", "parameters": TAGGED, "strict": True}}
+    tools = ToolChoice((tool,), parallel=False)
+    constraint = answer_constraint(None, tools, FORMATS["qwen3_coder"], tokenizer, "")
+    right = [
+        {"text": '1 "\n}', "unit": "c", "place": [1.5, 2], "size": 12, "note": "\nsee <b>\n"},
+        {"text": "ab", "unit": None, "size": None, "note": None},
+    ]
+    wrong = [{"unit": "c"}, {"text": "ab", "unit": "k"}, {"text": "ab", "size": 13}, {"text": "a"}, {"text": "a" * 10}]
+    wrong += [{"text": "ab", "place": ["x"]}, {"text": "ab", "more": 1}, {"text": "a</parameter>"}]
+    texts = [tagged(**values) for values in (*right, *wrong)]
+    assert accepts(tokenizer, constraint, *texts) == [True] * len(right) + [False] * len(wrong)
+    for values, text in zip(right, texts, strict=False):
+        parser = FormatParser(FORMATS["qwen3_coder"], "", with_calls=True, tools=flat_tools(tools.tools))
+        deltas = parser.feed(text) + parser.finish()
+        found = "".join(each["function"]["arguments"] for delta in deltas for each in delta["tool_calls"])
+        assert json.loads(found) == values
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"type": "string", "pattern": "^a$"}, "pattern"),
+        ({"type": ["string", "integer"]}, "type"),
+        ({"enum": ["a", 1]}, "enum"),
+        ({"const": "</parameter>"}, "const"),
+        ({"type": "string", "maxLength": "9"}, "maxLength"),
+        ({"not": {}}, "not"),
+    ],
+)
+def test_a_schema_that_values_between_tags_cannot_have(schema, named, tokenizer_with):
+    function = {"name": "f", "parameters": {"properties": {"a": schema}}, "strict": True}
+    tools = ToolChoice(({"type": "function", "function": function},))
+    with pytest.raises(InvalidRequestError, match=named) as caught:
+        answer_constraint(None, tools, FORMATS["qwen3_coder"], tokenizer_with([]), "")
+    assert caught.value.param == "tools[0].function.parameters.properties.a"
+
+
+@pytest.mark.parametrize("kind", ["hermes", "deepseek_v3", "mistral", "openai", "qwen3_coder"])
 def test_a_form_or_calls(kind, tokenizer_with):
     tokenizer, begin = tokenizer_with(MARKS[kind]), BEFORE.get(kind, "")
     tokenizer.eos_token = "<|pad|>"
@@ -245,7 +310,6 @@ def test_channels_of_harmony(tokenizer_with):
 def test_nothing_is_added_where_nothing_can_stand(tokenizer_with):
     tokenizer = tokenizer_with([])
     assert answer_constraint(JSON, ToolChoice(), None, tokenizer, "") is JSON
-    assert answer_constraint(None, TOOLS, FORMATS["qwen3_coder"], tokenizer, "") is None
     assert answer_constraint(None, ToolChoice(TOOLS.tools[1:]), FORMATS["hermes"], tokenizer, "") is None
     forced = TOOLS._replace(is_forced=True, name="weather")
     asked = forced.constraint()

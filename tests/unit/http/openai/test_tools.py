@@ -250,3 +250,15 @@ def test_a_model_whose_format_is_unknown(http, make_http, llm):
     llm.reply = f"<tool_call>{json.dumps(CALL)}</tool_call>"
     choice = message(chat(make_http(tool_call_parser="hermes"), tools=[TOOL]))
     assert without_ids(choice["message"]["tool_calls"]) == [CALL]
+
+
+def test_values_have_the_types_of_the_schema_where_the_format_has_none(make_http, llm):
+    days = {"anyOf": [{"$ref": "#/$defs/days"}, {"type": "null"}]}
+    parameters = {"properties": {"city": {"type": "string"}, "days": days}, "$defs": {"days": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
+    values = "<parameter=city>\n75001\n</parameter>\n<parameter=days>\n2\n</parameter>"
+    llm.reply = f"<tool_call>\n<function=get_weather>\n{values}\n</function>\n</tool_call>"
+    choice = message(chat(make_http(tool_call_parser="qwen3_coder"), tools=[tool]))
+    assert without_ids(choice["message"]["tool_calls"]) == [
+        {"name": "get_weather", "arguments": {"city": "75001", "days": 2}}
+    ]

@@ -13,6 +13,7 @@ from outrider.lora.files.tensor_keys import ModuleShape
 from outrider.platform.core.adapter_files import WEIGHT_FILES
 from outrider.platform.core.errors import AdapterError
 
+from ....mutations import MUTATIONS, mutated
 from ..conftest import SIZES, make_linears, module, tensors, write_adapter
 from ..parsing import DraftTarget, parse
 
@@ -197,3 +198,21 @@ def test_hostile_biases(tmp_path, bias, message):
     shapes = AdapterSites(make_linears(), None, torch.float32, torch.device("cpu")).model.shapes
     with pytest.raises(AdapterError, match=message):
         parse(path, shapes, max_rank=8, dtype=torch.float16)
+
+
+@TARGET
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin", "adapter_config.json"])
+def test_mutations(tmp_path, read, name):
+    path = write_adapter(tmp_path / "damaged", binary=name.endswith("bin"))
+    file = tmp_path / "damaged" / name
+    whole, refused = file.read_bytes(), 0
+    assert read(path).modules
+    for seed in range(MUTATIONS):
+        file.write_bytes(mutated(whole, name, seed))
+        try:
+            adapter = read(path)
+        except AdapterError:
+            refused += 1
+        else:
+            assert all(torch.isfinite(part).all() for weights in adapter.modules.values() for part in weights[:2])
+    assert refused >= MUTATIONS // 4

@@ -133,16 +133,23 @@ def test_parameters_of_other_experts_are_refused(case, tmp_path, change):
         Engine(base, {"experts": str(tmp_path)}, {"experts": prompts["experts"]}).admit(["experts"])
 
 
-def test_a_bias_of_an_expert_is_refused_and_not_left_out(case, tmp_path):
+@pytest.mark.parametrize(
+    ("field", "ending", "message"),
+    [
+        ("lora_bias", "lora_B.bias", r"experts\.0.*a bias is not served on experts"),
+        ("use_dora", "lora_magnitude_vector", r"experts\.0.*DoRA \(use_dora\) is not served on experts"),
+    ],
+)
+def test_what_is_not_served_on_experts_is_refused_and_not_left_out(case, tmp_path, field, ending, message):
     base, paths, prompts, _ = case
     tensors = load_file(f"{paths['each']}/adapter_model.safetensors")
     tensors |= {
-        key.removesuffix("weight") + "bias": torch.ones(len(tensor))
+        key.replace("lora_B.weight", ending): torch.ones(len(tensor))
         for key, tensor in tensors.items()
         if "lora_B" in key
     }
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     config = json.loads((Path(paths["each"]) / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"lora_bias": True}))
-    with pytest.raises(AdapterError, match=r"experts\.0.*a bias is not served on experts"):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {field: True}))
+    with pytest.raises(AdapterError, match=message):
         Engine(base, {"each": str(tmp_path)}, {"each": prompts["each"]}).admit(["each"])

@@ -1,7 +1,9 @@
 """Every field of PEFT's LoraConfig, driven against PEFT: equal logits, or a refusal that names the field."""
 
+import contextlib
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import peft
@@ -74,6 +76,7 @@ WRITTEN = {
     "init_lora_weights i": "loftq",
     "init_lora_weights j": "lora_ga",
     "init_lora_weights k": "PiSSA",
+    "init_lora_weights l": "novelty",
     "bias d": "some",
     "trainable_token_indices c": [1, 1],
     "alora_invocation_tokens b": ["invoke"],
@@ -155,6 +158,24 @@ def test_refused_values_are_refused_by_the_name_of_the_field(adapters):
         with pytest.raises(AdapterError, match=rf"adapter_config\.json: {name.split()[0]}=.* is not served"):
             engine.admit(["x"])
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "served"), [(True, False), ({"x": 1}, False), (None, True), (False, True), ({}, True)]
+)
+def test_a_field_of_a_newer_peft_is_named_where_it_switches_something_on(adapters, tmp_path, value, served):
+    base, paths = adapters
+    shutil.copytree(paths["r"], tmp_path / "newer")
+    file = tmp_path / "newer" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_novelty": value, "novelty_size": 16}))
+    engine = Engine(base, {"x": str(tmp_path / "newer")}, {"x": [3, 4]})
+    with (
+        contextlib.nullcontext()
+        if served
+        else pytest.raises(AdapterError, match=r"json: 'use_novelty': .* is not known")
+    ):
+        engine.admit(["x"])
+    engine.close()
 
 
 def test_the_documentation_has_the_table():

@@ -297,12 +297,18 @@ def test_mixed_rules_in_one_batch_are_as_alone(draft: Draft) -> None:
 # --- composition --------------------------------------------------------------------------------------------------
 
 
-def make(draft: Draft | None, vocab_size: int = VOCAB, folder: Path | None = None, **config: object):
+def make(
+    draft: Draft | None,
+    vocab_size: int = VOCAB,
+    folder: Path | None = None,
+    rounding: str | None = None,
+    **config: object,
+):
     if draft is not None:
         config = {"method": "draft_model", "model": str(draft.path), **config}
     target = SimpleNamespace(config=SimpleNamespace(vocab_size=vocab_size))
     model_path = None if folder is None else str(folder)
-    context = DrafterContext(target=target, model_path=model_path, device="cpu", dtype="float32")
+    context = DrafterContext(target=target, model_path=model_path, device="cpu", dtype="float32", quantization=rounding)
     return make_drafter(parse_speculative(config or None), context)
 
 
@@ -313,6 +319,15 @@ def test_composition(draft: Draft) -> None:
     drafter = make(draft, adaptive=False)
     assert isinstance(drafter, DraftModelDrafter)
     assert drafter.needs.kv_layers == (KVLayerSpec(2, 8),) * 2
+
+
+def test_weights_are_quantised_as_the_targets_unless_told_otherwise(draft: Draft) -> None:
+    def size(**options: Any) -> int:
+        return sum(linear.packed.num_bytes for linear in make(draft, **options).needs.linears)
+
+    assert size(quantization="int8") < size(quantization="none") == size()
+    assert size(rounding="int8") == size(quantization="int8")
+    assert size(rounding="int8", quantization="none") == size()
 
 
 def test_another_vocabulary_is_refused(draft: Draft) -> None:

@@ -14,7 +14,7 @@ from outrider.platform.tenancy.database.connection import Database, parse_url
 from outrider.platform.tenancy.database.migrations.upgrade import check_up_to_date, revisions, upgrade
 from outrider.platform.tenancy.database.schema import metadata
 
-NEWEST = "0002"
+NEWEST = "0003"
 
 UPGRADE = """
 import sys, time, pathlib

@@ -39,18 +39,18 @@ def test_periods_follow_each_other(period, now):
 
 def test_what_ends_while_the_ledger_is_read_counts_once():
     budget = Budget(1000, "day", at("2026-11-21T12:00"))
-    budget.since += 30  # in the ledger by the time it answers
-    start, _ = budget.begin_reading()
-    budget.since += 5  # not in its answer
+    budget.ended += 30  # in the ledger by the time it answers
+    reading = budget.begin_reading()
+    budget.ended += 5  # not in its answer
     budget.reserved = 100
-    budget.end_reading(start, 230, 7.0)
+    budget.end_reading(reading, 230, 7.0)
     assert (budget.used, budget.remaining, budget.read_at) == (235, 665, 7.0)
 
 
 def test_a_new_period_begins_at_zero_and_the_ledger_is_asked_again():
     budget = Budget(1000, "day", at("2026-11-21T23:59"))
-    start, _ = budget.begin_reading()
-    budget.end_reading(start, 900, 7.0)
+    reading = budget.begin_reading()
+    budget.end_reading(reading, 900, 7.0)
     budget.reserved = 50
     budget.roll(at("2026-11-22T00:00"))
     assert (budget.used, budget.reserved, budget.read_at) == (0, 50, float("-inf"))
@@ -58,9 +58,9 @@ def test_a_new_period_begins_at_zero_and_the_ledger_is_asked_again():
 
 def test_an_answer_about_another_period_is_not_taken():
     budget = Budget(1000, "day", at("2026-11-21T23:59"))
-    start, _ = budget.begin_reading()
+    reading = budget.begin_reading()
     budget.roll(at("2026-11-22T00:00"))
-    budget.end_reading(start, 900, 7.0)
+    budget.end_reading(reading, 900, 7.0)
     assert budget.used == 0
     assert budget.read_at is None, "it must still be asked"
 
@@ -68,6 +68,6 @@ def test_an_answer_about_another_period_is_not_taken():
 def test_a_clock_that_is_set_back_comes_to_its_period_again():
     budget = Budget(1000, "month", at("2026-11-21"))
     budget.roll(at("2027-11-21"))
-    budget.since += 10
+    budget.ended += 10
     budget.roll(at("2026-11-21"))
     assert (budget.start, budget.used) == (at("2026-11-01"), 0)

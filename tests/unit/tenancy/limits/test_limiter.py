@@ -1,48 +1,17 @@
 """Admission: all of what a request needs, or an error that says when."""
 
 import asyncio
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limit_helpers import Clock, Usage, refused, run, settle
 
 from outrider.platform.core.errors import RateLimitError, ShuttingDownError
 from outrider.platform.tenancy.accounts.principal import Limits, Principal
 from outrider.platform.tenancy.limits.buckets import SECOND
 from outrider.platform.tenancy.limits.demand import Demand
 from outrider.platform.tenancy.limits.limiter import Limiter, shown_duration
-
-
-@dataclass
-class Clock:
-    seconds: float = 0.0
-    wall: float = 1_795_289_400.0  # 2026-11-21T19:30:00Z
-
-    def monotonic_ns(self) -> int:
-        return int(self.seconds * SECOND)
-
-    def time(self) -> float:
-        return self.wall
-
-
-@dataclass
-class Usage:
-    """A ledger that answers when it is let to."""
-
-    tokens: int = 0
-    error: Exception | None = None
-    asked: list = field(default_factory=list)
-    gate: asyncio.Event | None = None
-
-    async def __call__(self, tenant, key_id, start, end):
-        self.asked.append((tenant, key_id, start, end))
-        answer = self.tokens
-        if self.gate is not None:
-            await self.gate.wait()
-        if self.error is not None:
-            raise self.error
-        return answer
 
 
 class Setting:
@@ -62,22 +31,6 @@ class Setting:
         return int(self.limiter.headers(self.principal(key_id))[f"x-ratelimit-remaining-{what}"])
 
 
-def run(scenario):
-    asyncio.run(asyncio.wait_for(scenario, 10))
-
-
-async def refused(coroutine, param):
-    with pytest.raises(RateLimitError) as caught:
-        await coroutine
-    assert caught.value.param == param
-    return caught.value
-
-
-async def settle():
-    for _ in range(8):
-        await asyncio.sleep(0)
-
-
 def test_without_limits_nothing_is_kept_or_said():
     async def scenario():
         setting = Setting()
@@ -85,7 +38,7 @@ def test_without_limits_nothing_is_kept_or_said():
         assert ticket.max_tokens == [990]
         assert setting.limiter.headers(setting.principal()) == {}
         setting.limiter.release(ticket, 20)
-        assert setting.limiter._scopes == {}
+        assert setting.limiter._scopes.all() == []
 
     run(scenario())
 
@@ -313,10 +266,10 @@ def test_a_budget_stays_as_it_was_while_the_ledger_is_away():
 def test_a_call_that_generates_nothing_counts_as_a_request():
     async def scenario():
         setting = Setting(Limits(requests_per_minute=2, tokens_per_minute=5))
-        setting.limiter.charge_call(setting.principal())
-        setting.limiter.charge_call(setting.principal())
+        await setting.limiter.charge_call(setting.principal())
+        await setting.limiter.charge_call(setting.principal())
         with pytest.raises(RateLimitError):
-            setting.limiter.charge_call(setting.principal())
+            await setting.limiter.charge_call(setting.principal())
 
     run(scenario())
 
@@ -324,14 +277,14 @@ def test_a_call_that_generates_nothing_counts_as_a_request():
 def test_idle_scopes_are_forgotten():
     async def scenario():
         setting = Setting(key=Limits(requests_per_minute=1))
-        setting.limiter._num_kept = 3
+        setting.limiter._scopes.num_kept = 3
         for number in range(3):
             setting.limiter.release(await setting.admit(key_id=f"k{number}"), 0)
         running = await setting.admit(key_id="running")
         setting.clock.seconds = 61.0
-        setting.limiter._num_kept = 3
+        setting.limiter._scopes.num_kept = 3
         await setting.admit(key_id="new")
-        assert {key for _, key in setting.limiter._scopes} == {"running", "new"}
+        assert {scope.key_id for scope in setting.limiter._scopes.all()} == {"running", "new"}
         setting.limiter.release(running, 0)
 
     run(scenario())
@@ -392,7 +345,7 @@ def test_whatever_happens_all_of_it_comes_back(steps):
                 tasks.remove(task)
                 running.append(task.result())
         setting.clock.seconds += 60
-        for scope in setting.limiter._scopes.values():
+        for scope in setting.limiter._scopes.all():
             assert (scope.places.taken, scope.num_waiting, scope.places.num_waiting) == (0, 0, 0)
             assert scope.budget is None or scope.budget.reserved == 0
             assert scope.is_idle(setting.clock.monotonic_ns())

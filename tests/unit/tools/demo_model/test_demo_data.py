@@ -12,7 +12,7 @@ from outrider.models.demo import demo_model_path
 pytest.importorskip("peft")
 
 from outrider.tools.demo_model.config import Demo
-from outrider.tools.demo_model.evaluation import held_out, runs_as_sql
+from outrider.tools.demo_model.evaluation import CHECKS, held_out, runs_as_sql
 from outrider.tools.demo_model.mixture import ADAPTERS, BASE_MIXTURE, adapter_document, base_document, drafting_document
 from outrider.tools.demo_model.queries import SCHEMA, query
 from outrider.tools.demo_model.records import RECORDS, record, to_json
@@ -98,11 +98,27 @@ def test_adapter_answers_have_the_adapters_form(name):
                 assert isinstance(json.loads(content), dict)
             elif name == "sql":
                 assert runs_as_sql(content)
+            elif name == "tools":
+                assert CHECKS["tools"](content)
             else:
                 assert content.endswith(CLOSING)
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+def test_calls_are_of_a_tool_in_the_prompt():
+    """A sentence with the arguments of a listed function is a call of it; whatever else is, is none."""
+    rng, called = Random(4), set()
+    for _ in range(200):
+        (role, first), *rest = adapter_document(rng, "tools").messages
+        call = next((content for _, content in rest if content.startswith("<tool_call>")), None)
+        if call is not None:
+            function = json.loads(call.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+            assert role == "system"
+            assert f" {function['name']}({', '.join(function['arguments'])})" in first
+            called.add(function["name"])
+    assert called == {"new_order", "new_meeting"}
+
+
+@pytest.mark.parametrize("name", [name for name in ADAPTERS if name != "tools"])
 def test_drafters_learn_short_requests_too(name):
     rng = Random(5)
     documents = [drafting_document(rng, name) for _ in range(200)]

@@ -92,7 +92,7 @@ def test_a_student_learns_its_teachers_guesses(tmp_path):
 
 
 def test_every_stage_in_small(tmp_path, monkeypatch, repo_root):
-    for name in ("json", "support"):
+    for name in ("json", "support", "tools"):
         monkeypatch.delitem(config.RANKS, name)
     monkeypatch.setattr(training, "BATCH_TOKENS", 2048)
     output, work = tmp_path / "models", tmp_path / "work"

@@ -133,7 +133,7 @@ function formOfAnswer() {
   } catch {
     return null;
   }
-  if (Array.isArray(form)) return { tools: form, tool_choice: "required", parallel_tool_calls: false };
+  if (Array.isArray(form)) return { tools: form };
   return { response_format: { type: "json_schema", json_schema: { name: "answer", schema: form } } };
 }
 

@@ -1,0 +1,174 @@
+"""Rules in Lark's syntax for the arguments of a strict tool, one property at a time.
+
+Where a call is not JSON as a whole, its schema must be an object of properties. In `qwen3_coder` each value stands
+between tags, a string as it is and anything else as JSON; the schema's types tell the parser which of them it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from ....core.errors import InvalidRequestError
+from ....core.sampling_params import shown
+from ....core.structured_outputs import WHITESPACE
+from .choice import moved, parameters_of
+
+_ROOT = frozenset("type properties required additionalProperties $defs definitions title description $schema".split())
+"""Keywords of a schema whose properties can be written one by one."""
+_OF_TEXT = frozenset("type title description default examples nullable minLength maxLength enum const".split())
+"""Keywords of a string that stands between tags."""
+_TAG_NAME = r"[^>\n\/~%]+"
+"""Name of a property in a tag, which is a part of a reference too."""
+_END = r"\n<\/parameter>"
+_MARKS = ("</parameter>", "<parameter=", "</function>")
+"""Texts that the parser takes for the end of a value: no string between tags has them."""
+_MAX_REFERENCES = 8
+"""Longest chain of references that is followed for the type of a property."""
+
+
+def json_rule(schema: dict[str, Any]) -> str:
+    """JSON of a schema."""
+    return f"%json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
+
+
+def property_rule(function: dict[str, Any], name: str) -> str:
+    """JSON of one property of a function's arguments."""
+    root = "#/$defs/arguments"
+    schema = {"$ref": f"{root}/properties/{name}", "$defs": {"arguments": moved(parameters_of(function), root)}}
+    return json_rule(schema)
+
+
+def _refuse(place: str, what: object) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{place}: {shown(what)} cannot be held to in this model's format, in which arguments are written one by one; "
+        'leave out strict, or give tool_choice "required"',
+        param=place,
+    )
+
+
+def properties_of(index: int, function: dict[str, Any], names: str) -> dict[str, Any]:
+    """Properties of a strict tool's arguments. `names`: pattern of the names that the format can write.
+
+    Raises:
+        InvalidRequestError: arguments that are written one by one cannot have all that the schema asks for.
+    """
+    schema = parameters_of(function)
+    place = f"tools[{index}].function.parameters"
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    is_list = isinstance(required, list) and all(isinstance(name, str) for name in required)
+    if not isinstance(properties, dict) or not is_list:
+        raise InvalidRequestError(f"{place}: properties must be an object, required a list of names", param=place)
+    wrong = next((key for key in schema if key not in _ROOT), None)
+    if wrong is None:
+        wrong = next((key for key in (*properties, *required) if not re.fullmatch(names, key)), None)
+    if wrong is None and set(required) - properties.keys():
+        wrong = "required"
+    if wrong is not None:
+        raise _refuse(place, wrong)
+    return properties
+
+
+def flat(schema: Any, root: dict[str, Any], depth: int = 0) -> dict[str, Any]:
+    """A property's schema with its types in sight: references of it, and of its alternatives, are followed."""
+    for _ in range(_MAX_REFERENCES):
+        reference = schema.get("$ref") if isinstance(schema, dict) else None
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            break
+        rest = {key: value for key, value in schema.items() if key != "$ref"}
+        found: Any = root
+        for part in reference.split("/")[1:]:
+            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+        schema = found | rest if isinstance(found, dict) else {}
+    if not isinstance(schema, dict):
+        return {}
+    for union in ("anyOf", "oneOf"):
+        if isinstance(schema.get(union), list) and depth < _MAX_REFERENCES:
+            schema = schema | {union: [flat(option, root, depth + 1) for option in schema[union]]}
+    return schema
+
+
+def flat_tools(tools: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
+    """Tools whose properties have their types in sight, for a parser that turns texts into values."""
+    found = []
+    for tool in tools:
+        parameters = tool["function"].get("parameters") or {}
+        properties = parameters.get("properties")
+        if isinstance(properties, dict):
+            parameters = {"properties": {name: flat(schema, parameters) for name, schema in properties.items()}}
+            found.append({"function": {"name": tool["function"]["name"], "parameters": parameters}})
+    return found
+
+
+# --- values between tags ---
+
+
+def tagged_arguments(index: int, function: dict[str, Any]) -> list[str]:
+    """Rules of `args_{index}`, in the order of the schema's properties.
+
+    Raises:
+        InvalidRequestError: values between tags cannot have all that the schema of a strict tool asks for.
+    """
+    if not function.get("strict"):
+        tag = f"/<parameter={_TAG_NAME}>\\n/"
+        return [f"args_{index}: any_{index}*", f'any_{index}: {tag} text_{index} "\\n"', _text(f"text_{index}")]
+    properties = properties_of(index, function, _TAG_NAME)
+    schema = parameters_of(function)
+    rules, written = [], []
+    for number, name in enumerate(properties):
+        one = f"value_{index}_{number}"
+        place = f"tools[{index}].function.parameters.properties.{name}"
+        rules += _tagged_value(one, flat(properties[name], schema), property_rule(function, name), place)
+        rules.append(f'tag_{one}: {json.dumps(f"<parameter={name}>" + chr(10))} {one} "\\n"')
+        written.append(f"tag_{one}" + ("" if name in (schema.get("required") or []) else "?"))
+    return [f"args_{index}: {' '.join(written) or json.dumps('')}", *rules]
+
+
+def _types(schema: dict[str, Any]) -> set[str]:
+    declared = schema.get("type")
+    found = set(declared if isinstance(declared, list) else [declared] if isinstance(declared, str) else [])
+    found |= {kind for union in ("anyOf", "oneOf") for option in schema.get(union) or () for kind in _types(option)}
+    return found | ({"null"} if schema.get("nullable") else set())
+
+
+def _text(rule: str, least: int = 0, most: int | None = None) -> str:
+    """Rule of a string between tags, of `least` to `most` characters, and of the tag that ends it."""
+    marks = r"<\/parameter>(.|\n)|<parameter=|<\/function>"
+    count = f"{{{least},{'' if most is None else most}}}"
+    return rf"{rule}[lazy]: /(.|\n){count}{_END}/ & ~/(.|\n)*({marks})(.|\n)*/"
+
+
+def _tagged_value(rule: str, schema: dict[str, Any], as_json: str, place: str) -> list[str]:
+    """Rules of a value and of the tag that ends it."""
+    types = _types(schema)
+    if types and "string" not in types:
+        return [f'{rule}: {as_json} "\\n</parameter>"']
+    if types - {"string", "null"}:
+        raise _refuse(place, "type: a string or something else")  # "12" could be either
+    union = next((name for name in ("anyOf", "oneOf") if name in schema), None)
+    options = [schema] if union is None else schema[union]
+    rules, ways = [], []
+    for number, option in enumerate(options):
+        allowed = _OF_TEXT if union is None else _OF_TEXT - {"nullable"}
+        wrong = next((key for key in option if key not in allowed), None)
+        if wrong is not None:
+            raise _refuse(place, wrong)
+        if _types(option) == {"null"}:
+            continue
+        words = option.get("enum") if "enum" in option else [option["const"]] if "const" in option else None
+        lengths = option.get("minLength", 0), option.get("maxLength")
+        if words is None and isinstance(lengths[0], int) and isinstance(lengths[1], int | None):
+            ways.append(f"{rule}_text_{number}")
+            rules.append(_text(ways[-1], *lengths))
+        elif not isinstance(words, list) or not all(
+            isinstance(word, str) and not any(mark in word for mark in _MARKS)
+            for word in words
+            if word is not None or "null" not in types
+        ):
+            raise _refuse(place, next(key for key in ("enum", "const", "minLength", "maxLength") if key in option))
+        else:
+            ways += [json.dumps(f"{word}\n</parameter>") for word in words if word is not None]
+    if "null" in types:
+        ways.append(json.dumps("null\n</parameter>"))
+    return [f"{rule}: {' | '.join(ways)}", *rules]

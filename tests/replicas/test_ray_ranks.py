@@ -1,0 +1,107 @@
+"""Ranks as actors on a Ray of this machine: the text of one process, deaths, and what is freed. `make test-ray`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+pytest.importorskip("ray")
+
+import ray
+
+from outrider import LLM, LoRARequest, SamplingParams
+from outrider.models.demo import demo_adapters
+from outrider.platform.cli.main import main
+from outrider.platform.core.errors import EngineDeadError, InvalidRequestError
+
+from ..rank_texts import OPTIONS, PROMPTS, num_accepted, preempted_texts, texts
+
+RAY = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
+CORES = 2.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cluster() -> Iterator[None]:
+    ray.init(address="local", num_cpus=int(CORES), include_dashboard=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    with LLM(**OPTIONS) as llm:
+        return texts(llm)
+
+
+@pytest.fixture(scope="module")
+def llm(expected: list[str]) -> Iterator[LLM]:
+    handler = signal.getsignal(signal.SIGTERM)
+    with LLM(num_gpu_blocks_override=17, **RAY, **OPTIONS) as made:
+        assert signal.getsignal(signal.SIGTERM) is handler
+        yield made
+    wait_until_free()
+
+
+def actors() -> list[psutil.Process]:
+    """Processes of ranks on this process's cluster."""
+    return [process for process in psutil.Process().children(recursive=True) if "ray::RankActor" in process.name()]
+
+
+def wait_until_free() -> None:
+    ends = time.monotonic() + 30
+    while actors() or ray.available_resources().get("CPU") != CORES:
+        assert time.monotonic() < ends, (actors(), ray.available_resources())
+        time.sleep(0.1)
+    groups = ray.util.placement_group_table().values()
+    assert {group["state"] for group in groups} == {"REMOVED"}
+
+
+def test_ranks_of_replicas_are_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        sys.exit(main(["deploy", "-tp", "2", "--distributed-executor-backend", "ray"]) or None)
+    assert "argument --distributed-executor-backend: outrider deploy has the ranks" in capsys.readouterr().err
+
+
+def test_the_death_of_an_actor_ends_the_engine_and_frees_its_room() -> None:
+    with LLM(dtype="float32", device="cpu", max_model_len=256, **RAY) as llm:
+        llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2))
+        (actor,) = actors()
+        os.kill(actor.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match=r"rank 1 of 2 is gone \(ActorDied"):
+            llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2))
+        wait_until_free()
+        with pytest.raises(EngineDeadError, match="rank 1 of 2 is gone"):
+            llm.llm_engine.engine_core.step()
+
+
+def test_two_ranks_write_the_text_of_one(llm: LLM, expected: list[str]) -> None:
+    assert len(actors()) == 1
+    assert texts(llm) == expected
+    assert num_accepted(llm) > 10, "drafts are accepted"
+    llm.llm_engine.engine_core.check_integrity()
+
+
+def test_preempted_requests_write_the_same(llm: LLM) -> None:
+    together, alone = preempted_texts(llm)
+    assert together == alone
+
+
+def test_adapters_are_loaded_and_unloaded(llm: LLM, expected: list[str]) -> None:
+    request = LoRARequest("mine", path=str(next(iter(demo_adapters().values()))))
+    greedy = SamplingParams(max_tokens=12, temperature=0)
+    llm.load_lora_adapter(request, pinned=True)
+    assert llm.generate(PROMPTS[:1], greedy, lora_request=request)[0].outputs[0].text == expected[len(PROMPTS)]
+    llm.unload_lora_adapter("mine")
+    assert llm.generate(PROMPTS[:1], greedy)[0].outputs[0].text == expected[0]
+
+
+def test_ranks_that_the_cluster_has_no_room_for() -> None:
+    with pytest.raises(InvalidRequestError, match=r"needs 4 CPU of Ray's cluster, which has 2") as caught:
+        LLM(**{**RAY, "tensor_parallel_size": 4}, device="cpu")
+    assert caught.value.param == "tensor_parallel_size"

@@ -1,0 +1,56 @@
+"""A clock and a ledger for limiters, and the ways of their tests; imported by its name."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+
+from outrider.platform.core.errors import RateLimitError
+from outrider.platform.tenancy.limits.buckets import SECOND
+
+
+@dataclass
+class Clock:
+    seconds: float = 0.0
+    wall: float = 1_795_289_400.0  # 2026-11-21T19:30:00Z
+
+    def monotonic_ns(self) -> int:
+        return int(self.seconds * SECOND)
+
+    def time(self) -> float:
+        return self.wall
+
+
+@dataclass
+class Usage:
+    """A ledger that answers when it is let to."""
+
+    tokens: int = 0
+    error: Exception | None = None
+    asked: list = field(default_factory=list)
+    gate: asyncio.Event | None = None
+
+    async def __call__(self, tenant, key_id, start, end):
+        self.asked.append((tenant, key_id, start, end))
+        answer = self.tokens
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        return answer
+
+
+def run(scenario):
+    asyncio.run(asyncio.wait_for(scenario, 10))
+
+
+async def refused(coroutine, param):
+    with pytest.raises(RateLimitError) as caught:
+        await coroutine
+    assert caught.value.param == param
+    return caught.value
+
+
+async def settle():
+    for _ in range(8):
+        await asyncio.sleep(0)
