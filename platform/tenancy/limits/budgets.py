@@ -40,7 +40,7 @@ class BudgetState(NamedTuple):
     used_in_ledger: int
     ended: int
     ended_in_ledger: int
-    read_at: float
+    read_at: float | None
 
 
 class Budget:
@@ -109,14 +109,13 @@ class Budget:
         """Take the answer, unless another period has begun; `now` as in `read_at`."""
         if reading.start == self.start:
             self.used_in_ledger = tokens
-            self.ended_in_ledger = reading.ended
+            self.ended_in_ledger = min(reading.ended, self.ended)  # less: the counts were dropped meanwhile
             self.read_at = now
 
-    def dump(self) -> BudgetState | None:
-        """Use of the budget; None while the ledger has not been read."""
-        if self.read_at is None:
-            return None
-        return BudgetState(self.start, self.used_in_ledger, self.ended, self.ended_in_ledger, max(0.0, self.read_at))
+    def dump(self) -> BudgetState:
+        """Use of the budget."""
+        read_at = None if self.read_at is None else max(0.0, self.read_at)
+        return BudgetState(self.start, self.used_in_ledger, self.ended, self.ended_in_ledger, read_at)
 
     def load(self, state: BudgetState | None, now: float) -> None:
         """Take what `dump` gave, here or in another server, unless it is of another period. Without a state the ledger
@@ -124,5 +123,6 @@ class Budget:
         self.roll(now)
         if state is None:
             self.read_at = None
+            self.ended = self.ended_in_ledger = 0  # all servers count from here
         elif state.start == self.start:
             _, self.used_in_ledger, self.ended, self.ended_in_ledger, self.read_at = state

@@ -36,6 +36,7 @@ class CountTable:
         self._database = database
         self._threads = ThreadPoolExecutor(NUM_THREADS, "outrider-limits")
         self._retry_at = 0.0
+        self._retry_tenant_at: dict[str, float] = {}
         insert = (sqlite.insert if database.is_sqlite else postgresql.insert)(limit_counts)
         self._insert = insert.on_conflict_do_update(index_elements=["tenant"], set_={"counts": insert.excluded.counts})
 
@@ -46,8 +47,9 @@ class CountTable:
         Raises:
             DatabaseUnavailableError: `change` was not called, or what it returned may not be written.
         """
-        if time.monotonic() < self._retry_at:
+        if time.monotonic() < max(self._retry_at, self._retry_tenant_at.get(tenant, 0.0)):
             raise DatabaseUnavailableError("The database was away a moment ago")
+        self._retry_tenant_at.pop(tenant, None)
         loop = asyncio.get_running_loop()
 
         def call(counts: Counts, now: int) -> Counts | None:
@@ -65,12 +67,12 @@ class CountTable:
 
         work = loop.run_in_executor(self._threads, self._change, tenant, call)
         try:
-            await asyncio.wait_for(asyncio.shield(work), CHANGE_SECONDS)
-        except (TimeoutError, DatabaseUnavailableError) as error:
+            await asyncio.wait_for(work, CHANGE_SECONDS)  # cancels what has not begun
+        except DatabaseUnavailableError:
             self._retry_at = time.monotonic() + RETRY_SECONDS
-            if isinstance(error, DatabaseUnavailableError):
-                raise
-            work.add_done_callback(lambda done: done.cancelled() or done.exception())
+            raise
+        except TimeoutError:  # another server may hold the lock of this tenant alone
+            self._retry_tenant_at[tenant] = time.monotonic() + RETRY_SECONDS
             raise DatabaseUnavailableError(f"no answer within {CHANGE_SECONDS:g} s") from None
 
     def _change(self, tenant: str, change: Change) -> None:
@@ -90,6 +92,8 @@ class CountTable:
             connection.execute(
                 select(
                     func.set_config("lock_timeout", f"{CHANGE_SECONDS:g}s", True),
+                    # A server that stops in its turn leaves the lock.
+                    func.set_config("idle_in_transaction_session_timeout", f"{CHANGE_SECONDS:g}s", True),
                     func.set_config("synchronous_commit", "off", True),
                     func.pg_advisory_xact_lock(func.hashtextextended(f"outrider limits {tenant}", 0)),
                 )
@@ -101,4 +105,4 @@ class CountTable:
 
     async def close(self) -> None:
         """End the threads; no change is under way."""
-        await asyncio.to_thread(self._threads.shutdown)
+        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)

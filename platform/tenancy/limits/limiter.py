@@ -67,6 +67,11 @@ class Ticket:
                 scope.budget.reserved += self.num_tokens
                 self._budgets.append(scope.budget)
 
+    @property
+    def has_places(self) -> bool:
+        """True when it waits for none."""
+        return len(self._places) == len(self.scopes)
+
     async def take_places(self) -> None:
         """Take the places that it does not have yet, the key's first and then the tenant's: all take them in this
         order, so none waits for another in a circle."""
@@ -117,6 +122,7 @@ class Limiter:
         self.queue = QueueBound()
         """Queue of the server; the owner of the engine sets its `bounds`."""
         self._scopes = ScopeTable(self._clock)
+        self._refuses_waiting: OutriderError | None = None
         self._turns = None
         if table is not None and common is not None:
             self._turns = Turns(table, self._scopes, common, lease_seconds)
@@ -142,6 +148,8 @@ class Limiter:
                 break
             await granted.read(self._read_usage, self._clock, functools.partial(self._counted, principal))
         try:
+            if self._refuses_waiting is not None and not granted.has_places:
+                raise self._refuses_waiting
             await granted.take_places()
         except BaseException:
             self.release(granted, 0, ran=False)
@@ -207,6 +215,7 @@ class Limiter:
 
     def refuse_waiting(self, error: OutriderError) -> None:
         """Fail all that wait for places: the server is shutting down."""
+        self._refuses_waiting = error
         for scope in self._scopes.all():
             scope.places.refuse_waiting(error)
 

@@ -142,8 +142,9 @@ class Scope:
     # --- servers that count together ---
 
     def load(self, state: ScopeState, server: str, now: int, wall: float) -> None:
-        """Take the counts of all servers, of which this one is `server`. Whose share has ended has died: its requests
-        leave their places, and count as if they had used all that they reserved, until the ledger is read again."""
+        """Take the counts of all servers, of which this one is `server`. A server whose share has ended is
+        dead: its requests leave their places, and count as if they had used all that they reserved, until the ledger
+        is read again."""
         shares = {name: Share(*share) for name, share in state.shares.items() if name != server}
         self._others = {name: share for name, share in shares.items() if share.until > now}
         for bucket, entries in ((self.requests, state.requests), (self.tokens, state.tokens)):
@@ -175,8 +176,8 @@ class Scope:
             share = Share(until, self.places.taken, self.num_waiting, self.places.first_waiting, reserved)
             shares[server] = list(share)
         requests, tokens = ([] if b is None else b.dump(now) for b in (self.requests, self.tokens))
-        budget = None if self.budget is None else self.budget.dump()
-        return ScopeState(now, requests, tokens, None if budget is None else list(budget), shares)
+        budget = None if self.budget is None else list(self.budget.dump())
+        return ScopeState(now, requests, tokens, budget, shares)
 
 
 class ScopeTable:

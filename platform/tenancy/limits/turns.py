@@ -48,7 +48,7 @@ class CommonClock:
         self._offset = now - self._own.monotonic_ns()
 
     def monotonic_ns(self) -> int:
-        """See Clock. What counts in this time takes an earlier one than the last for the last."""
+        """See Clock. A time earlier than the last one counts as the last one."""
         return self._own.monotonic_ns() + self._offset
 
     def time(self) -> float:
@@ -122,9 +122,7 @@ class Turns:
             if outcomes is not None:
                 return None  # too late
             self._clock.set(now)
-            for item in items:  # the limits of now
-                self._scopes.of(item.principal)
-            scopes = self._scopes.all(tenant)
+            scopes = self._in_turn(tenant, items)
             for scope in scopes:
                 scope.load(ScopeState(*counts.get(scope.key_id, _unused(now))), self._server, now, self._clock.time())
             outcomes = _outcomes(items, scopes)
@@ -138,7 +136,7 @@ class Turns:
         except Exception as error:
             self._set_away(error)
         if outcomes is None:
-            scopes = self._scopes.all(tenant)
+            scopes = self._in_turn(tenant, items)
             for scope in scopes:
                 scope.forget_others()
             outcomes = _outcomes(items, scopes)
@@ -147,6 +145,13 @@ class Turns:
                 item.done.set_result(result)
             else:
                 item.done.set_exception(refusal)
+
+    def _in_turn(self, tenant: str, items: list[_Work]) -> list[Scope]:
+        """Scopes that the work or running and waiting requests need, with the limits of now."""
+        scopes = {scope.key_id: scope for item in items for scope in self._scopes.of(item.principal)}
+        return list(scopes.values()) + [
+            scope for scope in self._scopes.all(tenant) if scope.in_use and scope.key_id not in scopes
+        ]
 
     def _dump(self, counts: Counts, scopes: list[Scope]) -> Counts:
         now = self._clock.monotonic_ns()
