@@ -129,7 +129,7 @@ class Deployed:
         return [process for process, title in self._processes() if "ServeReplica:outrider:Engine" in title]
 
     def memory(self) -> dict[str, int]:
-        """Resident bytes of each process of Ray Serve, by its title and id; those below one count as the same kind."""
+        """Resident bytes of each process of Ray Serve, and of each child, by title and id."""
         found: Counter[str] = Counter()
         for process, title in self._processes():
             kind = next(

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _LONG_BODY = 1 << 16
 """Bytes of a body above which it is read in a thread, so that other streams go on."""
 _KEY_SECONDS = 10.0
-"""Seconds for which an ingress reads the bodies of a key that a replica has found right."""
+"""Seconds for which an ingress trusts a key after a replica has found it right."""
 _MAX_KEYS = 10_000
 """Keys that an ingress remembers."""
 _STATS_SECONDS = 1.0

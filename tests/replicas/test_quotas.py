@@ -39,7 +39,7 @@ def database(postgresql: Any) -> Iterator[Database]:
 
 @pytest.fixture(scope="module")
 def key(database: Database) -> str:
-    """Of a tenant with so many requests a minute."""
+    """Key of a tenant that may send `LIMIT` requests a minute."""
     store = Store(database)
     store.create_tenant(Tenant(name="team", limits=Limits(requests_per_minute=LIMIT)))
     return store.create_key("team")[1]

@@ -72,6 +72,8 @@ class Scope:
         self.num_waiting_elsewhere = 0
         """The same in other servers that count together with this one."""
         self._others: dict[str, Share] = {}
+        self._own: Share | None = None
+        """Share of this server as the others know it."""
         self._reading: asyncio.Task[None] | None = None
 
     @property
@@ -145,7 +147,8 @@ class Scope:
         """Take the counts of all servers, of which this one is `server`. A server whose share has ended is
         dead: its requests leave their places, and count as if they had used all that they reserved, until the ledger
         is read again."""
-        shares = {name: Share(*share) for name, share in state.shares.items() if name != server}
+        shares = {name: Share(*share) for name, share in state.shares.items()}
+        self._own = shares.pop(server, None)
         self._others = {name: share for name, share in shares.items() if share.until > now}
         for bucket, entries in ((self.requests, state.requests), (self.tokens, state.tokens)):
             if bucket is not None:
@@ -169,11 +172,15 @@ class Scope:
         self.places.load(sum(share.taken for share in others), first)
 
     def dump(self, server: str, now: int, until: int) -> ScopeState:
-        """Counts of all servers; the share of this one is good for the time `until`."""
+        """Counts of all servers; the share of this one is good for the time `until`, or up to a quarter less when it
+        is what the others know."""
         shares: dict[str, list[Any]] = {name: list(share) for name, share in self._others.items()}
         if self.in_use:
             reserved = 0 if self.budget is None else self.budget.reserved
             share = Share(until, self.places.taken, self.num_waiting, self.places.first_waiting, reserved)
+            own = self._own
+            if own is not None and own[1:] == share[1:] and until - own.until < (until - now) / 4:
+                share = own
             shares[server] = list(share)
         requests, tokens = ([] if b is None else b.dump(now) for b in (self.requests, self.tokens))
         budget = None if self.budget is None else list(self.budget.dump())

@@ -53,7 +53,7 @@ class CommonClock:
 
     def time(self) -> float:
         """See Clock."""
-        return self._own.time()
+        return self.monotonic_ns() / SECOND
 
 
 class _Work(NamedTuple):
@@ -123,12 +123,18 @@ class Turns:
                 return None  # too late
             self._clock.set(now)
             scopes = self._in_turn(tenant, items)
+            until = now + int(self._lease_seconds * SECOND)
+            states = []
             for scope in scopes:
-                scope.load(ScopeState(*counts.get(scope.key_id, _unused(now))), self._server, now, self._clock.time())
+                state = ScopeState(*counts.get(scope.key_id, _unused(now)))
+                scope.load(state, self._server, now, self._clock.time())
+                # Counts before the work, but for what this server had: a place may have been given already.
+                loaded = scope.dump(self._server, now, until)
+                states.append(loaded._replace(shares=state.shares))
             outcomes = _outcomes(items, scopes)
             if items and all(error for _, error in outcomes) and not any(scope.in_use for scope in scopes):
                 return None
-            return self._dump(counts, scopes)
+            return self._dump(counts, scopes, states, now)
 
         try:
             await self._table.change(tenant, change)
@@ -153,15 +159,18 @@ class Turns:
             scope for scope in self._scopes.all(tenant) if scope.in_use and scope.key_id not in scopes
         ]
 
-    def _dump(self, counts: Counts, scopes: list[Scope]) -> Counts:
-        now = self._clock.monotonic_ns()
+    def _dump(self, counts: Counts, scopes: list[Scope], loaded: list[ScopeState], now: int) -> Counts | None:
+        """New counts; None where the work has changed nothing and no lease is to be renewed."""
         until = now + int(self._lease_seconds * SECOND)
-        kept = {key: state for key, state in counts.items() if state[0] > now - FORGET_SECONDS * SECOND}
-        for scope in scopes:
-            state = list(scope.dump(self._server, now, until))
-            if state[1:] != counts.get(scope.key_id, _unused(now))[1:]:
-                kept[scope.key_id] = state
-        return kept
+        changed = {}
+        for scope, before in zip(scopes, loaded, strict=True):
+            state = scope.dump(self._server, now, until)
+            if state._replace(at=before.at) != before:
+                changed[scope.key_id] = list(state)
+        if not changed:
+            return None
+        oldest = now - FORGET_SECONDS * SECOND
+        return {key: state for key, state in counts.items() if ScopeState(*state).at > oldest} | changed
 
     def _set_away(self, error: Exception | None) -> None:
         if error is not None and not self._is_away:

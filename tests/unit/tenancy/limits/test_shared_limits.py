@@ -16,6 +16,7 @@ from outrider.platform.tenancy.accounts.principal import Limits, Principal
 from outrider.platform.tenancy.database.connection import DatabaseUnavailableError
 from outrider.platform.tenancy.database.schema import limit_counts
 from outrider.platform.tenancy.limits import counts
+from outrider.platform.tenancy.limits.buckets import SECOND
 from outrider.platform.tenancy.limits.counts import CountTable
 from outrider.platform.tenancy.limits.demand import Demand
 from outrider.platform.tenancy.limits.limiter import Limiter
@@ -27,15 +28,18 @@ class MemoryTable:
     """A `CountTable` whose time is the test's, and that may be away."""
 
     def __init__(self, clock):
-        self.clock, self.counts, self.is_away, self.num_writes = clock, {}, False, 0
+        self.clock, self.counts, self.is_away = clock, {}, False
+        self.num_reads = self.num_writes = 0
+        self.epoch = int(clock.wall) * SECOND
         self.lock = asyncio.Lock()
 
     async def change(self, tenant, change):
         if self.is_away:
             raise DatabaseUnavailableError("away")
         async with self.lock:
+            self.num_reads += 1
             await asyncio.sleep(0)
-            changed = change(json.loads(self.counts.get(tenant, "{}")), self.clock.monotonic_ns())
+            changed = change(json.loads(self.counts.get(tenant, "{}")), self.epoch + self.clock.monotonic_ns())
             await asyncio.sleep(0)
             if changed is not None:
                 self.num_writes += 1
@@ -423,8 +427,8 @@ def test_who_is_in_a_turn_when_the_server_stops_does_not_queue():
             asked = asyncio.create_task(servers.admit(0))
             await asyncio.sleep(0)
             servers.limiters[0].refuse_waiting(OverloadedError("stops"))
-            done, _ = await asyncio.wait([asked], timeout=1)
-            assert done and isinstance(asked.exception(), OverloadedError)
+            await asyncio.wait([asked], timeout=20)
+            assert isinstance(asked.exception(), OverloadedError)
 
     run(scenario())
 
@@ -451,3 +455,23 @@ def test_a_server_that_stops_in_its_turn_leaves_the_lock(database):
         table._locked(connection, "acme")
         assert connection.execute(query).scalar_one() == f"{counts.CHANGE_SECONDS:g}s"
     run(table.close())
+
+
+def test_a_tenant_that_waits_writes_only_to_renew_its_lease():
+    async def scenario():
+        async with in_memory(Limits(max_concurrent_requests=1, requests_per_minute=60)) as servers:
+            await servers.admit(0)
+            waiting = asyncio.create_task(servers.admit(1))
+            while servers.table.num_reads < 4:  # in the third it says since when it waits
+                await asyncio.sleep(0.01)
+            before = servers.table.num_writes
+            servers.clock.seconds += 1
+            while servers.table.num_reads < 7:
+                await asyncio.sleep(0.01)
+            assert servers.table.num_writes == before
+            servers.clock.seconds += LEASE_SECONDS / 4
+            while servers.table.num_writes == before:
+                await asyncio.sleep(0.01)
+            waiting.cancel()
+
+    run(scenario())
