@@ -1,0 +1,112 @@
+"""Turns of servers that count together: what they load, write and wait for."""
+
+import asyncio
+import json
+import threading
+
+from limit_helpers import run
+from shared_limit_helpers import in_memory
+from sqlalchemy import text
+
+from outrider.platform.core.errors import OverloadedError
+from outrider.platform.tenancy.accounts.principal import Limits
+from outrider.platform.tenancy.database.connection import DatabaseUnavailableError
+from outrider.platform.tenancy.limits import counts
+from outrider.platform.tenancy.limits.counts import CountTable
+from outrider.platform.tenancy.limits.scopes import Scope
+from outrider.platform.tenancy.limits.turns import LEASE_SECONDS
+
+
+def test_close_does_not_wait_for_turns_that_a_hung_database_has_not_begun(sqlite, monkeypatch):
+    monkeypatch.setattr(counts, "CHANGE_SECONDS", 0.05)
+    free, begun = threading.Event(), []
+
+    async def scenario():
+        table = CountTable(sqlite)
+        monkeypatch.setattr(table, "_change", lambda tenant, change: (begun.append(tenant), free.wait(20)))
+        for tenant in "abcd":
+            await refused_by_database(table.change(tenant, lambda found, now: None))
+        free.set()
+        await table.close()
+        assert begun == ["a", "b"], "a turn whose tenant has gone on alone was taken"
+
+    run(scenario())
+
+
+async def refused_by_database(change):
+    try:
+        await change
+    except DatabaseUnavailableError:
+        return
+    raise AssertionError("the database answered")
+
+
+def test_servers_that_read_a_budget_at_once_count_from_the_same_beginning():
+    async def scenario():
+        async with in_memory(key=Limits(token_budget=20_000, budget_period="day")) as servers:
+            ticket = await servers.admit(0, max_tokens=900)
+            await servers.release(0, ticket, 900)
+            servers.clock.seconds += 200
+            await servers.admit(1, key_id="another")
+            servers.usage.tokens = 900
+            for ticket in await asyncio.gather(servers.admit(0), servers.admit(1)):
+                assert ticket.scopes[0].budget.used == 900
+
+    run(scenario())
+
+
+def test_who_is_in_a_turn_when_the_server_stops_does_not_queue():
+    async def scenario():
+        async with in_memory(Limits(max_concurrent_requests=1)) as servers:
+            await servers.admit(0)
+            asked = asyncio.create_task(servers.admit(0))
+            await asyncio.sleep(0)
+            servers.limiters[0].refuse_waiting(OverloadedError("stops"))
+            await asyncio.wait([asked], timeout=20)
+            assert isinstance(asked.exception(), OverloadedError)
+
+    run(scenario())
+
+
+def test_a_turn_loads_what_it_needs(monkeypatch):
+    async def scenario():
+        async with in_memory(key=Limits(requests_per_minute=5)) as servers:
+            for number in range(5):
+                await servers.release(0, await servers.admit(0, key_id=f"k{number}"), 5)
+            loaded, load = [], Scope.load
+            monkeypatch.setattr(Scope, "load", lambda scope, *args: (loaded.append(scope.key_id), load(scope, *args)))
+            await servers.admit(0, key_id="k3")
+            assert loaded == ["k3"]
+            assert len(json.loads(servers.table.counts["acme"])) == 5
+
+    run(scenario())
+
+
+def test_a_server_that_stops_in_its_turn_leaves_the_lock(database):
+    if database.is_sqlite:
+        return  # the lock ends with the process
+    table, query = CountTable(database), text("select current_setting('idle_in_transaction_session_timeout')")
+    with database.write() as connection:
+        table._locked(connection, "acme")
+        assert connection.execute(query).scalar_one() == f"{counts.CHANGE_SECONDS:g}s"
+    run(table.close())
+
+
+def test_a_tenant_that_waits_writes_only_to_renew_its_lease():
+    async def scenario():
+        async with in_memory(Limits(max_concurrent_requests=1, requests_per_minute=60)) as servers:
+            await servers.admit(0)
+            waiting = asyncio.create_task(servers.admit(1))
+            while servers.table.num_reads < 4:  # in the third it says since when it waits
+                await asyncio.sleep(0.01)
+            before = servers.table.num_writes
+            servers.clock.seconds += 1
+            while servers.table.num_reads < 7:
+                await asyncio.sleep(0.01)
+            assert servers.table.num_writes == before
+            servers.clock.seconds += LEASE_SECONDS / 4
+            while servers.table.num_writes == before:
+                await asyncio.sleep(0.01)
+            waiting.cancel()
+
+    run(scenario())
