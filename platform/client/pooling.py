@@ -50,6 +50,13 @@ def model_pooling(folder: str) -> str:
     return _MODES[named[0]]
 
 
+@functools.cache
+def model_labels(folder: str) -> dict[str, str]:
+    """Names of a classifier's labels, by number, as its config.json has them; {} without any."""
+    named = read_json(Path(folder) / "config.json").get("id2label") or {}
+    return {str(number): str(label) for number, label in named.items()}
+
+
 class _Engine(Protocol):
     @property
     def engine_info(self) -> EngineInfo: ...

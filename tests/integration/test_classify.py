@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,19 +15,25 @@ from outrider import LLM, AsyncLLM, InvalidRequestError, LoRARequest, SamplingPa
 from outrider.models.demo import demo_model_path
 from outrider.outputs import ClassificationRequestOutput
 from outrider.platform.core.errors import AdapterError, UnsupportedModelError
+from outrider.platform.http.app import create_app
+from outrider.platform.http.server_config import ServerConfig
 
 TEXTS = ["SELECT name FROM users", "How do I reset my password?", "a", "the same words again and again " * 12]
 OPTIONS = {
     **{"tokenizer": str(demo_model_path()), "dtype": "float32", "enable_lora": True, "max_lora_rank": 4},
     **{"speculative_config": None, "max_num_batched_tokens": 48, "max_model_len": 256},
 }
+LABELS = {"id2label": {0: "praise", 1: "question", 2: "order"}}
 CASES = {
-    "llama-softmax": ("Llama", {"num_labels": 3}, lambda scores: scores.softmax(-1)),
+    "llama-softmax": ("Llama", LABELS, lambda scores: scores.softmax(-1)),
     "qwen2-one-label": ("Qwen2", {"num_labels": 1}, torch.sigmoid),
     "qwen3-default": ("Qwen3", {}, lambda scores: scores.softmax(-1)),
     "gemma2-sigmoid": ("Gemma2", {"num_labels": 3, "problem_type": "multi_label_classification"}, torch.sigmoid),
     "mistral-regression": ("Mistral", {"num_labels": 1, "problem_type": "regression"}, lambda scores: scores),
 }
+
+
+NUM_LABELS = dict(zip(CASES, (3, 1, 2, 3, 1), strict=True))
 
 
 class Classifier:
@@ -86,20 +93,29 @@ def test_probabilities_equal_transformers_and_peft(case, tmp_path):
         want = model.probs(output.prompt_token_ids, used is not None)
         torch.testing.assert_close(torch.tensor(output.outputs.probs), want, rtol=1e-3, atol=1e-4)
         assert cached.outputs.probs == pytest.approx(output.outputs.probs, abs=1e-4)
-    assert outputs[0].outputs.num_classes == len(outputs[0].outputs.probs) == CASES[case][1].get("num_labels", 2)
+    assert outputs[0].outputs.num_classes == len(outputs[0].outputs.probs) == NUM_LABELS[case]
     assert outputs[-1].outputs.probs != pytest.approx(outputs[-2].outputs.probs, abs=1e-3), "the adapter counts"
 
 
-def test_async_labels_are_the_same(classifier, llm):
+def test_labels_of_the_async_engine_and_over_http_are_the_same(classifier, llm):
     async def classify():
         async with AsyncLLM(classifier.folder, async_scheduling=True, **OPTIONS) as engine:
             with pytest.raises(InvalidRequestError, match="no language-model head"):
                 [output async for output in engine.generate("a", SamplingParams())]
-            return await asyncio.gather(*(engine.classify(text) for text in TEXTS))
+            app = create_app(engine, ServerConfig(served_model_names=("labels",)))
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as http:
+                answer = await http.post("/classify", json={"model": "labels", "input": TEXTS})
+                chat = await http.post("/v1/completions", json={"prompt": "a"})
+            assert (chat.status_code, chat.json()["error"]["param"]) == (400, "model")
+            return await asyncio.gather(*(engine.classify(text) for text in TEXTS)), answer.json()
 
-    want = llm.classify(TEXTS, use_tqdm=False)
-    for got, one in zip(asyncio.run(classify()), want, strict=True):
-        assert got.outputs.probs == pytest.approx(one.outputs.probs, abs=1e-5)
+    want = [output.outputs.probs for output in llm.classify(TEXTS, use_tqdm=False)]
+    found, answer = asyncio.run(classify())
+    assert [output.outputs.probs for output in found] == [pytest.approx(probs, abs=1e-5) for probs in want]
+    assert answer["usage"]["prompt_tokens"] == sum(len(output.prompt_token_ids) for output in found)
+    for index, (entry, probs) in enumerate(zip(answer["data"], want, strict=True)):
+        label = LABELS["id2label"][max(range(3), key=probs.__getitem__)]
+        assert entry == {"index": index, "label": label, "probs": pytest.approx(probs, abs=1e-5), "num_classes": 3}
 
 
 def test_a_classifier_embeds_and_generates_nothing(llm):
