@@ -42,11 +42,6 @@ OPTIONS: tuple[tuple[Callable[[EngineArgs], bool], str, str], ...] = (
         "preemption_mode swap needs swap_space: the host memory that blocks are kept in",
     ),
     (
-        _divided(lambda a: bool(a.swap_space)),
-        "swap_space",
-        "swap_space is not supported with tensor_parallel_size above 1: every rank would have to move its part",
-    ),
-    (
         _divided(lambda a: a.async_scheduling is True),
         "async_scheduling",
         "async_scheduling is not supported with tensor_parallel_size above 1 yet",

@@ -121,7 +121,8 @@ def _build(
     cache = config.cache
     kv = allocate_kv(layers, cache.num_blocks, cache.block_size, dtype, device, cache.dtype)
     drafter.bind(kv[len(model.kv_layers) :], adapters.prepare_draft)
-    host = HostStore(kv, cache.num_host_blocks) if cache.num_host_blocks else None
+    moving = None if parallel is None else parallel.move_blocks
+    host = HostStore(kv, cache.num_host_blocks, moving) if cache.num_host_blocks else None
     executor = _make_executor(config, model, kv[: len(model.kv_layers)], adapters, parallel)
     sampler = _make_sampler(config)
     runner = ModelRunner(
@@ -217,9 +218,10 @@ def _resolve(args: EngineArgs, path: Path) -> EngineConfig:
     drafters = draft_kv_bytes_per_token(speculative, dtype, args.kv_cache_dtype)
     facts = dataclasses.replace(facts, kv_bytes_per_token=facts.kv_bytes_per_token + drafters)
     hardware = find_hardware(args.device)
-    if hardware.device == "cpu":  # the ranks share its memory
-        free = hardware.free_memory_bytes // args.tensor_parallel_size
-        hardware = dataclasses.replace(hardware, free_memory_bytes=free)
+    size = args.tensor_parallel_size  # the ranks share the host's memory
+    hardware = dataclasses.replace(hardware, host_memory_bytes=hardware.host_memory_bytes // size)
+    if hardware.device == "cpu":
+        hardware = dataclasses.replace(hardware, free_memory_bytes=hardware.free_memory_bytes // size)
     return resolve(args, facts, hardware)
 
 

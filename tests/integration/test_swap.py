@@ -50,6 +50,16 @@ def test_long_prompts_in_a_tiny_cache_give_the_same_tokens(models, make_engine, 
         assert sum(entry.counts.num_accepted_tokens for entry in stats.speculation) > 0
 
 
+def test_ranks_swap_their_own_parts(models, make_engine, run, prompts):
+    """A rank that did not would read what another sequence has left in a block."""
+    work = jobs(models, prompts)
+    want = [outcome.token_ids for outcome in run(make_engine(**LORA), work)]
+    engine = make_engine(**SWAP, **LORA, **TIGHT, tensor_parallel_size=2)
+    for _ in range(2):
+        assert [outcome.token_ids for outcome in run(engine, work)] == want
+    assert engine.stats().kv_host_hits > 100
+
+
 def test_measured_times_and_recompute_give_the_same_tokens_too(models, make_engine, run, prompts):
     work = jobs(models, prompts)
     want = [outcome.token_ids for outcome in run(make_engine(**LORA), work)]

@@ -19,6 +19,7 @@ from ....lora.reader.reader_messages import receive, send
 from ....models.batch import LayerKV, SequenceRows, build_batch
 from ....models.model import DecoderOutput, LanguageModel
 from ....spec_decode.drafters.base import AdapterPreparer
+from ...core.batch import Move
 from ...core.config import EngineConfig
 from ...core.errors import EngineDeadError, ErrorInfo, InvalidRequestError, error_from_info
 from .base import Handles
@@ -135,7 +136,9 @@ class ParallelExecutor:
             lora = [num_lora_rows, config.lora.max_lora_rank]
         for remote in self._remote:
             self._sockets.register(remote.link, select.POLLIN)
-        self._announce(Message("allocate", [cache.num_blocks, cache.block_size, cache.dtype, lora]))
+        self._announce(
+            Message("allocate", [cache.num_blocks, cache.block_size, cache.dtype, lora, cache.num_host_blocks])
+        )
 
     def as_target(self, model: LanguageModel) -> LanguageModel:
         """The whole target, as drafters see it."""
@@ -167,6 +170,10 @@ class ParallelExecutor:
         """Have the other ranks write their shares of an adapter; callable from any thread."""
         facts, arrays = encode_packed(packed)
         self._announce(Message("write", [allocation.key.hex(), allocation.rows, facts], arrays))
+
+    def move_blocks(self, moves: Sequence[Move]) -> None:
+        """Have the other ranks copy their shares of KV blocks between device and host."""
+        self._announce(Message("move", [list(move) for move in moves]))
 
     def release_memory(self) -> None:
         """See `Executor`."""

@@ -27,8 +27,10 @@ from ....models.batch import LayerKV, allocate_kv
 from ....models.checkpoint.loader import ModelOptions, load_model
 from ....models.model import LanguageModel
 from ....spec_decode.drafters.base import AdapterPreparer, no_adapters
+from ...core.batch import Move
 from ...core.errors import OutriderError
 from ..description import weight_bytes
+from ..memory.host_store import HostStore
 from .base import LocalExecutor
 from .collectives import ProcessRanks, open_store
 from .messages import Message, RankSpec, decode_packed, decode_rows, receive_message
@@ -82,6 +84,7 @@ class Rank:
         self._model = model
         self._ranks = ranks
         self._kv: list[LayerKV] = []
+        self._host: HostStore | None = None
         self._adapters: AdapterRows | None = None
         self._executor: LocalExecutor | None = None
 
@@ -103,21 +106,29 @@ class Rank:
         elif verb == "write":
             assert self._adapters is not None
             self._adapters.write(message)
+        elif verb == "move":
+            assert self._host is not None
+            self._host.run([Move(*move) for move in arguments])
         elif verb == "allocate":
             self._allocate(*arguments)
         else:
             assert verb == "release", verb
             for part in (part for layer in self._kv for part in layer):
                 release_pages(part)
+            if self._host is not None:
+                self._host.release_memory()
 
     @property
     def _local(self) -> LocalExecutor:
         assert self._executor is not None, "`allocate` comes first"
         return self._executor
 
-    def _allocate(self, num_blocks: int, block_size: int, kv_cache_dtype: str, lora: list[int] | None) -> None:
+    def _allocate(
+        self, num_blocks: int, block_size: int, kv_cache_dtype: str, lora: list[int] | None, host: int
+    ) -> None:
         model, dtype, device = self._model, self._model.config.dtype, self._model.device
         self._kv = allocate_kv(model.kv_layers, num_blocks, block_size, dtype, device, kv_cache_dtype)
+        self._host = HostStore(self._kv, host) if host else None
         prepare: AdapterPreparer = no_adapters
         prepare_head: AdapterPreparer = no_adapters
         if lora is not None:

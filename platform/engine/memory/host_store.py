@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from typing import Any
@@ -30,12 +30,19 @@ class HostStore:
     side stream copies them: a step waits for what it reads, never for what leaves. On a CPU the rows are a second pool.
     """
 
-    def __init__(self, kv: Sequence[LayerKV], num_slots: int) -> None:
-        """Allocate `num_slots` rows for the blocks of `kv`.
+    def __init__(
+        self,
+        kv: Sequence[LayerKV],
+        num_slots: int,
+        on_run: Callable[[Sequence[Move]], None] | None = None,
+    ) -> None:
+        """Allocate `num_slots` rows for the blocks of `kv`. `on_run` is called before copies are made, where other
+        ranks must make theirs; None: there are none.
 
         Raises:
             InvalidRequestError: the system does not give a GPU's host so much pinned memory.
         """
+        self._on_run = on_run
         tensors = [part for layer in kv for part in (layer[:1] if layer.v is layer.k else layer) if part.numel()]
         self._device = tensors[0].device
         sizes = [part[0, 0].nbytes for part in tensors]
@@ -55,6 +62,8 @@ class HostStore:
     @torch.inference_mode()
     def run(self, moves: Sequence[Move]) -> None:
         """Make copies in their order. A later one to the same place replaces an earlier one of its kind."""
+        if self._on_run is not None:
+            self._on_run(moves)
         most = max(1, _STAGING_BYTES // self.block_bytes)
         for to_host, group in groupby(moves, key=lambda move: move.to_host):
             last = {move.slot if to_host else move.block: move for move in group}

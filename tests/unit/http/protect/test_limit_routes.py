@@ -1,5 +1,6 @@
 """Refusals of requests that have come as far as the limits."""
 
+import asyncio
 import dataclasses
 from types import SimpleNamespace
 
@@ -27,7 +28,7 @@ def test_over_the_limit_the_prompt_is_not_tokenized(http, llm, monkeypatch, path
     http.app = create_app(llm, ServerConfig(), authenticator=people, tenancy=SimpleNamespace(limiter=limiter))
     encoded, encode = [], llm.tokenizer.encode
     monkeypatch.setattr(llm.tokenizer, "encode", lambda *args, **options: encoded.append(args) or encode(*args))
-    limiter.charge_call(ACME)
+    asyncio.run(limiter.charge_call(ACME))
     for _ in range(2):
         answer = http.post(path, body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (429, "requests_per_minute")
