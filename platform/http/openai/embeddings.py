@@ -1,4 +1,4 @@
-"""`/v1/embeddings`, `/v1/score`, `/v1/rerank`, `/classify`: pooled hidden states of texts, how alike they are, labels."""
+"""`/v1/embeddings`, `/v1/score`, `/v1/rerank`, `/classify`: hidden states of texts, how alike they are, and labels."""
 
 from __future__ import annotations
 
