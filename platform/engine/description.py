@@ -68,4 +68,5 @@ def describe(
         max_num_queued_reqs=config.scheduler.max_num_queued_reqs,
         quantization=quantization_name(config.model, model.config, config.quantization),
         weight_bytes=weight_bytes(model, getattr(torch, config.dtype)) + other_bytes,
+        num_labels=0 if model.score is None else model.score.config.num_labels,
     )
