@@ -38,8 +38,8 @@ def has_long_steps(config: EngineConfig, model: LanguageModel) -> bool:
 def describe(
     args: EngineArgs, config: EngineConfig, model: LanguageModel, load_seconds: float, other_bytes: int
 ) -> EngineInfo:
-    """Information for clients about an engine that took so many seconds to load. `other_bytes`: of the weights that
-    the other ranks hold."""
+    """Information for clients about an engine that took `load_seconds` to load. `other_bytes`: bytes of the weights
+    that the other ranks hold."""
     speculation = "off"
     if config.speculative is not None:
         most = "at most " if config.speculative.adaptive else ""

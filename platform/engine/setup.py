@@ -116,7 +116,10 @@ def _build(
     logits = None
     if graphs is not None and graphs.captures(model):
         logits = graphs.token_logits(model.config.vocab_size, model.device)
-    config = _resolve(args, path)  # again: the KV cache gets of the memory that all that was made so far has left
+    num_local = 1 if parallel is None else parallel.num_local
+    config = _resolve(
+        args, path, num_local
+    )  # again: the KV cache gets of the memory that all that was made so far has left
     layers = [*model.kv_layers, *drafter.needs.kv_layers]
     cache = config.cache
     kv = allocate_kv(layers, cache.num_blocks, cache.block_size, dtype, device, cache.dtype)
@@ -204,8 +207,10 @@ def _load(config: EngineConfig, path: Path, parallel: ParallelExecutor | None, *
     )
 
 
-def _resolve(args: EngineArgs, path: Path) -> EngineConfig:
-    """The configuration for the memory free now; the KV cache is sized for the target's layers and a draft model's."""
+def _resolve(args: EngineArgs, path: Path, num_local: int | None = None) -> EngineConfig:
+    """The configuration for the memory free now; the KV cache is sized for the target's layers and a draft model's.
+
+    `num_local`: ranks on this machine, which share its memory; None: as if all were."""
     facts = read_facts(
         path,
         None if args.dtype == "auto" else args.dtype,
@@ -218,7 +223,7 @@ def _resolve(args: EngineArgs, path: Path) -> EngineConfig:
     drafters = draft_kv_bytes_per_token(speculative, dtype, args.kv_cache_dtype)
     facts = dataclasses.replace(facts, kv_bytes_per_token=facts.kv_bytes_per_token + drafters)
     hardware = find_hardware(args.device)
-    size = args.tensor_parallel_size  # the ranks share the host's memory
+    size = num_local or args.tensor_parallel_size
     hardware = dataclasses.replace(hardware, host_memory_bytes=hardware.host_memory_bytes // size)
     if hardware.device == "cpu":
         hardware = dataclasses.replace(hardware, free_memory_bytes=hardware.free_memory_bytes // size)
