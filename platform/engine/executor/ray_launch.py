@@ -270,8 +270,8 @@ def _wait_for_room(group: PlacementGroup, size: int) -> None:
     logger.warning("Waiting for room for %d ranks on Ray's cluster; available: %s", size, ray.available_resources())
     if not group.wait(_ROOM_SECONDS):
         raise EngineDeadError(
-            f"tensor_parallel_size {size}: for {_ROOM_SECONDS:.0f} s Ray's cluster had no room for {size} ranks, one of "
-            "them on this machine"
+            f"tensor_parallel_size {size}: for {_ROOM_SECONDS:.0f} s Ray's cluster had no room for {size} ranks, one "
+            "of them on this machine"
         )
 
 
