@@ -87,9 +87,11 @@ class Deployed:
         return httpx.request(method, address, headers=headers, json=body or None, timeout=60)
 
     def add_tenant(self, name: str) -> str:
-        """Make a tenant; returns its key."""
+        """Make a tenant; returns its key, once every replica knows it, which takes a second."""
         self.call("POST", "/admin/v1/tenants", name=name).raise_for_status()
-        return str(self.call("POST", "/admin/v1/keys", tenant=name).raise_for_status().json()["key"])
+        key = str(self.call("POST", "/admin/v1/keys", tenant=name).raise_for_status().json()["key"])
+        time.sleep(1.5)
+        return key
 
     def load_adapters(self) -> None:
         """Load all adapters, and wait until every replica follows."""

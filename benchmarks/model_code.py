@@ -21,7 +21,7 @@ IMPLS = ("native", "transformers")
 
 
 def make_decode(llm: LLM, batch_size: int) -> Callable[[], float]:
-    """Return a function that gives the tokens per second of so many requests, without their prompts."""
+    """Return a function that gives the tokens per second of `batch_size` requests, without their prompts."""
     prompts = [{"prompt_token_ids": list(range(9 + row, 41 + row))} for row in range(batch_size)]
     params = SamplingParams(temperature=0, max_tokens=TOKENS + 1, ignore_eos=True)
 

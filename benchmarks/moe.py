@@ -73,8 +73,8 @@ def make_decode(llm: LLM, tokens: int) -> Callable[[], float]:
 
 
 def make_stream(weights: int, tokens: int) -> Callable[[], float]:
-    """Return a function that computes products of one row with so many weights, as often as tokens are decoded, and
-    gives the seconds of one time."""
+    """Return a function that computes products of one row with `weights` numbers, once for each of `tokens`, and gives
+    the seconds of one time."""
     out, inner = LINEAR
     linears = [pack(torch.randn(out, inner).bfloat16()) for _ in range(round(weights / (out * inner)))]
     x = torch.randn(1, inner).bfloat16()

@@ -166,7 +166,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=600, help="of each load of `routing` (default: %(default)s)")
     parser.add_argument("--streams", type=int, default=300)
     parser.add_argument("--minutes", type=float, default=10.0)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.minutes < 1:
+        parser.error("--minutes must be 1 or more: memory is compared between fifths of the time")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

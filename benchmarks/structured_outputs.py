@@ -97,7 +97,7 @@ def suite_schemas(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def validity(llm: LLM, schemas: list[dict[str, Any]], num_answers: int, asked: int = 0) -> dict[str, Any]:
-    """Sample answers, schema by schema in turn, until so many are complete, and validate these.
+    """Sample answers, schema by schema in turn, until the wanted number is complete, and validate these.
 
     `asked`: number of answers that were sampled before; a seed each.
     """

@@ -11,10 +11,11 @@ import torch
 from ..platform.core.errors import UnsupportedModelError
 from .config_values import number, positive, shown, wrong
 from .expert_config import ExpertConfig, read_experts
-from .families import FAMILIES, PRE_NORMS, FamilyTraits, NormNames, supported_architectures
+from .families import CLASSIFIER, PRE_NORMS, FamilyTraits, NormNames, supported_architectures, traits_of
 from .families.block import Block
 from .latent_config import LatentConfig, latent_scale, read_latent
 from .layers.activation import PLAIN_ACTIVATIONS
+from .layers.score_head import ScoreConfig, read_score
 from .quantization import Format, read_format
 from .rope_config import RopeConfig, context_length, layer_ropes, rotated_layers
 
@@ -99,6 +100,8 @@ class DecoderConfig:
     """Factor of the logits, before the cap."""
     logit_cap: float | None = None
     """Cap of the logits."""
+    score: ScoreConfig | None = None
+    """Labels of a classifier, which has no head of its own: its config ties the head, which is not computed."""
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -164,7 +167,7 @@ def architecture_of(raw: Mapping[str, Any]) -> str:
     """
     named = named_architectures(raw)
     for name in named:
-        if name in FAMILIES:
+        if traits_of(name) is not None:
             return name
     what = ", ".join(named) or f"none (model_type {raw.get('model_type')!r})"
     ours = ", ".join(supported_architectures())
@@ -182,7 +185,8 @@ def config_from_hf(raw: Mapping[str, Any], dtype: torch.dtype) -> DecoderConfig:
         UnsupportedModelError: the architecture or one of its fields is not supported; `param` names the field.
     """
     architecture = architecture_of(raw)
-    traits = FAMILIES[architecture]
+    traits = traits_of(architecture)
+    assert traits is not None, "`architecture_of` found it"
     try:
         return decoder_config(raw, architecture, dtype, traits)
     except UnsupportedModelError as error:
@@ -219,6 +223,7 @@ def decoder_config(
         ropes = tuple(replace(rope, rotary_dim=rotated) for rope in ropes)
     rope = next((r for r, kind in zip(ropes, types, strict=True) if kind == "full_attention"), ropes[0])
     from_file = bool(values.get("attention_bias", False))
+    score = read_score(values) if architecture.endswith(CLASSIFIER) else None
     return DecoderConfig(
         architecture=architecture,
         vocab_size=positive(values, "vocab_size"),
@@ -231,7 +236,8 @@ def decoder_config(
         max_position_embeddings=context_length(positive(values, "max_position_embeddings"), rope),
         rms_norm_eps=number("rms_norm_eps", "", values.get("rms_norm_eps", 1e-6)),
         rope=rope,
-        tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
+        tie_word_embeddings=score is not None or bool(values.get("tie_word_embeddings", False)),
+        score=score,
         windows=_windows(values, types, traits),
         qkv_bias=from_file if traits.attention_bias is None else traits.attention_bias,
         o_bias=from_file if traits.attention_bias is None and traits.o_bias else False,

@@ -21,6 +21,7 @@ from .layers.embedding import Embedding, EmbeddingScales, VocabularyNames
 from .layers.linear import Linear
 from .layers.norm import RMSNorm
 from .layers.rope import RotaryEmbedding
+from .layers.score_head import ScoreHead
 from .layers.weights import RenamedSlot, WeightSlot
 from .model import DecoderOutput
 
@@ -46,6 +47,7 @@ class Decoder:
         shape, eps = (config.vocab_size, config.embedding_size), config.rms_norm_eps
         scales = EmbeddingScales(config.embedding_scale, config.logit_scale, config.logit_cap)
         block, invariant = config.block, config.batch_invariant
+        self.score = None if config.score is None else ScoreHead(config.score, config.hidden_size, self.device)
         self.layers: Sequence[DecoderLayer | GPTLayer]
         self._ends: GPTEnds | None = None
         self._deferring: Sequence[DecoderLayer] = ()
@@ -132,7 +134,7 @@ class Decoder:
         slots = self._embedding.weight_slots()
         for part in (*self.layers, self._final_norm if self._ends is None else self._ends):
             slots.update(part.weight_slots())
-        return slots
+        return slots if self.score is None else slots | self.score.weight_slots()
 
     def cache_scales(self) -> dict[str, CacheScales]:
         """Scales of the fp8 cache of each layer that may have some, by the name of its attention in checkpoints."""

@@ -9,7 +9,7 @@ from ..platform.core.errors import UnsupportedModelError
 from .config import DecoderConfig, config_from_hf, named_architectures
 from .config_values import shown
 from .decoder import Decoder
-from .families import FAMILIES
+from .families import traits_of
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ def read_config(raw: Mapping[str, Any], dtype: torch.dtype, impl: str = AUTO) ->
     Raises:
         UnsupportedModelError: the model is not served so; the message says why.
     """
-    is_family = any(name in FAMILIES for name in named_architectures(raw))
+    is_family = any(traits_of(name) is not None for name in named_architectures(raw))
     if impl == NATIVE or (impl == AUTO and is_family):
         return config_from_hf(raw, dtype)
     from .checkpoint.tokenizer import import_transformers

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .batch import ForwardBatch, KVLayerSpec, Rope
     from .layers.embedding import Embedding
     from .layers.linear import Linear
+    from .layers.score_head import ScoreHead
     from .layers.weights import WeightSlot
 
 
@@ -124,6 +125,11 @@ class LanguageModel(Protocol):
     @property
     def embedding(self) -> Embedding:
         """Token embeddings and the head."""
+        ...
+
+    @property
+    def score(self) -> ScoreHead | None:
+        """Score matrix of a classifier, which has no head; None: the model generates text."""
         ...
 
     def forward(self, batch: ForwardBatch, aux_layers: Sequence[int] = ()) -> DecoderOutput:

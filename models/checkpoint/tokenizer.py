@@ -76,19 +76,25 @@ def _load(directory: Path) -> PreTrainedTokenizerBase:
         )
 
 
+_ENVIRONMENT = threading.Lock()
+"""Held while a variable of the process is changed: one tokenizer is loaded at a time."""
+
+
 @contextmanager
 def _no_tiktoken_cache() -> Iterator[None]:
     """Keep tiktoken from copying a tokenizer.model into the temporary folder of all users: it would go on to read the
     copy after the file has changed."""
     name = "TIKTOKEN_CACHE_DIR"
-    before = os.environ.get(name)
-    os.environ[name] = ""
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
+    with _ENVIRONMENT:
+        before = os.environ.get(name)
+        os.environ[name] = ""
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
 
 
 def _load_tekken(file: Path) -> PreTrainedTokenizerBase:

@@ -36,7 +36,10 @@ from . import (
 )
 from .traits import PRE_NORMS, FamilyTraits, NormNames
 
-__all__ = ["FAMILIES", "PRE_NORMS", "FamilyTraits", "NormNames", "supported_architectures"]
+__all__ = ["CLASSIFIER", "FAMILIES", "PRE_NORMS", "FamilyTraits", "NormNames", "supported_architectures", "traits_of"]
+
+CLASSIFIER = "ForSequenceClassification"
+"""End of the names of architectures that have a score matrix in place of a head."""
 
 FAMILIES: dict[str, FamilyTraits] = {
     "DeepseekV2ForCausalLM": deepseek_v2.TRAITS,
@@ -67,6 +70,14 @@ FAMILIES: dict[str, FamilyTraits] = {
     "SmolLM3ForCausalLM": smollm3.TRAITS,
 }
 """Traits by a name in the `architectures` of config.json."""
+
+
+def traits_of(architecture: str) -> FamilyTraits | None:
+    """Traits of an architecture, or of the family's decoder beneath a classifier; None: it is not served natively."""
+    if not architecture.endswith(CLASSIFIER):
+        return FAMILIES.get(architecture)
+    traits = FAMILIES.get(architecture.removesuffix(CLASSIFIER) + "ForCausalLM")
+    return traits if traits is not None and traits.block is None else None
 
 
 def supported_architectures() -> list[str]:

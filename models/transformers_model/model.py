@@ -16,6 +16,7 @@ from ..checkpoint.weight_files import StoredTensor
 from ..layers.embedding import LM_HEAD, Embedding, VocabularyNames
 from ..layers.experts import ExpertLayers
 from ..layers.linear import Linear
+from ..layers.score_head import ScoreHead
 from ..layers.weights import WeightSlot
 from ..model import DecoderOutput
 from .config import TransformersConfig
@@ -41,6 +42,9 @@ from .skeleton import build_on_meta, fill_buffers, name_of, replace, replace_lin
 class TransformersModel:
     """Causal language model. It is built without weights: fill every slot of `weight_slots`, then run it. Implements
     LanguageModel."""
+
+    score: ScoreHead | None = None
+    """Classifiers run natively alone."""
 
     def __init__(self, config: TransformersConfig, device: torch.device | str = "cpu") -> None:
         """Build the model.

@@ -121,7 +121,7 @@ def _deploy(config: ServerConfig, address: str | None, app: Any, command: str) -
     finally:
         serving, started = started, True  # a second signal does not stop the end
         if address is not None:  # others may have applications there
-            if not (_is_replaced(ray_serve, command) if serving else upgrades):
+            if _is_own(ray_serve, command) if serving else not upgrades:
                 ray_serve.delete(NAME, _blocking=serving)
         elif serving:  # else there is nothing to drain
             ray_serve.shutdown()
@@ -129,12 +129,12 @@ def _deploy(config: ServerConfig, address: str | None, app: Any, command: str) -
     return 0
 
 
-def _is_replaced(ray_serve: Any, command: str) -> bool:
-    """True where a later command has deployed the application anew."""
+def _is_own(ray_serve: Any, command: str) -> bool:
+    """True where the application that runs is this command's: a later command may have deployed its own."""
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
     try:
-        return bool(ray_serve.get_app_handle(NAME).command.remote().result(timeout_s=10) != command)
-    except (RayError, RayServeException, TimeoutError):  # it is not there any more, or does not answer
+        return bool(ray_serve.get_app_handle(NAME).command.remote().result(timeout_s=10) == command)
+    except (RayError, RayServeException, TimeoutError):  # it is not there any more, or nobody knows whose it is
         return False

@@ -301,7 +301,7 @@ class InputProcessor:
                     param=source,
                 )
             CHECKER.check(resolved.structured_outputs)
-        check_params(resolved, self._info.vocab_size, self._info.max_logprobs, num_ids)
+        check_params(resolved, self._info.vocab_size, self._info.max_logprobs, num_ids, self._info.num_labels)
         return resolved
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""`embed`, `encode` and `score` of `LLM` and `AsyncLLM`: hidden states of prompts in place of texts."""
+"""`embed`, `encode`, `score` and `classify` of `LLM` and `AsyncLLM`: hidden states of prompts in place of texts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from ..core.compat.vllm_python import GENERATE
 from ..core.errors import InvalidRequestError, NotFoundError, OutriderError
 from ..core.messages import EngineInfo
 from ..core.outputs import RequestOutput
-from ..core.pooling import EmbeddingOutput, PoolingOutput, PoolingParams, PoolingRequestOutput, ScoringOutput
+from ..core.pooling import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    ScoringOutput,
+    classifying,
+)
 from ..core.sampling_params import SamplingParams
 from .adapters.spelling import AnyLoRA, for_each
 from .input_processor import Prompt, RequestOptions, as_prompts
@@ -41,6 +50,13 @@ def model_pooling(folder: str) -> str:
     return _MODES[named[0]]
 
 
+@functools.cache
+def model_labels(folder: str) -> dict[str, str]:
+    """Names of a classifier's labels, by number, as its config.json has them; {} without any."""
+    named = read_json(Path(folder) / "config.json").get("id2label") or {}
+    return {str(number): str(label) for number, label in named.items()}
+
+
 class _Engine(Protocol):
     @property
     def engine_info(self) -> EngineInfo: ...
@@ -58,6 +74,13 @@ def _vector(params: PoolingParams | None, output: RequestOutput, *, normalize: b
     if output.pooled is None:
         raise OutriderError("the request was aborted")
     return (params or PoolingParams()).vector(output.pooled, normalize=normalize)
+
+
+def _labels(output: RequestOutput) -> ClassificationRequestOutput:
+    if output.pooled is None:
+        raise OutriderError("the request was aborted")
+    probs = ClassificationOutput(output.pooled)
+    return ClassificationRequestOutput(output.request_id, probs, output.prompt_token_ids, output.num_cached_tokens)
 
 
 def _result(output: RequestOutput, value: Any) -> PoolingRequestOutput[Any]:
@@ -163,6 +186,22 @@ class SyncPoolingMethods:
         halves = outputs[: len(first)], outputs[len(first) :]
         return [_score(pooling_params, *pair) for pair in zip(*halves, strict=True)]
 
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        lora_request: AnyLoRA | Sequence[AnyLoRA | None] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **options: Any,
+    ) -> list[ClassificationRequestOutput]:
+        """Probabilities of the labels of a classifier, a checkpoint `...ForSequenceClassification`, for each prompt:
+        their softmax, or sigmoids of a single label and of labels that do not exclude each other.
+
+        Prompts, adapters and options are as in `generate`.
+        """
+        _take_options("LLM.classify()", options)
+        return [*map(_labels, self.generate(prompts, classifying(), lora_request, use_tqdm, **options))]
+
     def _pooled(
         self, method: str, prompts: Any, params: Any, lora: Any, use_tqdm: Any, options: dict[str, Any]
     ) -> tuple[list[RequestOutput], list[PoolingParams | None]]:
@@ -238,6 +277,13 @@ class AsyncPoolingMethods:
         halves = outputs[: len(first)], outputs[len(first) :]
         return [_score(pooling_params, *pair) for pair in zip(*halves, strict=True)]
 
+    async def classify(
+        self, prompt: Prompt, request_id: str | None = None, *, lora_request: AnyLoRA | None = None, **options: Any
+    ) -> ClassificationRequestOutput:
+        """Probabilities of the labels of a prompt; see `LLM.classify`."""
+        _take_options("AsyncLLM.classify()", options)
+        return _labels(await self._last(prompt, classifying(), request_id, lora_request, options))
+
     async def _pooled(
         self,
         prompt: Prompt,
@@ -247,6 +293,15 @@ class AsyncPoolingMethods:
         options: dict[str, Any],
     ) -> RequestOutput:
         await self.start()
-        sampling = _sampling(self, params)
+        return await self._last(prompt, _sampling(self, params), request_id, lora, options)
+
+    async def _last(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        request_id: str | None,
+        lora: AnyLoRA | None,
+        options: dict[str, Any],
+    ) -> RequestOutput:
         outputs = [output async for output in self.generate(prompt, sampling, request_id, lora_request=lora, **options)]
         return outputs[-1]

@@ -130,7 +130,8 @@ class TokenDelta:
     queue_seconds: float = 0.0
     """Seconds from the request's arrival to its first step; with the first delta."""
     pooled: list[float] | None = None
-    """Pooled hidden states of the prompt, not normalised, of a request with `pooling`: in its only delta."""
+    """Pooled hidden states of the prompt, not normalised, or probabilities of labels, of a request with `pooling`: in
+    its only delta."""
 
 
 @dataclass(slots=True)
@@ -232,3 +233,5 @@ class EngineInfo:
     """Text for people about the form of the weights; "": they are not quantised."""
     weight_bytes: int = 0
     """Bytes of all weights as they are held, on all ranks together."""
+    num_labels: int = 0
+    """Labels of a classifier; 0: the model generates text."""

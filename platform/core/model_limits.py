@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from .errors import InvalidRequestError
-from .sampling_params import SamplingParams, shown
+from .sampling_params import CLASSIFY, SamplingParams, shown
 
 MAX_BAD_WORD_TOKENS = 1 << 14
 """Largest number of tokens in one request's bad words: an automaton is built of them, which takes two microseconds a
@@ -19,17 +19,31 @@ MAX_ALLOWED = 1 << 21
 """Largest number of allowed tokens, counted once for each sequence: a step looks at all of them."""
 
 
-def check_params(params: SamplingParams, vocab_size: int, max_logprobs: int, num_token_ids: int | None = None) -> None:
+def check_params(
+    params: SamplingParams,
+    vocab_size: int,
+    max_logprobs: int,
+    num_token_ids: int | None = None,
+    num_labels: int = 0,
+) -> None:
     """Refuse parameters that a model cannot serve. Pure. `num_token_ids`: bound of token ids, where an adapter may have
-    more than the model's.
+    more than the model's. `num_labels`: as in `EngineInfo`.
 
     `bad_words_token_ids` count as `bad_words`, which they are made from.
 
     Raises:
         InvalidRequestError: a token id is not below `vocab_size`, there are more allowed tokens than that, a bad word
-            has no token, the bad words have too many, more than `max_logprobs` log-probabilities are wanted, or
-            `pooling` with fields of generated text; `param` names the field.
+            has no token, the bad words have too many, more than `max_logprobs` log-probabilities are wanted,
+            `pooling` with fields of generated text, text of a classifier, or labels of another model; `param` names
+            the field.
     """
+    if num_labels and params.pooling is None:
+        raise InvalidRequestError("a classifier generates no text: it has no language-model head", param="model")
+    if params.pooling == CLASSIFY and not num_labels:
+        raise InvalidRequestError(
+            "the model does not classify: it has no score matrix, as those named ...ForSequenceClassification have",
+            param="model",
+        )
     for name, neutral in (("n", 1), ("logprobs", None), ("prompt_logprobs", None)):
         if params.pooling is not None and getattr(params, name) != neutral:
             raise InvalidRequestError(f"{name} is not served with pooling, which generates no text", param=name)

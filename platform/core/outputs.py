@@ -101,7 +101,8 @@ class RequestOutput:
     """One entry a prompt token; the first is None."""
     lora_request: LoRA | None = None
     pooled: list[float] | None = None
-    """[H] pooled hidden states of the prompt, not normalised, of a request with `SamplingParams.pooling`."""
+    """[H] pooled hidden states of the prompt, not normalised, of a request with `SamplingParams.pooling`; [labels]
+    probabilities with "classify"."""
     encoder_prompt = encoder_prompt_token_ids = multi_modal_placeholders = kv_transfer_params = None
     """Fields of vLLM's outputs that prompts of text alone do not have."""
 

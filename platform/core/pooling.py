@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from .errors import InvalidRequestError
-from .sampling_params import POOLINGS, SamplingParams, check_integer, shown
+from .sampling_params import CLASSIFY, POOLINGS, SamplingParams, check_integer, shown
 
 T = TypeVar("T")
 
@@ -61,6 +61,11 @@ class PoolingParams:
         return vector
 
 
+def classifying() -> SamplingParams:
+    """Parameters of a request for the probabilities of a classifier's labels."""
+    return SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooling=CLASSIFY)
+
+
 @dataclass(slots=True)
 class PoolingOutput:
     """Pooled hidden states of one prompt."""
@@ -89,6 +94,19 @@ class ScoringOutput:
 
 
 @dataclass(slots=True)
+class ClassificationOutput:
+    """Labels of one prompt."""
+
+    probs: list[float]
+    """Probability of each label; a regression's scores as they are."""
+
+    @property
+    def num_classes(self) -> int:
+        """Number of labels."""
+        return len(self.probs)
+
+
+@dataclass(slots=True)
 class PoolingRequestOutput(Generic[T]):
     """Result for one prompt, or for one pair of texts."""
 
@@ -98,3 +116,7 @@ class PoolingRequestOutput(Generic[T]):
     """Token ids of the prompt; of a pair those of both, one after the other."""
     num_cached_tokens: int | None = None
     finished: bool = True
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """Result of `classify` for one prompt."""

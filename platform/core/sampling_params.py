@@ -45,6 +45,8 @@ MAX_ALLOWED_TOKEN_IDS = 1 << 18
 """The largest vocabularies have about as many tokens."""
 POOLINGS = ("last", "mean", "cls")
 """Poolings of hidden states: of the last token, their mean, of the first token."""
+CLASSIFY = "classify"
+"""Pooling of the last token, which a classifier's score matrix turns into the probabilities of its labels."""
 MAX_SALT_CHARS = 1024
 """Characters of a `cache_salt`, which is kept with every block of the prefix cache."""
 
@@ -236,7 +238,8 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """Outputs that `LLMEngine.step` and `AsyncLLM.generate` bring; those of `LLM` are final."""
     pooling: str | None = None
-    """"last", "mean" or "cls": pool the prompt's hidden states and generate nothing; set by `LLM.embed` and its kin."""
+    """"last", "mean", "cls" or "classify": pool the prompt's hidden states and generate nothing; set by `LLM.embed` and
+    its kin."""
     structured_outputs: StructuredOutputsParams | None = None
     """Constraint on the form of the answer; a mapping with its fields is taken too."""
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
@@ -288,10 +291,9 @@ class SamplingParams:
         self._check_logit_bias()
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
             self.structured_outputs = parse(self.structured_outputs)
-        if self.pooling is not None and self.pooling not in POOLINGS:
-            raise InvalidRequestError(
-                f"pooling must be one of {', '.join(POOLINGS)}, got {shown(self.pooling)}", param="pooling"
-            )
+        if self.pooling not in (None, *POOLINGS, CLASSIFY):
+            named = ", ".join((*POOLINGS, CLASSIFY))
+            raise InvalidRequestError(f"pooling must be one of {named}, got {shown(self.pooling)}", param="pooling")
         try:
             self.output_kind = RequestOutputKind(getattr(self.output_kind, "value", self.output_kind))
         except ValueError as error:

@@ -38,8 +38,8 @@ def has_long_steps(config: EngineConfig, model: LanguageModel) -> bool:
 def describe(
     args: EngineArgs, config: EngineConfig, model: LanguageModel, load_seconds: float, other_bytes: int
 ) -> EngineInfo:
-    """Information for clients about an engine that took so many seconds to load. `other_bytes`: of the weights that
-    the other ranks hold."""
+    """Information for clients about an engine that took `load_seconds` to load. `other_bytes`: bytes of the weights
+    that the other ranks hold."""
     speculation = "off"
     if config.speculative is not None:
         most = "at most " if config.speculative.adaptive else ""
@@ -68,4 +68,5 @@ def describe(
         max_num_queued_reqs=config.scheduler.max_num_queued_reqs,
         quantization=quantization_name(config.model, model.config, config.quantization),
         weight_bytes=weight_bytes(model, getattr(torch, config.dtype)) + other_bytes,
+        num_labels=0 if model.score is None else model.score.config.num_labels,
     )

@@ -195,7 +195,7 @@ class EngineCore:
         num_ids = self.info.vocab_size if request.lora is None else MAX_TOKEN_IDS
         check_token_ids("prompt", request.prompt_token_ids, num_ids)
         check_token_ids("eos_token_ids", request.eos_token_ids, num_ids)
-        check_params(request.params, self.info.vocab_size, self.info.max_logprobs, num_ids)
+        check_params(request.params, self.info.vocab_size, self.info.max_logprobs, num_ids, self.info.num_labels)
         check_text("tenant", request.tenant)
         check_number("weight", request.weight, 1 / MAX_TENANT_WEIGHT, MAX_TENANT_WEIGHT)
         check_text("cache_salt", request.cache_salt)

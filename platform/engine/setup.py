@@ -106,7 +106,8 @@ def _build(
     """Load the weights, allocate the memory and put the parts together. `parallel`: this process is rank 0 of it."""
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     model = _load(config, path, parallel, progress=progress)
-    _choose_threads(model, dtype, 1 if parallel is None else parallel.num_local)
+    num_local = 1 if parallel is None else parallel.num_local
+    _choose_threads(model, dtype, num_local)
     graphs = make_graphs(config)
     speculation = make_speculation(
         config.speculative, _drafter_context(config, model, graphs, parallel, progress=progress)
@@ -116,7 +117,7 @@ def _build(
     logits = None
     if graphs is not None and graphs.captures(model):
         logits = graphs.token_logits(model.config.vocab_size, model.device)
-    config = _resolve(args, path)  # again: the KV cache gets of the memory that all that was made so far has left
+    config = _resolve(args, path, num_local)  # again: the KV cache gets of the memory that all this has left
     layers = [*model.kv_layers, *drafter.needs.kv_layers]
     cache = config.cache
     kv = allocate_kv(layers, cache.num_blocks, cache.block_size, dtype, device, cache.dtype)
@@ -124,12 +125,11 @@ def _build(
     moving = None if parallel is None else parallel.move_blocks
     host = HostStore(kv, cache.num_host_blocks, moving) if cache.num_host_blocks else None
     executor = _make_executor(config, model, kv[: len(model.kv_layers)], adapters, parallel)
-    sampler = _make_sampler(config)
     runner = ModelRunner(
         RunnerParts(
             model,
             kv[: len(model.kv_layers)],
-            sampler,
+            _make_sampler(config),
             drafter,
             adapters.prepare,
             adapters.prepare_head,
@@ -204,8 +204,10 @@ def _load(config: EngineConfig, path: Path, parallel: ParallelExecutor | None, *
     )
 
 
-def _resolve(args: EngineArgs, path: Path) -> EngineConfig:
-    """The configuration for the memory free now; the KV cache is sized for the target's layers and a draft model's."""
+def _resolve(args: EngineArgs, path: Path, num_local: int | None = None) -> EngineConfig:
+    """The configuration for the memory free now; the KV cache is sized for the target's layers and a draft model's.
+
+    `num_local`: ranks on this machine, which share its memory; None: as if all were."""
     facts = read_facts(
         path,
         None if args.dtype == "auto" else args.dtype,
@@ -218,7 +220,7 @@ def _resolve(args: EngineArgs, path: Path) -> EngineConfig:
     drafters = draft_kv_bytes_per_token(speculative, dtype, args.kv_cache_dtype)
     facts = dataclasses.replace(facts, kv_bytes_per_token=facts.kv_bytes_per_token + drafters)
     hardware = find_hardware(args.device)
-    size = args.tensor_parallel_size  # the ranks share the host's memory
+    size = num_local or args.tensor_parallel_size
     hardware = dataclasses.replace(hardware, host_memory_bytes=hardware.host_memory_bytes // size)
     if hardware.device == "cpu":
         hardware = dataclasses.replace(hardware, free_memory_bytes=hardware.free_memory_bytes // size)

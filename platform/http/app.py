@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_GUARDED = ("/v1", "/admin", "/tokenize", "/detokenize", *engine_routes.PATHS)
+_GUARDED = ("/v1", "/v2", "/score", "/rerank", "/classify", "/admin", "/tokenize", "/detokenize", *engine_routes.PATHS)
 
 
 def create_app(

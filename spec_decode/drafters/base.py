@@ -8,7 +8,7 @@ A drafter proposes tokens, the target verifies them all in its next step. For ea
 The host may not know yet what a step brought, when steps overlap. A drafter that drafts all the same, from tokens and
 lengths that are on the device, declares `DrafterNeeds.drafts_on_device`; `TargetOutput.on_device` tells it when to.
 
-A new drafter is a file or a folder beside this one, and its name in the lists that CONTRIBUTING.md tells.
+A new drafter is a file or a folder beside this one, and its name in the lists that CONTRIBUTING.md names.
 """
 
 from __future__ import annotations

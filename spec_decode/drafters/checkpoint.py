@@ -63,7 +63,7 @@ def quantise(linears: Iterable[Linear], config: SpeculativeConfig, context: Draf
     method = draft_rounding(config, context, stored)
     if method is not None:
         for linear in linears:
-            linear.quantize = rounding_of(linear, method)
+            linear.quantize = rounding_of(linear, method, context.target.config.hidden_size)
 
 
 @torch.inference_mode()

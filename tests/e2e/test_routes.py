@@ -40,6 +40,7 @@ COUNTING = {
     "/tokenize": {"prompt": PROMPT},
     "/detokenize": {"tokens": [5]},
     "/v1/messages/count_tokens": {"messages": MESSAGES},
+    "/classify": {"input": PROMPT},  # the demo has no labels: see test_classify.py
 }
 """Routes that take a model and run none."""
 IN_PATH = {"/v1/responses/{response_id}/cancel"}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from deployed import Deployed, conversations, loads_in_turn
 
@@ -165,4 +166,5 @@ def test_a_command_ends_soon_that_finds_no_place(start: Callable[..., Deployed])
     deployed.stop()
     print(f"ended after {time.monotonic() - began:.1f} s")
     assert deployed.process.returncode == 0
-    assert not any(replica.is_running() for replica in replicas)
+    _, left = psutil.wait_procs(replicas, timeout=20)
+    assert not left

@@ -49,7 +49,8 @@ def each(option: Option, names: str) -> dict[str, Option]:
 
 
 # Reasons that several options share.
-ONE_PROCESS = "one process has the whole model"
+ONE_PROCESS = "ranks are divided and joined in one way"
+RAY_NODES = "ranks of several machines need distributed_executor_backend ray"
 NO_OFFLOAD = "weights are not moved to host memory"
 NO_EXPERTS = "mixtures of experts have no options: with tensor parallelism each rank has whole experts"
 NO_IMAGES = "prompts are text"

@@ -14,7 +14,10 @@ from typing import Any
 
 _METRICS = ".platform.client.metrics: Counter Gauge Histogram Metric Vector"
 _OUTPUTS = ".platform.core.outputs: CompletionOutput Logprob RequestMetrics RequestOutput"
-_POOLED = ".platform.core.pooling: EmbeddingOutput PoolingOutput PoolingParams PoolingRequestOutput ScoringOutput"
+_POOLED = (
+    ".platform.core.pooling: ClassificationOutput ClassificationRequestOutput EmbeddingOutput PoolingOutput "
+    "PoolingParams PoolingRequestOutput ScoringOutput"
+)
 _SAMPLING = "RequestOutputKind SamplingParams StructuredOutputsParams"
 _BEAMS = ".platform.core.beam_search: BeamSearchOutput BeamSearchParams BeamSearchSequence"
 

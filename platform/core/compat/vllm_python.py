@@ -85,9 +85,8 @@ LORA: dict[str, Option] = {
     "is_3d_lora_weight": off(NO_EXPERTS),
 }
 
-_TEXT_ONLY = "is not there: models generate text only"
 METHODS: dict[str, str] = {
-    **dict.fromkeys(("classify", "reward"), _TEXT_ONLY),
+    "reward": "is not there: models generate text, embed or classify",
     "model_config": "is not there: see engine_info",
     "do_log_stats": "is not there: see get_metrics()",
     **dict.fromkeys(("is_running", "is_stopped", "errored", "dead_error"), "is not there: see state and failure"),

@@ -27,7 +27,7 @@ class ProcessRanks:
             rank: Number of this process.
             size: Number of processes.
             device: "cpu" or "cuda".
-            address: Of this machine, at which gloo listens; the variable GLOO_SOCKET_IFNAME names another interface.
+            address: Address at which gloo listens; the variable GLOO_SOCKET_IFNAME names another interface.
         """
         if not dist.is_available():
             raise InvalidRequestError(

@@ -92,7 +92,20 @@ class ParallelExecutor:
             send(remote.link, spec)
         self._await(_START_SECONDS)
         address = self._launch.sites[0].address
-        return ProcessRanks(self._launch.open_store(), 0, self._size, config.device, address)
+        try:
+            return ProcessRanks(self._launch.open_store(), 0, self._size, config.device, address)
+        except RuntimeError as error:
+            self._raise_reported()
+            raise EngineDeadError(f"the ranks did not find each other: {error}") from error
+
+    def _raise_reported(self) -> None:
+        """Raise the error that a rank has sent, if one has."""
+        for remote in self._remote:
+            remote.link.settimeout(1)
+            with contextlib.suppress(EOFError, OSError):
+                said = receive(remote.link)[0]
+                if "error" in said:
+                    raise error_from_info(ErrorInfo(*said["error"]))
 
     def _await(self, seconds: float) -> list[dict[str, Any]]:
         """Wait until each rank has said that it is ready; raises the error of one that is not."""

@@ -107,11 +107,13 @@ class RayLaunch:
         self.remote: list[RemoteRank] = []
         self._actors: list[RayRank] = []
         self._holder: Any = None
+        self._store: Any = None
         self._group: PlacementGroup | None = None
         self._device = config.device
         _connect()
         try:
-            self._group = _take_room(config)
+            self._group = _ask_for_room(config)
+            _wait_for_room(self._group, config.num_ranks)
             self.sites = _sites(self._group)
             if self._device == "cuda":
                 self._take_own_device()
@@ -135,14 +137,19 @@ class RayLaunch:
             rank.end()
         self._actors.clear()
         self.remote.clear()
+        self._store = None
         if self._group is not None and ray.is_initialized():
             with contextlib.suppress(Exception):  # the cluster is gone
                 remove_placement_group(self._group)  # ends the actors in it
         self._group = None
 
     def _make_store(self) -> Any:
+        """Store that listens at this machine's address alone: by itself it would at all addresses."""
+        address = self.sites[0].address
+        with socket.create_server((address, 0)) as server:
+            port, own = server.getsockname()[1], server.detach()
         return torch.distributed.TCPStore(  # type: ignore[attr-defined]  # it is not exported by name
-            self.sites[0].address, 0, len(self.sites), is_master=True, wait_for_workers=False
+            address, port, len(self.sites), is_master=True, wait_for_workers=False, master_listen_fd=own
         )
 
     def _take_own_device(self) -> None:
@@ -242,8 +249,8 @@ def _resources(device: str, cpu: str, gpu: str) -> dict[str, float]:
     return {cpu: 0, gpu: 1} if device == "cuda" else {cpu: 1}
 
 
-def _take_room(config: EngineConfig) -> PlacementGroup:
-    """Room for all ranks: on one machine where they fit, else on as few as possible."""
+def _ask_for_room(config: EngineConfig) -> PlacementGroup:
+    """Group with room for all ranks, when it is ready: on one machine where they fit, else on as few as possible."""
     size, each = config.num_ranks, {k: n for k, n in _resources(config.device, "CPU", "GPU").items() if n}
     there = ray.cluster_resources()
     for name, count in each.items():
@@ -254,16 +261,18 @@ def _take_room(config: EngineConfig) -> PlacementGroup:
                 param="tensor_parallel_size",
             )
     own = {f"node:{_addresses()[ray.get_runtime_context().get_node_id()]}": 0.001}  # each machine has one
-    group = placement_group([each | own, *[dict(each) for _ in range(1, size)]], strategy="PACK")
-    if not group.wait(5):
-        logger.warning("Waiting for room for %d ranks on Ray's cluster; available: %s", size, ray.available_resources())
-        if not group.wait(_ROOM_SECONDS):
-            remove_placement_group(group)
-            raise EngineDeadError(
-                f"tensor_parallel_size {size}: Ray's cluster had no room for {size} ranks of {each}, one of them on "
-                f"this machine, for {_ROOM_SECONDS:.0f} s"
-            )
-    return group
+    return placement_group([each | own, *[dict(each) for _ in range(1, size)]], strategy="PACK")
+
+
+def _wait_for_room(group: PlacementGroup, size: int) -> None:
+    if group.wait(5):
+        return
+    logger.warning("Waiting for room for %d ranks on Ray's cluster; available: %s", size, ray.available_resources())
+    if not group.wait(_ROOM_SECONDS):
+        raise EngineDeadError(
+            f"tensor_parallel_size {size}: for {_ROOM_SECONDS:.0f} s Ray's cluster had no room for {size} ranks, one "
+            "of them on this machine"
+        )
 
 
 def _addresses() -> dict[str, str]:

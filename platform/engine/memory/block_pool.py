@@ -35,6 +35,10 @@ class BlockPool:
         """Share of blocks in use, 0 to 1."""
         return 1.0 - len(self._free) / self.num_blocks
 
+    def num_references(self, block: int) -> int:
+        """References to the block."""
+        return self._references[block]
+
     def is_free(self, block: int) -> bool:
         """True when nobody holds a reference to the block."""
         return self._references[block] == 0

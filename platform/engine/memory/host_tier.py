@@ -121,7 +121,7 @@ class HostTier:
         self.num_hits += len(blocks)
 
     def forget(self, digest: bytes) -> None:
-        """Free the slot of a content that nobody asks for again, if it has one."""
+        """Free the slot of a content, if it has one."""
         slot = self._slot_of.pop(digest, None)
         if slot is not None:
             self._draft_ready.discard(digest)

@@ -57,8 +57,8 @@ class PrefixCache:
     def __init__(
         self, pool: BlockPool, block_size: int, host: HostTier | None = None, *, keeps_finished: bool = True
     ) -> None:
-        """`keeps_finished`: whether later sequences may find the blocks of a finished one; else only its siblings, and
-        itself after a preemption."""
+        """`keeps_finished`: later sequences may find the blocks of a finished one; else its siblings alone may, and a
+        sequence finds its own after a preemption."""
         self.pool = pool
         self.host = host
         self.keeps_finished = keeps_finished
@@ -126,17 +126,19 @@ class PrefixCache:
         self.pool.release(request.blocks)
         self._begin(request, PrefixMatch([], 0, 0))
 
-    def finish(self, request: Request) -> None:
-        """Free a finished request's blocks, and forget those that nobody else may find."""
+    def finish(self, request: Request, *, has_siblings: bool = False) -> None:
+        """Free a finished request's blocks, and forget those that nobody may find any more: with `has_siblings`, that
+        are unfinished, the prompt stays."""
+        if not self.keeps_finished:
+            num_kept = request.num_prompt_tokens // self.block_size if has_siblings else 0
+            own = set(request.blocks)
+            for digest in request.block_hashes[num_kept:]:
+                block = self._block_of.get(digest)
+                if block is not None and self.pool.num_references(block) <= (block in own):
+                    self._forget(block)
+                if self.host is not None:
+                    self.host.forget(digest)
         self.take_back(request)
-        if self.keeps_finished:
-            return
-        for digest in request.block_hashes:
-            block = self._block_of.get(digest)
-            if block is not None and self.pool.is_free(block):
-                self._forget(block)
-            if self.host is not None:
-                self.host.forget(digest)
 
     def _begin(self, request: Request, match: PrefixMatch) -> None:
         request.blocks = match.blocks

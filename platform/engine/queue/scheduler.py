@@ -367,22 +367,22 @@ class Scheduler:
         self._queue.remove(request, running=request.status is Status.RUNNING)
         self._running_siblings[request.group or ""] -= request.status is Status.RUNNING
         request.status = Status.FINISHED
-        if request.under_way:
-            self._leaving.add(request)
-        else:
-            self._let_go(request)
         del self._requests[request.request_id]
         if request.group is not None:
             siblings = self._siblings[request.group]
             siblings.remove(request)
             if not siblings:
                 del self._siblings[request.group], self._running_siblings[request.group]
+        if request.under_way:
+            self._leaving.add(request)
+        else:
+            self._let_go(request)
 
     def _let_go(self, request: Request) -> None:
         """Free what a finished sequence holds: no step writes it any more."""
         self._leaving.discard(request)
         request.under_way.clear()
-        self.prefix_cache.finish(request)
+        self.prefix_cache.finish(request, has_siblings=request.group in self._siblings)
         for gate in self._gates:
             gate.forget(request)
 

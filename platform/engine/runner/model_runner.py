@@ -303,7 +303,9 @@ class ModelRunner:
     def _prompt_part(self, row: RowPlan, hidden: Tensor) -> list[TokenLogprobs] | Tensor:
         """What is wanted of a chunk of a prompt: log-probabilities, or its part of the pooled hidden [H]."""
         pooling = row.request.params.pooling
-        return self._prompt_logprobs(row, hidden) if pooling is None else pooled_part(pooling, row, hidden)
+        if pooling is None:
+            return self._prompt_logprobs(row, hidden)
+        return pooled_part(pooling, row, hidden, self._model.score)
 
     def _prompt_logprobs(self, row: RowPlan, hidden: Tensor) -> list[TokenLogprobs]:
         """Log-probabilities of the prompt tokens that follow this chunk's positions, maybe none."""

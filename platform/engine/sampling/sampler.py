@@ -306,7 +306,7 @@ def _reached(request: Request, got: Verified, tops: Sequence[tuple[float, float]
 
 
 def _is_plain(row: SampleRow) -> bool:
-    """Whether the row's tokens are simply the most likely ones, of what edits leave, and nothing else is asked."""
+    """Return whether the row's tokens are the most likely ones of what edits leave, and nothing else is asked."""
     return row.request.params.greedy and row.request.params.logprobs is None
 
 

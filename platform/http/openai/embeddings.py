@@ -1,10 +1,12 @@
-"""`/v1/embeddings`, `/v1/score` and `/v1/rerank`: pooled hidden states of texts, and how alike they are."""
+"""`/v1/embeddings`, `/v1/score`, `/v1/rerank`, `/classify`: hidden states of texts, how alike they are, and labels."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import time
 from array import array
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -12,9 +14,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...client.pooling import cosine, model_pooling
+from ...client.pooling import cosine, model_labels, model_pooling
 from ...core.errors import InvalidRequestError, OutriderError
-from ...core.pooling import PoolingParams
+from ...core.pooling import PoolingParams, classifying
+from ...core.sampling_params import SamplingParams
 from ..body.reader import documented
 from ..protect.accounting import limit_headers
 from .answer import Accepted, accept
@@ -22,7 +25,7 @@ from .event_stream import until_disconnect
 from .generation import Totals, generate
 from .job import Job
 from .json_pieces import json_answer
-from .protocol import EmbeddingRequest, PoolingFields, RerankRequest, ScoreRequest
+from .protocol import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 
 router = APIRouter()
 
@@ -84,6 +87,21 @@ async def rerank(request: Request) -> Response:
     return await json_answer(answer, limit_headers(request))
 
 
+@router.post("/classify", response_model=None, openapi_extra=documented(ClassifyRequest))
+async def classify(request: Request) -> Response:
+    """Probabilities of a classifier's labels, and the most likely label, of texts."""
+    accepted = await accept(request, ClassifyRequest)
+    found, totals, job = await _run(accepted, accepted.body.prompts, classifying(), list, "/classify", "input")
+    names = await asyncio.to_thread(model_labels, accepted.serving.llm.info.model)
+    data = []
+    for index, probs in enumerate(found):
+        best = str(probs.index(max(probs)))
+        label = names.get(best, f"LABEL_{best}")
+        data.append({"index": index, "label": label, "probs": probs, "num_classes": len(probs)})
+    answer = {"id": job.request_id, "object": "list", "created": int(time.time()), "model": accepted.model}
+    return await json_answer(answer | {"data": data, "usage": _usage(totals)}, limit_headers(request))
+
+
 async def _cosines(pairs: list[tuple[list[float], list[float]]]) -> list[float]:
     """Cosines of pairs of vectors, in a thread: 1,024 pairs take about a second."""
     return await asyncio.to_thread(lambda: [cosine(a, b) for a, b in pairs])
@@ -92,21 +110,32 @@ async def _cosines(pairs: list[tuple[list[float], list[float]]]) -> list[float]:
 async def _pooled(
     accepted: Accepted[Any], texts: list[Any], params: PoolingParams, endpoint: str, field: str
 ) -> tuple[list[list[float]], Totals, Job]:
-    """Vectors of texts, in their order; `field` is the name of the texts in the request.
+    """Vectors of texts; see `_run`."""
+    sampling = params.sampling(model_pooling(accepted.serving.llm.info.model))
+    return await _run(accepted, texts, sampling, lambda pooled: params.vector(pooled, normalize=True), endpoint, field)
+
+
+async def _run(
+    accepted: Accepted[Any],
+    texts: list[Any],
+    sampling: SamplingParams,
+    vector: Callable[[list[float]], list[float]],
+    endpoint: str,
+    field: str,
+) -> tuple[list[list[float]], Totals, Job]:
+    """`vector` of each text's pooled numbers, in their order; `field` is the name of the texts in the request.
 
     Raises:
         OutriderError: a text or a parameter is refused, or the engine fails.
     """
-    body: PoolingFields = accepted.body
     serving = accepted.serving
     try:
         prompts = await serving.prompts(
-            texts, add_special_tokens=body.add_special_tokens is not False, lora=accepted.lora
+            texts, add_special_tokens=accepted.body.add_special_tokens is not False, lora=accepted.lora
         )
     except InvalidRequestError as error:
         error.param = field
         raise
-    sampling = params.sampling(model_pooling(serving.llm.info.model))
     job = accepted.job(prompts, sampling, prefix=endpoint.rpartition("/")[2], endpoint=endpoint, keeps_output=False)
     totals = Totals()
 
@@ -116,7 +145,7 @@ async def _pooled(
             async for event in events:
                 totals.add(event)
                 if event.output.pooled is not None:
-                    found[event.prompt_index] = params.vector(event.output.pooled, normalize=True)
+                    found[event.prompt_index] = vector(event.output.pooled)
         return found
 
     found = await until_disconnect(accepted.request, collect())

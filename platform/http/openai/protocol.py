@@ -272,8 +272,26 @@ class EmbeddingRequest(PoolingFields):
     @property
     def prompts(self) -> list[str | list[int]]:
         """`input` in its four forms as a list of prompts."""
-        one = isinstance(self.input, str) or isinstance(self.input[0], int)
-        return [self.input] if one else self.input
+        return prompts_of(self.input)
+
+    def check(self) -> None:
+        """See the base class."""
+        check_count("input", len(self.prompts))
+
+
+class ClassifyRequest(ModelFields):
+    """`POST /classify`."""
+
+    unsupported: ClassVar = {"messages": Unsupported(([],)), "truncate_prompt_tokens": Unsupported()} | {
+        name: Unsupported((True,)) for name in ("activation", "softmax", "use_activation")
+    }
+    input: Prompt
+    add_special_tokens: bool | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """`input` in its four forms as a list of prompts."""
+        return prompts_of(self.input)
 
     def check(self) -> None:
         """See the base class."""
@@ -324,6 +342,11 @@ class RerankRequest(PoolingFields):
                 raise InvalidRequestError(f"documents[{index}] must have a text", param=f"documents[{index}]")
         if self.top_n is not None and self.top_n < 0:
             raise InvalidRequestError(f"top_n must be at least 0, got {self.top_n}", param="top_n")
+
+
+def prompts_of(given: Any) -> list[str | list[int]]:
+    """A prompt in its four forms as a list of prompts."""
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
 def check_count(name: str, count: int) -> None:

@@ -46,6 +46,7 @@ DIFFERENT = {
     "embed": ({"prompts", "use_tqdm"}, {"prompt", "request_id"}),
     "encode": ({"prompts", "use_tqdm"}, {"prompt", "request_id"}),
     "score": ({"use_tqdm"}, set()),
+    "classify": ({"prompts", "use_tqdm"}, {"prompt", "request_id"}),
     "beam_search": ({"prompts", "use_tqdm", "concurrency_limit"}, {"prompt", "request_id", "on_step"}),
 }
 """Parameters that one of the two alone has: (LLM's, AsyncLLM's)."""
@@ -96,5 +97,5 @@ def test_the_protocol_declares_these_verbs_alone() -> None:
 
 def test_methods_of_vllm_are_explained_by_both() -> None:
     for kind in (LLM, AsyncLLM):
-        with pytest.raises(AttributeError, match=rf"{kind.__name__}\.classify is not there: models generate text only"):
-            getattr(kind.__new__(kind), "classify")  # noqa: B009
+        with pytest.raises(AttributeError, match=rf"{kind.__name__}\.reward is not there: models generate text"):
+            getattr(kind.__new__(kind), "reward")  # noqa: B009

@@ -109,16 +109,29 @@ def test_without_a_prefix_cache_a_finished_request_leaves_nothing_behind():
         cache.pool.grow(item.blocks, 3)
         item.num_computed = 12
         cache.cache.publish(item)
-    cache.cache.finish(first)
+    cache.cache.finish(first, has_siblings=True)
     match = cache.cache.match(prefix(range(12)))
     assert match.num_tokens == 8  # a sibling still runs with them
     cache.pool.release(match.blocks)
     cache.cache.take_back(sibling)  # preempted: its blocks leave the device
     cache.compute(range(100, 116))
-    assert cache.host.num_bytes == 200
+    assert cache.host.num_bytes == 300
     cache.cache.finish(sibling)
     assert cache.host.num_bytes == 0
     assert cache.found(range(12)) == (0, 0)
+
+
+def test_blocks_of_a_finished_request_are_used_again_before_those_of_a_preempted_one():
+    cache = Cache(keeps_finished=False)
+    cache.compute(range(8))  # preempted
+    item = prefix(range(100, 108))
+    cache.cache.start(item)
+    cache.pool.grow(item.blocks, 2)
+    item.num_computed = 8
+    cache.cache.publish(item)
+    cache.cache.finish(item)
+    assert cache.pool.allocate(2) is not None
+    assert cache.host.num_bytes == 0
 
 
 def test_a_reset_forgets_the_hosts_blocks_too():

@@ -47,11 +47,12 @@ class TwoSeats:
     forget = release
 
 
-def make(num_blocks=16, limits=NO_SPECULATION, gates=(), num_host_blocks=0, **config):
+def make(num_blocks=16, limits=NO_SPECULATION, gates=(), num_host_blocks=0, keeps_finished=True, **config):
     values = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 48, "policy": "fcfs"} | config
     pool = BlockPool(num_blocks)
     host = HostTier(num_host_blocks, SwapCost(1, BLOCK, None)) if num_host_blocks else None
-    return Scheduler(SchedulerConfig(**values), pool, PrefixCache(pool, BLOCK, host), gates, limits)
+    cache = PrefixCache(pool, BLOCK, host, keeps_finished=keeps_finished)
+    return Scheduler(SchedulerConfig(**values), pool, cache, gates, limits)
 
 
 def request(name, tokens, max_tokens=8, **fields):
@@ -176,6 +177,17 @@ def test_siblings_wait_for_the_leader_and_share_its_blocks():
     blocks = [row.request.blocks for row in plan.rows]
     assert blocks[0][:2] == blocks[1][:2] == blocks[2][:2]
     assert len({b[2] for b in blocks}) == 3
+
+
+def test_siblings_that_run_one_after_another_share_the_prompt_without_a_prefix_cache():
+    scheduler, device = make(keeps_finished=False, max_num_seqs=1), Device(16)
+    for index in range(3):
+        scheduler.add(request(f"s{index}", range(10), 1, group="s"))
+    finish(scheduler, device)
+    assert scheduler.prefix_cache.num_hits == 2 * 8
+    scheduler.add(request("later", range(10), 1))
+    finish(scheduler, device)
+    assert scheduler.prefix_cache.num_hits == 2 * 8
 
 
 def test_siblings_leave_an_eighth_of_the_seats_to_other_requests():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from ....core.errors import InvalidRequestError
@@ -19,13 +20,18 @@ _ROOT = frozenset("type properties required additionalProperties $defs definitio
 """Keywords of a schema whose properties can be written one by one."""
 _OF_TEXT = frozenset("type title description default examples nullable minLength maxLength enum const".split())
 """Keywords of a string that stands between tags."""
+_UNIONS = ("anyOf", "oneOf")
+_BESIDE_UNION = frozenset((*_UNIONS, *"type title description default examples nullable".split()))
+"""Keywords that may stand beside the alternatives of such a string."""
 _TAG_NAME = r"[^>\n\/~%]+"
 """Name of a property in a tag, which is a part of a reference too."""
 _END = r"\n<\/parameter>"
 _MARKS = ("</parameter>", "<parameter=", "</function>")
 """Texts that the parser takes for the end of a value: no string between tags has them."""
 _MAX_REFERENCES = 8
-"""Longest chain of references that is followed for the type of a property."""
+"""Longest chain of references, and of alternatives in alternatives, that is followed for the type of a property."""
+_MAX_SCHEMAS = 1000
+"""Schemas of a request's tools, alternatives of properties included, that are looked at for types: 1 ms."""
 
 
 def json_rule(schema: dict[str, Any]) -> str:
@@ -70,8 +76,14 @@ def properties_of(index: int, function: dict[str, Any], names: str) -> dict[str,
     return properties
 
 
-def flat(schema: Any, root: dict[str, Any], depth: int = 0) -> dict[str, Any]:
-    """A property's schema with its types in sight: references of it, and of its alternatives, are followed."""
+def flat(schema: Any, root: dict[str, Any], steps: Iterator[int], depth: int = 0) -> dict[str, Any]:
+    """A property's schema with its types in sight: references of it, and of its alternatives, are followed.
+
+    Args:
+        steps: One item for each schema that may still be looked at; the types of others stay out of sight.
+    """
+    if next(steps, None) is None:
+        return {}
     for _ in range(_MAX_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(reference, str) or not reference.startswith("#"):
@@ -83,20 +95,20 @@ def flat(schema: Any, root: dict[str, Any], depth: int = 0) -> dict[str, Any]:
         schema = found | rest if isinstance(found, dict) else {}
     if not isinstance(schema, dict):
         return {}
-    for union in ("anyOf", "oneOf"):
+    for union in _UNIONS:
         if isinstance(schema.get(union), list) and depth < _MAX_REFERENCES:
-            schema = schema | {union: [flat(option, root, depth + 1) for option in schema[union]]}
+            schema = schema | {union: [flat(option, root, steps, depth + 1) for option in schema[union]]}
     return schema
 
 
 def flat_tools(tools: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
     """Tools whose properties have their types in sight, for a parser that turns texts into values."""
-    found = []
+    found, steps = [], iter(range(_MAX_SCHEMAS))
     for tool in tools:
         parameters = tool["function"].get("parameters") or {}
         properties = parameters.get("properties")
         if isinstance(properties, dict):
-            parameters = {"properties": {name: flat(schema, parameters) for name, schema in properties.items()}}
+            parameters = {"properties": {name: flat(schema, parameters, steps) for name, schema in properties.items()}}
             found.append({"function": {"name": tool["function"]["name"], "parameters": parameters}})
     return found
 
@@ -114,12 +126,12 @@ def tagged_arguments(index: int, function: dict[str, Any]) -> list[str]:
         tag = f"/<parameter={_TAG_NAME}>\\n/"
         return [f"args_{index}: any_{index}*", f'any_{index}: {tag} text_{index} "\\n"', _text(f"text_{index}")]
     properties = properties_of(index, function, _TAG_NAME)
-    schema = parameters_of(function)
+    schema, steps = parameters_of(function), iter(range(_MAX_SCHEMAS))
     rules, written = [], []
     for number, name in enumerate(properties):
         one = f"value_{index}_{number}"
         place = f"tools[{index}].function.parameters.properties.{name}"
-        rules += _tagged_value(one, flat(properties[name], schema), property_rule(function, name), place)
+        rules += _tagged_value(one, flat(properties[name], schema, steps), property_rule(function, name), place)
         rules.append(f'tag_{one}: {json.dumps(f"<parameter={name}>" + chr(10))} {one} "\\n"')
         written.append(f"tag_{one}" + ("" if name in (schema.get("required") or []) else "?"))
     return [f"args_{index}: {' '.join(written) or json.dumps('')}", *rules]
@@ -128,7 +140,7 @@ def tagged_arguments(index: int, function: dict[str, Any]) -> list[str]:
 def _types(schema: dict[str, Any]) -> set[str]:
     declared = schema.get("type")
     found = set(declared if isinstance(declared, list) else [declared] if isinstance(declared, str) else [])
-    found |= {kind for union in ("anyOf", "oneOf") for option in schema.get(union) or () for kind in _types(option)}
+    found |= {kind for union in _UNIONS for option in schema.get(union) or () for kind in _types(option)}
     return found | ({"null"} if schema.get("nullable") else set())
 
 
@@ -139,17 +151,37 @@ def _text(rule: str, least: int = 0, most: int | None = None) -> str:
     return rf"{rule}[lazy]: /(.|\n){count}{_END}/ & ~/(.|\n)*({marks})(.|\n)*/"
 
 
+def _impossible(schema: dict[str, Any]) -> str | None:
+    """Keyword with a value that it cannot have, of a schema whose types are in sight or of its alternatives."""
+    kinds, least, most = schema.get("type", []), schema.get("minLength", 0), schema.get("maxLength")
+    if not isinstance(kinds, str) and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+        return "type"
+    if "enum" in schema and not (isinstance(schema["enum"], list) and schema["enum"]):
+        return "enum"
+    if type(least) is not int or least < 0:
+        return "minLength"
+    if most is not None and (type(most) is not int or most < least):
+        return "maxLength"
+    unions = [schema[union] for union in _UNIONS if union in schema]
+    if len(unions) > 1 or any(not isinstance(options, list) or not options for options in unions):
+        return " and ".join(union for union in _UNIONS if union in schema)
+    return next((wrong for options in unions for option in options if (wrong := _impossible(option))), None)
+
+
 def _tagged_value(rule: str, schema: dict[str, Any], as_json: str, place: str) -> list[str]:
     """Rules of a value and of the tag that ends it."""
+    if (wrong := _impossible(schema)) is not None:
+        raise _refuse(place, wrong)
     types = _types(schema)
     if types and "string" not in types:
         return [f'{rule}: {as_json} "\\n</parameter>"']
     if types - {"string", "null"}:
         raise _refuse(place, "type: a string or something else")  # "12" could be either
-    union = next((name for name in ("anyOf", "oneOf") if name in schema), None)
-    options = [schema] if union is None else schema[union]
+    union = next((name for name in _UNIONS if name in schema), None)
+    if union is not None and (wrong := next((key for key in schema if key not in _BESIDE_UNION), None)) is not None:
+        raise _refuse(place, wrong)
     rules, ways = [], []
-    for number, option in enumerate(options):
+    for number, option in enumerate([schema] if union is None else schema[union]):
         allowed = _OF_TEXT if union is None else _OF_TEXT - {"nullable"}
         wrong = next((key for key in option if key not in allowed), None)
         if wrong is not None:
@@ -157,16 +189,15 @@ def _tagged_value(rule: str, schema: dict[str, Any], as_json: str, place: str) -
         if _types(option) == {"null"}:
             continue
         words = option.get("enum") if "enum" in option else [option["const"]] if "const" in option else None
-        lengths = option.get("minLength", 0), option.get("maxLength")
-        if words is None and isinstance(lengths[0], int) and isinstance(lengths[1], int | None):
+        if words is None:
             ways.append(f"{rule}_text_{number}")
-            rules.append(_text(ways[-1], *lengths))
-        elif not isinstance(words, list) or not all(
+            rules.append(_text(ways[-1], option.get("minLength", 0), option.get("maxLength")))
+        elif not all(
             isinstance(word, str) and not any(mark in word for mark in _MARKS)
             for word in words
             if word is not None or "null" not in types
         ):
-            raise _refuse(place, next(key for key in ("enum", "const", "minLength", "maxLength") if key in option))
+            raise _refuse(place, "enum" if "enum" in option else "const")
         else:
             ways += [json.dumps(f"{word}\n</parameter>") for word in words if word is not None]
     if "null" in types:

@@ -219,6 +219,12 @@ def test_routes_that_are_to_come(http, path):
     assert path in error["message"]
 
 
+def test_models_without_labels_do_not_classify(http):
+    assert "no score matrix" in error_of(http.post("/classify", {"input": ["a", "b"]}), 400)["message"]
+    for field, value in (("input", []), ("activation", False), ("truncate_prompt_tokens", 3)):
+        assert error_of(http.post("/classify", {"input": "a", field: value}), 400)["param"] == field
+
+
 def test_unknown_route_and_method(http):
     for path in ("/v1/nothing", "/v1/responses2"):
         assert error_of(http.get(path), 404)["type"] == "NotFoundError"
@@ -235,7 +241,8 @@ def test_keys(make_http):
         {"Authorization": "first"},
         {"Authorization": "Basic first"},
     ):
-        for method, path in (("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/v1/x")):
+        posts = [("POST", f"/{name}") for name in "tokenize detokenize score rerank v2/rerank classify".split()]
+        for method, path in (("GET", "/v1/models"), ("GET", "/v1/x"), *posts):
             response = http.request(method, path, headers=headers)
             error = error_of(response, 401)
             assert error["type"] == "AuthenticationError"

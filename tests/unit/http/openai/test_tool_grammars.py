@@ -261,6 +261,14 @@ def test_values_between_tags(tokenizer_with):
         ({"enum": ["a", 1]}, "enum"),
         ({"const": "</parameter>"}, "const"),
         ({"type": "string", "maxLength": "9"}, "maxLength"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "maxLength"),
+        ({"type": "string", "minLength": -1}, "minLength"),
+        ({"type": [{}]}, "type"),
+        ({"anyOf": "abc"}, "anyOf"),
+        ({"oneOf": []}, "oneOf"),
+        ({"enum": []}, "enum"),
+        ({"anyOf": [{"type": "string"}], "oneOf": [{"type": "string"}]}, "anyOf and oneOf"),
+        ({"anyOf": [{"type": "string"}], "maxLength": 2}, "maxLength"),
         ({"not": {}}, "not"),
     ],
 )
@@ -270,6 +278,18 @@ def test_a_schema_that_values_between_tags_cannot_have(schema, named, tokenizer_
     with pytest.raises(InvalidRequestError, match=named) as caught:
         answer_constraint(None, tools, FORMATS["qwen3_coder"], tokenizer_with([]), "")
     assert caught.value.param == "tools[0].function.parameters.properties.a"
+
+
+def test_references_that_multiply_end():
+    """A schema of which each reference has a hundred of itself is looked at a bounded number of times."""
+    parameters = {"properties": {"x": {"anyOf": [{"$ref": "#/properties/x"}] * 100}}}
+    [tool] = flat_tools(({"function": {"name": "f", "parameters": parameters}},))
+    schemas, count = [tool["function"]["parameters"]["properties"]["x"]], 0
+    while schemas:
+        schema = schemas.pop()
+        schemas += schema.get("anyOf", [])
+        count += "$ref" not in schema
+    assert count <= 1000 + 8 * 100
 
 
 @pytest.mark.parametrize("kind", ["hermes", "deepseek_v3", "mistral", "openai", "qwen3_coder"])
