@@ -151,8 +151,9 @@ def _text(rule: str, least: int = 0, most: int | None = None) -> str:
     return rf"{rule}[lazy]: /(.|\n){count}{_END}/ & ~/(.|\n)*({marks})(.|\n)*/"
 
 
-def _impossible(schema: dict[str, Any]) -> str | None:
-    """Keyword with a value that it cannot have, of a schema whose types are in sight or of its alternatives."""
+def _impossible(schema: dict[str, Any], *, is_option: bool = False) -> str | None:
+    """Keyword with a value that it cannot have, of a schema whose types are in sight or of its alternatives, which have
+    none themselves."""
     kinds, least, most = schema.get("type", []), schema.get("minLength", 0), schema.get("maxLength")
     if not isinstance(kinds, str) and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
         return "type"
@@ -162,10 +163,13 @@ def _impossible(schema: dict[str, Any]) -> str | None:
         return "minLength"
     if most is not None and (type(most) is not int or most < least):
         return "maxLength"
-    unions = [schema[union] for union in _UNIONS if union in schema]
-    if len(unions) > 1 or any(not isinstance(options, list) or not options for options in unions):
-        return " and ".join(union for union in _UNIONS if union in schema)
-    return next((wrong for options in unions for option in options if (wrong := _impossible(option))), None)
+    unions = [union for union in _UNIONS if union in schema]
+    if not unions:
+        return None
+    options = schema[unions[0]]
+    if is_option or len(unions) > 1 or not isinstance(options, list) or not options:
+        return " and ".join(unions)
+    return next((wrong for option in options if (wrong := _impossible(option, is_option=True))), None)
 
 
 def _tagged_value(rule: str, schema: dict[str, Any], as_json: str, place: str) -> list[str]:

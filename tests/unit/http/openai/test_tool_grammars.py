@@ -266,6 +266,7 @@ def test_values_between_tags(tokenizer_with):
         ({"type": [{}]}, "type"),
         ({"anyOf": "abc"}, "anyOf"),
         ({"oneOf": []}, "oneOf"),
+        ({"anyOf": [{"anyOf": ["abc"]}]}, "anyOf"),
         ({"enum": []}, "enum"),
         ({"anyOf": [{"type": "string"}], "oneOf": [{"type": "string"}]}, "anyOf and oneOf"),
         ({"anyOf": [{"type": "string"}], "maxLength": 2}, "maxLength"),
