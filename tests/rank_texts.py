@@ -41,7 +41,7 @@ def num_accepted(llm: LLM) -> int:
 
 def preempted_texts(llm: LLM) -> tuple[list[str], list[str]]:
     """Long texts of requests that preempt each other in a cache of 17 blocks, and the same one after another."""
-    long = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+    long = SamplingParams(max_tokens=140, temperature=0, ignore_eos=True)
     before = llm.llm_engine.stats().num_preemptions
     together = [output.outputs[0].text for output in llm.generate(PROMPTS, long)]
     assert llm.llm_engine.stats().num_preemptions > before, "17 blocks have room for 272 tokens"

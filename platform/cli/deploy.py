@@ -137,4 +137,5 @@ def _is_own(ray_serve: Any, command: str) -> bool:
     try:
         return bool(ray_serve.get_app_handle(NAME).command.remote().result(timeout_s=10) == command)
     except (RayError, RayServeException, TimeoutError):  # it is not there any more, or nobody knows whose it is
+        print(f"the application {NAME} does not answer and is left as it is; `serve shutdown` ends it", file=sys.stderr)
         return False

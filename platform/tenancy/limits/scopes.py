@@ -172,14 +172,14 @@ class Scope:
         self.places.load(sum(share.taken for share in others), first)
 
     def dump(self, server: str, now: int, until: int) -> ScopeState:
-        """Counts of all servers; the share of this one is good for the time `until`, or up to a quarter less when it
+        """Counts of all servers; the share of this one is good for the time `until`, or up to an eighth less when it
         is what the others know."""
         shares: dict[str, list[Any]] = {name: list(share) for name, share in self._others.items()}
         if self.in_use:
             reserved = 0 if self.budget is None else self.budget.reserved
             share = Share(until, self.places.taken, self.num_waiting, self.places.first_waiting, reserved)
             own = self._own
-            if own is not None and own[1:] == share[1:] and until - own.until < (until - now) / 4:
+            if own is not None and own[1:] == share[1:] and until - own.until < (until - now) / 8:
                 share = own
             shares[server] = list(share)
         requests, tokens = ([] if b is None else b.dump(now) for b in (self.requests, self.tokens))

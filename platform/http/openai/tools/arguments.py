@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ _ROOT = frozenset("type properties required additionalProperties $defs definitio
 _OF_TEXT = frozenset("type title description default examples nullable minLength maxLength enum const".split())
 """Keywords of a string that stands between tags."""
 _UNIONS = ("anyOf", "oneOf")
-_BESIDE_UNION = frozenset((*_UNIONS, *"type title description default examples nullable".split()))
+_BESIDE_UNION = frozenset("type title description default examples nullable".split())
 """Keywords that may stand beside the alternatives of such a string."""
 _TAG_NAME = r"[^>\n\/~%]+"
 """Name of a property in a tag, which is a part of a reference too."""
@@ -30,8 +31,8 @@ _MARKS = ("</parameter>", "<parameter=", "</function>")
 """Texts that the parser takes for the end of a value: no string between tags has them."""
 _MAX_REFERENCES = 8
 """Longest chain of references, and of alternatives in alternatives, that is followed for the type of a property."""
-_MAX_SCHEMAS = 1000
-"""Schemas of a request's tools, alternatives of properties included, that are looked at for types: 1 ms."""
+_MAX_SCHEMAS = 500
+"""Schemas of a tool, alternatives of properties included, that are looked at for types: about 1 ms."""
 
 
 def json_rule(schema: dict[str, Any]) -> str:
@@ -96,15 +97,18 @@ def flat(schema: Any, root: dict[str, Any], steps: Iterator[int], depth: int = 0
     if not isinstance(schema, dict):
         return {}
     for union in _UNIONS:
-        if isinstance(schema.get(union), list) and depth < _MAX_REFERENCES:
+        if isinstance(schema.get(union), list):
+            if depth == _MAX_REFERENCES:
+                deque(steps, 0)  # all are too many
             schema = schema | {union: [flat(option, root, steps, depth + 1) for option in schema[union]]}
     return schema
 
 
 def flat_tools(tools: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
     """Tools whose properties have their types in sight, for a parser that turns texts into values."""
-    found, steps = [], iter(range(_MAX_SCHEMAS))
+    found = []
     for tool in tools:
+        steps = iter(range(_MAX_SCHEMAS))
         parameters = tool["function"].get("parameters") or {}
         properties = parameters.get("properties")
         if isinstance(properties, dict):
@@ -128,10 +132,13 @@ def tagged_arguments(index: int, function: dict[str, Any]) -> list[str]:
     properties = properties_of(index, function, _TAG_NAME)
     schema, steps = parameters_of(function), iter(range(_MAX_SCHEMAS))
     rules, written = [], []
-    for number, name in enumerate(properties):
+    shapes = [flat(value, schema, steps) for value in properties.values()]
+    if next(steps, None) is None:
+        raise _refuse(f"tools[{index}].function.parameters", f"more than {_MAX_SCHEMAS} schemas, or deeper ones")
+    for number, (name, shape) in enumerate(zip(properties, shapes, strict=True)):
         one = f"value_{index}_{number}"
         place = f"tools[{index}].function.parameters.properties.{name}"
-        rules += _tagged_value(one, flat(properties[name], schema, steps), property_rule(function, name), place)
+        rules += _tagged_value(one, shape, property_rule(function, name), place)
         rules.append(f'tag_{one}: {json.dumps(f"<parameter={name}>" + chr(10))} {one} "\\n"')
         written.append(f"tag_{one}" + ("" if name in (schema.get("required") or []) else "?"))
     return [f"args_{index}: {' '.join(written) or json.dumps('')}", *rules]
@@ -151,9 +158,8 @@ def _text(rule: str, least: int = 0, most: int | None = None) -> str:
     return rf"{rule}[lazy]: /(.|\n){count}{_END}/ & ~/(.|\n)*({marks})(.|\n)*/"
 
 
-def _impossible(schema: dict[str, Any], *, is_option: bool = False) -> str | None:
-    """Keyword with a value that it cannot have, of a schema whose types are in sight or of its alternatives, which have
-    none themselves."""
+def _impossible(schema: dict[str, Any]) -> str | None:
+    """Keyword with a value that it cannot have, of a schema whose types are in sight or of its alternatives."""
     kinds, least, most = schema.get("type", []), schema.get("minLength", 0), schema.get("maxLength")
     if not isinstance(kinds, str) and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
         return "type"
@@ -163,13 +169,14 @@ def _impossible(schema: dict[str, Any], *, is_option: bool = False) -> str | Non
         return "minLength"
     if most is not None and (type(most) is not int or most < least):
         return "maxLength"
-    unions = [union for union in _UNIONS if union in schema]
-    if not unions:
-        return None
-    options = schema[unions[0]]
-    if is_option or len(unions) > 1 or not isinstance(options, list) or not options:
-        return " and ".join(unions)
-    return next((wrong for option in options if (wrong := _impossible(option, is_option=True))), None)
+    for union in _UNIONS:
+        options = schema.get(union, ())
+        if union in schema and not (isinstance(options, list) and options):
+            return union
+        for option in options:
+            if (wrong := _impossible(option)) is not None:
+                return wrong
+    return None
 
 
 def _tagged_value(rule: str, schema: dict[str, Any], as_json: str, place: str) -> list[str]:
@@ -182,8 +189,9 @@ def _tagged_value(rule: str, schema: dict[str, Any], as_json: str, place: str) -
     if types - {"string", "null"}:
         raise _refuse(place, "type: a string or something else")  # "12" could be either
     union = next((name for name in _UNIONS if name in schema), None)
-    if union is not None and (wrong := next((key for key in schema if key not in _BESIDE_UNION), None)) is not None:
-        raise _refuse(place, wrong)
+    beside = next((key for key in schema if key not in _BESIDE_UNION and key != union), None)
+    if union is not None and beside is not None:
+        raise _refuse(place, beside)
     rules, ways = [], []
     for number, option in enumerate([schema] if union is None else schema[union]):
         allowed = _OF_TEXT if union is None else _OF_TEXT - {"nullable"}
