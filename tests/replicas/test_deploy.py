@@ -59,7 +59,6 @@ def test_requests_go_where_their_adapters_are(deployment: Deployed, key: str, tu
         assert {answer.status_code for answer in answers} == {200}
         counts.append(sum(deployment.loads().values()) - before)
     in_turn = loads_in_turn(names) - loads_in_turn(names[:FIRST])
-    print(f"loads: {counts}, in turn: {in_turn}")
     assert counts[1] <= share * in_turn
 
 
@@ -92,7 +91,6 @@ def test_a_replica_that_is_killed_costs_its_requests_alone(deployment: Deployed,
     while len(deployment.loads()) < 2:  # Ray has started another one
         assert time.monotonic() < ends + 60
     rows = deployment.num_rows("team")
-    print(rows - before, collections.Counter(statuses))
     assert statuses.count(200) <= rows - before <= 80
     deployment.wait_for(deployment.adapters[-1].name)
     assert {ask(deployment, key, f"a{number}").status_code for number in range(1, 40)} == {200}
@@ -146,7 +144,6 @@ def test_an_upgrade_loses_no_request(ray_cluster: str, start: Callable[..., Depl
             first.wait_for("next")
         finally:
             done.set()
-    print(statuses)
     assert set(statuses) == {200}
     assert ask(first, key, "next").status_code == 200
     second.stop()
@@ -162,9 +159,8 @@ def test_a_command_ends_soon_that_finds_no_place(start: Callable[..., Deployed])
         assert time.monotonic() < ends
         time.sleep(0.5)
     time.sleep(3)
-    replicas, began = deployed.replicas(), time.monotonic()
+    replicas = deployed.replicas()
     deployed.stop()
-    print(f"ended after {time.monotonic() - began:.1f} s")
     assert deployed.process.returncode == 0
     _, left = psutil.wait_procs(replicas, timeout=20)
     assert not left
