@@ -39,7 +39,7 @@ class SyncEngineMethods:
     @property
     def engine_info(self) -> EngineInfo:
         """Model, dtype and limits of the engine."""
-        return self.llm_engine.engine_info
+        return self.llm_engine.engine_core.info
 
     def get_default_sampling_params(self) -> SamplingParams:
         """New parameters with the defaults of the model's generation_config.json, or of the file that the option
@@ -52,15 +52,14 @@ class SyncEngineMethods:
 
     def stats(self) -> EngineStats:
         """A snapshot of the engine's counters."""
-        return self.llm_engine.stats()
+        return self.llm_engine.engine_core.stats()
 
     def get_metrics(self) -> list[Metric]:
         """Metrics as vLLM's `LLM.get_metrics` gives them, with its names: `Counter`, `Gauge`, `Vector`, `Histogram`.
 
         Counts of drafts have a label `adapter`, "" for the base model.
         """
-        engine = self.llm_engine
-        return metrics_of(engine.engine_info.model, engine.stats(), engine.output_processor.totals)
+        return metrics_of(self.engine_info.model, self.stats(), self.llm_engine.output_processor.totals)
 
     def start_profile(self, folder: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
         """Record the engine's steps with torch's profiler until `stop_profile`.

@@ -17,7 +17,6 @@ from ..core.compat.foreign_options import take_foreign
 from ..core.compat.vllm_python import ENGINE_LIFE, GENERATE
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, OutriderError, ShuttingDownError
-from ..core.messages import EngineInfo, EngineStats
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import RequestOutputKind, SamplingParams
 from .adapters.llm_adapters import LLMAdapters
@@ -169,19 +168,6 @@ class LLMEngine(SyncAdapterMethods, SyncEngineMethods, SyncSleepMethods):
     def get_num_unfinished_requests(self) -> int:
         """Number of requests that are not finished."""
         return len(self.output_processor)
-
-    def get_tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        return self.tokenizer
-
-    @property
-    def engine_info(self) -> EngineInfo:
-        """Model, dtype and limits of the engine."""
-        return self.engine_core.info
-
-    def stats(self) -> EngineStats:
-        """A snapshot of the engine's counters."""
-        return self.engine_core.stats()
 
     def shutdown(self) -> None:
         """Release the engine; further calls do nothing."""

@@ -55,11 +55,12 @@ class SpeculationCounts:
     """Cumulative counts for one request, or for several: verification rounds, drafts verified, drafts accepted."""
 
     num_drafts: int = 0
+    """Verification rounds, that is steps that verified at least one draft token."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_pos: list[int] = field(default_factory=list)
     steps_by_k: list[int] = field(default_factory=list)
-    """Number of sampling steps that verified 0, 1, 2, ... drafts."""
+    """Number of sampling steps that verified 0, 1, 2, ... drafts; empty where nothing is drafted at all."""
 
     def count(self, drafted: int, accepted: int) -> None:
         """Add one step that sampled: it verified `drafted` tokens, of which the first `accepted` were right."""
@@ -84,6 +85,31 @@ class SpeculationCounts:
             _lengthen(mine, len(theirs))
             for index, number in enumerate(theirs):
                 mine[index] += number
+
+    def since(self, earlier: SpeculationCounts) -> SpeculationCounts:
+        """Counts since an earlier moment of the same run, without the numbers of steps."""
+        before = earlier.accepted_per_pos + [0] * len(self.accepted_per_pos)
+        return SpeculationCounts(
+            self.num_drafts - earlier.num_drafts,
+            self.num_draft_tokens - earlier.num_draft_tokens,
+            self.num_accepted_tokens - earlier.num_accepted_tokens,
+            [new - old for new, old in zip(self.accepted_per_pos, before, strict=False)],
+        )
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Share of the draft tokens that were accepted; None without any."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean number of tokens that a verification brought, the sampled one included; None without any."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """Share of the verifications that accepted the first draft, the second one, ...; [] without any."""
+        return [accepted / self.num_drafts for accepted in self.accepted_per_pos] if self.num_drafts else []
 
 
 def _lengthen(numbers: list[int], length: int) -> None:

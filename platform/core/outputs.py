@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from .lora_request import LoRA
+from .messages import SpeculationCounts
 
 
 class Logprob(NamedTuple):
@@ -22,11 +23,11 @@ class Logprob(NamedTuple):
     """The token's part of the text's UTF-8; empty for tokens that the text leaves out. None without texts."""
 
 
-@dataclass(slots=True)
-class RequestMetrics:
+@dataclass(slots=True, kw_only=True)
+class RequestMetrics(SpeculationCounts):
     """Times in seconds of the monotonic clock of the process that served the request, and counts."""
 
-    arrival_time: float
+    arrival_time: float = 0.0
     first_token_time: float | None = None
     finished_time: float | None = None
     num_cached_tokens: int = 0
@@ -34,13 +35,6 @@ class RequestMetrics:
     """Seconds from the arrival to the first step of the first sequence."""
     adapter_digest: str = ""
     """Digest of the adapter's version that it runs on, in hexadecimal; "" before the first token and without one."""
-    num_drafts: int = 0
-    """Verification rounds, that is steps that verified at least one draft token."""
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_per_pos: list[int] = field(default_factory=list)
-    steps_by_k: list[int] = field(default_factory=list)
-    """Number of steps that verified 0, 1, 2, ... drafts; empty where nothing is drafted at all."""
 
     @property
     def first_token_latency(self) -> float | None:
@@ -51,16 +45,6 @@ class RequestMetrics:
     def time_in_queue(self) -> float:
         """vLLM's name of `queue_seconds`."""
         return self.queue_seconds
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        """Share of the draft tokens that were accepted; None without any."""
-        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
-
-    @property
-    def acceptance_length(self) -> float | None:
-        """Mean number of tokens that a verification brought, the sampled one included; None without any."""
-        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
 
 @dataclass(slots=True)

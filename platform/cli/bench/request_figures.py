@@ -187,10 +187,11 @@ def speculation_of(records: Sequence[RequestRecord]) -> SpeculationCounts:
 def acceptance(counts: SpeculationCounts) -> dict[str, Any]:
     """Rate = accepted / drafted; length = 1 + accepted / drafts; per position = accepted there / drafts. {} without
     drafts."""
-    if not counts.num_draft_tokens or not counts.num_drafts:
+    rate, length = counts.acceptance_rate, counts.acceptance_length
+    if rate is None or length is None:
         return {}
     return {
-        "acceptance_rate": round(counts.num_accepted_tokens / counts.num_draft_tokens, 4),
-        "acceptance_length": round(1 + counts.num_accepted_tokens / counts.num_drafts, 4),
-        "acceptance_per_position": [round(number / counts.num_drafts, 4) for number in counts.accepted_per_pos],
+        "acceptance_rate": round(rate, 4),
+        "acceptance_length": round(length, 4),
+        "acceptance_per_position": [round(share, 4) for share in counts.acceptance_per_position],
     }

@@ -50,7 +50,7 @@ class AcceptanceTotals:
             now.setdefault(label_text(entry.adapter), SpeculationCounts()).add(entry.counts)
         states = {label_text(info.name): info.draft == DRAFT_IN_USE for info in stats.adapters}
         for name, counts in now.items():
-            new = difference(counts, self._seen.get(name, SpeculationCounts()))
+            new = counts.since(self._seen.get(name, SpeculationCounts()))
             has_draft = self._has_draft.get(name, states.get(name, False))
             self.by_adapter[name][not has_draft].add(new)
         self._seen = now
@@ -67,14 +67,3 @@ def _sum(parts: Iterable[SpeculationCounts]) -> SpeculationCounts:
     for part in parts:
         total.add(part)
     return total
-
-
-def difference(later: SpeculationCounts, earlier: SpeculationCounts) -> SpeculationCounts:
-    """Counts between two moments of one run, without the numbers of steps."""
-    before = earlier.accepted_per_pos + [0] * (len(later.accepted_per_pos) - len(earlier.accepted_per_pos))
-    return SpeculationCounts(
-        later.num_drafts - earlier.num_drafts,
-        later.num_draft_tokens - earlier.num_draft_tokens,
-        later.num_accepted_tokens - earlier.num_accepted_tokens,
-        [a - b for a, b in zip(later.accepted_per_pos, before, strict=True)],
-    )

@@ -15,7 +15,7 @@ from ...core.messages import AdapterInfo, EngineStats, SpeculationCounts
 from ..observe.recent import LATENCY_SECONDS
 from ..observe.recent import Point as RecentPoint
 from ..serving_state import Serving
-from .acceptance_split import AcceptanceTotals, Split, difference
+from .acceptance_split import AcceptanceTotals, Split
 from .stats_schema import (
     Acceptance,
     AdapterFacts,
@@ -190,7 +190,7 @@ class Statistics:
     def _recent_acceptance(self, second: int, gauges: Gauges) -> Acceptance | None:
         """Acceptance since the oldest snapshot of the last `LATENCY_SECONDS`."""
         before = [s for s in range(second - LATENCY_SECONDS, second) if s in self._gauges]
-        return _acceptance(difference(gauges.speculation, self._gauges[before[0]].speculation)) if before else None
+        return _acceptance(gauges.speculation.since(self._gauges[before[0]].speculation)) if before else None
 
     def _adapters(self, stats: EngineStats, rates: dict[str, float]) -> list[AdapterFacts]:
         """The base model, then the busiest first."""
@@ -223,14 +223,14 @@ class Statistics:
 
 def _acceptance(counts: SpeculationCounts) -> Acceptance | None:
     """None where nothing has been verified."""
-    drafts = counts.num_drafts
-    if not drafts:
+    rate, length = counts.acceptance_rate, counts.acceptance_length
+    if rate is None or length is None:
         return None
     return Acceptance(
-        drafts=drafts,
+        drafts=counts.num_drafts,
         draft_tokens=counts.num_draft_tokens,
         accepted_tokens=counts.num_accepted_tokens,
-        rate=counts.num_accepted_tokens / counts.num_draft_tokens,
-        length=1 + counts.num_accepted_tokens / drafts,
-        per_position=[accepted / drafts for accepted in counts.accepted_per_pos],
+        rate=rate,
+        length=length,
+        per_position=counts.acceptance_per_position,
     )

@@ -139,7 +139,7 @@ class PromptNote:
 
     def on_output(self, output: RequestOutput, now: float) -> None:
         """Note an output that holds only what is new."""
-        note, metrics = self.note, output.metrics or RequestMetrics(0.0)
+        note, metrics = self.note, output.metrics or RequestMetrics()
         if self.metrics is None:
             self.metrics = metrics
             note.prompts.append(self)

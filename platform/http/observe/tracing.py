@@ -85,7 +85,7 @@ class RequestTracer:
         return f"{found.trace_id:032x}" if found.is_valid else ""
 
     def _record_prompt(self, note: Note, prompt: PromptNote, inside: otel_context.Context) -> None:
-        metrics = prompt.metrics or RequestMetrics(0.0)
+        metrics = prompt.metrics or RequestMetrics()
         arrival = metrics.arrival_time or note.started
         end = max(prompt.end or note.ended, arrival)
         first = min(max(metrics.first_token_time or end, arrival), end)

@@ -146,20 +146,7 @@ class Totals:
         for completion in output.outputs:
             self.completion_tokens += len(completion.token_ids)
         if output.finished and output.metrics is not None:
-            self._add_speculation(output)
-
-    def _add_speculation(self, output: RequestOutput) -> None:
-        metrics = output.metrics
-        assert metrics is not None
-        self._speculation.add(
-            SpeculationCounts(
-                metrics.num_drafts,
-                metrics.num_draft_tokens,
-                metrics.num_accepted_tokens,
-                metrics.accepted_per_pos,
-                metrics.steps_by_k,
-            )
-        )
+            self._speculation.add(output.metrics)
 
     def usage(self) -> dict[str, Any]:
         """The OpenAI `usage` object so far."""
@@ -173,15 +160,14 @@ class Totals:
     def metrics(self) -> dict[str, Any]:
         """Ours: counts of speculation, complete once the job has finished."""
         counts = self._speculation
-        rounds = counts.num_drafts
         return {
             "speculative_decoding": {
-                "num_drafts": rounds,
+                "num_drafts": counts.num_drafts,
                 "num_draft_tokens": counts.num_draft_tokens,
                 "num_accepted_tokens": counts.num_accepted_tokens,
-                "acceptance_rate": counts.num_accepted_tokens / counts.num_draft_tokens if rounds else None,
-                "acceptance_length": 1 + counts.num_accepted_tokens / rounds if rounds else None,
-                "accepted_per_position": [count / rounds for count in counts.accepted_per_pos] if rounds else [],
+                "acceptance_rate": counts.acceptance_rate,
+                "acceptance_length": counts.acceptance_length,
+                "accepted_per_position": counts.acceptance_per_position,
                 "steps_by_k": counts.steps_by_k,
             }
         }

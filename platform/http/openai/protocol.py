@@ -99,13 +99,9 @@ class ModelFields(LenientModel):
         """Refuse wrong combinations of fields."""
 
 
-class SamplingFields(ModelFields):
-    """Fields of both `/v1/completions` and `/v1/chat/completions`."""
+class DecodingFields(ModelFields):
+    """Fields of `/v1/completions`, `/v1/chat/completions` and `/v1/responses`."""
 
-    n: int | None = None
-    best_of: int | None = None
-    use_beam_search: bool | None = None
-    length_penalty: float | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -116,27 +112,35 @@ class SamplingFields(ModelFields):
     seed: int | None = None
     stop: str | Texts | None = None
     stop_token_ids: TokenIds | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    speculative: bool | int | None = None
+    structured_outputs: dict[str, Any] | None = None
+    stream: bool | None = None
+
+
+class SamplingFields(DecodingFields):
+    """Fields of both `/v1/completions` and `/v1/chat/completions`."""
+
+    n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     bad_words: Texts | None = None
     include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
     max_tokens: int | None = None
-    min_tokens: int | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: TokenIds | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    speculative: bool | int | None = None
     response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
     guided_json_object: bool | None = None
     guided_whitespace_pattern: str | None = None
-
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_metrics: bool | None = None
@@ -196,8 +200,7 @@ class CompletionRequest(SamplingFields):
     @property
     def prompts(self) -> list[str | list[int]]:
         """`prompt` in its four forms as a list of prompts."""
-        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if one else self.prompt
+        return prompts_of(self.prompt)
 
     def check(self) -> None:
         """See the base class."""
@@ -247,55 +250,54 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
             )
 
 
-class PoolingFields(ModelFields):
+class PooledFields(ModelFields):
+    """Fields of the routes that pool hidden states, and of those that classify them."""
+
+    add_special_tokens: bool | None = None
+
+
+class InputFields(PooledFields):
+    """Fields of those of these routes whose texts are prompts."""
+
+    input: Prompt
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """`input` in its four forms as a list of prompts."""
+        return prompts_of(self.input)
+
+    def check(self) -> None:
+        """See the base class."""
+        check_count("input", len(self.prompts))
+
+
+class PoolingFields(PooledFields):
     """Fields of the routes that pool hidden states."""
 
     dimensions: int | None = None
     """Leading dimensions to keep, of models that were trained for that."""
     pooling: str | None = None
     """Ours: "last", "mean" or "cls"; by default as the model's files say."""
-    add_special_tokens: bool | None = None
 
     def params(self) -> PoolingParams:
         """Parameters of the pooling; InvalidRequestError names a wrong one."""
         return PoolingParams(pooling=self.pooling, dimensions=self.dimensions)
 
 
-class EmbeddingRequest(PoolingFields):
+class EmbeddingRequest(InputFields, PoolingFields):
     """`POST /v1/embeddings`."""
 
     unsupported: ClassVar = {"messages": Unsupported(([],)), "truncate_prompt_tokens": Unsupported()}
-    input: Prompt
     encoding_format: Literal["float", "base64"] | None = None
     normalize: bool | None = None
 
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """`input` in its four forms as a list of prompts."""
-        return prompts_of(self.input)
 
-    def check(self) -> None:
-        """See the base class."""
-        check_count("input", len(self.prompts))
-
-
-class ClassifyRequest(ModelFields):
+class ClassifyRequest(InputFields):
     """`POST /classify`."""
 
     unsupported: ClassVar = {"messages": Unsupported(([],)), "truncate_prompt_tokens": Unsupported()} | {
         name: Unsupported((True,)) for name in ("activation", "softmax", "use_activation")
     }
-    input: Prompt
-    add_special_tokens: bool | None = None
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """`input` in its four forms as a list of prompts."""
-        return prompts_of(self.input)
-
-    def check(self) -> None:
-        """See the base class."""
-        check_count("input", len(self.prompts))
 
 
 class ScoreRequest(PoolingFields):

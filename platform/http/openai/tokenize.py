@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from ...client.text.vocabulary import vocabulary_of
 from ...core.errors import InvalidRequestError
+from ...core.lora_request import LoRA
 from ...core.sampling_params import shown
 from ..adapters.adapter_choice import adapter_of_model
 from ..body.reader import documented, read_body
@@ -28,15 +29,20 @@ DETOKENIZE_CONTEXTS = 4
 work."""
 
 
+async def _adapter(request: Request, model: str | None) -> LoRA | None:
+    """Adapter of a route's `model`, which its tenant may see; None for the base model."""
+    models = serving_of(request).models.seen_by(principal_of(request))
+    await models.discover(model)
+    return adapter_of_model(models, model)
+
+
 @router.post("/tokenize", response_model=None, openapi_extra=documented(TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     """Token ids of a prompt, or of messages under the chat template."""
     serving = serving_of(request)
     body = await read_body(request, TokenizeRequest)
     await charge_call(request)
-    models = serving.models.seen_by(principal_of(request))
-    await models.discover(body.model)
-    lora = adapter_of_model(models, body.model)
+    lora = await _adapter(request, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Give either prompt or messages", param="prompt")
     if body.messages is not None:
@@ -61,9 +67,7 @@ async def tokenizer_info(request: Request, model: str | None = None) -> Response
     """Special tokens and chat template of the base model's tokenizer, or of an adapter's: `model` in the query."""
     serving = serving_of(request)
     await charge_call(request)
-    models = serving.models.seen_by(principal_of(request))
-    await models.discover(model)
-    lora = adapter_of_model(models, model)
+    lora = await _adapter(request, model)
     tokenizer = (await serving.llm.processor_of(lora)).tokenizer
     own = serving.config.chat_template or await serving.adapter_template(lora) or tokenizer.chat_template
     return await json_answer(
@@ -82,9 +86,7 @@ async def detokenize(request: Request) -> Response:
     serving = serving_of(request)
     body = await read_body(request, DetokenizeRequest)
     await charge_call(request)
-    models = serving.models.seen_by(principal_of(request))
-    await models.discover(body.model)
-    tokenizer = (await serving.llm.processor_of(adapter_of_model(models, body.model))).tokenizer
+    tokenizer = (await serving.llm.processor_of(await _adapter(request, body.model))).tokenizer
     size, limit = serving.llm.info.vocab_size, DETOKENIZE_CONTEXTS * serving.llm.info.max_model_len
     if tokenizer is not serving.llm.tokenizer:
         size = max(size, len(tokenizer))

@@ -162,7 +162,7 @@ class Account:
         row, output = self.row, event.output
         moment = time.monotonic()
         if event.prompt_index not in self._metrics:
-            self._metrics[event.prompt_index] = output.metrics or RequestMetrics(0.0)
+            self._metrics[event.prompt_index] = output.metrics or RequestMetrics()
             row.prompt_tokens += len(output.prompt_token_ids)
             if row.first_token_at is None:
                 row.first_token_at = self._job.arrival.at(moment)

@@ -231,7 +231,7 @@ def test_metrics(processor: OutputProcessor, tokenizer: Any) -> None:
     assert metrics.steps_by_k == [5, 0, 2, 1]
     assert metrics.acceptance_rate == 5 / 7
     assert metrics.acceptance_length == 1 + 5 / 3
-    assert (RequestMetrics(0.0).acceptance_rate, RequestMetrics(0.0).acceptance_length) == (None, None)
+    assert (RequestMetrics().acceptance_rate, RequestMetrics().acceptance_length) == (None, None)
 
 
 def drafted(request_id: str, token_ids: list[int], num_draft_tokens: int, num_accepted: int) -> TokenDelta:

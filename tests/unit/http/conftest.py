@@ -142,7 +142,7 @@ class FakeAsyncLLM:
         requests = self.input_processor.process(request_id, prompt, sampling_params, lora=options.get("lora_request"))
         self.calls.append({"prompt": prompt, "params": sampling_params, "request_id": request_id, **options})
         self.running.add(request_id)
-        metrics = RequestMetrics(0.0, num_cached_tokens=2)
+        metrics = RequestMetrics(num_cached_tokens=2)
         max_tokens = requests[0].params.max_tokens
         text = self.reply[:max_tokens]
         reason = "length" if len(text) == max_tokens else "stop"

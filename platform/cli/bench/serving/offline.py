@@ -11,7 +11,6 @@ from ....client.llm import LLM
 from ....core.config import EngineArgs
 from ....core.errors import InvalidRequestError, PromptTooLongError
 from ....core.lora_request import LoRARequest
-from ....core.messages import SpeculationCounts
 from ....core.outputs import RequestOutput
 from ....core.sampling_params import SamplingParams
 from ....core.speculative_config import parse_speculative
@@ -118,13 +117,7 @@ def _record(index: int, output: RequestOutput, adapter: str | None) -> RequestRe
         adapter=adapter,
         finish_reason=completion.finish_reason,
         streamed=False,
-        speculation=SpeculationCounts(
-            metrics.num_drafts,
-            metrics.num_draft_tokens,
-            metrics.num_accepted_tokens,
-            metrics.accepted_per_pos,
-            metrics.steps_by_k,
-        ),
+        speculation=metrics,
     )
 
 

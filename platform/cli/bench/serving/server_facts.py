@@ -108,12 +108,4 @@ async def speculation_counts(client: HttpClient) -> SpeculationCounts | None:
 
 def since(before: SpeculationCounts | None, after: SpeculationCounts | None) -> SpeculationCounts:
     """Difference between two readings of the counts."""
-    if before is None or after is None:
-        return SpeculationCounts()
-    earlier = before.accepted_per_pos + [0] * len(after.accepted_per_pos)
-    return SpeculationCounts(
-        after.num_drafts - before.num_drafts,
-        after.num_draft_tokens - before.num_draft_tokens,
-        after.num_accepted_tokens - before.num_accepted_tokens,
-        [new - old for new, old in zip(after.accepted_per_pos, earlier, strict=False)],
-    )
+    return SpeculationCounts() if before is None or after is None else after.since(before)

@@ -13,7 +13,7 @@ from ...body.bounds import MAX_MESSAGES, check_field
 from ...body.foreign_fields import GENERATION_UNSUPPORTED, Unsupported
 from ...body.lenient import LenientModel, shape_of
 from ...body.reader import documented
-from ..protocol import ModelFields, Texts, TokenIds
+from ..protocol import DecodingFields, Texts
 
 MAX_METADATA = 16
 """Entries of `metadata`, as in OpenAI's API."""
@@ -113,7 +113,7 @@ _UNSUPPORTED = {
 }
 
 
-class ResponsesRequest(ModelFields):
+class ResponsesRequest(DecodingFields):
     """`POST /v1/responses`."""
 
     unsupported: ClassVar = _UNSUPPORTED
@@ -132,24 +132,9 @@ class ResponsesRequest(ModelFields):
     max_output_tokens: int | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, str] | None = None
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    # Ours, as in a chat.
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: str | Texts | None = None
-    stop_token_ids: TokenIds | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    speculative: bool | int | None = None
-    structured_outputs: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    """Ours, as in a chat."""
 
     @property
     def is_stored(self) -> bool:

@@ -96,7 +96,7 @@ def test_the_engines_numbers_have_the_same_labels():
     )
     recorder = metrics.recorder(OWN, "acme")
     output = CompletionOutput(0, "x", [1], finish_reason="stop")
-    recorder.on_output(RequestOutput("r", None, [1, 2], [output], True, RequestMetrics(0.0, queue_seconds=0.03)))
+    recorder.on_output(RequestOutput("r", None, [1, 2], [output], True, RequestMetrics(queue_seconds=0.03)))
     found = samples(metrics)
     both = (("adapter", "acme/own"), ("tenant", "acme"))
     assert found["spec_decode_num_accepted_tokens_total", both] == 6

@@ -27,7 +27,7 @@ def exposition(model: str | None) -> str:
     recorder = metrics.recorder("sql", "acme")
     for reason in (None, "stop"):
         completion = CompletionOutput(0, "a", [5, 6], finish_reason=reason)
-        recorder.on_output(RequestOutput("r", None, [1, 2], [completion], reason is not None, RequestMetrics(0.0)))
+        recorder.on_output(RequestOutput("r", None, [1, 2], [completion], reason is not None, RequestMetrics()))
     return metrics.render().decode()
 
 
