@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from near_ties import answer, compare, make_engine, make_questions
-from script import in_turn, make_parser, ratio_of, write_result
+from script import in_turn, logprobs_of, make_parser, ratio_of, write_result
 
 from outrider import LLM, LoRARequest, SamplingParams
 from outrider.models.demo import demo_adapters
@@ -35,11 +35,12 @@ def measure_text(count: int, tokens: int, dtype: str) -> dict[str, Any]:
     """Compare texts and log-probabilities: the first part of the module's docstring."""
     questions = make_questions(count)
     params = [SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)] * count
+    loras = [LoRARequest(name, path=str(demo_adapters()[name])) if name else None for name, _ in questions]
     texts, logprobs = {}, {}
     for kind in KINDS:
         with make_engine(False, {"kv_cache_dtype": kind}, dtype) as llm:
             texts[kind] = answer(llm, questions, params)
-            logprobs[kind] = _logprobs(llm, [adapter for adapter, _ in questions], texts["auto"])
+            logprobs[kind] = logprobs_of(llm, texts["auto"], loras)
     shifts = [fp8 - whole for whole, fp8 in zip(logprobs["auto"], logprobs["fp8"], strict=True)]
     return {
         **compare(texts["fp8"], texts["auto"]),
@@ -47,21 +48,6 @@ def measure_text(count: int, tokens: int, dtype: str) -> dict[str, Any]:
         "mean_absolute_logprob_shift": round(statistics.mean(map(abs, shifts)), 5),
         "perplexity_ratio": round(math.exp(-statistics.mean(shifts)), 5),
     }
-
-
-def _logprobs(llm: LLM, adapters: list[str | None], texts: list[list[int]]) -> list[float]:
-    """Log-probabilities of all tokens of `texts` except the first ones, each given the tokens before it."""
-    outputs = llm.generate(
-        [{"prompt_token_ids": text} for text in texts],
-        SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0),
-        lora_request=[LoRARequest(a, path=str(demo_adapters()[a])) if a else None for a in adapters],
-        use_tqdm=False,
-    )
-    return [
-        entry[token].logprob
-        for output, text in zip(outputs, texts, strict=True)
-        for token, entry in zip(text[1:], output.prompt_logprobs[1:], strict=True)
-    ]
 
 
 def measure_speed(model: str | None, lengths: list[int], batches: list[int], rounds: int) -> list[dict[str, Any]]:

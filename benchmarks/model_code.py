@@ -20,16 +20,16 @@ PROMPT, TOKENS = 512, 48
 IMPLS = ("native", "transformers")
 
 
-def make_decode(llm: LLM, batch_size: int) -> Callable[[], float]:
+def make_decode(llm: LLM, batch_size: int, tokens: int = TOKENS) -> Callable[[], float]:
     """Return a function that gives the tokens per second of `batch_size` requests, without their prompts."""
     prompts = [{"prompt_token_ids": list(range(9 + row, 41 + row))} for row in range(batch_size)]
-    params = SamplingParams(temperature=0, max_tokens=TOKENS + 1, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=tokens + 1, ignore_eos=True)
 
     def speed() -> float:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         ends = [output.metrics.finished_time for output in outputs]
         starts = [output.metrics.first_token_time for output in outputs]
-        return batch_size * TOKENS / (max(ends) - max(starts))
+        return batch_size * tokens / (max(ends) - max(starts))
 
     return speed
 

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import torch
 from lora_models import make_tokenizer
+from model_code import make_decode
 from script import in_turn, make_parser, ratio_of, write_result
 
-from outrider import LLM, SamplingParams
+from outrider import LLM
 from outrider.kernels.linear import pack
 from outrider.platform.cli.bench.machine import RANDOM_WEIGHTS
 
@@ -57,21 +58,6 @@ def active_weights() -> int:
     return LAYERS * (attention + HIDDEN * EXPERTS + 3 * TOP_K * HIDDEN * INNER) + VOCAB * HIDDEN
 
 
-def make_decode(llm: LLM, tokens: int) -> Callable[[], float]:
-    """Return a function that gives the seconds of one decoded token, without the prompt and its first token."""
-    prompt = {"prompt_token_ids": list(range(3, 35))}
-    params = SamplingParams(temperature=0, max_tokens=tokens + 1, ignore_eos=True)
-
-    def seconds() -> float:
-        (output,) = llm.generate([prompt], params, use_tqdm=False)
-        times = output.metrics
-        assert times.finished_time is not None
-        assert times.first_token_time is not None
-        return (times.finished_time - times.first_token_time) / tokens
-
-    return seconds
-
-
 def make_stream(weights: int, tokens: int) -> Callable[[], float]:
     """Return a function that computes products of one row with `weights` numbers, once for each of `tokens`, and gives
     the seconds of one time."""
@@ -99,8 +85,8 @@ def main() -> None:
         Path(folder, "config.json").write_text(json.dumps(CONFIG))
         make_tokenizer().save_pretrained(folder)
         with LLM(folder, load_format="dummy", max_model_len=512, max_num_seqs=4) as llm:
-            works = {"decode": make_decode(llm, args.tokens), "stream": make_stream(active_weights(), args.tokens)}
-            found = in_turn(works, args.rounds)
+            speed, stream = make_decode(llm, 1, args.tokens), make_stream(active_weights(), args.tokens)
+            found = in_turn({"decode": lambda: 1 / speed(), "stream": stream}, args.rounds)
     medians = {name: statistics.median(values) for name, values in found.items()}
     share = ratio_of(found["stream"], found["decode"])
     gigabytes = 2 * active_weights() / 1e9

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from outrider import LLM, LoRARequest, SamplingParams
 from outrider.platform.cli.bench.machine import describe_machine
 
 
@@ -38,6 +39,17 @@ def write_result(file: Path | None, claim: str, run: str, values: Mapping[str, A
     if file is not None:
         result = {"claim": claim, "runs": [{"run": run, "machine": describe_machine(), **values}]}
         file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def logprobs_of(llm: LLM, texts: list[list[int]], loras: list[LoRARequest | None] | None = None) -> list[float]:
+    """Log-probabilities of all tokens of `texts` except the first ones, each given the tokens before it."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    outputs = llm.generate([{"prompt_token_ids": text} for text in texts], params, loras, use_tqdm=False)
+    return [
+        entry[token].logprob
+        for output in outputs
+        for token, entry in list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[1:]
+    ]
 
 
 def in_turn(works: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:

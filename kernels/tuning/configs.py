@@ -70,15 +70,20 @@ class RMSNormConfig(KernelConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class ActAndMulConfig(KernelConfig):
+class BlockConfig(KernelConfig):
+    """Config of a kernel that goes over rows in blocks."""
+
+    block: int = _power_of_two(64, 16384)
+    """Elements of a block."""
+    num_warps: int = _power_of_two(1, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class ActAndMulConfig(BlockConfig):
     """Config of SwiGLU's activation."""
 
     kernel: ClassVar[str] = "act_and_mul"
     shape: ClassVar[tuple[str, ...]] = ("width", "itemsize")
-
-    block: int = _power_of_two(64, 16384)
-    """Outputs of a program."""
-    num_warps: int = _power_of_two(1, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,29 +140,23 @@ class LoRAExpandConfig(KernelConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class FilterConfig(KernelConfig):
-    """Config of temperature, min-p, top-k and top-p."""
+class FilterConfig(BlockConfig):
+    """Config of temperature, min-p, top-k and top-p; a block is the lanes of a row."""
 
     kernel: ClassVar[str] = "sampling_filter"
     shape: ClassVar[tuple[str, ...]] = ("vocab",)
 
-    block: int = _power_of_two(64, 16384)
-    """Lanes of a row."""
-    num_warps: int = _power_of_two(1, 32)
     depth: int = _power_of_two(1, 64)
     """Candidates for which a lane has room."""
 
 
 @dataclass(frozen=True, slots=True)
-class StatsConfig(KernelConfig):
+class StatsConfig(BlockConfig):
     """Config of rows' maxima and sums of exponentials."""
 
     kernel: ClassVar[str] = "sampling_stats"
     shape: ClassVar[tuple[str, ...]] = ("vocab",)
 
-    block: int = _power_of_two(64, 16384)
-    """Logits of a block."""
-    num_warps: int = _power_of_two(1, 32)
     splits: int = _power_of_two(1, 64)
     """Most programs for a row."""
 
@@ -170,15 +169,12 @@ class LogprobsConfig(FilterConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class NoiseArgmaxConfig(KernelConfig):
+class NoiseArgmaxConfig(BlockConfig):
     """Config of draws with Gumbel noise."""
 
     kernel: ClassVar[str] = "noise_argmax"
     shape: ClassVar[tuple[str, ...]] = ("vocab",)
 
-    block: int = _power_of_two(64, 16384)
-    """Tokens of a block."""
-    num_warps: int = _power_of_two(1, 32)
     programs: int = _power_of_two(16, 16384)
     """Programs in a launch below which a row is split."""
 

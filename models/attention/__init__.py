@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ...kernels.dispatch import has_triton
-from ...kernels.paged_attention import DEFAULT_OPTIONS, AttentionOptions
+from ...kernels.paged_attention import DEFAULT_OPTIONS, AttentionOptions, Shape
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from torch import Tensor
 
-    from ...kernels.paged_attention import LayerKV, RowArrays
+    from ...kernels.paged_attention import LayerKV, NativeStep, RowArrays
+    from ...kernels.paged_attention.device_step import DeviceStep
     from ...kernels.paged_attention.schedule import Capacity
     from ...kernels.rope import Rotation
     from ..batch import SequenceRows
@@ -37,6 +38,11 @@ class AttentionSpec:
     dtype: torch.dtype
     device: torch.device
     options: AttentionOptions = DEFAULT_OPTIONS
+
+    @property
+    def shape(self) -> Shape:
+        """Heads as kernels know them."""
+        return Shape(self.num_heads, self.num_kv_heads, self.head_dim)
 
 
 def attention_spec(config: DecoderConfig, device: torch.device) -> AttentionSpec:
@@ -82,6 +88,23 @@ class AttentionBackend(Protocol):
         Queries and keys are normalised, if there is a `norm` for their H + Hk heads, and rotated before they are used.
         `sinks` [H] float32 are the heads' scores of a key without a value.
         """
+
+
+class FusedSteps:
+    """Base of backends whose plans normalise, rotate, store and attend in one call."""
+
+    def forward_qkv(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        norm: RMSNorm | None,
+        kv: LayerKV,
+        plan: NativeStep | DeviceStep,
+        window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See AttentionBackend."""
+        return plan.attend_qkv(qkv, rotation, norm.weight if norm is not None else None, kv, window, sinks)
 
 
 class ReplayablePlan(Protocol):

@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
-from torch import Tensor
 
-from ...kernels.paged_attention import LayerKV, NativeStep, Shape, is_native
-from ...kernels.rope import Rotation
+from ...kernels.paged_attention import NativeStep, is_native
 from ..batch import SequenceRows
-from . import AttentionSpec
-
-if TYPE_CHECKING:
-    from ..layers.norm import RMSNorm
-
-
-def _shape(spec: AttentionSpec) -> Shape:
-    return Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+from . import AttentionSpec, FusedSteps
 
 
 def serves(spec: AttentionSpec) -> bool:
     """True when there is a kernel for this model on this machine."""
-    return is_native(_shape(spec), spec.dtype, spec.device)
+    return is_native(spec.shape, spec.dtype, spec.device)
 
 
-class NativeAttention:
+class NativeAttention(FusedSteps):
     """Backend that calls the C++ kernel. Implements AttentionBackend."""
 
     looks_up_angles = True
 
     def __init__(self, spec: AttentionSpec) -> None:
-        self._shape = _shape(spec)
+        self._shape = spec.shape
         self._dtype = spec.dtype
         self._options = spec.options
 
@@ -39,16 +28,3 @@ class NativeAttention:
         """See AttentionBackend."""
         ragged = rows.query_lens, rows.starts, rows.block_tables
         return NativeStep(self._shape, self._dtype, block_size, *ragged, rows.first_key, self._options)
-
-    def forward_qkv(
-        self,
-        qkv: Tensor,
-        rotation: Rotation,
-        norm: RMSNorm | None,
-        kv: LayerKV,
-        plan: NativeStep,
-        window: int | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """See AttentionBackend."""
-        return plan.attend_qkv(qkv, rotation, norm.weight if norm is not None else None, kv, window, sinks)

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from torch import Tensor
 
-from ...kernels.paged_attention import LayerKV, RowArrays, Shape
+from ...kernels.paged_attention import RowArrays
 from ...kernels.paged_attention.device_step import DeviceStep
 from ...kernels.paged_attention.schedule import Capacity, Planner, gpu_of, is_supported
-from ...kernels.rope import Rotation
 from ...kernels.tuning import configs_of
 from ..batch import SequenceRows
-from . import AttentionSpec
+from . import AttentionSpec, FusedSteps
 from .tables import RowTables
-
-if TYPE_CHECKING:
-    from ..layers.norm import RMSNorm
-
-
-def _shape(spec: AttentionSpec) -> Shape:
-    return Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
 
 
 def serves(spec: AttentionSpec) -> bool:
     """True when there are kernels for this model."""
-    return is_supported(_shape(spec), spec.dtype)
+    return is_supported(spec.shape, spec.dtype)
 
 
-class TritonAttention:
+class TritonAttention(FusedSteps):
     """Backend that launches the Triton kernels. Implements ReplayableAttention."""
 
     looks_up_angles = False
@@ -39,7 +29,7 @@ class TritonAttention:
         self._spec = spec
         gpu = gpu_of(spec.device)
         configs = configs_of(spec.device)
-        self._planner = Planner(_shape(spec), spec.dtype.itemsize, gpu, num_splits, configs, spec.options)
+        self._planner = Planner(spec.shape, spec.dtype.itemsize, gpu, num_splits, configs, spec.options)
 
     def plan(self, rows: SequenceRows, positions: np.ndarray, block_size: int) -> DeviceStep:
         """See AttentionBackend."""
@@ -64,16 +54,3 @@ class TritonAttention:
         self, rows: RowArrays | Capacity, block_size: int, first_key: int, storage: Tensor | None = None
     ) -> DeviceStep:
         return DeviceStep(self._planner, self._spec.dtype, block_size, rows, self._spec.device, first_key, storage)
-
-    def forward_qkv(
-        self,
-        qkv: Tensor,
-        rotation: Rotation,
-        norm: RMSNorm | None,
-        kv: LayerKV,
-        plan: DeviceStep,
-        window: int | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """See AttentionBackend."""
-        return plan.attend_qkv(qkv, rotation, norm.weight if norm is not None else None, kv, window, sinks)

@@ -18,7 +18,7 @@ from .adapters.methods import SyncAdapterMethods
 from .adapters.sources import AdapterSources
 from .adapters.spelling import AnyLoRA, for_each, lora_of_each
 from .beam_search import SyncBeamSearch
-from .engine_factory import DEFAULT_ENGINE, Engine, engine_args
+from .engine_factory import DEFAULT_ENGINE, engine_args
 from .engine_methods import SyncEngineMethods
 from .input_processor import Prompt, as_prompts
 from .kernel_configs import use_kernel_configs
@@ -83,10 +83,6 @@ class LLM(SyncAdapterMethods, SyncPoolingMethods, SyncBeamSearch, SyncEngineMeth
         self.llm_engine = LLMEngine(args, engine=engine, sources=sources)
         """The engine, for callers who step it by themselves."""
         self.adapters = self.llm_engine.adapters
-
-    @property
-    def _engine(self) -> Engine:
-        return self.llm_engine.engine_core
 
     # --- generation -----------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from outrider import LLM, LoRARequest, SamplingParams
 
 print("script", flush=True)
 llm = LLM(enable_lora=True)
-reader = llm._engine._adapters._transfers.reader
+reader = llm.llm_engine.engine_core._adapters._transfers.reader
 texts = []
 for index, path in enumerate(sys.argv[1:]):
     if index == 4:

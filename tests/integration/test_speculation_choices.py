@@ -38,8 +38,8 @@ def generate(models, prompts):
             patch.setattr(llm_module, "load_text_side", lambda args, info: (tokenizer, [1]))
             with LLM.from_engine_args(args) as llm:
                 outputs = llm.generate(prompts, params, use_tqdm=False)
-                assert not llm._engine.has_work()
-                llm._engine.check_integrity()
+                assert not llm.llm_engine.engine_core.has_work()
+                llm.llm_engine.engine_core.check_integrity()
                 return outputs, [entry.counts for entry in llm.stats().speculation]
 
     return generate

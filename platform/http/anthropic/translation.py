@@ -11,6 +11,7 @@ from typing import Any
 
 from ...core.errors import InvalidRequestError
 from ...core.text import shorten
+from ..openai.chat_messages import role_of
 from ..openai.protocol import ChatCompletionRequest
 from .protocol import CountTokensRequest, MessagesRequest, OutputConfig, ToolChoice
 
@@ -107,14 +108,7 @@ def renamed(error: InvalidRequestError) -> InvalidRequestError:
 
 def _checked(message: Any, place: str) -> tuple[str, list[dict[str, Any]]]:
     """Role and blocks of a message."""
-    if not isinstance(message, dict):
-        raise InvalidRequestError(f"{place} must be an object", param=place)
-    role = message.get("role")
-    if role not in _ROLES:
-        raise InvalidRequestError(
-            f"{place}.role must be one of {', '.join(_ROLES)}; got {shorten(repr(role))}", param=f"{place}.role"
-        )
-    return str(role), _blocks(message.get("content"), f"{place}.content")
+    return role_of(message, place, _ROLES), _blocks(message.get("content"), f"{place}.content")
 
 
 def _blocks(content: Any, place: str) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 from ...core.errors import InvalidRequestError
@@ -89,15 +90,20 @@ def _num_chars(content: str | list[dict[str, str]]) -> int:
     return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
 
 
-def _message(message: Any, place: str) -> dict[str, Any]:
+def role_of(message: Any, place: str, roles: Collection[str]) -> str:
+    """Role of a message, one of `roles`."""
     if not isinstance(message, dict):
         raise InvalidRequestError(f"{place} must be an object", param=place)
     role = message.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
+    if not isinstance(role, str) or role not in roles:
         raise InvalidRequestError(
-            f"{place}.role must be one of {', '.join(_ROLES)}; got {shorten(repr(role))}", param=f"{place}.role"
+            f"{place}.role must be one of {', '.join(roles)}; got {shorten(repr(role))}", param=f"{place}.role"
         )
-    role = _ROLES[role]
+    return role
+
+
+def _message(message: Any, place: str) -> dict[str, Any]:
+    role = _ROLES[role_of(message, place, _ROLES)]
     content = message.get("content")
     if content is None and role in ("assistant", "tool"):
         content = message.get("refusal") or ""  # so says the API of a message that had no text

@@ -38,7 +38,7 @@ def llm(model_path: str) -> Iterator[LLM]:
 
 
 def engine_of(llm: LLM) -> fake_engine.FakeEngine:
-    engine = llm._engine
+    engine = llm.llm_engine.engine_core
     assert isinstance(engine, fake_engine.FakeEngine)
     return engine
 
@@ -193,7 +193,7 @@ def test_chat_takes_the_options_of_generate(llm: LLM) -> None:
     turn, seen = [{"role": "user", "content": "hello"}], []
     outputs = llm.chat([turn, turn], SHORT, None, False, lambda *end: seen.append(end), tenant=["a", "b"], priority=2)
     assert sorted(seen, key=lambda end: end[0]) == [*enumerate(outputs)]
-    engine: Any = llm._engine
+    engine: Any = llm.llm_engine.engine_core
     assert [(request.tenant, request.priority) for request in engine.added] == [("a", 2), ("b", 2)]
 
 

@@ -45,7 +45,7 @@ def started(model: Path, **options: Any) -> LLM:
 def params_of(llm: LLM, *arguments: Any, prompt: Any = (10,), **options: Any) -> SamplingParams:
     """What the engine gets for one prompt."""
     llm.generate(list(prompt), *arguments, use_tqdm=False, **options)
-    engine = llm._engine
+    engine = llm.llm_engine.engine_core
     assert isinstance(engine, fake_engine.FakeEngine)
     return engine.added[-1].params
 
@@ -75,7 +75,7 @@ def test_a_file_that_the_option_names(model: Path, tmp_path: Path) -> None:
         with started(model, generation_config=str(choice)) as llm:
             wanted = SamplingParams(top_p=0.5, repetition_penalty=1.1, min_p=0.05)
             assert llm.get_default_sampling_params() == params_of(llm) == wanted
-            assert {1, 8, 9} <= set(llm._engine.added[-1].eos_token_ids)  # type: ignore[attr-defined]
+            assert {1, 8, 9} <= set(llm.llm_engine.engine_core.added[-1].eos_token_ids)  # type: ignore[attr-defined]
 
 
 def test_an_adapters_own_come_before_the_models(model: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def _fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def args_of(llm: LLM) -> EngineArgs:
-    engine: Any = llm._engine
+    engine: Any = llm.llm_engine.engine_core
     return engine.args
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ....core.errors import InvalidRequestError
 from ....core.text import shorten
-from ..chat_messages import content_of
+from ..chat_messages import content_of, role_of
 
 Item = dict[str, Any]
 """Item in the form in which OpenAI's API lists it: with `id`, `type` and `status`, and texts in parts."""
@@ -76,11 +76,7 @@ def is_cut(item: Item) -> bool:
 
 
 def _message(given: dict[str, Any], place: str) -> Item:
-    role = given.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise InvalidRequestError(
-            f"{place}.role must be one of {', '.join(_ROLES)}; got {shorten(repr(role))}", param=f"{place}.role"
-        )
+    role = role_of(given, place, _ROLES)
     kind = "output_text" if role == "assistant" else "input_text"
     extra: dict[str, Any] = {"annotations": []} if role == "assistant" else {}
     texts = _texts(given.get("content"), f"{place}.content")

@@ -118,7 +118,7 @@ def test_lists_of_another_length(value: Any) -> None:
 def test_offline(model_path: str) -> None:
     args = EngineArgs(model=model_path, enable_lora=True)
     with LLM.from_engine_args(args, engine="fake_engine:FakeEngine") as llm:
-        engine: Any = llm._engine
+        engine: Any = llm.llm_engine.engine_core
         for request in (A, B):
             llm.load_lora_adapter(request)
         asked = []
