@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..platform.core.errors import UnsupportedModelError
+from ..platform.core.text import shorten
 
 # Largest integer that a field may have: a larger one is a damaged file, and would take all memory, or all time.
 MOST = {
@@ -30,8 +31,7 @@ def wrong(field: str, problem: str) -> UnsupportedModelError:
 
 def shown(value: object) -> str:
     """Text of `value` for an error, cut short: a file may hold a number of thousands of digits."""
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    return shorten(repr(value), _MOST_SHOWN)
 
 
 def positive(values: Mapping[str, Any], field: str, default: int | None = None) -> int:

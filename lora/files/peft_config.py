@@ -11,12 +11,12 @@ from typing import Any
 from ...platform.core.adapter_files import CONFIG_FILE
 from ...platform.core.errors import AdapterError
 from ...platform.core.sampling_params import shown as shown_value
+from ...platform.core.text import shorten
 from .foreign_adapters import is_mlx, peft_fields, tool_hint
 from .patterns import Patterns
 from .peft_fields import check_fields
 
 _MAX_CONFIG_BYTES = 1 << 20
-_MAX_SHOWN_PATH = 200
 
 
 def adapter_error(message: str) -> AdapterError:
@@ -26,8 +26,7 @@ def adapter_error(message: str) -> AdapterError:
 
 def shown(path: object) -> str:
     """Return a path for a message: quoted, so that it stays on one line, and of bounded length."""
-    text = str(path)
-    return repr(text if len(text) <= _MAX_SHOWN_PATH else f"{text[: _MAX_SHOWN_PATH - 1]}…")
+    return repr(shorten(str(path)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,12 +9,9 @@ import logging
 import uuid
 from collections import ChainMap
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Sequence
-from os import PathLike
 from types import TracebackType
 from typing import Any, NamedTuple, Self, Unpack, cast
 
-from ..core.compat.foreign_options import take_foreign
-from ..core.compat.vllm_python import ENGINE_LIFE, GENERATE
 from ..core.config import EngineArgs
 from ..core.errors import EngineDeadError, InvalidUserInputError, OutriderError, ShuttingDownError
 from ..core.messages import EngineInfo, TokenDelta
@@ -25,10 +22,9 @@ from .adapters.methods import AsyncAdapterMethods
 from .adapters.sources import AdapterSources
 from .adapters.spelling import AnyLoRA
 from .beam_search import AsyncBeamSearch
-from .engine_factory import DEFAULT_ENGINE, demo_lora_requests, engine_args, import_text_side, load_text_side
+from .engine_factory import MadeFromArgs, demo_lora_requests, import_text_side, load_text_side
 from .engine_methods import AsyncEngineMethods
-from .input_processor import InputProcessor, Prompt, RequestOptions, check_request_id, text_of
-from .kernel_configs import use_kernel_configs
+from .input_processor import InputProcessor, Prompt, RequestOptions, check_request_id, take_options, text_of
 from .output_processor import OutputProcessor
 from .pooling import AsyncPoolingMethods
 from .process.event_loops import Done, in_event_loop, run_in
@@ -52,7 +48,9 @@ class _Started(NamedTuple):
     output_processor: OutputProcessor
 
 
-class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods, AsyncBeamSearch, AsyncEngineMethods, AsyncSleepMethods):
+class AsyncLLM(
+    MadeFromArgs, AsyncAdapterMethods, AsyncPoolingMethods, AsyncBeamSearch, AsyncEngineMethods, AsyncSleepMethods
+):
     """Generates text from asyncio; all calls belong to one event loop.
 
         async with AsyncLLM() as llm:
@@ -66,37 +64,15 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods, AsyncBeamSearch, AsyncE
 
     adapters: AsyncLLMAdapters
 
-    def __init__(
-        self,
-        model: str | None = None,
-        *,
-        sources: AdapterSources | None = None,
-        kernel_configs: str | PathLike[str] | None = None,
-        **options: Any,
-    ) -> None:
-        args = engine_args("AsyncLLM", model, options)
-        use_kernel_configs(kernel_configs)
-        self._start_with(EngineSpec(args=args), sources)
-
-    @classmethod
-    def from_engine_args(
-        cls,
-        engine_args: EngineArgs,
-        *,
-        engine: str = DEFAULT_ENGINE,
-        sources: AdapterSources | None = None,
-        **of_vllm: Any,
-    ) -> Self:
-        """An AsyncLLM for these options; see `LLM.from_engine_args`."""
-        take_foreign(f"{cls.__name__}.from_engine_args()", of_vllm, ENGINE_LIFE, ("engine_args", "engine", "sources"))
-        return cls.from_spec(EngineSpec(args=engine_args, engine=engine), sources)
-
     @classmethod
     def from_spec(cls, spec: EngineSpec, sources: AdapterSources | None = None) -> Self:
         """An AsyncLLM with another engine, or another policy for restarts."""
         self = cls.__new__(cls)
         self._start_with(spec, sources)
         return self
+
+    def _set_up(self, args: EngineArgs, engine: str, sources: AdapterSources | None) -> None:
+        self._start_with(EngineSpec(args=args, engine=engine), sources)
 
     def _start_with(self, spec: EngineSpec, sources: AdapterSources | None) -> None:
         self._args = args = spec.args
@@ -292,8 +268,7 @@ class AsyncLLM(AsyncAdapterMethods, AsyncPoolingMethods, AsyncBeamSearch, AsyncE
         Raises:
             OutriderError: typed, at the first iteration when the request is wrong, later when it fails.
         """
-        own = tuple(RequestOptions.__annotations__)
-        take_foreign("AsyncLLM.generate()", cast(dict[str, Any], options), GENERATE, own)
+        take_options("AsyncLLM.generate()", options)
         self._check_takes_requests()
         await self.start()
         request_id = request_id if request_id is not None else f"req-{uuid.uuid4().hex}"

@@ -13,14 +13,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 from ..core.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-from ..core.compat.foreign_options import take_foreign
-from ..core.compat.vllm_python import GENERATE
 from ..core.errors import InvalidRequestError, OutriderError
 from ..core.messages import EngineInfo, EngineRequest
 from ..core.outputs import Logprob, RequestOutput
 from ..core.sampling_params import SamplingParams, shown
 from .adapters.spelling import AnyLoRA, lora_of_each
-from .input_processor import Prompt, RequestOptions, as_prompts
+from .input_processor import Prompt, RequestOptions, as_prompts, take_options
 from .progress import GenerationProgress
 from .request_maker import Made
 from .sleeping import ADMITTED
@@ -166,7 +164,7 @@ class SyncBeamSearch:
         Args:
             concurrency_limit: prompts that are searched at a time; None: all.
         """
-        take_foreign("LLM.beam_search()", options, GENERATE, RequestOptions.__annotations__)
+        take_options("LLM.beam_search()", options)
         engine = self.llm_engine
         engine.check_open()
         checked = _check(params, engine.engine_info)
@@ -240,7 +238,7 @@ class AsyncBeamSearch:
         Args:
             on_step: is called after each step with the output tokens that the result would have if it were the last.
         """
-        take_foreign("AsyncLLM.beam_search()", cast(dict[str, Any], options), GENERATE, RequestOptions.__annotations__)
+        take_options("AsyncLLM.beam_search()", options)
         self._check_takes_requests()
         checked = _check(params, await self.start())
         request_id = request_id if request_id is not None else f"beam-{uuid.uuid4().hex}"

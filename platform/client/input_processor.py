@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias, TypedDict
+from typing import Any, NamedTuple, TypeAlias, TypedDict, cast
 
-from ..core.compat.foreign_options import check_foreign
-from ..core.compat.vllm_python import PROMPT
+from ..core.compat.foreign_options import check_foreign, take_foreign
+from ..core.compat.vllm_python import GENERATE, PROMPT
 from ..core.constraint_check import CHECKER
 from ..core.errors import InvalidRequestError, PromptTooLongError
 from ..core.lora_request import LoRA, LoRAMix, LoRARequest
@@ -77,6 +77,11 @@ class RequestOptions(TypedDict, total=False):
     """Weight of the tenant under the fair policy: with twice the weight it is served twice as much."""
     cache_salt: str
     """Requests share cached prefixes only with the same salt."""
+
+
+def take_options(who: str, options: RequestOptions | dict[str, Any]) -> None:
+    """Check the further options of a method; see `take_foreign`."""
+    take_foreign(who, cast(dict[str, Any], options), GENERATE, RequestOptions.__annotations__)
 
 
 class Defaults(NamedTuple):

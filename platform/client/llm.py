@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from os import PathLike
 from types import TracebackType
 from typing import Any, Self, TypeAlias, cast
 
 from ..core.compat.foreign_options import take_foreign
-from ..core.compat.vllm_python import ENGINE_LIFE, GENERATE
+from ..core.compat.vllm_python import GENERATE
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, InvalidUserInputError
 from ..core.outputs import RequestOutput
@@ -18,10 +17,9 @@ from .adapters.methods import SyncAdapterMethods
 from .adapters.sources import AdapterSources
 from .adapters.spelling import AnyLoRA, for_each, lora_of_each
 from .beam_search import SyncBeamSearch
-from .engine_factory import DEFAULT_ENGINE, engine_args
+from .engine_factory import MadeFromArgs
 from .engine_methods import SyncEngineMethods
 from .input_processor import Prompt, as_prompts
-from .kernel_configs import use_kernel_configs
 from .llm_engine import LLMEngine
 from .output_processor import RequestState
 from .pooling import SyncPoolingMethods
@@ -34,7 +32,7 @@ _OPTION_DEFAULTS: dict[str, Any] = {"priority": 0, "tenant": "", "weight": 1.0, 
 Messages: TypeAlias = list[dict[str, Any]]
 
 
-class LLM(SyncAdapterMethods, SyncPoolingMethods, SyncBeamSearch, SyncEngineMethods, SyncSleepMethods):
+class LLM(MadeFromArgs, SyncAdapterMethods, SyncPoolingMethods, SyncBeamSearch, SyncEngineMethods, SyncSleepMethods):
     """Loads a model and generates text, many prompts at a time.
 
     `LLM()` is the embedded demo model. Options are those of `EngineArgs`, by keyword. `kernel_configs` names a file of
@@ -51,35 +49,7 @@ class LLM(SyncAdapterMethods, SyncPoolingMethods, SyncBeamSearch, SyncEngineMeth
 
     adapters: LLMAdapters
 
-    def __init__(
-        self,
-        model: str | None = None,
-        *,
-        sources: AdapterSources | None = None,
-        kernel_configs: str | PathLike[str] | None = None,
-        **options: Any,
-    ) -> None:
-        args = engine_args("LLM", model, options)
-        use_kernel_configs(kernel_configs)
-        self._start(args, DEFAULT_ENGINE, sources)
-
-    @classmethod
-    def from_engine_args(
-        cls,
-        engine_args: EngineArgs,
-        *,
-        engine: str = DEFAULT_ENGINE,
-        sources: AdapterSources | None = None,
-        **of_vllm: Any,
-    ) -> Self:
-        """An LLM for these options; `engine` is an import path "module:callable" as `DEFAULT_ENGINE`, and `of_vllm` are
-        vLLM's keywords (`vllm_python.ENGINE_LIFE`), without an effect."""
-        take_foreign(f"{cls.__name__}.from_engine_args()", of_vllm, ENGINE_LIFE, ("engine_args", "engine", "sources"))
-        self = cls.__new__(cls)
-        self._start(engine_args, engine, sources)
-        return self
-
-    def _start(self, args: EngineArgs, engine: str, sources: AdapterSources | None) -> None:
+    def _set_up(self, args: EngineArgs, engine: str, sources: AdapterSources | None) -> None:
         self.llm_engine = LLMEngine(args, engine=engine, sources=sources)
         """The engine, for callers who step it by themselves."""
         self.adapters = self.llm_engine.adapters

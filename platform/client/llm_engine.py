@@ -10,11 +10,9 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Self, Unpack, cast
+from typing import Any, NamedTuple, Unpack, cast
 
 from ..core.adapter_verbs import LocalAdapters
-from ..core.compat.foreign_options import take_foreign
-from ..core.compat.vllm_python import ENGINE_LIFE, GENERATE
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, OutriderError, ShuttingDownError
 from ..core.outputs import RequestOutput
@@ -23,9 +21,17 @@ from .adapters.llm_adapters import LLMAdapters
 from .adapters.methods import SyncAdapterMethods
 from .adapters.sources import AdapterSources
 from .adapters.spelling import AnyLoRA
-from .engine_factory import DEFAULT_ENGINE, Engine, demo_lora_requests, import_text_side, load_engine, load_text_side
+from .engine_factory import (
+    DEFAULT_ENGINE,
+    Engine,
+    MadeFromArgs,
+    demo_lora_requests,
+    import_text_side,
+    load_engine,
+    load_text_side,
+)
 from .engine_methods import SyncEngineMethods
-from .input_processor import InputProcessor, Prompt, RequestOptions, check_request_id, text_of
+from .input_processor import InputProcessor, Prompt, RequestOptions, check_request_id, take_options, text_of
 from .output_processor import OutputProcessor, RequestState
 from .request_maker import Made, RequestMaker
 from .sampling_defaults import SamplingDefaults
@@ -42,7 +48,7 @@ class Prepared(NamedTuple):
     kind: RequestOutputKind
 
 
-class LLMEngine(SyncAdapterMethods, SyncEngineMethods, SyncSleepMethods):
+class LLMEngine(MadeFromArgs, SyncAdapterMethods, SyncEngineMethods, SyncSleepMethods):
     """Takes requests at any time, and computes a step when told to, as vLLM's class of that name. `LLM` is on top of it
     (`LLM.llm_engine`). Not thread-safe.
 
@@ -60,6 +66,9 @@ class LLMEngine(SyncAdapterMethods, SyncEngineMethods, SyncSleepMethods):
         self, args: EngineArgs, *, engine: str = DEFAULT_ENGINE, sources: AdapterSources | None = None
     ) -> None:
         """Load the model; errors are those of `LLM`. `engine` is an import path "module:callable"."""
+        self._set_up(args, engine, sources)
+
+    def _set_up(self, args: EngineArgs, engine: str, sources: AdapterSources | None) -> None:
         self.sources = sources if sources is not None else AdapterSources()
         self.sampling_defaults = SamplingDefaults(args.generation_config, self.sources, args.override_generation_config)
         """Sampling parameters of requests that leave them out."""
@@ -89,19 +98,6 @@ class LLMEngine(SyncAdapterMethods, SyncEngineMethods, SyncSleepMethods):
         self._errors: deque[OutriderError] = deque()  # of failed requests, for the next calls of `step`
         self._closed = False
 
-    @classmethod
-    def from_engine_args(
-        cls,
-        engine_args: EngineArgs,
-        *,
-        engine: str = DEFAULT_ENGINE,
-        sources: AdapterSources | None = None,
-        **of_vllm: Any,
-    ) -> Self:
-        """An engine for these options. `of_vllm` are vLLM's keywords (`vllm_python.ENGINE_LIFE`), without an effect."""
-        take_foreign(f"{cls.__name__}.from_engine_args()", of_vllm, ENGINE_LIFE, ("engine_args", "engine", "sources"))
-        return cls(engine_args, engine=engine, sources=sources)
-
     # --- vLLM's verbs ---------------------------------------------------------------------------------------------
 
     def add_request(
@@ -119,7 +115,7 @@ class LLMEngine(SyncAdapterMethods, SyncEngineMethods, SyncSleepMethods):
         Args:
             arrival_time: not used; the time of this call counts.
         """
-        take_foreign("LLMEngine.add_request()", options, GENERATE, RequestOptions.__annotations__)
+        take_options("LLMEngine.add_request()", options)
         self.check_open()
         check_request_id(request_id)
         if self.output_processor.get(request_id) is not None:

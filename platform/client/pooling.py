@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...models.checkpoint.json_files import read_json
-from ..core.compat.foreign_options import take_foreign
-from ..core.compat.vllm_python import GENERATE
 from ..core.errors import InvalidRequestError, NotFoundError, OutriderError
 from ..core.messages import EngineInfo
 from ..core.outputs import RequestOutput
@@ -27,7 +25,7 @@ from ..core.pooling import (
 )
 from ..core.sampling_params import SamplingParams
 from .adapters.spelling import AnyLoRA, for_each
-from .input_processor import Prompt, RequestOptions, as_prompts
+from .input_processor import Prompt, as_prompts, take_options
 
 _FILE = Path("1_Pooling") / "config.json"
 _MODES = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls"}
@@ -85,11 +83,6 @@ def _labels(output: RequestOutput) -> ClassificationRequestOutput:
 
 def _result(output: RequestOutput, value: Any) -> PoolingRequestOutput[Any]:
     return PoolingRequestOutput(output.request_id, value, output.prompt_token_ids, output.num_cached_tokens)
-
-
-def _take_options(who: str, options: dict[str, Any]) -> None:
-    """Check further options under the name of the method that was called; see `take_foreign`."""
-    take_foreign(who, options, GENERATE, RequestOptions.__annotations__)
 
 
 def _check_task(task: str) -> None:
@@ -199,13 +192,13 @@ class SyncPoolingMethods:
 
         Prompts, adapters and options are as in `generate`.
         """
-        _take_options("LLM.classify()", options)
+        take_options("LLM.classify()", options)
         return [*map(_labels, self.generate(prompts, classifying(), lora_request, use_tqdm, **options))]
 
     def _pooled(
         self, method: str, prompts: Any, params: Any, lora: Any, use_tqdm: Any, options: dict[str, Any]
     ) -> tuple[list[RequestOutput], list[PoolingParams | None]]:
-        _take_options(f"LLM.{method}()", options)
+        take_options(f"LLM.{method}()", options)
         batch = as_prompts(prompts)
         of_each: list[PoolingParams | None] = for_each("pooling_params", params, len(batch), None)
         sampling = [_sampling(self, one) for one in of_each]
@@ -233,7 +226,7 @@ class AsyncPoolingMethods:
         **options: Any,
     ) -> PoolingRequestOutput[EmbeddingOutput]:
         """Embedding of a prompt; see `LLM.embed`."""
-        _take_options("AsyncLLM.embed()", options)
+        take_options("AsyncLLM.embed()", options)
         output = await self._pooled(prompt, pooling_params, request_id, lora_request, options)
         return _result(output, EmbeddingOutput(_vector(pooling_params, output)))
 
@@ -249,7 +242,7 @@ class AsyncPoolingMethods:
     ) -> PoolingRequestOutput[PoolingOutput]:
         """Pooled hidden states of a prompt; see `LLM.encode`."""
         _check_task(pooling_task)
-        _take_options("AsyncLLM.encode()", options)
+        take_options("AsyncLLM.encode()", options)
         output = await self._pooled(prompt, pooling_params, request_id, lora_request, options)
         return _result(output, PoolingOutput(_vector(pooling_params, output, normalize=False)))
 
@@ -264,7 +257,7 @@ class AsyncPoolingMethods:
         """Cosine similarity of pairs of texts; see `LLM.score`."""
         first, second = _pairs(text_1, text_2)
         texts = (*first, *second)
-        _take_options("AsyncLLM.score()", options)
+        take_options("AsyncLLM.score()", options)
         tasks = [
             asyncio.ensure_future(self._pooled(text, pooling_params, None, lora_request, options)) for text in texts
         ]
@@ -281,7 +274,7 @@ class AsyncPoolingMethods:
         self, prompt: Prompt, request_id: str | None = None, *, lora_request: AnyLoRA | None = None, **options: Any
     ) -> ClassificationRequestOutput:
         """Probabilities of the labels of a prompt; see `LLM.classify`."""
-        _take_options("AsyncLLM.classify()", options)
+        take_options("AsyncLLM.classify()", options)
         return _labels(await self._last(prompt, classifying(), request_id, lora_request, options))
 
     async def _pooled(

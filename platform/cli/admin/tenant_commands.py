@@ -33,11 +33,13 @@ def add_commands(admin: Commands) -> None:
     change = group.add("update", _update, "change a tenant; what is not given stays")
     change.add_argument("name", metavar="NAME")
     _add_fields(change, change=True)
-    for name, run, text in (
-        ("disable", _disable, "refuse a tenant's keys until it is enabled"),
-        ("enable", _enable, "take a tenant's keys again"),
+    for verb, text in (
+        ("disable", "refuse a tenant's keys until it is enabled"),
+        ("enable", "take a tenant's keys again"),
     ):
-        group.add(name, run, text).add_argument("name", metavar="NAME")
+        command = group.add(verb, _set_disabled, text)
+        command.add_argument("name", metavar="NAME")
+        command.set_defaults(disabled=verb == "disable")
     delete = group.add("delete", _delete, "revoke a tenant's keys and forget its adapters; its usage stays")
     delete.add_argument("name", metavar="NAME")
     delete.add_argument("--yes", action="store_true", help="do not ask")
@@ -81,12 +83,8 @@ def _update(store: Store, namespace: argparse.Namespace) -> dict[str, Any]:
     return _row(store.update_tenant(namespace.name, changes | {"limits": limits}))
 
 
-def _disable(store: Store, namespace: argparse.Namespace) -> dict[str, Any]:
-    return _row(store.update_tenant(namespace.name, {"disabled": True}))
-
-
-def _enable(store: Store, namespace: argparse.Namespace) -> dict[str, Any]:
-    return _row(store.update_tenant(namespace.name, {"disabled": False}))
+def _set_disabled(store: Store, namespace: argparse.Namespace) -> dict[str, Any]:
+    return _row(store.update_tenant(namespace.name, {"disabled": namespace.disabled}))
 
 
 def _delete(store: Store, namespace: argparse.Namespace) -> dict[str, Any]:

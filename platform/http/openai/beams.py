@@ -61,12 +61,8 @@ async def beam_outputs(serving: Serving, job: Job, index: int) -> AsyncGenerator
         {"prompt_token_ids": prompt},
         job.beam.with_max_tokens(room if params.max_tokens is None else params.max_tokens),
         job.id_of(index),
-        lora_request=job.lora,
-        priority=job.priority,
-        tenant=job.principal.tenant,
-        weight=job.principal.weight,
-        cache_salt=job.cache_salt,
         on_step=partial(job.searching.__setitem__, index),
+        **job.options,
     )
     job.searching.pop(index, None)
     metrics.first_token_time = metrics.finished_time = time.monotonic()

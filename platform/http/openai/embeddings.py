@@ -41,8 +41,7 @@ async def create_embeddings(request: Request) -> Response:
     data = [
         {"object": "embedding", "index": index, "embedding": encode(vector)} for index, vector in enumerate(vectors)
     ]
-    answer = {"id": job.request_id, "object": "list", "data": data, "model": accepted.model, "usage": _usage(totals)}
-    return await json_answer(answer, limit_headers(request))
+    return await _answer(accepted, job, totals, object="list", data=data)
 
 
 @router.post("/v1/score", response_model=None, openapi_extra=documented(ScoreRequest))
@@ -59,8 +58,7 @@ async def create_scores(request: Request) -> Response:
         {"object": "score", "index": index, "score": score}
         for index, score in enumerate(await _cosines([(vector_of[a], vector_of[b]) for a, b in pairs]))
     ]
-    answer = {"id": job.request_id, "object": "list", "data": data, "model": accepted.model, "usage": _usage(totals)}
-    return await json_answer(answer, limit_headers(request))
+    return await _answer(accepted, job, totals, object="list", data=data)
 
 
 @router.post("/v1/rerank", response_model=None, openapi_extra=documented(RerankRequest))
@@ -83,8 +81,7 @@ async def rerank(request: Request) -> Response:
         if body.return_documents is not False:
             result["document"] = {"text": texts[index]}
         results.append(result)
-    answer = {"id": job.request_id, "model": accepted.model, "usage": _usage(totals), "results": results}
-    return await json_answer(answer, limit_headers(request))
+    return await _answer(accepted, job, totals, results=results)
 
 
 @router.post("/classify", response_model=None, openapi_extra=documented(ClassifyRequest))
@@ -98,8 +95,7 @@ async def classify(request: Request) -> Response:
         best = str(probs.index(max(probs)))
         label = names.get(best, f"LABEL_{best}")
         data.append({"index": index, "label": label, "probs": probs, "num_classes": len(probs)})
-    answer = {"id": job.request_id, "object": "list", "created": int(time.time()), "model": accepted.model}
-    return await json_answer(answer | {"data": data, "usage": _usage(totals)}, limit_headers(request))
+    return await _answer(accepted, job, totals, object="list", created=int(time.time()), data=data)
 
 
 async def _cosines(pairs: list[tuple[list[float], list[float]]]) -> list[float]:
@@ -154,8 +150,11 @@ async def _run(
     return [found[index] for index in range(len(prompts))], totals, job
 
 
-def _usage(totals: Totals) -> dict[str, int]:
-    return {"prompt_tokens": totals.prompt_tokens, "total_tokens": totals.prompt_tokens}
+async def _answer(accepted: Accepted[Any], job: Job, totals: Totals, **fields: Any) -> Response:
+    """The answer with these fields and those of all routes."""
+    usage = {"prompt_tokens": totals.prompt_tokens, "total_tokens": totals.prompt_tokens}
+    answer = {"id": job.request_id, "model": accepted.model, "usage": usage, **fields}
+    return await json_answer(answer, limit_headers(accepted.request))
 
 
 def _base64(vector: list[float]) -> str:

@@ -73,12 +73,8 @@ def _outputs_of(serving: Serving, job: Job, index: int) -> AsyncIterator[Request
         {"prompt_token_ids": job.prompts[index]},
         job.params_of(index, serving.llm.info.max_model_len),
         request_id=job.id_of(index),
-        lora_request=job.lora,
-        priority=job.priority,
-        tenant=job.principal.tenant,
-        weight=job.principal.weight,
-        cache_salt=job.cache_salt,
         delta=True,
+        **job.options,
     )
 
 

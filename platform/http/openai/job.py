@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...core.beam_search import BeamSearchParams
 from ...core.errors import InvalidRequestError
@@ -63,6 +63,17 @@ class Job:
     """Called when the job has its places and waits no longer."""
     granted: list[int] | None = None
     """`max_tokens` of each prompt that the limits leave where `params` has none."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of each of its requests to the engine's client."""
+        return {
+            "lora_request": self.lora,
+            "priority": self.priority,
+            "tenant": self.principal.tenant,
+            "weight": self.principal.weight,
+            "cache_salt": self.cache_salt,
+        }
 
     def id_of(self, index: int) -> str:
         """The id of one of the prompts with the engine's client."""

@@ -124,6 +124,10 @@ def _name_of(choice: Any) -> str | None:
     return name
 
 
+_TYPES = (("parameters", dict, "a JSON schema"), ("description", str, "a string"), ("strict", bool, "a boolean"))
+"""Optional fields of a function, and their types."""
+
+
 def _checked(tool: Any, place: str) -> str:
     """Name of a tool."""
     if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
@@ -135,14 +139,8 @@ def _checked(tool: Any, place: str) -> str:
             f"{place}.function.name must have 1 to 64 of the characters a-z, A-Z, 0-9, _, - and .; got {shown(name)}",
             param=f"{place}.function.name",
         )
-    if not isinstance(function.get("parameters"), dict | None):
-        raise InvalidRequestError(
-            f"{place}.function.parameters must be a JSON schema", param=f"{place}.function.parameters"
-        )
-    if not isinstance(function.get("description"), str | None):
-        raise InvalidRequestError(
-            f"{place}.function.description must be a string", param=f"{place}.function.description"
-        )
-    if not isinstance(function.get("strict"), bool | None):
-        raise InvalidRequestError(f"{place}.function.strict must be a boolean", param=f"{place}.function.strict")
+    for field, kind, what in _TYPES:
+        if not isinstance(function.get(field), kind | None):
+            param = f"{place}.function.{field}"
+            raise InvalidRequestError(f"{param} must be {what}", param=param)
     return name
