@@ -43,7 +43,7 @@ LOADS = (0.4, 0.6, 0.8, 1.0, 1.2)
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
     """Measure real replicas, send them a load in two ways, and simulate the same."""
-    from fleet_model.served import Replicas, measure, serve
+    from fleet_model.real_replicas import Replicas, measure, serve
 
     limits, count = Limits(), len(os.sched_getaffinity(0))
     load = Load(options.real_requests, options.real_rate, options.real_adapters, tenants=4)

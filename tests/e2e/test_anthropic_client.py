@@ -2,7 +2,6 @@
 
 import json
 
-import anthropic
 import pytest
 
 KEY = "sk-ant-test"
@@ -28,7 +27,9 @@ TEMPLATE = """{{- bos_token }}{% if tools %}{{ '<|system|>\\n' + tools | tojson 
 
 
 @pytest.fixture(scope="module")
-def client(start_server, fixed_drafts, tmp_path_factory) -> anthropic.Anthropic:
+def client(start_server, fixed_drafts, tmp_path_factory):
+    import anthropic  # for a second, which every process that collects tests would take
+
     template = tmp_path_factory.mktemp("anthropic") / "template.jinja"
     template.write_text(TEMPLATE)
     server = start_server("--api-key", KEY, "--chat-template", str(template), *fixed_drafts)
@@ -108,6 +109,8 @@ def test_count_tokens(client):
 
 
 def test_errors(client):
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError) as unknown:
         create(client, model="nobody")
     assert unknown.value.body["error"]["type"] == "not_found_error"

@@ -1,7 +1,7 @@
 """Limits of tenants and keys, enforced before a request reaches the engine.
 
 Everything is counted in memory, where budgets begin with what the ledger says. Servers that count together do the same
-in turns: one takes the counts of all from the database, goes on with them, and brings them back (`turns.py`).
+in turns: one takes the counts of all from the database, goes on with them, and brings them back (`shared_counts.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .demand import Demand, fit
 from .places import Places
 from .queue_bound import QueueBound
 from .scopes import Clock, ReadUsage, Scope, ScopeTable
-from .turns import LEASE_SECONDS, CommonClock, Turns
+from .shared_counts import LEASE_SECONDS, CommonClock, Turns
 
 T = TypeVar("T")
 

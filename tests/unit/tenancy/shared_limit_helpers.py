@@ -11,7 +11,7 @@ from outrider.platform.tenancy.database.connection import DatabaseUnavailableErr
 from outrider.platform.tenancy.limits.buckets import SECOND
 from outrider.platform.tenancy.limits.demand import Demand
 from outrider.platform.tenancy.limits.limiter import Limiter
-from outrider.platform.tenancy.limits.turns import LEASE_SECONDS
+from outrider.platform.tenancy.limits.shared_counts import LEASE_SECONDS
 
 
 class MemoryTable:

@@ -9,7 +9,6 @@ import pytest
 from outrider.platform.core.batch import RowPlan, RowResult, StepPlan, StepResult
 from outrider.platform.core.request import NO_DRAFTS, Status
 from outrider.platform.core.sampling_params import SamplingParams
-from outrider.spec_decode.control.acceptance import NUM_POOLS
 
 from .simulated import CURVES, LOOKUP, MAX_DRAFTS, Costs, World, bound, flat, long, short, stairs
 
@@ -197,18 +196,21 @@ def test_drafts_of_a_row_that_was_planned_before_its_request_ended_were_made():
     policy, request = world.policy, world.requests[0]
     rows = world.planned.rows
     assert rows[0].num_drafts > 1
+    chosen = world.counts[-1]
     request.status, request.drafts = Status.FINISHED, NO_DRAFTS
     for _ in range(100):
         policy.observe(StepPlan(rows, is_followed=True), StepResult([RowResult([], rows[0].num_drafts)]), 0.05)
-    shares = policy._adapters.of(request, 0.0).counts[0].made_shares([1.0] * NUM_POOLS)
-    assert shares[0] > 0.99
+    world.requests, world.planned = [world.fresh(BASE)], None
+    world.plan()
+    assert world.counts[-1] == chosen, "a new request gets as many"
 
 
 def test_a_trial_whose_row_has_gone_ends():
     """No other request comes; the one that stays gets a trial again."""
     world = World(long, {(BASE, 0): 0.02}, [BASE] * 2, [NEURAL], length=100_000).warm_up()
-    adapter = world.policy._adapters.of(world.requests[0], 0.0)
-    while adapter.trial_rows < 2:
+    world.run(400)
+    assert world.counts[-1] == [0, 0]
+    while 0 in world.counts[-1]:  # until both have a trial
         world.step()
     world.requests.pop().status = Status.FINISHED
     world.run(500)
@@ -241,4 +243,5 @@ def test_a_step_without_a_time_is_not_measured():
     for seconds in (*[0.05] * 6, -0.1, 0.0, 0.05, 0.05):
         plan = world.plan()
         world.policy.observe(plan, StepResult([world.verify(row) for row in plan.rows]), seconds)
-    assert 0.02 < world.policy._steps.seconds(1, 0) < 0.1
+    world.run(50)
+    assert world.run(400) > 0.97 * world.best_fixed()

@@ -18,7 +18,7 @@ from outrider.platform.tenancy.limits import counts
 from outrider.platform.tenancy.limits.counts import CountTable
 from outrider.platform.tenancy.limits.demand import Demand
 from outrider.platform.tenancy.limits.limiter import Limiter
-from outrider.platform.tenancy.limits.turns import LEASE_SECONDS
+from outrider.platform.tenancy.limits.shared_counts import LEASE_SECONDS
 
 
 def test_requests_of_all_servers_count():

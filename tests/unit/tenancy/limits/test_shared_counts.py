@@ -14,7 +14,7 @@ from outrider.platform.tenancy.database.connection import DatabaseUnavailableErr
 from outrider.platform.tenancy.limits import counts
 from outrider.platform.tenancy.limits.counts import CountTable
 from outrider.platform.tenancy.limits.scopes import Scope
-from outrider.platform.tenancy.limits.turns import LEASE_SECONDS
+from outrider.platform.tenancy.limits.shared_counts import LEASE_SECONDS
 
 
 def test_close_does_not_wait_for_turns_that_a_hung_database_has_not_begun(sqlite, monkeypatch):
