@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,8 +116,47 @@ def pytest_collection_finish() -> None:
 
     Many tests collect garbage to see that nothing is left of what they made.
     """
-    gc.collect()
     gc.freeze()
+
+
+_FOLDERS: list[list[Path]] = []
+"""Folders made by each of the fixtures that are being set up, the innermost last."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Delete the folders that a fixture makes with `mktemp` when it ends: the models of all modules together would fill
+    a small disk. Those of e2e stay, since servers use them that end with the session."""
+    folders: list[Path] = []
+    if fixturedef.scope == "module" and "e2e" not in request.node.path.parts:
+        fixturedef.addfinalizer(lambda: [shutil.rmtree(folder, ignore_errors=True) for folder in folders])
+    _FOLDERS.append(folders)
+    try:
+        return (yield)
+    finally:
+        _FOLDERS.pop()
+
+
+class NotedFolders:
+    """pytest's factory of folders, which notes each for the fixture that makes it."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self._factory = factory
+
+    def mktemp(self, basename: str, numbered: bool = True) -> Path:
+        folder = self._factory.mktemp(basename, numbered)
+        if _FOLDERS:
+            _FOLDERS[-1].append(folder)
+        return folder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._factory, name)
+
+
+@pytest.fixture(scope="session")
+def tmp_path_factory(tmp_path_factory: pytest.TempPathFactory) -> NotedFolders:
+    """In the place of pytest's."""
+    return NotedFolders(tmp_path_factory)
 
 
 @pytest.fixture(autouse=True)

@@ -141,30 +141,36 @@ def is_number(kinds: set[str]) -> bool:
 
 
 def values_of(name: str, schema: dict[str, Any], turn: int) -> dict[str, bytes]:
-    """The largest and the most numerous values of a field, right in type where there are such, and wrong. `turn`
-    chooses the characters of texts, every other time the plain ones, and the kind of wrong entries."""
+    """The largest and the most numerous values of a field that are right in type, and one that is wrong. `turn` chooses
+    that one, and the characters of texts, every other time the plain ones."""
     text, digits = long_texts()[(turn % 2) * (turn // 2 % len(long_texts()))], b"9" * SIZE
     forms = (schema, *schema.get("anyOf", ()))
     kinds = {form["type"] for form in forms if "type" in form}
     items = [form["items"] for form in forms if "items" in form]
-    values = {"text": text} if is_number(kinds) else {"text": text, "text in a list": b"[%s]" % text}
-    if is_number(kinds):
-        values["digits"] = digits
-    many, right = many_values(), set()
+    values = {
+        "text": (b"%s", text),
+        "digits": (b"%s", digits),
+        "text in a list": (b"[%s]", text),
+        "digits in a list": (b"[%s]", digits),
+        "text in an object": (b'{"5":%s}', text),
+        **{kind: (b"%s", value) for kind, value in many_values().items()},
+    }
+    right = {"digits"} if is_number(kinds) else {"text"}
     for item in items:
         item_kinds = {form["type"] for form in (item, *item.get("anyOf", ())) if "type" in form}
         if is_number(item_kinds):
-            values["digits in a list"] = b"[%s]" % digits
-        right |= {"numbers"} if is_number(item_kinds) else set()
-        right |= {"texts"} if "string" in item_kinds else set()
+            right |= {"digits in a list", "numbers"}
+        if "string" in item_kinds:
+            right |= {"text in a list", "texts"}
         if "object" in item_kinds:
             count, small = SMALL_ITEMS.get(name, (16_000, b"{}"))
-            values["entries"] = repeated(small, count)
+            values["entries"] = b"%s", repeated(small, count)
+            right.add("entries")
     if "object" in kinds:
-        values["text in an object"] = b'{"5":%s}' % text
-        right |= {"names"}
-    wrong = sorted(many.keys() - right)
-    return values | {kind: many[kind] for kind in {*right, wrong[turn % len(wrong)]}}
+        right |= {"text in an object", "names"}
+    wrong = sorted(values.keys() - right)
+    chosen = sorted({*right, wrong[turn % len(wrong)]})
+    return {kind: values[kind][0] % values[kind][1] for kind in chosen}
 
 
 def cases(document: dict[str, Any]) -> Iterator[list[Case]]:
