@@ -152,7 +152,7 @@ def growth(samples: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     found = {}
     for process in samples[-1]["rss"]:
         first, last = (statistics.mean(rss.get(process, 0) for rss in part) / (1 << 20) for part in (half, end))
-        found[process] = {"half": round(first, 1), "end": round(last, 1), "growth": round(last - first, 1)}
+        found[process] = {"half": round(first, 1), "end": round(last, 1), "growth": round(last - first, 1) + 0.0}
     return found
 
 
