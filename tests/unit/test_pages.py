@@ -40,6 +40,16 @@ def test_links_and_paths_exist(page: Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_of_prose_have_at_most_120_characters(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    # Rows of tables, links by themselves, and rendered sources cannot be broken.
+    lines = [
+        line for line in prose.splitlines() if not line.lstrip().startswith(("|", "[")) and "/results/" not in line
+    ]
+    assert [line for line in lines if len(line) > 120] == []
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
