@@ -155,7 +155,9 @@ def values_of(name: str, schema: dict[str, Any], turn: int) -> dict[str, bytes]:
         "text in an object": (b'{"5":%s}', text),
         **{kind: (b"%s", value) for kind, value in many_values().items()},
     }
-    right = {"digits"} if is_number(kinds) else {"text"}
+    right = {"digits"} if is_number(kinds) else set()
+    if "string" in kinds:
+        right.add("text")
     for item in items:
         item_kinds = {form["type"] for form in (item, *item.get("anyOf", ())) if "type" in form}
         if is_number(item_kinds):
@@ -173,23 +175,28 @@ def values_of(name: str, schema: dict[str, Any], turn: int) -> dict[str, bytes]:
     return {kind: values[kind][0] % values[kind][1] for kind in chosen}
 
 
+def key_of(place: tuple[str, ...], schema: dict[str, Any]) -> str:
+    """Equal for fields of one name and schema, wherever they are."""
+    return json.dumps((next(name for name in reversed(place) if name != "[]"), schema))
+
+
 def cases(document: dict[str, Any]) -> Iterator[list[Case]]:
     """The cases of each field, and of each route as a whole. A body beyond its bounds ends before its fields are known:
-    one field of each route stands for all. Routes that share a field, as chat and completions do, share its values:
-    each gets at least one of them, and together they get all."""
+    one field of each route stands for all. Places of a field, as in chat and completions, share its values: each gets
+    at least one of them, and together they get all."""
     routes = [
         (method.upper(), path, list(places(schema_of(operation))))
         for path, operations in document["paths"].items()
         for method, operation in operations.items()
         if "application/json" in operation.get("requestBody", {}).get("content", {})
     ]
-    shared = Counter(json.dumps(field) for _, _, fields in routes for field in fields)
+    shared = Counter(key_of(*field) for _, _, fields in routes for field in fields)
     seen: Counter[str] = Counter()
     for method, path, fields in routes:
         where = path.replace("{name}", "acme").replace("{key_id}", "none")
         for index, (place, schema) in enumerate(fields):
-            values = list(values_of(next(name for name in reversed(place) if name != "[]"), schema, index).items())
-            key = json.dumps((place, schema))
+            key = key_of(place, schema)
+            values = list(values_of(json.loads(key)[0], schema, index).items())
             parts = min(shared[key], len(values))
             values = values[seen[key] % parts :: parts]
             seen[key] += 1
