@@ -66,7 +66,7 @@ class Demo:
     work: Path
     """Training states, prompts and measurements."""
     scale: float = 1.0
-    """Share of the steps, prompts and documents; less than 1 tries the recipe out."""
+    """Share of the steps, prompts, documents and tokens of answers; less than 1 tries the recipe out."""
 
     @property
     def base(self) -> Path:

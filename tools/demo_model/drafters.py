@@ -41,6 +41,7 @@ def _train_draft(demo: Demo, name: str, learned: Draw, measured: Draw, options: 
         ),
         "output": work,
         "k": DRAFT_LENGTH,
+        "max-tokens": demo.scaled(256, least=16),
         "batch-tokens": 1536,
         "lr": 4e-3,
         "seed": SEED,

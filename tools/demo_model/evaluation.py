@@ -18,6 +18,7 @@ from .templates import Document
 
 DRAFT_LENGTH = 4
 HELD_OUT = 60
+MAX_TOKENS = 160
 HELD_OUT_SEED = SEED + 1_000_000  # no stage uses it
 
 
@@ -86,7 +87,13 @@ class Measured(NamedTuple):
     """Share of the answers in the adapter's form; 1 for the base."""
 
 
-def measure(llm: LLM, questions: list[Question], name: str = "base", lora: LoRARequest | None = None) -> Measured:
+def measure(
+    llm: LLM,
+    questions: list[Question],
+    name: str = "base",
+    lora: LoRARequest | None = None,
+    max_tokens: int = MAX_TOKENS,
+) -> Measured:
     """Answer the questions greedily and count accepted drafts."""
 
     def totals() -> tuple[int, int]:
@@ -94,7 +101,7 @@ def measure(llm: LLM, questions: list[Question], name: str = "base", lora: LoRAR
         return sum(c.num_drafts for c in counts), sum(c.num_accepted_tokens for c in counts)
 
     before = totals()
-    params = SamplingParams(temperature=0, max_tokens=160)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
     prompts: Any = [{"prompt_token_ids": question.prompt} for question in questions]
     texts = [output.outputs[0].text for output in llm.generate(prompts, params, lora, use_tqdm=False)]
     rounds, accepted = (after - first for after, first in zip(totals(), before, strict=True))
@@ -106,6 +113,7 @@ def measure(llm: LLM, questions: list[Question], name: str = "base", lora: LoRAR
 def evaluate(demo: Demo) -> None:
     """Measure the base model and every adapter with every drafter, and write `evaluation.json` into the work folder."""
     found: dict[str, dict[str, Any]] = {}
+    max_tokens = demo.scaled(MAX_TOKENS, least=16)
     for method, drafter in demo.drafters.items():
         config = {"method": method, "model": str(drafter), "num_speculative_tokens": DRAFT_LENGTH}
         with LLM(str(demo.base), dtype="bfloat16", enable_lora=True, speculative_config=config) as llm:
@@ -113,7 +121,7 @@ def evaluate(demo: Demo) -> None:
                 draw = base_document if name == "base" else partial(adapter_document, name=name)
                 lora = None if name == "base" else LoRARequest(name, path=str(demo.adapter(name)))
                 questions = held_out(demo.base, draw, demo.scaled(HELD_OUT, least=8))
-                found.setdefault(method, {})[name] = measure(llm, questions, name, lora)._asdict()
+                found.setdefault(method, {})[name] = measure(llm, questions, name, lora, max_tokens)._asdict()
     text = json.dumps(found, indent=1)
     (demo.work / "evaluation.json").write_text(text + "\n", encoding="utf-8")
     print(text)
