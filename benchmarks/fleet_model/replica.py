@@ -30,7 +30,6 @@ class Job:
     """Time of its first token."""
     adapter_hit: bool = False
     prefix_hit: bool = False
-    retries: int = 0
 
 
 class Replica:
