@@ -12,7 +12,7 @@ import pytest
 
 from outrider.kernels.tuning import VARIABLE, DeviceName
 from outrider.kernels.tuning.files import ConfigFile
-from outrider.platform.client import llm as llm_module
+from outrider.platform.client import engine_factory
 from outrider.platform.client.engine_factory import engine_args
 from outrider.platform.client.llm import LLM
 from outrider.platform.core.config import EngineArgs
@@ -51,7 +51,7 @@ SHORT = SamplingParams(max_tokens=2)
 
 
 def test_kernel_configs_are_found_or_refused(model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm_module, "DEFAULT_ENGINE", "fake_engine:FakeEngine")
+    monkeypatch.setattr(engine_factory, "DEFAULT_ENGINE", "fake_engine:FakeEngine")
     monkeypatch.setenv(VARIABLE, "")
     with LLM(model_path):
         assert os.environ[VARIABLE] == ""

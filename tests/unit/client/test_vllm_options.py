@@ -15,7 +15,7 @@ import pytest
 from fake_engine import VOCAB_SIZE, FakeEngine
 
 from outrider.models.checkpoint.tokenizer import load_tokenizer
-from outrider.platform.client import llm as llm_module
+from outrider.platform.client import engine_factory
 from outrider.platform.client.async_llm import AsyncLLM
 from outrider.platform.client.input_processor import InputProcessor, TokensPrompt
 from outrider.platform.client.llm import LLM
@@ -28,7 +28,7 @@ from outrider.platform.core.sampling_params import RequestOutputKind, SamplingPa
 
 @pytest.fixture(autouse=True)
 def _fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm_module, "DEFAULT_ENGINE", "fake_engine:FakeEngine")
+    monkeypatch.setattr(engine_factory, "DEFAULT_ENGINE", "fake_engine:FakeEngine")
 
 
 def args_of(llm: LLM) -> EngineArgs:
