@@ -22,7 +22,7 @@ def accounts(postgresql_server):
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
-    return ("--journal", str(tmp_path_factory.mktemp("journal")), "--journal-max-bytes", str(1 << 18))
+    return ("--journal", str(tmp_path_factory.mktemp("journal")), "--journal-max-bytes", str(1 << 20))
 
 
 @pytest.fixture(scope="module")
