@@ -4,7 +4,7 @@ rank 0                                     rank
 RankSpec                             ->
                                      <-    {} or {"error": [...]}     it has started
                                      <-    {"weight_bytes": N} or {"error": [...]}     its weights are loaded
-Message("allocate" | "forward" | "logits" | "lookup" | "write" | "move" | "release") ->   one after another, no answers
+Message("allocate" | "forward" | "replay" | ...) ->         one after another, no answers
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from ...core.batch import Move
 from ...core.config import EngineConfig
 from ...core.errors import EngineDeadError, ErrorInfo, InvalidRequestError, error_from_info
 from .base import Handles
+from .captured import TargetPasses
 from .launch import Launch, ProcessLaunch
 from .messages import Message, RankSpec, encode_packed, encode_rows, send_message
 
@@ -130,6 +131,7 @@ class ParallelExecutor:
         preparers: tuple[AdapterPreparer, AdapterPreparer],
         config: EngineConfig,
         num_lora_rows: int,
+        passes: TargetPasses | None,
     ) -> None:
         """Take this process's share and its memory, and have the other ranks allocate theirs.
 
@@ -139,8 +141,9 @@ class ParallelExecutor:
             preparers: Of the adapters of tokens, and of rows of logits.
             config: The engine's configuration.
             num_lora_rows: Rank rows of the adapters; not used without adapters.
+            passes: Captured passes, which the other ranks capture, too; None: nothing is captured.
         """
-        self._model, self._kv = model, kv
+        self._model, self._kv, self._passes = model, kv, passes
         self._prepare, self._prepare_head = preparers
         self.weight_bytes = sum(said["weight_bytes"] for said in self._await(_LOAD_SECONDS))
         """Bytes of the other ranks' weights."""
@@ -149,8 +152,9 @@ class ParallelExecutor:
             lora = [num_lora_rows, config.lora.max_lora_rank]
         for remote in self._remote:
             self._sockets.register(remote.link, select.POLLIN)
+        graphs = None if passes is None else [list(passes.aux_layers), *passes.limits]
         self._announce(
-            Message("allocate", [cache.num_blocks, cache.block_size, cache.dtype, lora, cache.num_host_blocks])
+            Message("allocate", [cache.num_blocks, cache.block_size, cache.dtype, lora, cache.num_host_blocks, graphs])
         )
 
     def as_target(self, model: LanguageModel) -> LanguageModel:
@@ -167,6 +171,25 @@ class ParallelExecutor:
         lengths, array = encode_rows(rows, token_ids)
         with self._together(Message("forward", [lengths, _plain(handles), list(aux_layers)], [array])):
             return self._model.forward(batch, aux_layers)
+
+    def replay(self, rows: SequenceRows, handles: Handles, *, verifies: bool) -> tuple[Tensor, ...] | None:
+        """See `Executor`. A graph that rank 0 cannot capture ends all ranks: the others may have begun with it."""
+        if self._passes is None:
+            return None
+        assert rows.overshoot is None, "steps do not overlap"
+        has_begun = False
+
+        def begin() -> None:
+            nonlocal has_begun
+            has_begun = True
+            lengths, array = encode_rows(rows, rows.known_tokens(self._model.device))
+            self._announce(Message("replay", [lengths, _plain(handles), verifies], [array]))
+
+        with self._ending_all():
+            found = self._passes.run(rows, handles, verifies=verifies, begin=begin)
+            if found is None and has_begun:
+                raise RuntimeError("a graph could not be captured; enforce_eager needs none")
+        return found
 
     def logits(self, hidden: Tensor, handles: Handles) -> Tensor:
         """See `Executor`."""
@@ -211,6 +234,12 @@ class ParallelExecutor:
     def _together(self, message: Message) -> Iterator[None]:
         """Tell the ranks, and end all of them where this process fails in its share."""
         self._announce(message)
+        with self._ending_all():
+            yield
+
+    @contextlib.contextmanager
+    def _ending_all(self) -> Iterator[None]:
+        """End all ranks where this process fails."""
         try:
             yield
         except Exception as error:
