@@ -59,6 +59,7 @@ SECTIONS = (
     Entry("0.6b", 30, "end_to_end.measure_model", "QWEN_06B"),
     Entry("0.6b-lora", 30, "end_to_end.measure_adapters", "QWEN_06B"),
     Entry("graphs", 25, "end_to_end.measure_graphs", "QWEN_06B"),
+    Entry("ranks", 15, "ranks.check_ranks", "QWEN_06B"),
     Entry("speculate", 40, "speculation.measure_speculation"),
     Entry("demo", 25, "checks.check_demo"),
     Entry("tune", 480, "tuning.measure_tuning", "LLAMA_8B", is_optional=True),

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from outrider import LLM, LoRARequest, SamplingParams
 from outrider.models.demo import demo_adapters
-from outrider.platform.core.errors import AdapterError, EngineDeadError, InvalidRequestError
+from outrider.platform.core.errors import AdapterError, EngineDeadError, InvalidRequestError, OutriderError
+from outrider.platform.engine.executor import parallel, rank_process
 
-from ..rank_texts import OPTIONS, PROMPTS, num_accepted, preempted_texts, texts
+from ..rank_texts import NUM_BLOCKS, OPTIONS, PROMPTS, long_texts, num_accepted, preempted_texts, texts
+from ..thread_ranks import ranks_as_threads
 
 
 def ranks() -> list[int]:
@@ -46,7 +49,7 @@ def expected(whole: LLM) -> list[str]:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(tensor_parallel_size=2, num_gpu_blocks_override=17, **OPTIONS) as made:
+    with LLM(tensor_parallel_size=2, num_gpu_blocks_override=NUM_BLOCKS, **OPTIONS) as made:
         yield made
     assert not ranks(), "they end with the engine"
 
@@ -64,9 +67,8 @@ def test_what_clients_are_told_is_of_all_ranks(llm: LLM, whole: LLM) -> None:
     assert one.weight_bytes <= found.weight_bytes < 1.02 * one.weight_bytes, "norms are held twice"
 
 
-def test_preempted_requests_write_the_same(llm: LLM) -> None:
-    together, alone = preempted_texts(llm)
-    assert together == alone
+def test_preempted_requests_write_the_same(llm: LLM, whole: LLM) -> None:
+    assert preempted_texts(llm) == long_texts(whole)
 
 
 def test_adapters_are_loaded_and_unloaded(llm: LLM, expected: list[str]) -> None:
@@ -89,7 +91,8 @@ def test_prompt_logprobs_and_sleep(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_weights_rounded_while_they_are_loaded(quantization: str) -> None:
+def test_weights_rounded_while_they_are_loaded(quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_as_threads(monkeypatch)
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 256, "quantization": quantization}
     found = []
     for size in (1, 2):
@@ -110,6 +113,26 @@ def test_ray_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidRequestError, match=r"pip install 'outrider\[ray\]'") as caught:
         LLM(tensor_parallel_size=2, distributed_executor_backend="ray", device="cpu")
     assert caught.value.param == "distributed_executor_backend"
+
+
+def test_a_rank_that_cannot_join_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_as_threads(monkeypatch)
+
+    def refuse(*arguments: Any) -> None:
+        raise OSError("no way to rank 0")
+
+    monkeypatch.setattr(rank_process, "ProcessRanks", refuse)
+    with pytest.raises(OutriderError, match="no way to rank 0"):
+        LLM(tensor_parallel_size=2, device="cpu")
+
+    def hang(*arguments: Any) -> None:
+        time.sleep(1)
+        raise EOFError
+
+    monkeypatch.setattr(rank_process, "ProcessRanks", hang)
+    monkeypatch.setattr(parallel, "_JOIN_SECONDS", 0.3)
+    with pytest.raises(EngineDeadError, match=r"tensor_parallel_size 2: ranks \[1\] did not join the others"):
+        LLM(tensor_parallel_size=2, device="cpu")
 
 
 def test_the_death_of_a_rank_ends_the_engine() -> None:

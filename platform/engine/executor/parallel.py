@@ -7,10 +7,13 @@ import importlib.util
 import logging
 import select
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor
 
 from ....lora.device.layout import PackedModules
@@ -31,8 +34,13 @@ if TYPE_CHECKING:
     from .collectives import ProcessRanks
 
 _START_SECONDS = 300.0
-"""Longest time until a rank has imported what it needs; until its weights are loaded it may take an hour."""
+"""Longest time until a rank has imported what it needs."""
+_JOIN_SECONDS = 60.0
+"""Longest time until all ranks, which run by then, have found each other."""
 _LOAD_SECONDS = 3600.0
+"""Longest time until a rank's weights are loaded."""
+_GLANCE_SECONDS = 0.2
+"""Time between two looks at this process's own way into the group."""
 
 
 class ParallelExecutor:
@@ -50,7 +58,7 @@ class ParallelExecutor:
         self._size = config.num_ranks
         self._failure: ErrorInfo | None = None
         self._lock = threading.Lock()  # adapters are written by other threads than the one that steps
-        self._sockets = select.poll()  # unlike `select` for any descriptor
+        self._sockets = select.poll()
         self._launch = _launch(config)
         self._remote = self._launch.remote
         self._closed = weakref.finalize(self, self._launch.close)
@@ -91,38 +99,56 @@ class ParallelExecutor:
                 log_level=logging.getLogger().getEffectiveLevel(),
             )
             send(remote.link, spec)
-        self._await(_START_SECONDS)
-        address = self._launch.sites[0].address
-        try:
-            return ProcessRanks(self._launch.open_store(), 0, self._size, config.device, address)
-        except RuntimeError as error:
-            self._raise_reported()
-            raise EngineDeadError(f"the ranks did not find each other: {error}") from error
+        self._await("start", _START_SECONDS)
+        site, joined = self._launch.sites[0], Future[ProcessRanks]()
 
-    def _raise_reported(self) -> None:
-        """Raise the error that a rank has sent, if one has."""
-        for remote in self._remote:
-            remote.link.settimeout(1)
-            with contextlib.suppress(EOFError, OSError):
-                said = receive(remote.link)[0]
-                if "error" in said:
-                    raise error_from_info(ErrorInfo(*said["error"]))
-
-    def _await(self, seconds: float) -> list[dict[str, Any]]:
-        """Wait until each rank has said that it is ready; raises the error of one that is not."""
-        ready = []
-        for rank, remote in enumerate(self._remote, 1):
-            remote.link.settimeout(seconds)
+        def join() -> None:
             try:
-                said = receive(remote.link)[0]
-            except (EOFError, OSError) as error:
-                how = f"rank {rank} of {self._size} ended while it started: {remote.ended()}"
-                raise EngineDeadError(how) from error
-            if "error" in said:
-                raise error_from_info(ErrorInfo(*said["error"]))
-            remote.link.settimeout(None)
-            ready.append(said)
-        return ready
+                if config.device == "cuda":
+                    torch.cuda.set_device(site.device_index)
+                joined.set_result(ProcessRanks(self._launch.open_store(), 0, self._size, config.device, site.address))
+            except BaseException as error:
+                joined.set_exception(error)
+
+        # A group waits for minutes for one who cannot join; the sockets say so at once.
+        threading.Thread(target=join, name="outrider-join", daemon=True).start()
+        self._await("join the others", _JOIN_SECONDS, joined)
+        return joined.result(_JOIN_SECONDS)
+
+    def _await(self, what: str, seconds: float, own: Future[Any] | None = None) -> list[dict[str, Any]]:
+        """Wait until each rank has said that it did `what`, as this process does in `own`.
+
+        Raises:
+            EngineDeadError: a rank ended, or did not do it in time. Or the error that a rank has sent.
+        """
+        said: dict[int, dict[str, Any]] = {}
+        ends = time.monotonic() + seconds
+        while missing := [rank for rank in range(1, self._size) if rank not in said]:
+            if own is not None and own.done() and (error := own.exception()) is not None:
+                raise EngineDeadError(f"tensor_parallel_size {self._size}: rank 0 cannot {what}: {error}") from error
+            if time.monotonic() > ends:
+                raise EngineDeadError(
+                    f"tensor_parallel_size {self._size}: ranks {missing} did not {what} within {seconds:.0f} s"
+                )
+            links = {self._remote[rank - 1].link.fileno(): rank for rank in missing}
+            sockets = select.poll()  # unlike `select` for any descriptor
+            for link in links:
+                sockets.register(link, select.POLLIN)
+            for link, _ in sockets.poll(1000 * _GLANCE_SECONDS):
+                said[links[link]] = self._receive(links[link])
+        return [said[rank] for rank in sorted(said)]
+
+    def _receive(self, rank: int) -> dict[str, Any]:
+        """What a rank says; its error is raised."""
+        remote = self._remote[rank - 1]
+        try:
+            said: dict[str, Any] = receive(remote.link)[0]
+        except (EOFError, OSError) as error:
+            how = f"rank {rank} of {self._size} ended while it started: {remote.ended()}"
+            raise EngineDeadError(how) from error
+        if "error" in said:
+            raise error_from_info(ErrorInfo(*said["error"]))
+        return said
 
     def bind(
         self,
@@ -145,7 +171,7 @@ class ParallelExecutor:
         """
         self._model, self._kv, self._passes = model, kv, passes
         self._prepare, self._prepare_head = preparers
-        self.weight_bytes = sum(said["weight_bytes"] for said in self._await(_LOAD_SECONDS))
+        self.weight_bytes = sum(said["weight_bytes"] for said in self._await("load its weights", _LOAD_SECONDS))
         """Bytes of the other ranks' weights."""
         cache, lora = config.cache, None
         if config.lora is not None:

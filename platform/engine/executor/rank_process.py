@@ -178,6 +178,7 @@ def run(link: socket.socket) -> None:
             torch.set_num_threads(spec.num_threads)
         store = open_store(spec.store, spec.size)
         ranks = ProcessRanks(store, spec.rank, spec.size, spec.device, spec.address)
+        send(link, {})
         model = load_model(
             spec.path,
             spec.dtype,
