@@ -252,6 +252,7 @@ def _divide(layer: DecoderLayer, config: DecoderConfig, ranks: Ranks) -> None:
         mlp, num_experts = config.experts.shared_size or 0, config.experts.num_experts
         held = range(rank * num_experts // ranks.size, (rank + 1) * num_experts // ranks.size)
         layer.mlp.divide(ExpertsPart(ranks), held)
+
     # Rows of the parts that each layer merges: their number, and those of this rank in units of `size`.
     def of_heads(size: int) -> _Range:
         return _Range(config.num_heads, rank * heads, heads, size)

@@ -12,7 +12,6 @@ from threading import Barrier, Thread
 from typing import Any, TypeVar
 
 import pytest
-
 import torch
 from torch import Tensor
 

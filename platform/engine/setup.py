@@ -125,13 +125,10 @@ def _build(
     drafter.bind(kv[len(model.kv_layers) :], adapters.prepare_draft)
     moving = None if parallel is None else parallel.move_blocks
     host = HostStore(kv, cache.num_host_blocks, moving) if cache.num_host_blocks else None
-    passes, target_kv, preparers = None, kv[: len(model.kv_layers)], (adapters.prepare, adapters.prepare_head)
-    if graphs is not None and graphs.captures(model):
+    target_kv, preparers, passes = kv[: len(model.kv_layers)], (adapters.prepare, adapters.prepare_head), None
+    if graphs is not None and logits is not None:
         passes = TargetPasses(graphs, model, target_kv, preparers, drafter.needs.aux_layers, logits)
-    executor: Executor = LocalExecutor(model, target_kv, preparers, passes)
-    if parallel is not None:
-        parallel.bind(model, target_kv, preparers, config, adapters.catalog.stats().num_rows, passes)
-        executor = parallel
+    executor = _make_executor(config, model, target_kv, adapters, parallel, passes)
     runner = ModelRunner(
         RunnerParts(
             model,
@@ -178,6 +175,22 @@ def _start_ranks(config: EngineConfig) -> ParallelExecutor | None:
     from .executor.parallel import ParallelExecutor
 
     return ParallelExecutor(config)
+
+
+def _make_executor(
+    config: EngineConfig,
+    model: LanguageModel,
+    kv: list[LayerKV],
+    adapters: AdapterManager | NoAdapters,
+    parallel: ParallelExecutor | None,
+    passes: TargetPasses | None,
+) -> Executor:
+    """What computes the target's passes; with several ranks all of them have their memory then."""
+    preparers = adapters.prepare, adapters.prepare_head
+    if parallel is None:
+        return LocalExecutor(model, kv, preparers, passes)
+    parallel.bind(model, kv, preparers, config, adapters.catalog.stats().num_rows, passes)
+    return parallel
 
 
 def _load(config: EngineConfig, path: Path, parallel: ParallelExecutor | None, *, progress: bool) -> LanguageModel:

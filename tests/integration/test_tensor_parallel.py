@@ -19,8 +19,10 @@ from outrider.models.demo import demo_adapters
 from outrider.platform.core.errors import AdapterError, EngineDeadError, InvalidRequestError, OutriderError
 from outrider.platform.engine.executor import parallel, rank_process
 
+from ..quantized_files import CASES, write_quantized
 from ..rank_texts import NUM_BLOCKS, OPTIONS, PROMPTS, long_texts, num_accepted, preempted_texts, texts
 from ..thread_ranks import ranks_as_threads
+from ..tiny_families import Family, build
 
 
 def ranks() -> list[int]:
@@ -100,6 +102,31 @@ def test_weights_rounded_while_they_are_loaded(quantization: str, monkeypatch: p
             outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=24, temperature=0))
             found.append([output.outputs[0].text for output in outputs])
     assert found[0] == found[1]
+
+
+def test_an_adapter_on_inputs_whose_groups_lie_apart(
+    make_engine: Any, run: Any, prompts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPTQ's `desc_act`: a rank has columns of `o_proj` and `down_proj` whose inputs other ranks compute."""
+    from peft import LoraConfig, get_peft_model
+
+    ranks_as_threads(monkeypatch)
+    case, (base, quantized, adapter) = CASES["gptq-act"], (tmp_path / name for name in ("base", "quantized", "adapter"))
+    model = build(Family("Llama", case.sizes))
+    model.save_pretrained(base)
+    write_quantized(base, quantized, case)
+    lora = LoraConfig(r=4, target_modules=["o_proj", "down_proj"], init_lora_weights=False)
+    get_peft_model(model, lora).save_pretrained(adapter)
+    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    jobs = [([t % 131 for t in p], greedy, a) for p in prompts[:3] for a in (None, LoRARequest("a", path=str(adapter)))]
+    found = []
+    for size in (1, 2):
+        engine = make_engine(
+            model=str(quantized), enable_lora=True, max_loras=1, max_lora_rank=8, tensor_parallel_size=size
+        )
+        found.append([outcome.token_ids for outcome in run(engine, jobs)])
+    assert found[0] == found[1]
+    assert found[0][::2] != found[0][1::2], "the adapter changes texts"
 
 
 def test_a_size_that_does_not_divide_the_heads() -> None:

@@ -39,7 +39,9 @@ class _Recorder(TorchDispatchMode):
         self.memory.append((made, args, kwargs))
         if any(arg.alias_info is not None and arg.alias_info.is_write for arg in schema.arguments):
             self.calls.append(lambda: func(*args, **kwargs))
-        elif name not in _MAKES_MEMORY and (all(out.alias_info is None for out in schema.returns) or _is_copy(made, args)):
+        elif name not in _MAKES_MEMORY and (
+            all(out.alias_info is None for out in schema.returns) or _is_copy(made, args)
+        ):
             self.calls.append(lambda: self._into(made, func(*args, **kwargs)))
         return made
 

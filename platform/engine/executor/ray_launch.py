@@ -151,7 +151,7 @@ class RayLaunch:
         with _listen(address) as server:
             port, own = server.getsockname()[1], server.detach()
         options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": STORE_TIMEOUT}
-        # The server of libuv leaves its descriptors open where it cannot start; for a few ranks the other one is as good.
+        # The server of libuv leaves descriptors open where it cannot start; for a few ranks the other one is as good.
         options |= {"master_listen_fd": own, "use_libuv": False}
         return torch.distributed.TCPStore(address, port, len(self.sites), **options)  # type: ignore[attr-defined]
 
