@@ -113,10 +113,15 @@ class ParallelExecutor:
         # A group waits for minutes for one who cannot join; the sockets say so at once.
         threading.Thread(target=join, name="outrider-join", daemon=True).start()
         self._await("join the others", _JOIN_SECONDS, joined)
-        return joined.result(_JOIN_SECONDS)
+        try:
+            return joined.result(_JOIN_SECONDS)
+        except (RuntimeError, OSError) as error:
+            raise EngineDeadError(
+                f"tensor_parallel_size {self._size}: rank 0 did not join the others: {error!r}"
+            ) from error
 
     def _await(self, what: str, seconds: float, own: Future[Any] | None = None) -> list[dict[str, Any]]:
-        """Wait until each rank has said that it did `what`, as this process does in `own`.
+        """Wait until each rank has said that it did `what`, or `own`, where this process does the same, fails.
 
         Raises:
             EngineDeadError: a rank ended, or did not do it in time. Or the error that a rank has sent.
@@ -124,9 +129,12 @@ class ParallelExecutor:
         said: dict[int, dict[str, Any]] = {}
         ends = time.monotonic() + seconds
         while missing := [rank for rank in range(1, self._size) if rank not in said]:
-            if own is not None and own.done() and (error := own.exception()) is not None:
-                raise EngineDeadError(f"tensor_parallel_size {self._size}: rank 0 cannot {what}: {error}") from error
+            has_failed = own is not None and own.done() and own.exception() is not None
+            if has_failed:  # maybe for a reason that another rank is about to say
+                ends = min(ends, time.monotonic() + 1.0)
             if time.monotonic() > ends:
+                if has_failed:
+                    break
                 raise EngineDeadError(
                     f"tensor_parallel_size {self._size}: ranks {missing} did not {what} within {seconds:.0f} s"
                 )
