@@ -162,19 +162,6 @@ def test_a_rank_that_cannot_join_ends_the_others(monkeypatch: pytest.MonkeyPatch
         LLM(tensor_parallel_size=2, device="cpu")
 
 
-def test_the_death_of_a_rank_ends_the_engine() -> None:
-    others = set(ranks())
-    with LLM(tensor_parallel_size=2, dtype="float32", device="cpu", max_model_len=256) as llm:
-        llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2))
-        (rank,) = set(ranks()) - others
-        os.kill(rank, signal.SIGKILL)
-        with pytest.raises(EngineDeadError, match="rank 1 of 2 is gone"):
-            llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2))
-        assert llm.llm_engine.engine_core.has_work(), "an idle server notices it, too"
-        with pytest.raises(EngineDeadError, match="rank 1 of 2 is gone"):
-            llm.llm_engine.engine_core.step()
-
-
 def test_dora_is_refused(llm: LLM, tmp_path: Path) -> None:
     path = next(iter(demo_adapters().values()))
     config = json.loads((path / "adapter_config.json").read_text())
@@ -185,3 +172,15 @@ def test_dora_is_refused(llm: LLM, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     with pytest.raises(AdapterError, match=r"DoRA.*tensor_parallel_size"):
         llm.load_lora_adapter(LoRARequest("dora", path=str(tmp_path)))
+
+
+def test_the_death_of_a_rank_ends_the_engine(llm: LLM) -> None:
+    """The last test: the engine is that of all others."""
+    llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2))
+    (rank,) = ranks()
+    os.kill(rank, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="rank 1 of 2 is gone"):
+        llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2))
+    assert llm.llm_engine.engine_core.has_work(), "an idle server notices it, too"
+    with pytest.raises(EngineDeadError, match="rank 1 of 2 is gone"):
+        llm.llm_engine.engine_core.step()

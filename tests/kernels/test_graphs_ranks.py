@@ -59,9 +59,9 @@ def tapes(device: str, monkeypatch: pytest.MonkeyPatch) -> list[CallTape]:
 
 def run(files: dict[str, Path], method: str | None = None, **options: Any) -> list[list[int]]:  # noqa: F811
     """Tokens of requests of several lengths, two of them with adapters."""
-    speculative = None if method is None else {"method": method, "num_speculative_tokens": 2, "adaptive": False}
-    if method in files:
-        speculative |= {"model": str(files[method])}
+    speculative = None
+    if method is not None:
+        speculative = {"method": method, "num_speculative_tokens": 2, "model": str(files[method])}
     engine = EngineCore(
         EngineArgs(
             model=str(files["target"]), device="cpu", dtype="float32", load_format="dummy", max_model_len=64,
@@ -87,15 +87,14 @@ def run(files: dict[str, Path], method: str | None = None, **options: Any) -> li
     return list(outputs.values())
 
 
-@pytest.mark.parametrize("method", ["ngram", "eagle3"])
 def test_every_rank_replays_what_rank_0_replays(
     files: dict[str, Path],  # noqa: F811
     graphs: PassGraphs,  # noqa: F811
     tapes: list[CallTape],
-    method: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = run(files, method, tensor_parallel_size=2)
+    """With a drafter, whose embeddings and head all ranks compute between the graphs."""
+    found = run(files, "eagle3", tensor_parallel_size=2)
     assert graphs.num_replayed > graphs.num_captured > 1
     (other,), first = tapes, graphs.backend
     assert isinstance(first, CallTape)
