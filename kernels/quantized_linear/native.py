@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..linear.native import RELEASING_WORK, NativeProduct
+from ..memory import weight_memory
 from ..native import INTEGER, POINTER, function
 from .weight import QuantizedWeight
 
@@ -189,7 +190,7 @@ class NativeQuantizedLinear(NativeProduct):
                 to.zero = int(zeros.flatten()[0])
             else:
                 to.offsets, offsets, to.zero = _ZERO_POINTS, zeros, 0
-        panels = torch.empty(functions.num_bytes(ctypes.addressof(to)), dtype=torch.uint8)
+        panels = weight_memory.take(functions.num_bytes(ctypes.addressof(to)))
         to.panels = panels.data_ptr()
         self._kept.append(panels)
         self.num_bytes += panels.nbytes
