@@ -25,7 +25,7 @@ ANSWERS = {
     "text alone": f"{FINAL}{TEXT}Hello<|return|>",
     "JSON": f"{ANALYSIS}{TEXT}Easy.{NEXT}{FINAL} <|constrain|>json{TEXT}{JSON}<|return|>",
     "a preamble": f"{COMMENTARY}{TEXT}I look.{NEXT}{COMMENTARY} {TO}f <|constrain|>json{TEXT}{JSON}<|call|>",
-    "several": f"{ANALYSIS}{TEXT}One.{NEXT}{ANALYSIS}{TEXT}Two.{NEXT}{COMMENTARY}{TEXT}A.{NEXT}{FINAL}{TEXT}B.<|return|>",
+    "several": f"{ANALYSIS}{TEXT}One.{NEXT}{ANALYSIS}{TEXT}Two.{NEXT}{COMMENTARY}{TEXT}A.{NEXT}{FINAL}{TEXT}B.",
     "two calls": f"{COMMENTARY} {TO}f json{TEXT}{{}}{NEXT}{COMMENTARY} {TO}g json{TEXT}{JSON}<|call|>",
     "cut in analysis": f"{ANALYSIS}{TEXT}Need wea",
     "cut in a header": f"{ANALYSIS}{TEXT}Hm.{NEXT}{COMMENTARY} {TO}get_we",
