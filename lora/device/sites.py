@@ -31,8 +31,6 @@ class AdapterHooks(NamedTuple):
 
     embedding: Embedding | None = None
     """The target's embeddings and head; None: adapters on them are refused."""
-    score: ScoreHead | None = None
-    """Score matrix of a classifier."""
     draft_method: str = ""
     """The method of speculation."""
     draft_linears: Sequence[Linear] = ()
@@ -45,6 +43,8 @@ class AdapterHooks(NamedTuple):
     """True when another process reads adapters, where that is possible."""
     on_write: Callable[[Allocation, PackedModules], None] | None = None
     """Called before an adapter's rows are written, where other ranks must write theirs; None: there are none."""
+    score: ScoreHead | None = None
+    """Score matrix of a classifier."""
 
 
 class AdapterSites:

@@ -95,8 +95,9 @@ class RealModel:
         if head is not None:
             generator = torch.Generator().manual_seed(1)
             tensors, prefix = {}, "base_model.model."
-            [file] = head.glob("*.safetensors")
-            for key, weight in load_file(file).items():
+            whole, pickled = head / "model.safetensors", head / "medusa_lm_head.pt"
+            weights = load_file(whole) if whole.exists() else torch.load(pickled, weights_only=True)
+            for key, weight in weights.items():
                 module = key.replace("midlayer", "layers.0").removesuffix(".weight")
                 if not module.endswith(("_proj", "fc", ".linear")):
                     continue
