@@ -27,6 +27,11 @@ from outrider.platform.replicas.routing import Recent
 ADAPTERS, ROOM, REPLICAS = 40, 8, 2
 """Adapters, how many of them fit a replica, and replicas."""
 ADMIN = "an admin key of the benchmarks"
+ON_RAY = {
+    **{"OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"},
+    **{"RAY_gcs_server_port_wait_time_s": "180", "RAY_gcs_server_request_timeout_seconds": "180"},
+}
+"""Environment of a Ray that starts on a busy machine, where 20 seconds until it answers are too few."""
 IN_TURN = """
 import sys
 from ray.serve.experimental.round_robin_router import RoundRobinRouter
@@ -63,13 +68,12 @@ class Deployed:
         command = [sys.executable, *program, "deploy", "--port", str(self.port), "--database", database]
         command += ["--num-replicas", str(REPLICAS), "--replica-cpus", "0.5", "--dtype", "float32"]
         command += ["--enable-lora", "--max-loras", str(ROOM), "--max-cpu-loras", str(ROOM), "--max-lora-rank", "16"]
-        keys = {"OUTRIDER_ADMIN_API_KEY": ADMIN, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 wrapped([*command, "--lora-root", str(folder), *options]),
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | keys | {"RAY_USAGE_STATS_ENABLED": "0"},
+                env=os.environ | ON_RAY | {"OUTRIDER_ADMIN_API_KEY": ADMIN},
             )
 
     def wait(self, seconds: float = 180) -> None:
