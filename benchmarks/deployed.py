@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -43,6 +44,16 @@ sys.exit(main())
 """Program of a command whose replicas get requests in turn."""
 
 
+def free_port() -> int:
+    """A port that stays free until a Ray has started: neither of those that the system gives to connections (from
+    32768 on, on Linux) nor of those of Ray's workers (10002 to 19999)."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.socket() as tried:
+            tried.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port is free")
+
+
 class Deployed:
     """The command, its replicas, and HTTP requests to them."""
 
@@ -61,9 +72,7 @@ class Deployed:
         writer = AdapterWriter(folder / "adapters", config_from_hf(raw, torch.float32), seed=0)
         self.adapters = [writer.write(f"a{index}", 8) for index in range(ADAPTERS)]
         self.log = folder / "log.txt"
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            self.port = found.getsockname()[1]
+        self.port = free_port()
         program = ["-c", IN_TURN] if in_turn else ["-m", "outrider.platform.cli.main"]
         command = [sys.executable, *program, "deploy", "--port", str(self.port), "--database", database]
         command += ["--num-replicas", str(REPLICAS), "--replica-cpus", "0.5", "--dtype", "float32"]

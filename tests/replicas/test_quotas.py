@@ -19,7 +19,7 @@ from sqlalchemy import func, select
 
 pytest.importorskip("ray")
 
-from deployed import ON_RAY
+from deployed import ON_RAY, free_port
 
 from outrider.platform.tenancy.accounts.principal import Limits
 from outrider.platform.tenancy.accounts.records import Tenant
@@ -52,9 +52,7 @@ def address(
     database: Database, key: str, tmp_path_factory: pytest.TempPathFactory, tethered: Callable[..., list[str]]
 ) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("quotas")
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "outrider.platform.cli.main", "deploy", "--port", str(port), "--no-speculation"]
     command += ["--num-replicas", "2", "--replica-cpus", "0.5", "--journal", str(folder / "journals")]
     variables = ON_RAY | {"OUTRIDER_DATABASE": database.url.render_as_string(hide_password=False)}
