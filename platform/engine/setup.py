@@ -317,6 +317,7 @@ def _make_adapters(
 
     hooks = AdapterHooks(
         embedding=model.embedding,
+        score=model.score,
         draft_method=config.speculative.method if config.speculative is not None else "",
         draft_linears=drafter.needs.linears,
         on_gone=forget,

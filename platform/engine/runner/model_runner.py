@@ -109,6 +109,7 @@ class ModelRunner:
         self._drafts_on_device = needs.drafts_on_device
         self._aux_layers = needs.aux_layers
         self._executor = parts.executor
+        self._prepare_head = parts.prepare_head
         self._graphs = parts.graphs
         self._host = parts.host
 
@@ -281,7 +282,7 @@ class ModelRunner:
         pooling = row.request.params.pooling
         if pooling is None:
             return self._prompt_logprobs(row, hidden)
-        return pooled_part(pooling, row, hidden, self._model.score)
+        return pooled_part(pooling, row, hidden, self._model.score, self._prepare_head)
 
     def _prompt_logprobs(self, row: RowPlan, hidden: Tensor) -> list[TokenLogprobs]:
         """Log-probabilities of the prompt tokens that follow this chunk's positions, maybe none."""
