@@ -136,6 +136,7 @@ def _build(
             _make_sampler(config),
             drafter,
             executor,
+            adapters.prepare_head,
             DeviceQueue(device, asynchronous=config.async_scheduling),
             graphs,
             speculation.policy,
