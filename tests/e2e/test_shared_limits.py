@@ -1,6 +1,8 @@
 """Two real servers of one PostgreSQL with --shared-limits: a tenant has its limits once, not once a server."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from time import monotonic
 
 import httpx
@@ -40,7 +42,13 @@ def test_two_servers(database, database_url, start_server, tmp_path):
     quick = new_key(database, "quick", requests_per_minute=LIMIT)
     narrow = new_key(database, "narrow", max_concurrent_requests=1)
     common = ("--database", database_url, "--shared-limits", "--no-speculation", "--open-metrics", "--journal")
-    servers = [start_server(*common, str(tmp_path / f"journal{i}"), ready=False) for i in range(2)]
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    servers = [
+        start_server(
+            *common, str(tmp_path / f"journal{i}"), ready=False, program="short_lease_server", PYTHONPATH=path
+        )
+        for i in range(2)
+    ]
     for server in servers:
         server.wait_until_ready()
 

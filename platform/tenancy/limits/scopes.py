@@ -103,6 +103,23 @@ class Scope:
         reserved = self.budget is not None and self.budget.reserved
         return bool(self.places.taken or self.num_waiting or reserved)
 
+    @property
+    def has_news(self) -> bool:
+        """True when something was used of which other servers do not know."""
+        buckets = (self.requests, self.tokens)
+        return any(b is not None and b.has_news for b in buckets) or bool(self.budget is not None and self.budget.news)
+
+    @property
+    def is_active(self) -> bool:
+        """True when other servers must hear of it."""
+        return self.in_use or self.has_news
+
+    def set_shared(self) -> None:
+        """Note that other servers know of all that was used."""
+        for counts in (self.requests, self.tokens, self.budget):
+            if counts is not None:
+                counts.set_shared()
+
     @contextlib.contextmanager
     def wait(self, count: int) -> Iterator[None]:
         """Count sequences that wait for places."""
@@ -135,8 +152,8 @@ class Scope:
         try:
             budget = self.budget
             if budget is not None:
-                reading = await counted(budget.begin_reading)
-                tokens = await read_usage(self.tenant, self.key_id, reading.start, reading.end)
+                reading = budget.begin_reading(clock.time())
+                tokens = await read_usage(self.tenant, self.key_id, reading.start, reading.until)
                 await counted(lambda: budget.end_reading(reading, tokens, clock.monotonic_ns() / SECOND))
         finally:
             self._reading = None
@@ -152,10 +169,11 @@ class Scope:
         self._others = {name: share for name, share in shares.items() if share.until > now}
         for bucket, entries in ((self.requests, state.requests), (self.tokens, state.tokens)):
             if bucket is not None:
-                bucket.load(entries, min(state.at, now))
+                bucket.load(entries, min(state.at, now), now)
         if self.budget is not None:
             self.budget.load(None if state.budget is None else BudgetState(*state.budget), wall)
-            self.budget.ended += sum(share.reserved for share in shares.values() if share.until <= now)
+            if lost := sum(share.reserved for share in shares.values() if share.until <= now):
+                self.budget.count_lost(lost)
         self._count_elsewhere()
 
     def forget_others(self) -> None:
