@@ -34,6 +34,7 @@ class Reading(NamedTuple):
 
     start: int
     until: float
+    is_first: bool = False
 
 
 class BudgetState(NamedTuple):
@@ -43,6 +44,7 @@ class BudgetState(NamedTuple):
     used_in_ledger: int
     recent: list[tuple[int, int]]
     read_at: float | None
+    read_until: float
 
 
 class Budget:
@@ -50,13 +52,13 @@ class Budget:
     running requests reserve.
 
     The ledger is asked when the server first needs it, and again now and then, since other servers may write into the
-    same one. It is asked for what ended before a moment that has passed some seconds ago, and what has ended since is
-    counted here: so a request counts once, although its row and its end here do not come at the same time. A new period
-    begins at zero without asking.
+    same one. It is asked for what ended before some moment, and what has ended since is counted here: so a request
+    counts once, although its row and its end here do not come at the same time. A new period begins at zero without
+    asking.
     """
 
     __slots__ = (
-        *("end", "limit", "period", "read_at", "recent", "news"),
+        *("end", "limit", "news", "period", "read_at", "read_until", "recent"),
         *("reserved", "reserved_elsewhere", "start", "used_in_ledger"),
     )
 
@@ -76,13 +78,15 @@ class Budget:
         """The same of the requests of other servers that count together with this one."""
         self.read_at: float | None = None
         """Time of the last answer of the ledger, on a clock that never goes back; None: it must be asked."""
+        self.read_until = 0.0
+        """Time before which all that ended is in `used_in_ledger`."""
 
     def roll(self, now: float) -> None:
         """Begin another period if `now` is in one. The clock may have been set, too: ask the ledger soon."""
         if self.start <= now < self.end:
             return
         self.start, self.end = period_of(self.period, now)
-        self.used_in_ledger = 0
+        self.used_in_ledger, self.read_until = 0, 0.0
         self.recent.clear()
         self.news.clear()
         self.read_at = None if self.read_at is None else float("-inf")
@@ -108,33 +112,33 @@ class Budget:
 
     def count(self, tokens: int, ended_at: float) -> None:
         """Count a request that has ended, at the time that its row in the ledger has."""
-        if tokens and ended_at >= self.start:
+        if tokens and ended_at >= max(self.start, self.read_until):
             self.news[int(ended_at // RECENT_SECONDS)] += tokens
 
     def begin_reading(self, now: float) -> Reading:
-        """Begin to read the ledger. The first answer has all that ended before."""
+        """Begin to read the ledger: the first time all that is in it, later what ended some seconds ago."""
         self.roll(now)
         if self.read_at is None:
             self.recent.clear()
             self.news.clear()
-            return Reading(self.start, self.end)
+            self.read_until = now
+            return Reading(self.start, now, is_first=True)
         return Reading(self.start, max(self.start, (now // RECENT_SECONDS - 1) * RECENT_SECONDS))
 
     def end_reading(self, reading: Reading, tokens: int, now: float) -> None:
         """Take the answer, unless another period has begun, or another server was the first; `now` as in `read_at`."""
-        is_first = reading.until == self.end
-        if reading.start != self.start or (is_first and self.read_at is not None):
-            return
-        self.used_in_ledger, self.read_at = tokens, now
-        if not is_first:
-            self.recent, self.news = (
-                Counter({moment: count for moment, count in counts.items() if moment * RECENT_SECONDS >= reading.until})
-                for counts in (self.recent, self.news)
-            )
+        if reading.start == self.start and not (reading.is_first and self.read_at is not None):
+            self.used_in_ledger, self.read_at, self.read_until = tokens, now, reading.until
+            self._drop_read()
+
+    def _drop_read(self) -> None:
+        for counts in (self.recent, self.news):
+            for moment in [moment for moment in counts if (moment + 1) * RECENT_SECONDS <= self.read_until]:
+                del counts[moment]
 
     def count_lost(self, tokens: int) -> None:
         """Count tokens of a dead server's requests until the ledger is read again."""
-        self.recent[self.start // RECENT_SECONDS] += tokens
+        self.recent[int(max(self.start, self.read_until) // RECENT_SECONDS)] += tokens
 
     def set_shared(self) -> None:
         """Note that other servers know of all requests that have ended."""
@@ -144,7 +148,8 @@ class Budget:
     def dump(self) -> BudgetState:
         """Use of the budget."""
         read_at = None if self.read_at is None else max(0.0, self.read_at)
-        return BudgetState(self.start, self.used_in_ledger, sorted((self.recent + self.news).items()), read_at)
+        recent = sorted((self.recent + self.news).items())
+        return BudgetState(self.start, self.used_in_ledger, recent, read_at, self.read_until)
 
     def load(self, state: BudgetState | None, now: float) -> None:
         """Take what `dump` gave, here or in another server, unless it is of another period. Without a state the ledger
@@ -154,5 +159,6 @@ class Budget:
             self.read_at = None
             self.recent.clear()  # all servers count from here
         elif state.start == self.start:
-            _, self.used_in_ledger, recent, self.read_at = state
+            _, self.used_in_ledger, recent, self.read_at, self.read_until = state
             self.recent = Counter(dict(recent))
+            self._drop_read()

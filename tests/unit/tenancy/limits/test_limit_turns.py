@@ -163,7 +163,9 @@ def test_a_tenant_whose_lock_was_not_free_in_time_is_refused_at_once_for_a_momen
 
 def test_counts_of_another_version_are_begun_again(sqlite):
     with sqlite.write() as connection:
-        connection.execute(limit_counts.insert(), {"tenant": "acme", "counts": {"": [0, [], [], [1, 2, 3, 4, 5, 6], {}]}})
+        connection.execute(
+            limit_counts.insert(), {"tenant": "acme", "counts": {"": [0, [], [], [1, 2, 3, 4, 5, 6], {}]}}
+        )
     seen = []
 
     async def scenario():
