@@ -116,8 +116,8 @@ class Budget:
             self.news[int(ended_at // RECENT_SECONDS)] += tokens
 
     def begin_reading(self, now: float) -> Reading:
-        """Begin to read the ledger: the first time all that is in it, later what ended some seconds ago."""
-        self.roll(now)
+        """Begin to read the ledger: the first time all that is in it, later what ended some seconds ago. `now`: of the
+        clock that the rows have."""
         if self.read_at is None:
             self.recent.clear()
             self.news.clear()
@@ -159,6 +159,7 @@ class Budget:
             self.read_at = None
             self.recent.clear()  # all servers count from here
         elif state.start == self.start:
-            _, self.used_in_ledger, recent, self.read_at, self.read_until = state
+            _, self.used_in_ledger, recent, self.read_at, read_until = state
+            self.read_until = max(self.read_until, read_until)
             self.recent = Counter(dict(recent))
             self._drop_read()

@@ -120,7 +120,7 @@ class Limiter:
         """With a `table` the limits hold for all servers that have the same one; `lease_seconds`: see `Turns`."""
         self._read_usage = read_usage
         common = None if table is None else CommonClock(clock)
-        self._clock = common or clock
+        self._own_clock, self._clock = clock, common or clock
         self.queue = QueueBound()
         """Queue of the server; the owner of the engine sets its `bounds`."""
         self._scopes = ScopeTable(self._clock)
@@ -148,7 +148,9 @@ class Limiter:
             granted = await self._counted(principal, lambda: self._grant(principal, demand, max_model_len))
             if isinstance(granted, Ticket):
                 break
-            await granted.read(self._read_usage, self._clock, functools.partial(self._counted, principal))
+            await granted.read(
+                self._read_usage, self._clock, self._own_clock.time(), functools.partial(self._counted, principal)
+            )
         try:
             if self._refuses_waiting is not None and not granted.has_places:
                 raise self._refuses_waiting
@@ -188,7 +190,7 @@ class Limiter:
             return
         ticket.is_open = False
         if ended_at is None:
-            ended_at = self._clock.time()
+            ended_at = self._own_clock.time()
         settle = functools.partial(ticket.settle, used_tokens, self._clock, ended_at=ended_at, ran=ran)
         if self._turns is None or not ticket.scopes:
             settle()
@@ -278,7 +280,9 @@ class Limiter:
             return False
         budget.roll(self._clock.time())
         if budget.read_at is not None and self._clock.monotonic_ns() / SECOND - budget.read_at > READ_AGAIN_SECONDS:
-            scope.read_in_background(self._read_usage, self._clock, functools.partial(self._counted, principal))
+            scope.read_in_background(
+                self._read_usage, self._clock, self._own_clock.time(), functools.partial(self._counted, principal)
+            )
         return budget.read_at is None
 
     # --- checks ---

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..accounts.principal import NO_LIMITS, Limits, Principal
 from .buckets import SECOND, RateBucket
-from .budgets import Budget, BudgetState
+from .budgets import Budget, BudgetState, Reading
 from .places import Places
 
 logger = logging.getLogger(__name__)
@@ -136,25 +136,26 @@ class Scope:
 
     # --- the ledger's sum ---
 
-    async def read(self, read_usage: ReadUsage, clock: Clock, counted: Counted) -> None:
-        """Ask the ledger what has been used of the budget; once for all who ask at the same time."""
-        self.read_in_background(read_usage, clock, counted)
-        assert self._reading is not None
-        await asyncio.shield(self._reading)
+    async def read(self, read_usage: ReadUsage, clock: Clock, wall: float, counted: Counted) -> None:
+        """Ask the ledger what has been used of the budget; once for all who ask at the same time. `wall`: time of this
+        server, as in the rows of the ledger."""
+        self.read_in_background(read_usage, clock, wall, counted)
+        if self._reading is not None:
+            await asyncio.shield(self._reading)
 
-    def read_in_background(self, read_usage: ReadUsage, clock: Clock, counted: Counted) -> None:
+    def read_in_background(self, read_usage: ReadUsage, clock: Clock, wall: float, counted: Counted) -> None:
         """Read the budget without waiting; the known value stays where the ledger cannot be read."""
-        if self._reading is None:
-            self._reading = asyncio.create_task(self._read(read_usage, clock, counted))
+        if self._reading is None and self.budget is not None:
+            reading = self.budget.begin_reading(wall)
+            self._reading = asyncio.create_task(self._read(self.budget, reading, read_usage, clock, counted))
             self._reading.add_done_callback(_log_failure)
 
-    async def _read(self, read_usage: ReadUsage, clock: Clock, counted: Counted) -> None:
+    async def _read(
+        self, budget: Budget, reading: Reading, read_usage: ReadUsage, clock: Clock, counted: Counted
+    ) -> None:
         try:
-            budget = self.budget
-            if budget is not None:
-                reading = budget.begin_reading(clock.time())
-                tokens = await read_usage(self.tenant, self.key_id, reading.start, reading.until)
-                await counted(lambda: budget.end_reading(reading, tokens, clock.monotonic_ns() / SECOND))
+            tokens = await read_usage(self.tenant, self.key_id, reading.start, reading.until)
+            await counted(lambda: budget.end_reading(reading, tokens, clock.monotonic_ns() / SECOND))
         finally:
             self._reading = None
 

@@ -75,7 +75,7 @@ class Turns:
         self._work: dict[str, list[_Work]] = {}
         self._workers: dict[str, asyncio.Task[None]] = {}
         self._beat: asyncio.Task[None] | None = None
-        self._is_away = False
+        self._alone: set[str] = set()  # tenants whose counts are not to be had
 
     def new_key(self) -> str:
         """Key for the charges of one request."""
@@ -141,9 +141,9 @@ class Turns:
             await self._table.change(tenant, change)
             for scope in scopes:
                 scope.set_shared()
-            self._set_away(None)
+            self._set_alone(tenant, None)
         except Exception as error:
-            self._set_away(error)
+            self._set_alone(tenant, error)
         if outcomes is None:
             scopes = self._in_turn(tenant, items)
             for scope in scopes:
@@ -175,13 +175,14 @@ class Turns:
         oldest = now - FORGET_SECONDS * SECOND
         return {key: state for key, state in counts.items() if ScopeState(*state).at > oldest} | changed
 
-    def _set_away(self, error: Exception | None) -> None:
-        if error is not None and not self._is_away:
+    def _set_alone(self, tenant: str, error: Exception | None) -> None:
+        if error is not None and tenant not in self._alone:
+            self._alone.add(tenant)
             known = isinstance(error, DatabaseUnavailableError)
-            logger.error("limits hold for this server alone while the database is away: %s", error, exc_info=not known)
-        elif error is None and self._is_away:
-            logger.warning("limits hold for all servers again")
-        self._is_away = error is not None
+            logger.error("limits of tenant %r hold for this server alone: %s", tenant, error, exc_info=not known)
+        elif error is None and tenant in self._alone:
+            self._alone.discard(tenant)
+            logger.warning("limits of tenant %r hold for all servers again", tenant)
 
     async def close(self) -> None:
         """Do all work that has come, and end."""

@@ -16,6 +16,7 @@ from outrider.platform.core.errors import RateLimitError
 from outrider.platform.tenancy.accounts.principal import Limits, Principal
 from outrider.platform.tenancy.database.schema import limit_counts
 from outrider.platform.tenancy.limits import counts
+from outrider.platform.tenancy.limits.buckets import SECOND
 from outrider.platform.tenancy.limits.counts import CountTable
 from outrider.platform.tenancy.limits.demand import Demand
 from outrider.platform.tenancy.limits.limiter import Limiter
@@ -165,9 +166,9 @@ def test_each_server_goes_on_alone_while_the_database_is_away(caplog):
             await refused(servers.admit(1), "requests_per_minute")
 
     run(scenario())
-    assert [record.message.split(" while")[0] for record in caplog.records] == [
-        *("limits hold for this server alone",) * 2,
-        "limits hold for all servers again",
+    assert [record.message for record in caplog.records] == [
+        *("limits of tenant 'acme' hold for this server alone: away",) * 2,
+        "limits of tenant 'acme' hold for all servers again",
     ]
 
 
@@ -199,6 +200,21 @@ def test_a_database_that_cannot_be_written_to_gives_no_requests_away():
             for _ in range(4):
                 await servers.admit(0)
             await refused(servers.admit(0), "requests_per_minute")
+
+    run(scenario())
+
+
+def test_what_ends_beside_the_first_reading_counts_once_whatever_the_databases_clock_says():
+    async def scenario():
+        async with in_memory(Limits(token_budget=1000, budget_period="day")) as servers:
+            servers.table.epoch -= SECOND // 2
+            ticket = await servers.admit(0)
+            servers.tenant = Limits(token_budget=2000, budget_period="week")
+            servers.usage.end(servers.clock, 20)
+            await servers.release(0, ticket, 20)
+            servers.clock.seconds += 0.25
+            servers.clock.wall += 0.25
+            assert (await servers.admit(0)).scopes[0].budget.used == 20
 
     run(scenario())
 
