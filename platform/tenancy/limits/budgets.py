@@ -160,6 +160,7 @@ class Budget:
             self.recent.clear()  # all servers count from here
         elif state.start == self.start:
             _, self.used_in_ledger, recent, self.read_at, read_until = state
-            self.read_until = max(self.read_until, read_until)
+            if self.read_at is not None or read_until > self.read_until:  # else this server's reading is under way
+                self.read_until = read_until
             self.recent = Counter(dict(recent))
             self._drop_read()
