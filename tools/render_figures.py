@@ -114,10 +114,8 @@ def quantised_peers() -> list[str]:
         "W4A16 over vLLM": ("w4a16", "vllm"),
     }
     names = (("494M, quantised", "494M, vLLM int8", "494M, vLLM int4"), ("SmolLM2, quantised",))
-    rows = [
-        [label, *(number(peer_ratio(name, mode, peer, n)) for name in names for n in (1, 8))]
-        for label, (mode, peer) in kinds.items()
-    ]
+    cells = [(name, n) for name in names for n in (1, 8)]
+    rows = [[label, *(number(peer_ratio(name, *key, n)) for name, n in cells)] for label, key in kinds.items()]
     return table(["Outrider", "494M: 1 request", "8", "SmolLM2-135M: 1", "8"], rows)
 
 

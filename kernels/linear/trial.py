@@ -1,7 +1,7 @@
 """Choice between the native product by AMX tiles and oneDNN's: a trial of each shape, kept for each machine.
 
-A shape has one product for all numbers of rows. The native one gives a row the same bits in any batch; where oneDNN's is
-faster, a near-tie may fall differently in another batch, as on every processor without a native product. Without tiles
+A shape has one product for all numbers of rows. The native one gives a row the same bits in any batch. Where oneDNN's
+is faster, a near-tie may fall differently in another batch, as on processors without a native product. Without tiles
 the native product is always faster and is not tried.
 """
 

@@ -1,7 +1,7 @@
 """Use of AMX tiles by the native products, once they were found right on this machine.
 
 A child process of limited time computes products on the real instructions first. It compares those of bfloat16 with
-float64 and those of integers with AVX512's, and times the latter (`tile_check`). A product that is wrong is not used, and
+float64, those of integers with AVX512's, and times the latter (`tile_check`). A product that is wrong is not used, and
 if the child crashes none is; a warning and the start-up summary say so. `linear.trial` then times each shape of
 bfloat16. All of this is kept beside the compiled library under a lock, so processes that start together choose alike.
 
