@@ -89,7 +89,7 @@ def endurance(options: argparse.Namespace) -> dict[str, Any]:
     """Keep streams going for minutes."""
     with tempfile.TemporaryDirectory() as folder:
         rows = str(options.streams // REPLICAS + 10)
-        deployed = Deployed(Path(folder), options.database, ["--max-num-seqs", rows])
+        deployed = Deployed(Path(folder), options.database, ["--max-num-seqs", rows, "--dtype", options.dtype])
         try:
             deployed.wait()
             key = deployed.add_tenant("team")
@@ -146,16 +146,14 @@ async def keep_going(deployed: Deployed, key: str, streams: int, seconds: float)
 
 
 def growth(samples: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Resident MiB of each process, as the mean of the second, third, fourth and last fifth of the time."""
-    fifths = [samples[len(samples) * part // 5 : len(samples) * (part + 1) // 5] for part in range(5)]
-    names = ("second", "third", "fourth", "last")
-    return {
-        process: {
-            name: round(statistics.mean(sample["rss"].get(process, 0) for sample in part) / (1 << 20), 1)
-            for name, part in zip(names, fifths[1:], strict=True)
-        }
-        for process in samples[-1]["rss"]
-    }
+    """Resident MiB of each process, as the mean of the fifth tenth of the time and of the last one, and their
+    difference: in ten minutes the growth of the last five."""
+    half, end = ([s["rss"] for s in samples[len(samples) * at // 10 : len(samples) * (at + 1) // 10]] for at in (4, 9))
+    found = {}
+    for process in samples[-1]["rss"]:
+        first, last = (statistics.mean(rss.get(process, 0) for rss in part) / (1 << 20) for part in (half, end))
+        found[process] = {"half": round(first, 1), "end": round(last, 1), "growth": round(last - first, 1) + 0.0}
+    return found
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -166,9 +164,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=600, help="of each load of `routing` (default: %(default)s)")
     parser.add_argument("--streams", type=int, default=300)
     parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--dtype", default="auto", help="of the endurance run (default: %(default)s)")
     options = parser.parse_args(arguments)
     if options.minutes < 1:
-        parser.error("--minutes must be 1 or more: memory is compared between fifths of the time")
+        parser.error("--minutes must be 1 or more: memory is compared between tenths of the time")
     return options
 
 

@@ -43,6 +43,8 @@ PROMPTS = (1, 32, 64, 128, 256)
 """Numbers of prompt tokens that are measured, beside running requests."""
 RUNNING = 4
 """Running requests beside which prompts and loads are measured."""
+CONTEXT = 128
+"""Prompt tokens of a request whose steps are measured, as many as those of the load have: attention takes its share."""
 OUTPUT, REPEATS = 40, 8
 """Output tokens of a request whose steps are measured, and requests that give one prompt or load time."""
 
@@ -172,7 +174,7 @@ async def _ask(asker: Asker, samples: Sequence[Sample], at_once: int | None = No
 
 async def _step_seconds(replicas: Replicas, asker: Asker, rows: int, adapters: int) -> float:
     """Mean seconds of a step while all the rows run."""
-    records = await _ask(asker, [replicas.sample(row % adapters, 16, OUTPUT) for row in range(rows)])
+    records = await _ask(asker, [replicas.sample(row % adapters, CONTEXT, OUTPUT) for row in range(rows)])
     first, last = max(r.arrivals[0] for r in records), min(r.arrivals[-1] for r in records)
     gaps = [b - a for record in records for a, b in pairwise(record.arrivals) if first <= a and b <= last]
     return statistics.mean(gaps)
@@ -187,7 +189,7 @@ async def _ttft(replicas: Replicas, asker: Asker, adapters: Sequence[int]) -> fl
 async def _beside(replicas: Replicas, asker: Asker, adapters: Sequence[int], tokens: int) -> tuple[float, float]:
     """Seconds that running requests lose to each of these requests, which come one after the other at any moment of a
     step, and their mean time to first token."""
-    running = [replicas.sample(row, 16, 6 * OUTPUT) for row in range(RUNNING)]
+    running = [replicas.sample(row, CONTEXT, 6 * OUTPUT) for row in range(RUNNING)]
     streaming = asyncio.create_task(_ask(asker, running))
     await asyncio.sleep(0.8)
     waited, began = [], time.perf_counter()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..memory import weight_memory
 from ..native import DTYPES, INTEGER, POINTER, function
 
 RELEASING_WORK = 1 << 28
@@ -177,14 +178,13 @@ class NativeLinear(NativeProduct):
         if any(len(block) % functions.panel for block in blocks[:-1]):
             blocks = [torch.cat(list(blocks))]
         self.out_features, self.in_features = sum(map(len, blocks)), blocks[0].shape[1]
-        packed = torch.empty(
-            -(-self.out_features // functions.panel) * functions.panel, self.in_features, dtype=torch.bfloat16
-        )
+        shape = -(-self.out_features // functions.panel) * functions.panel, self.in_features
+        packed = weight_memory.take(2 * shape[0] * shape[1]).view(torch.bfloat16).view(shape)
         self.num_bytes = packed.nbytes
         bias = None if bias is None else bias.to(torch.bfloat16).contiguous()
-        shape = (self.in_features, self.out_features, packed.data_ptr())
-        self._base = _Weight(*shape, None)
-        self._weight = self._base if bias is None else _Weight(*shape, bias.data_ptr())
+        fields = (self.in_features, self.out_features, packed.data_ptr())
+        self._base = _Weight(*fields, None)
+        self._weight = self._base if bias is None else _Weight(*fields, bias.data_ptr())
         self._kept = (packed, bias)
         self._product, self._releasing = functions.product, functions.releasing
         self._rows = max(1, RELEASING_WORK // (self.out_features * self.in_features))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..linear.native import RELEASING_WORK, NativeProduct
+from ..memory import weight_memory
 from ..native import INTEGER, POINTER, function
 from .weight import QuantizedWeight
 
@@ -192,7 +193,7 @@ class NativeQuantizedLinear(NativeProduct):
                 to.zero = 0
             else:
                 to.offsets, (offsets, to.offset_unit) = _HALF_OFFSETS, _halves(block.offsets, "offsets")
-        panels = torch.empty(functions.num_bytes(ctypes.addressof(to)), dtype=torch.uint8)
+        panels = weight_memory.take(functions.num_bytes(ctypes.addressof(to)))
         to.panels = panels.data_ptr()
         self._kept.append(panels)
         self.num_bytes += panels.nbytes

@@ -1,4 +1,4 @@
-"""Large tensors ask for huge pages, where the system gives them to those who ask."""
+"""Large tensors and packed weights ask for huge pages, where the system gives them to those who ask."""
 
 import os
 import subprocess
@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from outrider.kernels.memory import WeightMemory
+
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 # Prints the flags of the mapping that a tensor lies in: `hg` says that huge pages were asked for.
 # How many there are to give depends on what else the machine does.
 SCRIPT = """
 import outrider, re, torch
-x = torch.ones(64 << 20, dtype=torch.uint8)
+from outrider.kernels.memory import weight_memory
+x = {tensor}
 for line in open("/proc/self/smaps"):
     if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
         inside = int(found[1], 16) <= x.data_ptr() < int(found[2], 16)
@@ -21,10 +24,17 @@ for line in open("/proc/self/smaps"):
 """
 
 
-def flags(**environment: str) -> list[str]:
+LARGE, PACKED = "torch.ones(64 << 20, dtype=torch.uint8)", "weight_memory.take(1000)"
+
+
+def flags(tensor: str, **environment: str) -> list[str]:
     variables = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"} | environment
     done = subprocess.run(
-        [sys.executable, "-I", "-c", SCRIPT], env=variables, capture_output=True, text=True, check=True
+        [sys.executable, "-I", "-c", SCRIPT.replace("{tensor}", tensor)],
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return done.stdout.split()
 
@@ -32,8 +42,32 @@ def flags(**environment: str) -> list[str]:
 @pytest.mark.skipif(
     not SETTING.exists() or "[madvise]" not in SETTING.read_text(), reason="the system decides alone about huge pages"
 )
-def test_large_tensors_ask_for_huge_pages_unless_the_user_says_no() -> None:
-    assert "hg" in flags()
-    without = flags(THP_MEM_ALLOC_ENABLE="0")
+@pytest.mark.parametrize("tensor", [LARGE, PACKED])
+def test_tensors_ask_for_huge_pages_unless_the_user_says_no(tensor: str) -> None:
+    assert "hg" in flags(tensor)
+    without = flags(tensor, THP_MEM_ALLOC_ENABLE="0")
     assert without
     assert "hg" not in without
+
+
+def test_weights_lie_side_by_side_and_do_not_overlap() -> None:
+    memory = WeightMemory()
+    sizes = [1000, 64, 1, 70 << 20, 3 << 20]
+    weights = [memory.take(size) for size in sizes]
+    assert weights[1].data_ptr() == weights[0].data_ptr() + 1024
+    for number, weight in enumerate(weights):
+        assert weight.data_ptr() % 64 == 0
+        assert not weight.any()
+        weight.fill_(number + 1)
+    for number, (weight, size) in enumerate(zip(weights, sizes, strict=True)):
+        assert weight.numel() == size
+        assert bool((weight == number + 1).all())
+    assert memory.take(0).numel() == 0
+
+
+def test_a_chunk_lives_as_long_as_a_weight_in_it() -> None:
+    memory = WeightMemory()
+    kept, gone = memory.take(100).fill_(7), memory.take(100)
+    del gone
+    assert memory.take(100).data_ptr() == kept.data_ptr() + 256
+    assert bool((kept == 7).all())
