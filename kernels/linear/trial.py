@@ -63,8 +63,8 @@ def _try(out_features: int, in_features: int) -> bool:
     products = NativeLinear([weight], None), pack(weight)
     for rows in ROWS:
         x = torch.empty(rows, in_features, dtype=torch.bfloat16).normal_()
-        # Two roundings to bfloat16.
-        if not torch.allclose(*(product(x).float() for product in products), rtol=2**-7, atol=1e-3):
+        y, expected = (product(x) for product in products)
+        if not torch.allclose(y.float(), expected.float(), rtol=2**-7, atol=1e-3):  # two roundings to bfloat16
             logger.warning("the product by AMX tiles is wrong for %dx%d and not used there", out_features, in_features)
             return False
         times = [[_seconds(product, x) for product in products] for _ in range(ROUNDS)]
