@@ -58,7 +58,7 @@ class WeightMemory:
         if os.environ.get("THP_MEM_ALLOC_ENABLE") == "0" or not hasattr(mmap, "MADV_HUGEPAGE") or not num_bytes:
             return torch.empty(num_bytes, dtype=torch.uint8)
         with self._lock:
-            pages = self._chunk and self._chunk()
+            pages = None if self._chunk is None else self._chunk()
             if pages is None or self._next + num_bytes > len(pages):
                 pages = mmap.mmap(-1, max(_CHUNK, num_bytes + _HUGE_PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 pages.madvise(mmap.MADV_HUGEPAGE)
