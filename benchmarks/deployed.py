@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -27,6 +28,11 @@ from outrider.platform.replicas.routing import Recent
 ADAPTERS, ROOM, REPLICAS = 40, 8, 2
 """Adapters, how many of them fit a replica, and replicas."""
 ADMIN = "an admin key of the benchmarks"
+ON_RAY = {
+    **{"OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"},
+    **{"RAY_gcs_server_port_wait_time_s": "180", "RAY_gcs_server_request_timeout_seconds": "180"},
+}
+"""Environment of a Ray that starts on a busy machine, where 20 seconds until it answers are too few."""
 IN_TURN = """
 import sys
 from ray.serve.experimental.round_robin_router import RoundRobinRouter
@@ -36,6 +42,16 @@ deployment.AdapterRouter = RoundRobinRouter
 sys.exit(main())
 """
 """Program of a command whose replicas get requests in turn."""
+
+
+def free_port() -> int:
+    """A port that stays free until a Ray has started: neither of those that the system gives to connections (from
+    32768 on, on Linux) nor of those of Ray's workers (10002 to 19999)."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.socket() as tried:
+            tried.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port is free")
 
 
 class Deployed:
@@ -56,20 +72,17 @@ class Deployed:
         writer = AdapterWriter(folder / "adapters", config_from_hf(raw, torch.float32), seed=0)
         self.adapters = [writer.write(f"a{index}", 8) for index in range(ADAPTERS)]
         self.log = folder / "log.txt"
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            self.port = found.getsockname()[1]
+        self.port = free_port()
         program = ["-c", IN_TURN] if in_turn else ["-m", "outrider.platform.cli.main"]
         command = [sys.executable, *program, "deploy", "--port", str(self.port), "--database", database]
         command += ["--num-replicas", str(REPLICAS), "--replica-cpus", "0.5", "--dtype", "float32"]
         command += ["--enable-lora", "--max-loras", str(ROOM), "--max-cpu-loras", str(ROOM), "--max-lora-rank", "16"]
-        keys = {"OUTRIDER_ADMIN_API_KEY": ADMIN, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 wrapped([*command, "--lora-root", str(folder), *options]),
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | keys | {"RAY_USAGE_STATS_ENABLED": "0"},
+                env=os.environ | ON_RAY | {"OUTRIDER_ADMIN_API_KEY": ADMIN},
             )
 
     def wait(self, seconds: float = 180) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..platform.core.errors import AdapterError
-from .device.layout import LM_HEAD, PackedModules, latents_of
+from .device.layout import LM_HEAD, SCORE, PackedModules, latents_of
 from .files.peft_config import adapter_error, shown
 
 DRAFT_LOADED = "loaded"
@@ -67,8 +67,8 @@ class Adapter:
 
     @property
     def targets_head(self) -> bool:
-        """True when it changes the base model's lm_head, or has a vocabulary of its own."""
-        return self.target.has(LM_HEAD) or self.target.vocab_size > 0
+        """True when it changes the base model's lm_head or score matrix, or has a vocabulary of its own."""
+        return self.target.has(LM_HEAD) or self.target.has(SCORE) or self.target.vocab_size > 0
 
     @property
     def targets_latents(self) -> bool:

@@ -128,6 +128,15 @@ class SequenceRows:
         starts = [start - by for start, by in zip(self.starts, early, strict=True)]
         return replace(self, starts=starts, overshoot=None)
 
+    def known_tokens(self, device: torch.device) -> list[int]:
+        """Token ids [T]; the host waits for those that are on the device."""
+        if not self.device_tokens:
+            return self.token_ids
+        ids = to_device(np.array(self.token_ids, dtype=np.int64), device)
+        for tokens in self.device_tokens:
+            tokens.fill(ids)
+        return ids.tolist()
+
     def last_of(self, *states: Tensor) -> Sequence[Tensor]:
         """States [B, H] of each row's last token, for each of `states` [T, H]."""
         if self.unused is None:  # an index takes longer than all else that a short pass asks of the host

@@ -108,6 +108,9 @@ class DecoderLayer:
 class GeneralLayer(DecoderLayer):
     """Layer with any of the norms before and after attention and MLP, a factor of what these two add, and sinks."""
 
+    sink_part: tuple[int, slice] | None = None
+    """Heads of the whole layer and those of this process, set before it is loaded; None: all are its own."""
+
     def _make_norms(self) -> None:
         config = self._config
         self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = (
@@ -142,10 +145,13 @@ class GeneralLayer(DecoderLayer):
         """See DecoderLayer."""
         slots = super().weight_slots()
         if self._config.sinks:
-            slots[f"{self._theirs}.self_attn.sinks"] = WeightSlot((self._config.num_heads,), self._load_sinks, 1.0)
+            heads = self._config.num_heads if self.sink_part is None else self.sink_part[0]
+            slots[f"{self._theirs}.self_attn.sinks"] = WeightSlot((heads,), self._load_sinks, 1.0)
         return slots
 
     def _load_sinks(self, tensor: Tensor) -> None:
+        if self.sink_part is not None:
+            tensor = tensor[self.sink_part[1]]
         # Rounded to the model's dtype first, as in a model that holds its weights in it.
         self._sinks = tensor.to(self._common["device"], self._config.dtype).float().contiguous()
 

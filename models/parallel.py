@@ -4,6 +4,7 @@
     o, down        row parallel: a rank has the matching input columns; the ranks' results are summed
     experts        a rank has some experts as a whole, and all ranks the router; the ranks' results are summed
     embeddings     a rank has a range of tokens; embeddings are summed, logits put side by side
+    latents        every rank has all (DeepSeek-V2); q_b and kv_b are column parallel, by heads
 
 Where there are fewer KV heads than ranks, several ranks have the same one. The first rank adds what is added once: the
 bias of a row parallel layer and the residual stream. An adapter's B is divided as the rows of a column parallel layer,
@@ -24,7 +25,7 @@ from ..kernels.quantized_linear import QuantizedWeight
 from ..platform.core.errors import InvalidRequestError
 from .config import DecoderConfig
 from .decoder import Decoder
-from .decoder_layer import DecoderLayer
+from .decoder_layer import DecoderLayer, GeneralLayer
 from .layers.experts import SparseMlp
 from .layers.weights import Weight
 
@@ -80,6 +81,8 @@ class LinearPart:
         self._rows = rows
         self._columns = columns
         self._summed = summed
+        # Inputs of the whole layer that this rank's columns belong to, where the weight has them in another order.
+        self._order: Tensor | None = None
 
     def weight(self, module: str, weight: Weight) -> Weight:
         """This rank's part of a module's weight [out, in].
@@ -92,6 +95,8 @@ class LinearPart:
         if self._columns is None:
             assert self._rows is not None
             return QuantizedWeight.cat([weight.rows(part.start, part.stop) for part in self._rows[module]])
+        if weight.order is not None:
+            self._order, weight = weight.order[self._columns], dataclasses.replace(weight, order=None)
         try:
             return weight.columns(self._columns.start, self._columns.stop)
         except ValueError as error:
@@ -107,7 +112,18 @@ class LinearPart:
 
     def lora(self, module: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's part of an adapter's A [r, in] and B [r, out]."""
-        return (a, self._chosen(module, b, 1)) if self._columns is None else (a[:, self._columns], b)
+        if self._columns is None:
+            return a, self._chosen(module, b, 1)
+        return a[:, self._columns if self._order is None else self._order.to(a.device)], b
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """Inputs [T, in] of this rank's weight, from this rank's x: groups of inputs that lie apart (`desc_act`) are of
+        all ranks' x."""
+        if self._order is None:
+            return x
+        self._order = self._order.to(x.device)  # a copy the first time
+        whole = self._ranks.gather(x).transpose(0, 1).reshape(len(x), self.in_features)
+        return whole.index_select(1, self._order)
 
     def residual(self, residual: Tensor | None) -> Tensor | None:
         """`residual` on the rank that adds it; None on the others."""
@@ -176,10 +192,8 @@ def rank_config(config: object, num_ranks: int) -> DecoderConfig:
             f"{_PARAM} {num_ranks}: a model that transformers' code computes is not divided", param=_PARAM
         )
     refused = {
-        "latent attention": config.latent,
         "layers of the GPT form": config.block,
         "norms over all heads together": config.qk_norm_wide,
-        "attention sinks": config.sinks,
     }
     for what, found in refused.items():
         if found:
@@ -238,12 +252,23 @@ def _divide(layer: DecoderLayer, config: DecoderConfig, ranks: Ranks) -> None:
         mlp, num_experts = config.experts.shared_size or 0, config.experts.num_experts
         held = range(rank * num_experts // ranks.size, (rank + 1) * num_experts // ranks.size)
         layer.mlp.divide(ExpertsPart(ranks), held)
+
     # Rows of the parts that each layer merges: their number, and those of this rank in units of `size`.
-    query = _Range(config.num_heads, rank * heads, heads, config.head_dim)
+    def of_heads(size: int) -> _Range:
+        return _Range(config.num_heads, rank * heads, heads, size)
+
     key = _Range(kv_heads, first_kv, num_kv, config.head_dim)
     gate = _Range(ranks.size, rank, 1, mlp // ranks.size)
-    parts = {"qkv": [query, key, key], "gate_up": [gate, gate]}
-    columns = {"o": query, "down": gate}
+    parts = {"qkv": [of_heads(config.head_dim), key, key], "gate_up": [gate, gate]}
+    columns = {"o": of_heads(config.head_dim), "down": gate}
+    if (latent := config.latent) is not None:  # `key` is the one vector of a token, of which each rank has a copy
+        parts |= {"qkv": [of_heads(latent.query_dim), key], "q_b": [of_heads(latent.query_dim)]}
+        parts["kv_b"] = [of_heads(latent.plain_dim + latent.value_dim)]
+        columns["o"] = of_heads(latent.value_dim)
+        if latent.query_rank is not None:
+            del parts["qkv"]  # whole on each rank
+    if isinstance(layer, GeneralLayer):
+        layer.sink_part = config.num_heads, slice(rank * heads, (rank + 1) * heads)
     for linear in layer.linears():
         kind, names = linear.name.rsplit(".", 1)[1], [name for name, _ in linear.slices]
         if linear.expert or kind not in (*parts, *columns):
@@ -257,11 +282,12 @@ def _divide(layer: DecoderLayer, config: DecoderConfig, ranks: Ranks) -> None:
             starts = [sum(part.length for part in parts[kind][:index]) for index in range(len(parts[kind]))]
             rows = [part.rows(start) for part, start in zip(parts[kind], starts, strict=True)]
             whole = [(names[0], sum(part.length for part in parts[kind]))]
-            linear.part = LinearPart(ranks, whole, hidden, rows={names[0]: rows})
+            linear.part = LinearPart(ranks, whole, linear.in_features, rows={names[0]: rows})
         else:
             both = dict(zip(names, parts[kind], strict=True))
             whole = [(name, part.length) for name, part in both.items()]
-            linear.part = LinearPart(ranks, whole, hidden, rows={name: [part.rows(0)] for name, part in both.items()})
+            rows_of = {name: [part.rows(0)] for name, part in both.items()}
+            linear.part = LinearPart(ranks, whole, linear.in_features, rows=rows_of)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

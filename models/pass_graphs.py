@@ -146,17 +146,7 @@ class PassGraphs:
         return torch.empty(size, vocab_size, dtype=torch.float32, device=device)
 
     def _capture(self, work: Callable[[], tuple[Tensor, ...]]) -> Captured | None:
-        """Capture `work`; None when there are enough graphs, or it cannot be captured, which is logged once."""
-        if self.disabled:
-            return None
-        if self.num_captured >= self.limits.max_graphs:
-            self.disabled = True
-            log.warning(
-                "%d graphs are captured, which is all that may be: steps of further shapes (numbers of requests and of "
-                "drafts, with adapters or without) are launched piece by piece",
-                self.num_captured,
-            )
-            return None
+        """Capture `work`; None when it cannot be captured, which is logged once."""
         started = time.perf_counter()
         try:
             captured = self.backend.capture(work)
@@ -168,6 +158,20 @@ class PassGraphs:
         self.capture_seconds += time.perf_counter() - started
         return captured
 
+    def _has_room(self) -> bool:
+        """False when there are enough graphs, which is logged once, or one could not be captured."""
+        if self.disabled:
+            return False
+        if self.num_captured >= self.limits.max_graphs:
+            self.disabled = True
+            log.warning(
+                "%d graphs are captured, which is all that may be: steps of further shapes (numbers of requests and of "
+                "drafts, with adapters or without) are launched piece by piece",
+                self.num_captured,
+            )
+            return False
+        return True
+
     def _comes_often(self, owner: int, key: Any) -> bool:
         """Count a use of a shape; True when the shape is worth one of the graphs that are left."""
         if 4 * self.num_captured < 3 * self.limits.max_graphs or self.disabled:
@@ -178,11 +182,22 @@ class PassGraphs:
         del self._come[owner, key]
         return True
 
-    def run(self, kept: dict[K, Captured], key: K, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...] | None:
-        """Outputs of the graph of `key` in `kept`, which is captured from `work` at first; None when it cannot be."""
+    def run(
+        self,
+        kept: dict[K, Captured],
+        key: K,
+        work: Callable[[], tuple[Tensor, ...]],
+        begin: Callable[[], None] | None = None,
+    ) -> tuple[Tensor, ...] | None:
+        """Outputs of the graph of `key` in `kept`, which is captured from `work` at first; None when it cannot be.
+        `begin` is called before that, or before the replay."""
         captured = kept.get(key)
+        if captured is None and not (self._comes_often(id(kept), key) and self._has_room()):
+            return None
+        if begin is not None:
+            begin()
         if captured is None:
-            captured = self._capture(work) if self._comes_often(id(kept), key) else None
+            captured = self._capture(work)
             if captured is None:
                 return None
             kept[key] = captured
@@ -301,13 +316,18 @@ class GraphedPass:
         self._captured: dict[_Key, Captured] = {}
 
     def run(
-        self, rows: SequenceRows, handles: Sequence[tuple[Any, int]], states: Tensor | None = None
+        self,
+        rows: SequenceRows,
+        handles: Sequence[tuple[Any, int]],
+        states: Tensor | None = None,
+        begin: Callable[[], None] | None = None,
     ) -> tuple[Tensor, ...] | None:
         """Run the pass over `rows`, padded. None, and nothing is done, when it must run without a graph.
 
         Args:
             handles: (adapter, number of tokens) of each row.
             states: [T, state_size], for passes that read states.
+            begin: Called once it is sure that there is a graph, or will be, before anything of it runs.
 
         Returns:
             Results of `Compute`, valid until the next pass. Entries beyond the rows and their tokens have no meaning.
@@ -322,7 +342,7 @@ class GraphedPass:
             return None
         self._fill(shape, rows, states)
         key = _Key(shape, tuple(batch is not None for batch in adapters))
-        return self._graphs.run(self._captured, key, lambda: self._work(shape, adapters))
+        return self._graphs.run(self._captured, key, lambda: self._work(shape, adapters), begin)
 
     def _shape(self, rows: SequenceRows) -> PassShape | None:
         limits = self._graphs.limits

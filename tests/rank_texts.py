@@ -16,9 +16,11 @@ from outrider.platform.core.structured_outputs import StructuredOutputsParams
 PROMPTS = ["The capital of France is", "Once upon a time", "SELECT name FROM"]
 HEAD = str(Path(__file__).parents[1] / "models" / "demo" / "eagle3")
 OPTIONS: dict[str, Any] = {
-    "dtype": "float32", "enable_lora": True, "max_loras": 2, "max_model_len": 256, "device": "cpu",
+    "dtype": "float32", "enable_lora": True, "max_loras": 2, "max_model_len": 96, "device": "cpu",
     "speculative_config": {"method": "eagle3", "model": HEAD, "num_speculative_tokens": 3},
 }  # fmt: skip
+NUM_BLOCKS = 7
+"""KV blocks of 16 tokens, one more than the longest sequence takes."""
 
 
 def texts(llm: LLM) -> list[str]:
@@ -39,13 +41,18 @@ def num_accepted(llm: LLM) -> int:
     return sum(entry.counts.num_accepted_tokens for entry in llm.llm_engine.stats().speculation)
 
 
-def preempted_texts(llm: LLM) -> tuple[list[str], list[str]]:
-    """Long texts of requests that preempt each other in a cache of 17 blocks, and the same one after another."""
-    long = SamplingParams(max_tokens=140, temperature=0, ignore_eos=True)
+def long_texts(llm: LLM) -> list[str]:
+    """Texts of requests that preempt each other in a cache of NUM_BLOCKS."""
+    long = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
+    return [output.outputs[0].text for output in llm.generate(PROMPTS, long)]
+
+
+def preempted_texts(llm: LLM) -> list[str]:
+    """`long_texts` of an engine whose cache is that small."""
     before = llm.llm_engine.stats().num_preemptions
-    together = [output.outputs[0].text for output in llm.generate(PROMPTS, long)]
-    assert llm.llm_engine.stats().num_preemptions > before, "17 blocks have room for 272 tokens"
-    return together, [llm.generate([prompt], long)[0].outputs[0].text for prompt in PROMPTS]
+    found = long_texts(llm)
+    assert llm.llm_engine.stats().num_preemptions > before, "the cache has room for 112 tokens"
+    return found
 
 
 def main() -> None:

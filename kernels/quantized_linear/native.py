@@ -142,12 +142,12 @@ class NativeQuantizedLinear(NativeProduct):
         return first.chunk, first.num_planes, self._base.input_bits
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows `ids` [n] int64 of W, dequantised: [n, in] bfloat16.
+        """Rows `ids` [n] of W, dequantised: [n, in] bfloat16.
 
         Raises:
             IndexError: there is no such row.
         """
-        ids = ids.contiguous()
+        ids = ids.long().contiguous()
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.out_features:
             raise IndexError(f"rows are 0 to {self.out_features - 1}: {int(ids.min())} to {int(ids.max())}")
         found = torch.empty(len(ids), self.in_features, dtype=torch.bfloat16)
@@ -183,16 +183,13 @@ class NativeQuantizedLinear(NativeProduct):
         to.scale_unit *= unit
         offsets = None
         if block.offsets is not None:
-            zeros = _zero_points(block)
+            zeros = _zero_points(block, to.zero)
             if zeros is None:
                 to.offsets, (offsets, to.offset_unit) = _HALF_OFFSETS, _halves(block.offsets, "offsets")
             elif zeros.min() == zeros.max():
-                to.zero += int(zeros.flatten()[0])
-            elif zeros.min() + to.zero >= 0 and zeros.max() + to.zero < 256:
-                to.offsets, offsets = _ZERO_POINTS, (zeros + to.zero).to(torch.uint8)
-                to.zero = 0
+                to.zero = int(zeros.flatten()[0])
             else:
-                to.offsets, (offsets, to.offset_unit) = _HALF_OFFSETS, _halves(block.offsets, "offsets")
+                to.offsets, offsets, to.zero = _ZERO_POINTS, zeros, 0
         panels = weight_memory.take(functions.num_bytes(ctypes.addressof(to)))
         to.panels = panels.data_ptr()
         self._kept.append(panels)
@@ -228,19 +225,22 @@ def _form(block: QuantizedWeight, has_integers: bool) -> tuple[int, int, int]:
     levels = block.levels.double()
     for divisor in (1, 2):
         whole, least = levels * divisor, -int(levels.min() * divisor)
-        if has_integers and torch.equal(whole, whole.round()) and float(whole.max()) + least < 256:
+        is_small = whole.abs().max() < 256 and whole.max() + least < 256
+        if has_integers and is_small and torch.equal(whole, whole.round()):
             return _SMALL_LEVELS, least, divisor
     return _LEVELS, 0, 1
 
 
-def _zero_points(block: QuantizedWeight) -> Tensor | None:
-    """Integers z [O, G], up to 255, for which the offsets are -z times the scales; None: there are none."""
+def _zero_points(block: QuantizedWeight, zero: int) -> Tensor | None:
+    """Numbers [O, G] uint8 that are subtracted from the codes in place of `zero` and of the offsets; None: there are
+    none. Larger ones would make sums of a chunk that 32 bits do not hold."""
     assert block.offsets is not None
     if block.codes.is_floating_point() or block.levels is not None:
         return None
     zeros = (block.offsets / -block.scales).nan_to_num(0, 0, 0).round_()
-    is_exact = zeros.abs().max() < 256 and torch.equal(block.offsets, block.scales * -zeros)
-    return zeros.to(torch.int16) if is_exact else None
+    numbers = zeros + zero
+    is_exact = numbers.min() >= 0 and numbers.max() < 256 and torch.equal(block.offsets, block.scales * -zeros)
+    return numbers.to(torch.uint8) if is_exact else None
 
 
 def _halves(values: Tensor, name: str) -> tuple[Tensor, float]:

@@ -23,6 +23,8 @@ from ..step_yield import yield_to_steps
 
 LM_HEAD = "lm_head"
 """Module of the output head."""
+SCORE = "score"
+"""Module of a classifier's score matrix."""
 _LATENTS = ".kv_b_proj"
 """End of the names of products of latents, which are never computed; see `models.layers.latent_products`."""
 ALIGNMENT = 64
@@ -43,10 +45,10 @@ class LoraWeights(NamedTuple):
 
 
 class OwnRows(NamedTuple):
-    """Rows of the embeddings or of the head that an adapter brings itself; see `own_rows`."""
+    """Rows of the embeddings, the head or the score matrix that an adapter brings itself; see `own_rows`."""
 
     weight: Tensor
-    """[n, H], in the dtype of use."""
+    """[n, H], in the dtype of use; a score matrix in float32."""
     tokens: Tensor | None
     """[n] int64, ascending: tokens of the rows; None: the tokens 0 to n - 1, and the adapter has no others."""
     vocab_size: int = 0
@@ -214,7 +216,7 @@ class PackedModules(NamedTuple):
     biases: Mapping[str, Tensor] = MappingProxyType({})
     """By module: vector [out] that is added to the module's output."""
     own_rows: Mapping[str, OwnRows] = MappingProxyType({})
-    """By module, for the token embeddings and `LM_HEAD`."""
+    """By module, for the token embeddings, `LM_HEAD` and `SCORE`."""
     invocation: tuple[int, ...] = ()
     """Tokens of the prompt from which on the weights apply (activated LoRA); (): they apply to all tokens."""
 

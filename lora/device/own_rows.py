@@ -1,4 +1,4 @@
-"""Rows of the token embeddings and of the head that an adapter brings itself, in place of the base model's.
+"""Rows of the token embeddings, the head and the score matrix that an adapter brings itself, in place of the base's.
 
 PEFT's `modules_to_save` gives whole matrices, `trainable_token_indices` some of their rows. The adapter's tokens look
 up these rows, and its logits come from them. Other tokens of the step are left alone, and a step without such an
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...kernels.staging import upload
-from .layout import LM_HEAD, OwnRows
+from .layout import LM_HEAD, SCORE, OwnRows
 from .pool import Allocation
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ class _DeviceRows(NamedTuple):
     """Number of tokens that have a logit."""
     vocab_size: int
     """Number of the adapter's tokens."""
+    score: Tensor | None
+    """Score matrix [labels, H] float32 of a classifier."""
 
 
 class OwnRowSites:
@@ -65,7 +67,7 @@ class OwnRowSites:
         """Write an adapter's rows by module."""
         if not own:
             return
-        table, head = own.get(self._embedding.names.table), own.get(LM_HEAD)
+        table, head, score = map(own.get, (self._embedding.names.table, LM_HEAD, SCORE))
         device, base = self._embedding.device, self._embedding.vocab_size
         self._rows[allocation] = _DeviceRows(
             table and OwnRows(table.weight.to(device), _to(table.tokens, device)),
@@ -73,6 +75,7 @@ class OwnRowSites:
             _to(head.tokens, device) if head else None,
             head_size=head.vocab_size or base if head else base,
             vocab_size=max(base, *(rows.vocab_size for rows in own.values())),
+            score=score and score.weight.to(device),
         )
 
     def lookup(self, y: Tensor, input_ids: Tensor, adapters: LoraBatch) -> None:
@@ -105,6 +108,10 @@ class OwnRowSites:
             else:
                 part[:, : own.shape[1]] = own
         return y
+
+    def score(self, adapters: LoraBatch) -> Tensor | None:
+        """Return the score matrix [labels, H] of a batch of one row; None where its adapter has none."""
+        return next((rows.score for rows, _, _ in self._of_runs(adapters)), None)
 
     def mask(self, y: Tensor, adapters: LoraBatch) -> None:
         """Set logits y [T, W] to -inf for tokens that a row's adapter does not have."""

@@ -15,7 +15,7 @@ from .arena import RowArena
 from .dora import head_weight, slice_weight, table_weight
 from .expert_rows import ExpertSites
 from .layers import EmbeddingSite, Live, LoraSite
-from .layout import LM_HEAD, LoraWeights, ModelLayout, PackedModules, RowLayout
+from .layout import LM_HEAD, SCORE, LoraWeights, ModelLayout, PackedModules, RowLayout
 from .own_rows import OwnRowSites
 from .pool import Allocation
 from .vectors import VectorSites
@@ -23,6 +23,7 @@ from .vectors import VectorSites
 if TYPE_CHECKING:
     from ...models.layers.embedding import Embedding
     from ...models.layers.linear import Linear
+    from ...models.layers.score_head import ScoreHead
 
 
 class AdapterHooks(NamedTuple):
@@ -42,17 +43,24 @@ class AdapterHooks(NamedTuple):
     """True when another process reads adapters, where that is possible."""
     on_write: Callable[[Allocation, PackedModules], None] | None = None
     """Called before an adapter's rows are written, where other ranks must write theirs; None: there are none."""
+    score: ScoreHead | None = None
+    """Score matrix of a classifier."""
 
 
 class AdapterSites:
     """The sites of a target or of a drafter, whose rows are numbered alike."""
 
     def __init__(
-        self, linears: Sequence[Linear], embedding: Embedding | None, dtype: torch.dtype, device: torch.device
+        self,
+        linears: Sequence[Linear],
+        embedding: Embedding | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        score: ScoreHead | None = None,
     ) -> None:
         """Reserve the columns of all modules. `allocate` gives the model its sites."""
         shapes: dict[str, ModuleShape] = {}
-        self._embedding = embedding
+        self._embedding, self._score = embedding, score
         layout = ModelLayout(RowLayout(dtype), RowLayout(dtype))
         self.model = ModelModules(shapes, layout)
         """Modules that adapters may target, and the layout of their rows."""
@@ -76,6 +84,9 @@ class AdapterSites:
                 base=head_weight(embedding),
                 tied=embedding.tied,
             )
+            if score is not None:
+                num_labels, hidden_size = score.shape
+                shapes[SCORE] = ModuleShape(hidden_size, num_labels, is_base=score.is_weight)
             if embedding.part is not None:
                 for name, shape in shapes.items():
                     shapes[name] = shape._replace(is_base=None, base=None)  # no process has the whole weight
@@ -118,6 +129,8 @@ class AdapterSites:
         index = self._vocabulary.layout.modules[table]
         a, b = (self._vocabulary.rows[:, columns] for columns in self._vocabulary.layout.pieces[index])
         self._embedding.own_rows = self._own_rows
+        if self._score is not None:
+            self._score.own = self._own_rows
         self._embedding.lookup_lora = EmbeddingSite(a, b, *_live(self._vocabulary, index, 1))
         self._embedding.head_lora = _site(self._vocabulary, hidden_size, head)
         self._embedding.lookup_gains = self._vectors.add([(table, hidden_size)])
@@ -201,6 +214,6 @@ def make_sites(
 ) -> tuple[AdapterSites, AdapterSites]:
     """Make the sites of the target and of the drafter, which may have none. Both are still to be allocated."""
     return (
-        AdapterSites(linears, hooks.embedding, dtype, device),
+        AdapterSites(linears, hooks.embedding, dtype, device, hooks.score),
         AdapterSites(hooks.draft_linears, None, dtype, device),
     )

@@ -24,6 +24,8 @@ def _changes_base(value: Any) -> bool:
 
 _VOCABULARY = ("embed_tokens", "wte", "embed_in", "word_embeddings", "lm_head", "embed_out")
 """Names of embeddings and heads in the models that are served."""
+CLASSIFIERS = ("score", "classifier")
+"""Names that PEFT gives for the task SEQ_CLS, of which a model has one."""
 
 
 def _trains_modules(value: Any) -> bool:
@@ -31,7 +33,7 @@ def _trains_modules(value: Any) -> bool:
     names = value or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return True
-    return any(name.rpartition(".")[2] not in _VOCABULARY for name in names)
+    return any(name.rpartition(".")[2] not in _VOCABULARY + CLASSIFIERS for name in names)
 
 
 def _is_no_tokens(value: Any) -> bool:
@@ -97,7 +99,8 @@ FIELDS: dict[str, FieldRule] = {
     ),
     "lora_bias": FieldRule(_ANY, refused_on="experts"),
     "modules_to_save": FieldRule(
-        "embeddings and heads (`embed_tokens`, `lm_head` and their other names), of a resized vocabulary too",
+        "embeddings and heads (`embed_tokens`, `lm_head` and their other names), of a resized vocabulary too; `score` "
+        "of a classifier",
         "other fully trained modules",
         _trains_modules,
     ),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...platform.core.errors import AdapterError
 from ..device.dora import BaseWeight
-from ..device.layout import LM_HEAD, ModelLayout
+from ..device.layout import LM_HEAD, SCORE, ModelLayout
 from ..step_yield import yield_to_steps
 from .peft_config import adapter_error
 from .tensor_header import FileLimits
@@ -58,6 +58,7 @@ _REFUSED_KEYS = (
     (re.compile(r"\.bias$"), "a trained bias is served only for a linear module"),
     (re.compile(r"(^|\.)(lora_embedding_[AB]|embed_tokens)(\.|$)"), "an adapter on the embedding is not served"),
     (re.compile(r"(^|\.)lm_head\."), "an adapter on lm_head is not served"),
+    (re.compile(r"(^|\.)(score|classifier)\."), "a score matrix is served whole, for a classifier"),
     (re.compile(r"\.lora_[ab]\.weight$"), "torchtune's own names; its Hugging Face checkpointer writes PEFT's"),
     (re.compile(r"\.linear_(in|out)\."), "NeMo's own names; llm.export_ckpt with target='hf-peft' writes PEFT's"),
 )
@@ -179,7 +180,7 @@ def group_keys(
             found[match["module"]] = _find_module(match["module"], known)
             yield_to_steps()
         module = found[match["module"]]
-        if module is None:
+        if module is None or module.name == SCORE:
             unplaced[key] = _unknown_module(key, match["module"], owner)
             continue
         if match["magnitude"] is None and module.shape.embedding != bool(match["embedding"]):

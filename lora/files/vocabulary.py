@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..device.layout import LM_HEAD, OwnRows
+from ..device.layout import LM_HEAD, SCORE, OwnRows
 from .biases import base_bias
 from .peft_config import PeftConfig, adapter_error
+from .peft_fields import CLASSIFIERS
 from .row_conversion import update_digest
 from .tensor_file import FLOATS, TensorFile
 from .tensor_keys import BIAS, MAGNITUDE, A, B, FileModule, ModelModules, ModuleShape
@@ -112,6 +113,8 @@ class VocabularyReader:
 
     def _read_module(self, name: str, group: SavedKeys, modules: dict[str, FileModule]) -> OwnRows | None:
         """Return the rows of a module; None for a copy of the base's weight."""
+        if name == SCORE:
+            return self._score(group)
         key = group.whole
         added = self._num_added(name, key) if key else 0
         if name in modules and A in modules[name].keys and added:
@@ -124,6 +127,20 @@ class VocabularyReader:
             extra = group.rows or key
             raise adapter_error(f"{name}: a trained weight ({extra}) beside other weights of this module is not served")
         return whole
+
+    def _score(self, group: SavedKeys) -> OwnRows | None:
+        shape, key = self._known[SCORE], group.trained
+        found = self._file.shapes[key] if key else ()
+        if found != shape.vocabulary:
+            labels, hidden = shape.vocabulary
+            raise adapter_error(f"{SCORE}: {list(found)}, expected {[labels, hidden]} ({labels} labels)")
+        assert shape.is_base is not None
+        weight = self._file.read(key)
+        if shape.is_base(weight):
+            return None
+        if SCORE not in map(_last, self._config.modules_to_save):
+            raise adapter_error(f"{SCORE}: the file brings one of its own ({key}): modules_to_save does not name it")
+        return OwnRows(weight, None)
 
     def _num_added(self, name: str, key: str) -> int:
         """Return the number of tokens that a weight has beyond the base's vocabulary."""
@@ -187,7 +204,7 @@ class VocabularyReader:
 
     def _checked(self, name: str, rows: OwnRows) -> OwnRows:
         """Return rows in the dtype of use."""
-        weight = rows.weight.to(self._dtype).contiguous()
+        weight = rows.weight.to(torch.float32 if name == SCORE else self._dtype).contiguous()
         if not rows.weight.is_floating_point() or not bool(torch.isfinite(weight).all()):
             raise adapter_error(f"{name}: its own rows are not finite in {str(self._dtype).removeprefix('torch.')}")
         return rows._replace(weight=weight)
@@ -195,7 +212,7 @@ class VocabularyReader:
     def _check_missing(self, groups: Mapping[str, SavedKeys], own: Mapping[str, OwnRows]) -> None:
         held = {_last(name) for name in groups}
         for name in self._config.modules_to_save:
-            if _last(name) not in held:
+            if _last(name) not in held and not (_last(name) in CLASSIFIERS and SCORE in held):
                 raise adapter_error(f"modules_to_save names {name[:80]!r}, of which the file has no weight")
         if self._config.has_token_indices and not any(group.rows for group in groups.values()):
             raise adapter_error("trainable_token_indices is set, but the file has no trainable_tokens_delta")

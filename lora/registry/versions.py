@@ -60,7 +60,7 @@ class AdapterVersion:
     num_bytes: int = 0
     """Bytes of host memory."""
     targets_head: bool = False
-    """True when it adapts the model's lm_head."""
+    """True when it adapts the model's lm_head or score matrix."""
     targets_experts: bool = False
     """True when it adapts experts of the model."""
     vocab_size: int = 0

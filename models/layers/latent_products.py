@@ -89,11 +89,12 @@ class LatentProducts(Linear):
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """See Linear. A quantised weight is dequantised."""
-        ((module, rows),) = self.slices
+        ((module, rows),) = (self if self.part is None else self.part).slices
         return {f"{module}.weight": WeightSlot((rows, self.in_features), self._load, self.in_features**-0.5)}
 
     def _load(self, tensor: Tensor) -> None:
-        weight = tensor.to(self._device, self._dtype)
+        part: Any = tensor if self.part is None else self.part.weight(self.slices[0][0], tensor)
+        weight = part.to(self._device, self._dtype)
         keys, values = weight.view(self._heads, -1, self.in_features).split(self._sizes, 1)
         self._keys.load(keys.mT)  # a query of N elements becomes one of L
         self._values.load(values)

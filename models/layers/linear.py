@@ -76,6 +76,9 @@ class Part(Protocol):
     def lora(self, module: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's part of an adapter's A [r, in] and B [r, out]."""
 
+    def inputs(self, x: Tensor) -> Tensor:
+        """Inputs [T, in] of this rank's weight, from this rank's x."""
+
     def residual(self, residual: Tensor | None) -> Tensor | None:
         """`residual` on the rank that adds it; None on the others."""
 
@@ -135,7 +138,7 @@ class Linear:
         """Compute a new tensor [T, out] from x [T, in]; `residual` [T, out] is added."""
         if self.part is None:
             return self._compute(x, batch, residual)
-        return self.part.total(self._compute(x, batch, self.part.residual(residual)))
+        return self.part.total(self._compute(self.part.inputs(x), batch, self.part.residual(residual)))
 
     def _compute(self, x: Tensor, batch: AdapterRows, residual: Tensor | None) -> Tensor:
         packed, adapters = self._packed, batch.adapters

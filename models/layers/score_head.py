@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -45,26 +45,42 @@ def read_score(values: Mapping[str, Any]) -> ScoreConfig:
     return ScoreConfig(num_labels, "sigmoid" if activation == "softmax" and num_labels == 1 else activation)
 
 
+class ScoreSite(Protocol):
+    """Score matrices that adapters bring themselves."""
+
+    def score(self, adapters: Any) -> Tensor | None:
+        """Score matrix [labels, H] float32 of a batch of one row; None where its adapter has none."""
+
+
 class ScoreHead:
     """Probabilities of labels. It is computed in float32."""
 
     def __init__(self, config: ScoreConfig, hidden_size: int, device: torch.device) -> None:
         self.config = config
-        self._shape = (config.num_labels, hidden_size)
+        self.own: ScoreSite | None = None
+        """Site of adapters, set by the adapter manager."""
+        self.shape = (config.num_labels, hidden_size)
         self._device = device
         self._weight: Tensor | None = None
 
-    def probs(self, hidden: Tensor) -> Tensor:
-        """Probabilities [labels] float32 of a hidden state [H]; a regression's scores as they are."""
-        assert self._weight is not None, "the loader left no slot empty"
-        scores = self._weight @ hidden.float()
+    def probs(self, hidden: Tensor, adapters: Any = None) -> Tensor:
+        """Probabilities [labels] float32 of a hidden state [H]; a regression's scores as they are. `adapters` belongs
+        to this row."""
+        own = None if self.own is None or adapters is None else self.own.score(adapters)
+        weight = self._weight if own is None else own
+        assert weight is not None, "the loader left no slot empty"
+        scores = weight @ hidden.float()
         if self.config.activation == "softmax":
             return scores.softmax(-1)
         return scores.sigmoid() if self.config.activation == "sigmoid" else scores
 
+    def is_weight(self, tensor: Tensor) -> bool:
+        """True when `tensor` [labels, H] is the score matrix."""
+        return torch.equal(tensor.to(self._device, torch.float32), self._weight)  # type: ignore[arg-type]
+
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names."""
-        return {_SCORE: WeightSlot(self._shape, self._load, self._shape[1] ** -0.5)}
+        return {_SCORE: WeightSlot(self.shape, self._load, self.shape[1] ** -0.5)}
 
     def _load(self, weight: Weight) -> None:
         assert isinstance(weight, Tensor), "the slot takes no quantised weight"

@@ -37,6 +37,7 @@ from ..core.speculative_config import parse_speculative
 from ..core.threads import beside_a_server, threads_for
 from .description import describe, has_long_steps, weight_bytes
 from .executor.base import Executor, LocalExecutor
+from .executor.captured import TargetPasses
 from .features import NoAdapters, PrefixNamespaces, Vocabularies
 from .hardware import find_hardware
 from .memory.block_pool import BlockPool
@@ -124,19 +125,19 @@ def _build(
     drafter.bind(kv[len(model.kv_layers) :], adapters.prepare_draft)
     moving = None if parallel is None else parallel.move_blocks
     host = HostStore(kv, cache.num_host_blocks, moving) if cache.num_host_blocks else None
-    executor = _make_executor(config, model, kv[: len(model.kv_layers)], adapters, parallel)
+    target_kv, preparers, passes = kv[: len(model.kv_layers)], (adapters.prepare, adapters.prepare_head), None
+    if graphs is not None and logits is not None:
+        passes = TargetPasses(graphs, model, target_kv, preparers, drafter.needs.aux_layers, logits)
+    executor = _make_executor(config, model, target_kv, adapters, parallel, passes)
     runner = ModelRunner(
         RunnerParts(
             model,
-            kv[: len(model.kv_layers)],
+            target_kv,
             _make_sampler(config),
             drafter,
-            adapters.prepare,
-            adapters.prepare_head,
             executor,
             DeviceQueue(device, asynchronous=config.async_scheduling),
             graphs,
-            logits,
             speculation.policy,
             host,
         )
@@ -182,12 +183,13 @@ def _make_executor(
     kv: list[LayerKV],
     adapters: AdapterManager | NoAdapters,
     parallel: ParallelExecutor | None,
+    passes: TargetPasses | None,
 ) -> Executor:
     """What computes the target's passes; with several ranks all of them have their memory then."""
+    preparers = adapters.prepare, adapters.prepare_head
     if parallel is None:
-        return LocalExecutor(model, kv, adapters.prepare, adapters.prepare_head)
-    num_rows = adapters.catalog.stats().num_rows
-    parallel.bind(model, kv, (adapters.prepare, adapters.prepare_head), config, num_rows)
+        return LocalExecutor(model, kv, preparers, passes)
+    parallel.bind(model, kv, preparers, config, adapters.catalog.stats().num_rows, passes)
     return parallel
 
 
@@ -292,7 +294,7 @@ def _drafter_context(
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_model_len=config.scheduler.max_model_len,
         edit_logits=edit_draft_logits,
-        graphs=graphs,
+        graphs=graphs if parallel is None else None,  # embeddings and head are of all ranks
     )
 
 
@@ -315,6 +317,7 @@ def _make_adapters(
 
     hooks = AdapterHooks(
         embedding=model.embedding,
+        score=model.score,
         draft_method=config.speculative.method if config.speculative is not None else "",
         draft_linears=drafter.needs.linears,
         on_gone=forget,

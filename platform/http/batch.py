@@ -39,6 +39,7 @@ URLS = (
     "/v1/embeddings",
     "/v1/score",
     "/v1/rerank",
+    "/classify",
     "/v1/responses",
     "/v1/messages",
 )

@@ -279,7 +279,8 @@ HARD_FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 def test_hard_forms(victim):
-    """Each is refused, or served; streams beside it go on."""
+    """Each is refused, or served; streams beside it go on. On a machine of its own the answer comes within 2 s, too."""
+    is_alone = "OUTRIDER_TEST_GAP_MS" in os.environ
     for name, form in HARD_FORMS.items():
         body = {"prompt": "a", "max_tokens": 30, "temperature": 0, "structured_outputs": form}
         gaps = []
@@ -288,7 +289,8 @@ def test_hard_forms(victim):
             answer = victim.answer(Case("POST", "/v1/completions", name, json.dumps(body).encode()))
             gaps.append(stream.close())
             print(f"{name}: {answer.status}, {answer.seconds:.2f} s, gap {gaps[-1]:.3f} s")
-            assert not problem_of(answer._replace(seconds=0), 0) or answer.status == 400, (name, answer.content[:300])
+            assert not problem_of(answer._replace(seconds=0), 0), (name, answer.content[:300])
             if gaps[-1] < MAX_GAP_SECONDS:
                 break
         assert gaps[-1] < MAX_GAP_SECONDS, (name, gaps)
+        assert not (is_alone and answer.seconds > MAX_ANSWER_SECONDS), (name, answer.seconds)

@@ -140,7 +140,7 @@ def test_sigterm_drains(own_server, own_http):
 
 
 def test_dead_rank_fails_its_requests_and_the_engine_comes_back(start_server):
-    server = start_server(*"-tp 2 --max-model-len 2000 --log-level error --dtype float32".split())
+    server = start_server(*"-tp 2 --no-speculation --max-model-len 2000 --log-level error --dtype float32".split())
     engine = server.engine()
     with server.http() as http:
         with http.stream("POST", "/v1/completions", json=LONG) as response:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import itertools
 import json
 import shutil
 
@@ -14,10 +16,13 @@ from safetensors.torch import load_file, save_file
 from outrider import LLM, AsyncLLM, InvalidRequestError, LoRARequest, SamplingParams
 from outrider.models.demo import demo_model_path
 from outrider.outputs import ClassificationRequestOutput
+from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import AdapterError, UnsupportedModelError
 from outrider.platform.http.app import create_app
+from outrider.platform.http.batch import BatchFiles, run_batch
 from outrider.platform.http.server_config import ServerConfig
 
+SCORE = "base_model.model.score.weight"
 TEXTS = ["SELECT name FROM users", "How do I reset my password?", "a", "the same words again and again " * 12]
 OPTIONS = {
     **{"tokenizer": str(demo_model_path()), "dtype": "float32", "enable_lora": True, "max_lora_rank": 4},
@@ -37,13 +42,15 @@ NUM_LABELS = dict(zip(CASES, (3, 1, 2, 3, 1), strict=True))
 
 
 class Classifier:
-    """Folders of a tiny classifier and of an adapter on its projections; probabilities as transformers gives them."""
+    """Folders of a tiny classifier and of two adapters on its projections, of which `scored` has a score matrix of its
+    own; probabilities as transformers gives them."""
 
     def __init__(self, root, family, labels, activation) -> None:
         import transformers
         from peft import LoraConfig, get_peft_model
 
         self.folder, self.adapter, self._activation = str(root / "model"), str(root / "adapter"), activation
+        self.scored = str(root / "scored")
         vocab = json.loads((demo_model_path() / "config.json").read_text())["vocab_size"]
         sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
         sizes |= {"num_key_value_heads": 2, "head_dim": 12, "vocab_size": vocab, "max_position_embeddings": 256}
@@ -51,6 +58,10 @@ class Classifier:
         torch.manual_seed(0)
         base = transformers.AutoModelForSequenceClassification.from_config(config).float().eval()
         base.save_pretrained(self.folder)
+        task = LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS", init_lora_weights=False)
+        self._scored = get_peft_model(copy.deepcopy(base), task).eval()
+        self._scored.get_parameter("base_model.model.score.modules_to_save.default.weight").data.normal_()
+        self._scored.save_pretrained(self.scored)
         lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", exclude_modules=["score"])
         lora.init_lora_weights = False
         self._tuned = get_peft_model(base, lora).eval()
@@ -59,10 +70,11 @@ class Classifier:
         file.write_text(json.dumps(json.loads(file.read_text()) | {"task_type": "SEQ_CLS"}))
 
     @torch.inference_mode()
-    def probs(self, token_ids, is_adapted):
+    def probs(self, token_ids, name):
+        """Probabilities of the base, or of the adapter "tuned" or "scored"."""
         ids = torch.tensor([token_ids])
-        if is_adapted:
-            return self._activation(self._tuned(ids).logits[0])
+        if name is not None:
+            return self._activation({"tuned": self._tuned, "scored": self._scored}[name](ids).logits[0])
         with self._tuned.disable_adapter():
             return self._activation(self._tuned(ids).logits[0])
 
@@ -81,8 +93,8 @@ def llm(classifier):
 @pytest.mark.parametrize("case", CASES)
 def test_probabilities_equal_transformers_and_peft(case, tmp_path):
     model = Classifier(tmp_path, *CASES[case])
-    lora = LoRARequest("a", 1, model.adapter)
-    prompts, loras = [text for text in TEXTS for _ in range(2)], [None, lora] * len(TEXTS)
+    adapters = [None, LoRARequest("tuned", 1, model.adapter), LoRARequest("scored", 2, model.scored)]
+    prompts, loras = [text for text in TEXTS for _ in adapters], adapters * len(TEXTS)
     with LLM(model.folder, **OPTIONS) as llm:
         outputs = llm.classify(prompts, lora_request=loras, use_tqdm=False)
         again = llm.classify(prompts, lora_request=loras, use_tqdm=False)  # from the prefix cache
@@ -90,11 +102,13 @@ def test_probabilities_equal_transformers_and_peft(case, tmp_path):
     assert again[-1].num_cached_tokens > 0
     for output, cached, used in zip(outputs, again, loras, strict=True):
         assert isinstance(output, ClassificationRequestOutput)
-        want = model.probs(output.prompt_token_ids, used is not None)
+        want = model.probs(output.prompt_token_ids, used and used.name)
         torch.testing.assert_close(torch.tensor(output.outputs.probs), want, rtol=1e-3, atol=1e-4)
         assert cached.outputs.probs == pytest.approx(output.outputs.probs, abs=1e-4)
     assert outputs[0].outputs.num_classes == len(outputs[0].outputs.probs) == NUM_LABELS[case]
-    assert outputs[-1].outputs.probs != pytest.approx(outputs[-2].outputs.probs, abs=1e-3), "the adapter counts"
+    of_last = [output.outputs.probs for output in outputs[-3:]]
+    for one, other in itertools.combinations(of_last, 2):
+        assert one != pytest.approx(other, abs=1e-3), "adapters count"
 
 
 def test_labels_of_the_async_engine_and_over_http_are_the_same(classifier, llm):
@@ -118,6 +132,19 @@ def test_labels_of_the_async_engine_and_over_http_are_the_same(classifier, llm):
         assert entry == {"index": index, "label": label, "probs": pytest.approx(probs, abs=1e-5), "num_classes": 3}
 
 
+def test_a_file_of_requests(classifier, llm, tmp_path):
+    bodies = [{"model": name, "input": TEXTS[1]} for name in ("labels", "scored")]
+    lines = [{"custom_id": b["model"], "method": "POST", "url": "/classify", "body": b} for b in bodies]
+    (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
+    files = BatchFiles(str(tmp_path / "in"), str(tmp_path / "out"))
+    config = ServerConfig(served_model_names=("labels",), lora_modules={"scored": classifier.scored})
+    assert run_batch(files, EngineArgs(model=classifier.folder, **OPTIONS), config) == 0
+    found = {answer["custom_id"]: answer for answer in map(json.loads, (tmp_path / "out").read_text().splitlines())}
+    for name, lora in {"labels": None, "scored": LoRARequest("scored", 2, classifier.scored)}.items():
+        [want] = llm.classify(TEXTS[1], lora_request=lora, use_tqdm=False)
+        assert found[name]["response"]["body"]["data"][0]["probs"] == pytest.approx(want.outputs.probs, abs=1e-5)
+
+
 def test_a_classifier_embeds_and_generates_nothing(llm):
     assert llm.embed("a", use_tqdm=False)[0].outputs.hidden_size == 48
     with pytest.raises(InvalidRequestError, match="a classifier generates no text") as raised:
@@ -135,14 +162,42 @@ def test_other_models_have_no_labels():
     assert raised.value.param == "model"
 
 
-def test_an_adapters_own_score_is_refused_by_name(classifier, llm, tmp_path):
-    folder = shutil.copytree(classifier.adapter, tmp_path / "scored")
+def _resized(tensors):
+    return {**tensors, SCORE: torch.ones(4, 48)}
+
+
+def _low_rank(tensors):
+    names = SCORE.replace("weight", "lora_A.weight"), SCORE.replace("weight", "lora_B.weight")
+    return {**tensors, **dict(zip(names, (torch.ones(4, 48), torch.ones(3, 4)), strict=True))}
+
+
+@pytest.mark.parametrize(
+    ("edit", "config", "words"),
+    [
+        (_resized, {}, r"score: \[4, 48\], expected \[3, 48\] \(3 labels\)"),
+        (_low_rank, {}, r"score\.lora_A"),
+        (dict, {"modules_to_save": []}, "modules_to_save does not name it"),
+        (lambda tensors: {**tensors, SCORE: tensors[SCORE] / 0}, {}, "not finite"),
+        (
+            lambda tensors: {key: value for key, value in tensors.items() if key != SCORE},
+            {},
+            "of which the file has no",
+        ),
+    ],
+)
+def test_wrong_score_matrices_of_adapters_are_named(classifier, llm, tmp_path, edit, config, words):
+    folder = shutil.copytree(classifier.scored, tmp_path / "scored")
     values = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(values | {"modules_to_save": ["classifier", "score"]}))
-    tensors = load_file(folder / "adapter_model.safetensors")
-    save_file(tensors | {"base_model.model.score.weight": torch.zeros(3, 48)}, folder / "adapter_model.safetensors")
-    with pytest.raises(AdapterError, match=r"modules_to_save.*score"):
+    assert values["modules_to_save"] == ["classifier", "score"]
+    (folder / "adapter_config.json").write_text(json.dumps(values | config))
+    save_file(edit(load_file(folder / "adapter_model.safetensors")), folder / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match=words):
         llm.classify("a", lora_request=LoRARequest("scored", 2, str(folder)), use_tqdm=False)
+
+
+def test_a_score_matrix_is_refused_where_the_model_has_none(classifier):
+    with LLM(**OPTIONS) as llm, pytest.raises(AdapterError, match=r"score.*for a classifier|no linear module"):
+        llm.embed("a", lora_request=LoRARequest("scored", 2, classifier.scored), use_tqdm=False)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 
 from outrider import LoRARequest, SamplingParams
 
+from ..thread_ranks import ranks_as_threads
 from ..tiny_families import FAMILIES, build
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
@@ -24,7 +25,7 @@ class Served:
         base = build(family)
         base.save_pretrained(self.folder)
         options = {
-            "target_modules": ["o_proj", "shared_expert.down_proj"],
+            "target_modules": ["o_proj", "shared_expert.down_proj", "kv_b_proj", "q_b_proj", "kv_a_proj_with_mqa"],
             "target_parameters": family.parameters,
             "init_lora_weights": False,
         }
@@ -34,13 +35,22 @@ class Served:
         self.jobs = [(p, GREEDY, which) for p in prompts for which in (None, LoRARequest("a", path=adapter))]
 
 
-def test_two_ranks_write_the_text_of_one(make_engine, run, tmp_path):
-    """With an adapter on the router, the shared expert and the experts, of which each rank has its own."""
-    served = Served(tmp_path, FAMILIES["qwen2-moe"])
-    one, two = (engine_of(make_engine, served, tensor_parallel_size=size, max_num_seqs=4) for size in (1, 2))
+@pytest.mark.parametrize("family", ["qwen2-moe", "gpt-oss", "deepseek2", "deepseek3"])
+def test_two_ranks_write_the_text_of_one(make_engine, run, tmp_path, monkeypatch, family):
+    """With an adapter on attention, the router, the shared expert and the experts, of which each rank has its own; with
+    drafts; and with blocks of a prompt that were computed before."""
+    ranks_as_threads(monkeypatch)
+    served = Served(tmp_path, FAMILIES[family])
+    options = {"max_num_seqs": 4, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    one = engine_of(make_engine, served, max_num_seqs=4)
+    two = engine_of(make_engine, served, tensor_parallel_size=2, **options)
     texts = [[outcome.token_ids for outcome in run(engine, served.jobs)] for engine in (one, two)]
     assert texts[0] == texts[1]
     assert texts[0][::2] != texts[0][1::2], "the adapter changes texts"
+    assert sum(entry.counts.num_accepted_tokens for entry in two.stats().speculation)
+    again = run(two, served.jobs[:4])
+    assert [outcome.token_ids for outcome in again] == texts[0][:4]
+    assert all(outcome.num_cached_tokens for outcome in again)
 
 
 @pytest.fixture(scope="module", params=["mixtral", "qwen3-moe", "gpt-oss", "deepseek3"])

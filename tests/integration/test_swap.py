@@ -6,6 +6,8 @@ import pytest
 
 from outrider import LoRARequest, SamplingParams
 
+from ..thread_ranks import ranks_as_threads
+
 SWAP = {"swap_space": 0.01, "preemption_mode": "swap"}
 TIGHT = {"max_model_len": 112, "block_size": 8, "num_gpu_blocks_override": 18}
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
@@ -50,8 +52,9 @@ def test_long_prompts_in_a_tiny_cache_give_the_same_tokens(models, make_engine, 
         assert sum(entry.counts.num_accepted_tokens for entry in stats.speculation) > 0
 
 
-def test_ranks_swap_their_own_parts(models, make_engine, run, prompts):
+def test_ranks_swap_their_own_parts(models, make_engine, run, prompts, monkeypatch):
     """A rank that did not would read what another sequence has left in a block."""
+    ranks_as_threads(monkeypatch)
     work = jobs(models, prompts)
     want = [outcome.token_ids for outcome in run(make_engine(**LORA), work)]
     engine = make_engine(**SWAP, **LORA, **TIGHT, tensor_parallel_size=2)

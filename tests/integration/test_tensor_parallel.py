@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from outrider import LLM, LoRARequest, SamplingParams
 from outrider.models.demo import demo_adapters
-from outrider.platform.core.errors import AdapterError, EngineDeadError, InvalidRequestError
+from outrider.platform.core.errors import AdapterError, EngineDeadError, InvalidRequestError, OutriderError
+from outrider.platform.engine.executor import parallel, rank_process
 
-from ..rank_texts import OPTIONS, PROMPTS, num_accepted, preempted_texts, texts
+from ..quantized_files import CASES, write_quantized
+from ..rank_texts import NUM_BLOCKS, OPTIONS, PROMPTS, long_texts, num_accepted, preempted_texts, texts
+from ..thread_ranks import ranks_as_threads
+from ..tiny_families import Family, build
 
 
 def ranks() -> list[int]:
@@ -46,7 +51,7 @@ def expected(whole: LLM) -> list[str]:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(tensor_parallel_size=2, num_gpu_blocks_override=17, **OPTIONS) as made:
+    with LLM(tensor_parallel_size=2, num_gpu_blocks_override=NUM_BLOCKS, **OPTIONS) as made:
         yield made
     assert not ranks(), "they end with the engine"
 
@@ -64,9 +69,8 @@ def test_what_clients_are_told_is_of_all_ranks(llm: LLM, whole: LLM) -> None:
     assert one.weight_bytes <= found.weight_bytes < 1.02 * one.weight_bytes, "norms are held twice"
 
 
-def test_preempted_requests_write_the_same(llm: LLM) -> None:
-    together, alone = preempted_texts(llm)
-    assert together == alone
+def test_preempted_requests_write_the_same(llm: LLM, whole: LLM) -> None:
+    assert preempted_texts(llm) == long_texts(whole)
 
 
 def test_adapters_are_loaded_and_unloaded(llm: LLM, expected: list[str]) -> None:
@@ -89,7 +93,8 @@ def test_prompt_logprobs_and_sleep(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_weights_rounded_while_they_are_loaded(quantization: str) -> None:
+def test_weights_rounded_while_they_are_loaded(quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_as_threads(monkeypatch)
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 256, "quantization": quantization}
     found = []
     for size in (1, 2):
@@ -97,6 +102,31 @@ def test_weights_rounded_while_they_are_loaded(quantization: str) -> None:
             outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=24, temperature=0))
             found.append([output.outputs[0].text for output in outputs])
     assert found[0] == found[1]
+
+
+def test_an_adapter_on_inputs_whose_groups_lie_apart(
+    make_engine: Any, run: Any, prompts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPTQ's `desc_act`: a rank has columns of `o_proj` and `down_proj` whose inputs other ranks compute."""
+    from peft import LoraConfig, get_peft_model
+
+    ranks_as_threads(monkeypatch)
+    case, (base, quantized, adapter) = CASES["gptq-act"], (tmp_path / name for name in ("base", "quantized", "adapter"))
+    model = build(Family("Llama", case.sizes))
+    model.save_pretrained(base)
+    write_quantized(base, quantized, case)
+    lora = LoraConfig(r=4, target_modules=["o_proj", "down_proj"], init_lora_weights=False)
+    get_peft_model(model, lora).save_pretrained(adapter)
+    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    jobs = [([t % 131 for t in p], greedy, a) for p in prompts[:3] for a in (None, LoRARequest("a", path=str(adapter)))]
+    found = []
+    for size in (1, 2):
+        engine = make_engine(
+            model=str(quantized), enable_lora=True, max_loras=1, max_lora_rank=8, tensor_parallel_size=size
+        )
+        found.append([outcome.token_ids for outcome in run(engine, jobs)])
+    assert found[0] == found[1]
+    assert found[0][::2] != found[0][1::2], "the adapter changes texts"
 
 
 def test_a_size_that_does_not_divide_the_heads() -> None:
@@ -112,17 +142,24 @@ def test_ray_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.param == "distributed_executor_backend"
 
 
-def test_the_death_of_a_rank_ends_the_engine() -> None:
-    others = set(ranks())
-    with LLM(tensor_parallel_size=2, dtype="float32", device="cpu", max_model_len=256) as llm:
-        llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2))
-        (rank,) = set(ranks()) - others
-        os.kill(rank, signal.SIGKILL)
-        with pytest.raises(EngineDeadError, match="rank 1 of 2 is gone"):
-            llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2))
-        assert llm.llm_engine.engine_core.has_work(), "an idle server notices it, too"
-        with pytest.raises(EngineDeadError, match="rank 1 of 2 is gone"):
-            llm.llm_engine.engine_core.step()
+def test_a_rank_that_cannot_join_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_as_threads(monkeypatch)
+
+    def refuse(*arguments: Any) -> None:
+        raise OSError("no way to rank 0")
+
+    monkeypatch.setattr(rank_process, "ProcessRanks", refuse)
+    with pytest.raises(OutriderError, match="no way to rank 0"):
+        LLM(tensor_parallel_size=2, device="cpu")
+
+    def hang(*arguments: Any) -> None:
+        time.sleep(1)
+        raise EOFError
+
+    monkeypatch.setattr(rank_process, "ProcessRanks", hang)
+    monkeypatch.setattr(parallel, "_JOIN_SECONDS", 0.3)
+    with pytest.raises(EngineDeadError, match=r"tensor_parallel_size 2: ranks \[1\] did not join the others"):
+        LLM(tensor_parallel_size=2, device="cpu")
 
 
 def test_dora_is_refused(llm: LLM, tmp_path: Path) -> None:
@@ -135,3 +172,15 @@ def test_dora_is_refused(llm: LLM, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     with pytest.raises(AdapterError, match=r"DoRA.*tensor_parallel_size"):
         llm.load_lora_adapter(LoRARequest("dora", path=str(tmp_path)))
+
+
+def test_the_death_of_a_rank_ends_the_engine(llm: LLM) -> None:
+    """The last test: the engine is that of all others."""
+    llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2))
+    (rank,) = ranks()
+    os.kill(rank, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="rank 1 of 2 is gone"):
+        llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2))
+    assert llm.llm_engine.engine_core.has_work(), "an idle server notices it, too"
+    with pytest.raises(EngineDeadError, match="rank 1 of 2 is gone"):
+        llm.llm_engine.engine_core.step()

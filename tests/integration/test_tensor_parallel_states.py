@@ -24,6 +24,8 @@ from outrider import LoRARequest, SamplingParams
 from outrider.platform.core.errors import InvalidUserInputError
 from outrider.platform.core.messages import EngineRequest
 
+from ..thread_ranks import ranks_as_threads
+
 NAMES = st.sampled_from("xyz")
 CONTENTS = st.sampled_from("abc")
 OPTIONS = {
@@ -33,7 +35,8 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def test_any_order_over_two_ranks(models, make_engine, prompts, plain_tokens):
+def test_any_order_over_two_ranks(models, make_engine, prompts, plain_tokens, monkeypatch):
+    ranks_as_threads(monkeypatch)
     engine = make_engine(**OPTIONS)
     numbers, num_aborted = itertools.count(), []
 

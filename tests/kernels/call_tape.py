@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Lock, get_ident
 from typing import Any
 
 import pytest
@@ -38,16 +39,22 @@ class _Recorder(TorchDispatchMode):
         self.memory.append((made, args, kwargs))
         if any(arg.alias_info is not None and arg.alias_info.is_write for arg in schema.arguments):
             self.calls.append(lambda: func(*args, **kwargs))
-        elif name not in _MAKES_MEMORY and all(out.alias_info is None for out in schema.returns):
+        elif name not in _MAKES_MEMORY and (
+            all(out.alias_info is None for out in schema.returns) or _is_copy(made, args)
+        ):
             self.calls.append(lambda: self._into(made, func(*args, **kwargs)))
         return made
 
     def launch(self, executor: Any, args: Any, kwargs: Any, call: Callable[..., Any]) -> None:
         """A kernel, now and in every replay."""
         self.memory.append((args, kwargs))
-        self.calls.append(lambda: call(executor, *args, **kwargs))
+        self.work(lambda: call(executor, *args, **kwargs))
+
+    def work(self, call: Callable[[], Any]) -> None:
+        """What goes around torch's operations, now and in every replay."""
+        self.calls.append(call)
         with torch.utils._python_dispatch._disable_current_modes():
-            call(executor, *args, **kwargs)
+            call()
 
     def replay(self) -> None:
         for call in self.calls:
@@ -60,16 +67,51 @@ class _Recorder(TorchDispatchMode):
                 old.copy_(new)
 
 
+def _is_copy(made: Any, args: Any) -> bool:
+    """True for a view that could not be one, as `reshape` and `contiguous` may find."""
+    held = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
+    return isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in held
+
+
+_recorders: dict[int, _Recorder] = {}
+"""By the thread that records."""
+_changing = Lock()
+
+
 @contextmanager
 def _launches_of(recorder: _Recorder) -> Iterator[None]:
+    """Record this thread's launches. Several threads may record at once."""
     from triton.runtime.interpreter import GridExecutor
 
-    call = GridExecutor.__call__
-    GridExecutor.__call__ = lambda executor, *args, **kwargs: recorder.launch(executor, args, kwargs, call)
+    def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
+        of_thread = _recorders.get(get_ident())
+        if of_thread is None:
+            launch.call(executor, *args, **kwargs)  # type: ignore[attr-defined]
+        else:
+            of_thread.launch(executor, args, kwargs, launch.call)  # type: ignore[attr-defined]
+
+    with _changing:
+        if not _recorders:
+            launch.call = GridExecutor.__call__  # type: ignore[attr-defined]
+            GridExecutor.__call__ = launch
+        _recorders[get_ident()] = recorder
     try:
         yield
     finally:
-        GridExecutor.__call__ = call
+        with _changing:
+            del _recorders[get_ident()]
+            if not _recorders:
+                GridExecutor.__call__ = GridExecutor.__call__.call
+
+
+def record(call: Callable[[], Any]) -> None:
+    """Make a call that goes around torch's operations, and make it again whenever what this thread records is
+    replayed."""
+    recorder = _recorders.get(get_ident())
+    if recorder is None:
+        call()
+    else:
+        recorder.work(call)
 
 
 class CallTape:

@@ -216,6 +216,7 @@ def test_rows_are_those_of_the_dense_weight(machine, kind):
     linear, ids = NativeQuantizedLinear(blocks, None), torch.tensor([109, 0, 70, 69, 3, 3])
     # The scale's 2^-12 may come on top of the result's 2^-8; an offset's is larger than the difference.
     torch.testing.assert_close(linear.rows(ids).float(), dense[ids], rtol=2**-7.9, atol=1e-4)
+    assert torch.equal(linear.rows(ids.int()), linear.rows(ids))
     assert linear.rows(ids[:0]).shape == (0, 300)
     with pytest.raises(IndexError, match="rows are 0 to 109"):
         linear.rows(torch.tensor([110]))
@@ -229,6 +230,22 @@ def test_every_float8_is_multiplied_exactly(machine):
     linear = NativeQuantizedLinear([weight], None)
     assert torch.equal(linear(torch.tensor([[1.0, 0]]).bfloat16())[0], codes.bfloat16())
     assert torch.equal(linear.rows(torch.arange(256))[:, 1], codes.bfloat16())
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint8", "int4", "levels"])
+@pytest.mark.parametrize("offset", [-300.0, 200.0, 255.0])
+def test_sums_of_numbers_far_from_zero_do_not_overflow(machine, kind, offset):
+    """A chunk of the largest codes times the largest inputs: 32 bits hold its sum for numbers below 256 alone."""
+    codes = {"int8": torch.tensor(127, dtype=torch.int8), "uint8": torch.tensor(255, dtype=torch.uint8)}
+    made = codes.get(kind, torch.tensor(15, dtype=torch.uint8)).expand(5, 256)
+    weight = QuantizedWeight(bits=8 if kind in codes else 4, codes=made, scales=torch.ones(5, 1), group=256)
+    if kind == "levels":
+        weight = replace(weight, levels=offset + torch.arange(16.0))
+    else:
+        weight = replace(weight, offsets=torch.full((5, 1), offset))
+    x = torch.full((3, 256), 1.9921875).bfloat16()
+    expected = x.double() @ weight.dequantized().double().T
+    torch.testing.assert_close(NativeQuantizedLinear([weight], None)(x).double(), expected, rtol=2**-7, atol=0)
 
 
 def test_inputs_within_seven_binades_are_exact(machine):

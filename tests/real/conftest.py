@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from outrider import LLM, LoRARequest, SamplingParams
 
@@ -83,6 +86,30 @@ class RealModel:
                 optimizer.zero_grad()
             model.save_pretrained(self.work / name)
             self.adapters[name] = LoRARequest(name, path=str(self.work / name))
+
+    def drafted(self, name: str, folder: Path, head: Path | None = None) -> LoRARequest:
+        """An adapter as a copy in `folder` with draft weights: itself for a draft model that is the model, and a random
+        LoRA for the head, of which `head` is the folder."""
+        shutil.copytree(self.adapters[name].path, folder)
+        shutil.copytree(self.adapters[name].path, folder / "draft" / "draft_model")
+        if head is not None:
+            generator = torch.Generator().manual_seed(1)
+            tensors, prefix = {}, "base_model.model."
+            whole, pickled = head / "model.safetensors", head / "medusa_lm_head.pt"
+            weights = load_file(whole) if whole.exists() else torch.load(pickled, weights_only=True)
+            for key, weight in weights.items():
+                module = key.replace("midlayer", "layers.0").removesuffix(".weight")
+                if not module.endswith(("_proj", "fc", ".linear")):
+                    continue
+                for part, shape in {"A": (4, weight.shape[1]), "B": (weight.shape[0], 4)}.items():
+                    values = torch.randn(shape, generator=generator) * 0.1
+                    tensors[f"{prefix}{module}.lora_{part}.weight"] = values
+            for method in ("eagle3", "medusa"):
+                (folder / "draft" / method).mkdir()
+                save_file(tensors, folder / "draft" / method / "adapter_model.safetensors")
+                config = json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 4})
+                (folder / "draft" / method / "adapter_config.json").write_text(config)
+        return LoRARequest("drafted", path=str(folder))
 
 
 @pytest.fixture(scope="session")

@@ -56,14 +56,14 @@ FORMS = [
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
 
-def form_tokens(llm, model, **changes):
-    """Tokens of all forms, of the base and of an adapter in one batch, greedy and seeded."""
+def form_tokens(llm, *adapters, **changes):
+    """Tokens of all forms, of the base and of adapters in one batch, greedy and seeded."""
     sampling = {"temperature": 0}, {"temperature": 1.0, "seed": 7}
     wanted = [
         (prompt, SamplingParams(max_tokens=40, structured_outputs=form, **kind, **changes), adapter)
         for prompt, form in FORMS
         for kind in sampling
-        for adapter in (None, model.adapters["attention"])
+        for adapter in (None, *adapters)
     ]
     prompts, params, adapters = (list(column) for column in zip(*wanted, strict=True))
     return llm.generate(prompts, params, lora_request=adapters, use_tqdm=False)
@@ -74,7 +74,7 @@ def plain_forms(model):
     from outrider import LLM
 
     llm = LLM(str(model.gguf), dtype="float32", max_model_len=512, kv_cache_memory_bytes=512 << 20, **LORA)
-    outputs = form_tokens(llm, model, speculative=False)
+    outputs = form_tokens(llm, model.adapters["attention"], speculative=False)
     llm.shutdown()
     return outputs
 
@@ -107,6 +107,20 @@ def tokens(outputs):
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def check_drafts(llm, model, plain, plain_forms, greedy, drafted, *, loads):
+    """The text is that without drafts: of prompts, and of forms by the base, an adapter, and the same adapter with
+    draft weights. `loads`: the drafter reads them."""
+    assert tokens(llm.generate(PROMPTS, greedy, use_tqdm=False)) == tokens(plain)
+    outputs = form_tokens(llm, model.adapters["attention"], drafted)
+    with_drafts = outputs[2::3]
+    assert tokens(outputs[::3]) == tokens(plain_forms[::2])
+    assert tokens(outputs[1::3]) == tokens(with_drafts) == tokens(plain_forms[1::2])
+    assert {info.name: info.draft for info in llm.adapters.list()} == {
+        "attention": "",
+        "drafted": "loaded" if loads else "",
+    }
+
+
 def test_prompts(plain, reference, check_greedy):
     assert len(plain) == 24
     for output in plain:
@@ -133,15 +147,15 @@ def test_folder(model):
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "adaptive"])
-def test_drafters(method, model, make_llm, plain, plain_forms, greedy):
+def test_drafters(method, model, make_llm, plain, plain_forms, greedy, tmp_path):
     config = {"method": method, "num_speculative_tokens": 4, "adaptive": False}
-    if method == "draft_model":
-        config["model"] = str(model.gguf)
     if method == "adaptive":
-        config = {"method": "ngram"}
+        config = {"method": "draft_model"}  # n-gram is its fallback
+    if loads := config["method"] == "draft_model":
+        config["model"] = str(model.gguf)
     llm = make_llm(speculative_config=config, **LORA)
-    assert tokens(llm.generate(PROMPTS, greedy, use_tqdm=False)) == tokens(plain)
-    assert tokens(form_tokens(llm, model)) == tokens(plain_forms)
+    drafted = model.drafted("attention", tmp_path / "drafted")
+    check_drafts(llm, model, plain, plain_forms, greedy, drafted, loads=loads)
 
 
 def write_random_head(folder, target):
@@ -185,8 +199,8 @@ def test_heads(method, model, make_llm, plain, plain_forms, greedy, tmp_path):
         )  # fmt: skip
         train_draft(options, samples, samples[:1])
     llm = make_llm(speculative_config={"method": method, "model": str(tmp_path), "num_speculative_tokens": 2}, **LORA)
-    assert tokens(llm.generate(PROMPTS, greedy, use_tqdm=False)) == tokens(plain)
-    assert tokens(form_tokens(llm, model)) == tokens(plain_forms)
+    drafted = model.drafted("attention", tmp_path / "drafted", head=tmp_path)
+    check_drafts(llm, model, plain, plain_forms, greedy, drafted, loads=True)
 
 
 def test_chunks_and_prefix_hits(make_llm, reference, check_greedy, greedy):

@@ -22,7 +22,7 @@ import pytest
 pytest.importorskip("ray")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from deployed import Deployed
+from deployed import ON_RAY, Deployed, free_port
 
 
 @pytest.fixture
@@ -47,13 +47,11 @@ def start(tmp_path: Path, tethered: Callable[..., list[str]], postgresql: Any) -
 @pytest.fixture
 def ray_cluster(tethered: Callable[..., list[str]]) -> Iterator[str]:
     """Address of a cluster of one machine, which no command has started."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     command += ["--port", str(port), "--num-cpus", "4", "--include-dashboard", "false"]
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # paths of sockets are short
-    environment = os.environ | {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "RAY_TMPDIR": folder}
+    environment = os.environ | ON_RAY | {"RAY_TMPDIR": folder}
     cluster = subprocess.Popen(tethered(command, signal.SIGTERM), env=environment, stdout=subprocess.DEVNULL)
     ends = time.monotonic() + 60
     while True:

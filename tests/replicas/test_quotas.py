@@ -19,6 +19,8 @@ from sqlalchemy import func, select
 
 pytest.importorskip("ray")
 
+from deployed import ON_RAY, free_port
+
 from outrider.platform.tenancy.accounts.principal import Limits
 from outrider.platform.tenancy.accounts.records import Tenant
 from outrider.platform.tenancy.database.connection import Database, parse_url
@@ -50,15 +52,10 @@ def address(
     database: Database, key: str, tmp_path_factory: pytest.TempPathFactory, tethered: Callable[..., list[str]]
 ) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("quotas")
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "outrider.platform.cli.main", "deploy", "--port", str(port), "--no-speculation"]
     command += ["--num-replicas", "2", "--replica-cpus", "0.5", "--journal", str(folder / "journals")]
-    variables = {
-        **{"OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"},
-        "OUTRIDER_DATABASE": database.url.render_as_string(hide_password=False),
-    }
+    variables = ON_RAY | {"OUTRIDER_DATABASE": database.url.render_as_string(hide_password=False)}
     log: Path = folder / "log.txt"
     with log.open("wb") as output:
         process = subprocess.Popen(

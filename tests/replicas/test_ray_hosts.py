@@ -17,6 +17,8 @@ import pytest
 
 pytest.importorskip("ray")
 
+from deployed import ON_RAY
+
 from outrider import LLM
 
 from .. import rank_texts
@@ -74,7 +76,7 @@ def hosts(tethered: Callable[..., list[str]]) -> Iterator[list[str]]:
             command += ["--num-cpus=1", "--disable-usage-stats", f"--node-ip-address={address}", *role]
             log = folder / f"{name}.txt"
             with log.open("wb") as output:
-                environment = os.environ | {"RAY_AUTH_MODE": "disabled"}
+                environment = os.environ | ON_RAY
                 tied = tethered(command, signal.SIGTERM)
                 nodes.append(subprocess.Popen(tied, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd="/"))
             ends = time.monotonic() + 120
@@ -100,7 +102,7 @@ def test_ranks_of_two_hosts_write_the_text_of_one_process(hosts: list[str]) -> N
         expected = rank_texts.texts(llm)
     done = subprocess.run(
         ["ip", "netns", "exec", hosts[0], sys.executable, "-P", rank_texts.__file__],
-        env=os.environ | {"RAY_ADDRESS": f"{ADDRESSES[0]}:{PORT}", "RAY_AUTH_MODE": "disabled"},
+        env=os.environ | ON_RAY | {"RAY_ADDRESS": f"{ADDRESSES[0]}:{PORT}"},
         capture_output=True,
         text=True,
         cwd="/",

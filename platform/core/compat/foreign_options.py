@@ -53,6 +53,7 @@ ONE_PROCESS = "ranks are divided and joined in one way"
 RAY_NODES = "ranks of several machines need distributed_executor_backend ray"
 NO_OFFLOAD = "weights are not moved to host memory"
 NO_EXPERTS = "mixtures of experts have no options: with tensor parallelism each rank has whole experts"
+WHOLE_EXPERTS = Option((True, False), "each rank has whole experts in any case", flag=True)
 NO_IMAGES = "prompts are text"
 NO_STATE_SPACE = "models with state-space layers are not served"
 NO_USER_CODE = "code of the user's own is not run in the engine"

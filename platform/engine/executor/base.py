@@ -11,6 +11,7 @@ from ....models.batch import LayerKV, SequenceRows, build_batch
 from ....models.model import DecoderOutput, LanguageModel
 from ....spec_decode.drafters.base import AdapterPreparer
 from ...core.errors import EngineDeadError
+from .captured import TargetPasses
 
 Handles = Sequence[tuple[Any, int]]
 """(adapter, number of tokens or rows)."""
@@ -30,6 +31,14 @@ class Executor(Protocol):
     def forward(self, rows: SequenceRows, handles: Handles, aux_layers: Sequence[int]) -> DecoderOutput:
         """Compute rows of tokens, whose KV is written; see `LanguageModel.forward`."""
 
+    def replay(self, rows: SequenceRows, handles: Handles, *, verifies: bool) -> tuple[Tensor, ...] | None:
+        """Do the same from a captured graph; None, and nothing is done, where `forward` must do it.
+
+        Returns:
+            Hidden states [T, H], and those that enter the drafter's layers; with `verifies` before them logits [T, V]
+            float32. Valid until the next pass; entries beyond the rows' tokens have no meaning.
+        """
+
     def logits(self, hidden: Tensor, handles: Handles) -> Tensor:
         """Logits [R, V] float32 of hidden [R, H]."""
 
@@ -46,13 +55,24 @@ class LocalExecutor:
     is_broken = False
 
     def __init__(
-        self, model: LanguageModel, kv: Sequence[LayerKV], prepare: AdapterPreparer, prepare_head: AdapterPreparer
+        self,
+        model: LanguageModel,
+        kv: Sequence[LayerKV],
+        preparers: tuple[AdapterPreparer, AdapterPreparer],
+        passes: TargetPasses | None = None,
     ) -> None:
-        """`kv`: the target's layers; `prepare`, `prepare_head`: adapters of tokens, and of rows of logits."""
+        """Compute with a model and its layers of the cache.
+
+        Args:
+            model: The target.
+            kv: Its layers.
+            preparers: Of the adapters of tokens, and of rows of logits.
+            passes: Captured passes; None: nothing is captured.
+        """
         self._model = model
         self._kv = kv
-        self._prepare = prepare
-        self._prepare_head = prepare_head
+        self._prepare, self._prepare_head = preparers
+        self._passes = passes
 
     def error(self) -> EngineDeadError:
         """See `Executor`."""
@@ -61,6 +81,10 @@ class LocalExecutor:
     def forward(self, rows: SequenceRows, handles: Handles, aux_layers: Sequence[int]) -> DecoderOutput:
         """See `Executor`."""
         return self._model.forward(build_batch(rows, self._model, self._kv, self._prepare(handles)), aux_layers)
+
+    def replay(self, rows: SequenceRows, handles: Handles, *, verifies: bool) -> tuple[Tensor, ...] | None:
+        """See `Executor`."""
+        return None if self._passes is None else self._passes.run(rows, handles, verifies=verifies)
 
     def logits(self, hidden: Tensor, handles: Handles) -> Tensor:
         """See `Executor`."""

@@ -6,6 +6,7 @@ import os
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch import distributed as dist
 
@@ -14,6 +15,8 @@ from .launch import THIS_MACHINE
 
 _TIMEOUT = timedelta(minutes=5)
 """Longest wait of a rank for the others in one operation."""
+STORE_TIMEOUT = timedelta(minutes=1)
+"""Longest wait for a store that another machine has."""
 
 
 class ProcessRanks:
@@ -34,13 +37,21 @@ class ProcessRanks:
                 "this build of torch has no torch.distributed, which tensor_parallel_size needs",
                 param="tensor_parallel_size",
             )
+        from torch.distributed import distributed_c10d
+
         self.rank, self.size = rank, size
+        options_of: Any = distributed_c10d
+        self._sum_options = options_of.AllreduceOptions()
+        self._gather_options, self._copy_options = options_of.AllgatherOptions(), options_of.BroadcastOptions()
+        for of_operation in (self._sum_options, self._gather_options, self._copy_options):
+            of_operation.asyncOp = False
         nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
         gloo: Any = dist.ProcessGroupGloo
         if device == "cuda":
             options = nccl.Options()
             options._timeout = _TIMEOUT
             self._group: Any = nccl(store, rank, size, options)
+            self.sum(torch.zeros(1, device=device))  # which connects them
             return
         options = gloo._Options()
         options._timeout = _TIMEOUT
@@ -48,21 +59,29 @@ class ProcessRanks:
         options._devices = [gloo.create_device(interface=interface) if interface else gloo.create_device(address)]
         self._group = gloo(store, rank, size, options)
 
+    # NCCL's work is in order on the stream that launches it, so that a graph captures it and no host waits. gloo's is
+    # waited for.
+
     def sum(self, x: Tensor) -> Tensor:
         """See `Ranks`."""
-        self._group.allreduce(x).wait()
+        _finish(self._group.allreduce([x], self._sum_options))
         return x
 
     def gather(self, x: Tensor) -> Tensor:
         """See `Ranks`."""
         found = x.new_empty((self.size * len(x), *x.shape[1:]))
-        self._group._allgather_base(found, x.contiguous()).wait()
+        _finish(self._group._allgather_base(found, x.contiguous(), self._gather_options))
         return found.view(self.size, *x.shape)
 
     def copy_first(self, x: Tensor) -> Tensor:
         """Rank 0's x, in place of every other rank's."""
-        self._group.broadcast(x, 0).wait()
+        _finish(self._group.broadcast([x], self._copy_options))
         return x
+
+
+def _finish(work: Any) -> None:
+    if work is not None:  # NCCL has nothing to wait for
+        work.wait()
 
 
 def open_store(place: list[Any], size: int) -> Any:
@@ -70,4 +89,4 @@ def open_store(place: list[Any], size: int) -> Any:
     stores: Any = dist
     if place[0] == "file":
         return stores.FileStore(place[1], size)
-    return stores.TCPStore(place[1], place[2], size, is_master=False, timeout=_TIMEOUT)
+    return stores.TCPStore(place[1], place[2], size, is_master=False, timeout=STORE_TIMEOUT)

@@ -3,8 +3,9 @@
 rank 0                                     rank
 RankSpec                             ->
                                      <-    {} or {"error": [...]}     it has started
+                                     <-    {} or {"error": [...]}     it has joined the others
                                      <-    {"weight_bytes": N} or {"error": [...]}     its weights are loaded
-Message("allocate" | "forward" | "logits" | "lookup" | "write" | "move" | "release") ->   one after another, no answers
+Message("allocate" | "forward" | "replay" | ...) ->         one after another, no answers
 """
 
 from __future__ import annotations

@@ -7,10 +7,13 @@ import importlib.util
 import logging
 import select
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor
 
 from ....lora.device.layout import PackedModules
@@ -23,6 +26,7 @@ from ...core.batch import Move
 from ...core.config import EngineConfig
 from ...core.errors import EngineDeadError, ErrorInfo, InvalidRequestError, error_from_info
 from .base import Handles
+from .captured import TargetPasses
 from .launch import Launch, ProcessLaunch
 from .messages import Message, RankSpec, encode_packed, encode_rows, send_message
 
@@ -30,8 +34,13 @@ if TYPE_CHECKING:
     from .collectives import ProcessRanks
 
 _START_SECONDS = 300.0
-"""Longest time until a rank has imported what it needs; until its weights are loaded it may take an hour."""
+"""Longest time until a rank has imported what it needs."""
+_JOIN_SECONDS = 60.0
+"""Longest time until all ranks, which run by then, have found each other."""
 _LOAD_SECONDS = 3600.0
+"""Longest time until a rank's weights are loaded."""
+_GLANCE_SECONDS = 0.2
+"""Time between two looks at this process's own way into the group."""
 
 
 class ParallelExecutor:
@@ -49,7 +58,7 @@ class ParallelExecutor:
         self._size = config.num_ranks
         self._failure: ErrorInfo | None = None
         self._lock = threading.Lock()  # adapters are written by other threads than the one that steps
-        self._sockets = select.poll()  # unlike `select` for any descriptor
+        self._sockets = select.poll()
         self._launch = _launch(config)
         self._remote = self._launch.remote
         self._closed = weakref.finalize(self, self._launch.close)
@@ -90,38 +99,64 @@ class ParallelExecutor:
                 log_level=logging.getLogger().getEffectiveLevel(),
             )
             send(remote.link, spec)
-        self._await(_START_SECONDS)
-        address = self._launch.sites[0].address
-        try:
-            return ProcessRanks(self._launch.open_store(), 0, self._size, config.device, address)
-        except RuntimeError as error:
-            self._raise_reported()
-            raise EngineDeadError(f"the ranks did not find each other: {error}") from error
+        self._await("start", _START_SECONDS)
+        site, joined = self._launch.sites[0], Future[ProcessRanks]()
 
-    def _raise_reported(self) -> None:
-        """Raise the error that a rank has sent, if one has."""
-        for remote in self._remote:
-            remote.link.settimeout(1)
-            with contextlib.suppress(EOFError, OSError):
-                said = receive(remote.link)[0]
-                if "error" in said:
-                    raise error_from_info(ErrorInfo(*said["error"]))
-
-    def _await(self, seconds: float) -> list[dict[str, Any]]:
-        """Wait until each rank has said that it is ready; raises the error of one that is not."""
-        ready = []
-        for rank, remote in enumerate(self._remote, 1):
-            remote.link.settimeout(seconds)
+        def join() -> None:
             try:
-                said = receive(remote.link)[0]
-            except (EOFError, OSError) as error:
-                how = f"rank {rank} of {self._size} ended while it started: {remote.ended()}"
-                raise EngineDeadError(how) from error
-            if "error" in said:
-                raise error_from_info(ErrorInfo(*said["error"]))
-            remote.link.settimeout(None)
-            ready.append(said)
-        return ready
+                if config.device == "cuda":
+                    torch.cuda.set_device(site.device_index)
+                joined.set_result(ProcessRanks(self._launch.open_store(), 0, self._size, config.device, site.address))
+            except BaseException as error:
+                joined.set_exception(error)
+
+        # A group waits for minutes for one who cannot join; the sockets say so at once.
+        threading.Thread(target=join, name="outrider-join", daemon=True).start()
+        self._await("join the others", _JOIN_SECONDS, joined)
+        try:
+            return joined.result(_JOIN_SECONDS)
+        except (RuntimeError, OSError) as error:
+            raise EngineDeadError(
+                f"tensor_parallel_size {self._size}: rank 0 did not join the others: {error!r}"
+            ) from error
+
+    def _await(self, what: str, seconds: float, own: Future[Any] | None = None) -> list[dict[str, Any]]:
+        """Wait until each rank has said that it did `what`, or `own`, where this process does the same, fails.
+
+        Raises:
+            EngineDeadError: a rank ended, or did not do it in time. Or the error that a rank has sent.
+        """
+        said: dict[int, dict[str, Any]] = {}
+        ends = time.monotonic() + seconds
+        while missing := [rank for rank in range(1, self._size) if rank not in said]:
+            has_failed = own is not None and own.done() and own.exception() is not None
+            if has_failed:  # maybe for a reason that another rank is about to say
+                ends = min(ends, time.monotonic() + 1.0)
+            if time.monotonic() > ends:
+                if has_failed:
+                    break
+                raise EngineDeadError(
+                    f"tensor_parallel_size {self._size}: ranks {missing} did not {what} within {seconds:.0f} s"
+                )
+            links = {self._remote[rank - 1].link.fileno(): rank for rank in missing}
+            sockets = select.poll()  # unlike `select` for any descriptor
+            for link in links:
+                sockets.register(link, select.POLLIN)
+            for link, _ in sockets.poll(1000 * _GLANCE_SECONDS):
+                said[links[link]] = self._receive(links[link])
+        return [said[rank] for rank in sorted(said)]
+
+    def _receive(self, rank: int) -> dict[str, Any]:
+        """What a rank says; its error is raised."""
+        remote = self._remote[rank - 1]
+        try:
+            said: dict[str, Any] = receive(remote.link)[0]
+        except (EOFError, OSError) as error:
+            how = f"rank {rank} of {self._size} ended while it started: {remote.ended()}"
+            raise EngineDeadError(how) from error
+        if "error" in said:
+            raise error_from_info(ErrorInfo(*said["error"]))
+        return said
 
     def bind(
         self,
@@ -130,6 +165,7 @@ class ParallelExecutor:
         preparers: tuple[AdapterPreparer, AdapterPreparer],
         config: EngineConfig,
         num_lora_rows: int,
+        passes: TargetPasses | None,
     ) -> None:
         """Take this process's share and its memory, and have the other ranks allocate theirs.
 
@@ -139,18 +175,20 @@ class ParallelExecutor:
             preparers: Of the adapters of tokens, and of rows of logits.
             config: The engine's configuration.
             num_lora_rows: Rank rows of the adapters; not used without adapters.
+            passes: Captured passes, which the other ranks capture, too; None: nothing is captured.
         """
-        self._model, self._kv = model, kv
+        self._model, self._kv, self._passes = model, kv, passes
         self._prepare, self._prepare_head = preparers
-        self.weight_bytes = sum(said["weight_bytes"] for said in self._await(_LOAD_SECONDS))
+        self.weight_bytes = sum(said["weight_bytes"] for said in self._await("load its weights", _LOAD_SECONDS))
         """Bytes of the other ranks' weights."""
         cache, lora = config.cache, None
         if config.lora is not None:
             lora = [num_lora_rows, config.lora.max_lora_rank]
         for remote in self._remote:
             self._sockets.register(remote.link, select.POLLIN)
+        graphs = None if passes is None else [list(passes.aux_layers), *passes.limits]
         self._announce(
-            Message("allocate", [cache.num_blocks, cache.block_size, cache.dtype, lora, cache.num_host_blocks])
+            Message("allocate", [cache.num_blocks, cache.block_size, cache.dtype, lora, cache.num_host_blocks, graphs])
         )
 
     def as_target(self, model: LanguageModel) -> LanguageModel:
@@ -167,6 +205,25 @@ class ParallelExecutor:
         lengths, array = encode_rows(rows, token_ids)
         with self._together(Message("forward", [lengths, _plain(handles), list(aux_layers)], [array])):
             return self._model.forward(batch, aux_layers)
+
+    def replay(self, rows: SequenceRows, handles: Handles, *, verifies: bool) -> tuple[Tensor, ...] | None:
+        """See `Executor`. A graph that rank 0 cannot capture ends all ranks: the others may have begun with it."""
+        if self._passes is None:
+            return None
+        assert rows.overshoot is None, "steps do not overlap"
+        has_begun = False
+
+        def begin() -> None:
+            nonlocal has_begun
+            has_begun = True
+            lengths, array = encode_rows(rows, rows.known_tokens(self._model.device))
+            self._announce(Message("replay", [lengths, _plain(handles), verifies], [array]))
+
+        with self._ending_all():
+            found = self._passes.run(rows, handles, verifies=verifies, begin=begin)
+            if found is None and has_begun:
+                raise RuntimeError("a graph could not be captured; enforce_eager needs none")
+        return found
 
     def logits(self, hidden: Tensor, handles: Handles) -> Tensor:
         """See `Executor`."""
@@ -211,6 +268,12 @@ class ParallelExecutor:
     def _together(self, message: Message) -> Iterator[None]:
         """Tell the ranks, and end all of them where this process fails in its share."""
         self._announce(message)
+        with self._ending_all():
+            yield
+
+    @contextlib.contextmanager
+    def _ending_all(self) -> Iterator[None]:
+        """End all ranks where this process fails."""
         try:
             yield
         except Exception as error:

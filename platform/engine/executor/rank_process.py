@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from ....kernels.graphs import CudaGraphs
 from ....kernels.memory import release_pages
 from ....kernels.threads import use_pool
 from ....lora.device.batching import StepAdapters
@@ -26,12 +27,14 @@ from ....lora.reader.reader_messages import receive, send
 from ....models.batch import LayerKV, allocate_kv
 from ....models.checkpoint.loader import ModelOptions, load_model
 from ....models.model import LanguageModel
+from ....models.pass_graphs import PassGraphs, PassLimits
 from ....spec_decode.drafters.base import AdapterPreparer, no_adapters
 from ...core.batch import Move
 from ...core.errors import OutriderError
 from ..description import weight_bytes
 from ..memory.host_store import HostStore
 from .base import LocalExecutor
+from .captured import TargetPasses
 from .collectives import ProcessRanks, open_store
 from .messages import Message, RankSpec, decode_packed, decode_rows, receive_message
 
@@ -95,6 +98,11 @@ class Rank:
             lengths, handles, aux_layers = arguments
             rows = decode_rows(lengths, message.arrays[0])
             self._local.forward(rows, _handles(handles), aux_layers)
+        elif verb == "replay":
+            lengths, handles, verifies = arguments
+            rows = decode_rows(lengths, message.arrays[0])
+            if self._local.replay(rows, _handles(handles), verifies=verifies) is None:
+                raise RuntimeError("this rank cannot capture a pass that rank 0 captures")
         elif verb == "logits":
             count, handles = arguments
             config = self._model.config
@@ -124,7 +132,13 @@ class Rank:
         return self._executor
 
     def _allocate(
-        self, num_blocks: int, block_size: int, kv_cache_dtype: str, lora: list[int] | None, host: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        kv_cache_dtype: str,
+        lora: list[int] | None,
+        host: int,
+        graphs: list[Any] | None,
     ) -> None:
         model, dtype, device = self._model, self._model.config.dtype, self._model.device
         self._kv = allocate_kv(model.kv_layers, num_blocks, block_size, dtype, device, kv_cache_dtype)
@@ -136,7 +150,12 @@ class Rank:
             sites = AdapterSites(model.linears(), model.embedding, dtype, device)
             self._adapters = AdapterRows(sites, num_rows, max_rank, device)
             prepare, prepare_head = self._adapters.steps.prepare, self._adapters.steps.prepare_head
-        self._executor = LocalExecutor(model, self._kv, prepare, prepare_head)
+        passes, preparers = None, (prepare, prepare_head)
+        if graphs is not None:
+            aux_layers, *limits = graphs
+            found = PassGraphs(CudaGraphs(device), PassLimits(*limits)._replace(max_graphs=sys.maxsize))
+            passes = TargetPasses(found, model, self._kv, preparers, aux_layers)
+        self._executor = LocalExecutor(model, self._kv, preparers, passes)
 
 
 def _handles(handles: list[list[Any]]) -> list[tuple[AdapterHandle | None, int]]:
@@ -159,6 +178,7 @@ def run(link: socket.socket) -> None:
             torch.set_num_threads(spec.num_threads)
         store = open_store(spec.store, spec.size)
         ranks = ProcessRanks(store, spec.rank, spec.size, spec.device, spec.address)
+        send(link, {})
         model = load_model(
             spec.path,
             spec.dtype,

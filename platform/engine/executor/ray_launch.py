@@ -145,12 +145,15 @@ class RayLaunch:
 
     def _make_store(self) -> Any:
         """Store that listens at this machine's address alone: by itself it would at all addresses."""
+        from .collectives import STORE_TIMEOUT
+
         address = self.sites[0].address
-        with socket.create_server((address, 0)) as server:
+        with _listen(address) as server:
             port, own = server.getsockname()[1], server.detach()
-        return torch.distributed.TCPStore(  # type: ignore[attr-defined]  # it is not exported by name
-            address, port, len(self.sites), is_master=True, wait_for_workers=False, master_listen_fd=own
-        )
+        options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": STORE_TIMEOUT}
+        # The server of libuv leaves descriptors open where it cannot start; for a few ranks the other one is as good.
+        options |= {"master_listen_fd": own, "use_libuv": False}
+        return torch.distributed.TCPStore(address, port, len(self.sites), **options)  # type: ignore[attr-defined]
 
     def _take_own_device(self) -> None:
         """Reserve rank 0's GPU: the actor of the first bundle holds it, and this process uses it."""
@@ -176,7 +179,7 @@ class RayLaunch:
     def _start_actors(self) -> None:
         """Start the actors; returns when each has connected, and shown that it is one of them."""
         token = secrets.token_bytes(_TOKEN_BYTES)
-        with socket.create_server((self.sites[0].address, 0)) as server:
+        with _listen(self.sites[0].address) as server:
             address = server.getsockname()[:2]
             for rank in range(1, len(self.sites)):
                 actor = self._make_actor(rank)
@@ -260,7 +263,10 @@ def _ask_for_room(config: EngineConfig) -> PlacementGroup:
                 f"{there.get(name, 0):g}",
                 param="tensor_parallel_size",
             )
-    own = {f"node:{_addresses()[ray.get_runtime_context().get_node_id()]}": 0.001}  # each machine has one
+    here = ray.get_runtime_context().get_node_id()
+    (node,) = (node for node in ray.nodes() if node["NodeID"] == here)
+    names = [name for name in node["Resources"] if name.startswith("node:") and name != "node:__internal_head__"]
+    own = dict.fromkeys(names, 0.001)  # each machine has one, of its address
     return placement_group([each | own, *[dict(each) for _ in range(1, size)]], strategy="PACK")
 
 
@@ -296,6 +302,11 @@ def _sites(group: PlacementGroup) -> list[RankSite]:
         )
         for place in places
     ]
+
+
+def _listen(address: str) -> socket.socket:
+    """Server at a free port of an address of IPv4 or IPv6."""
+    return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 
 def _prepare_link(link: socket.socket) -> None:

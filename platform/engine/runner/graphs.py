@@ -25,7 +25,7 @@ _PROMPT_TOKENS = (512, 256, 128, 64)
 
 def graph_backend(config: EngineConfig) -> GraphBackend | None:
     """How this engine captures; None: it does not. On a CPU a launch costs next to nothing."""
-    if config.device != "cuda" or config.enforce_eager or config.batch_invariant or config.num_ranks > 1:
+    if config.device != "cuda" or config.enforce_eager or config.batch_invariant:
         return None
     return CudaGraphs(torch.device(config.device))
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ....kernels.device_outcome import DeviceOutcome
 from ....kernels.staging import to_device
-from ....models.batch import ForwardBatch, LayerKV
+from ....models.batch import LayerKV
 from ....models.model import DecoderOutput, LanguageModel
-from ....models.pass_graphs import PassGraphs, PassInputs, PassOptions
+from ....models.pass_graphs import PassGraphs
 from ....spec_decode.control.policy import SpeculationPolicy
-from ....spec_decode.drafters.base import AdapterPreparer, DeviceStep, Drafter, DraftRow, Proposal, TargetOutput
+from ....spec_decode.drafters.base import DeviceStep, Drafter, DraftRow, Proposal, TargetOutput
 from ...core.batch import Move, RowPlan, RowResult, StepPlan, StepResult
 from ...core.messages import TokenLogprobs
 from ...core.request import NO_DRAFTS, Request, Status
@@ -44,18 +44,12 @@ class RunnerParts(NamedTuple):
     """The target's layers."""
     sampler: Sampler
     drafter: Drafter
-    prepare_adapters: AdapterPreparer
-    """For the tokens of a captured pass."""
-    prepare_head: AdapterPreparer
-    """For rows of logits of a captured pass."""
     executor: Executor
-    """Computes all other passes of the target."""
+    """Computes all passes of the target."""
     queue: DeviceQueue
     """Where a step's work goes."""
     graphs: PassGraphs | None = None
-    """For decodes and verifications; None: every pass is launched piece by piece."""
-    logits: Tensor | None = None
-    """Where captured passes put them: `PassGraphs.token_logits`."""
+    """Holder of the executor's captured passes and the drafter's; None: every pass is launched piece by piece."""
     policy: SpeculationPolicy | None = None
     """Chooses numbers of drafts and observes each step; None: they are fixed."""
     host: HostStore | None = None
@@ -115,14 +109,9 @@ class ModelRunner:
         self._drafts_on_device = needs.drafts_on_device
         self._aux_layers = needs.aux_layers
         self._executor = parts.executor
+        self._prepare_head = parts.prepare_head
         self._graphs = parts.graphs
-        self._logits = parts.logits
         self._host = parts.host
-        self._passes = self._prompt_passes = None
-        if parts.graphs is not None:
-            preparers, verifies = [parts.prepare_adapters, parts.prepare_head], PassOptions(verifies=True)
-            self._passes = parts.graphs.of(parts.model, parts.kv, self._compute, preparers, verifies)
-            self._prompt_passes = parts.graphs.of(parts.model, parts.kv, self._compute_hidden, preparers[:1])
 
     @property
     def model(self) -> LanguageModel:
@@ -132,7 +121,7 @@ class ModelRunner:
     @property
     def captures(self) -> bool:
         """Whether passes are captured in graphs."""
-        return self._passes is not None
+        return self._graphs is not None and self._graphs.captures(self._model)
 
     @property
     def overlaps(self) -> bool:
@@ -264,25 +253,13 @@ class ModelRunner:
 
     def _forward(self, prepared: Prepared) -> _Computed:
         rows, handles = prepared.rows, prepared.handles
-        passes = self._passes if prepared.replayable else self._prompt_passes
-        found = None if passes is None else passes.run(rows, handles)
+        found = self._executor.replay(rows, handles, verifies=prepared.replayable)
         if found is not None:
             states = [part[: len(rows.token_ids)] for part in found]
             logits = states.pop(0) if prepared.replayable else None
             hidden, *aux = (state.clone() for state in states)  # whoever drafts may keep them
             return _Computed(DecoderOutput(hidden, tuple(aux)), logits)
         return _Computed(self._executor.forward(rows, handles, self._aux_layers), None)
-
-    def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
-        """What is captured of decodes and verifications: logits of all tokens, and what `_compute_hidden` gives."""
-        assert self._logits is not None
-        hidden, *aux = self._compute_hidden(batch, inputs)
-        return self._model.compute_logits(hidden, inputs.adapters[1], out=self._logits[: len(hidden)]), hidden, *aux
-
-    def _compute_hidden(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
-        """What is captured of steps with prompts: hidden states, and those that the drafter wants."""
-        output = self._model.forward(batch, self._aux_layers)
-        return output.hidden, *output.aux
 
     def _sample(self, prepared: Prepared, computed: _Computed, overshoot: Tensor | None) -> Pending | Ready | None:
         """For the rows that reach their end, in their order; None when none does. `overshoot`: of these rows."""
@@ -305,7 +282,7 @@ class ModelRunner:
         pooling = row.request.params.pooling
         if pooling is None:
             return self._prompt_logprobs(row, hidden)
-        return pooled_part(pooling, row, hidden, self._model.score)
+        return pooled_part(pooling, row, hidden, self._model.score, self._prepare_head)
 
     def _prompt_logprobs(self, row: RowPlan, hidden: Tensor) -> list[TokenLogprobs]:
         """Log-probabilities of the prompt tokens that follow this chunk's positions, maybe none."""

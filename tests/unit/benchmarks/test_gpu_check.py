@@ -238,6 +238,12 @@ def test_shapes_have_the_published_sizes(gpu):
     assert models.QWEN_06B.num_streamed == pytest.approx(0.596e9, rel=1e-2)
 
 
+def test_ranks(gpu, run, tmp_path):
+    divided, graphs = run("ranks", lambda c: gpu("ranks").check_ranks(c, tmp_path, gpu("models").TINY_QWEN))["rows"]
+    assert divided["passed"]
+    assert graphs["skipped"] == "they are a GPU's"
+
+
 @pytest.mark.parametrize("shape", ["TINY", "TINY_QWEN"])
 def test_engines_of_a_shape(gpu, run, tmp_path, shape):
     shape, end_to_end = getattr(gpu("models"), shape), gpu("end_to_end")

@@ -42,7 +42,7 @@ HARMLESS: dict[str, Any] = {
     "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "tokenizer_mode": "auto", "quantization": None,
     "task": "generate", "cpu_offload_gb": 0, "skip_tokenizer_init": False, "hf_overrides": {}, "rope_scaling": None,
     "seed": None, "block_size": None, "enable_prefix_caching": None, "max_model_len": "auto",
-    "trust_remote_code": False, "load_format": "safetensors", "hf_token": None,
+    "trust_remote_code": False, "load_format": "safetensors", "hf_token": None, "enable_expert_parallel": True,
 }  # fmt: skip
 
 

@@ -14,13 +14,12 @@ from outrider.kernels.quantized_linear import QuantizedWeight
 from outrider.models.checkpoint.loader import ModelOptions, load_model
 from outrider.models.parallel import Ranks
 from outrider.models.quantization.rounding import ROUNDINGS, round_int4
-from outrider.platform.core.errors import InvalidRequestError
 
 from ...gguf_files import write_gguf
 from ...quantized_files import CASES, write_quantized
 from ...thread_ranks import logits, on_ranks
+from ...tiny_families import FAMILIES
 
-ORDERED = {"gptq-act", "ct-w4-act"}
 # Rounding of W8A8's inputs, which each rank does with the largest input of its own part.
 ROUNDED = 0.1
 
@@ -35,7 +34,7 @@ def check(path: Path, size: int = 2, quantization: str | None = None, tolerance:
         torch.testing.assert_close(found, whole, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in CASES if kind not in ORDERED])
+@pytest.mark.parametrize("kind", CASES)
 def test_every_format_is_divided(kind: str, save_tiny: Callable, tmp_path: Path) -> None:
     write_quantized(save_tiny("Llama", **CASES[kind].sizes)[0], tmp_path, CASES[kind])
     check(tmp_path, tolerance=ROUNDED if CASES[kind].rounds_inputs else 1e-5)
@@ -47,6 +46,15 @@ EXPERTS = {
     "Qwen3Moe": {**SPARSE, "mlp_only_layers": [0]},
     "Qwen2Moe": {**SPARSE, "shared_expert_intermediate_size": 32},
 }
+
+
+@pytest.mark.parametrize("family", ["deepseek2", "deepseek3", "gpt-oss"])
+def test_heads_of_other_attention_are_divided(family: str, save_tiny: Callable, tmp_path: Path) -> None:
+    """Latents, with queries of the hidden state and of a vector of their own, and sinks."""
+    folder, reference = save_tiny(FAMILIES[family].prefix, **FAMILIES[family].config)
+    check(folder, 4)
+    reference.save_pretrained(tmp_path, save_original_format=False)
+    check(tmp_path, 2, "int8")
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -85,13 +93,6 @@ def test_a_gguf_file_is_divided(kind: Type, save_tiny: Callable, tmp_path: Path)
     sizes = {"hidden_size": 128, "intermediate_size": 192, "tie_word_embeddings": True}
     write_gguf(save_tiny("Llama", **sizes)[0], tmp_path / "m.gguf", lambda name: kind)
     check(tmp_path / "m.gguf")
-
-
-@pytest.mark.parametrize("kind", sorted(ORDERED))
-def test_inputs_in_the_order_of_their_groups_are_refused(kind: str, save_tiny: Callable, tmp_path: Path) -> None:
-    write_quantized(save_tiny("Llama", **CASES[kind].sizes)[0], tmp_path, CASES[kind])
-    with pytest.raises(InvalidRequestError, match=r"tensor_parallel_size 2 .*_proj.*desc_act"):
-        on_ranks(2, lambda ranks: load_model(tmp_path, "float32", options=ModelOptions("native", ranks=ranks)))
 
 
 @pytest.mark.parametrize(("inputs", "cuts"), [(128, (0, 64, 128)), (96, (0, 48, 96)), (100, (0, 32, 100))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,13 @@ PARTS = {
     "nf4": ("weight.nested_absmax", "missing shape dtype nan"),
     "bnb-int8": ("SCB", "missing shape dtype nan"),
 }
+
+
+def test_a_weight_without_inputs_is_one_that_the_model_refuses_by_its_shape() -> None:
+    form = read_format({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": -1}})
+    shapes = {"qweight": (0, 8), "qzeros": (0, 1), "scales": (0, 8)}
+    files = {f"up.{part}": StoredTensor(shape, partial(torch.zeros, shape)) for part, shape in shapes.items()}
+    assert unpack(files, form, lambda name: True, "model")["up.weight"].shape == (8, 0)
 
 
 @pytest.mark.parametrize(("kind", "damage"), [(kind, one) for kind in PARTS for one in PARTS[kind][1].split()])

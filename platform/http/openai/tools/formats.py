@@ -6,6 +6,7 @@ A tokenizer that brings a `response_template` has its own; these are for the oth
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 _CALL = {"type": "function", "function": "{content}"}
@@ -20,7 +21,23 @@ def _format(tool_calls: dict[str, Any], reasoning: dict[str, Any] = _THINK, cont
     return {"start_anchor_pattern": r"\A", "fields": {**fields, "content": content or {"content": "text"}}}
 
 
+def _gemma(begin: str, end: str, quote: str, reasoning: dict[str, Any] = _THINK) -> dict[str, Any]:
+    """Calls as `call:name{key:value}`, whose texts stand between two of `quote`."""
+    return _format(
+        {
+            "open_pattern": rf"\s*{re.escape(begin)}\s*call:\s*(?P<name>[\w.-]+)\s*(?=\{{)",
+            "close": end,
+            "content": "json",
+            "content_args": {"unquoted_keys": True, "string_delims": [[quote, quote]]},
+            "transform": _NAMED_CALL,
+        },
+        reasoning,
+    )
+
+
 _HARMONY_HEAD = r"(?:<\|start\|>assistant)?"
+_HARMONY_TO = r"\s?to=functions\.(?P<name>[\w.-]+)"
+_HARMONY_CALLS = r"<\|channel\|>(?:commentary|analysis)"
 FORMATS: dict[str, dict[str, Any]] = {
     "hermes": _format(
         {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "content": "json", "transform": _CALL}
@@ -35,8 +52,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     ),
     "pythonic": _format(
         {
-            "open_pattern": _SPACE + r"(?:<\|python_start\|>)?(?=\[\s*[A-Za-z_][\w.-]*\()",
-            "close_pattern": r"(?<=\)\s*\])(?:<\|python_end\|>)?(?=\s*\Z)",
+            "open_pattern": _SPACE + r"(?:<\|python_start\|>|```tool_code\s++)?(?=\[\s*[A-Za-z_][\w.-]*\()",
+            "close_pattern": r"(?<=\)\s*\])(?:<\|python_end\|>|\s*+```)?(?=\s*\Z)",
             "content": "python-call-list",
             "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
             "transform_each": True,
@@ -72,9 +89,16 @@ FORMATS: dict[str, dict[str, Any]] = {
             "transform": _NAMED_CALL,
         }
     ),
+    "functiongemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
+    "gemma4": _gemma(
+        "<|tool_call>",
+        "<tool_call|>",
+        '<|"|>',
+        {"open": "<|channel>thought", "close": "<channel|>", "content": "text"},
+    ),
     "openai": _format(
         {
-            "open_pattern": _HARMONY_HEAD + r"<\|channel\|>commentary to=functions\.(?P<name>[\w.-]+)"
+            "open_pattern": f"{_HARMONY_HEAD}(?:{_HARMONY_TO}{_HARMONY_CALLS}|{_HARMONY_CALLS}{_HARMONY_TO})"
             r"(?:\s*<\|constrain\|>\w+|\s+\w+)?<\|message\|>",
             "close": ["<|call|>", "<|end|>"],
             "content": "json",
@@ -96,12 +120,15 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 _MARKS = {
     "<|channel|>": "openai",
+    "<start_function_call>": "functiongemma",
+    "<|tool_call>": "gemma4",
     "<function=": "qwen3_coder",
     "<tool_call>": "hermes",
     "[TOOL_CALLS]": "mistral",
     "<｜tool▁calls▁begin｜>": "deepseek_v3",
     "<|python_tag|>": "llama3_json",
     "<|python_start|>": "pythonic",
+    "[func_name": "pythonic",
 }
 """Marks in chat templates that give a format away; the first one that is found counts."""
 

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from outrider.models.checkpoint.tokenizer import load_tokenizer
+from outrider.models.demo import demo_model_path
+from outrider.platform.client.text.chat_template import render_messages
 from outrider.platform.http.openai.tools.formats import FORMATS, format_of
 from outrider.platform.http.openai.tools.parser import AnswerParser, ForcedCalls, FormatParser
 
@@ -54,6 +57,23 @@ ANSWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         {"tool_calls": [WEATHER]},
     ),
+    "pythonic in a fence": (
+        "pythonic",
+        """I will look.\n```tool_code\n[get_weather(city='Par"is}', days=[1, {"a": "]"}]), do.nothing()]\n```""",
+        {"content": "I will look.", "tool_calls": [WEATHER, NOTHING]},
+    ),
+    "functiongemma": (
+        "functiongemma",
+        '<start_function_call>call:get_weather{city:<escape>Par"is}<escape>,days:[1,{a:<escape>]<escape>}]}'
+        "<end_function_call><start_function_call>call:do.nothing{}<end_function_call>",
+        {"tool_calls": [WEATHER, NOTHING]},
+    ),
+    "gemma 4": (
+        "gemma4",
+        '<|channel>thought\nHm<channel|>Ok.<|tool_call>call:get_weather{city:<|"|>Par"is}<|"|>,'
+        'days:[1,{a:<|"|>]<|"|>}]}<tool_call|><|tool_call>call:do.nothing{}<tool_call|>',
+        {"reasoning_content": "Hm", "content": "Ok.", "tool_calls": [WEATHER, NOTHING]},
+    ),
     "qwen coder": (
         "qwen3_coder",
         "Ok.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
@@ -64,6 +84,13 @@ ANSWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "<|channel|>analysis<|message|>Need weather.<|end|><|start|>assistant<|channel|>commentary "
         f"to=functions.get_weather <|constrain|>json<|message|>{JSON}<|call|>",
         {"reasoning_content": "Need weather.", "tool_calls": [WEATHER]},
+    ),
+    "harmony, named before the channel": (
+        "openai",
+        "<|channel|>analysis<|message|>Need weather.<|end|><|start|>assistant to=functions.get_weather"
+        f"<|channel|>commentary json<|message|>{JSON}<|end|><|start|>assistant to=functions.do.nothing"
+        "<|channel|>analysis <|constrain|>json<|message|>{}<|call|>",
+        {"reasoning_content": "Need weather.", "tool_calls": [WEATHER, NOTHING]},
     ),
     "harmony without calls": (
         "openai",
@@ -164,6 +191,8 @@ class Tokenizer:
         ("x <tool_call> x", "hermes"),
         ("[TOOL_CALLS]", "mistral"),
         ({"default": "", "tool_use": "<|channel|>"}, "openai"),
+        ("<|channel>thought <|tool_call>call:", "gemma4"),
+        ("x <start_function_call>call:", "functiongemma"),
     ],
 )
 def test_a_format_is_guessed_from_the_chat_template(template, kind):
@@ -174,6 +203,30 @@ def test_a_format_is_guessed_from_the_chat_template(template, kind):
     tokenizer.response_template = {"own": 1}
     assert format_of(None, tokenizer) == {"own": 1}
     assert format_of(None, Tokenizer()) is None
+
+
+def test_the_template_for_gemma_3(repo_root):
+    """The calls of a conversation are written as the parser reads them."""
+    template = (repo_root / "examples" / "gemma3_tools.jinja").read_text(encoding="utf-8")
+    tokenizer = load_tokenizer(demo_model_path())
+    calls = [{"type": "function", "function": call | {"arguments": call["arguments"]}} for call in (WEATHER, NOTHING)]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "rain"},
+    ]
+    tools = [{"type": "function", "function": {"name": "get_weather"}}]
+    prompt = render_messages(tokenizer, messages, {"chat_template": template, "tools": tools})
+    _, first, answer, result, last = prompt.split("<start_of_turn>")
+    assert first.startswith("user\nBe brief.\n\nYou have access")
+    assert json.dumps(tools[0]) in first
+    assert first.endswith("\n\nWeather?<end_of_turn>\n")
+    text = answer.removeprefix("model\n").removesuffix("<end_of_turn>\n")
+    tokenizer.chat_template = template
+    assert format_of(None, tokenizer) == FORMATS["pythonic"]
+    assert parse(FormatParser(FORMATS["pythonic"], "", with_calls=True), [text]) == {"tool_calls": [WEATHER, NOTHING]}
+    assert (result, last) == ("user\n```tool_output\nrain\n```<end_of_turn>\n", "model\n")
 
 
 @pytest.mark.parametrize("name", FORMATS)

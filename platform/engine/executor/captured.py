@@ -1,0 +1,65 @@
+"""Passes of the target that are replayed from captured graphs; see `models.pass_graphs`.
+
+With several ranks each captures its own share, sums over ranks included. Rank 0 decides whether a pass is captured,
+replayed or launched piece by piece, and the others do the same: they hold the same graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ....models.batch import ForwardBatch, LayerKV, SequenceRows
+from ....models.model import LanguageModel
+from ....models.pass_graphs import PassGraphs, PassInputs, PassOptions
+from ....spec_decode.drafters.base import AdapterPreparer
+
+
+class TargetPasses:
+    """Passes of few tokens: decodes and verifications, which have logits of all tokens, and those with prompts."""
+
+    def __init__(
+        self,
+        graphs: PassGraphs,
+        model: LanguageModel,
+        kv: Sequence[LayerKV],
+        preparers: tuple[AdapterPreparer, AdapterPreparer],
+        aux_layers: Sequence[int],
+        logits: Tensor | None = None,
+    ) -> None:
+        """Prepare passes over the target's layers `kv`; its attention can be captured.
+
+        Args:
+            preparers: Of the adapters of tokens, and of rows of logits.
+            aux_layers: See `LanguageModel.forward`.
+            logits: `PassGraphs.token_logits`; None: each graph has memory of its own.
+        """
+        self.limits = graphs.limits
+        self.aux_layers = aux_layers
+        self._model = model
+        self._logits = logits
+        self._verifying = graphs.of(model, kv, self._compute, preparers, PassOptions(verifies=True))
+        self._others = graphs.of(model, kv, self._compute_hidden, preparers[:1])
+
+    def run(
+        self,
+        rows: SequenceRows,
+        handles: Sequence[tuple[Any, int]],
+        *,
+        verifies: bool,
+        begin: Callable[[], None] | None = None,
+    ) -> tuple[Tensor, ...] | None:
+        """See `Executor.replay`; for `begin` see `GraphedPass.run`."""
+        passes = self._verifying if verifies else self._others
+        return None if passes is None else passes.run(rows, handles, begin=begin)
+
+    def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
+        hidden, *aux = self._compute_hidden(batch, inputs)
+        out = None if self._logits is None else self._logits[: len(hidden)]
+        return self._model.compute_logits(hidden, inputs.adapters[1], out=out), hidden, *aux
+
+    def _compute_hidden(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
+        output = self._model.forward(batch, self.aux_layers)
+        return output.hidden, *output.aux
