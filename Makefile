@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-clients test-ray test-real lint kernels docs format bench demo-model clean
+.PHONY: help serve test test-clients test-ray test-real sanitize lint kernels docs format bench demo-model clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -72,6 +72,13 @@ test-ray: .venv-ray/.stamp ## Test replicas on a Ray of this machine
 test-clients: .venv/.serve.stamp .venv-clients/.stamp ## Test other projects' clients with a server
 	.venv-clients/bin/python -I -m pytest -c /dev/null --rootdir tests/clients --confcutdir tests/clients \
 		-p no:cacheprovider -q tests/clients --timeout 300 $(ARGS)
+
+# The kernels are compiled with the sanitizers in place of the ordinary ones: the cache knows them by their compiler.
+SANITIZED := $(wildcard tests/kernels/test_*_native.py) tests/kernels/test_native_ops.py tests/kernels/test_experts.py
+sanitize: .venv/.dev.stamp ## Test the CPU kernels with the address and undefined behaviour sanitizers
+	CXX="g++ -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined" ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+		$(BIN)/python -m pytest -q -n 0 -p no:cacheprovider --timeout 600 $(SANITIZED) $(ARGS)
 
 lint: .venv/.dev.stamp ## Check format, rules, docstrings, types, layers and sizes
 	$(BIN)/ruff format --check .

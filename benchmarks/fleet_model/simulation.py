@@ -93,16 +93,9 @@ class Simulation:
         jobs.append(job)
         self._left -= 1
         if self._seats is not None:
-            self._env.process(self._free_seat())
+            self._seats.put(1)
         if not self._left:
             self._done.succeed()
-
-    def _free_seat(self) -> Generator[simpy.Event, Any, None]:
-        """Let the next user ask, once HTTP has taken its time: so a request comes in the middle of a step, as a real
-        one does, and waits for its end."""
-        yield self._env.timeout(self._costs.overhead)
-        assert self._seats is not None
-        self._seats.put(1)
 
     def _fail(self, index: int, source: random.Random) -> Generator[simpy.Event, Any, None]:
         """A replica's failures. Requests without a token are sent to another one; the others are lost."""

@@ -12,7 +12,7 @@ from .native import NativeLinear, is_native
 from .native import row_squares as _row_squares
 from .torch import pack as _pack
 from .torch import row_squares as _slow_row_squares
-from .trial import is_fastest
+from .trial import prefers_native
 
 __all__ = ["NativeLinear", "Packed", "pack", "row_squares"]
 
@@ -51,7 +51,8 @@ def pack(weight: Weight, bias: Tensor | None = None, *, batch_invariant: bool = 
     With `batch_invariant` a row's result does not depend, bit for bit, on other rows.
     """
     blocks = [weight] if isinstance(weight, Tensor) else weight
-    if all(map(is_native, blocks)) and is_fastest(sum(map(len, blocks)), blocks[0].shape[1]):
+    shape = sum(map(len, blocks)), blocks[0].shape[1]
+    if all(map(is_native, blocks)) and prefers_native(*shape, batch_invariant=batch_invariant):
         return NativeLinear(blocks, bias)
     whole = blocks[0] if len(blocks) == 1 else cat(list(blocks))
     return pack_invariant(whole, bias) if batch_invariant else _pack(whole, bias)

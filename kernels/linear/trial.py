@@ -1,11 +1,14 @@
 """Choice between the native product by AMX tiles and oneDNN's: a trial of each shape, kept for each machine.
 
-Without tiles the native product is always faster and is not tried.
+A shape has one product for all numbers of rows. The native one gives a row the same bits in any batch. Where oneDNN's
+is faster, a near-tie may fall differently in another batch, as on processors without a native product. Without tiles
+the native product is always faster and is not tried.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import time
 
 import torch
@@ -14,6 +17,8 @@ from torch import Tensor
 from ..native import tiles
 from .native import NativeLinear
 from .torch import PackedLinear, pack
+
+logger = logging.getLogger(__name__)
 
 ROWS = (1, 8, 32, 128)
 """Rows of the inputs of a trial: the native product must be at least as fast with each of them."""
@@ -25,24 +30,31 @@ _MAX_WEIGHT = 1 << 24
 """Elements of a trial's weight; larger ones lose outputs."""
 
 
-def is_fastest(out_features: int, in_features: int) -> bool:
-    """True when `NativeLinear` should hold weights [out, in]; the trial of a new shape takes about half a second."""
-    if not tiles.are_compiled():
+def prefers_native(out_features: int, in_features: int, *, batch_invariant: bool = False) -> bool:
+    """True when `NativeLinear` should hold weights [out, in]; the trial of a new shape takes about half a second.
+
+    With `batch_invariant` it should wherever it is right.
+    """
+    if not tiles.are_granted():
         return True
-    return tiles.prepare().pairs and _wins(out_features, in_features, torch.get_num_threads())
+    if not tiles.prepare().pairs:
+        return False
+    return batch_invariant or tiles.are_forced() or _wins(out_features, in_features, torch.get_num_threads())
 
 
 @functools.cache
 def _wins(out_features: int, in_features: int, num_threads: int) -> bool:
     shape = f"{out_features}x{in_features}, {num_threads} threads"
-    kept = tiles.recall()
-    shapes = kept.get("shapes")
-    if not isinstance(shapes, dict):
-        shapes = {}
-    if not isinstance(shapes.get(shape), bool):
-        shapes[shape] = _try(min(out_features, max(64, _MAX_WEIGHT // in_features)), in_features)
-        tiles.remember({**kept, "shapes": shapes})
-    return shapes[shape]
+    try:
+        with tiles.findings() as kept:
+            shapes = kept.get("shapes")
+            shapes = dict(shapes) if isinstance(shapes, dict) else {}
+            if not isinstance(shapes.get(shape), bool):
+                shapes[shape] = _try(min(out_features, max(64, _MAX_WEIGHT // in_features)), in_features)
+                kept["shapes"] = shapes
+            return bool(shapes[shape])
+    except OSError:
+        return True  # Other processes of the same model could find another product faster.
 
 
 @torch.inference_mode()
@@ -51,6 +63,10 @@ def _try(out_features: int, in_features: int) -> bool:
     products = NativeLinear([weight], None), pack(weight)
     for rows in ROWS:
         x = torch.empty(rows, in_features, dtype=torch.bfloat16).normal_()
+        y, expected = (product(x) for product in products)
+        if not torch.allclose(y.float(), expected.float(), rtol=2**-7, atol=1e-3):  # two roundings to bfloat16
+            logger.warning("the product by AMX tiles is wrong for %dx%d and not used there", out_features, in_features)
+            return False
         times = [[_seconds(product, x) for product in products] for _ in range(ROUNDS)]
         native, other = map(min, zip(*times, strict=True))
         if native > TOLERANCE * other:

@@ -1,13 +1,16 @@
-"""Use of AMX tiles by the native products, once a child process has found them right on this machine.
+"""Use of AMX tiles by the native products, once they were found right on this machine.
 
-The code for tiles was checked by emulation and has not run on a processor with AMX. So a child of limited time computes
-a few products with tiles first, compares them with references, and times those of integers (`tile_check`). If it
-crashes or a product is wrong, the products that serve without tiles stay. What it found is kept beside the compiled
-library. Until it has run on such a processor, all of this happens only where OUTRIDER_AMX is 1.
+A child process of limited time computes products on the real instructions first. It compares those of bfloat16 with
+float64, those of integers with AVX512's, and times the latter (`tile_check`). A product that is wrong is not used, and
+if the child crashes none is; a warning and the start-up summary say so. `linear.trial` then times each shape of
+bfloat16. All of this is kept beside the compiled library under a lock, so processes that start together choose alike.
+
+OUTRIDER_AMX: "0" does without tiles, "1" uses right ones for every shape of bfloat16, without a trial.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import logging
@@ -15,6 +18,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +27,7 @@ from . import INTEGER, library
 
 logger = logging.getLogger(__name__)
 
+SWITCH = "OUTRIDER_AMX"
 CHECK_SECONDS = 120
 """Longest time of the child; on two busy cores it takes about 5 s, of which most is the import of torch."""
 NEVER = (1 << 63) - 1
@@ -29,76 +35,105 @@ NEVER = (1 << 63) - 1
 
 
 class TileUse(NamedTuple):
-    """Which products use tiles."""
+    """Products that use tiles."""
 
     pairs: bool
     """Products of bfloat16 use tiles."""
     byte_rows: int
     """Rows from which products of integers use tiles; NEVER: none do."""
+    wrong: str = ""
+    """Products that were found wrong, for people; "": none."""
 
 
-def are_compiled() -> bool:
-    """True when the native kernels are compiled for a processor with tiles."""
+NOTHING = TileUse(False, NEVER)
+
+
+def are_granted() -> bool:
+    """True when the native kernels are compiled for a processor with tiles, and the system lets this process use them;
+    without that no other library uses them either."""
     kernels = library()
-    return kernels is not None and bool(kernels.outrider_has_tiles())
+    return kernels is not None and bool(kernels.outrider_has_tiles() and kernels.outrider_permit_tiles())
 
 
-def are_wanted() -> bool:
-    """True when the user wants tiles to be tried."""
-    return os.environ.get("OUTRIDER_AMX") == "1"
+def are_forced() -> bool:
+    """True when the user wants tiles for every shape."""
+    return os.environ.get(SWITCH) == "1"
 
 
-def use(tiles: TileUse) -> bool:
-    """Let the kernels of this process use tiles from the next call on; False when the system does not grant them."""
+def use(tiles: TileUse) -> None:
+    """Let the kernels of this process use tiles from the next call on; `are_granted` must have said so."""
     kernels = library()
-    if kernels is None or not kernels.outrider_permit_tiles():
-        return False
+    assert kernels is not None, "there are tiles"
     kernels.outrider_use_tiles(INTEGER(tiles.pairs), INTEGER(tiles.byte_rows))
-    return True
 
 
 @functools.cache
 def prepare() -> TileUse:
     """Let the kernels of this process use tiles as far as the check found them right and, of integers, faster."""
-    nothing = TileUse(False, NEVER)
-    if not are_wanted() or not are_compiled() or not use(nothing):
-        return nothing
-    tiles = _parse(recall())
-    if tiles is None:
-        tiles = _check()
-        remember(tiles._asdict())
+    if os.environ.get(SWITCH) == "0" or not are_granted():
+        return NOTHING
+    tiles: TileUse | None = None
+    try:
+        with findings() as kept:
+            tiles = _parse(kept)
+            if tiles is None:
+                tiles = _check()
+                kept.update(tiles._asdict())
+    except OSError as error:
+        logger.warning("findings about AMX tiles are not kept, so every start checks them: %s", error)
+        tiles = tiles or _check()
+    if tiles.wrong:
+        logger.warning("products by AMX tiles that are wrong on this processor are not used: %s", tiles.wrong)
     use(tiles)
     return tiles
 
 
-def recall() -> dict[str, Any]:
-    """Findings that are kept about this machine; empty at first, or when the file cannot be read."""
+def describe() -> str:
+    """Text for people about the products by tiles; "": the processor has none, or nothing was packed."""
+    if not prepare.cache_info().currsize or not are_granted():
+        return ""
+    tiles = prepare()
+    used = ["bfloat16"] if tiles.pairs else []
+    if tiles.byte_rows < NEVER:
+        used.append(f"integers from {tiles.byte_rows} rows on")
+    text = ", ".join(used) or "not used"
+    return f"{text}; wrong on this processor: {tiles.wrong}" if tiles.wrong else text
+
+
+@contextmanager
+def findings() -> Iterator[dict[str, Any]]:
+    """Findings that are kept about this machine, to be added to while other processes wait.
+
+    Raises:
+        OSError: they cannot be kept.
+    """
+    kernels = library()
+    assert kernels is not None, "there are tiles"
+    file = Path(kernels._name).with_suffix(".tiles.json")
+    with open(file.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before = _read(file)
+        kept = dict(before)
+        yield kept
+        if kept != before:
+            with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as scratch:
+                json.dump(kept, scratch)
+            os.replace(scratch.name, file)
+
+
+def _read(file: Path) -> dict[str, Any]:
     try:
-        kept = json.loads(_file().read_text())
+        kept = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
     return kept if isinstance(kept, dict) else {}
 
 
-def remember(kept: dict[str, Any]) -> None:
-    """Keep `kept` for other processes, if the folder can be written."""
-    try:
-        with tempfile.NamedTemporaryFile("w", dir=_file().parent, delete=False) as scratch:
-            json.dump(kept, scratch)
-        os.replace(scratch.name, _file())  # atomic: another process may be writing
-    except OSError as error:
-        logger.warning("what was found about tiles is not kept: %s", error)
-
-
 def _parse(found: dict[str, Any]) -> TileUse | None:
-    pairs, rows = found.get("pairs"), found.get("byte_rows")
-    return TileUse(pairs, rows) if isinstance(pairs, bool) and isinstance(rows, int) and 0 < rows <= NEVER else None
-
-
-def _file() -> Path:
-    kernels = library()
-    assert kernels is not None, "there are tiles"
-    return Path(kernels._name).with_suffix(".tiles.json")
+    pairs, rows, wrong = (found.get(name) for name in TileUse._fields)
+    if isinstance(pairs, bool) and isinstance(rows, int) and 0 < rows <= NEVER and isinstance(wrong, str):
+        return TileUse(pairs, rows, wrong)
+    return None
 
 
 def _check() -> TileUse:
@@ -120,5 +155,4 @@ def _check() -> TileUse:
         assert tiles is not None, "the child has printed one"
         return tiles
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        logger.warning("products by AMX tiles are not used, for their check failed: %s", error)
-        return TileUse(False, NEVER)
+        return NOTHING._replace(wrong=f"all, for their check failed ({error})")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ...kernels.memory import weight_memory
 from ...platform.core.config import EngineArgs, ModelFacts
 from ...platform.core.errors import InvalidRequestError, NotFoundError
 from ..batch import kv_dtype
@@ -223,10 +224,10 @@ def load_model(
     tensors = (
         _random_tensors(slots, model, seed) if load_format == "dummy" else _stored_tensors(path, slots, model, config)
     )
-    for tensor_name, tensor in tqdm(
-        tensors.items(), desc="Loading weights", disable=not progress, unit="tensor", leave=False
-    ):
-        load_into(slots[tensor_name], tensor_name, tensor, "model")
+    shown = tqdm(tensors.items(), desc="Loading weights", disable=not progress, unit="tensor", leave=False)
+    with weight_memory.of_model():
+        for tensor_name, tensor in shown:
+            load_into(slots[tensor_name], tensor_name, tensor, "model")
     return model
 
 

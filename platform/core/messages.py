@@ -261,3 +261,5 @@ class EngineInfo:
     """Bytes of all weights as they are held, on all ranks together."""
     num_labels: int = 0
     """Labels of a classifier; 0: the model generates text."""
+    tiles: str = ""
+    """Text for people about products by AMX tiles; "": the processor has none."""

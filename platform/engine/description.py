@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ...kernels.native import tiles
 from ...models.checkpoint.loader import quantization_name
 from ...models.implementation import implementation_of
 from ...models.model import LanguageModel
@@ -69,4 +70,11 @@ def describe(
         quantization=quantization_name(config.model, model.config, config.quantization),
         weight_bytes=weight_bytes(model, getattr(torch, config.dtype)) + other_bytes,
         num_labels=0 if model.score is None else model.score.config.num_labels,
+        tiles=_describe_tiles(model),
     )
+
+
+def _describe_tiles(model: LanguageModel) -> str:
+    text = tiles.describe()
+    others = sum(not linear.packed.fuses_adapters for linear in model.linears() if not linear.is_elsewhere)
+    return f"{text}; oneDNN's products are faster in {others} linear layers" if text and others else text

@@ -119,8 +119,7 @@ def _build(
     if graphs is not None and graphs.captures(model):
         logits = graphs.token_logits(model.config.vocab_size, model.device)
     config = _resolve(args, path, num_local)  # again: the KV cache gets of the memory that all this has left
-    layers = [*model.kv_layers, *drafter.needs.kv_layers]
-    cache = config.cache
+    layers, cache = [*model.kv_layers, *drafter.needs.kv_layers], config.cache
     kv = allocate_kv(layers, cache.num_blocks, cache.block_size, dtype, device, cache.dtype)
     drafter.bind(kv[len(model.kv_layers) :], adapters.prepare_draft)
     moving = None if parallel is None else parallel.move_blocks
@@ -136,6 +135,7 @@ def _build(
             _make_sampler(config),
             drafter,
             executor,
+            adapters.prepare_head,
             DeviceQueue(device, asynchronous=config.async_scheduling),
             graphs,
             speculation.policy,

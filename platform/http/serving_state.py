@@ -39,7 +39,7 @@ from .openai.chat_messages import num_chars
 from .openai.protocol import TemplateFields
 from .openai.responses.store import ResponseStore
 from .protect.error_responses import EngineUnavailableError
-from .protect.tenant_locks import TenantLocks
+from .protect.named_locks import NamedLocks
 from .server_config import ServerConfig
 
 if TYPE_CHECKING:
@@ -91,7 +91,10 @@ class Serving:
         """Count of all that waits, for places and in the engine."""
         self.queue.bounds = lambda: Bounds(llm.info.max_num_queued_reqs, llm.info.max_num_seqs)
         self.responses = ResponseStore()
-        self.constraint_locks = TenantLocks()
+        self.constraint_locks = NamedLocks()
+        """Locks of tenants: each has one of its constraints checked at a time."""
+        self.adapter_locks = NamedLocks()
+        """Locks of adapters: what the engine has and what the database has of one change together."""
         self.bodies = BodyMemory(BODIES_IN_MEMORY * config.max_body_bytes)
         self.adapter_sync: AdapterSync | None = None
         """Synchronisation of the adapters loaded over HTTP, once `follow_database` has been called."""

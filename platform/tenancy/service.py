@@ -70,6 +70,7 @@ class Tenancy:
             opened.push_async_callback(ledger.close)
             limiter = Limiter(ledger.tokens_between, table=CountTable(database) if shared_limits else None)
             opened.push_async_callback(limiter.close)
+            directory.subscribe(lambda snapshot: limiter.change_limits(e.principal for e in snapshot.by_id.values()))
             return cls(database, directory, ledger, limiter, opened.pop_all())
 
     async def close(self) -> None:

@@ -7,12 +7,16 @@ import ctypes
 import json
 import shutil
 import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from outrider import SamplingParams
 from outrider.kernels import native as building
 from outrider.kernels.experts import native as experts_native
 from outrider.kernels.experts.native import NativeExperts
@@ -22,9 +26,12 @@ from outrider.kernels.linear import native as linear_native
 from outrider.kernels.linear.invariant import trial_operands
 from outrider.kernels.lora.native import NativeRows, RowSegments
 from outrider.kernels.native import compiler, tiles
-from outrider.kernels.native.tiles import NEVER, TileUse
+from outrider.kernels.native.tiles import NEVER, NOTHING, TileUse
 from outrider.kernels.quantized_linear import native as quantized_native
 from outrider.kernels.quantized_linear.native import NativeQuantizedLinear
+from outrider.platform.core.config import EngineArgs
+from outrider.platform.core.messages import EngineRequest
+from outrider.platform.engine.engine_core import EngineCore
 
 from .test_linear_native import operands
 from .test_quantized_native import inputs_of, make
@@ -32,6 +39,11 @@ from .test_quantized_native import inputs_of, make
 COMPILER = shutil.which("g++")
 INFO = Path("/proc/cpuinfo")
 NEEDED = {"avx512_bf16", "avx512_vnni", "avx512bw"}
+LLAMA = {
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "num_hidden_layers": 2},
+    **{"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"vocab_size": 70, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+}
 SOURCES = ("experts", "linear", "lora", "native", "quantized_linear")
 
 FLAGS = set(INFO.read_text().split()) if INFO.exists() else set()
@@ -45,7 +57,16 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     """Kernels for a processor with tiles, which this process and its children find in the cache."""
-    cache = tmp_path_factory.mktemp("cache")
+    cache, others = tmp_path_factory.mktemp("cache"), building.library()
+
+    class Library(ctypes.PyDLL):
+        """The products with tiles; the other kernels are those of this processor."""
+
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(others, name)
 
     def compile_some(command, scratch, library):
         options = ["-O1", "-march=native", "-std=c++17", "-fPIC", "-w", "-fno-math-errno"]
@@ -66,10 +87,10 @@ def kernels(tmp_path_factory):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("CXX", f"{COMPILER} -mamx-tile -mamx-bf16 -mamx-int8")
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-        monkeypatch.setenv("OUTRIDER_AMX", "1")
+        monkeypatch.delenv("OUTRIDER_AMX", raising=False)
         monkeypatch.setattr(compiler, "_compile", compile_some)
         path = compiler.build()
-        library = ctypes.PyDLL(str(path))
+        library = Library(str(path))
         for module in (building, tiles):
             monkeypatch.setattr(module, "library", lambda: library)
         for function in clear:
@@ -82,10 +103,10 @@ def kernels(tmp_path_factory):
 @pytest.fixture
 def chosen(kernels):
     """All products use tiles."""
-    assert tiles.are_compiled()
-    assert tiles.use(TileUse(True, 1))
+    assert tiles.are_granted()
+    tiles.use(TileUse(True, 1))
     yield
-    tiles.use(TileUse(False, NEVER))
+    tiles.use(NOTHING)
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (70, 6), (64, 64), (129, 1066)], ids=str)
@@ -99,7 +120,7 @@ def test_products_of_bfloat16(chosen, shape):
     torch.testing.assert_close(linear.without_bias(x[:9]).double(), dense[:9], rtol=2**-8, atol=1e-4)
     for start, stop in [(0, 1), (3, 5), (0, 16), (7, 24), (17, 50)]:
         assert torch.equal(linear(x[start:stop], residual[start:stop]), y[start:stop])
-    tiles.use(TileUse(False, NEVER))
+    tiles.use(NOTHING)
     torch.testing.assert_close(linear(x, residual).double(), y.double(), rtol=2**-7, atol=1e-4)
 
 
@@ -108,7 +129,7 @@ def test_bits_of_tiles_are_their_own(chosen):
     x, weight = trial_operands((16, 512), (64, 512), torch.Generator().manual_seed(0))
     linear, x = NativeLinear([weight.bfloat16()], None), x.bfloat16()
     with_tiles = linear(x)
-    tiles.use(TileUse(False, NEVER))
+    tiles.use(NOTHING)
     assert not torch.equal(linear(x), with_tiles)
 
 
@@ -159,7 +180,7 @@ def test_experts(chosen):
     routing = Routing(picked.contiguous(), torch.full((40, 2), 0.5))
     experts = NativeExperts(gate_up, down)
     y = experts(x, routing)
-    tiles.use(TileUse(False, NEVER))
+    tiles.use(NOTHING)
     torch.testing.assert_close(experts(x, routing), y, rtol=2**-6, atol=1e-3)
 
 
@@ -167,30 +188,55 @@ class TestChoice:
     @pytest.fixture(autouse=True)
     def _forgotten(self, kernels):
         self.file = kernels.with_suffix(".tiles.json")
+        self._forget()
+        yield
+        self._forget()
+        tiles.use(NOTHING)
+
+    def _forget(self):
         self.file.unlink(missing_ok=True)
         tiles.prepare.cache_clear()
         trial._wins.cache_clear()
-        yield
-        self.file.unlink(missing_ok=True)
-        tiles.use(TileUse(False, NEVER))
+
+    @pytest.fixture
+    def right(self):
+        """The check found all products right, and those of integers faster from 16 rows on."""
+        self.file.write_text(json.dumps(TileUse(True, 16)._asdict()))
+
+    @pytest.fixture
+    def equal(self, monkeypatch):
+        """All products take the same time: the emulation takes a thousand times as long."""
+        monkeypatch.setattr(trial, "_seconds", lambda product, x: 1.0)
 
     @pytest.mark.parametrize(
-        ("fault", "pairs"), [("", True), ("wrong bytes", True), ("wrong pairs", False), ("crash", False)]
+        ("fault", "pairs", "wrong"),
+        [
+            ("", True, ""),
+            ("wrong bytes", True, "integers"),
+            ("wrong pairs", False, "bfloat16"),
+            ("crash", False, "all, for their check failed"),
+        ],
     )
-    def test_a_child_tries_the_tiles_first(self, monkeypatch, caplog, fault, pairs):
+    def test_a_child_checks_the_instructions_first(self, monkeypatch, caplog, equal, fault, pairs, wrong):
+        """Unasked. A wrong product is dropped with a warning and a line of the summary; a right one is taken."""
         monkeypatch.setenv("OUTRIDER_TILE_FAULT", fault)
-        assert tiles.prepare() == TileUse(pairs, NEVER)  # the emulation is slow
-        assert ("check failed" in caplog.text) == (fault == "crash")
+        assert isinstance(pack(torch.zeros(64, 64).bfloat16()), NativeLinear) is pairs
+        assert tiles.prepare()[:2] == (pairs, NEVER)  # the emulation is slow
+        assert caplog.text.count("are not used") == bool(wrong)
+        assert wrong in caplog.text
+        assert wrong in tiles.describe()
+        assert tiles.describe().startswith("bfloat16" if pairs else "not used")
         kept = json.loads(self.file.read_text())
         assert kept["pairs"] is pairs
-        if not pairs:
-            assert not isinstance(pack(torch.zeros(64, 64).bfloat16()), NativeLinear)
+        assert wrong in kept["wrong"]
 
-    def test_the_result_is_kept(self):
-        tiles.remember({"pairs": True, "byte_rows": 16})
+    def test_the_result_is_kept(self, right):
         assert tiles.prepare() == TileUse(True, 16)
+        assert tiles.describe() == "bfloat16, integers from 16 rows on"
 
-    @pytest.mark.parametrize("content", ["", "[1]", '{"pairs": 3, "byte_rows": 1}', '{"pairs": true, "byte_rows": -1}'])
+    @pytest.mark.parametrize(
+        "content", ["", "[1]", '{"pairs": 3, "byte_rows": 1}', '{"pairs": true, "byte_rows": -1, "wrong": ""}']
+    )
     def test_a_damaged_file_is_made_again(self, monkeypatch, content):
         self.file.write_text(content)
         monkeypatch.setattr(tiles, "_check", lambda: TileUse(True, 7))
@@ -198,11 +244,11 @@ class TestChoice:
 
     def test_a_child_has_limited_time(self, monkeypatch, caplog):
         monkeypatch.setattr(tiles, "CHECK_SECONDS", 0.01)
-        assert tiles.prepare() == TileUse(False, NEVER)
+        assert tiles.prepare()[:2] == NOTHING[:2]
         assert "timed out" in caplog.text
 
     @pytest.mark.parametrize("slow", [None, 1, 128])
-    def test_each_shape_is_tried(self, monkeypatch, slow):
+    def test_each_shape_is_tried(self, monkeypatch, right, slow):
         """The native product is used where it takes no longer with any number of rows; the result is kept."""
         asked = []
 
@@ -211,23 +257,114 @@ class TestChoice:
             return 2.0 if isinstance(product, NativeLinear) and len(x) == slow else 1.0
 
         monkeypatch.setattr(trial, "_seconds", seconds)
-        tiles.remember({"pairs": True, "byte_rows": 16})
         for _ in range(2):
             assert isinstance(pack(torch.zeros(64, 32).bfloat16()), NativeLinear) == (slow is None)
         number = len(asked)
         trial._wins.cache_clear()
-        assert trial.is_fastest(64, 32) == (slow is None)
+        assert trial.prefers_native(64, 32) == (slow is None)
         assert len(asked) == number
-        assert not trial.is_fastest(32, 64) or slow is None
+        assert not trial.prefers_native(32, 64) or slow is None
 
-    def test_slow_tiles_are_not_used(self):
-        tiles.remember({"pairs": True, "byte_rows": 16})
-        assert not trial.is_fastest(256, 256)  # the emulation takes a thousand times as long
+    def test_slow_tiles_are_not_used(self, right):
+        assert not trial.prefers_native(256, 256)  # the emulation takes a thousand times as long
+        assert trial.prefers_native(256, 256, batch_invariant=True)
+
+    def test_a_shape_of_which_the_product_is_wrong(self, monkeypatch, caplog, right, equal):
+        right_product = NativeLinear.__call__
+        monkeypatch.setattr(NativeLinear, "__call__", lambda linear, x: right_product(linear, x) + (len(x) > 8))
+        assert not trial.prefers_native(70, 66)
+        assert "wrong for 70x66" in caplog.text
+
+    def test_processes_that_start_together_choose_alike(self, right):
+        """The second one waits for the trial of the first, and has its result whatever it would have measured."""
+        asked = []
+
+        def tries(wins):
+            def answer(*shape):
+                asked.append(shape)
+                entered.set()
+                time.sleep(0.05)
+                return wins
+
+            return answer
+
+        entered, found = threading.Event(), []
+        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+            patch.setattr(trial, "_try", tries(False))
+            first = pool.submit(trial.prefers_native, 64, 96)
+            assert entered.wait(10)
+            patch.setattr(trial, "_try", tries(True))
+            found = [trial.prefers_native(64, 96), first.result()]
+        assert found == [False, False]
+        assert asked == [(64, 96)]
+
+    def test_what_cannot_be_kept_is_not_timed(self, monkeypatch, caplog, tmp_path):
+        """Processes could find different products faster; the check always has the same result."""
+        library = building.library()
+        monkeypatch.setattr(tiles, "library", lambda: Moved(library, tmp_path / "missing" / "kernels.so"))
+        monkeypatch.setattr(tiles, "_check", lambda: TileUse(True, NEVER))
+        monkeypatch.setattr(trial, "_try", lambda *_: pytest.fail("it is timed"))
+        assert trial.prefers_native(64, 64)
+        assert "not kept" in caplog.text
+
+    def test_the_user_has_the_last_word(self, monkeypatch, right):
+        monkeypatch.setattr(trial, "_try", lambda *_: pytest.fail("it is timed"))
+        monkeypatch.setenv("OUTRIDER_AMX", "1")
+        assert trial.prefers_native(64, 64)
+        self._forget()
+        monkeypatch.setattr(tiles, "_check", lambda: pytest.fail("tiles are off"))
+        monkeypatch.setenv("OUTRIDER_AMX", "0")
+        assert not trial.prefers_native(64, 64)
+        assert tiles.describe() == "not used"
+
+    @pytest.mark.parametrize("quantization", [None, "int8"])
+    def test_texts_are_the_same_in_any_batch_and_with_drafts(self, tmp_path, right, equal, quantization):
+        """The timed choice is made once for each shape, so all steps of a process have the same products."""
+        self.file.write_text(json.dumps(TileUse(True, 3)._asdict()))
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+        prompts = [list(range(first, first + 11)) * 2 for first in range(2, 50, 9)]
+        texts = []
+        for speculative in (None, {"method": "ngram", "num_speculative_tokens": 4}):
+            values = {"model": str(tmp_path), "load_format": "dummy", "dtype": "bfloat16", "max_model_len": 64}
+            engine = EngineCore(EngineArgs(**values, quantization=quantization, speculative_config=speculative))
+            assert engine.info.tiles == "bfloat16, integers from 3 rows on"
+            texts += [generate(engine, prompts), *(generate(engine, [prompt]) for prompt in prompts[:2])]
+            engine.shutdown()
+        assert texts[0] == texts[3]
+        assert texts[0][:2] == [*texts[1], *texts[2]] == [*texts[4], *texts[5]]
 
 
-def test_nothing_is_tried_unasked(monkeypatch):
-    monkeypatch.delenv("OUTRIDER_AMX", raising=False)
-    monkeypatch.setattr(tiles, "_check", lambda: pytest.fail("nobody has asked"))
+def generate(engine, prompts):
+    """Texts of the prompts, computed together."""
+    texts = {str(number): [] for number in range(len(prompts))}
+    params = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(EngineRequest(str(number), prompt, params, []))
+    while engine.has_work():
+        for delta in engine.step():
+            assert not delta.error
+            texts[delta.request_id] += delta.token_ids
+    return list(texts.values())
+
+
+class Moved:
+    """A library whose file seems to lie elsewhere."""
+
+    def __init__(self, library, path):
+        self._library, self._name = library, str(path)
+
+    def __getattr__(self, name):
+        return getattr(self._library, name)
+
+
+@pytest.mark.parametrize("call", ["outrider_has_tiles", "outrider_permit_tiles"])
+def test_nothing_is_tried_where_there_are_no_tiles(kernels, monkeypatch, tmp_path, call):
+    """The processor has none, or the system does not grant them, to oneDNN neither."""
+    library = Moved(building.library(), tmp_path)
+    setattr(library, call, lambda: 0)
+    monkeypatch.setattr(tiles, "library", lambda: library)
+    monkeypatch.setattr(tiles, "_check", lambda: pytest.fail("there are no tiles"))
     tiles.prepare.cache_clear()
-    assert tiles.prepare() == TileUse(False, NEVER)
-    assert trial.is_fastest(64, 64) != tiles.are_compiled()
+    assert tiles.prepare() == NOTHING
+    assert trial.prefers_native(64, 64)
+    assert tiles.describe() == ""

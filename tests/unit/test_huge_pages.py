@@ -1,5 +1,6 @@
 """Large tensors and packed weights ask for huge pages, where the system gives them to those who ask."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -15,7 +16,8 @@ SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 SCRIPT = """
 import outrider, re, torch
 from outrider.kernels.memory import weight_memory
-x = {tensor}
+with weight_memory.of_model():
+    x = {tensor}
 for line in open("/proc/self/smaps"):
     if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
         inside = int(found[1], 16) <= x.data_ptr() < int(found[2], 16)
@@ -50,24 +52,27 @@ def test_tensors_ask_for_huge_pages_unless_the_user_says_no(tensor: str) -> None
     assert "hg" not in without
 
 
-def test_weights_lie_side_by_side_and_do_not_overlap() -> None:
+def test_weights_of_a_model_lie_side_by_side_and_do_not_overlap() -> None:
     memory = WeightMemory()
     sizes = [1000, 64, 1, 70 << 20, 3 << 20]
-    weights = [memory.take(size) for size in sizes]
+    with memory.of_model():
+        weights = [memory.take(size) for size in sizes]
+        assert memory.take(0).numel() == 0
     assert weights[1].data_ptr() == weights[0].data_ptr() + 1024
     for number, weight in enumerate(weights):
         assert weight.data_ptr() % 64 == 0
-        assert not weight.any()
         weight.fill_(number + 1)
     for number, (weight, size) in enumerate(zip(weights, sizes, strict=True)):
         assert weight.numel() == size
         assert bool((weight == number + 1).all())
-    assert memory.take(0).numel() == 0
 
 
-def test_a_chunk_lives_as_long_as_a_weight_in_it() -> None:
+def test_other_weights_have_memory_of_their_own() -> None:
     memory = WeightMemory()
-    kept, gone = memory.take(100).fill_(7), memory.take(100)
-    del gone
-    assert memory.take(100).data_ptr() == kept.data_ptr() + 256
-    assert bool((kept == 7).all())
+    with memory.of_model():
+        first = memory.take(4096)
+    other = memory.take(4096)
+    with memory.of_model():
+        second = memory.take(4096)
+    places = sorted(weight.data_ptr() for weight in (first, other, second))
+    assert all(after - before >= 4096 + 64 for before, after in itertools.pairwise(places))

@@ -130,7 +130,10 @@ class PrefixCache:
         """Free a finished request's blocks, and forget those that nobody may find any more: with `has_siblings`, that
         are unfinished, the prompt stays."""
         if not self.keeps_finished:
-            num_kept = request.num_prompt_tokens // self.block_size if has_siblings else 0
+            num_prompt = request.num_prompt_tokens // self.block_size
+            if request.group is not None and request.namespace is not None:
+                self._extend_hashes(request, num_prompt)  # this one may never have run
+            num_kept = num_prompt if has_siblings else 0
             own = set(request.blocks)
             for digest in request.block_hashes[num_kept:]:
                 block = self._block_of.get(digest)

@@ -20,7 +20,7 @@ from ....models.batch import LayerKV
 from ....models.model import DecoderOutput, LanguageModel
 from ....models.pass_graphs import PassGraphs
 from ....spec_decode.control.policy import SpeculationPolicy
-from ....spec_decode.drafters.base import DeviceStep, Drafter, DraftRow, Proposal, TargetOutput
+from ....spec_decode.drafters.base import AdapterPreparer, DeviceStep, Drafter, DraftRow, Proposal, TargetOutput
 from ...core.batch import Move, RowPlan, RowResult, StepPlan, StepResult
 from ...core.messages import TokenLogprobs
 from ...core.request import NO_DRAFTS, Request, Status
@@ -46,6 +46,8 @@ class RunnerParts(NamedTuple):
     drafter: Drafter
     executor: Executor
     """Computes all passes of the target."""
+    prepare_head: AdapterPreparer
+    """For a classifier's score matrix."""
     queue: DeviceQueue
     """Where a step's work goes."""
     graphs: PassGraphs | None = None

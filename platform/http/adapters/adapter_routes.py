@@ -42,12 +42,13 @@ async def load_adapter(request: Request) -> Response:
     tenant = _owner(serving, principal, body.tenant)
     _check_allowed(serving, principal, body.lora_name)
     serving.check_ready()
-    serving.models.check_free(body.lora_name, tenant=tenant, load_inplace=body.load_inplace)
-    if principal.is_admin:
-        await _load(serving, body, tenant, max_adapters=None)
-    else:
-        with serving.models.room_for(body.lora_name, tenant, principal.max_adapters):
-            await _load(serving, body, tenant, max_adapters=principal.max_adapters)
+    async with serving.adapter_locks.of(engine_name(tenant, body.lora_name)):
+        serving.models.check_free(body.lora_name, tenant=tenant, load_inplace=body.load_inplace)
+        if principal.is_admin:
+            await _load(serving, body, tenant, max_adapters=None)
+        else:
+            with serving.models.room_for(body.lora_name, tenant, principal.max_adapters):
+                await _load(serving, body, tenant, max_adapters=principal.max_adapters)
     await _audit(request, "loaded", tenant, body.lora_name)
     return _success(body.lora_name, "added")
 
@@ -101,12 +102,13 @@ async def unload_adapter(request: Request) -> Response:
     serving.check_ready()
     if not serving.models.seen_by(principal).allows(body.lora_name):
         raise unknown_adapter(body.lora_name)
-    remembered = serving.adapter_sync is not None and await serving.adapter_sync.forget(tenant, body.lora_name)
-    try:
-        await serving.models.unload(body.lora_name, body.mode, tenant=tenant)
-    except NotFoundError:
-        if not remembered:  # else it could not be loaded when the server started, and now it is gone for good
-            raise
+    async with serving.adapter_locks.of(engine_name(tenant, body.lora_name)):
+        remembered = serving.adapter_sync is not None and await serving.adapter_sync.forget(tenant, body.lora_name)
+        try:
+            await serving.models.unload(body.lora_name, body.mode, tenant=tenant)
+        except NotFoundError:
+            if not remembered:  # else it could not be loaded when the server started, and now it is gone for good
+                raise
     await _audit(request, "unloaded", tenant, body.lora_name)
     return _success(body.lora_name, "removed")
 
@@ -130,9 +132,10 @@ async def _set_pinned(request: Request, pinned: bool) -> str:
     body = await read_body(request, PinAdapterRequest)
     tenant = _owner(serving, principal_of(request), body.tenant)
     serving.check_ready()
-    await serving.models.set_pinned(body.lora_name, pinned, tenant=tenant)
-    if serving.adapter_sync is not None:
-        await serving.adapter_sync.pin(tenant, body.lora_name, pinned)
+    async with serving.adapter_locks.of(engine_name(tenant, body.lora_name)):
+        await serving.models.set_pinned(body.lora_name, pinned, tenant=tenant)
+        if serving.adapter_sync is not None:
+            await serving.adapter_sync.pin(tenant, body.lora_name, pinned)
     await _audit(request, "pinned" if pinned else "unpinned", tenant, body.lora_name)
     return body.lora_name
 

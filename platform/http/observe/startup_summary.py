@@ -108,6 +108,7 @@ def _rows(startup: Startup) -> list[tuple[str, str]]:
         ("Model", f"{', '.join(config.served_model_names)}  ({info.model})"),
         ("", f"{info.architecture} ({info.model_impl}), {parameters} parameters, {info.dtype} on {info.device}"),
         *([("Weights", _weights(info))] if info.quantization else []),
+        *([("AMX tiles", info.tiles)] if info.tiles else []),
         ("Context", f"{info.max_model_len:,} tokens"),
         ("KV cache", f"{info.num_kv_blocks:,} blocks of {info.block_size} tokens = {tokens:,} tokens{short}"),
         ("Adapters", adapters),

@@ -209,10 +209,8 @@ class Account:
     def _end(self, status: Status) -> None:
         self._update(time.monotonic())
         self.row.status = status
-        # In one go: a budget that is read from the ledger in between would count it twice, or not. With limits that
-        # servers share it can: there the release takes a turn, and the next reading of the budget mends it.
         self._tenancy.ledger.end(self.row)
-        self._tenancy.limiter.release(self._ticket, self.row.total_tokens)
+        self._tenancy.limiter.release(self._ticket, self.row.total_tokens, ended_at=self.row.finished_at)
 
     def _update(self, moment: float) -> None:
         row, metrics = self.row, self._metrics.values()

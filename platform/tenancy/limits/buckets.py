@@ -24,6 +24,8 @@ class Charge:
     """Part that time has not yet paid for, in the bucket's units."""
     key: str = ""
     """Name while it may be given back, among servers that count together; "" afterwards, and for one that is alone."""
+    is_shared: bool = False
+    """True when other servers know of it."""
 
 
 class RateBucket:
@@ -97,19 +99,37 @@ class RateBucket:
                 entries.append((charge.unpaid, charge.key))
         return entries
 
-    def load(self, entries: Sequence[tuple[int, str]], at: int) -> None:
-        """Take the charges that `dump` found at the time `at`, here or in another server, in place of all that are
-        known. A known charge that is not among them has been paid."""
+    @property
+    def has_news(self) -> bool:
+        """True when there are charges of which other servers do not know."""
+        return bool(self._charges) and not self._charges[-1].is_shared
+
+    def set_shared(self) -> None:
+        """Note that other servers know of all charges."""
+        for charge in reversed(self._charges):
+            if charge.is_shared:
+                break
+            charge.is_shared = True
+
+    def load(self, entries: Sequence[tuple[int, str]], at: int, now: int) -> None:
+        """Take the charges that `dump` found at the time `at`, here or in another server, in place of those of which
+        others know: one that is not among them has been paid. Those of which they do not know stay."""
+        self._pay(now)
         known = {charge.key: charge for charge in self._charges if charge.key}
+        own = [charge for charge in self._charges if not charge.is_shared]
         for charge in known.values():
-            charge.unpaid = 0
+            if charge.is_shared:
+                charge.unpaid = 0
         self._charges.clear()
         for unpaid, key in entries:
             charge = known.get(key) or Charge(unpaid, unpaid, key)
-            charge.unpaid = unpaid
+            charge.unpaid, charge.is_shared = unpaid, True
             self._charges.append(charge)
-        self._debt = sum(charge.unpaid for charge in self._charges)
-        self._now = at
+        self._debt, self._now = sum(charge.unpaid for charge in self._charges), at
+        self._pay(now)
+        own = [charge for charge in own if not charge.is_shared]  # else they have come after all
+        self._charges += own
+        self._debt += sum(charge.unpaid for charge in own)
 
     def _pay(self, now: int) -> None:
         """Pay for the time since the last call."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any
 
 from sqlalchemy import Connection, func, literal, select
 from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import OperationalError
 
 from ..database.connection import Database, DatabaseUnavailableError
 from ..database.schema import limit_counts
@@ -20,13 +22,22 @@ NUM_THREADS = 2
 """Tenants whose counts are changed at the same time by one server. Each needs one of the database's connections."""
 CHANGE_SECONDS = 5.0
 """Seconds after which a server goes on without the database."""
+LOCK_SECONDS = 0.1
+"""Seconds for which a thread waits for a tenant's lock that another server has, before it looks after other tenants."""
 RETRY_SECONDS = 1.0
 """Seconds for which it does not try again then."""
+
+_FORMAT = 2  # of the counts; those of a server with another version are not read
+_LOCK_NOT_AVAILABLE = "55P03"  # code of PostgreSQL
 
 Counts = dict[str, list[Any]]
 """Counts of a tenant, by key ("" for the whole tenant): `ScopeState`s."""
 Change = Callable[[Counts, int], Counts | None]
 """(counts, time of the database in nanoseconds since the epoch) -> new counts; None: there is nothing to write."""
+
+
+class _LockedError(Exception):
+    """Another server has the lock."""
 
 
 class CountTable:
@@ -65,9 +76,10 @@ class CountTable:
             loop.call_soon_threadsafe(call_on_loop)
             return result.result(CHANGE_SECONDS)  # unless the loop has ended
 
-        work = loop.run_in_executor(self._threads, self._change, tenant, call)
         try:
-            await asyncio.wait_for(work, CHANGE_SECONDS)  # cancels what has not begun
+            async with asyncio.timeout(CHANGE_SECONDS):  # cancels what has not begun
+                while not await loop.run_in_executor(self._threads, self._change, tenant, call):
+                    pass
         except DatabaseUnavailableError:
             self._retry_at = time.monotonic() + RETRY_SECONDS
             raise
@@ -75,13 +87,15 @@ class CountTable:
             self._retry_tenant_at[tenant] = time.monotonic() + RETRY_SECONDS
             raise DatabaseUnavailableError(f"no answer within {CHANGE_SECONDS:g} s") from None
 
-    def _change(self, tenant: str, change: Change) -> None:
-        """One transaction, in a thread."""
-        with self._database.write() as connection:
+    def _change(self, tenant: str, change: Change) -> bool:
+        """One transaction, in a thread; False where another server has the lock, and nothing has been done."""
+        with contextlib.suppress(_LockedError), self._database.write() as connection:
             counts, now = self._locked(connection, tenant)
             changed = change(counts, now)
             if changed is not None:
-                connection.execute(self._insert, {"tenant": tenant, "counts": changed})
+                connection.execute(self._insert, {"tenant": tenant, "counts": {"format": _FORMAT, "scopes": changed}})
+            return True
+        return False
 
     def _locked(self, connection: Connection, tenant: str) -> tuple[Counts, int]:
         """Counts of a tenant, locked until the transaction ends, and the time. In SQLite the transaction has the lock
@@ -89,19 +103,24 @@ class CountTable:
         now: Any = literal(None)
         if not self._database.is_sqlite:
             now = func.extract("epoch", func.clock_timestamp())
-            connection.execute(
-                select(
-                    func.set_config("lock_timeout", f"{CHANGE_SECONDS:g}s", True),
-                    # A server that stops in its turn leaves the lock.
-                    func.set_config("idle_in_transaction_session_timeout", f"{CHANGE_SECONDS:g}s", True),
-                    func.set_config("synchronous_commit", "off", True),
-                    func.pg_advisory_xact_lock(func.hashtextextended(f"outrider limits {tenant}", 0)),
-                )
+            lock = select(
+                func.set_config("lock_timeout", f"{LOCK_SECONDS:g}s", True),
+                # A server that stops in its turn leaves the lock.
+                func.set_config("idle_in_transaction_session_timeout", f"{CHANGE_SECONDS:g}s", True),
+                func.set_config("synchronous_commit", "off", True),
+                func.pg_advisory_xact_lock(func.hashtextextended(f"outrider limits {tenant}", 0)),
             )
+            try:
+                connection.execute(lock)
+            except OperationalError as error:
+                if getattr(error.orig, "sqlstate", None) == _LOCK_NOT_AVAILABLE:
+                    raise _LockedError from None
+                raise
         # A statement of its own: it sees what the one before it has waited for.
         query = select(now, select(limit_counts.c.counts).where(limit_counts.c.tenant == tenant).scalar_subquery())
-        moment, counts = connection.execute(query).one()
-        return counts or {}, time.time_ns() if moment is None else int(moment * SECOND)
+        moment, found = connection.execute(query).one()
+        counts = found["scopes"] if found and found.get("format") == _FORMAT else {}
+        return counts, time.time_ns() if moment is None else int(moment * SECOND)
 
     async def close(self) -> None:
         """End the threads; no change is under way."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Literal, TypeVar
 
@@ -19,7 +19,7 @@ from .buckets import SECOND, Charge, RateBucket
 from .budgets import Budget
 from .counts import CountTable
 from .demand import Demand, fit
-from .places import Places
+from .places import Claim, Places
 from .queue_bound import QueueBound
 from .scopes import Clock, ReadUsage, Scope, ScopeTable
 from .shared_counts import LEASE_SECONDS, CommonClock, Turns
@@ -50,7 +50,7 @@ class Ticket:
         self.waiting = ExitStack()
         """Where it is counted among those that wait for places; to be closed."""
         self.is_open = True
-        self._places: list[Places] = []
+        self._claims: list[tuple[Places, Claim]] = []
         self._requests: list[tuple[RateBucket, Charge]] = []
         self._tokens: list[tuple[RateBucket, Charge]] = []
         self._budgets: list[Budget] = []
@@ -70,27 +70,29 @@ class Ticket:
     @property
     def has_places(self) -> bool:
         """True when it waits for none."""
-        return len(self._places) == len(self.scopes)
+        return len(self._claims) == len(self.scopes) and all(claim.is_held for _, claim in self._claims)
+
+    def claim_places(self) -> None:
+        """Claim the places that it does not have yet, the key's first and then the tenant's: all claim them in this
+        order, one after another, so none waits for another in a circle."""
+        for scope in list(reversed(self.scopes))[len(self._claims) :]:
+            claim = scope.places.claim(self.num_sequences, self.since)
+            self._claims.append((scope.places, claim))
+            if not claim.is_held:
+                break
 
     async def take_places(self) -> None:
-        """Take the places that it does not have yet, the key's first and then the tenant's: all take them in this
-        order, so none waits for another in a circle."""
+        """Wait for all places."""
         with self.waiting:
-            for scope in list(reversed(self.scopes))[len(self._places) :]:
-                await scope.places.take(self.num_sequences, self.since)
-                self._places.append(scope.places)
+            while not self.has_places:
+                await self._claims[-1][1].granted
+                self.claim_places()
 
-    def take_free_places(self) -> None:
-        """Take all places; each has room."""
-        for scope in reversed(self.scopes):
-            scope.places.taken += self.num_sequences
-            self._places.append(scope.places)
-
-    def settle(self, used_tokens: int, clock: Clock, *, ran: bool) -> None:
+    def settle(self, used_tokens: int, clock: Clock, *, ended_at: float, ran: bool) -> None:
         """Leave the places, and give back the unused tokens, and the request too if it never `ran`."""
         self.waiting.close()
-        for places in self._places:
-            places.leave(self.num_sequences)
+        for places, claim in self._claims:
+            places.leave(claim)
         now = clock.monotonic_ns()
         for bucket, charge in self._tokens:
             bucket.give_back(charge, max(0, self.num_tokens - used_tokens), now)
@@ -100,7 +102,7 @@ class Ticket:
         for budget in self._budgets:
             budget.roll(clock.time())
             budget.reserved -= self.num_tokens
-            budget.ended += used_tokens
+            budget.count(used_tokens, ended_at)
         for _, charge in (*self._requests, *self._tokens):
             charge.key = ""
 
@@ -118,7 +120,7 @@ class Limiter:
         """With a `table` the limits hold for all servers that have the same one; `lease_seconds`: see `Turns`."""
         self._read_usage = read_usage
         common = None if table is None else CommonClock(clock)
-        self._clock = common or clock
+        self._own_clock, self._clock = clock, common or clock
         self.queue = QueueBound()
         """Queue of the server; the owner of the engine sets its `bounds`."""
         self._scopes = ScopeTable(self._clock)
@@ -146,7 +148,9 @@ class Limiter:
             granted = await self._counted(principal, lambda: self._grant(principal, demand, max_model_len))
             if isinstance(granted, Ticket):
                 break
-            await granted.read(self._read_usage, self._clock, functools.partial(self._counted, principal))
+            await granted.read(
+                self._read_usage, self._clock, self._own_clock.time(), functools.partial(self._counted, principal)
+            )
         try:
             if self._refuses_waiting is not None and not granted.has_places:
                 raise self._refuses_waiting
@@ -168,24 +172,30 @@ class Limiter:
         ticket = Ticket(principal, demand, max_tokens, scopes)
         waits = self._check(principal, ticket)
         ticket.charge(self._clock.monotonic_ns(), "" if self._turns is None else self._turns.new_key())
-        if not waits:
-            ticket.take_free_places()
-            return ticket
-        ticket.waiting.enter_context(self.queue.wait_for_places(ticket.num_sequences))
-        for scope in scopes:
-            ticket.waiting.enter_context(scope.wait(ticket.num_sequences))
+        ticket.claim_places()  # now, and not when the request's task goes on: others may come before that
+        if waits:
+            ticket.waiting.enter_context(self.queue.wait_for_places(ticket.num_sequences))
+            for scope in scopes:
+                ticket.waiting.enter_context(scope.wait(ticket.num_sequences))
         return ticket
 
-    def release(self, ticket: Ticket, used_tokens: int, *, ran: bool = True) -> None:
+    def release(self, ticket: Ticket, used_tokens: int, *, ended_at: float | None = None, ran: bool = True) -> None:
         """Release a ticket: the request has ended, or (not `ran`) never reached the engine. A second call does
-        nothing."""
+        nothing.
+
+        Args:
+            ended_at: `finished_at` of its row in the ledger; None: now.
+        """
         if not ticket.is_open:
             return
         ticket.is_open = False
+        if ended_at is None:
+            ended_at = self._own_clock.time()
+        settle = functools.partial(ticket.settle, used_tokens, self._clock, ended_at=ended_at, ran=ran)
         if self._turns is None or not ticket.scopes:
-            ticket.settle(used_tokens, self._clock, ran=ran)
+            settle()
         else:
-            self._turns.do(ticket.principal, lambda: ticket.settle(used_tokens, self._clock, ran=ran))
+            self._turns.do(ticket.principal, settle)
 
     def check_call(self, principal: Principal) -> None:
         """Refuse, before anything costly is done for it, a request that `admit` would refuse.
@@ -212,6 +222,13 @@ class Limiter:
                     scope.requests.charge(1, now)
 
         await self._counted(principal, charge)
+
+    def change_limits(self, principals: Iterable[Principal]) -> None:
+        """Hold new limits, of all keys that there are, for requests that wait: there may be places for them now."""
+        waiting = {scope.tenant for scope in self._scopes.all() if scope.num_waiting}
+        for principal in principals:
+            if principal.tenant in waiting:
+                self._scopes.of(principal)
 
     def refuse_waiting(self, error: OutriderError) -> None:
         """Fail all that wait for places: the server is shutting down."""
@@ -263,7 +280,9 @@ class Limiter:
             return False
         budget.roll(self._clock.time())
         if budget.read_at is not None and self._clock.monotonic_ns() / SECOND - budget.read_at > READ_AGAIN_SECONDS:
-            scope.read_in_background(self._read_usage, self._clock, functools.partial(self._counted, principal))
+            scope.read_in_background(
+                self._read_usage, self._clock, self._own_clock.time(), functools.partial(self._counted, principal)
+            )
         return budget.read_at is None
 
     # --- checks ---

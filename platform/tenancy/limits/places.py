@@ -8,10 +8,18 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True, eq=False)
-class _Waiter:
+class Claim:
+    """Places that a request has, or waits for."""
+
     count: int
     since: int
+    """Time of the request's arrival in nanoseconds, for servers that count together."""
     granted: asyncio.Future[None]
+
+    @property
+    def is_held(self) -> bool:
+        """True when the request has the places."""
+        return self.granted.done() and not self.granted.cancelled() and self.granted.exception() is None
 
 
 class Places:
@@ -26,7 +34,7 @@ class Places:
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
-        self._queue: deque[_Waiter] = deque()
+        self._queue: deque[Claim] = deque()
         self.taken = 0
         self.is_known = True
         """False: other servers may have taken places that this one has not heard of."""
@@ -51,7 +59,7 @@ class Places:
         return self._queue[0].since if self._queue else None
 
     def has_room(self, count: int) -> bool:
-        """True when `take` would not wait."""
+        """True when a claim would not wait."""
         return self.is_known and not self._queue and self.first_elsewhere is None and self._fits(count)
 
     def _fits(self, count: int) -> bool:
@@ -59,30 +67,22 @@ class Places:
         taken = self.taken + self.taken_elsewhere
         return self._limit is None or taken + count <= self._limit or taken == 0
 
-    async def take(self, count: int, since: int = 0) -> None:
-        """Take places, once there is room and all who came before have theirs. Whoever is cancelled takes none.
-
-        Args:
-            since: time of the request's arrival in nanoseconds, for servers that count together.
-        """
+    def claim(self, count: int, since: int = 0) -> Claim:
+        """Claim places: they are granted once there is room and all who came before have theirs. `leave` must follow,
+        whatever becomes of the claim."""
+        claim = Claim(count, since, asyncio.get_running_loop().create_future())
         if self.has_room(count):
-            self.taken += count
-            return
-        waiter = _Waiter(count, since, asyncio.get_running_loop().create_future())
-        self._queue.append(waiter)
-        try:
-            await waiter.granted
-        except BaseException:
-            if waiter.granted.done() and not waiter.granted.cancelled() and waiter.granted.exception() is None:
-                self.leave(count)  # granted and cancelled in the same moment
-            elif waiter in self._queue:
-                self._queue.remove(waiter)
-                self._grant()  # those behind it may need less
-            raise
+            self._give(claim)
+        else:
+            self._queue.append(claim)
+        return claim
 
-    def leave(self, count: int) -> None:
-        """Give places back; the first in the queue get them."""
-        self.taken -= count
+    def leave(self, claim: Claim) -> None:
+        """Give the places of a claim back, or wait for them no longer; the first in the queue get what they need."""
+        if claim.is_held:
+            self.taken -= claim.count
+        elif claim in self._queue:
+            self._queue.remove(claim)
         self._grant()
 
     def load(self, taken_elsewhere: int, first_elsewhere: int | None) -> None:
@@ -94,15 +94,17 @@ class Places:
     def refuse_waiting(self, error: Exception) -> None:
         """Fail all who wait."""
         while self._queue:
-            waiter = self._queue.popleft()
-            if not waiter.granted.done():
-                waiter.granted.set_exception(error)
+            claim = self._queue.popleft()
+            if not claim.granted.done():
+                claim.granted.set_exception(error)
 
     def _grant(self) -> None:
         while self.is_known and self._queue and self._fits(self._queue[0].count):
             if self.first_elsewhere is not None and self.first_elsewhere < self._queue[0].since:
                 return
-            waiter = self._queue.popleft()
-            if not waiter.granted.done():
-                self.taken += waiter.count
-                waiter.granted.set_result(None)
+            self._give(self._queue.popleft())
+
+    def _give(self, claim: Claim) -> None:
+        if not claim.granted.done():
+            self.taken += claim.count
+            claim.granted.set_result(None)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..accounts.principal import NO_LIMITS, Limits, Principal
 from .buckets import SECOND, RateBucket
-from .budgets import Budget, BudgetState
+from .budgets import Budget, BudgetState, Reading
 from .places import Places
 
 logger = logging.getLogger(__name__)
@@ -103,6 +103,23 @@ class Scope:
         reserved = self.budget is not None and self.budget.reserved
         return bool(self.places.taken or self.num_waiting or reserved)
 
+    @property
+    def has_news(self) -> bool:
+        """True when something was used of which other servers do not know."""
+        buckets = (self.requests, self.tokens)
+        return any(b is not None and b.has_news for b in buckets) or bool(self.budget is not None and self.budget.news)
+
+    @property
+    def is_active(self) -> bool:
+        """True when other servers must hear of it."""
+        return self.in_use or self.has_news
+
+    def set_shared(self) -> None:
+        """Note that other servers know of all that was used."""
+        for counts in (self.requests, self.tokens, self.budget):
+            if counts is not None:
+                counts.set_shared()
+
     @contextlib.contextmanager
     def wait(self, count: int) -> Iterator[None]:
         """Count sequences that wait for places."""
@@ -119,25 +136,26 @@ class Scope:
 
     # --- the ledger's sum ---
 
-    async def read(self, read_usage: ReadUsage, clock: Clock, counted: Counted) -> None:
-        """Ask the ledger what has been used of the budget; once for all who ask at the same time."""
-        self.read_in_background(read_usage, clock, counted)
-        assert self._reading is not None
-        await asyncio.shield(self._reading)
+    async def read(self, read_usage: ReadUsage, clock: Clock, wall: float, counted: Counted) -> None:
+        """Ask the ledger what has been used of the budget; once for all who ask at the same time. `wall`: time of this
+        server, as in the rows of the ledger."""
+        self.read_in_background(read_usage, clock, wall, counted)
+        if self._reading is not None:
+            await asyncio.shield(self._reading)
 
-    def read_in_background(self, read_usage: ReadUsage, clock: Clock, counted: Counted) -> None:
+    def read_in_background(self, read_usage: ReadUsage, clock: Clock, wall: float, counted: Counted) -> None:
         """Read the budget without waiting; the known value stays where the ledger cannot be read."""
-        if self._reading is None:
-            self._reading = asyncio.create_task(self._read(read_usage, clock, counted))
+        if self._reading is None and self.budget is not None:
+            reading = self.budget.begin_reading(wall)
+            self._reading = asyncio.create_task(self._read(self.budget, reading, read_usage, clock, counted))
             self._reading.add_done_callback(_log_failure)
 
-    async def _read(self, read_usage: ReadUsage, clock: Clock, counted: Counted) -> None:
+    async def _read(
+        self, budget: Budget, reading: Reading, read_usage: ReadUsage, clock: Clock, counted: Counted
+    ) -> None:
         try:
-            budget = self.budget
-            if budget is not None:
-                reading = await counted(budget.begin_reading)
-                tokens = await read_usage(self.tenant, self.key_id, reading.start, reading.end)
-                await counted(lambda: budget.end_reading(reading, tokens, clock.monotonic_ns() / SECOND))
+            tokens = await read_usage(self.tenant, self.key_id, reading.start, reading.until)
+            await counted(lambda: budget.end_reading(reading, tokens, clock.monotonic_ns() / SECOND))
         finally:
             self._reading = None
 
@@ -152,10 +170,11 @@ class Scope:
         self._others = {name: share for name, share in shares.items() if share.until > now}
         for bucket, entries in ((self.requests, state.requests), (self.tokens, state.tokens)):
             if bucket is not None:
-                bucket.load(entries, min(state.at, now))
+                bucket.load(entries, min(state.at, now), now)
         if self.budget is not None:
             self.budget.load(None if state.budget is None else BudgetState(*state.budget), wall)
-            self.budget.ended += sum(share.reserved for share in shares.values() if share.until <= now)
+            if lost := sum(share.reserved for share in shares.values() if share.until <= now):
+                self.budget.count_lost(lost)
         self._count_elsewhere()
 
     def forget_others(self) -> None:

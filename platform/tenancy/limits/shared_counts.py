@@ -4,7 +4,7 @@
 
 One server at a time has a tenant's turn, and does in it what a server that is alone would do with its own counts. All
 requests that have come since the last turn are in one turn, so the price is two statements for all of them. While the
-database is away each server goes on alone with the counts that it saw last.
+database is away each server goes on alone with the counts that it saw last, and brings what it has counted afterwards.
 
 A server's share (its running, waiting and reserved) ends by a lease that the server renews, so `kill -9` frees the
 places of its requests. What they have taken from a bucket is paid by time.
@@ -75,7 +75,7 @@ class Turns:
         self._work: dict[str, list[_Work]] = {}
         self._workers: dict[str, asyncio.Task[None]] = {}
         self._beat: asyncio.Task[None] | None = None
-        self._is_away = False
+        self._alone: set[str] = set()  # tenants whose counts are not to be had
 
     def new_key(self) -> str:
         """Key for the charges of one request."""
@@ -109,16 +109,17 @@ class Turns:
             await asyncio.sleep(POLL_SECONDS)
             renew = time.monotonic() - renewed_at > self._lease_seconds / 4
             for scope in self._scopes.all():
-                if scope.num_waiting or (renew and scope.in_use):
+                if scope.num_waiting or (renew and scope.is_active):
                     self._wake(scope.tenant)
             if renew:
                 renewed_at = time.monotonic()
 
     async def _take_turn(self, tenant: str, items: list[_Work]) -> None:
         outcomes: list[tuple[Any, Exception | None]] | None = None
+        scopes: list[Scope] = []
 
         def change(counts: Counts, now: int) -> Counts | None:
-            nonlocal outcomes
+            nonlocal outcomes, scopes
             if outcomes is not None:
                 return None  # too late
             self._clock.set(now)
@@ -132,15 +133,17 @@ class Turns:
                 loaded = scope.dump(self._server, now, until)
                 states.append(loaded._replace(shares=state.shares))
             outcomes = _outcomes(items, scopes)
-            if items and all(error for _, error in outcomes) and not any(scope.in_use for scope in scopes):
+            if items and all(error for _, error in outcomes) and not any(scope.is_active for scope in scopes):
                 return None
             return self._dump(counts, scopes, states, now)
 
         try:
             await self._table.change(tenant, change)
-            self._set_away(None)
+            for scope in scopes:
+                scope.set_shared()
+            self._set_alone(tenant, None)
         except Exception as error:
-            self._set_away(error)
+            self._set_alone(tenant, error)
         if outcomes is None:
             scopes = self._in_turn(tenant, items)
             for scope in scopes:
@@ -153,10 +156,10 @@ class Turns:
                 item.done.set_exception(refusal)
 
     def _in_turn(self, tenant: str, items: list[_Work]) -> list[Scope]:
-        """Scopes that the work or running and waiting requests need, with the limits of now."""
+        """Scopes that the work needs or of which others must hear, with the limits of now."""
         scopes = {scope.key_id: scope for item in items for scope in self._scopes.of(item.principal)}
         return list(scopes.values()) + [
-            scope for scope in self._scopes.all(tenant) if scope.in_use and scope.key_id not in scopes
+            scope for scope in self._scopes.all(tenant) if scope.is_active and scope.key_id not in scopes
         ]
 
     def _dump(self, counts: Counts, scopes: list[Scope], loaded: list[ScopeState], now: int) -> Counts | None:
@@ -165,20 +168,21 @@ class Turns:
         changed = {}
         for scope, before in zip(scopes, loaded, strict=True):
             state = scope.dump(self._server, now, until)
-            if state._replace(at=before.at) != before:
+            if scope.has_news or state._replace(at=before.at) != before:
                 changed[scope.key_id] = list(state)
         if not changed:
             return None
         oldest = now - FORGET_SECONDS * SECOND
         return {key: state for key, state in counts.items() if ScopeState(*state).at > oldest} | changed
 
-    def _set_away(self, error: Exception | None) -> None:
-        if error is not None and not self._is_away:
+    def _set_alone(self, tenant: str, error: Exception | None) -> None:
+        if error is not None and tenant not in self._alone:
+            self._alone.add(tenant)
             known = isinstance(error, DatabaseUnavailableError)
-            logger.error("limits hold for this server alone while the database is away: %s", error, exc_info=not known)
-        elif error is None and self._is_away:
-            logger.warning("limits hold for all servers again")
-        self._is_away = error is not None
+            logger.error("limits of tenant %r hold for this server alone: %s", tenant, error, exc_info=not known)
+        elif error is None and tenant in self._alone:
+            self._alone.discard(tenant)
+            logger.warning("limits of tenant %r hold for all servers again", tenant)
 
     async def close(self) -> None:
         """Do all work that has come, and end."""

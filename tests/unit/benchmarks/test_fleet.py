@@ -27,16 +27,11 @@ def fleet(repo_root, monkeypatch):
     measured = costs.Costs.read(json.loads(json.dumps(COSTS)))
     small = simulation.Fleet(replicas=6, limits=costs.Limits(slots=8), prefixes=64)
 
-    def drawn(count, adapters, rate=25.0, seed=0):
-        return load.Load(count, rate, adapters=adapters, tenants=10).requests(seed)
+    def run(strategy="affinity", *, seed=0, count=800, adapters=200, rate=25.0, **options):
+        requests = load.Load(count, rate, adapters=adapters, tenants=10).requests(seed)
+        return simulation.Simulation(measured, replace(small, **options), strategy, seed).run(requests)
 
-    def run(strategy="affinity", *, seed=0, count=800, adapters=200, rate=25.0, overhead=0.002, **options):
-        requests = drawn(count, adapters, rate, seed)
-        return simulation.Simulation(
-            replace(measured, overhead=overhead), replace(small, **options), strategy, seed
-        ).run(requests)
-
-    return SimpleNamespace(run=run, requests=drawn, times=costs.StepTimes(measured, costs.Limits()))
+    return SimpleNamespace(run=run, times=costs.StepTimes(measured, costs.Limits()))
 
 
 @pytest.mark.parametrize("strategy", ["random", "round robin", "affinity"])
@@ -68,15 +63,6 @@ def test_a_lone_request_takes_what_was_measured(fleet):
     found = fleet.run(count=1, replicas=1)
     assert found["adapter_loads"] == 1
     assert 0.05 + 0.010 + 0.048 + 0.002 <= found["ttft_p50"] <= 0.05 + 0.010 + 0.080 + 0.002
-
-
-def test_a_user_asks_again_after_the_way_of_http(fleet):
-    """Ten requests of one user: nine ways back, which no time to first token has."""
-    near, far = (fleet.run(count=10, replicas=1, adapters=1, users=1, overhead=overhead) for overhead in (0.0, 1.0))
-    assert far["ttft_p50"] == pytest.approx(near["ttft_p50"] + 1.0)
-    tokens = sum(request.output_tokens for request in fleet.requests(10, adapters=1))
-    seconds = [tokens / found["output_tokens_per_second"] for found in (near, far)]
-    assert seconds[1] - seconds[0] == pytest.approx(9.0, abs=0.05)
 
 
 def test_adapters_stay_while_they_are_used_or_wanted(fleet):

@@ -190,6 +190,21 @@ def test_siblings_that_run_one_after_another_share_the_prompt_without_a_prefix_c
     assert scheduler.prefix_cache.num_hits == 2 * 8
 
 
+@pytest.mark.parametrize("num_steps", range(4))
+def test_siblings_that_are_aborted_leave_nothing_without_a_prefix_cache(num_steps):
+    scheduler, device = make(keeps_finished=False, max_num_seqs=2), Device(16)
+    names = [f"s{index}" for index in range(4)]
+    for name in names:
+        scheduler.add(request(name, range(10), 2, group="s"))
+    for _ in range(num_steps):
+        compute(scheduler, device, scheduler.schedule())
+    scheduler.abort(names)
+    hits = scheduler.prefix_cache.num_hits
+    scheduler.add(request("later", range(10), 1))
+    finish(scheduler, device)
+    assert scheduler.prefix_cache.num_hits == hits
+
+
 def test_siblings_leave_an_eighth_of_the_seats_to_other_requests():
     scheduler, device = make(200, max_num_seqs=8), Device(200)
     for index in range(20):

@@ -1,5 +1,6 @@
 """What happens around the application: the address, the summary."""
 
+import dataclasses
 import io
 import socket
 
@@ -55,6 +56,12 @@ def test_summary(llm):
     ):  # fmt: skip
         assert part in text, part
     assert text.splitlines()[-1] == "Outrider is ready on http://127.0.0.1:8123 (started in 4.2 s)"
+
+
+def test_summary_says_which_products_use_tiles(llm):
+    assert "AMX tiles" not in summary(llm.info)
+    info = dataclasses.replace(llm.info, tiles="not used; wrong on this processor: bfloat16")
+    assert "AMX tiles    not used; wrong on this processor: bfloat16" in summary(info)
 
 
 def test_summary_says_the_sampling_defaults(llm):

@@ -29,10 +29,15 @@ class Usage:
     error: Exception | None = None
     asked: list = field(default_factory=list)
     gate: asyncio.Event | None = None
+    rows: list = field(default_factory=list)
+
+    def end(self, clock, tokens):
+        """Write the row of a request that has ended."""
+        self.rows.append((clock.wall, tokens))
 
     async def __call__(self, tenant, key_id, start, end):
         self.asked.append((tenant, key_id, start, end))
-        answer = self.tokens
+        answer = self.tokens + sum(tokens for ended_at, tokens in self.rows if start <= ended_at < end)
         if self.gate is not None:
             await self.gate.wait()
         if self.error is not None:

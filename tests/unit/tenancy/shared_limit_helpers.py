@@ -18,7 +18,7 @@ class MemoryTable:
     """A `CountTable` whose time is the test's, and that may be away."""
 
     def __init__(self, clock):
-        self.clock, self.counts, self.is_away = clock, {}, False
+        self.clock, self.counts, self.is_away, self.is_read_only = clock, {}, False, False
         self.num_reads = self.num_writes = 0
         self.epoch = int(clock.wall) * SECOND
         self.lock = asyncio.Lock()
@@ -31,6 +31,8 @@ class MemoryTable:
             await asyncio.sleep(0)
             changed = change(json.loads(self.counts.get(tenant, "{}")), self.epoch + self.clock.monotonic_ns())
             await asyncio.sleep(0)
+            if self.is_read_only:
+                raise DatabaseUnavailableError("read-only")
             if changed is not None:
                 self.num_writes += 1
                 self.counts[tenant] = json.dumps(changed, allow_nan=False)

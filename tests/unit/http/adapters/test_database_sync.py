@@ -1,17 +1,19 @@
 """Adapters that are loaded over HTTP, in the database: over restarts, and on the other servers."""
 
 import asyncio
+import threading
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from outrider.platform.core.adapter_names import engine_name
 from outrider.platform.core.errors import AdapterError, EngineDeadError, InvalidUserInputError, NotFoundError
 from outrider.platform.core.lora_request import LoRARequest
-from outrider.platform.http.adapters import database_sync
+from outrider.platform.http.adapters import adapter_routes, database_sync
+from outrider.platform.http.app import create_app
 from outrider.platform.http.server_config import ServerConfig
-from outrider.platform.http.serving_state import Serving
 from outrider.platform.tenancy.accounts import directory
 from outrider.platform.tenancy.accounts.records import StoredAdapter, Tenant
 from outrider.platform.tenancy.database.connection import DatabaseUnavailableError
@@ -21,19 +23,28 @@ from ..conftest import FakeAsyncLLM
 
 
 @asynccontextmanager
-async def running(url, llm=None, prepare=None, server="one"):
+async def application(url, llm=None, prepare=None, server="one"):
     """A server, as far as adapters are concerned."""
     journal = Path(url.removeprefix("sqlite:///")).with_name(server)
-    tenancy = await Tenancy.open(url, journal=journal)
+    tenancy = await Tenancy.open(url, journal=journal, admin_api_keys=("key",))
     try:
-        serving = Serving(llm or FakeAsyncLLM(), ServerConfig(served_model_names=("base",)), tenancy)
+        config = ServerConfig(served_model_names=("base",), lora_roots=("/",))
+        app = create_app(llm or FakeAsyncLLM(), config, tenancy=tenancy)
+        serving = app.state.serving
         if prepare is not None:
             await prepare(serving)
         await serving.follow_database()
-        yield serving
+        yield app
         await serving.close()
     finally:
         await tenancy.close()
+
+
+@asynccontextmanager
+async def running(*args, **options):
+    """Shared state of such a server."""
+    async with application(*args, **options) as app:
+        yield app.state.serving
 
 
 @pytest.fixture(autouse=True)
@@ -231,5 +242,42 @@ def test_a_database_that_is_away_refuses_loads(url):
             serving.tenancy.store.put_adapter = away
             with pytest.raises(DatabaseUnavailableError):
                 await serving.adapter_sync.remember(adapter("x"), None)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("then", ["unload", "load"])
+def test_changes_of_one_adapter_take_turns(url, tmp_path, monkeypatch, then):
+    """Otherwise the server would have another adapter, or none, than the database says it has."""
+    free = threading.Event()
+
+    def files_digest(path):
+        if path.endswith("a"):
+            free.wait(20)
+
+    monkeypatch.setattr(adapter_routes, "files_digest", files_digest)
+
+    async def run():
+        async with application(url) as app:
+            serving = app.state.serving
+            options = {"base_url": "http://test", "headers": {"Authorization": "Bearer key"}}
+
+            async def change(verb, path):
+                more = {"lora_path": str(path), "load_inplace": True} if verb == "load" else {}
+                async with httpx.AsyncClient(transport=httpx.ASGITransport(app), **options) as client:
+                    return (await client.post(f"/v1/{verb}_lora_adapter", json={"lora_name": "x"} | more)).status_code
+
+            paths = [tmp_path / "a", tmp_path / "b"]
+            for path in paths:
+                path.mkdir()
+            first = asyncio.create_task(change("load", paths[0]))
+            await until(lambda: names(serving))
+            second = asyncio.create_task(change(then, paths[1]))
+            await asyncio.wait([second], timeout=0.1)
+            free.set()
+            assert await asyncio.gather(first, second) == [200, 200]
+            stored = await serving.tenancy.database.run(serving.tenancy.store.list_adapters)
+            here = {name: request.path for name, request in serving.llm.adapters.requests.items()}
+            assert here == {row.name: row.path for row in stored} == ({} if then == "unload" else {"x": str(paths[1])})
 
     asyncio.run(run())

@@ -38,27 +38,47 @@ def test_periods_follow_each_other(period, now):
 
 
 def test_what_ends_while_the_ledger_is_read_counts_once():
-    budget = Budget(1000, "day", at("2026-11-21T12:00"))
-    budget.ended += 30  # in the ledger by the time it answers
-    reading = budget.begin_reading()
-    budget.ended += 5  # not in its answer
+    noon = at("2026-11-21T12:00")
+    budget = Budget(1000, "day", noon)
+    budget.count(30, noon)
+    reading = budget.begin_reading(noon)
+    budget.count(7, noon - 0.1)  # its row is in the answer
+    budget.count(5, noon)  # not in the answer
     budget.reserved = 100
     budget.end_reading(reading, 230, 7.0)
     assert (budget.used, budget.remaining, budget.read_at) == (235, 665, 7.0)
+    reading = budget.begin_reading(noon + 60)
+    assert reading.until == noon + 50
+    budget.count(8, noon + 60)
+    for _ in range(2):  # whatever of the last seconds is in the ledger, the answer has nothing of it
+        budget.end_reading(reading, 235, 67.0)
+        assert budget.used == 243
+
+
+def test_servers_that_read_first_at_once_count_from_one_answer():
+    noon = at("2026-11-21T12:00")
+    one, two = (Budget(1000, "day", noon) for _ in range(2))
+    readings = [budget.begin_reading(noon) for budget in (one, two)]
+    one.end_reading(readings[0], 200, 7.0)
+    one.count(30, noon)
+    two.load(one.dump(), noon)
+    two.end_reading(readings[1], 230, 8.0)
+    assert two.used == 230
 
 
 def test_a_new_period_begins_at_zero_and_the_ledger_is_asked_again():
     budget = Budget(1000, "day", at("2026-11-21T23:59"))
-    reading = budget.begin_reading()
-    budget.end_reading(reading, 900, 7.0)
+    budget.end_reading(budget.begin_reading(at("2026-11-21T23:59")), 900, 7.0)
     budget.reserved = 50
     budget.roll(at("2026-11-22T00:00"))
     assert (budget.used, budget.reserved, budget.read_at) == (0, 50, float("-inf"))
+    budget.count(70, at("2026-11-21T23:59"))  # of the day before
+    assert budget.used == 0
 
 
 def test_an_answer_about_another_period_is_not_taken():
     budget = Budget(1000, "day", at("2026-11-21T23:59"))
-    reading = budget.begin_reading()
+    reading = budget.begin_reading(at("2026-11-21T23:59"))
     budget.roll(at("2026-11-22T00:00"))
     budget.end_reading(reading, 900, 7.0)
     assert budget.used == 0
@@ -68,6 +88,6 @@ def test_an_answer_about_another_period_is_not_taken():
 def test_a_clock_that_is_set_back_comes_to_its_period_again():
     budget = Budget(1000, "month", at("2026-11-21"))
     budget.roll(at("2027-11-21"))
-    budget.ended += 10
+    budget.count(10, at("2027-11-21"))
     budget.roll(at("2026-11-21"))
     assert (budget.start, budget.used) == (at("2026-11-01"), 0)

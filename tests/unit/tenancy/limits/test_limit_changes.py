@@ -38,6 +38,20 @@ def test_a_request_of_before_a_change_does_not_bring_the_old_limits_back():
     run(scenario())
 
 
+def test_requests_that_wait_go_on_when_the_limit_is_raised():
+    async def scenario():
+        limiter = Setting().limiter
+        before = principal(1, Limits(max_concurrent_requests=1))
+        await limiter.admit(before, Demand((1,), max_tokens=1), 1000)
+        waiting = asyncio.create_task(limiter.admit(before, Demand((1,), max_tokens=1), 1000))
+        await settle()
+        limiter.change_limits([principal(2, Limits(max_concurrent_requests=2)), Principal(tenant="idle")])
+        await settle()
+        assert waiting.done()
+
+    run(scenario())
+
+
 def test_limits_that_change_while_a_budget_is_read():
     async def scenario():
         setting = Setting()

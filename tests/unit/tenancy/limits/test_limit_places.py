@@ -14,38 +14,20 @@ def run(scenario):
     asyncio.run(asyncio.wait_for(scenario(), 10))
 
 
-async def settle():
-    """Let everybody run who can."""
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
 def test_first_come_first_served():
     async def scenario():
-        places, order = Places(2), []
-
-        async def request(name, count):
-            await places.take(count)
-            order.append(name)
-
-        await places.take(2)
-        tasks = []
-        for name, count in (("a", 1), ("b", 2), ("c", 1)):
-            tasks.append(asyncio.create_task(request(name, count)))
-            await settle()
-        places.leave(1)
-        await settle()
-        assert order == ["a"]
-        places.leave(1)
-        await settle()
-        assert order == ["a"], "c overtook b"
-        places.leave(1)
-        await settle()
-        assert order == ["a", "b"]
+        places = Places(2)
+        running = places.claim(1), places.claim(1)
+        one, two, other = (places.claim(count) for count in (1, 2, 1))
+        places.leave(running[0])
+        assert [claim.is_held for claim in (one, two, other)] == [True, False, False]
+        places.leave(running[1])
+        assert not other.is_held, "it overtook the one that needs two"
+        places.leave(one)
+        assert [claim.is_held for claim in (two, other)] == [True, False]
         assert (places.taken, places.num_waiting) == (2, 1)
-        places.leave(2)
-        await asyncio.gather(*tasks)
-        assert order == ["a", "b", "c"]
+        places.leave(two)
+        assert other.is_held
 
     run(scenario)
 
@@ -53,28 +35,27 @@ def test_first_come_first_served():
 def test_who_leaves_the_queue_lets_those_behind_pass():
     async def scenario():
         places = Places(2)
-        await places.take(1)
-        large = asyncio.create_task(places.take(2))
-        await settle()
-        small = asyncio.create_task(places.take(1))
-        await settle()
-        large.cancel()
-        await small
+        places.claim(1)
+        large, small = places.claim(2), places.claim(1)
+        places.leave(large)
+        assert small.is_held
         assert places.taken == 2
 
     run(scenario)
 
 
-def test_granted_and_cancelled_in_the_same_moment():
+@pytest.mark.parametrize("granted_first", [False, True])
+def test_who_is_cancelled_has_no_place(granted_first):
     async def scenario():
         places = Places(1)
-        await places.take(1)
-        first, second = asyncio.create_task(places.take(1)), asyncio.create_task(places.take(1))
-        await settle()
-        places.leave(1)
-        first.cancel()  # it has the place, and has not heard of it
-        await second
-        assert first.cancelled()
+        running, first, second = (places.claim(1) for _ in range(3))
+        task = asyncio.ensure_future(first.granted)
+        if not granted_first:
+            task.cancel()
+        places.leave(running)
+        assert (first.is_held, second.is_held) == (granted_first, not granted_first)
+        places.leave(first)
+        assert second.is_held
         assert (places.taken, places.num_waiting) == (1, 0)
 
     run(scenario)
@@ -83,19 +64,17 @@ def test_granted_and_cancelled_in_the_same_moment():
 def test_other_limits():
     async def scenario():
         places = Places(4)
-        await places.take(4)
-        task = asyncio.create_task(places.take(3))
-        await settle()
+        three, one = places.claim(3), places.claim(1)
+        waiting = places.claim(3)
         places.set_limit(2)  # fewer than it needs
-        places.leave(3)
-        await settle()
-        assert not task.done()
-        places.leave(1)  # alone it may run
-        await task
-        other = asyncio.create_task(places.take(1))
-        await settle()
+        places.leave(three)
+        assert not waiting.is_held
+        places.leave(one)  # alone it may run
+        assert waiting.is_held
+        other = places.claim(1)
+        assert not other.is_held
         places.set_limit(None)
-        await other
+        assert other.is_held
 
     run(scenario)
 
@@ -103,14 +82,15 @@ def test_other_limits():
 def test_all_who_wait_are_refused():
     async def scenario():
         places = Places(1)
-        await places.take(1)
-        tasks = [asyncio.create_task(places.take(1)) for _ in range(3)]
-        await settle()
+        running, *waiting = (places.claim(1) for _ in range(4))
         places.refuse_waiting(ShuttingDownError("the end"))
-        for task in tasks:
+        for claim in waiting:
             with pytest.raises(ShuttingDownError):
-                await task
+                await claim.granted
+            places.leave(claim)
         assert (places.taken, places.num_waiting) == (1, 0)
+        places.leave(running)
+        assert places.taken == 0
 
     run(scenario)
 
@@ -122,21 +102,17 @@ def test_never_more_than_the_limit_and_nobody_forgotten(limit, steps):
         places, waiting, running = Places(limit), [], []
         for kind, number in steps:
             if kind == "t":
-                count = min(number, limit)
-                waiting.append((count, asyncio.create_task(places.take(count))))
+                waiting.append(places.claim(min(number, limit)))
             elif kind == "l" and running:
                 places.leave(running.pop(number % len(running)))
             elif kind == "c" and waiting:
-                waiting.pop(number % len(waiting))[1].cancel()
-            await settle()
-            granted = [count for count, task in waiting if task.done()]
-            assert granted == [count for count, _ in waiting[: len(granted)]], "not in their order"
+                places.leave(waiting.pop(number % len(waiting)))
+            granted = [claim for claim in waiting if claim.is_held]
+            assert granted == waiting[: len(granted)], "not in their order"
             waiting = waiting[len(granted) :]
             running += granted
-            assert places.taken == sum(running) <= limit
+            assert places.taken == sum(claim.count for claim in running) <= limit
             assert places.num_waiting == len(waiting)
-            assert not waiting or places.taken + waiting[0][0] > limit, "there is room for the first one"
-        for _, task in waiting:
-            task.cancel()
+            assert not waiting or places.taken + waiting[0].count > limit, "there is room for the first one"
 
     run(scenario)

@@ -204,7 +204,7 @@ def test_a_budget_begins_with_what_the_ledger_says():
         setting = Setting(Limits(token_budget=1000, budget_period="day"))
         setting.usage.tokens = 900
         ticket = await setting.admit(prompt=10, max_tokens=50)
-        assert setting.usage.asked == [("acme", "", 1_795_219_200, 1_795_305_600)]
+        assert setting.usage.asked == [("acme", "", 1_795_219_200, 1_795_289_400)]
         error = await refused(setting.admit(prompt=10, max_tokens=50), "token_budget")
         assert error.retry_after == 1.0, "what runs may give some back"
         assert error.code == "insufficient_quota"

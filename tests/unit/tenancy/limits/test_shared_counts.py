@@ -11,6 +11,7 @@ from sqlalchemy import text
 from outrider.platform.core.errors import OverloadedError
 from outrider.platform.tenancy.accounts.principal import Limits
 from outrider.platform.tenancy.database.connection import DatabaseUnavailableError
+from outrider.platform.tenancy.database.schema import limit_counts
 from outrider.platform.tenancy.limits import counts
 from outrider.platform.tenancy.limits.counts import CountTable
 from outrider.platform.tenancy.limits.scopes import Scope
@@ -112,18 +113,99 @@ def test_a_tenant_that_waits_writes_only_to_renew_its_lease():
     run(scenario())
 
 
-def test_a_lock_of_one_tenant_holds_up_no_other(sqlite, monkeypatch):
+def test_tenants_that_another_server_holds_hold_up_no_other(database):
+    if database.is_sqlite:
+        return  # it has one lock of all writers
+    held, free = threading.Semaphore(0), threading.Event()
+
+    def hold(found, now):
+        held.release()
+        free.wait(20)
+
+    async def other_server(tenant):
+        table = CountTable(database)
+        await table.change(tenant, hold)
+        await table.close()
+
+    async def scenario():
+        locked = [chr(ord("a") + number) for number in range(counts.NUM_THREADS)]
+        others = [asyncio.create_task(asyncio.to_thread(asyncio.run, other_server(tenant))) for tenant in locked]
+        for _ in locked:
+            await asyncio.to_thread(held.acquire)
+        table = CountTable(database)
+        waiting = [asyncio.create_task(table.change(tenant, lambda found, now: None)) for tenant in locked]
+        await asyncio.sleep(0)
+        await table.change("free", lambda found, now: None)
+        assert not any(task.done() for task in waiting)
+        free.set()
+        await asyncio.gather(*waiting, *others)
+        await table.close()
+
+    run(scenario())
+
+
+def test_a_tenant_whose_lock_was_not_free_in_time_is_refused_at_once_for_a_moment(sqlite, monkeypatch):
     monkeypatch.setattr(counts, "CHANGE_SECONDS", 0.05)
     free = threading.Event()
 
     async def scenario():
         table = CountTable(sqlite)
-        monkeypatch.setattr(table, "_change", lambda tenant, change: tenant == "locked" and free.wait(20))
+        monkeypatch.setattr(table, "_change", lambda tenant, change: tenant != "locked" or free.wait(20))
         await refused_by_database(table.change("locked", lambda found, now: None))
         monkeypatch.setattr(counts, "CHANGE_SECONDS", 20)
         await table.change("other", lambda found, now: None)
         await refused_by_database(table.change("locked", lambda found, now: None))  # at once
         free.set()
         await table.close()
+
+    run(scenario())
+
+
+def test_counts_of_another_version_are_begun_again(sqlite):
+    with sqlite.write() as connection:
+        connection.execute(
+            limit_counts.insert(), {"tenant": "acme", "counts": {"": [0, [], [], [1, 2, 3, 4, 5, 6], {}]}}
+        )
+    seen = []
+
+    async def scenario():
+        table = CountTable(sqlite)
+        for _ in range(2):
+            await table.change("acme", lambda found, now: seen.append(found) or {"k": [1]})
+        await table.close()
+
+    run(scenario())
+    assert seen == [{}, {"k": [1]}]
+
+
+def test_who_came_first_gets_the_place_that_is_left_in_the_same_turn():
+    async def scenario():
+        async with in_memory(Limits(max_concurrent_requests=1)) as servers:
+            running = await servers.admit(0)
+            first = asyncio.create_task(servers.admit(0))
+            await asyncio.sleep(0)
+            servers.limiters[0].release(running, 0)
+            second = asyncio.create_task(servers.admit(0))
+            ticket = await first
+            assert not second.done()
+            await servers.release(0, ticket, 0)
+            await second
+
+    run(scenario())
+
+
+def test_who_waits_is_known_to_all_servers_after_its_first_turn():
+    async def scenario():
+        async with in_memory(Limits(max_concurrent_requests=1)) as servers:
+            running = await servers.admit(0)
+            first = asyncio.create_task(servers.admit(1))
+            while servers.table.num_writes < 2:
+                await asyncio.sleep(0)
+            servers.clock.seconds += 1
+            servers.limiters[0].release(running, 0)
+            second = asyncio.create_task(servers.admit(0))
+            await first
+            assert not second.done()
+            second.cancel()
 
     run(scenario())

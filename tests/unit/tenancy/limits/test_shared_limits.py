@@ -5,6 +5,7 @@ import json
 import threading
 import time
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limit_helpers import Usage, refused, run
@@ -15,6 +16,7 @@ from outrider.platform.core.errors import RateLimitError
 from outrider.platform.tenancy.accounts.principal import Limits, Principal
 from outrider.platform.tenancy.database.schema import limit_counts
 from outrider.platform.tenancy.limits import counts
+from outrider.platform.tenancy.limits.buckets import SECOND
 from outrider.platform.tenancy.limits.counts import CountTable
 from outrider.platform.tenancy.limits.demand import Demand
 from outrider.platform.tenancy.limits.limiter import Limiter
@@ -161,13 +163,75 @@ def test_each_server_goes_on_alone_while_the_database_is_away(caplog):
                 await servers.admit(0)
             await refused(servers.admit(0), "requests_per_minute")
             servers.table.is_away = False
-            await servers.admit(1)
+            await refused(servers.admit(1), "requests_per_minute")
 
     run(scenario())
-    assert [record.message.split(" while")[0] for record in caplog.records] == [
-        *("limits hold for this server alone",) * 2,
-        "limits hold for all servers again",
+    assert [record.message for record in caplog.records] == [
+        *("limits of tenant 'acme' hold for this server alone: away",) * 2,
+        "limits of tenant 'acme' hold for all servers again",
     ]
+
+
+@pytest.mark.parametrize("fails", ["is_away", "is_read_only"])
+def test_what_was_counted_while_the_database_is_away_counts_for_all_afterwards(fails):
+    async def scenario():
+        limits = Limits(requests_per_minute=4, tokens_per_minute=1000, token_budget=1000, budget_period="day")
+        async with in_memory(limits, lease_seconds=0.4) as servers:
+            await servers.release(0, await servers.admit(0), 20)
+            setattr(servers.table, fails, True)
+            for _ in range(2):
+                await servers.release(0, await servers.admit(0, max_tokens=60), 70)
+            setattr(servers.table, fails, False)
+            written = servers.table.num_writes
+            while servers.table.num_writes == written:  # without another request of the tenant to that server
+                await asyncio.sleep(0.01)
+            ticket = await servers.admit(1)
+            assert ticket.scopes[0].budget.used == 160
+            error = await refused(servers.admit(1), "requests_per_minute")
+            assert error.headers["x-ratelimit-remaining-tokens"] == str(1000 - 160 - 20)
+
+    run(scenario())
+
+
+def test_a_database_that_cannot_be_written_to_gives_no_requests_away():
+    async def scenario():
+        async with in_memory(Limits(requests_per_minute=4)) as servers:
+            servers.table.is_read_only = True
+            for _ in range(4):
+                await servers.admit(0)
+            await refused(servers.admit(0), "requests_per_minute")
+
+    run(scenario())
+
+
+def test_what_ends_beside_the_first_reading_counts_once_whatever_the_databases_clock_says():
+    async def scenario():
+        async with in_memory(Limits(token_budget=1000, budget_period="day")) as servers:
+            servers.table.epoch -= SECOND // 2
+            ticket = await servers.admit(0)
+            servers.tenant = Limits(token_budget=2000, budget_period="week")
+            servers.usage.end(servers.clock, 20)
+            await servers.release(0, ticket, 20)
+            servers.clock.seconds += 0.25
+            servers.clock.wall += 0.25
+            assert (await servers.admit(0)).scopes[0].budget.used == 20
+
+    run(scenario())
+
+
+def test_a_reading_of_a_budget_counts_a_request_of_another_server_once():
+    async def scenario():
+        async with in_memory(Limits(token_budget=1000, budget_period="day")) as servers:
+            ticket = await servers.admit(1, max_tokens=90)
+            servers.clock.seconds += 90
+            servers.clock.wall += 90
+            servers.usage.end(servers.clock, 100)
+            await servers.release(0, await servers.admit(0), 0)  # begins to read
+            await servers.release(1, ticket, 100)
+            assert len(servers.usage.asked) == 2
+            assert (await servers.admit(0)).scopes[0].budget.used == 100
+
+    run(scenario())
 
 
 def test_tenants_without_limits_do_not_touch_the_table():
@@ -210,7 +274,7 @@ def test_three_servers_decide_as_one_would(steps):
     async def scenario():
         tenant = Limits(tokens_per_minute=200, requests_per_minute=8, token_budget=900, budget_period="day")
         async with in_memory(tenant, Limits(tokens_per_minute=150), num=3) as servers:
-            alone = Limiter(Usage(), servers.clock)
+            alone = Limiter(servers.usage, servers.clock)
             running = []
             for kind, number, key, server in steps:
                 principal, demand = servers.principal(key), Demand((1 + number,), max_tokens=number)
@@ -233,13 +297,15 @@ def test_three_servers_decide_as_one_would(steps):
                     assert str(answers[0]) == str(answers[1])
                 elif kind == "release" and running:
                     one, other, server = running.pop(number % len(running))
+                    servers.usage.end(servers.clock, number // 2 if number % 3 else 0)
                     alone.release(one, number // 2, ran=number % 3 > 0)
                     servers.limiters[server].release(other, number // 2, ran=number % 3 > 0)
                     for _ in range(10):
                         await asyncio.sleep(0)
                 elif kind == "wait":
-                    servers.clock.seconds += number / 4
-                    servers.clock.wall += number / 4
+                    seconds = number / 4 if number % 2 else 2 * number  # the ledger is read again after 60 s
+                    servers.clock.seconds += seconds
+                    servers.clock.wall += seconds
 
     run(scenario())
 
@@ -268,8 +334,8 @@ def test_two_servers_and_a_real_database(database):
             await limiter.close()
         with database.read() as connection:
             (found,) = connection.execute(select(limit_counts.c.counts)).scalars()
-        _, _, _, (_, _, ended, *_), shares = found[""]
-        assert (ended, shares) == (12 * len(tickets), {})
+        _, _, _, (_, _, recent, *_), shares = found["scopes"][""]
+        assert (sum(tokens for _, tokens in recent), shares) == (12 * len(tickets), {})
 
     run(scenario())
 
