@@ -3,6 +3,9 @@
     tokens(k) = sum over rows of 1 + (s_1 + ... + s_k)        s_j: chance that the first j drafts are all right
     seconds(k) = step(rows, all drafts) + draft(drafter, most drafts of a row)
 
+A drafter may find nothing to draft. The first draft of a step costs more than each other one, so `step` is the mean of a
+step without drafts and of one with the number that is expected if there are any, by how likely each of them is.
+
 Drafts of all rows compete: the one with the best chance is added first, as long as it pays. While requests wait, the
 sum of tokens counts, since each finished request lets another start. While none waits, the sum of the logarithms of the
 rows' tokens counts (proportional fairness): the slowest request decides when a batch is done, and drafts of others that
@@ -92,21 +95,35 @@ def _greedy(offers: Sequence[Offer], prices: StepPrices, num_rows: int, most: in
     for index in range(len(offers)):
         push(index)
     total, logs, added = float(num_rows), 0.0, 0.0
+    none_made = 1.0  # chance that the step has no drafts
     reached: dict[int, int] = {}  # most drafts of a row, by drafter
     best = Plan(list(counts), 1.0, base)
     while heap:
         index = heapq.heappop(heap)[1]
         offer = offers[index]
         gained = offer.survival[counts[index]]
-        added += offer.rows * (offer.made[counts[index]] if offer.made else 1.0)
+        made = offer.made[counts[index]] if offer.made else 1.0
+        added += offer.rows * made
+        if counts[index] == 0:
+            none_made *= (1.0 - made) ** offer.rows
         counts[index] += 1
         reached[offer.drafter] = max(reached.get(offer.drafter, 0), counts[index])
         logs += offer.rows * math.log1p(gained / tokens[index])
         tokens[index] += gained
         total += gained * offer.rows
-        seconds = prices.step(added) + sum(prices.draft(drafter, count) for drafter, count in reached.items())
+        seconds = _expected_step(prices.step, added, none_made)
+        seconds += sum(prices.draft(drafter, count) for drafter, count in reached.items())
         grown = math.exp(logs / num_rows) if fair else total / num_rows
         if grown * base / seconds > best.gain:
             best = Plan(list(counts), grown * base / seconds, seconds)
         push(index)
     return best
+
+
+def _expected_step(step: Callable[[float], float], num_drafts: float, none_made: float) -> float:
+    """Expected seconds of a step with `num_drafts` drafts on average, and none with a chance of `none_made`."""
+    if none_made == 0.0:
+        return step(num_drafts)
+    if none_made == 1.0:
+        return step(0)
+    return none_made * step(0) + (1.0 - none_made) * step(num_drafts / (1.0 - none_made))
