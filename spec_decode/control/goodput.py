@@ -3,8 +3,8 @@
     tokens(k) = sum over rows of 1 + (s_1 + ... + s_k)        s_j: chance that the first j drafts are all right
     seconds(k) = step(rows, all drafts) + draft(drafter, most drafts of a row)
 
-A drafter may find nothing to draft. The first draft of a step costs more than each other one, so `step` is the mean of a
-step without drafts and of one with the number that is expected if there are any, by how likely each of them is.
+A drafter may find nothing to draft. The first draft of a step costs more than each other one, so `step` is the mean of
+a step without drafts and of one with the number that is expected if there are any, by how likely each of them is.
 
 Drafts of all rows compete: the one with the best chance is added first, as long as it pays. While requests wait, the
 sum of tokens counts, since each finished request lets another start. While none waits, the sum of the logarithms of the
