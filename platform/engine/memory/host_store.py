@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +24,9 @@ _MEASURED_BLOCKS = 16
 class HostStore:
     """One row of `block_bytes` for each slot, with a block's content in all layers, the drafter's too, in any dtype.
 
-    Blocks are gathered to rows on the device, which are then copied whole. On a GPU the rows are pinned memory and a
-    side stream copies them: a step waits for what it reads, never for what leaves. On a CPU the rows are a second pool.
+    On a GPU blocks are gathered to rows on the device, which are then copied whole. The host's rows are pinned memory
+    and a side stream copies them: a step waits for what it reads, never for what leaves. On a CPU the rows are a second
+    pool.
     """
 
     def __init__(
@@ -70,46 +69,53 @@ class HostStore:
             chosen = list(last.values())
             for start in range(0, len(chosen), most):
                 part = chosen[start : start + most]
-                copy = self._to_host if to_host else self._to_device
-                copy(to_device(np.array([move.block for move in part]), self._device), [move.slot for move in part])
+                blocks = to_device(np.array([move.block for move in part]), self._device)
+                slots = [move.slot for move in part]
+                if self._side is None:
+                    self._copy_here(blocks, torch.tensor(slots), to_host=to_host)
+                else:
+                    copy = self._to_host if to_host else self._to_device
+                    copy(blocks, slots, self._side)
 
-    def _to_host(self, blocks: Tensor, slots: Sequence[int]) -> None:
+    def _copy_here(self, blocks: Tensor, slots: Tensor, *, to_host: bool) -> None:
+        """Copy within the memory of a CPU."""
+        for part, view in self._views(self._rows):
+            if to_host:
+                view.index_copy_(0, slots, part.index_select(1, blocks).transpose(0, 1))
+            else:
+                part.index_copy_(1, blocks, view.index_select(0, slots).transpose(0, 1))
+
+    def _to_host(self, blocks: Tensor, slots: Sequence[int], side: torch.cuda.Stream) -> None:
         staging = self._staging(len(slots))
         for part, view in self._views(staging):
             view.copy_(part.index_select(1, blocks).transpose(0, 1))
-        if self._side is not None:
-            self._side.wait_stream(torch.cuda.current_stream(self._device))
-            staging.record_stream(self._side)
-        with self._beside():
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        staging.record_stream(side)
+        with torch.cuda.stream(side):
             for row, slot in zip(staging, slots, strict=True):
                 self._rows[slot].copy_(row, non_blocking=True)
 
-    def _to_device(self, blocks: Tensor, slots: Sequence[int]) -> None:
-        with self._beside():  # not after the step that may run now
+    def _to_device(self, blocks: Tensor, slots: Sequence[int], side: torch.cuda.Stream) -> None:
+        with torch.cuda.stream(side):  # not after the step that may run now
             staging = self._staging(len(slots))
             for row, slot in zip(staging, slots, strict=True):
                 row.copy_(self._rows[slot], non_blocking=True)
-        if self._side is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_stream(self._side)
-            staging.record_stream(current)
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(side)
+        staging.record_stream(current)
         for part, view in self._views(staging):
             part.index_copy_(1, blocks, view.transpose(0, 1))
 
     def _staging(self, count: int) -> Tensor:
         return torch.empty((count, self._rows.shape[1]), dtype=self._rows.dtype, device=self._device)
 
-    def _views(self, staging: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Each part of the cache with its columns of the rows, as [rows, KV heads, units]."""
-        columns = staging.split([part.shape[0] * part.shape[2] for part in self._parts], dim=1)
+    def _views(self, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Each part of the cache with its columns of `rows`, as [rows, KV heads, units]."""
+        columns = rows.split([part.shape[0] * part.shape[2] for part in self._parts], dim=1)
         return [
             (part, column.unflatten(1, (part.shape[0], part.shape[2])))
             for part, column in zip(self._parts, columns, strict=True)
         ]
-
-    def _beside(self) -> AbstractContextManager[Any]:
-        """Context of copies between device and host."""
-        return nullcontext() if self._side is None else torch.cuda.stream(self._side)
 
     def bytes_per_second(self) -> float:
         """Rate of copies, measured with the first blocks, whose content goes out and comes back."""
