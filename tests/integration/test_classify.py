@@ -132,6 +132,26 @@ def test_labels_of_the_async_engine_and_over_http_are_the_same(classifier, llm):
         assert entry == {"index": index, "label": label, "probs": pytest.approx(probs, abs=1e-5), "num_classes": 3}
 
 
+def test_score_matrices_change_places(classifier, tmp_path):
+    other = shutil.copytree(classifier.scored, tmp_path / "other")
+    weights = load_file(other / "adapter_model.safetensors")
+
+    def save(factor):
+        save_file(weights | {SCORE: factor * weights[SCORE]}, other / "adapter_model.safetensors")
+
+    save(-1.0)
+    requests = [LoRARequest("scored", 1, classifier.scored), LoRARequest("other", 2, str(other))]
+    with LLM(classifier.folder, max_loras=1, max_cpu_loras=1, **OPTIONS) as llm:
+        outputs = llm.classify([TEXTS[1]] * 4, lora_request=requests * 2, use_tqdm=False)
+        save(0.0)
+        llm.load_lora_adapter(requests[1], load_inplace=True)
+        (last,) = llm.classify([TEXTS[1]], lora_request=requests[1], use_tqdm=False)
+    probs = [torch.tensor(output.outputs.probs) for output in outputs]
+    torch.testing.assert_close(probs[1], (1 / probs[0]) / (1 / probs[0]).sum(), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(probs[2:], probs[:2], rtol=0, atol=1e-5)
+    assert last.outputs.probs == pytest.approx([1 / 3] * 3)
+
+
 def test_a_file_of_requests(classifier, llm, tmp_path):
     bodies = [{"model": name, "input": TEXTS[1]} for name in ("labels", "scored")]
     lines = [{"custom_id": b["model"], "method": "POST", "url": "/classify", "body": b} for b in bodies]

@@ -1,5 +1,8 @@
-"""gpt-oss's format against `openai_harmony`, where that is installed and finds its vocabulary
-(`TIKTOKEN_ENCODINGS_BASE`, or a download): the same reasoning, text and calls, whole and cut off."""
+"""gpt-oss's format: reasoning, text and calls, whole and cut off.
+
+OpenAI's library says the same, where it is installed and finds its vocabulary (`TIKTOKEN_ENCODINGS_BASE`, or a
+download).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,16 @@ from outrider.platform.http.openai.tools.parser import FormatParser
 ANALYSIS, FINAL, COMMENTARY = (f"<|channel|>{name}" for name in ("analysis", "final", "commentary"))
 NEXT, TEXT, JSON = "<|end|><|start|>assistant", "<|message|>", '{"city": "Par\\"is"}'
 TO = "to=functions."
+Message = dict[str, Any]
+
+
+def answer(reasoning: str = "", content: str = "", **calls: str) -> Message:
+    """A message of the non-empty fields; `calls`: arguments by function."""
+    listed = [{"name": name, "arguments": arguments} for name, arguments in calls.items()]
+    fields = {"reasoning_content": reasoning, "content": content, "tool_calls": listed}
+    return {name: value for name, value in fields.items() if value}
+
+
 ANSWERS = {
     "a call": f"{ANALYSIS}{TEXT}Hm.{NEXT}{COMMENTARY} {TO}f <|constrain|>json{TEXT}{JSON}<|call|>",
     "no space": f"{COMMENTARY} {TO}f<|constrain|>json{TEXT}{JSON}<|call|>",
@@ -32,7 +45,25 @@ ANSWERS = {
     "cut in a call": f'{COMMENTARY} {TO}f <|constrain|>json{TEXT}{{"city": "Pa',
     "cut in a text": f"{ANALYSIS}{TEXT}Easy.{NEXT}{FINAL}{TEXT}Hel",
 }
-Message = dict[str, Any]
+EXPECTED = {
+    "a call": answer("Hm.", f=JSON),
+    "no space": answer(f=JSON),
+    "a plain type": answer(f=JSON),
+    "no type": answer(f=JSON),
+    "named before the channel": answer("Hm.", f=JSON),
+    "named at once": answer(f=JSON),
+    "a call in analysis": answer(f=JSON),
+    "text": answer("Easy.", "Hello {}"),
+    "text alone": answer(content="Hello"),
+    "JSON": answer("Easy.", JSON),
+    "a preamble": answer(content="I look.", f=JSON),
+    "several": answer("One.Two.", "A.B."),
+    "two calls": answer(f="{}", g=JSON),
+    "cut in analysis": answer("Need wea"),
+    "cut in a header": answer("Hm."),
+    "cut in a call": answer(f='{"city": "Pa'),
+    "cut in a text": answer("Easy.", "Hel"),
+}
 
 
 def add(message: Message, name: str, text: str) -> None:
@@ -67,7 +98,7 @@ def of_library():
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_the_library_reads_the_same(name, of_library):
+def test_an_answer(name):
     parser, message = FormatParser(FORMATS["openai"], "", with_calls=True), {}
     for delta in [*(d for character in ANSWERS[name] for d in parser.feed(character)), *parser.finish()]:
         for call in delta.get("tool_calls", []):
@@ -77,4 +108,9 @@ def test_the_library_reads_the_same(name, of_library):
                 message["tool_calls"][-1]["arguments"] += call["function"]["arguments"]
         for field in delta.keys() - {"tool_calls"}:
             add(message, field, delta[field])
-    assert message == of_library(ANSWERS[name])
+    assert message == EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_openais_library_reads_the_same(name, of_library):
+    assert of_library(ANSWERS[name]) == EXPECTED[name]
