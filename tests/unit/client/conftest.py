@@ -1,11 +1,12 @@
 """A small byte-level tokenizer with a chat template, and `fake_engine` on the path, here and in engine processes."""
 
 import asyncio
+import contextlib
 import gc
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +64,25 @@ def runner(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
     return pytest.importorskip("uvloop").run
 
 
+def _children(but_of: Collection[psutil.Process] = ()) -> set[psutil.Process]:
+    """Processes that this one has started, and theirs, but none that `but_of` have started."""
+    found: set[psutil.Process] = set()
+    for child in psutil.Process().children():
+        found.add(child)
+        if child not in but_of:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.update(child.children(recursive=True))
+    return found
+
+
 @pytest.fixture
 def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No child process and no folder of a link outlives the test."""
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     monkeypatch.setattr("tempfile.tempdir", str(folder))
-    before = set(psutil.Process().children(recursive=True))  # the end-to-end tests' server, for one
+    before = _children()  # those of servers that other tests share start and end children of their own
     yield
     gc.collect()
-    assert set(psutil.Process().children(recursive=True)) <= before
+    assert _children(but_of=before) <= before
     assert list(folder.glob("outrider-*")) == []
     shutil.rmtree(folder)  # torch may have put something there
