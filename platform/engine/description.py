@@ -80,4 +80,5 @@ def _describe_tiles(model: LanguageModel) -> str:
     if model.embedding.head is not None:
         packed.append(model.embedding.head)
     others = sum(not product.fuses_adapters for product in packed)
-    return f"{text}; oneDNN's products serve {others} linear layers" if text and others else text
+    layers = "linear layer" if others == 1 else "linear layers"
+    return f"{text}; oneDNN's products serve {others} {layers}" if text and others else text

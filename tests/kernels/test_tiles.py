@@ -6,13 +6,10 @@ from __future__ import annotations
 import ctypes
 import json
 import re
-import shutil
-import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,21 +35,16 @@ from outrider.platform.engine.engine_core import EngineCore
 
 from .test_linear_native import operands
 from .test_quantized_native import inputs_of, make
+from .tile_library import CAN_EMULATE, COMPILER, compile_with_tiles
 
-COMPILER = shutil.which("g++")
-INFO = Path("/proc/cpuinfo")
-NEEDED = {"avx512_bf16", "avx512_vnni", "avx512bw"}
 LLAMA = {
     **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "num_hidden_layers": 2},
     **{"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
     **{"vocab_size": 70, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
 }
-SOURCES = ("experts", "linear", "lora", "native", "quantized_linear")
-
-FLAGS = set(INFO.read_text().split()) if INFO.exists() else set()
 
 pytestmark = pytest.mark.skipif(
-    COMPILER is None or not NEEDED.issubset(FLAGS) or "amx_tile" in FLAGS,
+    not CAN_EMULATE,
     reason="no g++, or a processor without AVX512-BF16, or one that computes the tiles itself",
 )
 
@@ -71,27 +63,13 @@ def kernels(tmp_path_factory):
             except AttributeError:
                 return getattr(others, name)
 
-    def compile_some(command, scratch, library):
-        options = ["-O1", "-march=native", "-std=c++17", "-fPIC", "-w", "-fno-math-errno"]
-        include = f"-I{compiler.KERNELS / 'native'}"
-        sources = [compiler.KERNELS / name / "native.cpp" for name in SOURCES]
-        sources.append(Path(__file__).with_name("tile_trap.cpp"))
-        objects = [scratch / f"{index}.o" for index in range(len(sources))]
-        jobs = [
-            subprocess.Popen([*command, *options, "-fopenmp", include, "-c", str(source), "-o", str(made)])
-            for source, made in zip(sources, objects, strict=True)
-        ]
-        assert [job.wait(120) for job in jobs] == [0] * len(jobs)
-        # Symbolic: the trap's `syscall` is that of the library.
-        subprocess.run([*command, "-shared", "-Wl,-Bsymbolic", *objects, "-o", library], check=True, timeout=60)
-
     users = (experts_native, linear_native, quantized_native)
     clear = (tiles.prepare, trial._wins, *(module._functions for module in users))
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("CXX", f"{COMPILER} -mamx-tile -mamx-bf16 -mamx-int8")
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
         monkeypatch.delenv("OUTRIDER_AMX", raising=False)
-        monkeypatch.setattr(compiler, "_compile", compile_some)
+        monkeypatch.setattr(compiler, "_compile", compile_with_tiles)
         path = compiler.build()
         library = Library(str(path))
         for module in (building, tiles):
@@ -357,12 +335,13 @@ class TestChoice:
         (tmp_path / "config.json").write_text(json.dumps(LLAMA))
         monkeypatch.setattr(trial, "_try", lambda out_features, in_features: out_features != LLAMA["vocab_size"])
         args = EngineArgs(model=str(tmp_path), load_format="dummy", dtype="bfloat16", max_model_len=64)
-        for switch, text in [(None, "bfloat16, integers from 16 rows on; {} 1 "), ("0", "not used; {} 9 ")]:
+        one, all_ = "bfloat16, integers from 16 rows on; {} 1 linear layer", "not used; {} 9 linear layers"
+        for switch, text in [(None, one), ("0", all_)]:
             if switch is not None:
                 monkeypatch.setenv("OUTRIDER_AMX", switch)
                 self._forget()
             engine = EngineCore(args)
-            assert engine.info.tiles == text.format("oneDNN's products serve") + "linear layers"
+            assert engine.info.tiles == text.format("oneDNN's products serve")
             engine.shutdown()
 
     @pytest.mark.parametrize("quantization", [None, "int8"])
