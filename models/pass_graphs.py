@@ -322,12 +322,12 @@ class GraphedPass:
         states: Tensor | None = None,
         begin: Callable[[], None] | None = None,
     ) -> tuple[Tensor, ...] | None:
-        """Run the pass over `rows`, padded. None, and nothing is done, when it must run without a graph.
+        """Run the pass over `rows`, padded. None when it must run without a graph.
 
         Args:
             handles: (adapter, number of tokens) of each row.
             states: [T, state_size], for passes that read states.
-            begin: Called once it is sure that there is a graph, or will be, before anything of it runs.
+            begin: Called before a graph is captured or replayed; capturing it may still fail.
 
         Returns:
             Results of `Compute`, valid until the next pass. Entries beyond the rows and their tokens have no meaning.

@@ -1,4 +1,5 @@
-"""Tensor parallelism in captured graphs, as far as one device shows it: a group of one rank, whose sums are NCCL's."""
+"""Tensor parallelism in captured graphs, as far as one device shows it: a group of one rank. Its calls to NCCL are
+captured; with one rank nothing is summed."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ _BLOCK = 16
 
 
 def check_ranks(context: Context, root: Path, shape: ModelShape) -> None:
-    """Check that a divided model's logits are the whole one's, also from a graph that has the sums; time its replay."""
+    """Check that a divided model's logits are the whole one's, also from a graph with calls to NCCL, and time it."""
     torch.backends.cuda.matmul.allow_tf32 = False
     path, device = shape.write(root), context.device
     ranks = ProcessRanks(distributed.HashStore(), 0, 1, device, THIS_MACHINE)
@@ -42,7 +43,7 @@ def check_ranks(context: Context, root: Path, shape: ModelShape) -> None:
         model = load(ranks)
         context.row("logits of a divided model", passed=_agree(_logits(model, _rows(0)), wanted[0]))
         if device != "cuda":
-            context.skip("sums over ranks in graphs", "they are a GPU's")
+            context.skip("calls to NCCL in graphs", "they are a GPU's")
             return
         kv = allocate_kv(model.kv_layers, ROWS, _BLOCK, torch.float32, device)
         graphs = PassGraphs(CudaGraphs(torch.device(device)), PassLimits(ROWS, _BLOCK))
@@ -50,7 +51,7 @@ def check_ranks(context: Context, root: Path, shape: ModelShape) -> None:
         for seed, right in enumerate(wanted):  # the second is a replay alone
             found = passes.run(_rows(seed), [(None, 1)] * ROWS, verifies=True)
             passed = found is not None and _agree(found[0][:ROWS], right)
-            context.row(f"logits of a graph with sums over ranks, {seed}", passed=passed, captured=graphs.num_captured)
+            context.row(f"logits of a graph with calls to NCCL, {seed}", passed=passed, captured=graphs.num_captured)
         times = []
         for replays in (False, True):
             synchronize()

@@ -32,7 +32,7 @@ class Executor(Protocol):
         """Compute rows of tokens, whose KV is written; see `LanguageModel.forward`."""
 
     def replay(self, rows: SequenceRows, handles: Handles, *, verifies: bool) -> tuple[Tensor, ...] | None:
-        """Do the same from a captured graph; None, and nothing is done, where `forward` must do it.
+        """Do the same from a captured graph; None where `forward` must do it.
 
         Returns:
             Hidden states [T, H], and those that enter the drafter's layers; with `verifies` before them logits [T, V]

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 _START_SECONDS = 300.0
 """Longest time until a rank has imported what it needs."""
-_JOIN_SECONDS = 60.0
-"""Longest time until all ranks, which run by then, have found each other."""
+_JOIN_SECONDS = 180.0
+"""Longest time until all ranks, which run by then, have found each other; on GPUs they load NCCL, too."""
 _LOAD_SECONDS = 3600.0
 """Longest time until a rank's weights are loaded."""
 _GLANCE_SECONDS = 0.2
@@ -114,7 +114,7 @@ class ParallelExecutor:
         threading.Thread(target=join, name="outrider-join", daemon=True).start()
         self._await("join the others", _JOIN_SECONDS, joined)
         try:
-            return joined.result(_JOIN_SECONDS)
+            return joined.result(_GLANCE_SECONDS + _JOIN_SECONDS / 10)  # the others have joined this process
         except (RuntimeError, OSError) as error:
             raise EngineDeadError(
                 f"tensor_parallel_size {self._size}: rank 0 did not join the others: {error!r}"
@@ -219,10 +219,14 @@ class ParallelExecutor:
             lengths, array = encode_rows(rows, rows.known_tokens(self._model.device))
             self._announce(Message("replay", [lengths, _plain(handles), verifies], [array]))
 
-        with self._ending_all():
+        try:
             found = self._passes.run(rows, handles, verifies=verifies, begin=begin)
             if found is None and has_begun:
                 raise RuntimeError("a graph could not be captured; enforce_eager needs none")
+        except BaseException as error:
+            if has_begun:
+                self._end_after(error)
+            raise
         return found
 
     def logits(self, hidden: Tensor, handles: Handles) -> Tensor:
@@ -268,19 +272,17 @@ class ParallelExecutor:
     def _together(self, message: Message) -> Iterator[None]:
         """Tell the ranks, and end all of them where this process fails in its share."""
         self._announce(message)
-        with self._ending_all():
-            yield
-
-    @contextlib.contextmanager
-    def _ending_all(self) -> Iterator[None]:
-        """End all ranks where this process fails."""
         try:
             yield
-        except Exception as error:
-            raise self._fail(error) from error
         except BaseException as error:
-            self._fail(error)
+            self._end_after(error)
             raise
+
+    def _end_after(self, error: BaseException) -> None:
+        """End all ranks, since this process failed in its share; raises what an `Exception` becomes."""
+        ended = self._fail(error)
+        if isinstance(error, Exception):
+            raise ended from error
 
     def _announce(self, message: Message) -> None:
         with self._lock:
@@ -304,7 +306,9 @@ class ParallelExecutor:
                 for rank, remote in enumerate(self._remote, 1)
                 if (how := remote.ended()) is not None
             ]
-            what = "; ".join(gone) or f"a step over {self._size} ranks failed ({why})"
+            what = "; ".join(gone)
+            if error is not None or not gone:
+                what = f"{what}; " * bool(gone) + f"a step over {self._size} ranks failed ({why})"
             self._failure = EngineDeadError(f"tensor parallelism: {what}").info()
             self.close()
         return self.error()

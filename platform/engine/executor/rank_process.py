@@ -102,7 +102,7 @@ class Rank:
             lengths, handles, verifies = arguments
             rows = decode_rows(lengths, message.arrays[0])
             if self._local.replay(rows, _handles(handles), verifies=verifies) is None:
-                raise RuntimeError("this rank cannot capture a pass that rank 0 captures")
+                raise RuntimeError("this rank cannot capture a pass that rank 0 captures; enforce_eager captures none")
         elif verb == "logits":
             count, handles = arguments
             config = self._model.config
@@ -141,6 +141,11 @@ class Rank:
         graphs: list[Any] | None,
     ) -> None:
         model, dtype, device = self._model, self._model.config.dtype, self._model.device
+        found = logits = None
+        if graphs is not None:
+            aux_layers, *limits = graphs
+            found = PassGraphs(CudaGraphs(device), PassLimits(*limits)._replace(max_graphs=sys.maxsize))
+            logits = found.token_logits(model.config.vocab_size, device)  # as rank 0 does, whose cache is as large
         self._kv = allocate_kv(model.kv_layers, num_blocks, block_size, dtype, device, kv_cache_dtype)
         self._host = HostStore(self._kv, host) if host else None
         prepare: AdapterPreparer = no_adapters
@@ -151,10 +156,8 @@ class Rank:
             self._adapters = AdapterRows(sites, num_rows, max_rank, device)
             prepare, prepare_head = self._adapters.steps.prepare, self._adapters.steps.prepare_head
         passes, preparers = None, (prepare, prepare_head)
-        if graphs is not None:
-            aux_layers, *limits = graphs
-            found = PassGraphs(CudaGraphs(device), PassLimits(*limits)._replace(max_graphs=sys.maxsize))
-            passes = TargetPasses(found, model, self._kv, preparers, aux_layers)
+        if found is not None:
+            passes = TargetPasses(found, model, self._kv, preparers, aux_layers, logits)
         self._executor = LocalExecutor(model, self._kv, preparers, passes)
 
 

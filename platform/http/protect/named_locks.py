@@ -7,11 +7,10 @@ from weakref import WeakValueDictionary
 
 
 class NamedLocks:
-    """A lock for each name, such as a tenant's: who holds it before it waits for a thread waits for one piece of work
-    of each other tenant at most, however much one of them sends."""
+    """A lock for each name; names that nobody holds or waits for take no memory."""
 
     def __init__(self) -> None:
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of those who wait or work
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def of(self, name: str) -> asyncio.Lock:
         """The lock of a name."""

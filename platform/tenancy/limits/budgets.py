@@ -13,6 +13,8 @@ DAY = 86_400
 RECENT_SECONDS = 10
 """Unit in which the ends of requests are known, in seconds. Rows are in the ledger one unit after their end, at the
 latest, and the clocks of servers differ by less."""
+SET_BACK_SECONDS = 60
+"""A reading of the ledger that ends so much before the last one is not late: the clock was set back."""
 
 
 def period_of(period: Period, now: float) -> tuple[int, int]:
@@ -126,8 +128,13 @@ class Budget:
         return Reading(self.start, max(self.start, (now // RECENT_SECONDS - 1) * RECENT_SECONDS))
 
     def end_reading(self, reading: Reading, tokens: int, now: float) -> None:
-        """Take the answer, unless another period has begun, or another server was the first; `now` as in `read_at`."""
-        if reading.start == self.start and not (reading.is_first and self.read_at is not None):
+        """Take the answer, unless another period has begun, another server was the first, or that of a later reading
+        has been taken: what ended between the two is not counted here any more. `now` as in `read_at`."""
+        if reading.is_first:
+            is_late = self.read_at is not None
+        else:
+            is_late = 0 < self.read_until - reading.until <= SET_BACK_SECONDS
+        if reading.start == self.start and not is_late:
             self.used_in_ledger, self.read_at, self.read_until = tokens, now, reading.until
             self._drop_read()
 

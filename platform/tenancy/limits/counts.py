@@ -22,10 +22,12 @@ NUM_THREADS = 2
 """Tenants whose counts are changed at the same time by one server. Each needs one of the database's connections."""
 CHANGE_SECONDS = 5.0
 """Seconds after which a server goes on without the database."""
-LOCK_SECONDS = 0.1
-"""Seconds for which a thread waits for a tenant's lock that another server has, before it looks after other tenants."""
 RETRY_SECONDS = 1.0
 """Seconds for which it does not try again then."""
+LOCK_SECONDS = 0.1
+"""Seconds for which a thread waits for a tenant's lock that another server has, before it looks after other tenants."""
+LOCK_RETRY_SECONDS = 0.4
+"""Seconds after which a thread waits for it again: each wait in vain is a line in PostgreSQL's own log."""
 
 _FORMAT = 2  # of the counts; those of a server with another version are not read
 _LOCK_NOT_AVAILABLE = "55P03"  # code of PostgreSQL
@@ -79,7 +81,7 @@ class CountTable:
         try:
             async with asyncio.timeout(CHANGE_SECONDS):  # cancels what has not begun
                 while not await loop.run_in_executor(self._threads, self._change, tenant, call):
-                    pass
+                    await asyncio.sleep(LOCK_RETRY_SECONDS)
         except DatabaseUnavailableError:
             self._retry_at = time.monotonic() + RETRY_SECONDS
             raise

@@ -5,6 +5,8 @@
 One server at a time has a tenant's turn, and does in it what a server that is alone would do with its own counts. All
 requests that have come since the last turn are in one turn, so the price is two statements for all of them. While the
 database is away each server goes on alone with the counts that it saw last, and brings what it has counted afterwards.
+What is counted in a turn whose commit comes too late counts twice where it has no key: calls that generate nothing, and
+the tokens of requests that have ended, until time has paid for them or the ledger is read again.
 
 A server's share (its running, waiting and reserved) ends by a lease that the server renews, so `kill -9` frees the
 places of its requests. What they have taken from a bucket is paid by time.

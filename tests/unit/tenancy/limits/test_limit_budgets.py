@@ -55,6 +55,19 @@ def test_what_ends_while_the_ledger_is_read_counts_once():
         assert budget.used == 243
 
 
+def test_an_answer_that_comes_after_that_of_a_later_reading_is_not_taken():
+    noon = at("2026-11-21T12:00")
+    budget = Budget(1000, "day", noon)
+    budget.end_reading(budget.begin_reading(noon), 0, 0.0)
+    budget.count(500, noon + 65)
+    early, late = (budget.begin_reading(noon + seconds) for seconds in (79.9, 80))
+    budget.end_reading(late, 500, 81.0)
+    budget.end_reading(early, 0, 82.0)
+    assert budget.used == 500
+    budget.end_reading(budget.begin_reading(noon - 3600), 20, 83.0)  # the clock was set back
+    assert budget.used == 20
+
+
 def test_servers_that_read_first_at_once_count_from_one_answer():
     noon = at("2026-11-21T12:00")
     one, two = (Budget(1000, "day", noon) for _ in range(2))
