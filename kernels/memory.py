@@ -57,16 +57,16 @@ class WeightMemory:
 
     @contextlib.contextmanager
     def of_model(self) -> Iterator[None]:
-        """Put the weights that are packed meanwhile side by side."""
+        """Put the weights that are packed meanwhile side by side, but not beside those packed before."""
         with self._lock:
             self._num_loads += 1
+            before, self._chunk = (self._chunk, self._next), None
         try:
             yield
         finally:
             with self._lock:
                 self._num_loads -= 1
-                if not self._num_loads:
-                    self._chunk = None
+                self._chunk, self._next = before if self._num_loads else (None, 0)
 
     def take(self, num_bytes: int) -> Tensor:
         """Tensor [num_bytes] uint8, whose first byte begins a cache line."""

@@ -35,8 +35,9 @@ def main() -> int:
     weights = [_quantized(bits, group, *shape) for bits in (4, 8) for group in (32, 100, 1 << 20) for shape in _SHAPES]
     bytes_ = all(map(_is_same, weights))
     byte_rows = max(_first_faster(_quantized(bits, 128, *_TIMED)) for bits in (4, 8)) if bytes_ else NEVER
-    wrong = ", ".join(name for name, right in (("bfloat16", pairs), ("integers", bytes_)) if not right)
-    print(json.dumps(TileUse(pairs, byte_rows, wrong)._asdict()), end="")
+    wrong = " and ".join(name for name, right in (("bfloat16", pairs), ("integers", bytes_)) if not right)
+    fault = f"products of {wrong} are wrong on this processor" if wrong else ""
+    print(json.dumps(TileUse(pairs, byte_rows, fault)._asdict()), end="")
     return 0
 
 

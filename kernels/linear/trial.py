@@ -14,6 +14,7 @@ import time
 import torch
 from torch import Tensor
 
+from ..memory import weight_memory
 from ..native import tiles
 from .native import NativeLinear
 from .torch import PackedLinear, pack
@@ -60,7 +61,8 @@ def _wins(out_features: int, in_features: int, num_threads: int) -> bool:
 @torch.inference_mode()
 def _try(out_features: int, in_features: int) -> bool:
     weight = torch.empty(out_features, in_features, dtype=torch.bfloat16).normal_(std=in_features**-0.5)
-    products = NativeLinear([weight], None), pack(weight)
+    with weight_memory.of_model():  # on pages like a model's, and freed with the trial
+        products = NativeLinear([weight], None), pack(weight)
     for rows in ROWS:
         x = torch.empty(rows, in_features, dtype=torch.bfloat16).normal_()
         y, expected = (product(x) for product in products)

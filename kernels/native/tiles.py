@@ -2,10 +2,12 @@
 
 A child process of limited time computes products on the real instructions first. It compares those of bfloat16 with
 float64, those of integers with AVX512's, and times the latter (`tile_check`). A product that is wrong is not used, and
-if the child crashes none is; a warning and the start-up summary say so. `linear.trial` then times each shape of
-bfloat16. All of this is kept beside the compiled library under a lock, so processes that start together choose alike.
+if the child fails none is; a warning and the start-up summary say so. `linear.trial` then times each shape of bfloat16.
+All of this is kept beside the compiled library under a lock, so processes that start together choose alike. Only a
+child that was stopped, or had too little time or memory, leaves nothing: the next process checks again.
 
-OUTRIDER_AMX: "0" does without tiles, "1" uses right ones for every shape of bfloat16, without a trial.
+OUTRIDER_AMX: "0" does without our own tiles, and oneDNN's products serve bfloat16; "1" uses right ones for every shape
+of bfloat16, without a trial.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import functools
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,6 +35,8 @@ CHECK_SECONDS = 120
 """Longest time of the child; on two busy cores it takes about 5 s, of which most is the import of torch."""
 NEVER = (1 << 63) - 1
 """Number of rows that no product has."""
+_CRASHES = {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGTRAP, signal.SIGABRT}
+"""Signals that end the child for its own fault; others stop it from outside."""
 
 
 class TileUse(NamedTuple):
@@ -41,8 +46,8 @@ class TileUse(NamedTuple):
     """Products of bfloat16 use tiles."""
     byte_rows: int
     """Rows from which products of integers use tiles; NEVER: none do."""
-    wrong: str = ""
-    """Products that were found wrong, for people; "": none."""
+    fault: str = ""
+    """Text for people: why some products do not use tiles; "": all were found right."""
 
 
 NOTHING = TileUse(False, NEVER)
@@ -77,13 +82,12 @@ def prepare() -> TileUse:
         with findings() as kept:
             tiles = _parse(kept)
             if tiles is None:
-                tiles = _check()
-                kept.update(tiles._asdict())
+                tiles = _check(kept)
     except OSError as error:
         logger.warning("findings about AMX tiles are not kept, so every start checks them: %s", error)
-        tiles = tiles or _check()
-    if tiles.wrong:
-        logger.warning("products by AMX tiles that are wrong on this processor are not used: %s", tiles.wrong)
+        tiles = tiles or _check({})
+    if tiles.fault:
+        logger.warning("AMX tiles: %s", _words(tiles))
     use(tiles)
     return tiles
 
@@ -92,12 +96,15 @@ def describe() -> str:
     """Text for people about the products by tiles; "": the processor has none, or nothing was packed."""
     if not prepare.cache_info().currsize or not are_granted():
         return ""
-    tiles = prepare()
+    return _words(prepare())
+
+
+def _words(tiles: TileUse) -> str:
     used = ["bfloat16"] if tiles.pairs else []
     if tiles.byte_rows < NEVER:
         used.append(f"integers from {tiles.byte_rows} rows on")
     text = ", ".join(used) or "not used"
-    return f"{text}; wrong on this processor: {tiles.wrong}" if tiles.wrong else text
+    return f"{text}{'; ' if used else ': '}{tiles.fault}" if tiles.fault else text
 
 
 @contextmanager
@@ -130,14 +137,14 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _parse(found: dict[str, Any]) -> TileUse | None:
-    pairs, rows, wrong = (found.get(name) for name in TileUse._fields)
-    if isinstance(pairs, bool) and isinstance(rows, int) and 0 < rows <= NEVER and isinstance(wrong, str):
-        return TileUse(pairs, rows, wrong)
+    pairs, rows, fault = (found.get(name) for name in TileUse._fields)
+    if isinstance(pairs, bool) and isinstance(rows, int) and 0 < rows <= NEVER and isinstance(fault, str):
+        return TileUse(pairs, rows, fault)
     return None
 
 
-def _check() -> TileUse:
-    """Run `tile_check` in a child process."""
+def _check(kept: dict[str, Any]) -> TileUse:
+    """Run `tile_check` in a child process, and add to `kept` what every other run would find too."""
     logger.info("checking the products by AMX tiles (once)")
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     command = [sys.executable, "-P", "-m", f"{__package__.rpartition('.')[0]}.tile_check"]
@@ -148,11 +155,23 @@ def _check() -> TileUse:
             text=True,
             errors="replace",
             timeout=CHECK_SECONDS,
-            check=True,
             env={**os.environ, "PYTHONPATH": path},
         )
+    except subprocess.TimeoutExpired:
+        return _failed(f"timed out after {CHECK_SECONDS} s")
+    except OSError as error:
+        return _failed(str(error))
+    code = done.returncode
+    if code == 0:
         tiles = _parse(json.loads(done.stdout.rpartition("\n")[2]))
         assert tiles is not None, "the child has printed one"
-        return tiles
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return NOTHING._replace(wrong=f"all, for their check failed ({error})")
+    else:
+        how = f"exit code {code}" if code > 0 else f"signal {-code}"
+        tiles = _failed(": ".join([how, *done.stderr.strip().splitlines()[-1:]]))
+    if code >= 0 or -code in _CRASHES:
+        kept.update(tiles._asdict())
+    return tiles
+
+
+def _failed(reason: str) -> TileUse:
+    return NOTHING._replace(fault=f"their check failed ({reason})")

@@ -196,6 +196,11 @@ class Embedding:
         return logits if cap is None else soft_cap(logits, cap)
 
     @property
+    def head(self) -> Packed | None:
+        """The head's product; None before it is loaded."""
+        return self._head
+
+    @property
     def head_bias(self) -> Tensor | None:
         """Bias [vocab] of the head, if it has one."""
         return self._bias

@@ -76,5 +76,9 @@ def describe(
 
 def _describe_tiles(model: LanguageModel) -> str:
     text = tiles.describe()
-    others = sum(not linear.packed.fuses_adapters for linear in model.linears() if not linear.is_elsewhere)
-    return f"{text}; oneDNN's products are faster in {others} linear layers" if text and others else text
+    packed = [linear.packed for linear in model.linears() if not linear.is_elsewhere]
+    if model.embedding.head is not None:
+        packed.append(model.embedding.head)
+    others = sum(not product.fuses_adapters for product in packed)
+    layers = "linear layer" if others == 1 else "linear layers"
+    return f"{text}; oneDNN's products serve {others} {layers}" if text and others else text

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import ctypes
 import json
-import shutil
-import subprocess
+import re
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +24,7 @@ from outrider.kernels.linear import NativeLinear, pack, trial
 from outrider.kernels.linear import native as linear_native
 from outrider.kernels.linear.invariant import trial_operands
 from outrider.kernels.lora.native import NativeRows, RowSegments
+from outrider.kernels.memory import WeightMemory
 from outrider.kernels.native import compiler, tiles
 from outrider.kernels.native.tiles import NEVER, NOTHING, TileUse
 from outrider.kernels.quantized_linear import native as quantized_native
@@ -35,21 +35,16 @@ from outrider.platform.engine.engine_core import EngineCore
 
 from .test_linear_native import operands
 from .test_quantized_native import inputs_of, make
+from .tile_library import CAN_EMULATE, COMPILER, compile_with_tiles
 
-COMPILER = shutil.which("g++")
-INFO = Path("/proc/cpuinfo")
-NEEDED = {"avx512_bf16", "avx512_vnni", "avx512bw"}
 LLAMA = {
     **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "num_hidden_layers": 2},
     **{"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
     **{"vocab_size": 70, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
 }
-SOURCES = ("experts", "linear", "lora", "native", "quantized_linear")
-
-FLAGS = set(INFO.read_text().split()) if INFO.exists() else set()
 
 pytestmark = pytest.mark.skipif(
-    COMPILER is None or not NEEDED.issubset(FLAGS) or "amx_tile" in FLAGS,
+    not CAN_EMULATE,
     reason="no g++, or a processor without AVX512-BF16, or one that computes the tiles itself",
 )
 
@@ -68,27 +63,13 @@ def kernels(tmp_path_factory):
             except AttributeError:
                 return getattr(others, name)
 
-    def compile_some(command, scratch, library):
-        options = ["-O1", "-march=native", "-std=c++17", "-fPIC", "-w", "-fno-math-errno"]
-        include = f"-I{compiler.KERNELS / 'native'}"
-        sources = [compiler.KERNELS / name / "native.cpp" for name in SOURCES]
-        sources.append(Path(__file__).with_name("tile_trap.cpp"))
-        objects = [scratch / f"{index}.o" for index in range(len(sources))]
-        jobs = [
-            subprocess.Popen([*command, *options, "-fopenmp", include, "-c", str(source), "-o", str(made)])
-            for source, made in zip(sources, objects, strict=True)
-        ]
-        assert [job.wait(120) for job in jobs] == [0] * len(jobs)
-        # Symbolic: the trap's `syscall` is that of the library.
-        subprocess.run([*command, "-shared", "-Wl,-Bsymbolic", *objects, "-o", library], check=True, timeout=60)
-
     users = (experts_native, linear_native, quantized_native)
     clear = (tiles.prepare, trial._wins, *(module._functions for module in users))
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("CXX", f"{COMPILER} -mamx-tile -mamx-bf16 -mamx-int8")
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
         monkeypatch.delenv("OUTRIDER_AMX", raising=False)
-        monkeypatch.setattr(compiler, "_compile", compile_some)
+        monkeypatch.setattr(compiler, "_compile", compile_with_tiles)
         path = compiler.build()
         library = Library(str(path))
         for module in (building, tiles):
@@ -212,9 +193,9 @@ class TestChoice:
         ("fault", "pairs", "wrong"),
         [
             ("", True, ""),
-            ("wrong bytes", True, "integers"),
-            ("wrong pairs", False, "bfloat16"),
-            ("crash", False, "all, for their check failed"),
+            ("wrong bytes", True, "integers are wrong on this processor"),
+            ("wrong pairs", False, "bfloat16 are wrong on this processor"),
+            ("crash", False, "their check failed (signal"),
         ],
     )
     def test_a_child_checks_the_instructions_first(self, monkeypatch, caplog, equal, fault, pairs, wrong):
@@ -222,30 +203,52 @@ class TestChoice:
         monkeypatch.setenv("OUTRIDER_TILE_FAULT", fault)
         assert isinstance(pack(torch.zeros(64, 64).bfloat16()), NativeLinear) is pairs
         assert tiles.prepare()[:2] == (pairs, NEVER)  # the emulation is slow
-        assert caplog.text.count("are not used") == bool(wrong)
+        assert caplog.text.count("AMX tiles: ") == bool(wrong)
         assert wrong in caplog.text
         assert wrong in tiles.describe()
-        assert tiles.describe().startswith("bfloat16" if pairs else "not used")
+        assert tiles.describe().startswith("bfloat16" if pairs else "not used: ")
         kept = json.loads(self.file.read_text())
         assert kept["pairs"] is pairs
-        assert wrong in kept["wrong"]
+        assert wrong in kept["fault"]
 
     def test_the_result_is_kept(self, right):
         assert tiles.prepare() == TileUse(True, 16)
         assert tiles.describe() == "bfloat16, integers from 16 rows on"
 
     @pytest.mark.parametrize(
-        "content", ["", "[1]", '{"pairs": 3, "byte_rows": 1}', '{"pairs": true, "byte_rows": -1, "wrong": ""}']
+        "content", ["", "[1]", '{"pairs": 3, "byte_rows": 1}', '{"pairs": true, "byte_rows": -1, "fault": ""}']
     )
     def test_a_damaged_file_is_made_again(self, monkeypatch, content):
         self.file.write_text(content)
-        monkeypatch.setattr(tiles, "_check", lambda: TileUse(True, 7))
+        monkeypatch.setattr(tiles, "_check", lambda kept: TileUse(True, 7))
         assert tiles.prepare() == TileUse(True, 7)
 
     def test_a_child_has_limited_time(self, monkeypatch, caplog):
+        """Another start may have more of it, so the finding is not kept."""
         monkeypatch.setattr(tiles, "CHECK_SECONDS", 0.01)
         assert tiles.prepare()[:2] == NOTHING[:2]
-        assert "timed out" in caplog.text
+        assert "not used: their check failed (timed out" in caplog.text
+        assert not self.file.exists()
+
+    @pytest.mark.parametrize(
+        ("ends", "reason", "is_kept"),
+        [
+            ("echo first >&2; echo no module torch >&2; exit 3", "exit code 3: no module torch", True),
+            ("kill -ILL $$", "signal 4", True),
+            ("kill -KILL $$", "signal 9", False),  # as for memory
+            ("kill -INT $$", "signal 2", False),
+            (None, "No such file", False),
+        ],
+    )
+    def test_what_the_next_child_may_not_find_is_not_kept(self, monkeypatch, tmp_path, ends, reason, is_kept):
+        child = tmp_path / "python"
+        if ends is not None:
+            child.write_text(f"#!/bin/sh\n{ends}\n")
+            child.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(child))
+        assert tiles.prepare()[:2] == NOTHING[:2]
+        assert re.match(rf"not used: their check failed \((\[Errno 2\] )?{reason}", tiles.describe())
+        assert self.file.exists() == is_kept
 
     @pytest.mark.parametrize("slow", [None, 1, 128])
     def test_each_shape_is_tried(self, monkeypatch, right, slow):
@@ -268,6 +271,16 @@ class TestChoice:
     def test_slow_tiles_are_not_used(self, right):
         assert not trial.prefers_native(256, 256)  # the emulation takes a thousand times as long
         assert trial.prefers_native(256, 256, batch_invariant=True)
+
+    def test_weights_of_a_trial_are_freed_with_it(self, monkeypatch, right):
+        """They do not lie beside the model's, which would keep their memory."""
+        memory = WeightMemory()
+        for module in (linear_native, trial):
+            monkeypatch.setattr(module, "weight_memory", memory)
+        with memory.of_model():
+            before = memory.take(64)
+            trial.prefers_native(64, 64)
+            assert memory.take(64).data_ptr() == before.data_ptr() + 64
 
     def test_a_shape_of_which_the_product_is_wrong(self, monkeypatch, caplog, right, equal):
         right_product = NativeLinear.__call__
@@ -302,7 +315,7 @@ class TestChoice:
         """Processes could find different products faster; the check always has the same result."""
         library = building.library()
         monkeypatch.setattr(tiles, "library", lambda: Moved(library, tmp_path / "missing" / "kernels.so"))
-        monkeypatch.setattr(tiles, "_check", lambda: TileUse(True, NEVER))
+        monkeypatch.setattr(tiles, "_check", lambda kept: TileUse(True, NEVER))
         monkeypatch.setattr(trial, "_try", lambda *_: pytest.fail("it is timed"))
         assert trial.prefers_native(64, 64)
         assert "not kept" in caplog.text
@@ -312,10 +325,24 @@ class TestChoice:
         monkeypatch.setenv("OUTRIDER_AMX", "1")
         assert trial.prefers_native(64, 64)
         self._forget()
-        monkeypatch.setattr(tiles, "_check", lambda: pytest.fail("tiles are off"))
+        monkeypatch.setattr(tiles, "_check", lambda kept: pytest.fail("tiles are off"))
         monkeypatch.setenv("OUTRIDER_AMX", "0")
         assert not trial.prefers_native(64, 64)
         assert tiles.describe() == "not used"
+
+    def test_the_summary_counts_every_product_of_onednn(self, monkeypatch, tmp_path, right):
+        """The head has the logits, and so the near-ties; here it alone, then every layer."""
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+        monkeypatch.setattr(trial, "_try", lambda out_features, in_features: out_features != LLAMA["vocab_size"])
+        args = EngineArgs(model=str(tmp_path), load_format="dummy", dtype="bfloat16", max_model_len=64)
+        one, all_ = "bfloat16, integers from 16 rows on; {} 1 linear layer", "not used; {} 9 linear layers"
+        for switch, text in [(None, one), ("0", all_)]:
+            if switch is not None:
+                monkeypatch.setenv("OUTRIDER_AMX", switch)
+                self._forget()
+            engine = EngineCore(args)
+            assert engine.info.tiles == text.format("oneDNN's products serve")
+            engine.shutdown()
 
     @pytest.mark.parametrize("quantization", [None, "int8"])
     def test_texts_are_the_same_in_any_batch_and_with_drafts(self, tmp_path, right, equal, quantization):
@@ -363,7 +390,7 @@ def test_nothing_is_tried_where_there_are_no_tiles(kernels, monkeypatch, tmp_pat
     library = Moved(building.library(), tmp_path)
     setattr(library, call, lambda: 0)
     monkeypatch.setattr(tiles, "library", lambda: library)
-    monkeypatch.setattr(tiles, "_check", lambda: pytest.fail("there are no tiles"))
+    monkeypatch.setattr(tiles, "_check", lambda kept: pytest.fail("there are no tiles"))
     tiles.prepare.cache_clear()
     assert tiles.prepare() == NOTHING
     assert trial.prefers_native(64, 64)

@@ -60,8 +60,8 @@ def test_summary(llm):
 
 def test_summary_says_which_products_use_tiles(llm):
     assert "AMX tiles" not in summary(llm.info)
-    info = dataclasses.replace(llm.info, tiles="not used; wrong on this processor: bfloat16")
-    assert "AMX tiles    not used; wrong on this processor: bfloat16" in summary(info)
+    info = dataclasses.replace(llm.info, tiles="not used: products of bfloat16 are wrong")
+    assert "AMX tiles    not used: products of bfloat16 are wrong" in summary(info)
 
 
 def test_summary_says_the_sampling_defaults(llm):

@@ -1,0 +1,33 @@
+"""Library of the products by AMX tiles on a processor that has none."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+from outrider.kernels.native import compiler
+
+COMPILER = shutil.which("g++")
+_INFO = Path("/proc/cpuinfo")
+_FLAGS = set(_INFO.read_text().split()) if _INFO.exists() else set()
+CAN_EMULATE = (
+    COMPILER is not None and {"avx512_bf16", "avx512_vnni", "avx512bw"}.issubset(_FLAGS) and "amx_tile" not in _FLAGS
+)
+_SOURCES = ("experts", "linear", "lora", "native", "quantized_linear")
+
+
+def compile_with_tiles(command: list[str], scratch: Path, library: Path) -> None:
+    """Compile the products for a processor with tiles, and the handler of their instructions, into `library`."""
+    options = ["-O1", "-march=native", "-std=c++17", "-fPIC", "-w", "-fno-math-errno"]
+    include = f"-I{compiler.KERNELS / 'native'}"
+    sources = [compiler.KERNELS / name / "native.cpp" for name in _SOURCES]
+    sources.append(Path(__file__).with_name("tile_trap.cpp"))
+    objects = [scratch / f"{index}.o" for index in range(len(sources))]
+    jobs = [
+        subprocess.Popen([*command, *options, "-fopenmp", include, "-c", str(source), "-o", str(made)])
+        for source, made in zip(sources, objects, strict=True)
+    ]
+    assert [job.wait(120) for job in jobs] == [0] * len(jobs)
+    # Symbolic: the trap's `syscall` is that of the library.
+    subprocess.run([*command, "-shared", "-Wl,-Bsymbolic", *objects, "-o", library], check=True, timeout=60)
