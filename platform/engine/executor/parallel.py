@@ -301,15 +301,14 @@ class ParallelExecutor:
         """End all ranks; returns the error that says which one was the first."""
         if self._failure is None:
             why = f"{type(error).__name__}: {error}" if error is not None else "its socket is closed"
-            gone = [
+            what = [
                 f"rank {rank} of {self._size} is gone ({how})"
                 for rank, remote in enumerate(self._remote, 1)
                 if (how := remote.ended()) is not None
             ]
-            what = "; ".join(gone)
-            if error is not None or not gone:
-                what = f"{what}; " * bool(gone) + f"a step over {self._size} ranks failed ({why})"
-            self._failure = EngineDeadError(f"tensor parallelism: {what}").info()
+            if error is not None or not what:
+                what.append(f"a step over {self._size} ranks failed ({why})")
+            self._failure = EngineDeadError(f"tensor parallelism: {'; '.join(what)}").info()
             self.close()
         return self.error()
 
