@@ -179,8 +179,7 @@ def test_an_engine_for_asyncio():
 
         whole, pieces, final = await asyncio.gather(*(stream(kind, i) for i, kind in enumerate(RequestOutputKind)))
         assert json.loads(whole[-1]) == ANSWER
-        assert final == ["".join(pieces)] == whole[-1:]
-        assert len(pieces) > 1
+        assert final == ["".join(pieces)] == whole[-1:]  # a slow reader gets several pieces as one
         assert await engine.list_loras() == {7}
         assert await engine.add_lora(lora)
         output = await engine.beam_search(question, BeamSearchParams(3, 96), lora_request=lora)

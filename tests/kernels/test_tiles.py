@@ -236,7 +236,7 @@ class TestChoice:
             ("echo first >&2; echo no module torch >&2; exit 3", "exit code 3: no module torch", True),
             ("kill -ILL $$", "signal 4", True),
             ("kill -KILL $$", "signal 9", False),  # as for memory
-            ("kill -INT $$", "signal 2", False),
+            ("kill -TERM $$", "signal 15", False),
             (None, "No such file", False),
         ],
     )
