@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 from ..core.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-from ..core.errors import InvalidRequestError, OutriderError
+from ..core.errors import OutriderError, invalid
 from ..core.messages import EngineInfo, EngineRequest
 from ..core.outputs import Logprob, RequestOutput
 from ..core.sampling_params import SamplingParams, shown
@@ -116,12 +116,12 @@ def _check(params: BeamSearchParams, info: EngineInfo) -> SamplingParams:
         InvalidRequestError: the engine gives too few log-probabilities.
     """
     if not isinstance(params, BeamSearchParams):
-        raise InvalidRequestError(f"params must be BeamSearchParams, got {shown(params)}", param="params")
+        raise invalid("params", f"must be BeamSearchParams, got {shown(params)}")
     if 2 * params.beam_width > info.max_logprobs:
-        raise InvalidRequestError(
-            f"beam_width {params.beam_width} needs {2 * params.beam_width} log-probabilities a token, and the engine "
-            f"gives {info.max_logprobs} (max_logprobs)",
-            param="beam_width",
+        raise invalid(
+            "beam_width",
+            f"{params.beam_width} needs {2 * params.beam_width} log-probabilities a token, and the engine gives "
+            f"{info.max_logprobs} (max_logprobs)",
         )
     return _STEP.clone(max_tokens=params.max_tokens, logprobs=min(2 * params.beam_width, info.vocab_size))
 
@@ -176,7 +176,7 @@ class SyncBeamSearch:
         works = [work.result() for work in made]
         size = concurrency_limit if concurrency_limit is not None else max(1, len(works))
         if size < 1:
-            raise InvalidRequestError(f"concurrency_limit must be at least 1, got {size}", param="concurrency_limit")
+            raise invalid("concurrency_limit", f"must be at least 1, got {size}")
         results: list[BeamSearchOutput] = []
         with GenerationProgress(len(works), use_tqdm) as progress:
             for start in range(0, len(works), size):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...models.checkpoint.json_files import read_json
-from ..core.errors import InvalidRequestError, NotFoundError, OutriderError
+from ..core.errors import InvalidRequestError, NotFoundError, OutriderError, invalid
 from ..core.messages import EngineInfo
 from ..core.outputs import RequestOutput
 from ..core.pooling import (
@@ -63,7 +63,7 @@ class _Engine(Protocol):
 def _sampling(llm: _Engine, params: PoolingParams | None) -> SamplingParams:
     params = params if params is not None else PoolingParams()
     if not isinstance(params, PoolingParams):
-        raise InvalidRequestError(f"pooling_params must be PoolingParams, got {params!r}", param="pooling_params")
+        raise invalid("pooling_params", f"must be PoolingParams, got {params!r}")
     info = llm.engine_info
     return params.sampling(params.pooling or model_pooling(info.model))
 
@@ -87,7 +87,7 @@ def _result(output: RequestOutput, value: Any) -> PoolingRequestOutput[Any]:
 
 def _check_task(task: str) -> None:
     if task != "embed":
-        raise InvalidRequestError(f"pooling_task must be 'embed', got {task!r}", param="pooling_task")
+        raise invalid("pooling_task", f"must be 'embed', got {task!r}")
 
 
 def _pairs(text_1: Prompt | Sequence[Prompt], text_2: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
@@ -100,7 +100,7 @@ def _pairs(text_1: Prompt | Sequence[Prompt], text_2: Prompt | Sequence[Prompt])
     if len(first) == 1:
         first = first * len(second)
     if len(first) != len(second):
-        raise InvalidRequestError(f"text_1 has {len(first)} entries for {len(second)} of text_2", param="text_1")
+        raise invalid("text_1", f"has {len(first)} entries for {len(second)} of text_2")
     return first, second
 
 

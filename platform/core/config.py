@@ -11,7 +11,7 @@ from typing import Any
 
 from . import incompatible
 from .compat.vllm_options import plain_value, takes_vllm_options
-from .errors import InvalidRequestError
+from .errors import InvalidRequestError, invalid
 from .kv_size import num_device_blocks, num_host_blocks
 from .quantization import rounding
 from .sampling_params import MAX_SEED, check_integer, check_number, check_text
@@ -249,12 +249,12 @@ def _check_value(name: str, kind: str, value: Any) -> None:
         return
     if name in _CHOICES:
         if value not in _CHOICES[name]:
-            raise InvalidRequestError(f"{name} must be one of {', '.join(_CHOICES[name])}; got {value!r}", param=name)
+            raise invalid(name, f"must be one of {', '.join(_CHOICES[name])}; got {value!r}")
     elif name in ("lora_memory", "max_cpu_lora_memory"):
         parse_bytes(name, value)
     elif kind.startswith("bool"):
         if not isinstance(value, bool):
-            raise InvalidRequestError(f"{name} must be true or false, got {value!r}", param=name)
+            raise invalid(name, f"must be true or false, got {value!r}")
     elif kind.startswith("int"):
         check_integer(name, value, {"seed": -MAX_SEED - 1, "max_logprobs": -1}.get(name, 1))
     elif kind.startswith("str"):
@@ -324,21 +324,20 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
             raise InvalidRequestError(message, param=name)
     max_model_len = args.max_model_len or facts.max_position_embeddings
     if max_model_len > facts.max_position_embeddings:
-        raise InvalidRequestError(
-            f"max_model_len {max_model_len} exceeds the model's context length of "
-            f"{facts.max_position_embeddings} tokens (max_position_embeddings, times the factor of a linear rope "
-            "scaling)",
-            param="max_model_len",
+        raise invalid(
+            "max_model_len",
+            f"{max_model_len} exceeds the model's context length of {facts.max_position_embeddings} tokens "
+            "(max_position_embeddings, times the factor of a linear rope scaling)",
         )
     on_cpu, is_divided = hardware.device == "cpu", args.tensor_parallel_size > 1
     max_num_seqs = args.max_num_seqs or (64 if on_cpu else 256)
     batched = args.max_num_batched_tokens or (2048 if on_cpu else 8192)
     if not args.enable_chunked_prefill and batched < max_model_len:
         if args.max_num_batched_tokens is not None:
-            raise InvalidRequestError(
-                f"max_num_batched_tokens {batched} is less than max_model_len {max_model_len}; without "
-                "enable_chunked_prefill a prompt must fit one step",
-                param="max_num_batched_tokens",
+            raise invalid(
+                "max_num_batched_tokens",
+                f"{batched} is less than max_model_len {max_model_len}; without enable_chunked_prefill a prompt must "
+                "fit one step",
             )
         batched = max_model_len
     dtype = facts.dtype if args.dtype == "auto" else args.dtype

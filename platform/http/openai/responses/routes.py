@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....core.errors import InvalidRequestError
+from ....core.errors import InvalidRequestError, invalid
 from ...body.reader import documented
 from ...protect.accounting import charge_call, limit_headers
 from ...serving_state import principal_of, serving_of
@@ -78,7 +78,7 @@ async def _stored(request: Request, response_id: str) -> Stored:
 async def get_response(request: Request, response_id: str, stream: bool = False) -> Response:
     """A stored response."""
     if stream:
-        raise InvalidRequestError("stream is not supported: a stored response is given as a whole", param="stream")
+        raise invalid("stream", "is not supported: a stored response is given as a whole")
     return await json_answer((await _stored(request, response_id)).response)
 
 
@@ -114,7 +114,7 @@ async def list_input_items(
     if after is not None:
         index = next((index for index, item in enumerate(items) if item["id"] == after), None)
         if index is None:
-            raise InvalidRequestError("after is no id of the response's input items", param="after")
+            raise invalid("after", "is no id of the response's input items")
         items = items[index + 1 :]
     page = items[:limit]
     answer: dict[str, Any] = {

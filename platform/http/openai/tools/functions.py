@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from ....core.errors import InvalidRequestError
+from ....core.errors import InvalidRequestError, invalid
 from ....core.sampling_params import shown
 from .choice import ToolFields
 
@@ -26,7 +26,7 @@ def take_functions(body: FunctionFields) -> bool:
     call = body.function_call
     if not body.functions:
         if call not in (None, "none", "auto"):
-            raise InvalidRequestError("function_call needs functions", param="function_call")
+            raise invalid("function_call", "needs functions")
         return False
     if body.tools or body.tool_choice is not None:
         raise InvalidRequestError("functions and tools exclude each other", param="functions")
@@ -35,9 +35,7 @@ def take_functions(body: FunctionFields) -> bool:
     elif call in (None, "none", "auto"):
         body.tool_choice = call
     else:
-        raise InvalidRequestError(
-            f'function_call must be "none", "auto" or {{"name": ...}}, got {shown(call)}', param="function_call"
-        )
+        raise invalid("function_call", f'must be "none", "auto" or {{"name": ...}}, got {shown(call)}')
     body.tools = [{"type": "function", "function": function} for function in body.functions]
     body.parallel_tool_calls = False
     return True
