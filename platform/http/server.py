@@ -57,7 +57,7 @@ def serve(args: EngineArgs, config: ServerConfig) -> int:
     logging.getLogger(REQUEST_LOGGER).setLevel(logging.INFO if config.log_requests else logging.WARNING)
     for name, why in config.without_effect.items():
         logger.warning("%s has no effect: %s", name, why)
-    with bind(config.host, config.port) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with bind(config.host, config.port) as listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_Server(Service(args, config), listener).run())
 
 
@@ -91,7 +91,8 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Maker of uvloop's event loops; None, which is asyncio's, where it is not installed."""
     try:
         import uvloop
     except ImportError:  # not on Windows

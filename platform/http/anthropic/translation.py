@@ -11,6 +11,7 @@ from typing import Any
 
 from ...core.errors import InvalidRequestError, invalid
 from ...core.text import shorten
+from ..openai.answer import renamed
 from ..openai.chat_messages import role_of
 from ..openai.protocol import ChatCompletionRequest
 from .protocol import CountTokensRequest, MessagesRequest, OutputConfig, ToolChoice
@@ -25,6 +26,8 @@ _BLOCKS = {
     "system": ("text",),
 }
 """Types of blocks that a message of a role may have."""
+_NAMES = {"response_format": "output_config.format", ".function.parameters": ".input_schema", ".function": ""}
+"""Names in a chat's errors, and what they are called here."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -88,19 +91,9 @@ def chat_request(body: CountTokensRequest) -> ChatCompletionRequest:
     return ChatCompletionRequest(**given, priority=body.priority, cache_salt=body.cache_salt)
 
 
-def renamed(error: InvalidRequestError) -> InvalidRequestError:
+def in_own_names(error: InvalidRequestError) -> InvalidRequestError:
     """The error with this API's names of a chat's fields."""
-    names = {
-        "response_format": "output_config.format",
-        ".function.parameters": ".input_schema",
-        ".function": "",
-    }
-    if error.param == "stop":
-        names["stop"] = "stop_sequences"
-    for old, new in names.items():
-        error.message = error.message.replace(old, new, 1)
-        error.param = error.param and error.param.replace(old, new)
-    return error
+    return renamed(error, _NAMES | ({"stop": "stop_sequences"} if error.param == "stop" else {}))
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

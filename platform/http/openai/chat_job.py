@@ -17,6 +17,7 @@ from .tools.answers import MakeParser, open_region, parser_maker
 from .tools.choice import ToolChoice, tool_choice_of
 from .tools.formats import format_of
 from .tools.grammar import answer_constraint
+from .tools.parser import AnswerParser, PlainText
 
 PROMPT_END = 16
 """Last tokens of a prompt among which the mark of reasoning stands that a chat template has begun."""
@@ -28,6 +29,10 @@ class ChatJob(NamedTuple):
     job: Job
     make_parser: MakeParser | None
     """Maker of the parsers of the answer's choices; None where it is plain text."""
+
+    def parser(self) -> AnswerParser:
+        """A parser, also of plain text."""
+        return PlainText() if self.make_parser is None else self.make_parser()
 
 
 async def chat_job(

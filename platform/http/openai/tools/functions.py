@@ -54,9 +54,5 @@ def old_reason(reason: str | None) -> str | None:
     return "function_call" if reason == "tool_calls" else reason
 
 
-def in_old_names(error: InvalidRequestError) -> InvalidRequestError:
-    """The error with the names of the old fields."""
-    for new, old in (("tools", "functions"), (".function", ""), ("tool_choice", "function_call")):
-        error.message = error.message.replace(new, old, 1)
-        error.param = error.param and error.param.replace(new, old)
-    return error
+OLD_NAMES = {"tools": "functions", ".function": "", "tool_choice": "function_call"}
+"""Names in errors, and what they are called in the old form."""
