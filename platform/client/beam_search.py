@@ -6,17 +6,17 @@ block of tokens. Without prefix caching it computes everything again.
 
 from __future__ import annotations
 
-import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from ..core.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from ..core.errors import OutriderError, invalid
 from ..core.messages import EngineInfo, EngineRequest
 from ..core.outputs import Logprob, RequestOutput
 from ..core.sampling_params import SamplingParams, shown
+from ..core.tasks import run_all
 from .adapters.spelling import AnyLoRA, lora_of_each
 from .input_processor import Prompt, RequestOptions, as_prompts, take_options
 from .progress import GenerationProgress
@@ -26,9 +26,6 @@ from .sleeping import ADMITTED
 if TYPE_CHECKING:
     from .llm_engine import LLMEngine
     from .stream_pacing import StreamPacer
-
-
-T = TypeVar("T")
 
 
 class BeamSearch:
@@ -197,17 +194,6 @@ class SyncBeamSearch:
                 search.extend([_candidates(next(outputs)) for _ in several])
 
 
-async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results of all; one that fails ends the others."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 class AsyncBeamSearch:
     """Method of `AsyncLLM`, by its `generate`."""
 
@@ -256,7 +242,7 @@ class AsyncBeamSearch:
         running, before = self._pacer.open(key), ADMITTED.set(True)  # `sleep` and `drain` wait for its end
         try:
             while prompts := search.prompts():
-                search.extend(await _all([candidates(number, beam) for number, beam in enumerate(prompts)]))
+                search.extend(await run_all([candidates(number, beam) for number, beam in enumerate(prompts)]))
                 if on_step is not None:
                     on_step(search.num_output_tokens)
         finally:

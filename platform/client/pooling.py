@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -24,6 +23,7 @@ from ..core.pooling import (
     classifying,
 )
 from ..core.sampling_params import SamplingParams
+from ..core.tasks import run_all
 from .adapters.spelling import AnyLoRA, for_each
 from .input_processor import Prompt, as_prompts, take_options
 
@@ -110,13 +110,16 @@ def cosine(a: Sequence[float], b: Sequence[float]) -> float:
     return math.fsum(x * y for x, y in zip(a, b, strict=True)) / (lengths or 1.0)
 
 
-def _score(
-    params: PoolingParams | None, first: RequestOutput, second: RequestOutput
-) -> PoolingRequestOutput[ScoringOutput]:
-    similarity = cosine(_vector(params, first), _vector(params, second))
-    result: PoolingRequestOutput[ScoringOutput] = _result(first, ScoringOutput(similarity))
-    result.prompt_token_ids = [*first.prompt_token_ids, *second.prompt_token_ids]
-    return result
+def _scores(
+    params: PoolingParams | None, outputs: Sequence[RequestOutput]
+) -> list[PoolingRequestOutput[ScoringOutput]]:
+    """Similarities of pairs of texts; `outputs` has all first texts, and then all second ones."""
+    half, scores = len(outputs) // 2, []
+    for first, second in zip(outputs[:half], outputs[half:], strict=True):
+        result = _result(first, ScoringOutput(cosine(_vector(params, first), _vector(params, second))))
+        result.prompt_token_ids = [*first.prompt_token_ids, *second.prompt_token_ids]
+        scores.append(result)
+    return scores
 
 
 class SyncPoolingMethods:
@@ -176,8 +179,7 @@ class SyncPoolingMethods:
         """Cosine similarity of pairs of texts: one with each of many, or lists of one length pair by pair."""
         first, second = _pairs(text_1, text_2)
         outputs, _ = self._pooled("score", [*first, *second], pooling_params, lora_request, use_tqdm, options)
-        halves = outputs[: len(first)], outputs[len(first) :]
-        return [_score(pooling_params, *pair) for pair in zip(*halves, strict=True)]
+        return _scores(pooling_params, outputs)
 
     def classify(
         self,
@@ -258,17 +260,8 @@ class AsyncPoolingMethods:
         first, second = _pairs(text_1, text_2)
         texts = (*first, *second)
         take_options("AsyncLLM.score()", options)
-        tasks = [
-            asyncio.ensure_future(self._pooled(text, pooling_params, None, lora_request, options)) for text in texts
-        ]
-        try:
-            outputs = await asyncio.gather(*tasks)
-        finally:  # one that fails ends the others
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        halves = outputs[: len(first)], outputs[len(first) :]
-        return [_score(pooling_params, *pair) for pair in zip(*halves, strict=True)]
+        outputs = await run_all(self._pooled(text, pooling_params, None, lora_request, options) for text in texts)
+        return _scores(pooling_params, outputs)
 
     async def classify(
         self, prompt: Prompt, request_id: str | None = None, *, lora_request: AnyLoRA | None = None, **options: Any

@@ -24,6 +24,7 @@ from ..core.config import EngineArgs
 from ..core.errors import AdapterSourceError, EngineDeadError, InvalidRequestError, OutriderError
 from ..core.logs import REQUEST_LOGGER, set_up_logging
 from ..core.lora_request import LoRARequest
+from ..core.tasks import cancel
 from ..core.text import shorten
 from .server_config import ServerConfig
 
@@ -145,9 +146,7 @@ class Service:
             self.app = await asyncio.to_thread(self._make_app)
             await _unless(stop, starting)
         finally:
-            if not starting.done():
-                starting.cancel()
-                await asyncio.gather(starting, return_exceptions=True)
+            await cancel(starting)
         try:
             await load_adapters(self.app.state.serving.models, self.config)
             await self.app.state.serving.follow_database()
@@ -177,9 +176,7 @@ class Service:
         try:
             return cast("Tenancy", await _unless(stop, opening))
         finally:
-            if not opening.done():
-                opening.cancel()
-                await asyncio.gather(opening, return_exceptions=True)
+            await cancel(opening)
 
     async def drain(self, stop_now: asyncio.Event | None = None) -> None:
         """Refuse new requests and let running ones finish; those that do not in time get an error."""
