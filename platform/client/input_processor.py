@@ -29,7 +29,7 @@ from ..core.sampling_params import (
     check_text,
     shown,
 )
-from ..core.suggestions import did_you_mean
+from ..core.text import did_you_mean
 from .text.adapter_tokenizers import OwnTokenizer, renamed_token
 from .text.chat_template import ChatOptions, render_messages
 from .text.shared_prefixes import SharedPrefixes

@@ -18,12 +18,18 @@ from .sampling_params import MAX_SEED, check_integer, check_number, check_text
 from .sizes import parse_bytes, parse_length
 from .speculative_config import SpeculativeConfig, parse_speculative
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
-MODEL_IMPLS = ("auto", "native", "transformers")
-POLICIES = ("fcfs", "priority", "fair")
-PREEMPTION_MODES = ("recompute", "swap")
-EXECUTORS = ("mp", "ray", "uni")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "device": ("auto", "cpu", "cuda"),
+    "load_format": ("auto", "dummy"),
+    "model_impl": ("auto", "native", "transformers"),
+    "kv_cache_dtype": ("auto", "fp8", "fp8_e4m3"),
+    "scheduling_policy": ("fcfs", "priority", "fair"),
+    "preemption_mode": ("recompute", "swap"),
+    "distributed_executor_backend": ("mp", "ray", "uni"),
+}
+"""Values of options that are words."""
+_MAX_COST = 1e6
 
 
 @takes_vllm_options
@@ -227,29 +233,16 @@ class EngineConfig:
     num_ranks: int = 1
     """Processes that compute the target, each its share."""
     executor_backend: str = "uni"
-    """One of EXECUTORS: "uni" for one rank."""
-
-
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "dtype": DTYPES,
-    "device": ("auto", "cpu", "cuda"),
-    "load_format": ("auto", "dummy"),
-    "model_impl": MODEL_IMPLS,
-    "kv_cache_dtype": KV_CACHE_DTYPES,
-    "scheduling_policy": POLICIES,
-    "preemption_mode": PREEMPTION_MODES,
-    "distributed_executor_backend": EXECUTORS,
-}
-_MAX_COST = 1e6
+    """One of `CHOICES["distributed_executor_backend"]`: "uni" for one rank."""
 
 
 def _check_value(name: str, kind: str, value: Any) -> None:
     """Refuse a value that is wrong for every model and machine. `kind` is the field's type, as it is written."""
     if value is None and "None" in kind:
         return
-    if name in _CHOICES:
-        if value not in _CHOICES[name]:
-            raise invalid(name, f"must be one of {', '.join(_CHOICES[name])}; got {value!r}")
+    if name in CHOICES:
+        if value not in CHOICES[name]:
+            raise invalid(name, f"must be one of {', '.join(CHOICES[name])}; got {value!r}")
     elif name in ("lora_memory", "max_cpu_lora_memory"):
         parse_bytes(name, value)
     elif kind.startswith("bool"):
