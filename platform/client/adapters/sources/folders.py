@@ -27,8 +27,15 @@ _PREFIX = "adapter_"
 """Beginning of the names of an adapter's files; a training run leaves others beside them, which are not read."""
 
 
-FileState = tuple[str, int, int, int, int, int]
-"""One file or folder at one moment: its path, device, inode, size, and the times of its changes."""
+class FileState(NamedTuple):
+    """One file or folder at one moment."""
+
+    path: str
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
 
 
 class CheckedFolder(NamedTuple):
@@ -130,7 +137,9 @@ def _entries(folder: str, field: str) -> Iterator[os.DirEntry[str]]:
 
 def _state(path: str) -> FileState:
     status = os.stat(path)
-    return path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    if stat.S_ISDIR(status.st_mode):  # its size says nothing more
+        return FileState(path, status.st_dev, status.st_ino, 0, status.st_mtime_ns, status.st_ctime_ns)
+    return FileState(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def real_roots(paths: Sequence[str]) -> tuple[str, ...]:
