@@ -82,12 +82,12 @@ class ReplicaView:
         self.adapters = Recent(adapter_slots)
         """Adapters that it has, or was given requests for, as many as it has room for."""
         self.prefixes = Recent(prefixes)
-        self._given: set[str] = set()  # adapters of requests since the last `observe`
+        self._given = Recent(adapter_slots)  # adapters of requests since the last `observe`, that `adapters` may have
 
     def observe(self, adapters: Collection[str], slots: int) -> None:
         """Take over what the replica says: the adapters that it has, and how many may be. Those that it was given since
         the last time are kept, for it may not have loaded them when it said so, and nothing takes their place."""
-        self.adapters.size = max(1, slots)
+        self.adapters.size = self._given.size = max(1, slots)
         for adapter in [*self.adapters]:
             if adapter not in adapters and adapter not in self._given:
                 del self.adapters[adapter]
@@ -100,7 +100,7 @@ class ReplicaView:
         """Note a request that it was given."""
         if key.adapter:
             self.adapters.use(key.adapter)
-            self._given.add(key.adapter)
+            self._given.use(key.adapter)
         for prefix in key.prefixes:
             self.prefixes.use(prefix)
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import weakref
 
 from outrider.platform.replicas.routing import AffinityRouter, ReplicaView, RoutingKey, routing_key
 
@@ -58,6 +59,21 @@ def test_what_a_replica_says_counts_more_than_what_it_was_given() -> None:
     assert list(view.adapters) == ["a", "b"]
     view.observe(["a", "kept"], slots=2)
     assert list(view.adapters) == ["a", "b"]
+
+
+def test_names_without_number_are_not_kept() -> None:
+    """A replica that loads nothing says nothing new, however many models clients ask for."""
+
+    class Name(str):
+        """Text that can be watched."""
+
+    view, name = ReplicaView(2), Name("unknown")
+    kept = weakref.ref(name)
+    view.give(RoutingKey(name))
+    del name
+    for other in ("a", "b"):
+        view.give(RoutingKey(other))
+    assert kept() is None
 
 
 def test_affinity_loads_fewer_adapters_than_chance() -> None:
