@@ -205,8 +205,8 @@ class WithVllmNames(Collector):
                 yield self._renamed(family, VLLM_PREFIX + name)
 
     def _renamed(self, family: Metric, name: str) -> Metric:
-        copy = Metric(name, family.documentation, family.type)
+        renamed = Metric(name, family.documentation, family.type)
         for sample in family.samples:
             suffix = sample.name.removeprefix(family.name)
-            copy.samples.append(Sample(name + suffix, {**self._labels, **sample.labels}, sample.value))
-        return copy
+            renamed.samples.append(Sample(name + suffix, {**self._labels, **sample.labels}, sample.value))
+        return renamed

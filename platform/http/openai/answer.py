@@ -130,7 +130,7 @@ def asked_fields(body: SamplingFields, output: Choice | CompletionOutput) -> dic
 
 
 def renamed(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
-    """The error with another API's names of a chat's fields: `names` has them by ours."""
+    """The error with another API's names of a chat's fields: `names` maps ours to them."""
     for ours, theirs in names.items():
         error.message = error.message.replace(ours, theirs, 1)
         error.param = error.param and error.param.replace(ours, theirs)

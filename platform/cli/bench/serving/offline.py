@@ -1,4 +1,4 @@
-"""`outrider bench throughput`, and its common parts with `latency`: an `LLM` with the options of `serve`, requests."""
+"""`outrider bench throughput`, and the parts that `latency` has too: an `LLM` with the options of `serve`, requests."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from .answer import ResponseAnswer
 from .conversation import Item, items_of, messages_of
 from .protocol import ResponsesRequest
 from .store import Stored
-from .translation import chat_request, renamed
+from .translation import chat_request, in_own_names
 
 router = APIRouter()
 
@@ -39,7 +39,7 @@ async def create_response(request: Request) -> Response:
         answer = ResponseAnswer(accepted, made, items)
         return await accepted.run(made.job, answer if accepted.body.stream else None, answer.whole)
     except InvalidRequestError as error:
-        raise renamed(error) from error
+        raise in_own_names(error) from error
 
 
 def _conversation(accepted: Accepted[ResponsesRequest]) -> list[Item]:

@@ -103,7 +103,7 @@ def _format(given: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {name: part for name, part in given.items() if name != "type"}}
 
 
-def renamed(error: InvalidRequestError) -> InvalidRequestError:
+def in_own_names(error: InvalidRequestError) -> InvalidRequestError:
     """An error of the chat in this API's names."""
 
     def name(found: re.Match[str]) -> str:
