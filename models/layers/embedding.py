@@ -147,7 +147,7 @@ class Embedding:
         self._batch_invariant = batch_invariant
         self._table: Tensor | RowSource | None = None
         self._parts: dict[str, Weight] = {}
-        self._bias: Tensor | None = None
+        self._bias: Tensor | None = None  # of the whole head
         self._head: Packed | None = None
 
     def lookup(self, input_ids: Tensor, adapters: Any = None) -> Tensor:
@@ -170,7 +170,7 @@ class Embedding:
         logits = self._head(hidden)  # type: ignore[misc]
         if self.head_lora is not None and adapters is not None:
             if self.head_gains is not None:
-                self.head_gains.scale(logits, adapters, self._bias)
+                self.head_gains.scale(logits, adapters, self._held_bias)
             self.head_lora.add(logits, hidden, adapters)
             if own is not None:
                 logits = own.logits(logits, hidden, adapters)
@@ -204,6 +204,11 @@ class Embedding:
     def head_bias(self) -> Tensor | None:
         """Bias [vocab] of the head, if it has one."""
         return self._bias
+
+    @property
+    def _held_bias(self) -> Tensor | None:
+        """Bias of the logits that this process computes."""
+        return self._bias if self._bias is None or self.part is None else self._bias[self.part.rows].contiguous()
 
     def pack_head(self, weight: Tensor, index: Tensor | None, bias: Tensor | None = None) -> Packed:
         """Pack rows [n, H] of an adapter's head, as the head itself is packed, for the tokens `index` or 0 to n - 1.
@@ -316,7 +321,7 @@ class Embedding:
             weight, bias = self._parts["weight"], self._parts.get("bias")
             self._parts = {}
             self._bias = bias if isinstance(bias, Tensor) else None
-            self._head, self.head_squares = pack_weights([weight], self._bias, self._dtype, self._batch_invariant)
+            self._head, self.head_squares = pack_weights([weight], self._held_bias, self._dtype, self._batch_invariant)
             self.num_bytes += self._head.num_bytes
 
 

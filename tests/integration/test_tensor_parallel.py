@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, LoRARequest, SamplingParams
@@ -22,7 +23,7 @@ from outrider.platform.engine.executor import parallel, rank_process
 from ..quantized_files import CASES, write_quantized
 from ..rank_texts import NUM_BLOCKS, OPTIONS, PROMPTS, long_texts, num_accepted, preempted_texts, texts
 from ..thread_ranks import ranks_as_threads
-from ..tiny_families import Family, build
+from ..tiny_families import FAMILIES, Family, build
 
 
 def ranks() -> list[int]:
@@ -104,12 +105,48 @@ def test_weights_rounded_while_they_are_loaded(quantization: str, monkeypatch: p
     assert found[0] == found[1]
 
 
+def jobs_of(prompts: Any, adapter: Path) -> list[Any]:
+    """Requests on a tiny model, each without and with an adapter."""
+    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    adapters = (None, LoRARequest("a", path=str(adapter)))
+    return [([token % 131 for token in prompt], greedy, a) for prompt in prompts[:3] for a in adapters]
+
+
+def texts_of_sizes(
+    make_engine: Any, run: Any, model: Path, jobs: list[Any], options: dict[str, Any] | None = None
+) -> list[list[list[int]]]:
+    """Tokens by one process without `options` and by two with them."""
+    found = []
+    for size in (1, 2):
+        more = (options or {}) if size == 2 else {}
+        engine = make_engine(
+            model=str(model), enable_lora=True, max_loras=1, max_lora_rank=8, tensor_parallel_size=size, **more
+        )
+        found.append([outcome.token_ids for outcome in run(engine, jobs)])
+    return found
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2", "falcon", "olmo2"])
+def test_layers_of_other_forms_write_the_text_of_one(
+    family: str, make_engine: Any, run: Any, prompts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPT's form and norms over all heads, with an adapter on every projection and with drafts."""
+    ranks_as_threads(monkeypatch)
+    model, (base, adapter) = build(FAMILIES[family]), (tmp_path / name for name in ("base", "adapter"))
+    model.save_pretrained(base)
+    lora = LoraConfig(r=4, target_modules=FAMILIES[family].targets, init_lora_weights=False)
+    get_peft_model(model, lora).save_pretrained(adapter)
+    jobs = jobs_of(prompts, adapter)
+    options = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    found = texts_of_sizes(make_engine, run, base, jobs, options)
+    assert found[0] == found[1]
+    assert found[0][::2] != found[0][1::2], "the adapter changes texts"
+
+
 def test_an_adapter_on_inputs_whose_groups_lie_apart(
     make_engine: Any, run: Any, prompts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GPTQ's `desc_act`: a rank has columns of `o_proj` and `down_proj` whose inputs other ranks compute."""
-    from peft import LoraConfig, get_peft_model
-
     ranks_as_threads(monkeypatch)
     case, (base, quantized, adapter) = CASES["gptq-act"], (tmp_path / name for name in ("base", "quantized", "adapter"))
     model = build(Family("Llama", case.sizes))
@@ -117,14 +154,7 @@ def test_an_adapter_on_inputs_whose_groups_lie_apart(
     write_quantized(base, quantized, case)
     lora = LoraConfig(r=4, target_modules=["o_proj", "down_proj"], init_lora_weights=False)
     get_peft_model(model, lora).save_pretrained(adapter)
-    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    jobs = [([t % 131 for t in p], greedy, a) for p in prompts[:3] for a in (None, LoRARequest("a", path=str(adapter)))]
-    found = []
-    for size in (1, 2):
-        engine = make_engine(
-            model=str(quantized), enable_lora=True, max_loras=1, max_lora_rank=8, tensor_parallel_size=size
-        )
-        found.append([outcome.token_ids for outcome in run(engine, jobs)])
+    found = texts_of_sizes(make_engine, run, quantized, jobs_of(prompts, adapter))
     assert found[0] == found[1]
     assert found[0][::2] != found[0][1::2], "the adapter changes texts"
 

@@ -57,6 +57,21 @@ def test_heads_of_other_attention_are_divided(family: str, save_tiny: Callable, 
     check(tmp_path, 2, "int8")
 
 
+GPT = ["gpt2", "bigcode", "opt", "opt-projected", "neox", "falcon", "phi", "stablelm", "starcoder2"]
+
+
+@pytest.mark.parametrize("family", [*GPT, "olmo2", "olmoe"])
+def test_layers_of_other_forms_are_divided(family: str, save_tiny: Callable) -> None:
+    """Layers of the GPT form, and norms over all heads; two of four ranks have the same KV head where there are two."""
+    folder, _ = save_tiny(FAMILIES[family].prefix, **FAMILIES[family].config)
+    check(folder, 2)
+    check(folder, 4)
+
+
+def test_all_heads_with_one_key(save_tiny: Callable) -> None:
+    check(save_tiny("GPTBigCode", multi_query=True)[0], 4)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts_are_divided(family: str, size: int, save_tiny: Callable, tmp_path: Path) -> None:
