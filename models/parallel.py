@@ -118,6 +118,10 @@ class LinearPart:
             return a, self._chosen(module, b, 1)
         return a[:, self._columns if self._order is None else self._order.to(a.device)], b
 
+    def gain(self, module: str, gain: Tensor) -> Tensor:
+        """This rank's part of an adapter's gains [out]: a row parallel layer's are factors of what each rank adds."""
+        return self._chosen(module, gain, 0) if self._columns is None else gain
+
     def inputs(self, x: Tensor) -> Tensor:
         """Inputs [T, in] of this rank's weight, from this rank's x: groups of inputs that lie apart (`desc_act`) are of
         all ranks' x."""
