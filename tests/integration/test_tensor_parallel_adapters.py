@@ -67,7 +67,9 @@ def test_added_tokens(
     torch.manual_seed(3)
     model = load_base(tmp_path / "base")
     model.resize_token_embeddings(VOCAB + 4, mean_resizing=False)
-    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, modules_to_save=[*ENDS]))
+    model = get_peft_model(
+        model, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, modules_to_save=[*ENDS])
+    )
     for name, parameter in model.named_parameters():
         if "modules_to_save" in name:
             parameter.data[VOCAB:] = 2 * parameter.data[20:24]
