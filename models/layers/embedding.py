@@ -262,7 +262,7 @@ class Embedding:
         if tensor.shape != self._shape:
             return False
         if self.part is not None:
-            return _same(tensor.to(self._dtype), self.whole[self.names.table]())
+            return _same_rows(tensor.to(self._dtype), self.whole[self.names.table]())
         return all(_same(tensor[ids].to(self.device, self._dtype), rows) for ids, rows in self._table_rows())
 
     @torch.inference_mode()
@@ -271,7 +271,7 @@ class Embedding:
         if self.tied:
             return self.is_table(tensor)
         if self.part is not None:
-            return _same(tensor.to(self._dtype), self.whole[self.names.head]())
+            return _same_rows(tensor.to(self._dtype), self.whole[self.names.head]())
         assert self._head is not None
         for start in range(0, self.hidden_size, _PROBES):  # packed, it shows its columns only in products
             end = min(start + _PROBES, self.hidden_size)
@@ -340,3 +340,8 @@ class Embedding:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=0.0, atol=_SAME)
+
+
+def _same_rows(a: Tensor, b: Tensor) -> bool:
+    """`_same`, some rows at a time."""
+    return a.shape == b.shape and all(map(_same, a.split(_ROWS), b.split(_ROWS)))
