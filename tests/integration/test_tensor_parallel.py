@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,8 +152,10 @@ def test_a_rank_that_cannot_join_ends_the_others(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(rank_process, "ProcessRanks", refuse)
     with pytest.raises(OutriderError, match="no way to rank 0"):
         LLM(tensor_parallel_size=2, device="cpu")
+    assert "outrider-join" not in {thread.name for thread in threading.enumerate()}, "nobody waits for it"
 
     def hang(*arguments: Any) -> None:
+        arguments[-1]()
         time.sleep(1)
         raise EOFError
 

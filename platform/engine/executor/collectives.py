@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +23,9 @@ STORE_TIMEOUT = timedelta(minutes=1)
 class ProcessRanks:
     """Implements `models.parallel.Ranks` by a group of its own: a process may have several engines."""
 
-    def __init__(self, store: Any, rank: int, size: int, device: str, address: str) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, device: str, address: str, begin: Callable[[], None] | None = None
+    ) -> None:
         """Join the group; returns when all have joined. gloo on a CPU, NCCL on GPUs.
 
         Args:
@@ -31,6 +34,7 @@ class ProcessRanks:
             size: Number of processes.
             device: "cpu" or "cuda".
             address: Address at which gloo listens; the variable GLOO_SOCKET_IFNAME names another interface.
+            begin: Called when only the others are waited for.
         """
         if not dist.is_available():
             raise InvalidRequestError(
@@ -47,9 +51,11 @@ class ProcessRanks:
             of_operation.asyncOp = False
         nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
         gloo: Any = dist.ProcessGroupGloo
+        begin = begin or (lambda: None)
         if device == "cuda":
             options = nccl.Options()
             options._timeout = _TIMEOUT
+            begin()
             self._group: Any = nccl(store, rank, size, options)
             self.sum(torch.zeros(1, device=device))  # which connects them
             return
@@ -57,6 +63,7 @@ class ProcessRanks:
         options._timeout = _TIMEOUT
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "") if address != THIS_MACHINE else ""
         options._devices = [gloo.create_device(interface=interface) if interface else gloo.create_device(address)]
+        begin()
         self._group = gloo(store, rank, size, options)
 
     # NCCL's work is in order on the stream that launches it, so that a graph captures it and no host waits. gloo's is

@@ -110,7 +110,8 @@ class ParallelExecutor:
             except BaseException as error:
                 joined.set_exception(error)
 
-        # A group waits for minutes for one who cannot join; the sockets say so at once.
+        # A group waits for minutes for a rank that ends now, and nothing can end that wait; the sockets say so at once.
+        # One that cannot join has said so before, so that this thread and its descriptors are not left behind.
         threading.Thread(target=join, name="outrider-join", daemon=True).start()
         self._await("join the others", _JOIN_SECONDS, joined)
         try:

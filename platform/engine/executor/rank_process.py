@@ -173,14 +173,13 @@ def run(link: socket.socket) -> None:
     """Load this rank's share and work until rank 0 is gone."""
     spec = RankSpec(*receive(link)[0])
     logging.basicConfig(level=spec.log_level)
-    send(link, {})
     try:
         if spec.device == "cuda":
             torch.cuda.set_device(spec.device_index)
         else:
             torch.set_num_threads(spec.num_threads)
         store = open_store(spec.store, spec.size)
-        ranks = ProcessRanks(store, spec.rank, spec.size, spec.device, spec.address)
+        ranks = ProcessRanks(store, spec.rank, spec.size, spec.device, spec.address, lambda: send(link, {}))
         send(link, {})
         model = load_model(
             spec.path,
