@@ -44,6 +44,7 @@ class ProcessRanks:
         from torch.distributed import distributed_c10d
 
         self.rank, self.size = rank, size
+        self._device = device
         options_of: Any = distributed_c10d
         self._sum_options = options_of.AllreduceOptions()
         self._gather_options, self._copy_options = options_of.AllgatherOptions(), options_of.BroadcastOptions()
@@ -84,6 +85,16 @@ class ProcessRanks:
         """Rank 0's x, in place of every other rank's."""
         _finish(self._group.broadcast([x], self._copy_options))
         return x
+
+    def agree(self, yes: bool) -> bool:
+        """True when all ranks say yes; waits for them."""
+        return int(self.sum(torch.tensor([float(yes)], device=self._device))) == self.size
+
+    def abort(self) -> None:
+        """End waits of this process's device for a rank that is gone: NCCL's kernels wait for ever, in a replayed graph
+        unnoticed by its watchdog. gloo notices by itself. What was waited for has no meaning then."""
+        if self._device == "cuda":
+            self._group.abort()
 
 
 def _finish(work: Any) -> None:
