@@ -5,7 +5,7 @@ T tokens, k experts of a token, E experts, H hidden size, I inner size of an exp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -227,15 +227,13 @@ class ExpertLayers:
         assert self._packed is not None
         tokens = torch.tensor(adapters.tokens(), device=x.device)
         others = torch.ones(len(x), dtype=torch.bool, device=x.device).index_fill_(0, tokens, False).nonzero().flatten()
-        products = self._products(adapters.of(adapters.tokens()))
+        own = partial(run_products, products=self._products(adapters.of(adapters.tokens())))
+        ways: list[tuple[Tensor, Callable[..., Tensor]]] = [(tokens, own), (others, self._packed)]
         y = torch.empty_like(x)
-        for some, compute in ((tokens, partial(run_products, products=products)), (others, self._packed)):
+        for some, compute in ways:
             if len(some):
-                part, added = (
-                    Routing(*(of_all[some] for of_all in routing)),
-                    None if residual is None else residual[some],
-                )
-                y[some] = compute(x[some], part, residual=added)
+                part = Routing(*(of_all[some] for of_all in routing))
+                y[some] = compute(x[some], part, residual=None if residual is None else residual[some])
         return y
 
     def _products(self, adapters: Any) -> Products:

@@ -84,7 +84,8 @@ class AgreedGraphs:
             num_runs += 1
             return outputs
 
-        captured, failure = None, RuntimeError("another rank could not")
+        captured: Captured | None = None
+        failure = RuntimeError("another rank could not")
         try:
             captured = self._backend.capture(counted)
         except RuntimeError as error:
