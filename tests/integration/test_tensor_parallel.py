@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,8 @@ from outrider.platform.core.errors import EngineDeadError, InvalidRequestError, 
 from outrider.platform.engine.executor import parallel, rank_process
 
 from ..quantized_files import CASES, write_quantized
-from ..rank_texts import NUM_BLOCKS, OPTIONS, PROMPTS, long_texts, num_accepted, preempted_texts, texts
+from ..rank_tests import RankTests, expected, whole  # noqa: F401  (fixtures)
+from ..rank_texts import NUM_BLOCKS, OPTIONS, PROMPTS
 from ..thread_ranks import ranks_as_threads
 from ..tiny_families import FAMILIES, Family, build
 
@@ -38,48 +40,21 @@ def ranks() -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def whole() -> Iterator[LLM]:
-    with LLM(**OPTIONS) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def expected(whole: LLM) -> list[str]:
-    return texts(whole)
-
-
-@pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with LLM(tensor_parallel_size=2, num_gpu_blocks_override=NUM_BLOCKS, **OPTIONS) as made:
+        assert len(ranks()) == 1
         yield made
     assert not ranks(), "they end with the engine"
 
 
-def test_two_ranks_write_the_text_of_one(llm: LLM, expected: list[str]) -> None:
-    assert len(ranks()) == 1
-    assert texts(llm) == expected
-    assert num_accepted(llm) > 10, "drafts are accepted"
-    llm.llm_engine.engine_core.check_integrity()
+class TestTexts(RankTests):
+    """See `RankTests`."""
 
 
-def test_what_clients_are_told_is_of_all_ranks(llm: LLM, whole: LLM) -> None:
+def test_what_clients_are_told_is_of_all_ranks(llm: LLM, whole: LLM) -> None:  # noqa: F811
     found, one = llm.llm_engine.engine_info, whole.llm_engine.engine_info
     assert found.num_parameters == one.num_parameters
     assert one.weight_bytes <= found.weight_bytes < 1.02 * one.weight_bytes, "norms are held twice"
-
-
-def test_preempted_requests_write_the_same(llm: LLM, whole: LLM) -> None:
-    assert preempted_texts(llm) == long_texts(whole)
-
-
-def test_adapters_are_loaded_and_unloaded(llm: LLM, expected: list[str]) -> None:
-    path = next(iter(demo_adapters().values()))
-    greedy = SamplingParams(max_tokens=12, temperature=0)
-    llm.load_lora_adapter(LoRARequest("mine", path=str(path)), pinned=True)
-    request = LoRARequest("mine", path=str(path))
-    assert llm.generate(PROMPTS[:1], greedy, lora_request=request)[0].outputs[0].text == expected[len(PROMPTS)]
-    llm.unload_lora_adapter("mine")
-    assert llm.generate(PROMPTS[:1], greedy)[0].outputs[0].text == expected[0]
 
 
 def test_prompt_logprobs_and_sleep(llm: LLM) -> None:
@@ -181,8 +156,10 @@ def test_a_rank_that_cannot_join_ends_the_others(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(rank_process, "ProcessRanks", refuse)
     with pytest.raises(OutriderError, match="no way to rank 0"):
         LLM(tensor_parallel_size=2, device="cpu")
+    assert "outrider-join" not in {thread.name for thread in threading.enumerate()}, "nobody waits for it"
 
     def hang(*arguments: Any) -> None:
+        arguments[-1]()
         time.sleep(1)
         raise EOFError
 

@@ -2,7 +2,7 @@
 
 rank 0                                     rank
 RankSpec                             ->
-                                     <-    {} or {"error": [...]}     it has started
+                                     <-    {} or {"error": [...]}     it has started, and waits for the others
                                      <-    {} or {"error": [...]}     it has joined the others
                                      <-    {"weight_bytes": N} or {"error": [...]}     its weights are loaded
 Message("allocate" | "forward" | "replay" | ...) ->         one after another, no answers
