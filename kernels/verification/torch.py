@@ -53,7 +53,7 @@ def verify(logits: Tensor, draft_probs: Tensor | None, requests: Requests) -> tu
         there = place[rules == REJECTION]
         p_there = _take(p, np.searchsorted(sampled, there))
         residual = _subtract_q(p_there, draft_probs, drafts[there], draft_rows[there])
-        tokens[there] = gumbel_argmax(residual.log(), keys(there, Stream.RESIDUAL)).cpu()
+        tokens[there] = gumbel_argmax(residual.log_(), keys(there, Stream.RESIDUAL)).cpu()
     before = rows < place[request]
     tokens[before] = drafts[before]
     tokens[rows > place[request]] = -1
@@ -83,6 +83,7 @@ def _subtract_q(p: Tensor, draft_probs: Tensor | None, drafts: Ints, draft_rows:
     dense, certain = np.flatnonzero(draft_rows >= 0), np.flatnonzero((draft_rows < 0) & (drafts >= 0))
     if draft_probs is not None and len(dense):
         # Where the drafter failed (q is NaN) its draft was rejected, whatever u; then the token is a draw from p.
-        residual[dense] -= draft_probs[draft_rows[dense]].nan_to_num(0.0)
+        q = draft_probs[draft_rows[dense]].nan_to_num_(0.0)
+        residual.index_add_(0, torch.from_numpy(dense).to(p.device), q, alpha=-1)
     residual[certain, drafts[certain]] = 0.0
     return torch.where(residual.amax(dim=-1, keepdim=True) <= 0.0, p, residual.clamp_(min=0.0))
