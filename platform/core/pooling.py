@@ -118,5 +118,13 @@ class PoolingRequestOutput(Generic[T]):
     finished: bool = True
 
 
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """Result of `embed` for one prompt."""
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """Result of `score` for one pair of texts."""
+
+
 class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
     """Result of `classify` for one prompt."""

@@ -270,12 +270,6 @@ class Serving:
                 "chat_template_kwargs": variables,
             },
         )
-        for index, tool in enumerate(request.tools or ()):
-            if tool["function"]["name"] not in rendered["prompt"]:
-                raise InvalidRequestError(
-                    "the chat template writes no tools into the prompt: start the server with --chat-template FILE",
-                    param=f"tools[{index}]",
-                )
         if request.add_special_tokens:
             return processor.encode(rendered["prompt"], most=self.llm.info.max_model_len)
         return list(rendered["prompt_token_ids"])

@@ -61,7 +61,7 @@ NO_REASONING = "reasoning is not counted"
 NO_TLS = "TLS is not served: put a proxy in front, such as Caddy, nginx or an ingress"
 NO_CODE = "code from a model's repository is never run"
 OWN_GRAPHS = "graphs are chosen for the model and the device"
-OWN_LOADER = "only safetensors files are read"
+OWN_LOADER = "there is one loader of files"
 IN_SPECULATIVE_CONFIG = 'write speculative_config={"method": ..., "model": ..., "num_speculative_tokens": ...}'
 IN_CONFIG_JSON = "change config.json in a copy of the model's folder"
 

@@ -128,9 +128,12 @@ ENGINE: dict[str, Option] = {
     "worker_cls": only("auto", why="there are no workers to replace"),
     "worker_extension_cls": only("", why="there are no workers to extend"),
     # The model and its files
-    "task": only("auto", "generate", why="models that generate text embed, too, and classifiers classify"),
+    "task": only(
+        *"auto generate embed embedding score classify".split(),
+        why="models that generate text embed, too, and classifiers classify",
+    ),
     "runner": only("auto", "generate", "pooling", why="models that generate text embed, too, and classifiers classify"),
-    "convert": only("auto", "none", why="models are served as they are"),
+    "convert": only("auto", "none", "embed", why="models are served as they are"),
     "tokenizer_mode": only("auto", "hf", why="tokenizers are those of transformers"),
     "skip_tokenizer_init": off("requests need the tokenizer; detokenize=False leaves it out of answers"),
     "trust_remote_code": ignored_flag(NO_CODE),
@@ -147,7 +150,7 @@ ENGINE: dict[str, Option] = {
     **each(only({}, why="PoolingParams has the pooling"), "pooler_config override_pooler_config"),
     "io_processor_plugin": only("", why="there are no plug-ins"),
     "enable_prompt_embeds": off("prompts are text or token ids"),
-    "enable_sleep_mode": off("an engine cannot sleep yet"),
+    "enable_sleep_mode": Option((True, False), "every engine can sleep", flag=True),
     "logprobs_mode": only("raw_logprobs", why="log-probabilities are those of the raw logits"),
     "logits_processors": only([], (), why=NO_USER_CODE),
     "logits_processor_pattern": ignored(NO_USER_CODE),
@@ -194,7 +197,7 @@ ENGINE: dict[str, Option] = {
     "profiler_config": ignored("start_profile() takes a folder"),
     "additional_config": only({}, why="there are no plug-ins for other hardware"),
     # LoRA and speculation
-    "enable_lora_bias": off("adapters with biases are not served"),
+    "enable_lora_bias": Option((True, False), "adapters with biases are served", flag=True),
     "fully_sharded_loras": ignored_flag(ONE_PROCESS),
     "lora_extra_vocab_size": ignored("tokens that an adapter adds are found in its files"),
     "lora_target_modules": only([], (), why="adapters are served with all modules that they have"),

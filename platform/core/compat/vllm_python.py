@@ -47,7 +47,7 @@ PROMPT: dict[str, Option] = {
     "type": only("text", "token", "tokens", why="prompts are text or token ids"),
     **each(only({}, why=NO_IMAGES), "multi_modal_data multi_modal_uuids mm_processor_kwargs"),
     "prompt_embeds": only(why="prompts are text or token ids"),
-    "token_type_ids": only(why="models generate text only"),
+    "token_type_ids": only(why="models that read a text in both directions are not served"),
 }
 
 GENERATE: dict[str, Option] = {

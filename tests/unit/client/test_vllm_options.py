@@ -43,6 +43,7 @@ HARMLESS: dict[str, Any] = {
     "task": "generate", "cpu_offload_gb": 0, "skip_tokenizer_init": False, "hf_overrides": {}, "rope_scaling": None,
     "seed": None, "block_size": None, "enable_prefix_caching": None, "max_model_len": "auto",
     "trust_remote_code": False, "load_format": "safetensors", "hf_token": None, "enable_expert_parallel": True,
+    "enable_sleep_mode": True, "enable_lora_bias": True, "convert": "embed",
 }  # fmt: skip
 
 
@@ -84,9 +85,9 @@ def test_dtypes_of_torch() -> None:
     "options",
     [
         {"pipeline_parallel_size": 2}, {"tokenizer_mode": "slow"}, {"cpu_offload_gb": 4},
-        {"skip_tokenizer_init": True}, {"hf_overrides": {"rope_theta": 1.0}}, {"task": "embed"}, {"hf_token": "secret"},
-        {"reasoning_parser": "qwen3"}, {"speculative_model": "x"}, {"max_model_len": "4x"}, {"logprobs_mode": "x"},
-        {"max_model_len": "9" * 5000},
+        {"skip_tokenizer_init": True}, {"hf_overrides": {"rope_theta": 1.0}}, {"hf_token": "secret"},
+        {"task": "reward"}, {"reasoning_parser": "qwen3"}, {"speculative_model": "x"}, {"max_model_len": "4x"},
+        {"logprobs_mode": "x"}, {"max_model_len": "9" * 5000},
     ],
 )  # fmt: skip
 def test_keywords_that_would_change_something_are_refused_by_name(options: dict[str, Any]) -> None:
