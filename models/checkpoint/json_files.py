@@ -41,7 +41,7 @@ def read_model_config(path: str | Path) -> dict[str, Any]:
     file = Path(path) / "config.json"
     if not file.is_file() and file.with_name("adapter_config.json").is_file():
         raise NotFoundError(
-            f"{path} is an adapter and no model: name its base model, and the adapter in --lora-modules or a LoRARequest",
+            f"{path} is an adapter and no model: name its base model, and it in --lora-modules or a LoRARequest",
             param="model",
         )
     return read_json(file)

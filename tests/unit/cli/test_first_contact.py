@@ -57,7 +57,7 @@ def test_wrong_words_get_the_usage_of_their_command_and_a_suggestion(capsys, lin
 
 
 def test_an_adapter_in_place_of_the_model_is_called_one():
-    with pytest.raises(NotFoundError, match="is an adapter and no model: .*--lora-modules"):
+    with pytest.raises(NotFoundError, match=r"is an adapter and no model: .*--lora-modules"):
         read_model_config(demo_adapters()["sql"])
 
 
