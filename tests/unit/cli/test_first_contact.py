@@ -183,7 +183,7 @@ def test_keys_of_a_speculative_config_without_an_effect_are_said():
         ("--ssl-keyfile k.pem --ssl-certfile c.pem", ("--ssl-", "proxy")),
         ("--tokenizer-mode mistral", ("--tokenizer-mode", "mistral")),
         ("--load-format gguf", ("--load-format", "gguf")),
-        ("--task embed", ("--task", "embed")),
+        ("--task reward", ("--task", "reward")),
         ("--enable-eplb", ("--enable-eplb", "mixtures of experts")),
         ("--pipeline-parallel-size", ("--pipeline-parallel-size", "expected one argument")),
         ("--enforce-eager=maybe", ("--enforce-eager", "maybe")),
