@@ -18,7 +18,6 @@ from ..core.adapter_names import split_engine_name
 from ..core.errors import (
     AsleepError,
     EngineDeadError,
-    InvalidRequestError,
     OutriderError,
     PermissionDeniedError,
     ShuttingDownError,
