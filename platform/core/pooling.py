@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from .compat.foreign_options import takes_foreign
+from .compat.vllm_python import POOLING
 from .errors import invalid
 from .sampling_params import CLASSIFY, POOLINGS, SamplingParams, check_integer, shown
 
 T = TypeVar("T")
 
 
+@takes_foreign(POOLING)
 @dataclass(slots=True)
 class PoolingParams:
     """Parameters of one prompt's pooling.

@@ -7,9 +7,8 @@ is taken. A value without an effect on results is taken with a warning. Any othe
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from .foreign_options import (
     IN_CONFIG_JSON,
@@ -33,10 +32,7 @@ from .foreign_options import (
     ignored_flag,
     off,
     only,
-    take_foreign,
 )
-
-T = TypeVar("T")
 
 ALIASES = {
     "-tp": "--tensor-parallel-size",
@@ -331,20 +327,6 @@ def without_effect(given: Mapping[str, Any], table: Mapping[str, Option], specul
         inside = check_foreign(speculative_config, SPECULATIVE, "speculative_config")
         names |= {f"speculative_config.{name}": why for name, why in inside.items()}
     return names
-
-
-def takes_vllm_options(cls: type[T]) -> type[T]:
-    """Decorate a class of options: its constructor takes those of `ENGINE`, too, as `LLM` does, and None for any."""
-    own = cls.__init__
-    known = cls.__dataclass_fields__  # type: ignore[attr-defined]
-
-    @functools.wraps(own)
-    def init(self: T, **given: Any) -> None:
-        take_foreign(f"{cls.__name__}()", given, ENGINE, known)
-        own(self, **{name: value for name, value in given.items() if value is not None or known[name].default is None})
-
-    cls.__init__ = init  # type: ignore[assignment]
-    return cls
 
 
 def plain_value(name: str, value: Any) -> Any:
