@@ -136,7 +136,9 @@ def test_angles_in_float32_beside_bfloat16(tmp_path, make_engine, run):
     with torch.no_grad():
         logits = base(torch.tensor([PROMPT + outcome.token_ids[:-1]])).logits[0, len(PROMPT) - 1 :].float()
     wanted = logits.log_softmax(-1)[torch.arange(len(logits)), outcome.token_ids]
-    torch.testing.assert_close(torch.tensor([entry.logprobs[0] for entry in outcome.logprobs]), wanted, atol=0.1, rtol=0)
+    torch.testing.assert_close(
+        torch.tensor([entry.logprobs[0] for entry in outcome.logprobs]), wanted, atol=0.1, rtol=0
+    )
 
 
 def test_llama_through_transformers_has_native_text_and_drafts(models, make_engine, run, plain_tokens, jobs, greedy):
