@@ -134,7 +134,7 @@ class GivenStates(nn.Module):
 
 
 def outer_model(model: Any) -> Callable[[Tensor], Tensor]:
-    """Function from hidden states [R, H] to logits [R, vocab]: the code around the inner model, which leaves `model`."""
+    """Function from hidden states [R, H] to logits [R, vocab]: the code around the inner model, which is taken out."""
     given = GivenStates()
     setattr(model, model.base_model_prefix, given)
 

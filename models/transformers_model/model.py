@@ -26,11 +26,11 @@ from .gated_mlp import use_mlp_kernel
 from .layers import (
     AdaptedLinear,
     BareLinear,
-    outer_model,
     Head,
     MergedLinear,
     SharedInput,
     TokenEmbedding,
+    outer_model,
     parameter_slot,
 )
 from .names import CheckpointNames
