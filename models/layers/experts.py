@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.act_and_mul import act_and_mul, act_and_mul_invariant
-from ...kernels.experts import PackedExperts, Product, Products, Routing, Scoring, pack, route, run_products
+from ...kernels.experts import PackedExperts, Product, Products, Routing, Scoring, pack, route, run_products, sigmoid
 from ..config import DecoderConfig
 from ..expert_config import ExpertConfig
 from .linear import AdapterRows, Linear
@@ -90,7 +90,7 @@ class SparseMlp:
         if self._shared is not None:
             shared = self._shared.forward(x, batch)
             if self._shared_gate is not None:
-                shared = shared.mul_(self._shared_gate.forward(x, batch).sigmoid())
+                shared = shared.mul_(sigmoid(self._shared_gate.forward(x, batch)))
             residual = shared if residual is None else residual + shared
         config = self._config
         weights = {"renormalised": config.renormalised, "rounded": config.traits.rounded}
@@ -216,7 +216,7 @@ class ExpertLayers:
             sites = gate_up[0].expert_lora, down[0].expert_lora
             if sites[0] is not None:
                 add = tuple(partial(site.add, adapters=batch.adapters) for site in sites)
-                return self._packed(x, routing, residual, add)  # type: ignore[call-arg, arg-type]  # it is Triton's
+                return self._packed(x, routing, residual, add)  # it is Triton's
             return self._adapted(x, routing, batch.adapters, residual)
         return self._packed(x, routing, residual)
 

@@ -26,11 +26,11 @@ from .gated_mlp import use_mlp_kernel
 from .layers import (
     AdaptedLinear,
     BareLinear,
-    GivenStates,
     Head,
     MergedLinear,
     SharedInput,
     TokenEmbedding,
+    outer_model,
     parameter_slot,
 )
 from .names import CheckpointNames
@@ -79,8 +79,7 @@ class TransformersModel:
         )
         use_mlp_kernel(self._outer, self._state)
         call_directly(self._outer)
-        self._given = GivenStates()
-        setattr(self._outer, self._outer.base_model_prefix, self._given)
+        self._logits_of = outer_model(self._outer)
         self._entering: dict[int, Tensor] = {}
         self._hooked: set[int] = set()
 
@@ -210,8 +209,7 @@ class TransformersModel:
     def compute_logits(self, hidden: Tensor, adapters: Any = None, out: Tensor | None = None) -> Tensor:
         """See LanguageModel."""
         self._state.head_adapters = adapters
-        self._given.states = hidden[None]
-        logits = self._outer(inputs_embeds=self._given.states, use_cache=False).logits[0]
+        logits = self._logits_of(hidden)
         out = logits.float() if out is None else out.copy_(logits)
         self.embedding.mask(out, adapters)
         return out

@@ -272,7 +272,7 @@ class SamplingParams:
         self._check_logit_bias()
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
             self.structured_outputs = parse(self.structured_outputs)
-        if self.pooling not in (None, *POOLINGS, CLASSIFY):
+        if self.pooling is not None and not (isinstance(self.pooling, str) and self.pooling in (*POOLINGS, CLASSIFY)):
             named = ", ".join((*POOLINGS, CLASSIFY))
             raise invalid("pooling", f"must be one of {named}, got {shown(self.pooling)}")
         try:

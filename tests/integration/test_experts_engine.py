@@ -55,7 +55,7 @@ def test_two_ranks_write_the_text_of_one(make_engine, run, tmp_path, monkeypatch
     assert all(outcome.num_cached_tokens for outcome in again)
 
 
-@pytest.fixture(scope="module", params=["mixtral", "qwen3-moe", "gpt-oss", "deepseek3"])
+@pytest.fixture(scope="module", params=["mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek3"])
 def served(request, tmp_path_factory) -> Served:
     return Served(tmp_path_factory.mktemp(request.param), FAMILIES[request.param])
 
@@ -82,9 +82,10 @@ def test_only_tokens_with_an_adapter_have_products_of_their_own(make_engine, run
     assert together == [run(engine, [job])[0].token_ids for job in served.jobs[:2]]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("speculation", [None, {"method": "ngram", "num_speculative_tokens": 3}])
-def test_batch_invariance(make_engine, run, served, speculation):
-    options = {"dtype": "bfloat16", "batch_invariant": True, "max_num_batched_tokens": 40}
+def test_batch_invariance(make_engine, run, served, speculation, dtype):
+    options = {"dtype": dtype, "batch_invariant": True, "max_num_batched_tokens": 40}
     engine = engine_of(make_engine, served, speculative_config=speculation, **options)
     alone = [said(run(engine, [job]))[0] for job in served.jobs]
     assert said(run(engine, served.jobs[::-1]))[::-1] == alone
