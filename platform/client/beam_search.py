@@ -6,17 +6,17 @@ block of tokens. Without prefix caching it computes everything again.
 
 from __future__ import annotations
 
-import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from ..core.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-from ..core.errors import InvalidRequestError, OutriderError
+from ..core.errors import OutriderError, invalid
 from ..core.messages import EngineInfo, EngineRequest
 from ..core.outputs import Logprob, RequestOutput
 from ..core.sampling_params import SamplingParams, shown
+from ..core.tasks import run_all
 from .adapters.spelling import AnyLoRA, lora_of_each
 from .input_processor import Prompt, RequestOptions, as_prompts, take_options
 from .progress import GenerationProgress
@@ -26,9 +26,6 @@ from .sleeping import ADMITTED
 if TYPE_CHECKING:
     from .llm_engine import LLMEngine
     from .stream_pacing import StreamPacer
-
-
-T = TypeVar("T")
 
 
 class BeamSearch:
@@ -116,12 +113,12 @@ def _check(params: BeamSearchParams, info: EngineInfo) -> SamplingParams:
         InvalidRequestError: the engine gives too few log-probabilities.
     """
     if not isinstance(params, BeamSearchParams):
-        raise InvalidRequestError(f"params must be BeamSearchParams, got {shown(params)}", param="params")
+        raise invalid("params", f"must be BeamSearchParams, got {shown(params)}")
     if 2 * params.beam_width > info.max_logprobs:
-        raise InvalidRequestError(
-            f"beam_width {params.beam_width} needs {2 * params.beam_width} log-probabilities a token, and the engine "
-            f"gives {info.max_logprobs} (max_logprobs)",
-            param="beam_width",
+        raise invalid(
+            "beam_width",
+            f"{params.beam_width} needs {2 * params.beam_width} log-probabilities a token, and the engine gives "
+            f"{info.max_logprobs} (max_logprobs)",
         )
     return _STEP.clone(max_tokens=params.max_tokens, logprobs=min(2 * params.beam_width, info.vocab_size))
 
@@ -176,7 +173,7 @@ class SyncBeamSearch:
         works = [work.result() for work in made]
         size = concurrency_limit if concurrency_limit is not None else max(1, len(works))
         if size < 1:
-            raise InvalidRequestError(f"concurrency_limit must be at least 1, got {size}", param="concurrency_limit")
+            raise invalid("concurrency_limit", f"must be at least 1, got {size}")
         results: list[BeamSearchOutput] = []
         with GenerationProgress(len(works), use_tqdm) as progress:
             for start in range(0, len(works), size):
@@ -195,17 +192,6 @@ class SyncBeamSearch:
             outputs = iter(self.generate(prompts, step, loras, use_tqdm=False, **options))
             for search, several in work:
                 search.extend([_candidates(next(outputs)) for _ in several])
-
-
-async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results of all; one that fails ends the others."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class AsyncBeamSearch:
@@ -256,7 +242,7 @@ class AsyncBeamSearch:
         running, before = self._pacer.open(key), ADMITTED.set(True)  # `sleep` and `drain` wait for its end
         try:
             while prompts := search.prompts():
-                search.extend(await _all([candidates(number, beam) for number, beam in enumerate(prompts)]))
+                search.extend(await run_all([candidates(number, beam) for number, beam in enumerate(prompts)]))
                 if on_step is not None:
                     on_step(search.num_output_tokens)
         finally:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias, TypedDict, cast
 from ..core.compat.foreign_options import check_foreign, take_foreign
 from ..core.compat.vllm_python import GENERATE, PROMPT
 from ..core.constraint_check import CHECKER
-from ..core.errors import InvalidRequestError, PromptTooLongError
+from ..core.errors import InvalidRequestError, PromptTooLongError, invalid
 from ..core.lora_request import LoRA, LoRAMix, LoRARequest
 from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo, EngineRequest
 from ..core.model_limits import MAX_TOKEN_IDS, check_params, check_token_ids
@@ -29,7 +29,7 @@ from ..core.sampling_params import (
     check_text,
     shown,
 )
-from ..core.suggestions import did_you_mean
+from ..core.text import did_you_mean
 from .text.adapter_tokenizers import OwnTokenizer, renamed_token
 from .text.chat_template import ChatOptions, render_messages
 from .text.shared_prefixes import SharedPrefixes
@@ -149,9 +149,7 @@ class InputProcessor:
         check_number("weight", weight, 1 / MAX_TENANT_WEIGHT, MAX_TENANT_WEIGHT)
         check_text("cache_salt", cache_salt, MAX_SALT_CHARS)
         if lora is not None and not isinstance(lora, LoRARequest | LoRAMix):
-            raise InvalidRequestError(
-                f"lora_request must be a LoRARequest or a LoRAMix, got {shown(lora)}", param="lora_request"
-            )
+            raise invalid("lora_request", f"must be a LoRARequest or a LoRAMix, got {shown(lora)}")
         # An adapter may have more tokens than the model; the engine knows how many.
         num_ids = self._info.vocab_size if lora is None else MAX_TOKEN_IDS
         parsed = self.parse_prompt(prompt, num_ids)
@@ -275,9 +273,7 @@ class InputProcessor:
     def _resolve_params(self, params: SamplingParams, num_prompt_tokens: int, num_ids: int) -> SamplingParams:
         """A copy of `params` with the limits filled in, checked against the model."""
         if not isinstance(params, SamplingParams):
-            raise InvalidRequestError(
-                f"sampling_params must be SamplingParams, got {params!r}", param="sampling_params"
-            )
+            raise invalid("sampling_params", f"must be SamplingParams, got {params!r}")
         room = self._info.max_model_len - num_prompt_tokens
         if room == 0 and params.only_scores:
             room = 1  # the token after the last one is predicted, and takes no place itself
@@ -331,7 +327,7 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, (str, dict)):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray, memoryview)):
-        raise InvalidRequestError(f"prompts must be a prompt or a list of prompts, got {prompts!r}", param="prompts")
+        raise invalid("prompts", f"must be a prompt or a list of prompts, got {prompts!r}")
     if prompts and all(isinstance(item, int) for item in prompts):
         return [list(prompts)]
     return list(prompts)
@@ -369,7 +365,7 @@ def check_request_id(request_id: object) -> None:
     """Raise InvalidRequestError unless the id is a text that is not empty."""
     check_text("request_id", request_id)
     if not request_id:
-        raise InvalidRequestError("request_id must not be empty", param="request_id")
+        raise invalid("request_id", "must not be empty")
 
 
 def _child_seed(seed: int | None, index: int) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any, Self, TypeAlias, cast
 from ..core.compat.foreign_options import take_foreign
 from ..core.compat.vllm_python import GENERATE
 from ..core.config import EngineArgs
-from ..core.errors import InvalidRequestError, InvalidUserInputError
+from ..core.errors import InvalidUserInputError, invalid
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import SamplingParams
 from .adapters.llm_adapters import LLMAdapters
@@ -143,7 +143,7 @@ class LLM(MadeFromArgs, SyncAdapterMethods, SyncPoolingMethods, SyncBeamSearch, 
         The chat template in an adapter's folder takes the place of the model's.
         """
         if not isinstance(messages, Sequence) or not messages:
-            raise InvalidRequestError("messages must be a non-empty list", param="messages")
+            raise invalid("messages", "must be a non-empty list")
         engine = self.llm_engine
         engine.check_open()
         conversations: Any = [messages] if isinstance(messages[0], dict) else messages

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Unpack, cast
 
 from ..core.adapter_verbs import LocalAdapters
 from ..core.config import EngineArgs
-from ..core.errors import InvalidRequestError, OutriderError, ShuttingDownError
+from ..core.errors import OutriderError, ShuttingDownError, invalid
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import RequestOutputKind, SamplingParams
 from .adapters.llm_adapters import LLMAdapters
@@ -119,7 +119,7 @@ class LLMEngine(MadeFromArgs, SyncAdapterMethods, SyncEngineMethods, SyncSleepMe
         self.check_open()
         check_request_id(request_id)
         if self.output_processor.get(request_id) is not None:
-            raise InvalidRequestError(f"request_id {request_id!r} is already running", param="request_id")
+            raise invalid("request_id", f"{request_id!r} is already running")
         prepared = self.prepare(
             prompt, params, request_id=request_id, lora_request=lora_request, **cast(RequestOptions, options)
         )

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ..core.errors import InvalidRequestError, OutriderError, error_from_info
+from ..core.errors import OutriderError, error_from_info, invalid
 from ..core.logs import trace_of
 from ..core.messages import EngineRequest, SpeculationCounts, TokenDelta
 from ..core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -239,7 +239,7 @@ class OutputProcessor:
         tokenizer = self._tokenizer if tokenizer is None else tokenizer
         taken = [request.request_id for request in requests if request.request_id in self._sequences]
         if taken or request_id in self._requests:
-            raise InvalidRequestError(f"request_id {request_id!r} is already running", param="request_id")
+            raise invalid("request_id", f"{request_id!r} is already running")
         sequences = [SequenceState(index, request, tokenizer) for index, request in enumerate(requests)]
         state = RequestState(request_id, sequences, requests[0], prompt, tokenizer)
         self._requests[request_id] = state

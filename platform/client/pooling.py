@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...models.checkpoint.json_files import read_json
-from ..core.errors import InvalidRequestError, NotFoundError, OutriderError
+from ..core.errors import InvalidRequestError, NotFoundError, OutriderError, invalid
 from ..core.messages import EngineInfo
 from ..core.outputs import RequestOutput
 from ..core.pooling import (
@@ -24,6 +23,7 @@ from ..core.pooling import (
     classifying,
 )
 from ..core.sampling_params import SamplingParams
+from ..core.tasks import run_all
 from .adapters.spelling import AnyLoRA, for_each
 from .input_processor import Prompt, as_prompts, take_options
 
@@ -63,7 +63,7 @@ class _Engine(Protocol):
 def _sampling(llm: _Engine, params: PoolingParams | None) -> SamplingParams:
     params = params if params is not None else PoolingParams()
     if not isinstance(params, PoolingParams):
-        raise InvalidRequestError(f"pooling_params must be PoolingParams, got {params!r}", param="pooling_params")
+        raise invalid("pooling_params", f"must be PoolingParams, got {params!r}")
     info = llm.engine_info
     return params.sampling(params.pooling or model_pooling(info.model))
 
@@ -87,7 +87,7 @@ def _result(output: RequestOutput, value: Any) -> PoolingRequestOutput[Any]:
 
 def _check_task(task: str) -> None:
     if task != "embed":
-        raise InvalidRequestError(f"pooling_task must be 'embed', got {task!r}", param="pooling_task")
+        raise invalid("pooling_task", f"must be 'embed', got {task!r}")
 
 
 def _pairs(text_1: Prompt | Sequence[Prompt], text_2: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
@@ -100,7 +100,7 @@ def _pairs(text_1: Prompt | Sequence[Prompt], text_2: Prompt | Sequence[Prompt])
     if len(first) == 1:
         first = first * len(second)
     if len(first) != len(second):
-        raise InvalidRequestError(f"text_1 has {len(first)} entries for {len(second)} of text_2", param="text_1")
+        raise invalid("text_1", f"has {len(first)} entries for {len(second)} of text_2")
     return first, second
 
 
@@ -110,13 +110,16 @@ def cosine(a: Sequence[float], b: Sequence[float]) -> float:
     return math.fsum(x * y for x, y in zip(a, b, strict=True)) / (lengths or 1.0)
 
 
-def _score(
-    params: PoolingParams | None, first: RequestOutput, second: RequestOutput
-) -> PoolingRequestOutput[ScoringOutput]:
-    similarity = cosine(_vector(params, first), _vector(params, second))
-    result: PoolingRequestOutput[ScoringOutput] = _result(first, ScoringOutput(similarity))
-    result.prompt_token_ids = [*first.prompt_token_ids, *second.prompt_token_ids]
-    return result
+def _scores(
+    params: PoolingParams | None, outputs: Sequence[RequestOutput]
+) -> list[PoolingRequestOutput[ScoringOutput]]:
+    """Similarities of pairs of texts; `outputs` has all first texts, and then all second ones."""
+    half, scores = len(outputs) // 2, []
+    for first, second in zip(outputs[:half], outputs[half:], strict=True):
+        result = _result(first, ScoringOutput(cosine(_vector(params, first), _vector(params, second))))
+        result.prompt_token_ids = [*first.prompt_token_ids, *second.prompt_token_ids]
+        scores.append(result)
+    return scores
 
 
 class SyncPoolingMethods:
@@ -176,8 +179,7 @@ class SyncPoolingMethods:
         """Cosine similarity of pairs of texts: one with each of many, or lists of one length pair by pair."""
         first, second = _pairs(text_1, text_2)
         outputs, _ = self._pooled("score", [*first, *second], pooling_params, lora_request, use_tqdm, options)
-        halves = outputs[: len(first)], outputs[len(first) :]
-        return [_score(pooling_params, *pair) for pair in zip(*halves, strict=True)]
+        return _scores(pooling_params, outputs)
 
     def classify(
         self,
@@ -258,17 +260,8 @@ class AsyncPoolingMethods:
         first, second = _pairs(text_1, text_2)
         texts = (*first, *second)
         take_options("AsyncLLM.score()", options)
-        tasks = [
-            asyncio.ensure_future(self._pooled(text, pooling_params, None, lora_request, options)) for text in texts
-        ]
-        try:
-            outputs = await asyncio.gather(*tasks)
-        finally:  # one that fails ends the others
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        halves = outputs[: len(first)], outputs[len(first) :]
-        return [_score(pooling_params, *pair) for pair in zip(*halves, strict=True)]
+        outputs = await run_all(self._pooled(text, pooling_params, None, lora_request, options) for text in texts)
+        return _scores(pooling_params, outputs)
 
     async def classify(
         self, prompt: Prompt, request_id: str | None = None, *, lora_request: AnyLoRA | None = None, **options: Any

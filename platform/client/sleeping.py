@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
 
 from ..core.adapter_verbs import LocalAdapters
-from ..core.errors import AsleepError, InvalidRequestError, ShuttingDownError
+from ..core.errors import AsleepError, ShuttingDownError, invalid
 from ..core.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
 from .engine_factory import Engine
 
@@ -39,7 +39,7 @@ def refuse() -> NoReturn:
 def _level(level: int, device: str) -> int:
     """The level that is right for a device."""
     if level not in LEVELS:
-        raise InvalidRequestError(f"level must be 1 or 2, got {level!r}", param="level")
+        raise invalid("level", f"must be 1 or 2, got {level!r}")
     return level if device == "cpu" else 2
 
 

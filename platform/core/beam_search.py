@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .errors import InvalidRequestError
+from .errors import invalid
 from .lora_request import LoRA
 from .outputs import Logprob
 from .sampling_params import check_integer, check_number, shown
@@ -42,7 +42,7 @@ class BeamSearchParams:
         check_number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidRequestError(f"{name} must be true or false, got {shown(getattr(self, name))}", param=name)
+                raise invalid(name, f"must be true or false, got {shown(getattr(self, name))}")
 
 
 @dataclass(slots=True)

@@ -11,19 +11,25 @@ from typing import Any
 
 from . import incompatible
 from .compat.vllm_options import plain_value, takes_vllm_options
-from .errors import InvalidRequestError
+from .errors import InvalidRequestError, invalid
 from .kv_size import num_device_blocks, num_host_blocks
 from .quantization import rounding
 from .sampling_params import MAX_SEED, check_integer, check_number, check_text
 from .sizes import parse_bytes, parse_length
 from .speculative_config import SpeculativeConfig, parse_speculative
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
-MODEL_IMPLS = ("auto", "native", "transformers")
-POLICIES = ("fcfs", "priority", "fair")
-PREEMPTION_MODES = ("recompute", "swap")
-EXECUTORS = ("mp", "ray", "uni")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "device": ("auto", "cpu", "cuda"),
+    "load_format": ("auto", "dummy"),
+    "model_impl": ("auto", "native", "transformers"),
+    "kv_cache_dtype": ("auto", "fp8", "fp8_e4m3"),
+    "scheduling_policy": ("fcfs", "priority", "fair"),
+    "preemption_mode": ("recompute", "swap"),
+    "distributed_executor_backend": ("mp", "ray", "uni"),
+}
+"""Values of options that are words."""
+_MAX_COST = 1e6
 
 
 @takes_vllm_options
@@ -227,34 +233,21 @@ class EngineConfig:
     num_ranks: int = 1
     """Processes that compute the target, each its share."""
     executor_backend: str = "uni"
-    """One of EXECUTORS: "uni" for one rank."""
-
-
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "dtype": DTYPES,
-    "device": ("auto", "cpu", "cuda"),
-    "load_format": ("auto", "dummy"),
-    "model_impl": MODEL_IMPLS,
-    "kv_cache_dtype": KV_CACHE_DTYPES,
-    "scheduling_policy": POLICIES,
-    "preemption_mode": PREEMPTION_MODES,
-    "distributed_executor_backend": EXECUTORS,
-}
-_MAX_COST = 1e6
+    """One of `CHOICES["distributed_executor_backend"]`: "uni" for one rank."""
 
 
 def _check_value(name: str, kind: str, value: Any) -> None:
     """Refuse a value that is wrong for every model and machine. `kind` is the field's type, as it is written."""
     if value is None and "None" in kind:
         return
-    if name in _CHOICES:
-        if value not in _CHOICES[name]:
-            raise InvalidRequestError(f"{name} must be one of {', '.join(_CHOICES[name])}; got {value!r}", param=name)
+    if name in CHOICES:
+        if value not in CHOICES[name]:
+            raise invalid(name, f"must be one of {', '.join(CHOICES[name])}; got {value!r}")
     elif name in ("lora_memory", "max_cpu_lora_memory"):
         parse_bytes(name, value)
     elif kind.startswith("bool"):
         if not isinstance(value, bool):
-            raise InvalidRequestError(f"{name} must be true or false, got {value!r}", param=name)
+            raise invalid(name, f"must be true or false, got {value!r}")
     elif kind.startswith("int"):
         check_integer(name, value, {"seed": -MAX_SEED - 1, "max_logprobs": -1}.get(name, 1))
     elif kind.startswith("str"):
@@ -324,21 +317,20 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
             raise InvalidRequestError(message, param=name)
     max_model_len = args.max_model_len or facts.max_position_embeddings
     if max_model_len > facts.max_position_embeddings:
-        raise InvalidRequestError(
-            f"max_model_len {max_model_len} exceeds the model's context length of "
-            f"{facts.max_position_embeddings} tokens (max_position_embeddings, times the factor of a linear rope "
-            "scaling)",
-            param="max_model_len",
+        raise invalid(
+            "max_model_len",
+            f"{max_model_len} exceeds the model's context length of {facts.max_position_embeddings} tokens "
+            "(max_position_embeddings, times the factor of a linear rope scaling)",
         )
     on_cpu, is_divided = hardware.device == "cpu", args.tensor_parallel_size > 1
     max_num_seqs = args.max_num_seqs or (64 if on_cpu else 256)
     batched = args.max_num_batched_tokens or (2048 if on_cpu else 8192)
     if not args.enable_chunked_prefill and batched < max_model_len:
         if args.max_num_batched_tokens is not None:
-            raise InvalidRequestError(
-                f"max_num_batched_tokens {batched} is less than max_model_len {max_model_len}; without "
-                "enable_chunked_prefill a prompt must fit one step",
-                param="max_num_batched_tokens",
+            raise invalid(
+                "max_num_batched_tokens",
+                f"{batched} is less than max_model_len {max_model_len}; without enable_chunked_prefill a prompt must "
+                "fit one step",
             )
         batched = max_model_len
     dtype = facts.dtype if args.dtype == "auto" else args.dtype

@@ -44,6 +44,11 @@ class InvalidRequestError(OutriderError, ValueError):
     status = 400
 
 
+def invalid(param: str, problem: str) -> InvalidRequestError:
+    """The error for a field: its message is the field's name and then the problem, such as "must not be empty"."""
+    return InvalidRequestError(f"{param} {problem}", param=param)
+
+
 class PromptTooLongError(InvalidRequestError):
     """Prompt plus the tokens asked for do not fit `max_model_len`."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .errors import InvalidRequestError
+from .errors import InvalidRequestError, invalid
 from .sizes import shown_bytes
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ def num_device_blocks(
     blocks_per_seq = -(-max_model_len // args.block_size)
     if args.num_gpu_blocks_override is not None:
         if args.num_gpu_blocks_override < blocks_per_seq:
-            raise InvalidRequestError(
-                f"num_gpu_blocks_override {args.num_gpu_blocks_override} is less than the {blocks_per_seq} blocks "
-                f"that one sequence of max_model_len {max_model_len} needs",
-                param="num_gpu_blocks_override",
+            raise invalid(
+                "num_gpu_blocks_override",
+                f"{args.num_gpu_blocks_override} is less than the {blocks_per_seq} blocks that one sequence of "
+                f"max_model_len {max_model_len} needs",
             )
         return args.num_gpu_blocks_override
     memory = args.kv_cache_memory_bytes
@@ -64,15 +64,13 @@ def num_host_blocks(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> 
         return 0
     block_bytes = facts.kv_bytes_per_token * args.block_size
     if size < block_bytes:
-        raise InvalidRequestError(
-            f"swap_space has {shown_bytes(size)}, less than a KV block's {shown_bytes(block_bytes)}", param="swap_space"
-        )
+        raise invalid("swap_space", f"has {shown_bytes(size)}, less than a KV block's {shown_bytes(block_bytes)}")
     most = int(_MOST_OF_HOST * hardware.host_memory_bytes)
     taken = size if hardware.device == "cpu" else 1 << (size - 1).bit_length()  # as PyTorch pins memory
     if 0 < most < taken:
-        raise InvalidRequestError(
-            f"swap_space {args.swap_space:g} GiB takes {shown_bytes(taken)}, more than {_MOST_OF_HOST:.0%} of the "
-            f"host's memory, which are {shown_bytes(most)}",
-            param="swap_space",
+        raise invalid(
+            "swap_space",
+            f"{args.swap_space:g} GiB takes {shown_bytes(taken)}, more than {_MOST_OF_HOST:.0%} of the host's memory, "
+            f"which are {shown_bytes(most)}",
         )
     return size // block_bytes

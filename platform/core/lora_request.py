@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 from .compat.foreign_options import take_foreign
 from .compat.vllm_python import LORA
-from .errors import InvalidRequestError
+from .errors import InvalidRequestError, invalid
 from .sampling_params import shown
 
 MAX_PARTS = 8
@@ -60,11 +60,9 @@ class LoRARequest:
         path = of_vllm.pop("lora_local_path", path)
         take_foreign("LoRARequest()", of_vllm, LORA, ("lora_name", "lora_int_id", "lora_path", "path", "draft_path"))
         if not isinstance(lora_name, str) or not lora_name:
-            raise InvalidRequestError("lora_name must be a non-empty string", param="lora_name")
+            raise invalid("lora_name", "must be a non-empty string")
         if not isinstance(lora_int_id, int):
-            raise InvalidRequestError(
-                f"lora_int_id must be an integer, not {lora_int_id!r}; give the folder as path=...", param="lora_int_id"
-            )
+            raise invalid("lora_int_id", f"must be an integer, not {lora_int_id!r}; give the folder as path=...")
         where = _folder("lora_path", lora_path if path is None else path, "the adapter's folder")
         drafts = None if draft_path is None else _folder("draft_path", draft_path, "the draft weights' folder")
         object.__setattr__(self, "lora_name", lora_name)
@@ -196,5 +194,5 @@ def _folder(field: str, path: Any, what: str) -> str:
     """A path as text, with the home folder for "~". Objects other than strings and paths are refused."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text:
-        raise InvalidRequestError(f"{field} must name {what}: a string or a path object", param=field)
+        raise invalid(field, f"must name {what}: a string or a path object")
     return os.path.expanduser(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from .errors import InvalidRequestError
+from .errors import InvalidRequestError, invalid
 from .sampling_params import CLASSIFY, SamplingParams, shown
 
 MAX_BAD_WORD_TOKENS = 1 << 14
@@ -46,20 +46,17 @@ def check_params(
         )
     for name, neutral in (("n", 1), ("logprobs", None), ("prompt_logprobs", None)):
         if params.pooling is not None and getattr(params, name) != neutral:
-            raise InvalidRequestError(f"{name} is not served with pooling, which generates no text", param=name)
+            raise invalid(name, "is not served with pooling, which generates no text")
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(params, name)
         count = vocab_size if value == -1 else value
         if count is not None and count > max_logprobs:
             meaning = f", all {vocab_size} tokens of the vocabulary" if value == -1 else ""
-            raise InvalidRequestError(
-                f"{name} is {value}{meaning}, above the engine's max_logprobs {max_logprobs}", param=name
-            )
+            raise invalid(name, f"is {value}{meaning}, above the engine's max_logprobs {max_logprobs}")
     allowed = params.allowed_token_ids or ()
     if len(allowed) > vocab_size:
-        raise InvalidRequestError(
-            f"allowed_token_ids has {len(allowed)} entries, more than the vocabulary of {vocab_size} tokens",
-            param="allowed_token_ids",
+        raise invalid(
+            "allowed_token_ids", f"has {len(allowed)} entries, more than the vocabulary of {vocab_size} tokens"
         )
     _check_total("allowed_token_ids", len(allowed), params.n, MAX_ALLOWED)
     num_tokens = sum(map(len, params.bad_words_token_ids))
@@ -83,9 +80,7 @@ def check_tokens_of(params: SamplingParams, vocab_size: int) -> None:
 def _check_total(name: str, num_tokens: int, n: int, most: int) -> None:
     if num_tokens * n > most:
         times = f" for each of n = {n} sequences" if n > 1 else ""
-        raise InvalidRequestError(
-            f"{name} has {num_tokens} tokens{times}; at most {most} are taken{' in all' if times else ''}", param=name
-        )
+        raise invalid(name, f"has {num_tokens} tokens{times}; at most {most} are taken{' in all' if times else ''}")
 
 
 def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:

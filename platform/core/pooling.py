@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from .errors import InvalidRequestError
+from .errors import invalid
 from .sampling_params import CLASSIFY, POOLINGS, SamplingParams, check_integer, shown
 
 T = TypeVar("T")
@@ -29,13 +29,9 @@ class PoolingParams:
 
     def __post_init__(self) -> None:
         if self.pooling is not None and self.pooling not in POOLINGS:
-            raise InvalidRequestError(
-                f"pooling must be one of {', '.join(POOLINGS)}, got {shown(self.pooling)}", param="pooling"
-            )
+            raise invalid("pooling", f"must be one of {', '.join(POOLINGS)}, got {shown(self.pooling)}")
         if not isinstance(self.normalize, bool | None):
-            raise InvalidRequestError(
-                f"normalize must be true or false, got {shown(self.normalize)}", param="normalize"
-            )
+            raise invalid("normalize", f"must be true or false, got {shown(self.normalize)}")
         if self.dimensions is not None:
             check_integer("dimensions", self.dimensions, 1)
 
@@ -51,9 +47,7 @@ class PoolingParams:
         """
         kept = len(pooled) if self.dimensions is None else self.dimensions
         if kept > len(pooled):
-            raise InvalidRequestError(
-                f"dimensions is {kept}, and the model's vectors have {len(pooled)}", param="dimensions"
-            )
+            raise invalid("dimensions", f"is {kept}, and the model's vectors have {len(pooled)}")
         vector = list(pooled[:kept])
         if self.normalize if self.normalize is not None else normalize:
             length = math.hypot(*vector) or 1.0

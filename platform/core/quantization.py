@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .errors import InvalidRequestError
+from .errors import invalid
 
 QUANTIZATIONS = ("int8", "int4", "fp8")
 """Methods that quantise weights while they are loaded."""
@@ -18,14 +18,11 @@ def rounding(asked: str | None, stored: str | None, param: str = "quantization")
     if asked in (None, "none", stored):
         return None
     if stored is not None:
-        raise InvalidRequestError(
-            f"{param} is {asked!r}, but the checkpoint's weights are quantised by {stored!r}; leave it out",
-            param=param,
-        )
+        raise invalid(param, f"is {asked!r}, but the checkpoint's weights are quantised by {stored!r}; leave it out")
     if asked not in QUANTIZATIONS:
-        raise InvalidRequestError(
-            f"{param} must be one of {', '.join(QUANTIZATIONS)} for a checkpoint whose weights are not quantised; "
-            f"got {asked!r}",
-            param=param,
+        raise invalid(
+            param,
+            f"must be one of {', '.join(QUANTIZATIONS)} for a checkpoint whose weights are not quantised; got "
+            f"{asked!r}",
         )
     return asked

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from .compat.foreign_options import take_foreign
 from .compat.vllm_python import SAMPLING
-from .errors import InvalidRequestError
+from .errors import InvalidRequestError, invalid
 from .structured_outputs import StructuredOutputsParams, parse
 
 T = TypeVar("T")
@@ -103,42 +103,42 @@ def _plain(value: Any) -> Any:
 def check_number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
     """Refuse `value` unless it is a finite number in [low, high] (or (low, high])."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
-        raise InvalidRequestError(f"{name} must be a number, got {shown(value)}", param=name)
+        raise invalid(name, f"must be a number, got {shown(value)}")
     if value > high or value < low or (low_open and value == low):
         opening = "(" if low_open else "["
-        raise InvalidRequestError(f"{name} must be in {opening}{low}, {high}], got {shown(value)}", param=name)
+        raise invalid(name, f"must be in {opening}{low}, {high}], got {shown(value)}")
 
 
 def check_integer(name: str, value: object, low: int, high: int = MAX_SEED) -> None:
     """Refuse `value` unless it is an integer in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequestError(f"{name} must be an integer, got {shown(value)}", param=name)
+        raise invalid(name, f"must be an integer, got {shown(value)}")
     if not low <= value <= high:
         limit = f"at least {low}" if value < low and high == MAX_SEED else f"in [{low}, {high}]"
-        raise InvalidRequestError(f"{name} must be {limit}, got {shown(value)}", param=name)
+        raise invalid(name, f"must be {limit}, got {shown(value)}")
 
 
 def check_text(name: str, value: object, most: int | None = None) -> None:
     """Refuse `value` unless it is a string that UTF-8 can hold, one without lone surrogates, of at most `most`
     characters."""
     if not isinstance(value, str):
-        raise InvalidRequestError(f"{name} must be a string, got {shown(value)}", param=name)
+        raise invalid(name, f"must be a string, got {shown(value)}")
     if most is not None and len(value) > most:
-        raise InvalidRequestError(f"{name} has {len(value)} characters; at most {most} are allowed", param=name)
+        raise invalid(name, f"has {len(value)} characters; at most {most} are allowed")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"{name} is not valid Unicode text: {error.reason}", param=name) from error
+        raise invalid(name, f"is not valid Unicode text: {error.reason}") from error
 
 
 def _length(name: str, value: Sized, most: int) -> None:
     if len(value) > most:
-        raise InvalidRequestError(f"{name} has {len(value)} entries; at most {most} are allowed", param=name)
+        raise invalid(name, f"has {len(value)} entries; at most {most} are allowed")
 
 
 def _token_ids(name: str, value: object, most: int | None = None) -> None:
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        raise InvalidRequestError(f"{name} must be a list of token ids, got {shown(value)}", param=name)
+        raise invalid(name, f"must be a list of token ids, got {shown(value)}")
     if most is not None:
         _length(name, value, most)
     if set(map(type, value)) <= {int} and min(value, default=0) >= 0 and max(value, default=0) <= MAX_SEED:
@@ -149,16 +149,16 @@ def _token_ids(name: str, value: object, most: int | None = None) -> None:
 
 def _strings(name: str, value: object, most: int, most_chars: int) -> None:
     if not isinstance(value, list | tuple):
-        raise InvalidRequestError(f"{name} must be a list of non-empty strings, got {shown(value)}", param=name)
+        raise invalid(name, f"must be a list of non-empty strings, got {shown(value)}")
     _length(name, value, most)
     chars = 0
     for item in value:
         if item == "":
-            raise InvalidRequestError(f"{name} must be a list of non-empty strings, got an empty one", param=name)
+            raise invalid(name, "must be a list of non-empty strings, got an empty one")
         check_text(name, item, most_chars)
         chars += len(item)
     if chars > most_chars:
-        raise InvalidRequestError(f"{name} has {chars} characters in all; at most {most_chars} are allowed", param=name)
+        raise invalid(name, f"has {chars} characters in all; at most {most_chars} are allowed")
 
 
 def _bias_token(key: object) -> int:
@@ -279,7 +279,7 @@ class SamplingParams:
         _strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
-                raise InvalidRequestError(f"{name} must be true or false, got {shown(getattr(self, name))}", param=name)
+                raise invalid(name, f"must be true or false, got {shown(getattr(self, name))}")
         self._check_lengths()
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
@@ -287,23 +287,21 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
             if not self.allowed_token_ids:
-                raise InvalidRequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
+                raise invalid("allowed_token_ids", "must not be empty")
         self._check_logit_bias()
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
             self.structured_outputs = parse(self.structured_outputs)
         if self.pooling not in (None, *POOLINGS, CLASSIFY):
             named = ", ".join((*POOLINGS, CLASSIFY))
-            raise InvalidRequestError(f"pooling must be one of {named}, got {shown(self.pooling)}", param="pooling")
+            raise invalid("pooling", f"must be one of {named}, got {shown(self.pooling)}")
         try:
             self.output_kind = RequestOutputKind(getattr(self.output_kind, "value", self.output_kind))
         except ValueError as error:
-            raise InvalidRequestError(
-                f"output_kind must be a RequestOutputKind, got {shown(self.output_kind)}", param="output_kind"
-            ) from error
+            raise invalid("output_kind", f"must be a RequestOutputKind, got {shown(self.output_kind)}") from error
         if self.speculative is not None and not isinstance(self.speculative, bool):
             check_integer("speculative", self.speculative, 0)
         if not isinstance(self.bad_words_token_ids, list):
-            raise InvalidRequestError("bad_words_token_ids must be a list", param="bad_words_token_ids")
+            raise invalid("bad_words_token_ids", "must be a list")
         _length("bad_words_token_ids", self.bad_words_token_ids, MAX_BAD_WORD_SEQUENCES)
         for word in self.bad_words_token_ids:
             _token_ids("bad_words_token_ids", word)
@@ -321,7 +319,7 @@ class SamplingParams:
         if self.logit_bias is None:
             return
         if not isinstance(self.logit_bias, dict):
-            raise InvalidRequestError("logit_bias must map token ids to numbers", param="logit_bias")
+            raise invalid("logit_bias", "must map token ids to numbers")
         _length("logit_bias", self.logit_bias, MAX_LOGIT_BIASES)
         for token, bias in self.logit_bias.items():
             _bias_token(token)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from .errors import InvalidRequestError
+from .errors import invalid
 
 _UNITS = {
     prefix + suffix: base**power
@@ -30,9 +30,7 @@ def parse_bytes(name: str, value: object) -> int:
         if match is not None and match["unit"] in _UNITS:
             size = int(float(match["number"]) * _UNITS[match["unit"]])
     if size < 1:
-        raise InvalidRequestError(
-            f'{name} must be a number of bytes, such as 1000000, "512MiB" or "2GB"; got {value!r:.100}', param=name
-        )
+        raise invalid(name, f'must be a number of bytes, such as 1000000, "512MiB" or "2GB"; got {value!r:.100}')
     return size
 
 
@@ -51,9 +49,7 @@ def parse_count(name: str, value: object) -> int:
     match = _COUNT.fullmatch(value.strip().replace("_", "")) if isinstance(value, str) else None
     count = Fraction(match["number"]) * _COUNT_UNITS.get(match["unit"], 1) if match is not None else None
     if count is None or count.denominator != 1:
-        raise InvalidRequestError(
-            f'{name} must be an integer, such as 4000, "4k" (4000) or "4K" (4096); got {value!r:.100}', param=name
-        )
+        raise invalid(name, f'must be an integer, such as 4000, "4k" (4000) or "4K" (4096); got {value!r:.100}')
     return count.numerator
 
 

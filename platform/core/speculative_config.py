@@ -10,7 +10,7 @@ from typing import Any
 from .compat.foreign_options import check_foreign
 from .compat.vllm_options import SPECULATIVE, plain_value
 from .errors import InvalidRequestError
-from .suggestions import did_you_mean
+from .text import did_you_mean
 
 METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa")
 MODEL_METHODS = ("draft_model", "eagle", "eagle3", "medusa")

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from .errors import InvalidRequestError
-from .suggestions import did_you_mean
+from .text import did_you_mean
 
 MAX_CONSTRAINT_CHARS = 65_536
 """Characters of a constraint: a schema as JSON, a grammar, all choices. Checking so many takes about 0.1 s."""

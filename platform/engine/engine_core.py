@@ -10,7 +10,7 @@ from uuid import uuid4
 from ...kernels.memory import release_pages
 from ...models.model import LanguageModel
 from ..core.config import EngineArgs
-from ..core.errors import InvalidRequestError, InvalidUserInputError, OverloadedError, PromptTooLongError
+from ..core.errors import InvalidRequestError, InvalidUserInputError, OverloadedError, PromptTooLongError, invalid
 from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo, EngineRequest, EngineStats, TokenDelta
 from ..core.model_limits import MAX_TOKEN_IDS, check_params, check_token_ids
 from ..core.request import Request
@@ -200,10 +200,7 @@ class EngineCore:
         check_number("weight", request.weight, 1 / MAX_TENANT_WEIGHT, MAX_TENANT_WEIGHT)
         check_text("cache_salt", request.cache_salt)
         if not 0 <= request.num_shared_tokens <= length:
-            raise InvalidRequestError(
-                f"num_shared_tokens is {request.num_shared_tokens}, and the prompt has {length} tokens",
-                param="num_shared_tokens",
-            )
+            raise invalid("num_shared_tokens", f"is {request.num_shared_tokens}, and the prompt has {length} tokens")
         queued = self._config.scheduler.max_num_queued_reqs
         seats = self._config.scheduler.max_num_seqs - self.scheduler.num_running
         if queued is not None and self.scheduler.num_waiting >= queued + seats:

@@ -6,12 +6,12 @@ import logging
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ... import __version__
-from ..core.errors import AuthenticationError, OutriderError
+from ..core.errors import AuthenticationError, NotFoundError, OutriderError
 from ..core.logs import current_request_id
 from ..tenancy.accounts.authenticator import Authenticator, StaticKeys
 from ..tenancy.accounts.principal import Principal
@@ -33,7 +33,7 @@ from .protect.error_responses import (
 )
 from .protect.paths import Paths
 from .server_config import ServerConfig
-from .serving_state import HELD_BODY, PRINCIPAL, Serving, valid_request_id
+from .serving_state import HELD_BODY, PRINCIPAL, Serving, require_admin, valid_request_id
 
 if TYPE_CHECKING:
     from ..client.async_llm import AsyncLLM
@@ -69,11 +69,17 @@ def create_app(
 
 def _admin_routes(tenancy: Tenancy | None) -> APIRouter:
     """Routes of `/admin/v1`. On a server with tenants they need the database's packages, which no other server should
-    load."""
-    if tenancy is None:
-        from .admin.no_tenants import router
-    else:
+    load; there each answers that there are no tenants."""
+    if tenancy is not None:
         from .admin.admin_routes import router
+
+        return router
+    router = APIRouter(prefix="/admin/v1", dependencies=[Depends(require_admin)], include_in_schema=False)
+
+    @router.api_route("/{path:path}", methods=["GET", "POST", "PATCH", "DELETE"])
+    async def no_tenants() -> None:
+        raise NotFoundError("This server runs without tenants: start it with --database")
+
     return router
 
 

@@ -25,7 +25,7 @@ from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, OutriderError
 from ..core.logs import set_up_logging
 from ..core.text import shorten
-from .server import load_adapters
+from .server import Service
 from .server_config import ServerConfig
 
 if TYPE_CHECKING:
@@ -109,25 +109,16 @@ def _open(files: BatchFiles, opened: ExitStack) -> tuple[IO[bytes], IO[str]]:
 async def _run(files: BatchFiles, lines: IO[bytes], output: IO[str], args: EngineArgs, config: ServerConfig) -> _Batch:
     import httpx
 
-    from ..client.adapters.sources import AdapterSources
-    from ..client.async_llm import AsyncLLM
-    from ..client.process.supervisor import EngineSpec
-    from .app import create_app
-
-    spec = EngineSpec(args=args, hang_timeout=config.engine_hang_timeout)
-    llm = AsyncLLM.from_spec(spec, AdapterSources(config.lora_sources))
+    service = Service(args, config)
+    await service.start()
     try:
-        info = await llm.start()
-        app = create_app(llm, config)
-        await load_adapters(app.state.serving.models, config)
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        transport = httpx.ASGITransport(service.app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://batch", timeout=None) as client:
             batch = _Batch(client, output)
-            await batch.run(lines, files.max_concurrency or max(1, info.max_num_seqs))
-        await app.state.serving.close()
+            await batch.run(lines, files.max_concurrency or max(1, service.llm.info.max_num_seqs))
         return batch
     finally:
-        await llm.shutdown()
+        await service.close()
 
 
 class _Batch:

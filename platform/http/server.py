@@ -24,6 +24,7 @@ from ..core.config import EngineArgs
 from ..core.errors import AdapterSourceError, EngineDeadError, InvalidRequestError, OutriderError
 from ..core.logs import REQUEST_LOGGER, set_up_logging
 from ..core.lora_request import LoRARequest
+from ..core.tasks import cancel
 from ..core.text import shorten
 from .server_config import ServerConfig
 
@@ -57,7 +58,7 @@ def serve(args: EngineArgs, config: ServerConfig) -> int:
     logging.getLogger(REQUEST_LOGGER).setLevel(logging.INFO if config.log_requests else logging.WARNING)
     for name, why in config.without_effect.items():
         logger.warning("%s has no effect: %s", name, why)
-    with bind(config.host, config.port) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with bind(config.host, config.port) as listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_Server(Service(args, config), listener).run())
 
 
@@ -91,7 +92,8 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Maker of uvloop's event loops; None, which is asyncio's, where it is not installed."""
     try:
         import uvloop
     except ImportError:  # not on Windows
@@ -144,9 +146,7 @@ class Service:
             self.app = await asyncio.to_thread(self._make_app)
             await _unless(stop, starting)
         finally:
-            if not starting.done():
-                starting.cancel()
-                await asyncio.gather(starting, return_exceptions=True)
+            await cancel(starting)
         try:
             await load_adapters(self.app.state.serving.models, self.config)
             await self.app.state.serving.follow_database()
@@ -176,9 +176,7 @@ class Service:
         try:
             return cast("Tenancy", await _unless(stop, opening))
         finally:
-            if not opening.done():
-                opening.cancel()
-                await asyncio.gather(opening, return_exceptions=True)
+            await cancel(opening)
 
     async def drain(self, stop_now: asyncio.Event | None = None) -> None:
         """Refuse new requests and let running ones finish; those that do not in time get an error."""

@@ -22,6 +22,7 @@ from ..core.errors import (
     OutriderError,
     PermissionDeniedError,
     ShuttingDownError,
+    invalid,
 )
 from ..core.lora_request import LoRA
 from ..core.model_limits import MAX_TOKEN_IDS
@@ -223,9 +224,8 @@ class Serving:
             AdapterError: the adapter's template cannot be read.
         """
         if request.chat_template is not None and not self.config.trust_request_chat_template:
-            raise InvalidRequestError(
-                "chat_template is taken from requests only when the server runs with --trust-request-chat-template",
-                param="chat_template",
+            raise invalid(
+                "chat_template", "is taken from requests only when the server runs with --trust-request-chat-template"
             )
         template = request.chat_template or self.config.chat_template or await self.adapter_template(lora)
         size = num_chars(messages) + len(messages) * _PIECE_CHARS + sum(len(str(tool)) for tool in request.tools or ())

@@ -82,21 +82,25 @@ class ReplicaView:
         self.adapters = Recent(adapter_slots)
         """Adapters that it has, or was given requests for, as many as it has room for."""
         self.prefixes = Recent(prefixes)
+        self._given: set[str] = set()  # adapters of requests since the last `observe`
 
     def observe(self, adapters: Collection[str], slots: int) -> None:
-        """Take over what the replica says: the adapters that it has, and how many may be."""
+        """Take over what the replica says: the adapters that it has, and how many may be. Those that it was given since
+        the last time are kept, for it may not have loaded them when it said so, and nothing takes their place."""
         self.adapters.size = max(1, slots)
         for adapter in [*self.adapters]:
-            if adapter not in adapters:
+            if adapter not in adapters and adapter not in self._given:
                 del self.adapters[adapter]
+        self._given.clear()
         for adapter in adapters:
-            if adapter not in self.adapters:
+            if adapter not in self.adapters and len(self.adapters) < self.adapters.size:
                 self.adapters.use(adapter)
 
     def give(self, key: RoutingKey) -> None:
         """Note a request that it was given."""
         if key.adapter:
             self.adapters.use(key.adapter)
+            self._given.add(key.adapter)
         for prefix in key.prefixes:
             self.prefixes.use(prefix)
 

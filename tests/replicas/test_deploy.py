@@ -19,8 +19,7 @@ import psutil
 import pytest
 from deployed import Deployed, conversations, loads_in_turn
 
-FIRST, REQUESTS, AT_ONCE = 200, 400, 6
-"""Requests that come before those whose loads count, those, and how many at once."""
+REQUESTS, AT_ONCE = 600, 6
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +49,12 @@ def ask(deployment: Deployed, key: str, adapter: str, tokens: int = 4) -> httpx.
 @pytest.mark.parametrize(("turns", "share"), [(4, 0.4), (1, 0.75)])
 def test_requests_go_where_their_adapters_are(deployment: Deployed, key: str, turns: int, share: float) -> None:
     """Loads of adapters over those of the same requests in turn: in conversations, and drawn one by one."""
-    names = conversations(FIRST + REQUESTS, AT_ONCE, turns, 1.0)
-    counts = []
-    for part in (names[:FIRST], names[FIRST:]):
-        before = sum(deployment.loads().values())
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            answers = list(pool.map(lambda name: ask(deployment, key, name), part))
-        assert {answer.status_code for answer in answers} == {200}
-        counts.append(sum(deployment.loads().values()) - before)
-    in_turn = loads_in_turn(names) - loads_in_turn(names[:FIRST])
-    assert counts[1] <= share * in_turn
+    names = conversations(REQUESTS, AT_ONCE, turns, 1.0)
+    before = sum(deployment.loads().values())
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        answers = list(pool.map(lambda name: ask(deployment, key, name), names))
+    assert {answer.status_code for answer in answers} == {200}
+    assert sum(deployment.loads().values()) - before <= share * loads_in_turn(names)
 
 
 def test_a_replica_that_is_killed_costs_its_requests_alone(deployment: Deployed, key: str) -> None:

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...core.suggestions import did_you_mean
-from ...core.text import shorten
+from ...core.text import did_you_mean, shorten
 
 if TYPE_CHECKING:
     from .parser import Parser

@@ -9,21 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ...core.compat.vllm_options import VALUES
-from ...core.config import DTYPES, KV_CACHE_DTYPES, MODEL_IMPLS, POLICIES, PREEMPTION_MODES, EngineArgs, check_args
+from ...core.config import CHOICES, EngineArgs, check_args
 from ...core.errors import InvalidRequestError
 from ...core.speculative_config import parse_speculative
 from .field_flags import add_field_flag, given_fields
 from .option_types import length, memory
 
-_CHOICES = {
-    "dtype": (*DTYPES, *VALUES["dtype"]),
-    "kv_cache_dtype": KV_CACHE_DTYPES,
-    "scheduling_policy": POLICIES,
-    "preemption_mode": PREEMPTION_MODES,
-    "device": ("auto", "cpu", "cuda"),
-    "model_impl": (*MODEL_IMPLS, *VALUES["model_impl"]),
-    "load_format": ("auto", "dummy", *VALUES["load_format"]),
-}
 _TYPES = {"max_model_len": length, "kv_cache_memory_bytes": memory}
 _NO_FLAG = ("model", "served_model_name")
 """Fields without a flag here: `model` is the command's argument, and the served names have a flag of the server."""
@@ -115,7 +106,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> dict[str, argparse._A
     for title, options in GROUPS.items():
         group = groups[title] = parser.add_argument_group(title)
         for name, text in options.items():
-            add_field_flag(group, fields[name], hints[name], text, _CHOICES.get(name), _TYPES.get(name))
+            choices = (*CHOICES[name], *VALUES.get(name, ())) if name in CHOICES else None
+            add_field_flag(group, fields[name], hints[name], text, choices, _TYPES.get(name))
     groups["speculative decoding"].add_argument(
         "--no-speculation", action="store_true", help='the same as --speculative-config \'{"method": "off"}\''
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ...core.compat.vllm_options import ALIASES
-from ...core.suggestions import did_you_mean
+from ...core.text import did_you_mean
 
 CONFIG_FLAG = "--config"
 _TRUTH = ("true", "false")

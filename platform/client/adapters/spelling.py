@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import nsmallest
 from typing import Any, TypeAlias, TypeVar
 
-from ...core.errors import InvalidRequestError, NotFoundError
+from ...core.errors import InvalidRequestError, NotFoundError, invalid
 from ...core.lora_request import LoRA, LoRAMix, LoRARequest, mix_of, split_mix
 from ...core.sampling_params import shown
 
@@ -42,10 +42,10 @@ def resolve_lora(lora: AnyLoRA | None, known: Callable[[], Mapping[str, LoRARequ
         return mix_of(_resolve_parts([lora], known))
     if isinstance(lora, (list, tuple)) and lora and all(map(_is_part, lora)):
         return mix_of(_resolve_parts(lora, known))
-    raise InvalidRequestError(
-        "lora_request must be a LoRARequest or a name, one with a scale as (adapter, 0.5), or several as "
-        f"[(a, 0.7), (b, 0.3)]; got {shown(lora)}",
-        param="lora_request",
+    raise invalid(
+        "lora_request",
+        "must be a LoRARequest or a name, one with a scale as (adapter, 0.5), or several as [(a, 0.7), (b, 0.3)]; "
+        f"got {shown(lora)}",
     )
 
 
@@ -64,7 +64,7 @@ def for_each(name: str, value: Any, count: int, default: T) -> list[T]:
         return [default] * count
     if isinstance(value, Sequence) and not isinstance(value, str):
         if len(value) != count:
-            raise InvalidRequestError(f"{name} has {len(value)} entries for {count} prompts", param=name)
+            raise invalid(name, f"has {len(value)} entries for {count} prompts")
         return list(value)
     return [value] * count
 

@@ -15,6 +15,7 @@ from ...core.config import EngineArgs
 from ...core.errors import EngineDeadError, ErrorInfo, OutriderError, ShuttingDownError, error_from_info
 from ...core.logs import format_in_use
 from ...core.messages import EngineInfo, TokenDelta
+from ...core.tasks import cancel
 from ..engine_factory import DEFAULT_ENGINE
 from .ipc import (
     Call,
@@ -247,9 +248,7 @@ class EngineProcess:
             with contextlib.suppress(OSError):
                 await process.stdin.wait_closed()
         tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
         self._ready.cancel()
         self._link.close()
 

@@ -14,7 +14,7 @@ from typing import Any, TypedDict, cast
 
 from ...core.compat.foreign_options import take_foreign
 from ...core.compat.vllm_python import CHAT
-from ...core.errors import InvalidRequestError
+from ...core.errors import InvalidRequestError, invalid
 from .deadline import DeadlineError, deadline
 from .template_checks import check_texts_arrive, check_tools_arrive
 
@@ -69,7 +69,7 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
     extra = dict(options.get("chat_template_kwargs") or {})
     clash = sorted(TAKEN_VARIABLES & set(extra))
     if clash:
-        raise InvalidRequestError(f"chat_template_kwargs must not contain {clash[0]!r}", param="chat_template_kwargs")
+        raise invalid("chat_template_kwargs", f"must not contain {clash[0]!r}")
     tools = options.get("tools")
     try:
         resolve = getattr(tokenizer, "get_chat_template", None)
@@ -208,7 +208,7 @@ def _render_open(render: Callable[[list[dict[str, Any]]], str], conversation: li
 
 def _as_messages(messages: object) -> list[Any]:
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
-        raise InvalidRequestError("messages must be a non-empty list", param="messages")
+        raise invalid("messages", "must be a non-empty list")
     return list(messages)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import InvalidRequestError
-from ..suggestions import did_you_mean
+from ..text import did_you_mean
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ...core.config import EngineConfig
-from ...core.errors import InvalidRequestError
+from ...core.errors import invalid
 from ...core.threads import usable_cores
 
 THIS_MACHINE = "127.0.0.1"
@@ -108,10 +108,7 @@ class ProcessLaunch:
         """Start the processes; InvalidRequestError: there are not as many devices."""
         size = config.num_ranks
         if config.device == "cuda" and torch.cuda.device_count() < size:
-            raise InvalidRequestError(
-                f"tensor_parallel_size {size} needs as many GPUs; there are {torch.cuda.device_count()}",
-                param="tensor_parallel_size",
-            )
+            raise invalid("tensor_parallel_size", f"{size} needs as many GPUs; there are {torch.cuda.device_count()}")
         num_threads = max(1, usable_cores() // size)
         self.sites = [RankSite(THIS_MACHINE, size, num_threads, rank) for rank in range(size)]
         self._folder = tempfile.TemporaryDirectory(prefix="outrider-ranks-")

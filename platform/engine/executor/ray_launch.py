@@ -28,7 +28,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...core.config import EngineConfig
-from ...core.errors import EngineDeadError, InvalidRequestError
+from ...core.errors import EngineDeadError, InvalidRequestError, invalid
 from .launch import THIS_MACHINE, RankSite, RemoteRank
 
 logger = logging.getLogger(__name__)
@@ -258,10 +258,9 @@ def _ask_for_room(config: EngineConfig) -> PlacementGroup:
     there = ray.cluster_resources()
     for name, count in each.items():
         if there.get(name, 0) < count * size:
-            raise InvalidRequestError(
-                f"tensor_parallel_size {size} needs {count * size:g} {name} of Ray's cluster, which has "
-                f"{there.get(name, 0):g}",
-                param="tensor_parallel_size",
+            raise invalid(
+                "tensor_parallel_size",
+                f"{size} needs {count * size:g} {name} of Ray's cluster, which has {there.get(name, 0):g}",
             )
     here = ray.get_runtime_context().get_node_id()
     (node,) = (node for node in ray.nodes() if node["NodeID"] == here)

@@ -30,11 +30,27 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from functools import total_ordering
 from itertools import chain, count, zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...core.config import FairConfig
 from ...core.request import Request, Status
-from .policies import Policy
+
+
+class Policy(NamedTuple):
+    """Order of requests. Inside an account the smallest priority runs first, equal ones go by arrival."""
+
+    by_tenant: bool
+    """Each tenant has an account; else all requests share one, and nothing is charged."""
+    by_priority: bool
+    """Whether priorities count."""
+
+
+POLICIES: dict[str, Policy] = {
+    "fcfs": Policy(by_tenant=False, by_priority=False),
+    "priority": Policy(by_tenant=False, by_priority=True),
+    "fair": Policy(by_tenant=True, by_priority=True),
+}
+"""Accounts alternate by the tokens that they got; a policy with one account for all is a plain sorted queue."""
 
 # Accounts kept, beside twice those in use, before idle ones are looked through.
 _KEPT = 64

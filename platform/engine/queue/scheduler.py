@@ -21,14 +21,12 @@ from ...core.messages import TokenDelta
 from ...core.request import NO_DRAFTS, Request, Status
 from ..memory.block_pool import BlockPool
 from ..memory.prefix_cache import PrefixCache
-from .draft_budget import draft_budget
-from .fair import RequestQueue
+from .fair import POLICIES, RequestQueue
 from .gates import DraftChooser, DraftLimits, Gate
 from .outcome import accept, ends_after
-from .policies import POLICIES
 from .prompt_throttle import PromptThrottle
 from .row_choices import is_followed, row_choices
-from .step_budget import StepBudget
+from .step_budget import StepBudget, draft_budget
 
 PREFETCHED = 16  # waiting sequences that gates may prepare for while the batch is full
 

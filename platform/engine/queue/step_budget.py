@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from ...core.batch import RowPlan
+from ...core.config import SchedulerConfig
 from ...core.request import Request
 from .fair import RequestQueue
+from .gates import DraftLimits
 
 
 class StepBudget:
@@ -44,3 +46,15 @@ class StepBudget:
             self.num_left += row.num_tokens
             self.for_prompts += row.num_tokens
             self.for_drafts += 0 if row.is_forced else row.num_drafts
+
+
+def draft_budget(limits: DraftLimits, config: SchedulerConfig, queue: RequestQueue) -> int:
+    """Tokens of a step that are left for all drafts together. Of long prompts, and of those that wait, a quarter of the
+    budget counts, so that neither they nor drafts stand still."""
+    if not limits.num_drafts:
+        return 0
+    quarter = max(1, config.max_num_batched_tokens // 4)
+    own = sum(min(len(request.tokens) - request.num_computed, quarter) for request in queue.running)
+    if queue.num_waiting and queue.num_running < config.max_num_seqs:
+        own += quarter
+    return max(0, config.max_num_batched_tokens - own)

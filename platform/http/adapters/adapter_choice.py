@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...core.adapter_names import public_text
-from ...core.errors import InvalidRequestError, NotFoundError
+from ...core.errors import InvalidRequestError, NotFoundError, invalid
 from ...core.lora_request import MAX_PARTS, LoRA, LoRARequest, mix_of, split_mix
 from ...core.text import shorten
 from ..observe.request_log import current_note
@@ -55,9 +55,7 @@ def _choose(models: ModelView, body: ModelFields) -> ChosenAdapter:
             param="adapters",
         )
     if not 1 <= len(body.adapters) <= MAX_PARTS:
-        raise InvalidRequestError(
-            f"adapters must name 1 to {MAX_PARTS} adapters, got {len(body.adapters)}", param="adapters"
-        )
+        raise invalid("adapters", f"must name 1 to {MAX_PARTS} adapters, got {len(body.adapters)}")
     parts = [(part, 1.0) if isinstance(part, str) else (part.name, part.weight) for part in body.adapters]
     lora = mix_of([(_part(models, name, "adapters"), weight) for name, weight in parts], param="adapters")
     return ChosenAdapter(lora, models.base_name if lora is None else public_text(lora.name))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ...core.errors import NotFoundError, OutriderError
 from ...core.lora_request import LoRARequest
+from ...core.tasks import cancel
 from ...tenancy.accounts.records import SharedPrefix, StoredAdapter
 from .model_registry import ModelRegistry
 
@@ -55,9 +56,7 @@ class AdapterSync:
 
     async def close(self) -> None:
         """Stop to follow the database."""
-        if self._follower is not None:
-            self._follower.cancel()
-            await asyncio.gather(self._follower, return_exceptions=True)
+        await cancel(self._follower)
 
     # --- changes made here ---
 
@@ -225,9 +224,7 @@ class PrefixSync:
 
     async def close(self) -> None:
         """Stop to follow the directory."""
-        if self._applying is not None:
-            self._applying.cancel()
-            await asyncio.gather(self._applying, return_exceptions=True)
+        await cancel(self._applying)
 
 
 def _shown(row: StoredAdapter) -> str:

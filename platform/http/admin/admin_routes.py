@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Depends
 
 from ..serving_state import require_admin
-from . import audit_routes, key_routes, prefix_routes, tenant_routes, usage_routes
+from . import key_routes, prefix_routes, tenant_routes, usage_routes
 from .common import ERRORS
 
 # Whether the caller may come here is found out before anything of the request is looked at.
@@ -15,5 +15,5 @@ router = APIRouter(
     dependencies=[Depends(require_admin)],
     responses=ERRORS,
 )
-for module in (tenant_routes, key_routes, usage_routes, audit_routes, prefix_routes):
+for module in (tenant_routes, key_routes, usage_routes, prefix_routes):
     router.include_router(module.router)

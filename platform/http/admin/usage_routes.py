@@ -1,4 +1,4 @@
-"""`/admin/v1/usage`."""
+"""`/admin/v1/usage` and `/admin/v1/audit`: what was used, and who changed what."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from pydantic import BaseModel, create_model
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...tenancy.database.audit import COLUMNS, MAX_ROWS, list_audit
 from ...tenancy.ledger.csv_table import to_csv
 from ...tenancy.ledger.reports import COUNTS, GROUPS, MAX_REQUESTS, UsageFilter, list_requests, parse_groups, sum_usage
 from ...tenancy.ledger.usage_row import UsageRow as LedgerRow
 from ...tenancy.times import parse_time
-from .admin_schema import ListOf, UsageRow
+from .admin_schema import AuditRow, ListOf, UsageRow
 from .common import query, tenancy_of
 
-router = APIRouter(prefix="/usage")
+router = APIRouter()
 
 _FIELDS: dict[str, Any] = {field.name: (field.type, ...) for field in msgspec.structs.fields(LedgerRow)}
 RequestRow: type[BaseModel] = create_model("RequestRow", __doc__="A request of the ledger.", **_FIELDS)
 
 CSV: dict[int | str, dict[str, Any]] = {200: {"content": {"text/csv": {"schema": {"type": "string"}}}}}
+MAX_ID = (1 << 31) - 1
 Format = Annotated[Literal["json", "csv"], Query()]
 
 
@@ -49,7 +51,7 @@ def usage_filter(
 Which = Annotated[UsageFilter, Depends(usage_filter)]
 
 
-@router.get("", response_model=ListOf[UsageRow], response_model_exclude_none=True, responses=CSV)
+@router.get("/usage", response_model=ListOf[UsageRow], response_model_exclude_none=True, responses=CSV)
 async def show_usage(
     request: Request,
     which: Which,
@@ -64,7 +66,7 @@ async def show_usage(
     return {"data": rows}
 
 
-@router.get("/requests", response_model=ListOf[RequestRow], responses=CSV)  # type: ignore[valid-type]  # made above
+@router.get("/usage/requests", response_model=ListOf[RequestRow], responses=CSV)  # type: ignore[valid-type]  # made above
 async def show_requests(
     request: Request, which: Which, limit: Annotated[int, Query(ge=1, le=MAX_REQUESTS)] = 100, format: Format = "json"
 ) -> Any:
@@ -72,6 +74,20 @@ async def show_requests(
     rows = await query(request, list_requests, tenancy_of(request).database, which, limit)
     if format == "csv":
         return csv_response(tuple(_FIELDS), rows)
+    return {"data": rows}
+
+
+@router.get("/audit", response_model=ListOf[AuditRow], responses=CSV)
+async def show_audit(
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=MAX_ROWS)] = 100,
+    before: Annotated[int | None, Query(ge=1, le=MAX_ID, description="The id of a change: those older than it")] = None,
+    format: Format = "json",
+) -> Any:
+    """Rows of the audit, newest first: changes over HTTP and with `outrider admin`."""
+    rows = await query(request, list_audit, tenancy_of(request).database, limit, before)
+    if format == "csv":
+        return csv_response(COLUMNS, rows)
     return {"data": rows}
 
 

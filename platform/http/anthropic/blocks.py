@@ -23,20 +23,6 @@ _TEXTS = {
 """Block and delta of a chat's texts. The name of a block is that of its text, too."""
 
 
-class PlainText:
-    """Parser of an answer without calls and reasoning."""
-
-    has_calls = False
-
-    def feed(self, text: str) -> list[Delta]:
-        """See `AnswerParser`."""
-        return [{"content": text}] if text else []
-
-    def finish(self) -> list[Delta]:
-        """See `AnswerParser`."""
-        return []
-
-
 class BlockEvents:
     """Writer of the events of one answer's blocks."""
 

@@ -15,19 +15,19 @@ from ..adapters.adapter_choice import choose_adapter, discover_adapters
 from ..body.reader import documented, read_body
 from ..openai.answer import Accepted, accept
 from ..openai.chat_job import chat_job
-from ..openai.event_stream import dumps, stream_response, until_disconnect
-from ..openai.generation import Collected, Totals, collect, generate
+from ..openai.event_stream import dumps
+from ..openai.generation import Collected, Totals
 from ..openai.job import Event, Job
 from ..openai.json_pieces import json_answer
 from ..openai.protocol import ChatCompletionRequest
 from ..openai.tools.choice import tool_choice_of
-from ..protect.accounting import charge_call, limit_headers
+from ..protect.accounting import charge_call
 from ..protect.error_responses import EngineUnavailableError, error_content
 from ..serving_state import principal_of, serving_of
-from .blocks import BlockEvents, PlainText, whole_content
+from .blocks import BlockEvents, whole_content
 from .errors import in_form
 from .protocol import CountTokensRequest, MessagesRequest
-from .translation import chat_messages, chat_request, renamed
+from .translation import chat_messages, chat_request, in_own_names
 
 router = APIRouter()
 
@@ -39,26 +39,18 @@ async def create_message(request: Request) -> Response:
     try:
         return await _answer(accepted, chat_request(accepted.body))
     except InvalidRequestError as error:
-        raise renamed(error) from error
+        raise in_own_names(error) from error
 
 
 async def _answer(accepted: Accepted[MessagesRequest], chat: ChatCompletionRequest) -> Response:
-    request, body = accepted.request, accepted.body
-    messages = chat_messages(body)
+    body, messages = accepted.body, chat_messages(accepted.body)
     thinks = body.thinking is not None and body.thinking.type != "disabled"
     try:
-        job, make_parser = await chat_job(
-            accepted, chat, messages, prefix="msg", endpoint="/v1/messages", parses_reasoning=thinks
-        )
+        made = await chat_job(accepted, chat, messages, prefix="msg", endpoint="/v1/messages", parses_reasoning=thinks)
     except PromptTooLongError as error:
         raise _too_long(error) from error
-    parser = PlainText() if make_parser is None else make_parser()
-    answer = Answer(job, body, BlockEvents(parser, parallel=chat.parallel_tool_calls is not False))
-    events = generate(accepted.serving, job)
-    if body.stream:
-        return await stream_response(request, events, answer)
-    collected = await until_disconnect(request, collect(events, job))
-    return await json_answer(answer.whole(collected), limit_headers(request))
+    answer = Answer(made.job, body, BlockEvents(made.parser(), parallel=chat.parallel_tool_calls is not False))
+    return await accepted.run(made.job, answer if body.stream else None, answer.whole)
 
 
 @router.post("/v1/messages/count_tokens", response_model=None, openapi_extra=documented(CountTokensRequest))
@@ -75,7 +67,7 @@ async def count_tokens(request: Request) -> Response:
         chat.tools = list(tool_choice_of(chat).tools)
         prompt = await serving.chat_prompt(chat_messages(body), chat, lora)
     except InvalidRequestError as error:
-        raise renamed(error) from error
+        raise in_own_names(error) from error
     return await json_answer({"input_tokens": len(prompt)})
 
 
@@ -148,7 +140,7 @@ class Answer:
             "usage": usage(totals),
         }
 
-    def whole(self, collected: Collected) -> dict[str, Any]:
+    async def whole(self, collected: Collected) -> dict[str, Any]:
         """The message object of a whole answer."""
         [choice] = collected.choices
         content = whole_content([*self._blocks.feed(choice.text), *self._blocks.finish()])

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ...core.errors import InvalidRequestError
+from ...core.errors import InvalidRequestError, invalid
 from ...core.text import shorten
+from ..openai.answer import renamed
 from ..openai.chat_messages import role_of
 from ..openai.protocol import ChatCompletionRequest
 from .protocol import CountTokensRequest, MessagesRequest, OutputConfig, ToolChoice
@@ -25,6 +26,8 @@ _BLOCKS = {
     "system": ("text",),
 }
 """Types of blocks that a message of a role may have."""
+_NAMES = {"response_format": "output_config.format", ".function.parameters": ".input_schema", ".function": ""}
+"""Names in a chat's errors, and what they are called here."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -35,7 +38,7 @@ def chat_messages(body: CountTokensRequest) -> list[Message]:
         InvalidRequestError: a message cannot be served; `param` names the place, such as "messages[0].content[1]".
     """
     if not body.messages:
-        raise InvalidRequestError("messages must not be empty", param="messages")
+        raise invalid("messages", "must not be empty")
     result: list[Message] = []
     if body.system is not None:
         system = _blocks(body.system, "system")
@@ -88,19 +91,9 @@ def chat_request(body: CountTokensRequest) -> ChatCompletionRequest:
     return ChatCompletionRequest(**given, priority=body.priority, cache_salt=body.cache_salt)
 
 
-def renamed(error: InvalidRequestError) -> InvalidRequestError:
+def in_own_names(error: InvalidRequestError) -> InvalidRequestError:
     """The error with this API's names of a chat's fields."""
-    names = {
-        "response_format": "output_config.format",
-        ".function.parameters": ".input_schema",
-        ".function": "",
-    }
-    if error.param == "stop":
-        names["stop"] = "stop_sequences"
-    for old, new in names.items():
-        error.message = error.message.replace(old, new, 1)
-        error.param = error.param and error.param.replace(old, new)
-    return error
+    return renamed(error, _NAMES | ({"stop": "stop_sequences"} if error.param == "stop" else {}))
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -115,10 +108,10 @@ def _blocks(content: Any, place: str) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
-        raise InvalidRequestError(f"{place} must be a string or a list of blocks", param=place)
+        raise invalid(place, "must be a string or a list of blocks")
     for index, block in enumerate(content):
         if not isinstance(block, dict) or not isinstance(block.get("type"), str):
-            raise InvalidRequestError(f"{place}[{index}] must be an object with a type", param=f"{place}[{index}]")
+            raise invalid(f"{place}[{index}]", "must be an object with a type")
     return content
 
 
@@ -143,7 +136,7 @@ def _allowed(block: dict[str, Any], role: str, place: str) -> dict[str, Any]:
 def _text(block: dict[str, Any], name: str, place: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
-        raise InvalidRequestError(f"{place}.{name} must be a string", param=f"{place}.{name}")
+        raise invalid(f"{place}.{name}", "must be a string")
     return value
 
 
@@ -181,7 +174,7 @@ def _append(message: Message, more: Message) -> None:
 def _call(block: dict[str, Any], place: str) -> dict[str, Any]:
     arguments = block.get("input")
     if not isinstance(arguments, dict):
-        raise InvalidRequestError(f"{place}.input must be an object", param=f"{place}.input")
+        raise invalid(f"{place}.input", "must be an object")
     function = {"name": _text(block, "name", place), "arguments": json.dumps(arguments, ensure_ascii=False)}
     return {"id": _text(block, "id", place), "type": "function", "function": function}
 
@@ -200,14 +193,14 @@ def _result(block: dict[str, Any], place: str) -> Message:
 
 def _tool(tool: Any, place: str) -> dict[str, Any]:
     if not isinstance(tool, dict):
-        raise InvalidRequestError(f"{place} must be an object", param=place)
+        raise invalid(place, "must be an object")
     kind = tool.get("type")
     if kind not in (None, "custom"):
         raise InvalidRequestError(
             f"{place}: tools of type {shorten(repr(kind))} are not supported, only 'custom'", param=place
         )
     if not isinstance(tool.get("input_schema"), dict):
-        raise InvalidRequestError(f"{place}.input_schema must be a JSON schema", param=f"{place}.input_schema")
+        raise invalid(f"{place}.input_schema", "must be a JSON schema")
     function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
     function |= {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
     return {"type": "function", "function": function}
@@ -217,13 +210,11 @@ def _choice(choice: ToolChoice) -> str | dict[str, Any]:
     if choice.type != "tool":
         return _CHOICES[choice.type]
     if choice.name is None:
-        raise InvalidRequestError("tool_choice.name is missing", param="tool_choice.name")
+        raise invalid("tool_choice.name", "is missing")
     return {"type": "function", "function": {"name": choice.name}}
 
 
 def _format(form: dict[str, Any]) -> dict[str, Any]:
     if form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
-        raise InvalidRequestError(
-            'output_config.format must be {"type": "json_schema", "schema": {...}}', param="output_config.format"
-        )
+        raise invalid("output_config.format", 'must be {"type": "json_schema", "schema": {...}}')
     return {"type": "json_schema", "json_schema": {"schema": form["schema"]}}

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 from pydantic import BaseModel
 
-from ...core.errors import InvalidRequestError
+from ...core.errors import InvalidRequestError, invalid
 from ...core.lora_request import MAX_PARTS
 from ...core.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -208,14 +208,12 @@ def check_field(name: str, value: Any) -> None:
     if isinstance(value, str):
         most = MAX_TEXT if name not in BOUNDS else size
         if most is not None and len(value) > most:
-            raise InvalidRequestError(f"{name} has {len(value)} characters; at most {most} are allowed", param=name)
+            raise invalid(name, f"has {len(value)} characters; at most {most} are allowed")
     elif isinstance(value, list | dict):
         if items is not None and len(value) > items:
-            raise InvalidRequestError(f"{name} has {len(value)} entries; at most {items} are allowed", param=name)
+            raise invalid(name, f"has {len(value)} entries; at most {items} are allowed")
         if size is not None and not _fits(value, size + (items or 0)):
-            raise InvalidRequestError(
-                f"{name} is too long: at most {size} characters and values are allowed in it", param=name
-            )
+            raise invalid(name, f"is too long: at most {size} characters and values are allowed in it")
 
 
 def _fits(value: Any, room: int) -> bool:

@@ -21,7 +21,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 
 from pydantic import BaseModel, ConfigDict
 
-from ...core.errors import InvalidRequestError
+from ...core.errors import InvalidRequestError, invalid
 from ...core.text import shorten
 from ..observe.request_log import note_ignored
 from .foreign_fields import HARMLESS, IDLE, QUIET, Unsupported
@@ -184,7 +184,7 @@ class _Walk:
             if not has_instead or content.get(rule.instead) is None:
                 path = shorten(place + name)
                 advice = f"here it is {rule.instead!r}" if has_instead else rule.advice
-                raise InvalidRequestError(f"{path} is not supported: {advice}", param=path)
+                raise invalid(path, f"is not supported: {advice}")
         elif name in HARMLESS:
             if not value or value in QUIET.get(name, ()):
                 return

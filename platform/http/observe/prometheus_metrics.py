@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from prometheus_client import (
@@ -16,9 +16,12 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from ...client.metrics import END_TO_END, FIRST_TOKEN, INTER_TOKEN, LENGTH
 from ...core.adapter_names import label_text
+from ...core.compat.vllm_metrics import VLLM_PREFIX, vllm_names
 from ...core.labels import OTHER
 from ...core.messages import EngineStats
 from ...core.outputs import RequestOutput
@@ -27,7 +30,6 @@ from .metric_families import EngineCounters, FamilyCollector, engine_families
 from .recent import Recent
 from .request_log import PromptNote, current_note
 from .series_labels import PREFIX, Labels, SeriesLabels
-from .vllm_names import WithVllmNames
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Media type of the text format, which every scraper reads. OpenMetrics would rename everything: it allows no colon."""
@@ -185,3 +187,26 @@ class Metrics:
     def render(self) -> bytes:
         """The exposition, as `CONTENT_TYPE` says."""
         return generate_latest(self._shown)
+
+
+class WithVllmNames(Collector):
+    """All families of a registry, and a copy under vLLM's name of each that vLLM has. The copies have vLLM's labels
+    `model_name` and `engine` beside ours."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._registry = registry
+        self._labels = {"model_name": model_name, "engine": "0"}
+
+    def collect(self) -> Iterator[Metric]:
+        """See prometheus_client."""
+        for family in self._registry.collect():
+            yield family
+            for name in vllm_names(family.name.removeprefix(PREFIX)):
+                yield self._renamed(family, VLLM_PREFIX + name)
+
+    def _renamed(self, family: Metric, name: str) -> Metric:
+        copy = Metric(name, family.documentation, family.type)
+        for sample in family.samples:
+            suffix = sample.name.removeprefix(family.name)
+            copy.samples.append(Sample(name + suffix, {**self._labels, **sample.labels}, sample.value))
+        return copy

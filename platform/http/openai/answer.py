@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...core.errors import InvalidRequestError
 from ...core.lora_request import LoRA
 from ...core.outputs import CompletionOutput
 from ...core.sampling_params import SamplingParams
@@ -19,7 +20,7 @@ from ..body.body_memory import HeldBody
 from ..body.reader import read_waiting_body
 from ..protect.accounting import check_call, limit_headers
 from ..serving_state import Serving, new_request_id, principal_of, serving_of
-from .event_stream import ChunkEncoder, ChunkWriter, stream_response, until_disconnect
+from .event_stream import ChunkEncoder, ChunkWriter, StreamWriter, stream_response, until_disconnect
 from .generation import Choice, Collected, collect, draft_fields, generate
 from .job import Arrival, Job, now
 from .json_pieces import json_answer
@@ -82,14 +83,26 @@ class Accepted(Generic[BodyT]):
             "model": self.model,
             "system_fingerprint": None,
         }
-        body, events = self.body, generate(self.serving, job)
+        body = self.body
         assert isinstance(body, SamplingFields), "routes that pool have answers of their own"
+        writer = None
         if body.stream:
             writer = ChunkWriter(fixed, encoder, body.stream_options, with_metrics=bool(body.return_metrics))
+
+        async def whole(collected: Collected) -> dict[str, Any]:
+            return fixed | (await asyncio.to_thread(answer, collected) if in_thread else answer(collected))
+
+        return await self.run(job, writer, whole)
+
+    async def run(
+        self, job: Job, writer: StreamWriter | None, whole: Callable[[Collected], Awaitable[dict[str, Any]]]
+    ) -> Response:
+        """Run the job and answer: in the events of `writer`, or without one by the JSON that `whole` makes."""
+        events = generate(self.serving, job)
+        if writer is not None:
             return await stream_response(self.request, events, writer)
         collected = await until_disconnect(self.request, collect(events, job))
-        content = await asyncio.to_thread(answer, collected) if in_thread else answer(collected)
-        return await json_answer(fixed | content, limit_headers(self.request))
+        return await json_answer(await whole(collected), limit_headers(self.request))
 
 
 async def accept(request: Request, kind: type[BodyT]) -> Accepted[BodyT]:
@@ -114,3 +127,11 @@ def asked_fields(body: SamplingFields, output: Choice | CompletionOutput) -> dic
     """Fields of a choice that only some requests ask for."""
     fields: dict[str, Any] = {"token_ids": output.token_ids} if body.return_token_ids else {}
     return fields | draft_fields(output) if body.return_draft_status else fields
+
+
+def renamed(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
+    """The error with another API's names of a chat's fields: `names` has them by ours."""
+    for ours, theirs in names.items():
+        error.message = error.message.replace(ours, theirs, 1)
+        error.param = error.param and error.param.replace(ours, theirs)
+    return error

@@ -8,7 +8,7 @@ from functools import partial
 
 from ...client.text.detokenizer import IncrementalDetokenizer
 from ...core.beam_search import BeamSearchParams
-from ...core.errors import InvalidRequestError
+from ...core.errors import invalid
 from ...core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from ...core.sampling_params import SamplingParams
 from ..serving_state import Serving
@@ -30,7 +30,7 @@ def beam_params(body: SamplingFields, params: SamplingParams) -> BeamSearchParam
     """
     if not body.use_beam_search:
         if body.length_penalty is not None and body.length_penalty != 1.0:
-            raise InvalidRequestError("length_penalty needs use_beam_search", param="length_penalty")
+            raise invalid("length_penalty", "needs use_beam_search")
         return None
     refused = [name for name in _NOT_WITH_BEAMS if getattr(body, name, None) not in (None, False, 0, "", [], {})]
     refused += [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) is not None]  # 0 asks, too
@@ -39,7 +39,7 @@ def beam_params(body: SamplingFields, params: SamplingParams) -> BeamSearchParam
     if params.structured_outputs is not None:
         refused.append(params.structured_outputs.source)
     if refused:
-        raise InvalidRequestError(f"{refused[0]} is not available with use_beam_search", param=refused[0])
+        raise invalid(refused[0], "is not available with use_beam_search")
     return BeamSearchParams(
         beam_width=params.n,
         max_tokens=params.max_tokens or 1,

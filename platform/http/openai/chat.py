@@ -12,7 +12,7 @@ from starlette.responses import Response
 from ...core.errors import InvalidRequestError
 from ...core.outputs import CompletionOutput
 from ..body.reader import documented
-from .answer import Accepted, accept, asked_fields
+from .answer import Accepted, accept, asked_fields, renamed
 from .chat_job import chat_job
 from .chat_messages import normalize_messages
 from .event_stream import Chunk, dumps
@@ -21,7 +21,7 @@ from .job import Event
 from .logprobs import chat_logprobs, pack, prompt_logprobs
 from .protocol import ChatCompletionRequest
 from .tools.answers import MakeParser, chunk_deltas, finish_reason, whole_message
-from .tools.functions import in_old_form, in_old_names, old_reason, take_functions
+from .tools.functions import OLD_NAMES, in_old_form, old_reason, take_functions
 from .tools.parser import AnswerParser, Delta
 
 router = APIRouter()
@@ -36,7 +36,7 @@ async def create_chat_completion(request: Request) -> Response:
     try:
         return await _respond(accepted)
     except InvalidRequestError as error:
-        raise in_old_names(error) from error
+        raise renamed(error, OLD_NAMES) from error
 
 
 async def _respond(accepted: Accepted[ChatCompletionRequest]) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ...core.errors import InvalidRequestError, PromptTooLongError
+from ...core.errors import InvalidRequestError, PromptTooLongError, invalid
 from ...core.lora_request import LoRA
 from ...core.sampling_params import SamplingParams
 from ..serving_state import Serving
@@ -17,6 +17,7 @@ from .tools.answers import MakeParser, open_region, parser_maker
 from .tools.choice import ToolChoice, tool_choice_of
 from .tools.formats import format_of
 from .tools.grammar import answer_constraint
+from .tools.parser import AnswerParser, PlainText
 
 PROMPT_END = 16
 """Last tokens of a prompt among which the mark of reasoning stands that a chat template has begun."""
@@ -28,6 +29,10 @@ class ChatJob(NamedTuple):
     job: Job
     make_parser: MakeParser | None
     """Maker of the parsers of the answer's choices; None where it is plain text."""
+
+    def parser(self) -> AnswerParser:
+        """A parser, also of plain text."""
+        return PlainText() if self.make_parser is None else self.make_parser()
 
 
 async def chat_job(
@@ -124,9 +129,7 @@ def _sampling_params(
 ) -> SamplingParams:
     limit = serving.llm.info.max_logprobs
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= limit:
-        raise InvalidRequestError(
-            f"top_logprobs must be in [0, {limit}], got {body.top_logprobs}", param="top_logprobs"
-        )
+        raise invalid("top_logprobs", f"must be in [0, {limit}], got {body.top_logprobs}")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return body.sampling_params(

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from ...core.errors import InvalidRequestError
+from ...core.errors import InvalidRequestError, invalid
 from ...core.text import shorten
 from ..body.foreign_fields import MESSAGE_UNSUPPORTED
 from ..body.lenient import LenientModel
@@ -72,7 +72,7 @@ def normalize_messages(messages: list[Any]) -> list[dict[str, Any]]:
         InvalidRequestError: `param` names the place, such as "messages[0].content[1]".
     """
     if not messages:
-        raise InvalidRequestError("messages must not be empty", param="messages")
+        raise invalid("messages", "must not be empty")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
@@ -93,12 +93,10 @@ def _num_chars(content: str | list[dict[str, str]]) -> int:
 def role_of(message: Any, place: str, roles: Collection[str]) -> str:
     """Role of a message, one of `roles`."""
     if not isinstance(message, dict):
-        raise InvalidRequestError(f"{place} must be an object", param=place)
+        raise invalid(place, "must be an object")
     role = message.get("role")
     if not isinstance(role, str) or role not in roles:
-        raise InvalidRequestError(
-            f"{place}.role must be one of {', '.join(roles)}; got {shorten(repr(role))}", param=f"{place}.role"
-        )
+        raise invalid(f"{place}.role", f"must be one of {', '.join(roles)}; got {shorten(repr(role))}")
     return role
 
 
@@ -113,7 +111,7 @@ def _message(message: Any, place: str) -> dict[str, Any]:
         if value is None:
             continue
         if not isinstance(value, str):
-            raise InvalidRequestError(f"{place}.{name} must be a string", param=f"{place}.{name}")
+            raise invalid(f"{place}.{name}", "must be a string")
         result[_RENAMED.get(name, name)] = value
     calls = _tool_calls(message, place)
     if calls and role != "assistant":
@@ -134,7 +132,7 @@ def _tool_calls(message: dict[str, Any], place: str) -> list[dict[str, Any]]:
     if not calls:
         return []
     if not isinstance(calls, list):
-        raise InvalidRequestError(f"{path} must be a list", param=path)
+        raise invalid(path, "must be a list")
     return [_tool_call(call, path) for call in calls]
 
 
@@ -166,7 +164,7 @@ def content_of(content: Any, place: str) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidRequestError(f"{place} must be a string or a list of text parts", param=place)
+        raise invalid(place, "must be a string or a list of text parts")
     return [{"type": "text", "text": _part(part, f"{place}[{i}]")} for i, part in enumerate(content)]
 
 
@@ -178,7 +176,7 @@ def _part(part: Any, place: str) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
-        raise InvalidRequestError(f"{place} must be an object with type and text", param=place)
+        raise invalid(place, "must be an object with type and text")
     kind = part.get("type")
     name = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if kind is None and isinstance(part.get("text"), str):
@@ -192,5 +190,5 @@ def _part(part: Any, place: str) -> str:
         where = f"{place}.{shorten(unknown[0])}"
         raise InvalidRequestError(f"Unsupported field: {where!r}", param=where)
     if not isinstance(part.get(name), str):
-        raise InvalidRequestError(f"{place}.{name} must be a string", param=f"{place}.{name}")
+        raise invalid(f"{place}.{name}", "must be a string")
     return str(part[name])

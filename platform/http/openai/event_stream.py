@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...core.errors import OutriderError
+from ...core.tasks import cancel
 from ..protect.accounting import limit_headers
 from ..protect.error_responses import ClientDisconnectedError, error_content
 from .generation import Totals
@@ -56,9 +57,7 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
             return task.result()
         raise ClientDisconnectedError
     finally:
-        watch.cancel()
-        task.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
+        await cancel(task, watch)
 
 
 Chunk: TypeAlias = str | dict[str, Any]

@@ -11,6 +11,7 @@ from typing import Any
 from ...core.errors import OutriderError
 from ...core.messages import SpeculationCounts
 from ...core.outputs import CompletionOutput, Logprob, RequestOutput
+from ...core.tasks import cancel
 from ..protect.accounting import accounted, check_params
 from ..serving_state import Serving
 from .beams import beam_outputs
@@ -117,9 +118,7 @@ async def _merge(serving: Serving, job: Job) -> AsyncGenerator[Event]:
                 else:
                     yield item
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*tasks)
 
 
 class Totals:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ...core.beam_search import BeamSearchParams
-from ...core.errors import InvalidRequestError
+from ...core.errors import InvalidRequestError, invalid
 from ...core.lora_request import LoRA
 from ...core.messages import EngineInfo
 from ...core.outputs import RequestOutput
@@ -106,10 +106,10 @@ class Job:
             return 1 + (most_top if count == -1 else count)
 
         if params.prompt_logprobs is not None and num_tokens * per_token(params.prompt_logprobs) > MAX_LOGPROBS:
-            raise InvalidRequestError(
-                f"prompt_logprobs is {params.prompt_logprobs} for {num_tokens} tokens of prompts, counted once for "
-                f"each sequence: at most {MAX_LOGPROBS} log-probabilities are given, each token's own among them",
-                param="prompt_logprobs",
+            raise invalid(
+                "prompt_logprobs",
+                f"is {params.prompt_logprobs} for {num_tokens} tokens of prompts, counted once for each sequence: at "
+                f"most {MAX_LOGPROBS} log-probabilities are given, each token's own among them",
             )
         if params.logprobs is None:
             return
@@ -117,11 +117,10 @@ class Job:
         if params.max_tokens is None:
             self.default_max_tokens = min(self.default_max_tokens or info.max_model_len, most)
         elif params.max_tokens > most:
-            raise InvalidRequestError(
-                f"logprobs is {params.logprobs} for {params.n * len(self.prompts)} sequences of up to "
-                f"{params.max_tokens} tokens: at most {MAX_LOGPROBS} log-probabilities are given, each token's own "
-                "among them",
-                param="logprobs",
+            raise invalid(
+                "logprobs",
+                f"is {params.logprobs} for {params.n * len(self.prompts)} sequences of up to {params.max_tokens} "
+                f"tokens: at most {MAX_LOGPROBS} log-probabilities are given, each token's own among them",
             )
 
     def demand(self) -> Demand:

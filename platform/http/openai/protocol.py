@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from ...core.errors import InvalidRequestError
+from ...core.errors import InvalidRequestError, invalid
 from ...core.pooling import PoolingParams
 from ...core.sampling_params import SamplingParams
 from ..body.foreign_fields import CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, TEMPLATE_UNSUPPORTED, Unsupported
@@ -152,9 +152,9 @@ class SamplingFields(DecodingFields):
     def check(self) -> None:
         """Refuse wrong combinations of fields."""
         if self.stream and self.prompt_logprobs is not None:
-            raise InvalidRequestError("prompt_logprobs is not available with stream", param="prompt_logprobs")
+            raise invalid("prompt_logprobs", "is not available with stream")
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise InvalidRequestError("best_of is supported only when it equals n", param="best_of")
+            raise invalid("best_of", "is supported only when it equals n")
         self.check_entries(self.n or 1)
 
     def check_entries(self, num_sequences: int) -> None:
@@ -162,10 +162,10 @@ class SamplingFields(DecodingFields):
         for name in ("bad_words", "stop_token_ids", "allowed_token_ids", "logit_bias"):
             entries = len(getattr(self, name) or ())
             if entries * num_sequences > MAX_SEQUENCES_X_ENTRIES:
-                raise InvalidRequestError(
-                    f"{name} has {entries} entries for {num_sequences} sequences; at most {MAX_SEQUENCES_X_ENTRIES} "
-                    "are taken, counted once for each sequence",
-                    param=name,
+                raise invalid(
+                    name,
+                    f"has {entries} entries for {num_sequences} sequences; at most {MAX_SEQUENCES_X_ENTRIES} are "
+                    "taken, counted once for each sequence",
                 )
 
     def sampling_params(self, defaults: Mapping[str, Any], **changes: Any) -> SamplingParams:
@@ -207,18 +207,17 @@ class CompletionRequest(SamplingFields):
         super().check()
         count, n = len(self.prompts), self.n or 1
         if count > MAX_PROMPTS:
-            raise InvalidRequestError(f"prompt has {count} prompts; at most {MAX_PROMPTS} are taken", param="prompt")
+            raise invalid("prompt", f"has {count} prompts; at most {MAX_PROMPTS} are taken")
         words = len(self.bad_words or ())
         if count > 1 and count * words > MAX_PROMPTS_X_BAD_WORDS:
-            raise InvalidRequestError(
-                f"bad_words has {words} entries for {count} prompts; at most {MAX_PROMPTS_X_BAD_WORDS} are taken, "
-                "counted once for each prompt",
-                param="bad_words",
+            raise invalid(
+                "bad_words",
+                f"has {words} entries for {count} prompts; at most {MAX_PROMPTS_X_BAD_WORDS} are taken, counted once "
+                "for each prompt",
             )
         if count > 1 and count * n > MAX_SEQUENCES:
-            raise InvalidRequestError(
-                f"n is {n} for {count} prompts, together {count * n} sequences; at most {MAX_SEQUENCES} are taken",
-                param="n",
+            raise invalid(
+                "n", f"is {n} for {count} prompts, together {count * n} sequences; at most {MAX_SEQUENCES} are taken"
             )
         self.check_entries(count * n)
         if self.echo and self.stream and (self.logprobs is not None or self.max_tokens == 0):
@@ -243,7 +242,7 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
         """See the base class."""
         super().check()
         if self.top_logprobs and not self.logprobs:
-            raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+            raise invalid("top_logprobs", "needs logprobs to be true")
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidRequestError(
                 "add_generation_prompt and continue_final_message exclude each other", param="continue_final_message"
@@ -318,7 +317,7 @@ class ScoreRequest(PoolingFields):
         first, second = self.pairs
         check_count("text_2", len(second))
         if len(first) != len(second):
-            raise InvalidRequestError(f"text_1 has {len(first)} texts for {len(second)} of text_2", param="text_1")
+            raise invalid("text_1", f"has {len(first)} texts for {len(second)} of text_2")
 
 
 class RerankRequest(PoolingFields):
@@ -341,9 +340,9 @@ class RerankRequest(PoolingFields):
         check_count("documents", len(self.documents))
         for index, text in enumerate(self.texts):
             if not isinstance(text, str):
-                raise InvalidRequestError(f"documents[{index}] must have a text", param=f"documents[{index}]")
+                raise invalid(f"documents[{index}]", "must have a text")
         if self.top_n is not None and self.top_n < 0:
-            raise InvalidRequestError(f"top_n must be at least 0, got {self.top_n}", param="top_n")
+            raise invalid("top_n", f"must be at least 0, got {self.top_n}")
 
 
 def prompts_of(given: Any) -> list[str | list[int]]:
@@ -354,7 +353,7 @@ def prompts_of(given: Any) -> list[str | list[int]]:
 def check_count(name: str, count: int) -> None:
     """Refuse an empty list, and one of more than `MAX_PROMPTS`."""
     if not 1 <= count <= MAX_PROMPTS:
-        raise InvalidRequestError(f"{name} has {count} texts; 1 to {MAX_PROMPTS} are taken", param=name)
+        raise invalid(name, f"has {count} texts; 1 to {MAX_PROMPTS} are taken")
 
 
 class TokenizeRequest(TemplateFields):

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...client.text.vocabulary import vocabulary_of
-from ...core.errors import InvalidRequestError
+from ...core.errors import InvalidRequestError, invalid
 from ...core.lora_request import LoRA
 from ...core.sampling_params import shown
 from ..adapters.adapter_choice import adapter_of_model
@@ -91,9 +91,8 @@ async def detokenize(request: Request) -> Response:
     if tokenizer is not serving.llm.tokenizer:
         size = max(size, len(tokenizer))
     if len(body.tokens) > limit:
-        raise InvalidRequestError(
-            f"tokens has {len(body.tokens)} ids; at most {limit} are taken ({DETOKENIZE_CONTEXTS} x max_model_len)",
-            param="tokens",
+        raise invalid(
+            "tokens", f"has {len(body.tokens)} ids; at most {limit} are taken ({DETOKENIZE_CONTEXTS} x max_model_len)"
         )
     if body.tokens and not (min(body.tokens) >= 0 and max(body.tokens) < size):
         i = next(i for i, token in enumerate(body.tokens) if not 0 <= token < size)

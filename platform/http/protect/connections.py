@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -20,7 +21,6 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ...core.errors import OverloadedError
 from .error_responses import error_json, error_response
-from .transport import ClientTransport
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,8 @@ _REFUSED_SECONDS = 5.0
 """Seconds for a connection above the bound to send its request."""
 _STANDSTILL_SECONDS = 5.0
 """Seconds between two checks of a connection after which this process itself was stopped, and no client is to blame."""
+LINGER_SECONDS = 2.0
+"""Seconds for a client to read its answer and close, after we have closed our side."""
 _PROBES = ("/health", "/ping", "/version")
 """Paths that are answered above the bound too: a full server is a healthy one."""
 
@@ -70,6 +72,50 @@ class _Refusal(Exception):
         super().__init__(message)
         self.status = status
         self.body = json.dumps(error_json(message, kind)).encode()
+
+
+class ClientTransport:
+    """Stand-in for asyncio's transport.
+
+    To close a connection while the client still sends makes the system reset it, and the answer is lost with what was
+    not read. So our side is closed first, and the rest when the client has closed its own (RFC 9112, 9.6).
+    """
+
+    def __init__(self, transport: Any, is_arriving: Callable[[], bool]) -> None:
+        """`is_arriving` returns True while the client is in the middle of a request."""
+        self._transport = transport
+        self._is_arriving = is_arriving
+        self._lingering_since: float | None = None
+        self.written = 0
+        """Bytes handed over, whether they have left or not."""
+
+    def write(self, data: bytes) -> None:
+        """See asyncio."""
+        if self._lingering_since is None:
+            self.written += len(data)
+            self._transport.write(data)
+
+    def is_closing(self) -> bool:
+        """See asyncio."""
+        return self._lingering_since is not None or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Close when all that was written has left and the client has read it."""
+        if self.is_closing():
+            return
+        if not self._is_arriving():
+            self._transport.close()
+            return
+        self._lingering_since = asyncio.get_running_loop().time()
+        self._transport.write_eof()
+        self._transport.resume_reading()
+
+    def lingers_too_long(self, now: float) -> bool:
+        """True when the client should have closed its side by now."""
+        return self._lingering_since is not None and now - self._lingering_since > LINGER_SECONDS
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class Connection(HttpToolsProtocol):

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from sqlalchemy import select
 
 from ...core.errors import OutriderError
+from ...core.tasks import cancel
 from ..database.connection import Database, DatabaseUnavailableError
 from ..database.schema import api_keys
 from ..database.store import read_prefixes, read_revision, read_tenants, record_of
@@ -201,7 +202,5 @@ class Directory:
 
     async def close(self) -> None:
         """Stop to follow the database."""
-        if self._poller is not None:
-            self._poller.cancel()
-            await asyncio.gather(self._poller, return_exceptions=True)
+        await cancel(self._poller)
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)

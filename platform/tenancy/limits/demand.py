@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...core.errors import InvalidRequestError, PromptTooLongError
+from ...core.errors import InvalidRequestError, PromptTooLongError, invalid
 from ..accounts.principal import Limits
 
 _OF_TENANT = " for this tenant or key (max_context_tokens)"
@@ -83,9 +83,7 @@ def _check_prompts(demand: Demand, context: int | None) -> None:
 def _check_named(demand: Demand, named: int, context: int | None, output: int | None) -> None:
     field = demand.max_tokens_field
     if output is not None and named > output:
-        raise InvalidRequestError(
-            f"{field} is {named}; max_output_tokens of this tenant or key is {output}", param=field
-        )
+        raise invalid(field, f"is {named}; max_output_tokens of this tenant or key is {output}")
     longest = max(demand.prompt_tokens)
     if context is not None and longest + named > context:
         raise PromptTooLongError.of(context, longest, named, param=field, of=_OF_TENANT)

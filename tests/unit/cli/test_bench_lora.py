@@ -12,8 +12,7 @@ from outrider.models.config import DTYPES, config_from_hf
 from outrider.models.demo import demo_adapters, demo_model_path
 from outrider.platform.cli.bench.bench_options import write_json
 from outrider.platform.cli.bench.lora import cold_adapters as cold
-from outrider.platform.cli.bench.lora.cases import Case, make_cases
-from outrider.platform.cli.bench.lora.lora_figures import rows
+from outrider.platform.cli.bench.lora.cases import Case, make_cases, rows
 from outrider.platform.cli.bench.popularity import POPULARITIES, ZIPF_EXPONENT, choose
 from outrider.platform.cli.bench.random_adapters import FILES_PER_RANK, AdapterWriter, linear_shapes
 from outrider.platform.cli.bench.request_figures import RequestRecord, Round, row_figures

@@ -13,9 +13,8 @@ from outrider.platform.core.errors import InvalidRequestError
 from outrider.platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from outrider.platform.engine.memory.block_pool import BlockPool
 from outrider.platform.engine.memory.prefix_cache import PrefixCache
-from outrider.platform.engine.queue.fair import RequestQueue
+from outrider.platform.engine.queue.fair import POLICIES, RequestQueue
 from outrider.platform.engine.queue.gates import DraftLimits
-from outrider.platform.engine.queue.policies import POLICIES
 from outrider.platform.engine.queue.scheduler import Scheduler
 
 PRICES = FairConfig(prompt_cost=1.0, output_cost=2.0, rejected_draft_cost=0.5)

@@ -46,12 +46,17 @@ def test_all_replicas_are_ranked_once() -> None:
 
 
 def test_what_a_replica_says_counts_more_than_what_it_was_given() -> None:
+    """But not at once: what it says may be older than the request."""
     view = ReplicaView(4)
-    view.give(RoutingKey("gone"))
+    view.give(RoutingKey("given"))
+    view.observe(["kept"], slots=2)
+    assert set(view.adapters) == {"given", "kept"}
     view.observe(["kept"], slots=2)
     assert list(view.adapters) == ["kept"]
     for name in ("a", "b"):
         view.give(RoutingKey(name))
+    assert list(view.adapters) == ["a", "b"]
+    view.observe(["a", "kept"], slots=2)
     assert list(view.adapters) == ["a", "b"]
 
 

@@ -63,8 +63,7 @@ def measure(options: argparse.Namespace) -> Result:
         raise InvalidRequestError(f"unknown popularity {unknown!r}; known are {known}", param="popularity")
     given = given_adapters(options)
 
-    from .lora_picture import draw
-    from .lora_report import format_table
+    from .lora_report import draw, format_table
     from .lora_session import Session
 
     with tempfile.TemporaryDirectory() as scratch:

@@ -26,10 +26,9 @@ from ..machine import RANDOM_WEIGHTS, describe_machine, describe_model, labels
 from ..random_adapters import AdapterWriter
 from ..request_figures import Round
 from . import cold_adapters
-from .cases import Case, make_cases
+from .cases import Case, make_cases, rows
 from .cold_adapters import KINDS, ColdPlan, ColdRun, cold_figures, run_beside_stream
 from .lora_engines import Engines, Workload
-from .lora_figures import rows
 
 _RESIDENT_UNIT = 2**20 if sys.platform == "darwin" else 2**10
 """Units of `ru_maxrss` in a MiB."""

@@ -1,8 +1,9 @@
-"""Common parts of `latency` and `throughput`: an `LLM` with the options of `outrider serve`, and its requests."""
+"""`outrider bench throughput`, and its common parts with `latency`: an `LLM` with the options of `serve`, requests."""
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from ...options.engine_options import given_options, resolve_engine
 from ..bench_options import Result, given_adapters
 from ..machine import describe_machine, describe_model, has_random_weights, labels
 from ..prompt_files import encode
-from ..request_figures import RequestRecord
-from .datasets import Sample
+from ..request_figures import RequestRecord, figures
+from .datasets import Sample, assign_adapters, make_samples
 from .latency_plot import draw_latencies
 from .serving_commands import arguments
 from .vllm_tables import format_table
@@ -147,3 +148,25 @@ def offline_result(
         origin = min(record.started for record in records)
         report["requests"] = [record.as_dict(origin) for record in records]
     return Result(report, format_table(report), lambda file: draw_latencies(report, records, file))
+
+
+def measure_throughput(options: argparse.Namespace) -> Result:
+    """Measure with the options of the command.
+
+    Raises:
+        OutriderError: whatever is wrong with options, model or adapters.
+    """
+    args, loras = engine_args(options), adapters(options)
+    with LLM.from_engine_args(args) as llm:
+        info = llm.engine_info
+        samples = make_samples(options, llm.get_tokenizer(), args.seed)
+        assign_adapters(samples, list(loras), options.lora_assignment, args.seed)
+        requests = Requests(llm, samples, loras, options, args.seed)
+        llm.generate(requests.prompts[:1], requests.params[:1], requests.loras[:1], use_tqdm=False)
+        started = time.perf_counter()
+        use_tqdm = not options.disable_tqdm
+        outputs = llm.generate(requests.prompts, requests.params, requests.loras, use_tqdm=use_tqdm)
+        seconds = time.perf_counter() - started
+    records = requests.records(outputs)
+    found = figures(records, seconds, options.metric_percentiles, options.percentile_metrics)
+    return offline_result("throughput", options, args, info, found, records)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
 from ....core.errors import InvalidRequestError
+from ....http.server import loop_factory
 from ...options.api_keys import API_KEY_VARIABLE, given_keys
 from ..bench_options import Result
 from ..machine import describe_machine, has_random_weights, labels
@@ -38,14 +38,8 @@ def measure_server(options: argparse.Namespace) -> Result:
     options.base_url = options.base_url or f"http://{host}:{options.port}"
     options.endpoint = options.endpoint or ENDPOINTS[options.backend]
     keys = given_keys([options.api_key] if options.api_key else (), API_KEY_VARIABLE, "api_key")
-    try:
-        import uvloop
-    except ImportError:  # Windows has no uvloop
-        factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
-    else:
-        factory = uvloop.new_event_loop
     client = HttpClient(options.base_url, keys[0] if keys else None)
-    with asyncio.Runner(loop_factory=factory) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         report, records = runner.run(_measure(options, client))
     status = 0 if report["figures"]["completed"] else 1
     return Result(report, format_table(report), lambda file: draw_latencies(report, records, file), status)

@@ -56,7 +56,7 @@ def _add_latency(kinds: Any) -> None:
 def _add_throughput(kinds: Any) -> None:
     def measure(options: argparse.Namespace) -> Result:
         _check(options)
-        from .throughput import measure_throughput
+        from .offline import measure_throughput
 
         return measure_throughput(options)
 

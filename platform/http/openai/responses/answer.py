@@ -32,8 +32,7 @@ class ResponseAnswer:
         self._accepted = accepted
         self._items = items
         self._head = _head(accepted, chat)
-        parser = None if chat.make_parser is None else chat.make_parser()
-        self._output = OutputItems(parser, parallel=body.parallel_tool_calls is not False)
+        self._output = OutputItems(chat.parser(), parallel=body.parallel_tool_calls is not False)
         self._totals = Totals()
         self._reason: str | None = None
         self._num_events = 0

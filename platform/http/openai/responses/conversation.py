@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ....core.errors import InvalidRequestError
+from ....core.errors import InvalidRequestError, invalid
 from ....core.text import shorten
 from ..chat_messages import content_of, role_of
 
@@ -35,7 +35,7 @@ def items_of(value: str | list[Any], before: Iterable[Item] = ()) -> list[Item]:
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not value:
-        raise InvalidRequestError("input must not be empty", param="input")
+        raise invalid("input", "must not be empty")
     calls = {item["call_id"] for item in before if item["type"] == "function_call" and not is_cut(item)}
     items = []
     for index, given in enumerate(value):
@@ -55,7 +55,7 @@ def items_of(value: str | list[Any], before: Iterable[Item] = ()) -> list[Item]:
 
 def _item(given: Any, place: str) -> Item:
     if not isinstance(given, dict):
-        raise InvalidRequestError(f"{place} must be an object", param=place)
+        raise invalid(place, "must be an object")
     kind = given.get("type") or ("message" if "role" in given else None)
     make = _MAKERS.get(kind) if isinstance(kind, str) else None
     if make is None:
@@ -65,7 +65,7 @@ def _item(given: Any, place: str) -> Item:
         )
     item_id = given.get("id")
     if not isinstance(item_id, str | None):
-        raise InvalidRequestError(f"{place}.id must be a string", param=f"{place}.id")
+        raise invalid(f"{place}.id", "must be a string")
     status = "incomplete" if is_cut(given) else "completed"
     return {"id": item_id or new_item_id(str(kind)), "type": kind, "status": status, **make(given, place)}
 
@@ -96,18 +96,18 @@ def _function_call(given: dict[str, Any], place: str) -> Item:
     call = {"call_id": given.get("call_id"), "name": given.get("name"), "arguments": arguments}
     for name, value in call.items():
         if not isinstance(value, str) or not (value or name == "arguments"):
-            raise InvalidRequestError(f"{place}.{name} must be a string, and not empty", param=f"{place}.{name}")
+            raise invalid(f"{place}.{name}", "must be a string, and not empty")
     try:
         json.loads("{}" if is_cut(given) else arguments or "{}")
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{place}.arguments is not JSON: {error}", param=f"{place}.arguments") from error
+        raise invalid(f"{place}.arguments", f"is not JSON: {error}") from error
     return call
 
 
 def _function_call_output(given: dict[str, Any], place: str) -> Item:
     call_id, output = given.get("call_id"), given.get("output")
     if not isinstance(call_id, str):
-        raise InvalidRequestError(f"{place}.call_id must be a string", param=f"{place}.call_id")
+        raise invalid(f"{place}.call_id", "must be a string")
     return {"call_id": call_id, "output": "".join(_texts(output, f"{place}.output"))}
 
 
@@ -116,11 +116,11 @@ def _reasoning(given: dict[str, Any], place: str) -> Item:
     for name, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
         parts = given.get(name) or []
         if not isinstance(parts, list):
-            raise InvalidRequestError(f"{place}.{name} must be a list", param=f"{place}.{name}")
+            raise invalid(f"{place}.{name}", "must be a list")
         for index, part in enumerate(parts):
             where = f"{place}.{name}[{index}]"
             if not isinstance(part, dict) or part.get("type") != kind or not isinstance(part.get("text"), str):
-                raise InvalidRequestError(f"{where} must be {{'type': '{kind}', 'text': ...}}", param=where)
+                raise invalid(where, f"must be {{'type': '{kind}', 'text': ...}}")
         texts[name] = [part["text"] for part in parts]
     return {
         "summary": [{"type": "summary_text", "text": text} for text in texts["summary"]],

@@ -29,13 +29,8 @@ _PARTS = {
 class OutputItems:
     """Items of one answer, the last of which may be open."""
 
-    def __init__(self, parser: AnswerParser | None, *, parallel: bool) -> None:
-        """Begin without items.
-
-        Args:
-            parser: of the answer; None where it is plain text.
-            parallel: False: an answer has at most one call.
-        """
+    def __init__(self, parser: AnswerParser, *, parallel: bool) -> None:
+        """Begin without items. With `parallel` false an answer has at most one call."""
         self.items: list[Item] = []
         self._parser = parser
         self._parallel = parallel
@@ -48,14 +43,12 @@ class OutputItems:
 
     def feed(self, text: str) -> list[StreamEvent]:
         """Events of the next piece."""
-        if self._parser is None:
-            return self._text("message", text) if text else []
         return self._take(self._parser.feed(text)) if text else []
 
     def finish(self, status: str) -> list[StreamEvent]:
         """Events of what was held back at the end of the text, and of the end of the last item, with its status. An
         answer of no text at all has one empty message."""
-        events = [] if self._parser is None else self._take(self._parser.finish())
+        events = self._take(self._parser.finish())
         if not self.items:
             events += self._open("message")
         return events + self.close(status)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from ....core.errors import InvalidRequestError
+from ....core.errors import InvalidRequestError, invalid
 from ...body.bounds import MAX_MESSAGES, check_field
 from ...body.foreign_fields import GENERATION_UNSUPPORTED, Unsupported
 from ...body.lenient import LenientModel, shape_of
@@ -144,13 +144,9 @@ class ResponsesRequest(DecodingFields):
     def check(self) -> None:
         """See the base class."""
         if self.background:
-            raise InvalidRequestError(
-                "background is not supported: responses run while the client waits; stream them", param="background"
-            )
+            raise invalid("background", "is not supported: responses run while the client waits; stream them")
         if isinstance(self.input, list) and len(self.input) > MAX_MESSAGES:
-            raise InvalidRequestError(
-                f"input has {len(self.input)} entries; at most {MAX_MESSAGES} are allowed", param="input"
-            )
+            raise invalid("input", f"has {len(self.input)} entries; at most {MAX_MESSAGES} are allowed")
         if self.text is not None:
             check_field("text.format", self.text.format)
         self._check_metadata()
@@ -158,9 +154,7 @@ class ResponsesRequest(DecodingFields):
     def _check_metadata(self) -> None:
         entries = self.metadata or {}
         if len(entries) > MAX_METADATA:
-            raise InvalidRequestError(
-                f"metadata has {len(entries)} entries; at most {MAX_METADATA} are allowed", param="metadata"
-            )
+            raise invalid("metadata", f"has {len(entries)} entries; at most {MAX_METADATA} are allowed")
         for name, value in entries.items():
             if len(name) > MAX_METADATA_NAME or len(value) > MAX_METADATA_VALUE:
                 raise InvalidRequestError(

@@ -8,14 +8,12 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....core.errors import InvalidRequestError
+from ....core.errors import InvalidRequestError, invalid
 from ...body.reader import documented
-from ...protect.accounting import charge_call, limit_headers
+from ...protect.accounting import charge_call
 from ...serving_state import principal_of, serving_of
 from ..answer import Accepted, accept
-from ..chat_job import ChatJob, chat_job
-from ..event_stream import stream_response, until_disconnect
-from ..generation import collect, generate
+from ..chat_job import chat_job
 from ..json_pieces import json_answer
 from .answer import ResponseAnswer
 from .conversation import Item, items_of, messages_of
@@ -37,8 +35,9 @@ async def create_response(request: Request) -> Response:
         messages = messages_of(items, accepted.body.instructions)
         chat = chat_request(accepted.body, strict=accepted.serving.config.strict_fields)
         thinks = chat.reasoning_effort not in (None, "none")
-        job = await chat_job(accepted, chat, messages, prefix="resp_", endpoint=PATH, parses_reasoning=thinks)
-        return await _respond(accepted, job, items)
+        made = await chat_job(accepted, chat, messages, prefix="resp_", endpoint=PATH, parses_reasoning=thinks)
+        answer = ResponseAnswer(accepted, made, items)
+        return await accepted.run(made.job, answer if accepted.body.stream else None, answer.whole)
     except InvalidRequestError as error:
         raise renamed(error) from error
 
@@ -60,15 +59,6 @@ def _conversation(accepted: Accepted[ResponsesRequest]) -> list[Item]:
     return items
 
 
-async def _respond(accepted: Accepted[ResponsesRequest], chat: ChatJob, items: list[Item]) -> Response:
-    request, answer = accepted.request, ResponseAnswer(accepted, chat, items)
-    events = generate(accepted.serving, chat.job)
-    if accepted.body.stream:
-        return await stream_response(request, events, answer)
-    collected = await until_disconnect(request, collect(events, chat.job))
-    return await json_answer(await answer.whole(collected), limit_headers(request))
-
-
 async def _stored(request: Request, response_id: str) -> Stored:
     await charge_call(request)
     return serving_of(request).responses.get(principal_of(request).tenant, response_id)
@@ -78,7 +68,7 @@ async def _stored(request: Request, response_id: str) -> Stored:
 async def get_response(request: Request, response_id: str, stream: bool = False) -> Response:
     """A stored response."""
     if stream:
-        raise InvalidRequestError("stream is not supported: a stored response is given as a whole", param="stream")
+        raise invalid("stream", "is not supported: a stored response is given as a whole")
     return await json_answer((await _stored(request, response_id)).response)
 
 
@@ -114,7 +104,7 @@ async def list_input_items(
     if after is not None:
         index = next((index for index, item in enumerate(items) if item["id"] == after), None)
         if index is None:
-            raise InvalidRequestError("after is no id of the response's input items", param="after")
+            raise invalid("after", "is no id of the response's input items")
         items = items[index + 1 :]
     page = items[:limit]
     answer: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ....core.errors import InvalidRequestError
+from ....core.errors import InvalidRequestError, invalid
 from ....core.sampling_params import shown
 from ....core.text import shorten
 from ...body.lenient import ignore
@@ -66,9 +66,8 @@ def _check_include(body: ResponsesRequest, strict: bool) -> None:
 def _check_summary(name: str, value: str | None, strict: bool) -> None:
     """Refuse summaries; "auto" may be none."""
     if value not in (None, "auto"):
-        raise InvalidRequestError(
-            f'reasoning.{name} must be "auto": reasoning is given as it is, and not summarised; got {shown(value)}',
-            param=f"reasoning.{name}",
+        raise invalid(
+            f"reasoning.{name}", f'must be "auto": reasoning is given as it is, and not summarised; got {shown(value)}'
         )
     if value is not None:
         ignore(f"reasoning.{name}", strict=strict)
@@ -90,10 +89,9 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
     if choice in (None, "none", "auto", "required"):
         return choice
     if not isinstance(choice, dict) or choice.get("type") != "function" or not isinstance(choice.get("name"), str):
-        raise InvalidRequestError(
-            'tool_choice must be "none", "auto", "required" or {"type": "function", "name": ...}, got '
-            f"{shown(choice)}",
-            param="tool_choice",
+        raise invalid(
+            "tool_choice",
+            f'must be "none", "auto", "required" or {{"type": "function", "name": ...}}, got {shown(choice)}',
         )
     return {"type": "function", "function": {"name": choice["name"]}}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple, Protocol
 
-from ....core.errors import InvalidRequestError
+from ....core.errors import InvalidRequestError, invalid
 from ....core.sampling_params import shown
 from ....core.structured_outputs import StructuredOutputsParams
 
@@ -94,16 +94,16 @@ def tool_choice_of(body: ToolFields) -> ToolChoice:
     tools, choice = body.tools or [], body.tool_choice
     name = _name_of(choice)
     if len(tools) > MAX_TOOLS:
-        raise InvalidRequestError(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed", param="tools")
+        raise invalid("tools", f"has {len(tools)} entries; at most {MAX_TOOLS} are allowed")
     names = [_checked(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     twice = next((name for index, name in enumerate(names) if name in names[:index]), None)
     if twice is not None:
-        raise InvalidRequestError(f"tools has two functions called {twice!r}", param="tools")
+        raise invalid("tools", f"has two functions called {twice!r}")
     if choice == "none":
         return ToolChoice()
     is_forced = choice == "required" or name is not None
     if is_forced and not tools:
-        raise InvalidRequestError("tool_choice needs tools", param="tool_choice")
+        raise invalid("tool_choice", "needs tools")
     if name is not None and name not in names:
         raise InvalidRequestError(f"tool_choice: there is no tool called {shown(name)}", param="tool_choice")
     return ToolChoice(tuple(tools), is_forced, name, body.parallel_tool_calls is not False)
@@ -116,10 +116,10 @@ def _name_of(choice: Any) -> str | None:
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or choice.get("type") != "function":
-        raise InvalidRequestError(
-            'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}, '
-            f"got {shown(choice)}",
-            param="tool_choice",
+        raise invalid(
+            "tool_choice",
+            f'must be "none", "auto", "required" or {{"type": "function", "function": {{"name": ...}}}}, got '
+            f"{shown(choice)}",
         )
     return name
 
@@ -131,16 +131,16 @@ _TYPES = (("parameters", dict, "a JSON schema"), ("description", str, "a string"
 def _checked(tool: Any, place: str) -> str:
     """Name of a tool."""
     if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
-        raise InvalidRequestError(f'{place} must be {{"type": "function", "function": {{...}}}}', param=place)
+        raise invalid(place, 'must be {"type": "function", "function": {...}}')
     function = tool["function"]
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidRequestError(
-            f"{place}.function.name must have 1 to 64 of the characters a-z, A-Z, 0-9, _, - and .; got {shown(name)}",
-            param=f"{place}.function.name",
+        raise invalid(
+            f"{place}.function.name",
+            f"must have 1 to 64 of the characters a-z, A-Z, 0-9, _, - and .; got {shown(name)}",
         )
     for field, kind, what in _TYPES:
         if not isinstance(function.get(field), kind | None):
             param = f"{place}.function.{field}"
-            raise InvalidRequestError(f"{param} must be {what}", param=param)
+            raise invalid(param, f"must be {what}")
     return name

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from ....core.errors import InvalidRequestError
+from ....core.errors import InvalidRequestError, invalid
 from ....core.sampling_params import shown
 from .choice import ToolFields
 
@@ -26,7 +26,7 @@ def take_functions(body: FunctionFields) -> bool:
     call = body.function_call
     if not body.functions:
         if call not in (None, "none", "auto"):
-            raise InvalidRequestError("function_call needs functions", param="function_call")
+            raise invalid("function_call", "needs functions")
         return False
     if body.tools or body.tool_choice is not None:
         raise InvalidRequestError("functions and tools exclude each other", param="functions")
@@ -35,9 +35,7 @@ def take_functions(body: FunctionFields) -> bool:
     elif call in (None, "none", "auto"):
         body.tool_choice = call
     else:
-        raise InvalidRequestError(
-            f'function_call must be "none", "auto" or {{"name": ...}}, got {shown(call)}', param="function_call"
-        )
+        raise invalid("function_call", f'must be "none", "auto" or {{"name": ...}}, got {shown(call)}')
     body.tools = [{"type": "function", "function": function} for function in body.functions]
     body.parallel_tool_calls = False
     return True
@@ -56,9 +54,5 @@ def old_reason(reason: str | None) -> str | None:
     return "function_call" if reason == "tool_calls" else reason
 
 
-def in_old_names(error: InvalidRequestError) -> InvalidRequestError:
-    """The error with the names of the old fields."""
-    for new, old in (("tools", "functions"), (".function", ""), ("tool_choice", "function_call")):
-        error.message = error.message.replace(new, old, 1)
-        error.param = error.param and error.param.replace(new, old)
-    return error
+OLD_NAMES = {"tools": "functions", ".function": "", "tool_choice": "function_call"}
+"""Names in errors, and what they are called in the old form."""

@@ -31,6 +31,20 @@ class AnswerParser(Protocol):
         """Deltas of what was held back, at the end of the text."""
 
 
+class PlainText:
+    """Parser of an answer without calls and reasoning."""
+
+    has_calls = False
+
+    def feed(self, text: str) -> list[Delta]:
+        """See `AnswerParser`."""
+        return [{"content": text}] if text else []
+
+    def finish(self) -> list[Delta]:
+        """See `AnswerParser`."""
+        return []
+
+
 class CallDeltas:
     """Deltas of the calls of one choice."""
 

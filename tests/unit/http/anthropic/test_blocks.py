@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from outrider.platform.http.anthropic.blocks import BlockEvents, PlainText, whole_content
+from outrider.platform.http.anthropic.blocks import BlockEvents, whole_content
 from outrider.platform.http.openai.tools.formats import FORMATS
-from outrider.platform.http.openai.tools.parser import ForcedCalls, FormatParser
+from outrider.platform.http.openai.tools.parser import ForcedCalls, FormatParser, PlainText
 
 WEATHER = {"name": "get_weather", "arguments": {"city": 'Par"is', "days": [1, {"a": "]"}]}}
 CALL = json.dumps(WEATHER)

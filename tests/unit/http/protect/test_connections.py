@@ -96,7 +96,7 @@ def test_number_of_headers(serve):
 @pytest.mark.parametrize("start", [b"GET / HTTP/1.1\r\nx: ", b"GET / HTTP/1.1\r\n", b"GET /", b""])
 def test_headers_without_an_end(serve, start, monkeypatch):
     """A flood of one line, of many, of the URL, and of empty lines before a request."""
-    monkeypatch.setattr("outrider.platform.http.protect.transport.LINGER_SECONDS", 0.2)
+    monkeypatch.setattr("outrider.platform.http.protect.connections.LINGER_SECONDS", 0.2)
     served = serve()
     piece = b"x: 1\r\n" * 1000 if start.endswith(b"\n") else b"\r\n" * 1000 if not start else b"a" * 6000
     with served.connect(start) as client:

@@ -117,7 +117,7 @@ def test_what_follows_an_early_answer_is_bounded(serve, monkeypatch):
 
 
 def test_a_client_that_never_closes_after_a_refusal_is_closed(serve, monkeypatch):
-    monkeypatch.setattr("outrider.platform.http.protect.transport.LINGER_SECONDS", 0.2)
+    monkeypatch.setattr("outrider.platform.http.protect.connections.LINGER_SECONDS", 0.2)
     served = serve()
     with served.connect(b"GET / HTTP/1.1\r\nbad header\r\n") as client:
         assert answer(client)[0] == 400
