@@ -140,7 +140,7 @@ def random_choices(monkeypatch):
     [
         *((method, "preempted") for method in ("draft_model", "eagle3", "medusa")),
         *((method, "chunked") for method in ("draft_model", "eagle3")),
-        *((method, "plain") for method in ("eagle", "medusa")),
+        ("medusa", "plain"),
     ],
 )
 @pytest.mark.usefixtures("random_choices")
