@@ -144,7 +144,6 @@ class Hardware:
     """"cpu" or "cuda"."""
     free_memory_bytes: int
     total_memory_bytes: int
-    num_threads: int = 1
     host_memory_bytes: int = 0
     """All memory of the host, or of the container if that has less; 0: unknown."""
     has_float8: bool = True

@@ -39,13 +39,7 @@ def find_hardware(device: str) -> Hardware:
             has_float8=has_float8,
         )
     free, total = host_memory()
-    return Hardware(
-        device="cpu",
-        free_memory_bytes=free,
-        total_memory_bytes=total,
-        host_memory_bytes=total,
-        num_threads=torch.get_num_threads(),
-    )
+    return Hardware(device="cpu", free_memory_bytes=free, total_memory_bytes=total, host_memory_bytes=total)
 
 
 def host_memory() -> tuple[int, int]:

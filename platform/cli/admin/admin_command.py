@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..options.database_option import DATABASE_VARIABLE
-from . import database_commands, key_commands, prefix_commands, tenant_commands, usage_commands
-from .database_access import open_store
+from . import database, key_commands, prefix_commands, tenant_commands, usage_commands
+from .database import open_store
 from .output import FORMATS, print_row, print_rows
 
 _EPILOG = """\
@@ -74,7 +74,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     admin = Commands(parser)
-    for module in (tenant_commands, key_commands, usage_commands, prefix_commands, database_commands):
+    for module in (tenant_commands, key_commands, usage_commands, prefix_commands, database):
         module.add_commands(admin)
 
 

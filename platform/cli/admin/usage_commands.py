@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ...tenancy.times import parse_duration, parse_time
-from .database_access import open_database
+from .database import open_database
 from .output import print_rows
 
 if TYPE_CHECKING:

@@ -44,7 +44,6 @@ class _Paths(MetaPathFinder, Loader):
     """Finder and loader of the modules of `PATHS` and of the packages around them."""
 
     def __init__(self, package: str) -> None:
-        self._package = package
         self._sources: dict[str, dict[str, str]] = {}  # module -> name -> where it comes from
         for path, sources in PATHS.items():
             parents = path.split(".")[:-1]

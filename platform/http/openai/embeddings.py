@@ -6,7 +6,7 @@ import asyncio
 import base64
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -49,15 +49,8 @@ async def create_embeddings(request: Request) -> Response:
 async def create_scores(request: Request) -> Response:
     """Cosine similarities of pairs of texts."""
     accepted = await accept(request, ScoreRequest)
-    first, second = accepted.body.pairs
-    pairs = list(zip(first, second, strict=True))
-    distinct = list(dict.fromkeys([*first, *second]))
-    vectors, totals, job = await _pooled(accepted, distinct, accepted.body.params(), "/v1/score", "text_2")
-    vector_of = dict(zip(distinct, vectors, strict=True))
-    data = [
-        {"object": "score", "index": index, "score": score}
-        for index, score in enumerate(await _cosines([(vector_of[a], vector_of[b]) for a, b in pairs]))
-    ]
+    scores, totals, job = await _similarities(accepted, *accepted.body.pairs, "/v1/score", "text_2")
+    data = [{"object": "score", "index": index, "score": score} for index, score in enumerate(scores)]
     return await _answer(accepted, job, totals, object="list", data=data)
 
 
@@ -69,11 +62,7 @@ async def rerank(request: Request) -> Response:
     accepted = await accept(request, RerankRequest)
     body = accepted.body
     texts = body.texts
-    distinct = list(dict.fromkeys([body.query, *texts]))
-    vectors, totals, job = await _pooled(accepted, distinct, body.params(), "/v1/rerank", "documents")
-    vector_of = dict(zip(distinct, vectors, strict=True))
-    query = vector_of[body.query]
-    scores = await _cosines([(query, vector_of[text]) for text in texts])
+    scores, totals, job = await _similarities(accepted, [body.query] * len(texts), texts, "/v1/rerank", "documents")
     order = sorted(range(len(texts)), key=lambda index: -scores[index])
     results = []
     for index in order if body.top_n is None else order[: body.top_n]:
@@ -98,9 +87,18 @@ async def classify(request: Request) -> Response:
     return await _answer(accepted, job, totals, object="list", created=int(time.time()), data=data)
 
 
-async def _cosines(pairs: list[tuple[list[float], list[float]]]) -> list[float]:
-    """Cosines of pairs of vectors, in a thread: 1,024 pairs take about a second."""
-    return await asyncio.to_thread(lambda: [cosine(a, b) for a, b in pairs])
+async def _similarities(
+    accepted: Accepted[Any], first: Sequence[Any], second: Sequence[Any], endpoint: str, field: str
+) -> tuple[list[float], Totals, Job]:
+    """Cosine of each first text with the second one at its place; see `_run`."""
+    distinct = list(dict.fromkeys([*first, *second]))
+    vectors, totals, job = await _pooled(accepted, distinct, accepted.body.params(), endpoint, field)
+    vector_of = dict(zip(distinct, vectors, strict=True))
+
+    def cosines() -> list[float]:
+        return [cosine(vector_of[a], vector_of[b]) for a, b in zip(first, second, strict=True)]
+
+    return await asyncio.to_thread(cosines), totals, job  # 1,024 pairs take about a second
 
 
 async def _pooled(

@@ -7,7 +7,6 @@ import pytest
 
 from outrider.platform.cli.bench.compare import compare, differences
 from outrider.platform.cli.bench.request_figures import RequestRecord, acceptance, figures
-from outrider.platform.cli.bench.serving.latency_plot import draw_latencies
 from outrider.platform.cli.bench.serving.profiling.timeline import (
     Span,
     chrome_trace,
@@ -15,6 +14,7 @@ from outrider.platform.cli.bench.serving.profiling.timeline import (
     summarize,
 )
 from outrider.platform.cli.bench.serving.request_load import arrival_times
+from outrider.platform.cli.bench.serving.serving_report import draw_latencies
 from outrider.platform.cli.main import main
 from outrider.platform.core.messages import SpeculationCounts
 

@@ -21,9 +21,8 @@ from ..machine import describe_machine, describe_model, has_random_weights, labe
 from ..prompt_files import encode
 from ..request_figures import RequestRecord, figures
 from .datasets import Sample, assign_adapters, make_samples
-from .latency_plot import draw_latencies
 from .serving_commands import arguments
-from .vllm_tables import format_table
+from .serving_report import draw_latencies, format_table
 
 
 def engine_args(options: argparse.Namespace, **defaults: Any) -> EngineArgs:

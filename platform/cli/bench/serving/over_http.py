@@ -17,12 +17,11 @@ from ..machine import describe_machine, has_random_weights, labels
 from ..request_figures import RequestRecord, acceptance, figures
 from .datasets import assign_adapters, make_samples
 from .http_client import HttpClient
-from .latency_plot import draw_latencies
 from .request_load import Load, arrival_times, offer
 from .server_facts import find_model, find_tokenizer, since, speculation_counts
 from .serving_commands import ENDPOINTS, arguments
+from .serving_report import draw_latencies, format_table
 from .streaming import Asker
-from .vllm_tables import format_table
 
 _BUSY_SHARE, _LATE_MS = 0.7, 20.0
 """Limits of the client's share of a core and of its event loop's p99 delay; above them it may distort the figures."""
