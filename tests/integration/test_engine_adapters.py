@@ -229,13 +229,6 @@ def test_same_prompt_with_another_adapter_shares_no_blocks(models, make_engine, 
     assert outcome.num_cached_tokens == 16
 
 
-def test_tenants_and_salts_share_no_blocks(make_engine, run, prompts, greedy):
-    engine = make_engine()
-    fields = [{}, {"tenant": "t"}, {"cache_salt": "t"}, {"tenant": "t", "cache_salt": "u"}, {"tenant": "t"}]
-    outcomes = [run(engine, [(prompts[3], greedy, None, f)])[0] for f in fields]
-    assert [o.num_cached_tokens for o in outcomes] == [0, 0, 0, 0, 48]
-
-
 def test_reads_beside_steps_compute_without_helpers(models, make_engine, monkeypatch):
     """Those of another thread's, as the engine process has; what the engine's own thread reads changes nothing for
     it."""
