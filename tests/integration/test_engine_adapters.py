@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from threading import current_thread
 
 import pytest
@@ -350,9 +351,7 @@ def rows(plain_engine, run, prompts, wide):
     """Jobs of every adapter, and what an engine without drafts says to them."""
     options = {"max_tokens": 20, "ignore_eos": True, "logprobs": 3, "prompt_logprobs": 2}
     sampling = [SamplingParams(temperature=0, **options), SamplingParams(temperature=0.8, seed=11, **options)]
-    jobs = [
-        (prompt, params, lora) for prompt in (prompts[2], prompts[4]) for params in sampling for lora in wide.values()
-    ]
+    jobs = list(product((prompts[2], prompts[4]), sampling, wide.values()))
     return jobs, run(plain_engine, jobs)
 
 
