@@ -21,9 +21,9 @@ from ..quantized_linear.device_weight import DeviceWeight
 from . import native as _native
 from . import torch as _torch
 from .native import NativeExperts, Weights, is_native
-from .torch import Products, Routing, Scoring, TorchExperts
+from .torch import Product, Products, Routing, Scoring, TorchExperts
 
-__all__ = ["PackedExperts", "Products", "Routing", "Scoring", "on_triton", "pack", "route", "run_products"]
+__all__ = ["PackedExperts", "Product", "Products", "Routing", "Scoring", "on_triton", "pack", "route", "run_products"]
 
 if TYPE_CHECKING:
     from .triton import TritonExperts

@@ -165,6 +165,8 @@ def load_model(
     with weight_memory.of_model():
         for tensor_name, tensor in shown:
             load_into(slots[tensor_name], tensor_name, tensor, "model")
+            if (remember := slots[tensor_name].remember) is not None:
+                remember(tensor.read)
     return model
 
 

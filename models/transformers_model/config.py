@@ -30,7 +30,7 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersConfig:
-    """Model that runs through transformers' code. Implements ModelConfig."""
+    """Model that runs through transformers' code."""
 
     raw: str
     """config.json."""

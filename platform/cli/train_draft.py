@@ -230,6 +230,10 @@ def run(namespace: argparse.Namespace) -> int:
     """Train; returns the exit status."""
     options = resolve(namespace)
     check_output(options)
+    if not options.progress:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
     samples, held_out = load_samples(options)
     from ...spec_decode.training.run import train_draft
 

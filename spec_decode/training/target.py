@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,6 +84,8 @@ def import_peft() -> Any:
         import peft
     except ImportError as error:
         raise OutriderError(MISSING_EXTRA) from error
+    # Between two of the libraries' own versions, and nothing that a user can change.
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing. is deprecated", category=FutureWarning)
     return peft
 
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from outrider import LoRARequest, SamplingParams
+from outrider.kernels.experts import run_products
+from outrider.models.layers import experts
 
 from ..thread_ranks import ranks_as_threads
 from ..tiny_families import FAMILIES, build
@@ -65,6 +67,19 @@ def engine_of(make_engine, served: Served, **options):
 
 def said(outcomes):
     return [(outcome.token_ids, outcome.logprobs) for outcome in outcomes]
+
+
+def test_only_tokens_with_an_adapter_have_products_of_their_own(make_engine, run, served, monkeypatch):
+    engine, counts = engine_of(make_engine, served), set()
+
+    def counted(x, *args, **kwargs):
+        counts.add(len(x))
+        return run_products(x, *args, **kwargs)
+
+    monkeypatch.setattr(experts, "run_products", counted)
+    together = [outcome.token_ids for outcome in run(engine, served.jobs[:2])]
+    assert counts == {60, 1}, "of two prompts, and of two tokens of a step"
+    assert together == [run(engine, [job])[0].token_ids for job in served.jobs[:2]]
 
 
 @pytest.mark.parametrize("speculation", [None, {"method": "ngram", "num_speculative_tokens": 3}])

@@ -40,7 +40,6 @@ from outrider.platform.engine.runner.warm_up import dummy, rehearse, step
 from outrider.platform.engine.sampling import sampler
 from outrider.spec_decode.control.policy import SpeculationPolicy
 from outrider.spec_decode.verify import draft_sampling as drawing
-from outrider.spec_decode.verify import verification
 
 from .call_tape import CallTape, graph_backend, without_native_kernels
 
@@ -208,7 +207,7 @@ def graphs(device: str, monkeypatch: pytest.MonkeyPatch) -> PassGraphs:
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampling and verification by the device's rules, and nobody asks where late rows begin."""
-    for module in (sampler, verification, kernels_penalties):
+    for module in (sampler, kernels_penalties):
         monkeypatch.setattr(module, "use_triton", lambda x: True)
 
     def asked(rows: SequenceRows) -> SequenceRows:
