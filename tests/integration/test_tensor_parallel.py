@@ -15,7 +15,6 @@ import pytest
 from peft import LoraConfig, get_peft_model
 
 from outrider import LLM, LoRARequest, SamplingParams
-from outrider.models.demo import demo_adapters
 from outrider.platform.core.errors import EngineDeadError, InvalidRequestError, OutriderError
 from outrider.platform.engine.executor import parallel, rank_process
 
