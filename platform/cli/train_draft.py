@@ -180,7 +180,7 @@ def _whole_lines(file: Path, *, cut: bool = False) -> int:
 
 
 def _reader(options: TrainOptions) -> Reader:
-    from ...models.checkpoint.loader import resolve_model_path
+    from ...models.checkpoint.paths import resolve_model_path
     from ...models.checkpoint.tokenizer import load_tokenizer
     from ...spec_decode.training.data import Reader
     from ...spec_decode.training.target import read_config

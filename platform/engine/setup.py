@@ -16,13 +16,8 @@ from ...lora.device.sites import AdapterHooks
 from ...lora.manager import AdapterManager
 from ...lora.reader import reader_client
 from ...models.batch import LayerKV, allocate_kv
-from ...models.checkpoint.loader import (
-    ModelOptions,
-    load_model,
-    read_facts,
-    resolve_model_path,
-    tokenizer_path,
-)
+from ...models.checkpoint.loader import ModelOptions, load_model, read_facts
+from ...models.checkpoint.paths import resolve_model_path, tokenizer_path
 from ...models.checkpoint.tokenizer import load_tokenizer
 from ...models.demo import demo_model_path
 from ...models.model import LanguageModel

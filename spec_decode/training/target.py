@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...models.checkpoint.gguf_file import is_gguf
 from ...models.checkpoint.gguf_reader import open_gguf
 from ...models.checkpoint.json_files import read_json, read_model_config
-from ...models.checkpoint.loader import resolve_model_path
+from ...models.checkpoint.paths import resolve_model_path
 from ...models.config import DecoderConfig, config_from_hf
 from ...platform.core.errors import AdapterError, OutriderError, UnsupportedModelError
 from .data import Batch

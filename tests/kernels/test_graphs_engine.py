@@ -226,9 +226,7 @@ def without_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     ("method", "adapted", "overlapping"),
     [
         ("eagle3", True, False),
-        ("eagle3", False, True),
         ("draft_model", True, True),
-        ("medusa", True, True),
         (None, True, True),
     ],
 )
@@ -247,7 +245,7 @@ def test_text_is_the_same(
     assert graphs.num_replayed >= 4
     assert graphs.num_captured < graphs.num_replayed
     if isinstance(graphs.backend, CallTape):
-        assert min(graphs.backend.num_calls) > (5 if method == "medusa" else 10)  # whole passes, and all heads at once
+        assert min(graphs.backend.num_calls) > 10, "whole passes"
     monkeypatch.undo()
     assert found == run(files, "cpu", None, adapted=adapted)[0]  # without graphs and without drafts
     if method is not None:
