@@ -38,7 +38,13 @@ if TYPE_CHECKING:
     from .platform.core.lora_request import LoRAMix, LoRARequest
     from .platform.core.messages import AdapterInfo, EngineInfo, EngineStats
     from .platform.core.outputs import CompletionOutput, RequestOutput
-    from .platform.core.pooling import PoolingParams
+    from .platform.core.pooling import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        PoolingParams,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
     from .platform.core.sampling_params import RequestOutputKind, SamplingParams
     from .platform.core.structured_outputs import StructuredOutputsParams
 
@@ -64,7 +70,9 @@ _NAMES_OF = {
     ".platform.core.lora_request": "LoRAMix LoRARequest",
     ".platform.core.messages": "AdapterInfo EngineInfo EngineStats",
     ".platform.core.outputs": "CompletionOutput RequestOutput",
-    ".platform.core.pooling": "PoolingParams",
+    ".platform.core.pooling": """
+        ClassificationRequestOutput EmbeddingRequestOutput PoolingParams PoolingRequestOutput ScoringRequestOutput
+    """,
     ".platform.core.sampling_params": "RequestOutputKind SamplingParams",
     ".platform.core.structured_outputs": "StructuredOutputsParams",
 }
@@ -83,7 +91,9 @@ __all__ = [
     "AsyncLLMEngine",
     "AuthenticationError",
     "BeamSearchParams",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineDeadError",
     "EngineInfo",
@@ -98,11 +108,13 @@ __all__ = [
     "OverloadedError",
     "PermissionDeniedError",
     "PoolingParams",
+    "PoolingRequestOutput",
     "PromptTooLongError",
     "RateLimitError",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "ShuttingDownError",
     "StructuredOutputsParams",
     "TextPrompt",

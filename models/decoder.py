@@ -56,36 +56,31 @@ class Decoder:
             kind = _layer_kind(config)
             layers = [kind(config, i, self.attention, self.device) for i in range(config.num_layers)]
             self.layers, self._deferring = layers, layers if adds_residuals(self.device) and not invariant else ()
-            self._embedding = Embedding(*shape, tied=config.tie_word_embeddings, scales=scales, **common)
+            self.embedding = Embedding(*shape, tied=config.tie_word_embeddings, scales=scales, **common)
             self._final_norm = RMSNorm(
                 ["model.norm.weight"], config.hidden_size, eps, offset=config.norm_offset, **common
             )
         else:
             self.layers = [GPTLayer(config, block, i, self.attention, self.device) for i in range(config.num_layers)]
             names = VocabularyNames(block.embedding, block.head, block.head_bias)
-            self._embedding = Embedding(*shape, tied=config.tie_word_embeddings, names=names, **common)
+            self.embedding = Embedding(*shape, tied=config.tie_word_embeddings, names=names, **common)
             self._ends = GPTEnds(config, block, self.device)
 
     @property
     def kv_layers(self) -> list[KVLayerSpec]:
-        """Cache of each layer for a token, in order."""
+        """See LanguageModel."""
         config = self.config
         return [KVLayerSpec(config.num_kv_heads, config.head_dim, shared=config.latent is not None)] * config.num_layers
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all weights; a tied head counts once."""
+        """See LanguageModel."""
         return sum(torch.Size(slot.shape).numel() for slot in self.weight_slots().values())
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, aux_layers: Sequence[int] = ()) -> DecoderOutput:
-        """Compute a batch; the tokens' KV is written to `batch.kv`.
-
-        Args:
-            aux_layers: Layers whose entering hidden states are returned too; the number of layers means the output of
-                the last one. They cost nothing but memory.
-        """
-        hidden = self._embedding.lookup(batch.input_ids, batch.adapters)
+        """See LanguageModel."""
+        hidden = self.embedding.lookup(batch.input_ids, batch.adapters)
         if self._ends is not None:
             hidden = self._ends.enter(hidden, batch)
         if self._deferring:
@@ -115,23 +110,17 @@ class Decoder:
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor, adapters: Any = None, out: Tensor | None = None) -> Tensor:
-        """Logits [R, vocab_size] float32 of hidden [R, H], in `out` if given. `adapters` is the input of the head's
-        LoRA site for these R rows alone; None when none of them has an adapter there."""
-        return self._embedding.logits(hidden, adapters, out)
-
-    @property
-    def embedding(self) -> Embedding:
-        """Token embeddings and the head."""
-        return self._embedding
+        """See LanguageModel."""
+        return self.embedding.logits(hidden, adapters, out)
 
     def linears(self) -> list[Linear]:
-        """Linear layers that adapters may target."""
+        """See LanguageModel."""
         parts = self.layers if self._ends is None else (*self.layers, self._ends)
         return [linear for part in parts for linear in part.linears()]
 
     def weight_slots(self) -> dict[str, WeightSlot]:
-        """Slots of all tensors that the model needs, by their names in HF checkpoints."""
-        slots = self._embedding.weight_slots()
+        """See LanguageModel."""
+        slots = self.embedding.weight_slots()
         for part in (*self.layers, self._final_norm if self._ends is None else self._ends):
             slots.update(part.weight_slots())
         return slots if self.score is None else slots | self.score.weight_slots()

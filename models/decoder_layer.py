@@ -116,12 +116,13 @@ class GeneralLayer(DecoderLayer):
         self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = (
             None if name is None else self._norm([name], config.hidden_size) for name in config.norms
         )
-        self._wide_norms: list[tuple[RMSNorm, slice]] = []
+        self.wide_norms: list[tuple[RMSNorm, slice]] = []
+        """Norms of all queries and of all keys, and their columns in those of this process."""
         if config.qk_norm_wide:
             heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
             for name, start, size in (("q", 0, heads), ("k", heads, kv_heads)):
                 norm = self._norm([f"self_attn.{name}_norm"], size)
-                self._wide_norms.append((norm, slice(start, start + size)))
+                self.wide_norms.append((norm, slice(start, start + size)))
 
     def forward(self, hidden: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         """See DecoderLayer."""
@@ -134,7 +135,7 @@ class GeneralLayer(DecoderLayer):
         """See DecoderLayer."""
         normed, hidden = _entering(self._before_attention, hidden, delta)
         qkv = self.qkv.forward(normed, batch)
-        for norm, columns in self._wide_norms:
+        for norm, columns in self.wide_norms:
             qkv[:, columns] = norm(qkv[:, columns].contiguous())
         attended = self._attend_qkv(qkv, batch, kv)
         delta = self._leaving(self._after_attention, self.o.forward(attended, batch))

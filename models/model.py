@@ -7,7 +7,7 @@ weight_slots: filled once by the loader;  linears, embedding: sites of adapters
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -15,69 +15,16 @@ if TYPE_CHECKING:
 
     from .attention import AttentionBackend
     from .batch import ForwardBatch, KVLayerSpec, Rope
+    from .config import DecoderConfig
     from .layers.embedding import Embedding
     from .layers.linear import Linear
     from .layers.score_head import ScoreHead
     from .layers.weights import WeightSlot
+    from .transformers_model.config import TransformersConfig
 
 
-class ModelConfig(Protocol):
-    """Sizes of a model. All are read-only."""
-
-    @property
-    def architecture(self) -> str:
-        """Name in the `architectures` of config.json."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the head."""
-        ...
-
-    @property
-    def hidden_size(self) -> int:
-        """Elements of a hidden state: H."""
-        ...
-
-    @property
-    def embedding_size(self) -> int:
-        """Elements of a token's embedding."""
-        ...
-
-    @property
-    def num_layers(self) -> int:
-        """Layers, each with a cache of its own."""
-        ...
-
-    @property
-    def num_heads(self) -> int:
-        """Heads of queries in each layer."""
-        ...
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Heads of keys and values in each layer."""
-        ...
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of a head."""
-        ...
-
-    @property
-    def max_position_embeddings(self) -> int:
-        """Context length in tokens."""
-        ...
-
-    @property
-    def tie_word_embeddings(self) -> bool:
-        """True when the head's weight is the embedding table."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of weights, activations and KV."""
-        ...
+ModelConfig: TypeAlias = "DecoderConfig | TransformersConfig"
+"""Sizes of a model."""
 
 
 class DecoderOutput(NamedTuple):

@@ -1,10 +1,11 @@
 """Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053): N ranks compute a decoder, each a share of every layer.
 
-    qkv, gate_up   column parallel: a rank has the output rows of its heads, or of its part of the inner size
+    qkv, gate_up   column parallel: a rank has the output rows of its heads, or of its part of the inner size (GPT: up)
     o, down        row parallel: a rank has the matching input columns; the ranks' results are summed
     experts        a rank has some experts as a whole, and all ranks the router; the ranks' results are summed
     embeddings     a rank has a range of tokens; embeddings are summed, logits put side by side
     latents        every rank has all (DeepSeek-V2); q_b and kv_b are column parallel, by heads
+    wide norms     over all heads (OLMo 2): a rank has every head's queries and keys while it normalises its own
 
 Where there are fewer KV heads than ranks, several ranks have the same one. The first rank adds what is added once: the
 bias of a row parallel layer and the residual stream. An adapter's B is divided as the rows of a column parallel layer,
@@ -26,6 +27,7 @@ from ..platform.core.errors import InvalidRequestError
 from .config import DecoderConfig
 from .decoder import Decoder
 from .decoder_layer import DecoderLayer, GeneralLayer
+from .gpt_layer import GPTLayer
 from .layers.experts import SparseMlp
 from .layers.weights import Weight
 
@@ -116,6 +118,10 @@ class LinearPart:
             return a, self._chosen(module, b, 1)
         return a[:, self._columns if self._order is None else self._order.to(a.device)], b
 
+    def gain(self, module: str, gain: Tensor) -> Tensor:
+        """This rank's part of an adapter's gains [out]: a row parallel layer's are factors of what each rank adds."""
+        return self._chosen(module, gain, 0) if self._columns is None else gain
+
     def inputs(self, x: Tensor) -> Tensor:
         """Inputs [T, in] of this rank's weight, from this rank's x: groups of inputs that lie apart (`desc_act`) are of
         all ranks' x."""
@@ -152,6 +158,26 @@ class ExpertsPart:
     def total(self, y: Tensor) -> Tensor:
         """The layer's result from this rank's."""
         return self._ranks.sum(y)
+
+
+class NormPart:
+    """Share of one rank in a norm over all heads, of queries or of keys. Implements `layers.norm.NormShare`."""
+
+    def __init__(self, ranks: Ranks, heads: _Range) -> None:
+        """`heads`: those of this rank; several ranks may have the same ones."""
+        self.size = heads.length
+        self._ranks = ranks
+        self._heads = heads
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Elements [T, size] of all ranks, from this rank's."""
+        found = self._ranks.gather(x)  # [N, T, own]
+        copies = self._ranks.size * self._heads.count // self._heads.total
+        return found[::copies].transpose(0, 1).reshape(len(x), self.size)
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's elements of x [T, size]."""
+        return x[:, self._heads.rows(0)]
 
 
 class VocabularyPart:
@@ -191,13 +217,6 @@ def rank_config(config: object, num_ranks: int) -> DecoderConfig:
         raise InvalidRequestError(
             f"{_PARAM} {num_ranks}: a model that transformers' code computes is not divided", param=_PARAM
         )
-    refused = {
-        "layers of the GPT form": config.block,
-        "norms over all heads together": config.qk_norm_wide,
-    }
-    for what, found in refused.items():
-        if found:
-            raise InvalidRequestError(f"{_PARAM} {num_ranks}: {what} is not served by several ranks yet", param=_PARAM)
     experts = config.experts
     sizes = {"num_attention_heads": config.num_heads}
     if experts is None or len(experts.layers) < config.num_layers:
@@ -236,13 +255,12 @@ def divided_decoder(config: DecoderConfig, ranks: Ranks, device: torch.device | 
     """
     model = Decoder(rank_config(config, ranks.size), device)
     for layer in model.layers:
-        assert isinstance(layer, DecoderLayer), "layers of other forms are refused"
         _divide(layer, config, ranks)
     model.embedding.part = VocabularyPart(ranks, config.vocab_size)
     return model
 
 
-def _divide(layer: DecoderLayer, config: DecoderConfig, ranks: Ranks) -> None:
+def _divide(layer: DecoderLayer | GPTLayer, config: DecoderConfig, ranks: Ranks) -> None:
     """Give the linear layers of `layer` their shares of those in the whole model of `config`."""
     rank, heads, kv_heads = ranks.rank, config.num_heads // ranks.size, config.num_kv_heads
     num_kv, first_kv = max(1, kv_heads // ranks.size), rank * kv_heads // ranks.size
@@ -259,7 +277,7 @@ def _divide(layer: DecoderLayer, config: DecoderConfig, ranks: Ranks) -> None:
 
     key = _Range(kv_heads, first_kv, num_kv, config.head_dim)
     gate = _Range(ranks.size, rank, 1, mlp // ranks.size)
-    parts = {"qkv": [of_heads(config.head_dim), key, key], "gate_up": [gate, gate]}
+    parts = {"qkv": [of_heads(config.head_dim), key, key], "gate_up": [gate, gate], "up": [gate]}
     columns = {"o": of_heads(config.head_dim), "down": gate}
     if (latent := config.latent) is not None:  # `key` is the one vector of a token, of which each rank has a copy
         parts |= {"qkv": [of_heads(latent.query_dim), key], "q_b": [of_heads(latent.query_dim)]}
@@ -269,6 +287,8 @@ def _divide(layer: DecoderLayer, config: DecoderConfig, ranks: Ranks) -> None:
             del parts["qkv"]  # whole on each rank
     if isinstance(layer, GeneralLayer):
         layer.sink_part = config.num_heads, slice(rank * heads, (rank + 1) * heads)
+        for (norm, _), of_norm in zip(layer.wide_norms, (of_heads(config.head_dim), key), strict=False):
+            norm.part = NormPart(ranks, of_norm)
     for linear in layer.linears():
         kind, names = linear.name.rsplit(".", 1)[1], [name for name, _ in linear.slices]
         if linear.expert or kind not in (*parts, *columns):
@@ -281,6 +301,8 @@ def _divide(layer: DecoderLayer, config: DecoderConfig, ranks: Ranks) -> None:
         elif len(names) == 1:  # one tensor of the checkpoint has the parts one after another
             starts = [sum(part.length for part in parts[kind][:index]) for index in range(len(parts[kind]))]
             rows = [part.rows(start) for part, start in zip(parts[kind], starts, strict=True)]
+            if kind == "qkv" and config.block is not None and config.block.by_head:
+                rows = _rows_by_head(config, of_heads(config.head_dim), key)
             whole = [(names[0], sum(part.length for part in parts[kind]))]
             linear.part = LinearPart(ranks, whole, linear.in_features, rows={names[0]: rows})
         else:
@@ -288,6 +310,16 @@ def _divide(layer: DecoderLayer, config: DecoderConfig, ranks: Ranks) -> None:
             whole = [(name, part.length) for name, part in both.items()]
             rows_of = {name: [part.rows(0)] for name, part in both.items()}
             linear.part = LinearPart(ranks, whole, linear.in_features, rows=rows_of)
+
+
+def _rows_by_head(config: DecoderConfig, query: _Range, key: _Range) -> list[slice]:
+    """Rows of a rank's heads in a projection that has, for each KV head, its queries, its key and its value."""
+    dim, group = config.head_dim, config.num_heads // config.num_kv_heads
+    if query.count >= group:
+        return [_Range(key.total, key.first, key.count, (group + 2) * dim).rows(0)]
+    start = key.first * (group + 2)  # in heads; the rank has some of this group's queries
+    heads = [(query.first % group, query.count), (group, 1), (group + 1, 1)]
+    return [slice((start + first) * dim, (start + first + count) * dim) for first, count in heads]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ T tokens, k experts of a token, E experts, H hidden size, I inner size of an exp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, Union, cast
+from collections.abc import Callable, Sequence
+from functools import partial as bound
+from typing import Any, TypeAlias, cast
 
 from torch import Tensor, stack
 
@@ -21,15 +22,23 @@ from ..quantized_linear.device_weight import DeviceWeight
 from . import native as _native
 from . import torch as _torch
 from .native import NativeExperts, Weights, is_native
-from .torch import Products, Routing, Scoring, TorchExperts
+from .torch import Product, Products, Routing, Scoring, TorchExperts, sigmoid
 
-__all__ = ["PackedExperts", "Products", "Routing", "Scoring", "on_triton", "pack", "route", "run_products"]
+__all__ = [
+    "PackedExperts",
+    "Product",
+    "Products",
+    "Routing",
+    "Scoring",
+    "on_triton",
+    "pack",
+    "route",
+    "run_products",
+    "sigmoid",
+]
 
-if TYPE_CHECKING:
-    from .triton import TritonExperts
-
-PackedExperts: TypeAlias = Union[TorchExperts, NativeExperts, "TritonExperts"]
-"""Experts of one layer; a call computes y [T, H] from x [T, H]."""
+PackedExperts: TypeAlias = Callable[..., Tensor]
+"""Experts of one layer; a call computes y [T, H] from x [T, H], as `TorchExperts` does."""
 
 
 def pack(
@@ -53,7 +62,8 @@ def pack(
 
         biases = [_biases(weights) for weights in (gate_up, down)]
         return TritonExperts(*served, biases=biases, activation=activation, partial=partial)
-    return TorchExperts(gate_up, down, activation=activation, batch_invariant=batch_invariant)
+    plain = TorchExperts(gate_up, down, activation=activation, batch_invariant=batch_invariant)
+    return bound(run_products, products=plain.products)
 
 
 def on_triton(weights: Sequence[Packed]) -> bool:
@@ -98,7 +108,7 @@ def route(logits: Tensor, top_k: int, *, renormalised: bool, rounded: bool, scor
     return _native.route(logits, top_k, **options) or _torch.route(logits, top_k, **options)
 
 
-def run_products(x: Tensor, routing: Routing, products: Products, residual: Tensor | None = None) -> Tensor:
+def run_products(x: Tensor, routing: Routing, residual: Tensor | None = None, *, products: Products) -> Tensor:
     """Experts by the products of the caller, who may add something to them. The bits are those of `PackedExperts` with
     the same products."""
     outputs = _torch.outputs_of_pairs(x, routing, products)

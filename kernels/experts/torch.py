@@ -64,7 +64,7 @@ class TorchExperts:
         activation: str = "silu",
         batch_invariant: bool = False,
     ) -> None:
-        self._products = Products(
+        self.products = Products(
             lambda expert, x, tokens: gate_up[expert](x),
             partial(act_and_mul_invariant if batch_invariant else act_and_mul, activation=activation),
             lambda expert, x, tokens: down[expert](x),
@@ -73,7 +73,7 @@ class TorchExperts:
 
     def __call__(self, x: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
         """Compute y [T, H] from x [T, H], as a new tensor; `residual` [T, H] is added."""
-        return combine(outputs_of_pairs(x, routing, self._products), routing.weights, residual)
+        return combine(outputs_of_pairs(x, routing, self.products), routing.weights, residual)
 
 
 def route(logits: Tensor, top_k: int, *, renormalised: bool, rounded: bool) -> Routing:
@@ -87,10 +87,7 @@ def route(logits: Tensor, top_k: int, *, renormalised: bool, rounded: bool) -> R
 def route_scored(logits: Tensor, top_k: int, scoring: Scoring, *, renormalised: bool) -> Routing:
     """See the package; `logits` [T, E]."""
     logits = logits.float()
-    if scoring.sigmoid:  # the softmax of x and 0; torch's sigmoid depends on an element's place, in the last bit
-        scores = torch.stack((logits, torch.zeros_like(logits)), -1).softmax(-1)[..., 0]
-    else:
-        scores = logits.softmax(-1)
+    scores = sigmoid(logits) if scoring.sigmoid else logits.softmax(-1)
     choice = scores if scoring.bias is None else scores + scoring.bias
     if scoring.num_groups > 1:
         groups = choice.view(len(choice), scoring.num_groups, -1)
@@ -102,6 +99,11 @@ def route_scored(logits: Tensor, top_k: int, scoring: Scoring, *, renormalised: 
     if renormalised:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return Routing(experts, weights * scoring.scale)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Sigmoid as the softmax of x and 0: torch's own depends on an element's place, in the last bit."""
+    return torch.stack((x, torch.zeros_like(x)), -1).softmax(-1)[..., 0]
 
 
 def outputs_of_pairs(x: Tensor, routing: Routing, products: Products) -> Tensor:

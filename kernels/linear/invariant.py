@@ -26,17 +26,17 @@ _MAX_TRIAL = 1 << 24
 _TRIAL_ROWS = 512
 
 
-def pieces(num_rows: int, sizes: tuple[int, ...], cheap: int = _CHEAP) -> list[tuple[int, int]]:
+def pieces(num_rows: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
     """Pieces (rows, size of the padded piece) that cover `num_rows` rows in order; `sizes` ascend and are not empty.
 
-    Padding is preferred to another piece up to a size of `cheap`, and up to half of the rows.
+    Padding is preferred to another piece up to a size of `_CHEAP`, and up to half of the rows.
     """
     result = []
     rest = num_rows
     while rest:
         size = next((size for size in sizes if size >= rest), sizes[-1])
         smaller = [s for s in sizes if s < rest]
-        if size > max(cheap, rest * 3 // 2) and smaller:
+        if size > max(_CHEAP, rest * 3 // 2) and smaller:
             size = smaller[-1]
         result.append((min(size, rest), size))
         rest -= min(size, rest)

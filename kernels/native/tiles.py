@@ -3,8 +3,8 @@
 A child process of limited time computes products on the real instructions first. It compares those of bfloat16 with
 float64, those of integers with AVX512's, and times the latter (`tile_check`). A product that is wrong is not used, and
 if the child fails none is; a warning and the start-up summary say so. `linear.trial` then times each shape of bfloat16.
-All of this is kept beside the compiled library under a lock, so processes that start together choose alike. Only a
-child that was stopped, or had too little time or memory, leaves nothing: the next process checks again.
+All of this is kept beside the compiled library under a lock, so processes that start together choose alike. A child
+that ends otherwise, as for want of time or memory, leaves nothing: the next process checks again.
 
 OUTRIDER_AMX: "0" does without our own tiles, and oneDNN's products serve bfloat16; "1" uses right ones for every shape
 of bfloat16, without a trial.
@@ -35,8 +35,8 @@ CHECK_SECONDS = 120
 """Longest time of the child; on two busy cores it takes about 5 s, of which most is the import of torch."""
 NEVER = (1 << 63) - 1
 """Number of rows that no product has."""
-_CRASHES = {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGTRAP, signal.SIGABRT}
-"""Signals that end the child for its own fault; others stop it from outside."""
+_CRASHES = {signal.SIGILL, signal.SIGSEGV}
+"""Signals of instructions that do not work here. Others may come from want of memory, or from outside."""
 
 
 class TileUse(NamedTuple):
@@ -168,7 +168,7 @@ def _check(kept: dict[str, Any]) -> TileUse:
     else:
         how = f"exit code {code}" if code > 0 else f"signal {-code}"
         tiles = _failed(": ".join([how, *done.stderr.strip().splitlines()[-1:]]))
-    if code >= 0 or -code in _CRASHES:
+    if code == 0 or -code in _CRASHES:
         kept.update(tiles._asdict())
     return tiles
 

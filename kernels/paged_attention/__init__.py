@@ -13,7 +13,6 @@ float8 e4m3, which holds the numbers as they come: those larger than 448 are cut
 (`AttentionOptions.shared`) both are one tensor, and a projection's output ends with the keys.
 """
 
-from .invariant import PairRun, TileGroup, TrustedTiles, attend_tiles, trusted_tiles
 from .native import NativeStep, RowArrays, Shape, is_native
 from .options import DEFAULT_OPTIONS, AttentionOptions
 from .torch import (
@@ -36,19 +35,14 @@ __all__ = [
     "LayerKV",
     "LongRow",
     "NativeStep",
-    "PairRun",
     "QueryTile",
     "RowArrays",
     "Shape",
     "ShortGroup",
-    "TileGroup",
-    "TrustedTiles",
     "Workspace",
     "attend_long",
     "attend_short",
-    "attend_tiles",
     "is_native",
     "soft_cap",
-    "trusted_tiles",
     "write_kv",
 ]

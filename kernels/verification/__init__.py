@@ -26,8 +26,8 @@ from ..staging import upload
 
 # In this package the name `torch` is the module beside this file: `import torch` here would hide it.
 from . import torch as _reference
+from .torch import GREEDY, INVARIANT, REJECTION
 
-GREEDY, INVARIANT, REJECTION = 0, 1, 2
 NO_TOKEN = -1
 
 

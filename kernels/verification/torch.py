@@ -1,9 +1,13 @@
-"""Verification in PyTorch, one request after another: the reference of the kernel."""
+"""Verification in PyTorch, for all rows at once: the path of CPUs, and the reference of the kernel.
+
+The host keeps the books, in numpy; tensors hold what is as wide as the vocabulary.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,60 +16,74 @@ from ..noise import Stream, gumbel_argmax, row_keys, uniform
 if TYPE_CHECKING:
     from . import Requests
 
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+GREEDY, INVARIANT, REJECTION = 0, 1, 2
+"""Numbers of the rules in `Requests.rule`."""
+
 
 def verify(logits: Tensor, draft_probs: Tensor | None, requests: Requests) -> tuple[Tensor, Tensor]:
     """`verification.verify` on any device."""
-    tokens = torch.full_like(requests.request, -1)
-    accepted = torch.zeros_like(requests.num_drafts)
-    columns = (requests.first_row, requests.num_drafts, requests.rule, requests.seed_keys, requests.first_position)
-    for b, (first, k, rule, seed, position) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
-        rows = slice(first, first + k + 1)
-        drafts, places = requests.draft_ids[rows], requests.draft_row[rows].tolist()
-        if rule == 2:
-            found = _reject(logits[rows], drafts.tolist()[:k], _q(draft_probs, places), seed, position)
-        else:
-            target = _target(logits[rows], seed, position, noisy=rule == 1)
-            a = int((target == drafts).to(torch.int64).cumprod(0).sum())
-            found = target[: a + 1].tolist()
-        tokens[first : first + len(found)] = torch.tensor(found, device=tokens.device)
-        accepted[b] = len(found) - 1
-    return tokens, accepted
+    request, drafts, draft_rows, first, _, rules, seeds, first_positions = (part.cpu().numpy() for part in requests[:8])
+    request = np.maximum(request, 0)  # -1: padding, behind all other rows
+    rows, rule = np.arange(len(request)), rules[request]
+    positions = first_positions[request] + rows - first[request]
+
+    def keys(of: Ints, stream: Stream) -> Tensor:
+        return row_keys(seeds[request[of]].tolist(), positions[of].tolist(), stream).to(logits.device)
+
+    tokens = np.full(len(rows), -1)
+    greedy, noisy, sampled = (np.flatnonzero(rule == number) for number in (GREEDY, INVARIANT, REJECTION))
+    if len(greedy):
+        tokens[greedy] = _take(logits, greedy).argmax(dim=-1).cpu()
+    if len(noisy):
+        scores = _take(logits, noisy)
+        scores = scores - scores.amax(dim=-1, keepdim=True)
+        tokens[noisy] = gumbel_argmax(scores, keys(noisy, Stream.TARGET)).cpu()
+    right = (tokens == drafts) & (drafts >= 0)
+    if len(sampled):
+        p = _take(logits, sampled).softmax(dim=-1)
+        if requests.max_drafts:
+            right[sampled] = _accepts(
+                p, draft_probs, drafts[sampled], draft_rows[sampled], keys(sampled, Stream.ACCEPT)
+            )
+    # The first row of each request whose draft is not accepted: its last row has none.
+    place = np.minimum.reduceat(np.where(right, len(rows), rows), first)
+    if len(sampled):
+        there = place[rules == REJECTION]
+        p_there = _take(p, np.searchsorted(sampled, there))
+        residual = _subtract_q(p_there, draft_probs, drafts[there], draft_rows[there])
+        tokens[there] = gumbel_argmax(residual.log_(), keys(there, Stream.RESIDUAL)).cpu()
+    before = rows < place[request]
+    tokens[before] = drafts[before]
+    tokens[rows > place[request]] = -1
+    return torch.from_numpy(tokens).to(logits.device), torch.from_numpy(place - first).to(logits.device)
 
 
-def _keys(seed: int, position: int, count: int, stream: Stream, like: Tensor) -> Tensor:
-    return row_keys([seed] * count, range(position, position + count), stream).to(like.device)
+def _take(x: Tensor, rows: Ints) -> Tensor:
+    """Some rows, ascending; no copy when they are all."""
+    return x if len(rows) == len(x) else x.index_select(0, torch.from_numpy(rows).to(x.device))
 
 
-def _q(draft_probs: Tensor | None, places: list[int]) -> list[Tensor | None]:
-    """Distribution of each draft; that of a failed drafter (NaN) counts as without mass."""
-    return [None if place < 0 or draft_probs is None else draft_probs[place] for place in places]
+def _accepts(p: Tensor, draft_probs: Tensor | None, drafts: Ints, draft_rows: Ints, keys: Tensor) -> Any:
+    """u q(d) < p(d) [n] for rows p [n, V] that decide about `drafts` d [n]; False where there is none (-1)."""
+    q = np.ones(len(drafts), np.float32)
+    dense = draft_rows >= 0
+    if draft_probs is not None:
+        q[dense] = draft_probs[draft_rows[dense], drafts[dense]].cpu()
+    p_of_drafts = p[np.arange(len(drafts)), np.maximum(drafts, 0)].cpu().numpy()
+    return (uniform(keys).cpu().numpy() * q < p_of_drafts) & (drafts >= 0)
 
 
-def _target(logits: Tensor, seed: int, position: int, noisy: bool) -> Tensor:
-    """Choices of the target, [1 + k]."""
-    if not noisy:
-        return logits.argmax(dim=-1)
-    keys = _keys(seed, position, len(logits), Stream.TARGET, logits)
-    return gumbel_argmax(logits - logits.amax(dim=-1, keepdim=True), keys)
-
-
-def _reject(logits: Tensor, drafts: list[int], q: list[Tensor | None], seed: int, position: int) -> list[int]:
-    """Accepted drafts and the next token, by rejection sampling."""
-    p = logits.softmax(dim=-1)
-    coins = uniform(_keys(seed, position, len(logits), Stream.ACCEPT, logits)).tolist()
-    a = 0
-    while a < len(drafts):
-        of_draft = q[a]
-        if not coins[a] * (1.0 if of_draft is None else of_draft[drafts[a]].item()) < p[a, drafts[a]].item():
-            break
-        a += 1
-    residual = p[a].clone()
-    if a < len(drafts):
-        of_draft = q[a]
-        if of_draft is None:
-            residual[drafts[a]] = 0.0
-        else:
-            residual = (residual - of_draft.nan_to_num(0.0)).clamp_(min=0.0)
-    scores = (p[a] if residual.amax() <= 0.0 else residual).log()
-    keys = _keys(seed, position + a, 1, Stream.RESIDUAL, logits)
-    return [*drafts[:a], int(gumbel_argmax(scores[None], keys))]
+def _subtract_q(p: Tensor, draft_probs: Tensor | None, drafts: Ints, draft_rows: Ints) -> Tensor:
+    """max(p - q, 0) [n, V] for the rows' `drafts` [n]; p itself where there is none (-1), or nothing would be left."""
+    if (drafts < 0).all():
+        return p
+    residual = p.clone()
+    dense, certain = np.flatnonzero(draft_rows >= 0), np.flatnonzero((draft_rows < 0) & (drafts >= 0))
+    if draft_probs is not None and len(dense):
+        # Where the drafter failed (q is NaN) its draft was rejected, whatever u; then the token is a draw from p.
+        q = draft_probs[draft_rows[dense]].nan_to_num_(0.0)
+        residual.index_add_(0, torch.from_numpy(dense).to(p.device), q, alpha=-1)
+    residual[certain, drafts[certain]] = 0.0
+    return torch.where(residual.amax(dim=-1, keepdim=True) <= 0.0, p, residual.clamp_(min=0.0))

@@ -15,9 +15,9 @@ import torch
 
 from ...kernels.lora import keep_mask
 from ...kernels.lora.groups import GroupBuffer, RowGroups, is_grouped
-from ...kernels.lora.native import RowSegments, is_native
+from ...kernels.lora.native import is_native
 from ..registry.versions import AdapterVersion
-from .layers import LoraBatch, LoraRun, LoraSegment, RowSelection
+from .layers import LoraBatch, LoraRun, LoraSegment, RowSelection, row_segments
 from .pool import Allocation, RowPool
 
 LONG_RUN = 64
@@ -112,8 +112,7 @@ class LoraBatcher:
             groups = RowGroups(ranges, sum(count for _, count in rows), self._device, self._buffer)
             return LoraBatch(tuple(owned), None, (), groups=groups, replayable=groups.replayable and is_plain)
         if self._is_native:
-            native = RowSegments([(run.start, run.stop, run.owner.rows) for run in owned if run.owner is not None])
-            return LoraBatch(tuple(owned), native, (), self._batch_invariant)
+            return LoraBatch(tuple(owned), row_segments(owned), (), self._batch_invariant)
         alone, masked = (owned, []) if self._batch_invariant else _groups(runs)
         segments = [self._alone(run) for run in alone] + [self._masked(group) for group in masked]
         segments.sort(key=lambda segment: segment.start)

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ...kernels.linear import row_squares
+
 if TYPE_CHECKING:
     from ...models.layers.embedding import Embedding
     from ...models.layers.linear import Linear
@@ -33,8 +35,21 @@ class BaseWeight(NamedTuple):
     """Returns the bias [out]; None when the module has none."""
 
 
-def slice_weight(linear: Linear, start: int, size: int) -> BaseWeight:
+def divided_weight(read: Callable[[], Tensor], bias: Callable[[], Tensor | None] = lambda: None) -> BaseWeight:
+    """Return a weight [out, in] of which each of several ranks has a part: `read` reads all of it from the checkpoint.
+    So ranks need not compute together what only the one that reads adapters wants to know."""
+    return BaseWeight(lambda: row_squares(read().contiguous()), lambda x: x @ read().t(), bias)
+
+
+def slice_weight(linear: Linear, start: int, size: int, module: str) -> BaseWeight:
     """Return the weight of one module of a merged projection: `size` rows from `start` on."""
+
+    def whole_bias() -> Tensor | None:
+        read = linear.whole.get(f"{module}.bias")
+        return None if read is None else read()
+
+    if linear.part is not None:
+        return divided_weight(lambda: linear.whole[f"{module}.weight"](), whole_bias)
 
     def squares() -> Tensor:
         assert linear.row_squares is not None
@@ -48,11 +63,16 @@ def slice_weight(linear: Linear, start: int, size: int) -> BaseWeight:
 
 def table_weight(embedding: Embedding) -> BaseWeight:
     """Return the token embeddings, which an adapter sees as a weight [hidden, vocab]."""
+    if embedding.part is not None:
+        return divided_weight(lambda: embedding.whole[embedding.names.table]().t())
     return BaseWeight(embedding.table_squares, embedding.project_table)
 
 
 def head_weight(embedding: Embedding) -> BaseWeight:
     """Return the weight of the LM head."""
+    if embedding.part is not None:
+        name = embedding.names.table if embedding.tied else embedding.names.head
+        return divided_weight(lambda: embedding.whole[name](), lambda: embedding.head_bias)
 
     def squares() -> Tensor:
         assert embedding.head_squares is not None

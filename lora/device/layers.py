@@ -11,6 +11,7 @@ R rank rows, S modules of a site, T tokens, V vocabulary, H hidden.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -100,6 +101,31 @@ class LoraBatch:
     """True when an adapter has weights of experts."""
     lookups: dict[EmbeddingSite, tuple[LoraRun, ...]] = field(default_factory=dict, compare=False)
     """Runs whose adapters have embeddings, by site. Cached, as a batch serves many steps."""
+
+    def tokens(self) -> list[int]:
+        """Tokens that have adapters, ascending."""
+        return [token for run in self.runs for token in range(run.start, run.stop)]
+
+    def of(self, tokens: Sequence[int]) -> LoraBatch | None:
+        """Adapters of some tokens, ascending, in their order; None: they have none. Not for a CUDA device's kernels."""
+        places = ((run.owner, bisect_left(tokens, run.start), bisect_left(tokens, run.stop)) for run in self.runs)
+        runs = tuple(LoraRun(*place) for place in places if place[1] < place[2])
+        if not runs:
+            return None
+        if self.native is not None:
+            return LoraBatch(runs, row_segments(runs), (), self.invariant)
+        device = self.segments[0].selection.row_owners.device
+        segments = (
+            LoraSegment(start, stop, RowSelection([owner], device), invariant=self.invariant)
+            for owner, start, stop in runs
+            if owner is not None
+        )
+        return LoraBatch(runs, None, tuple(segments), self.invariant)
+
+
+def row_segments(runs: Sequence[LoraRun]) -> RowSegments:
+    """Runs of adapters for the native kernel."""
+    return RowSegments([(run.start, run.stop, run.owner.rows) for run in runs if run.owner is not None])
 
 
 class LoraSite:

@@ -88,8 +88,6 @@ class AdapterSites:
                 num_labels, hidden_size = score.shape
                 shapes[SCORE] = ModuleShape(hidden_size, num_labels, is_base=score.is_weight)
             if embedding.part is not None:
-                for name, shape in shapes.items():
-                    shapes[name] = shape._replace(is_base=None, base=None)  # no process has the whole weight
                 self._layout.vocabulary.reserve([embedding.names.table], vocab_size, [hidden_size])
                 self._layout.vocabulary.reserve([LM_HEAD], hidden_size, [embedding.part.size])
         # The rows of all experts would fill a device's memory; a CPU's takes only what is written.
@@ -150,23 +148,32 @@ class AdapterSites:
             self._experts.write(allocation, packed.vocabulary)
 
     def _share_of(self, packed: PackedModules) -> PackedModules:
-        """Return this rank's share of an adapter. `RowWriter.prepare` refuses what is more than rank rows."""
+        """Return this rank's share of an adapter. Own rows are not divided."""
         embedding = self._embedding
-        assert packed.is_plain
         assert embedding is not None
         assert embedding.part is not None
         parts = {name: linear.part for linear in self._linears for name, _ in linear.slices}
         found: dict[str, LoraWeights] = {}
-        for name, (a, b, _) in packed.modules().items():
+        for name, (a, b, gain) in packed.modules().items():
             if name in self._elsewhere:
                 continue
             part = parts.get(name)
             if part is not None:
                 a, b = part.lora(name, a, b)
+                gain = gain if gain is None else part.gain(name, gain)
             elif name == LM_HEAD:
                 b = b[:, embedding.part.rows]
-            found[name] = LoraWeights(a, b)
-        return self._layout.pack(found)._replace(invocation=packed.invocation)
+                gain = gain if gain is None else gain[embedding.part.rows]
+            found[name] = LoraWeights(a, b, gain)
+        biases = dict(packed.biases)
+        for name, bias in biases.items():
+            part = parts.get(name)
+            if part is not None:
+                biases[name] = part.bias(name, bias)
+            elif name == LM_HEAD:
+                biases[name] = bias[embedding.part.rows]
+        share = self._layout.pack(found)
+        return share._replace(biases=biases, own_rows=packed.own_rows, invocation=packed.invocation)
 
 
 def _on_gpu(dtype: torch.dtype, device: torch.device) -> bool:
@@ -183,7 +190,7 @@ def _reserve(linear: Linear, model: ModelModules) -> None:
     """Reserve a linear's columns, and note the shapes of its modules."""
     start, whole = 0, linear if linear.part is None else linear.part
     for name, size in whole.slices:
-        base = None if linear.expert or linear.part is not None else slice_weight(linear, start, size)
+        base = None if linear.expert else slice_weight(linear, start, size, name)
         model.shapes[name] = ModuleShape(whole.in_features, size, base=base)
         start += size
     names, sizes = [name for name, _ in whole.slices], [size for _, size in whole.slices]

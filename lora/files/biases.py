@@ -44,8 +44,7 @@ def read_biases(
             if part not in module.keys:
                 continue
             if any(known[target].base is None for target in module.targets):
-                where = "on experts, nor with tensor_parallel_size above 1"
-                raise adapter_error(f"{module.name}: a bias is not served {where} ({module.keys[part]})")
+                raise adapter_error(f"{module.name}: a bias is not served on experts ({module.keys[part]})")
             values = file.read(module.keys[part])
             if values.dtype not in FLOATS:
                 raise adapter_error(f"{module.name}: {module.keys[part]} has dtype {values.dtype}, which is not served")

@@ -115,9 +115,7 @@ def _with_gain(
     module: StoredModule, tensors: Mapping[str, Tensor], weights: LoraWeights, shape: ModuleShape
 ) -> LoraWeights:
     if shape.base is None:
-        raise adapter_error(
-            f"{module.name}: DoRA (use_dora) is not served on experts, nor with tensor_parallel_size above 1"
-        )
+        raise adapter_error(f"{module.name}: DoRA (use_dora) is not served on experts")
     b = Matrix(tensors[B], scale=module.scale).scaled().t()
     gain = compute_gains(tensors[MAGNITUDE], weights.a, b.float(), shape.base)
     return LoraWeights(weights.a, (b * gain).to(weights.b.dtype).contiguous(), gain)

@@ -58,10 +58,7 @@ _REFUSED_KEYS = (
     (re.compile(r"\.bias$"), "a trained bias is served only for a linear module"),
     (re.compile(r"(^|\.)(lora_embedding_[AB]|embed_tokens)(\.|$)"), "an adapter on the embedding is not served"),
     (re.compile(r"(^|\.)lm_head\."), "an adapter on lm_head is not served"),
-    (
-        re.compile(r"(^|\.)(score|classifier)\."),
-        "a score matrix is served whole, for a classifier, without tensor_parallel_size",
-    ),
+    (re.compile(r"(^|\.)(score|classifier)\."), "a score matrix is served whole, for a classifier"),
     (re.compile(r"\.lora_[ab]\.weight$"), "torchtune's own names; its Hugging Face checkpointer writes PEFT's"),
     (re.compile(r"\.linear_(in|out)\."), "NeMo's own names; llm.export_ckpt with target='hf-peft' writes PEFT's"),
 )

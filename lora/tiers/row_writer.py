@@ -11,7 +11,6 @@ from ..adapter import Adapter
 from ..device.layout import PackedModules
 from ..device.pool import Allocation
 from ..device.sites import AdapterSites
-from ..files.peft_config import adapter_error
 
 
 class RowWriter:
@@ -35,16 +34,7 @@ class RowWriter:
         return self._device.type == "cuda"
 
     def prepare(self, adapter: Adapter) -> Adapter:
-        """Return the adapter in memory that the device can read by itself: for a GPU pinned memory. Thread-safe.
-
-        Raises:
-            AdapterError: several ranks divide the model, and the adapter has more than rank rows.
-        """
-        if self._on_write is not None and not adapter.target.is_plain:
-            raise adapter_error(
-                "with tensor_parallel_size above 1, an adapter with magnitudes (DoRA), biases or own vocabulary rows "
-                "is not served"
-            )
+        """Return the adapter in memory that the device can read by itself: for a GPU pinned memory. Thread-safe."""
         if not self.on_gpu:
             return adapter
         return replace(adapter, target=_pin_memory(adapter.target), drafter=_pin_memory(adapter.drafter))

@@ -5,6 +5,7 @@ Once a step a backend plans how the rows are computed (`plan`); then it computes
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ...kernels.paged_attention import LayerKV, NativeStep, RowArrays
-    from ...kernels.paged_attention.device_step import DeviceStep
+    from ...kernels.paged_attention import LayerKV, RowArrays
     from ...kernels.paged_attention.schedule import Capacity
     from ...kernels.rope import Rotation
     from ..batch import SequenceRows
@@ -64,12 +64,13 @@ def attention_spec(config: DecoderConfig, device: torch.device) -> AttentionSpec
     )
 
 
-class AttentionBackend(Protocol):
+class AttentionBackend(ABC):
     """Method of computing attention."""
 
-    looks_up_angles: bool
+    looks_up_angles = False
     """True when it takes rotations whose angles are not gathered."""
 
+    @abstractmethod
     def plan(self, rows: SequenceRows, positions: np.ndarray, block_size: int) -> Any:
         """Plan for `rows` all that does not depend on the layer; `positions` [T] int64 are their tokens'."""
 
@@ -88,23 +89,8 @@ class AttentionBackend(Protocol):
         Queries and keys are normalised, if there is a `norm` for their H + Hk heads, and rotated before they are used.
         `sinks` [H] float32 are the heads' scores of a key without a value.
         """
-
-
-class FusedSteps:
-    """Base of backends whose plans normalise, rotate, store and attend in one call."""
-
-    def forward_qkv(
-        self,
-        qkv: Tensor,
-        rotation: Rotation,
-        norm: RMSNorm | None,
-        kv: LayerKV,
-        plan: NativeStep | DeviceStep,
-        window: int | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """See AttentionBackend."""
-        return plan.attend_qkv(qkv, rotation, norm.weight if norm is not None else None, kv, window, sinks)
+        attended: Tensor = plan.attend_qkv(qkv, rotation, None if norm is None else norm.weight, kv, window, sinks)
+        return attended
 
 
 class ReplayablePlan(Protocol):
@@ -123,7 +109,7 @@ class ReplayablePlan(Protocol):
 
 
 @runtime_checkable
-class ReplayableAttention(AttentionBackend, Protocol):
+class ReplayableAttention(Protocol):
     """Backend whose launches can be captured in a graph. Its plans, also those of `plan`, are ReplayablePlans."""
 
     @property
@@ -150,19 +136,15 @@ def make_attention(spec: AttentionSpec, *, batch_invariant: bool = False) -> Att
 
 def best_backend(spec: AttentionSpec, *, batch_invariant: bool = False) -> Callable[[AttentionSpec], AttentionBackend]:
     """Class of that backend."""
-    from . import native
+    from . import native, torch
 
     if native.serves(spec):
         return native.NativeAttention
     if batch_invariant:
-        from .invariant import InvariantAttention
-
-        return InvariantAttention
+        return torch.InvariantAttention
     if spec.device.type == "cuda" and has_triton():
         from . import triton
 
         if triton.serves(spec):
             return triton.TritonAttention
-    from .torch import TorchAttention
-
-    return TorchAttention
+    return torch.TorchAttention

@@ -6,7 +6,7 @@ import numpy as np
 
 from ...kernels.paged_attention import NativeStep, is_native
 from ..batch import SequenceRows
-from . import AttentionSpec, FusedSteps
+from . import AttentionBackend, AttentionSpec
 
 
 def serves(spec: AttentionSpec) -> bool:
@@ -14,8 +14,8 @@ def serves(spec: AttentionSpec) -> bool:
     return is_native(spec.shape, spec.dtype, spec.device)
 
 
-class NativeAttention(FusedSteps):
-    """Backend that calls the C++ kernel. Implements AttentionBackend."""
+class NativeAttention(AttentionBackend):
+    """Backend that calls the C++ kernel."""
 
     looks_up_angles = True
 

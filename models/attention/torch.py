@@ -1,9 +1,10 @@
-"""Attention with PyTorch alone: the CPU path, and the reference on a GPU."""
+"""Attention with PyTorch alone: the CPU path without the C++ kernel, and the reference on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,11 +20,13 @@ from ...kernels.paged_attention import (
     attend_short,
     write_kv,
 )
-from ...kernels.rope import apply_rope
+from ...kernels.rope import Rotation, apply_rope, apply_rope_invariant, rope_of_part
 from ..batch import SequenceRows
-from . import AttentionSpec
-from .separate import SeparateSteps
+from . import AttentionBackend, AttentionSpec
 from .tables import RowTables
+
+if TYPE_CHECKING:
+    from ..layers.norm import RMSNorm
 
 # Most queries of a row that runs in a group; products of longer rows are large enough alone.
 MAX_SHORT_QUERIES = 16
@@ -66,12 +69,20 @@ def split_by_length(rows: Sequence[int], lengths: np.ndarray) -> list[list[int]]
     return [sorted(group) for group in groups]
 
 
-class TorchAttention(SeparateSteps):
-    """Backend that runs rows with few queries in padded groups, long rows one by one. Implements AttentionBackend."""
+class TorchAttention(AttentionBackend):
+    """Backend that runs rows with few queries in padded groups, long rows one by one."""
+
+    _rotate = staticmethod(apply_rope)
 
     def __init__(self, spec: AttentionSpec) -> None:
-        super().__init__(spec, apply_rope)
+        self._spec = spec
         self._workspace = Workspace()
+        self._rope: Callable[[Tensor, Tensor, Tensor], Tensor] = self._rotate
+        options = spec.options
+        if options.rotary_dim is not None or options.interleaved:
+            self._rope = rope_of_part(
+                self._rotate, options.rotary_dim or spec.head_dim, interleaved=options.interleaved
+            )
 
     def plan(self, rows: SequenceRows, positions: np.ndarray, block_size: int) -> TorchPlan:
         """See AttentionBackend."""
@@ -82,19 +93,33 @@ class TorchAttention(SeparateSteps):
         by_window = {}
         for window in self._spec.windows:
             sizes = tables.lengths if window is None else np.minimum(tables.lengths, window + tables.query_lens)
-            groups = split_by_length(few, sizes) + split_by_length(more, sizes)
+            groups = self._split(few, sizes) + self._split(more, sizes)
             by_window[window] = _WindowPlan(
                 [self._group(np.asarray(group), tables, window) for group in groups],
                 [self._long_row(row, tables, window) for row in many],
             )
         return TorchPlan(self._tensor(tables.slots(positions)), by_window)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, plan: TorchPlan, window: int | None, sinks: Tensor | None
+    def forward_qkv(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        norm: RMSNorm | None,
+        kv: LayerKV,
+        plan: TorchPlan,
+        window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """See SeparateSteps."""
-        write_kv(k, v, kv, plan.slots)
-        work, extra = plan.by_window[window], (self._workspace, self._spec.options, sinks)
+        """See AttentionBackend: norm, rotation, write and attention one by one."""
+        spec = self._spec
+        heads = qkv.view(qkv.shape[0], -1, spec.head_dim)
+        num_qk = spec.num_heads + spec.num_kv_heads
+        qk = heads[:, :num_qk] if norm is None else norm(heads[:, :num_qk])
+        assert rotation.rows is None, "it does not look up angles"
+        qk = self._rope(qk, rotation.cos, rotation.sin)
+        q, k = qk[:, : spec.num_heads], qk[:, spec.num_heads :]
+        write_kv(k, k if spec.options.shared else heads[:, num_qk:], kv, plan.slots)
+        work, extra = plan.by_window[window], (self._workspace, spec.options, sinks)
         if not work.long_rows and len(work.groups) == 1:
             return attend_short(q, kv, work.groups[0], None, *extra).reshape(q.shape[0], -1)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -103,6 +128,12 @@ class TorchAttention(SeparateSteps):
         for row in work.long_rows:
             attend_long(q, kv, row, out, *extra)
         return out.view(q.shape[0], -1)
+
+    def _split(self, rows: Sequence[int], lengths: np.ndarray) -> list[list[int]]:
+        return split_by_length(rows, lengths)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._spec.device)
 
     def _group(self, rows: np.ndarray, tables: RowTables, window: int | None) -> ShortGroup:
         query_lens = tables.query_lens[rows]
@@ -173,3 +204,20 @@ class TorchAttention(SeparateSteps):
         if window is not None:
             hidden |= keys <= positions - window
         return QueryTile((begin, end), (low, high), self._bias(hidden))
+
+
+class InvariantAttention(TorchAttention):
+    """Batch-invariant backend: each query is a group of its own. The shapes of its products then depend on its position
+    alone, so a query's result has the same bits in any batch and any chunk of a prompt."""
+
+    _rotate = staticmethod(apply_rope_invariant)
+
+    def plan(self, rows: SequenceRows, positions: np.ndarray, block_size: int) -> TorchPlan:
+        """See AttentionBackend."""
+        ones, tables = [1] * len(positions), zip(rows.block_tables, rows.query_lens, strict=True)
+        of_tokens = [table for table, count in tables for _ in range(count)]
+        alone = SequenceRows(rows.token_ids, ones, positions.tolist(), of_tokens, rows.first_key)
+        return super().plan(alone, positions, block_size)
+
+    def _split(self, rows: Sequence[int], lengths: np.ndarray) -> list[list[int]]:
+        return [[row] for row in rows]

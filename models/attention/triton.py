@@ -10,7 +10,7 @@ from ...kernels.paged_attention.device_step import DeviceStep
 from ...kernels.paged_attention.schedule import Capacity, Planner, gpu_of, is_supported
 from ...kernels.tuning import configs_of
 from ..batch import SequenceRows
-from . import AttentionSpec, FusedSteps
+from . import AttentionBackend, AttentionSpec
 from .tables import RowTables
 
 
@@ -19,10 +19,8 @@ def serves(spec: AttentionSpec) -> bool:
     return is_supported(spec.shape, spec.dtype)
 
 
-class TritonAttention(FusedSteps):
+class TritonAttention(AttentionBackend):
     """Backend that launches the Triton kernels. Implements ReplayableAttention."""
-
-    looks_up_angles = False
 
     def __init__(self, spec: AttentionSpec, num_splits: int | None = None) -> None:
         """Prepare launches; `num_splits` programs share a tile's keys, a power of two; None: chosen for the device."""

@@ -36,4 +36,12 @@ def read_model_config(path: str | Path) -> dict[str, Any]:
         InvalidRequestError: the file is damaged, or is a GGUF file whose package is not installed.
         UnsupportedModelError: a GGUF file of a model that is not served.
     """
-    return read_gguf_config(Path(path)) if is_gguf(path) else read_json(Path(path) / "config.json")
+    if is_gguf(path):
+        return read_gguf_config(Path(path))
+    file = Path(path) / "config.json"
+    if not file.is_file() and file.with_name("adapter_config.json").is_file():
+        raise NotFoundError(
+            f"{path} is an adapter and no model: name its base model, and it in --lora-modules or a LoRARequest",
+            param="model",
+        )
+    return read_json(file)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,7 +15,7 @@ from ...kernels.linear import Packed, pack
 from ...kernels.paged_attention import soft_cap
 from ...kernels.quantized_linear import QuantizedWeight, RowSource, pack_table
 from .linear import GainSite, LoraSite, pack_weights
-from .weights import Weight, WeightSlot
+from .weights import Weight, WeightSlot, whole_weight
 
 EMBEDDING = "model.embed_tokens"
 """Usual name of the table's module."""
@@ -139,6 +141,8 @@ class Embedding:
         set before it is loaded."""
         self.part: VocabularyShare | None = None
         """Share of this process, set before it is loaded; None: the whole."""
+        self.whole: dict[str, Callable[[], Tensor]] = {}
+        """Functions that read the whole table and head of a divided one again, on the CPU, by their modules' names."""
         self.num_bytes = 0
         """Bytes of table and head, once loaded."""
         self._scales = scales
@@ -147,7 +151,7 @@ class Embedding:
         self._batch_invariant = batch_invariant
         self._table: Tensor | RowSource | None = None
         self._parts: dict[str, Weight] = {}
-        self._bias: Tensor | None = None
+        self._bias: Tensor | None = None  # of the whole head
         self._head: Packed | None = None
 
     def lookup(self, input_ids: Tensor, adapters: Any = None) -> Tensor:
@@ -170,12 +174,12 @@ class Embedding:
         logits = self._head(hidden)  # type: ignore[misc]
         if self.head_lora is not None and adapters is not None:
             if self.head_gains is not None:
-                self.head_gains.scale(logits, adapters, self._bias)
+                self.head_gains.scale(logits, adapters, self._held_bias)
             self.head_lora.add(logits, hidden, adapters)
-            if own is not None:
-                logits = own.logits(logits, hidden, adapters)
         if self.part is not None:
             logits = self.part.join(logits.float())
+        if own is not None:
+            logits = own.logits(logits, hidden, adapters)
         out = logits.float() if out is None else out.copy_(logits)
         if self._scales.changes_logits:
             self._scaled(out)
@@ -204,6 +208,11 @@ class Embedding:
     def head_bias(self) -> Tensor | None:
         """Bias [vocab] of the head, if it has one."""
         return self._bias
+
+    @property
+    def _held_bias(self) -> Tensor | None:
+        """Bias of the logits that this process computes."""
+        return self._bias if self._bias is None or self.part is None else self._bias[self.part.rows].contiguous()
 
     def pack_head(self, weight: Tensor, index: Tensor | None, bias: Tensor | None = None) -> Packed:
         """Pack rows [n, H] of an adapter's head, as the head itself is packed, for the tokens `index` or 0 to n - 1.
@@ -252,6 +261,8 @@ class Embedding:
         """True when `tensor` [vocab, H] is the table, rounded to the model's dtype."""
         if tensor.shape != self._shape:
             return False
+        if self.part is not None:
+            return _same_rows(tensor.to(self._dtype), self.whole[self.names.table]())
         return all(_same(tensor[ids].to(self.device, self._dtype), rows) for ids, rows in self._table_rows())
 
     @torch.inference_mode()
@@ -259,6 +270,8 @@ class Embedding:
         """True when `tensor` [vocab, H] is the head's weight, rounded to the model's dtype."""
         if self.tied:
             return self.is_table(tensor)
+        if self.part is not None:
+            return _same_rows(tensor.to(self._dtype), self.whole[self.names.head]())
         assert self._head is not None
         for start in range(0, self.hidden_size, _PROBES):  # packed, it shows its columns only in products
             end = min(start + _PROBES, self.hidden_size)
@@ -274,9 +287,14 @@ class Embedding:
         slots = {f"{self.names.table}.weight": WeightSlot(self._shape, self._load_table, scale, self._load_table)}
         if not self.tied:
             slots[f"{self.names.head}.weight"] = WeightSlot(self._shape, self._load_head, scale, self._load_head)
+        if self.part is not None:
+            slots = {name: replace(slot, remember=partial(self._remember, name)) for name, slot in slots.items()}
         if self.names.head_bias:
             slots[f"{self.names.head}.bias"] = WeightSlot(self._shape[:1], self._load_bias, scale)
         return slots
+
+    def _remember(self, name: str, read: Callable[[], Weight]) -> None:
+        self.whole[name.removesuffix(".weight")] = partial(whole_weight, read, self.quantize, self._dtype)
 
     def _load_table(self, weight: Weight) -> None:
         self._set_table(self._form(weight))
@@ -316,9 +334,14 @@ class Embedding:
             weight, bias = self._parts["weight"], self._parts.get("bias")
             self._parts = {}
             self._bias = bias if isinstance(bias, Tensor) else None
-            self._head, self.head_squares = pack_weights([weight], self._bias, self._dtype, self._batch_invariant)
+            self._head, self.head_squares = pack_weights([weight], self._held_bias, self._dtype, self._batch_invariant)
             self.num_bytes += self._head.num_bytes
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=0.0, atol=_SAME)
+
+
+def _same_rows(a: Tensor, b: Tensor) -> bool:
+    """`_same`, some rows at a time."""
+    return a.shape == b.shape and all(map(_same, a.split(_ROWS), b.split(_ROWS)))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.act_and_mul import act_and_mul, act_and_mul_invariant
-from ...kernels.experts import PackedExperts, Products, Routing, Scoring, pack, route, run_products
+from ...kernels.experts import PackedExperts, Product, Products, Routing, Scoring, pack, route, run_products, sigmoid
 from ..config import DecoderConfig
 from ..expert_config import ExpertConfig
 from .linear import AdapterRows, Linear
@@ -90,7 +90,7 @@ class SparseMlp:
         if self._shared is not None:
             shared = self._shared.forward(x, batch)
             if self._shared_gate is not None:
-                shared = shared.mul_(self._shared_gate.forward(x, batch).sigmoid())
+                shared = shared.mul_(sigmoid(self._shared_gate.forward(x, batch)))
             residual = shared if residual is None else residual + shared
         config = self._config
         weights = {"renormalised": config.renormalised, "rounded": config.traits.rounded}
@@ -139,6 +139,12 @@ class SparseMlp:
             for name, slot in self._router.weight_slots().items():
                 slots[name.replace(self._block, block, 1)] = RenamedSlot(slot, (name,))
         return slots
+
+
+class _Adapters(NamedTuple):
+    """Implements `AdapterRows`."""
+
+    adapters: Any
 
 
 class ExpertForm(NamedTuple):
@@ -210,27 +216,41 @@ class ExpertLayers:
             sites = gate_up[0].expert_lora, down[0].expert_lora
             if sites[0] is not None:
                 add = tuple(partial(site.add, adapters=batch.adapters) for site in sites)
-                return self._packed(x, routing, residual, add)  # type: ignore[call-arg, arg-type]  # it is Triton's
-            return run_products(x, routing, self._adapted(gate_up, down, len(x), batch.adapters), residual)
+                return self._packed(x, routing, residual, add)  # it is Triton's
+            return self._adapted(x, routing, batch.adapters, residual)
         return self._packed(x, routing, residual)
 
-    def _adapted(self, gate_up: list[Linear], down: list[Linear], num_tokens: int, adapters: Any) -> Products:
-        """Products with the deltas of adapters, which are computed for all tokens: the rows of a step say which tokens
-        belong to which adapter."""
+    def _adapted(self, x: Tensor, routing: Routing, adapters: Any, residual: Tensor | None) -> Tensor:
+        """Compute tokens with adapters by a product for each expert, and all others at once. Where one of 8 requests
+        has an adapter, a Qwen3-MoE of 0.5 billion active parameters is decoded 1.5 times as fast as with products for
+        all tokens (two cores of an AMD EPYC with AVX512-BF16)."""
+        assert self._packed is not None
+        tokens = torch.tensor(adapters.tokens(), device=x.device)
+        others = torch.ones(len(x), dtype=torch.bool, device=x.device).index_fill_(0, tokens, False).nonzero().flatten()
+        own = partial(run_products, products=self._products(adapters.of(adapters.tokens())))
+        ways: list[tuple[Tensor, Callable[..., Tensor]]] = [(tokens, own), (others, self._packed)]
+        y = torch.empty_like(x)
+        for some, compute in ways:
+            if len(some):
+                part = Routing(*(of_all[some] for of_all in routing))
+                y[some] = compute(x[some], part, residual=None if residual is None else residual[some])
+        return y
 
-        def product(linears: list[Linear]) -> Callable[[int, Tensor, Tensor], Tensor]:
+    def _products(self, adapters: Any) -> Products:
+        """Products with the deltas of the tokens' adapters."""
+        rows: dict[int, _Adapters] = {}  # of each expert's tokens
+
+        def product(linears: Sequence[Linear]) -> Product:
             def compute(expert: int, x: Tensor, tokens: Tensor) -> Tensor:
-                linear = linears[expert]
-                spread = x.new_zeros(num_tokens, linear.in_features).index_copy_(0, tokens, x)
-                delta = x.new_zeros(num_tokens, linear.out_features)
-                assert linear.lora is not None, "there are adapters"
-                linear.lora.add(delta, spread, adapters)
-                return linear.packed(x) + delta[tokens]
+                if expert not in rows:
+                    rows[expert] = _Adapters(adapters.of(tokens.tolist()))
+                return linears[expert].forward(x, rows[expert])
 
             return compute
 
         activation = act_and_mul_invariant if self._invariant else act_and_mul
         activate = partial(activation, activation=self._form.activation)
+        gate_up, down = (part[self._held.start : self._held.stop] for part in (self._gate_up, self._down))
         return Products(product(gate_up), activate, product(down), len(down))
 
     def linears(self) -> list[Linear]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 from ...kernels import quantized_linear
 from ...kernels.linear import Packed, pack, row_squares
 from ...kernels.quantized_linear import QuantizedWeight
-from .weights import Weight, WeightSlot
+from .weights import Weight, WeightSlot, whole_weight
 
 
 class AdapterRows(Protocol):
@@ -76,6 +78,9 @@ class Part(Protocol):
     def lora(self, module: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's part of an adapter's A [r, in] and B [r, out]."""
 
+    def gain(self, module: str, gain: Tensor) -> Tensor:
+        """This rank's part of an adapter's gains [out]."""
+
     def inputs(self, x: Tensor) -> Tensor:
         """Inputs [T, in] of this rank's weight, from this rank's x."""
 
@@ -116,6 +121,8 @@ class Linear:
         """Site of adapters of all experts of the layer, on a GPU, in place of `lora`."""
         self.part: Part | None = None
         """Share of this process in the layer, set before it is loaded; None: the whole."""
+        self.whole: dict[str, Callable[[], Tensor]] = {}
+        """Functions that read the whole tensors of a divided layer again, on the CPU, by the checkpoint's names."""
         self.is_elsewhere = False
         """True for an expert's layer that another process computes: it has no weights here."""
         self.bias: Tensor | None = None
@@ -187,8 +194,13 @@ class Linear:
             part: Weight = weight if self.part is None else self.part.weight(self.slices[index][0], weight)
             self._add_part(kind, index, part.to(self._device))
 
+        def remember(read: Callable[[], Weight]) -> None:
+            quantize = self.quantize if kind == "weight" else None
+            self.whole[f"{self.slices[index][0]}.{kind}"] = partial(whole_weight, read, quantize, self._dtype)
+
         scale = (self if self.part is None else self.part).in_features ** -0.5
-        return WeightSlot(shape, load, scale, load_quantized if kind == "weight" else None, self.is_elsewhere)
+        slot = WeightSlot(shape, load, scale, load_quantized if kind == "weight" else None, self.is_elsewhere)
+        return slot if self.part is None else replace(slot, remember=remember)
 
     def _add_part(self, kind: str, index: int, part: Weight) -> None:
         """Keep a part; pack all of them when they are complete."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +12,19 @@ from torch.nn import functional as F
 
 from ...kernels.rms_norm import NormWeight, add_rms_norm, prepare, rms_norm, rms_norm_invariant
 from .weights import WeightSlot
+
+
+class NormShare(Protocol):
+    """Share of a rank in a norm over elements that several processes have; see `models.parallel`."""
+
+    size: int
+    """Elements of all."""
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Elements [T, size] of all ranks, from this rank's."""
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's elements of x [T, size]."""
 
 
 class RMSNorm:
@@ -38,6 +52,8 @@ class RMSNorm:
         self._dtype = dtype
         self._device = device
         self._norm = rms_norm_invariant if batch_invariant else rms_norm
+        self.part: NormShare | None = None
+        """Share of this process in what `__call__` normalises, set before it is loaded; None: all is its own."""
         self._loaded: dict[str, Tensor] = {}
         self._weight: NormWeight | None = None
 
@@ -49,6 +65,8 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Norm of x, a new tensor of x's shape and dtype."""
+        if self.part is not None:
+            return self.part.own(self._norm(self.part.whole(x), self.weight))
         return self._norm(x, self._weight)  # type: ignore[arg-type]  # the loader left no slot empty
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +97,7 @@ class RMSNorm:
                 self._weight = prepare(merged.float() + self._offset, self._eps)
                 self._loaded = {}
 
-        return WeightSlot((self._size,), load)
+        return WeightSlot((self._size if self.part is None else self.part.size,), load)
 
 
 class LayerNorm:

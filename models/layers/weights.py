@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from ...kernels.quantized_linear import QuantizedWeight
@@ -27,6 +28,8 @@ class WeightSlot:
     """Take a quantised weight instead; None: it is dequantised for `load`."""
     is_elsewhere: bool = False
     """True: another process has the tensor, so that it is not read and not loaded here."""
+    remember: Callable[[Callable[[], Weight]], None] | None = None
+    """Take the function that reads the tensor again, where this process keeps a part of it."""
 
     def fill(self, weight: Weight) -> None:
         """Take a weight in either form."""
@@ -39,10 +42,28 @@ class WeightSlot:
 
     def transposed(self) -> WeightSlot:
         """Slot for the same matrix where the checkpoint stores it transposed, unless it is quantised."""
-        load = self.load
+        load, remember = self.load, self.remember
+
+        def turned(weight: Weight) -> Weight:
+            return weight.t().contiguous() if isinstance(weight, Tensor) else weight
+
         return WeightSlot(
-            self.shape[::-1], lambda tensor: load(tensor.t().contiguous()), self.scale, self.load_quantized
+            self.shape[::-1],
+            lambda tensor: load(tensor.t().contiguous()),
+            self.scale,
+            self.load_quantized,
+            remember=None if remember is None else lambda read: remember(lambda: turned(read())),
         )
+
+
+def whole_weight(
+    read: Callable[[], Weight], quantize: Callable[[Tensor], QuantizedWeight] | None, dtype: torch.dtype
+) -> Tensor:
+    """Read a weight from the checkpoint again, on the CPU, as it is served: maybe rounded by `quantize`."""
+    weight = read()
+    if isinstance(weight, Tensor) and quantize is not None:
+        weight = quantize(weight)
+    return (weight if isinstance(weight, Tensor) else weight.dequantized()).to("cpu", dtype)
 
 
 class RenamedSlot(NamedTuple):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...kernels.paged_attention import AttentionOptions
 from .experts import find_experts
+from .layers import outer_model
 from .paged_attention import AttentionCall
 from .rotation import replace_rotation
 from .skeleton import build_on_meta, find_architecture, name_of, refused, replace_linears, sizes_of
@@ -30,7 +31,7 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersConfig:
-    """Model that runs through transformers' code. Implements ModelConfig."""
+    """Model that runs through transformers' code."""
 
     raw: str
     """config.json."""
@@ -161,7 +162,8 @@ class _DryPass:
             with torch.device("meta"), torch.no_grad():
                 ids = torch.zeros(1, TOKENS, dtype=torch.int64)
                 positions = torch.arange(TOKENS)[None]
-                self._model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+                states = self._model.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
+                outer_model(self._model)(states[0, :1])  # fewer rows than TOKENS: the head is no site
         except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             reason = str(error).strip().splitlines()[0][:200]
             raise refused(self._architecture, f"a pass over shapes fails: {reason}") from error
@@ -173,7 +175,8 @@ class _DryPass:
             )
 
     def _note(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        if cos.shape == sin.shape == (1, TOKENS, q.shape[3]):
+        # Some families have angles in float32 beside queries in bfloat16; the backend's are in the queries' dtype.
+        if cos.shape == sin.shape == (1, TOKENS, q.shape[3]) and cos.dtype == sin.dtype == q.dtype:
             self._noted = q, k
         return q, k
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -130,6 +131,19 @@ class GivenStates(nn.Module):
         """Return the states [1, R, H]."""
         assert self.states is not None
         return _States((self.states,))
+
+
+def outer_model(model: Any) -> Callable[[Tensor], Tensor]:
+    """Function from hidden states [R, H] to logits [R, vocab]: the code around the inner model, which is taken out."""
+    given = GivenStates()
+    setattr(model, model.base_model_prefix, given)
+
+    def logits(hidden: Tensor) -> Tensor:
+        given.states = hidden[None]
+        found: Tensor = model(inputs_embeds=given.states, use_cache=False).logits[0]
+        return found
+
+    return logits
 
 
 def use_norm_kernel(module: Any) -> None:

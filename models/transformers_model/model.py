@@ -26,11 +26,11 @@ from .gated_mlp import use_mlp_kernel
 from .layers import (
     AdaptedLinear,
     BareLinear,
-    GivenStates,
     Head,
     MergedLinear,
     SharedInput,
     TokenEmbedding,
+    outer_model,
     parameter_slot,
 )
 from .names import CheckpointNames
@@ -79,8 +79,7 @@ class TransformersModel:
         )
         use_mlp_kernel(self._outer, self._state)
         call_directly(self._outer)
-        self._given = GivenStates()
-        setattr(self._outer, self._outer.base_model_prefix, self._given)
+        self._logits_of = outer_model(self._outer)
         self._entering: dict[int, Tensor] = {}
         self._hooked: set[int] = set()
 
@@ -88,7 +87,7 @@ class TransformersModel:
         config, model = self.config, self._outer
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         table_name = name_of(model, embedding)
-        self._embedding = Embedding(
+        self.embedding = Embedding(
             config.vocab_size,
             config.hidden_size,
             tied=config.tie_word_embeddings,
@@ -96,12 +95,12 @@ class TransformersModel:
             dtype=config.dtype,
             device=self.device,
         )
-        self._slots |= self._embedding.weight_slots()
+        self._slots |= self.embedding.weight_slots()
         self._put_linears(keep=head)
         for name in config.experts:
             self._put_experts(name)
-        replace(model, table_name, TokenEmbedding(self._embedding, self._state))
-        replace(model, "lm_head", Head(self._embedding, self._state))
+        replace(model, table_name, TokenEmbedding(self.embedding, self._state))
+        replace(model, "lm_head", Head(self.embedding, self._state))
         for index, call in enumerate(config.calls):
             module = model.get_submodule(call.module)
             module.paged = PagedLayer(call, index, self.attention, self._state)
@@ -180,11 +179,6 @@ class TransformersModel:
         """See LanguageModel."""
         return sum(torch.Size(slot.shape).numel() for slot in self._slots.values())
 
-    @property
-    def embedding(self) -> Embedding:
-        """See LanguageModel."""
-        return self._embedding
-
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, aux_layers: Sequence[int] = ()) -> DecoderOutput:
         """See LanguageModel."""
@@ -215,10 +209,9 @@ class TransformersModel:
     def compute_logits(self, hidden: Tensor, adapters: Any = None, out: Tensor | None = None) -> Tensor:
         """See LanguageModel."""
         self._state.head_adapters = adapters
-        self._given.states = hidden[None]
-        logits = self._outer(inputs_embeds=self._given.states, use_cache=False).logits[0]
+        logits = self._logits_of(hidden)
         out = logits.float() if out is None else out.copy_(logits)
-        self._embedding.mask(out, adapters)
+        self.embedding.mask(out, adapters)
         return out
 
     def linears(self) -> list[Linear]:

@@ -180,7 +180,7 @@ def _whole_lines(file: Path, *, cut: bool = False) -> int:
 
 
 def _reader(options: TrainOptions) -> Reader:
-    from ...models.checkpoint.loader import resolve_model_path
+    from ...models.checkpoint.paths import resolve_model_path
     from ...models.checkpoint.tokenizer import load_tokenizer
     from ...spec_decode.training.data import Reader
     from ...spec_decode.training.target import read_config
@@ -230,6 +230,10 @@ def run(namespace: argparse.Namespace) -> int:
     """Train; returns the exit status."""
     options = resolve(namespace)
     check_output(options)
+    if not options.progress:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
     samples, held_out = load_samples(options)
     from ...spec_decode.training.run import train_draft
 

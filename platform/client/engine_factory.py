@@ -158,7 +158,7 @@ def import_text_side(args: EngineArgs) -> None:
 def load_text_side(args: EngineArgs, info: EngineInfo) -> tuple[Any, list[int]]:
     """The tokenizer and the end-of-sequence ids for a started engine."""
     from ...models.checkpoint.generation_config import chosen_file
-    from ...models.checkpoint.loader import tokenizer_path
+    from ...models.checkpoint.paths import tokenizer_path
     from ...models.checkpoint.tokenizer import eos_token_ids, load_tokenizer
 
     tokenizer = load_tokenizer(tokenizer_path(args, info.model))

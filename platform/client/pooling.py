@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ...models.checkpoint.json_files import read_json
 from ..core.errors import InvalidRequestError, NotFoundError, OutriderError, invalid
@@ -16,16 +16,20 @@ from ..core.pooling import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,
+    EmbeddingRequestOutput,
     PoolingOutput,
     PoolingParams,
     PoolingRequestOutput,
     ScoringOutput,
+    ScoringRequestOutput,
     classifying,
 )
 from ..core.sampling_params import SamplingParams
 from ..core.tasks import run_all
 from .adapters.spelling import AnyLoRA, for_each
 from .input_processor import Prompt, as_prompts, take_options
+
+R = TypeVar("R", bound=PoolingRequestOutput[Any])
 
 _FILE = Path("1_Pooling") / "config.json"
 _MODES = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls"}
@@ -77,12 +81,11 @@ def _vector(params: PoolingParams | None, output: RequestOutput, *, normalize: b
 def _labels(output: RequestOutput) -> ClassificationRequestOutput:
     if output.pooled is None:
         raise OutriderError("the request was aborted")
-    probs = ClassificationOutput(output.pooled)
-    return ClassificationRequestOutput(output.request_id, probs, output.prompt_token_ids, output.num_cached_tokens)
+    return _result(ClassificationRequestOutput, output, ClassificationOutput(output.pooled))
 
 
-def _result(output: RequestOutput, value: Any) -> PoolingRequestOutput[Any]:
-    return PoolingRequestOutput(output.request_id, value, output.prompt_token_ids, output.num_cached_tokens)
+def _result(kind: type[R], output: RequestOutput, value: Any) -> R:
+    return kind(output.request_id, value, output.prompt_token_ids, output.num_cached_tokens)
 
 
 def _check_task(task: str) -> None:
@@ -110,13 +113,12 @@ def cosine(a: Sequence[float], b: Sequence[float]) -> float:
     return math.fsum(x * y for x, y in zip(a, b, strict=True)) / (lengths or 1.0)
 
 
-def _scores(
-    params: PoolingParams | None, outputs: Sequence[RequestOutput]
-) -> list[PoolingRequestOutput[ScoringOutput]]:
+def _scores(params: PoolingParams | None, outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
     """Similarities of pairs of texts; `outputs` has all first texts, and then all second ones."""
     half, scores = len(outputs) // 2, []
     for first, second in zip(outputs[:half], outputs[half:], strict=True):
-        result = _result(first, ScoringOutput(cosine(_vector(params, first), _vector(params, second))))
+        similarity = cosine(_vector(params, first), _vector(params, second))
+        result = _result(ScoringRequestOutput, first, ScoringOutput(similarity))
         result.prompt_token_ids = [*first.prompt_token_ids, *second.prompt_token_ids]
         scores.append(result)
     return scores
@@ -139,7 +141,7 @@ class SyncPoolingMethods:
         lora_request: AnyLoRA | Sequence[AnyLoRA | None] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         **options: Any,
-    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+    ) -> list[EmbeddingRequestOutput]:
         """Embeddings of one prompt or of many: their pooled hidden states after the final norm, of length 1.
 
         Prompts, adapters and options are as in `generate`, and so are errors; a wrong field of the parameters is named
@@ -147,7 +149,8 @@ class SyncPoolingMethods:
         """
         outputs, params = self._pooled("embed", prompts, pooling_params, lora_request, use_tqdm, options)
         return [
-            _result(output, EmbeddingOutput(_vector(one, output))) for output, one in zip(outputs, params, strict=True)
+            _result(EmbeddingRequestOutput, output, EmbeddingOutput(_vector(one, output)))
+            for output, one in zip(outputs, params, strict=True)
         ]
 
     def encode(
@@ -163,7 +166,7 @@ class SyncPoolingMethods:
         _check_task(pooling_task)
         outputs, params = self._pooled("encode", prompts, pooling_params, lora_request, use_tqdm, options)
         return [
-            _result(output, PoolingOutput(_vector(one, output, normalize=False)))
+            _result(PoolingRequestOutput, output, PoolingOutput(_vector(one, output, normalize=False)))
             for output, one in zip(outputs, params, strict=True)
         ]
 
@@ -175,7 +178,7 @@ class SyncPoolingMethods:
         lora_request: AnyLoRA | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         **options: Any,
-    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+    ) -> list[ScoringRequestOutput]:
         """Cosine similarity of pairs of texts: one with each of many, or lists of one length pair by pair."""
         first, second = _pairs(text_1, text_2)
         outputs, _ = self._pooled("score", [*first, *second], pooling_params, lora_request, use_tqdm, options)
@@ -226,11 +229,11 @@ class AsyncPoolingMethods:
         *,
         lora_request: AnyLoRA | None = None,
         **options: Any,
-    ) -> PoolingRequestOutput[EmbeddingOutput]:
+    ) -> EmbeddingRequestOutput:
         """Embedding of a prompt; see `LLM.embed`."""
         take_options("AsyncLLM.embed()", options)
         output = await self._pooled(prompt, pooling_params, request_id, lora_request, options)
-        return _result(output, EmbeddingOutput(_vector(pooling_params, output)))
+        return _result(EmbeddingRequestOutput, output, EmbeddingOutput(_vector(pooling_params, output)))
 
     async def encode(
         self,
@@ -246,7 +249,7 @@ class AsyncPoolingMethods:
         _check_task(pooling_task)
         take_options("AsyncLLM.encode()", options)
         output = await self._pooled(prompt, pooling_params, request_id, lora_request, options)
-        return _result(output, PoolingOutput(_vector(pooling_params, output, normalize=False)))
+        return _result(PoolingRequestOutput, output, PoolingOutput(_vector(pooling_params, output, normalize=False)))
 
     async def score(
         self,
@@ -255,7 +258,7 @@ class AsyncPoolingMethods:
         pooling_params: PoolingParams | None = None,
         lora_request: AnyLoRA | None = None,
         **options: Any,
-    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+    ) -> list[ScoringRequestOutput]:
         """Cosine similarity of pairs of texts; see `LLM.score`."""
         first, second = _pairs(text_1, text_2)
         texts = (*first, *second)

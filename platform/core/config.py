@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from . import incompatible
-from .compat.vllm_options import plain_value, takes_vllm_options
+from .compat.foreign_options import takes_foreign
+from .compat.vllm_options import ENGINE, plain_value
 from .errors import InvalidRequestError, invalid
 from .kv_size import num_device_blocks, num_host_blocks
 from .quantization import rounding
@@ -32,7 +33,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 _MAX_COST = 1e6
 
 
-@takes_vllm_options
+@takes_foreign(ENGINE)
 @dataclass(slots=True, kw_only=True)
 class EngineArgs:
     """Engine options with the names that vLLM's users know."""

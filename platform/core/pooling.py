@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from .compat.foreign_options import takes_foreign
+from .compat.vllm_python import POOLING
 from .errors import invalid
 from .sampling_params import CLASSIFY, POOLINGS, SamplingParams, check_integer, shown
 
 T = TypeVar("T")
 
 
+@takes_foreign(POOLING)
 @dataclass(slots=True)
 class PoolingParams:
     """Parameters of one prompt's pooling.
@@ -110,6 +113,14 @@ class PoolingRequestOutput(Generic[T]):
     """Token ids of the prompt; of a pair those of both, one after the other."""
     num_cached_tokens: int | None = None
     finished: bool = True
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """Result of `embed` for one prompt."""
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """Result of `score` for one pair of texts."""
 
 
 class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):

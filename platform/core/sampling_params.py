@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import numbers
 import reprlib
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
-from .compat.foreign_options import take_foreign
+from .compat.foreign_options import takes_foreign
 from .compat.vllm_python import SAMPLING
 from .errors import InvalidRequestError, invalid
 from .structured_outputs import StructuredOutputsParams, parse
-
-T = TypeVar("T")
 
 MAX_SEED = 2**63 - 1
 GREEDY_TEMPERATURE = 1e-5
@@ -171,23 +168,7 @@ def _bias_token(key: object) -> int:
     return number
 
 
-def _take_vllm_fields(cls: type[T]) -> type[T]:
-    """Let the constructor take the fields of `vllm_python.SAMPLING` at values that change nothing, and None for the
-    default of a number or a list."""
-    own = cls.__init__
-    known = cls.__dataclass_fields__  # type: ignore[attr-defined]
-
-    @functools.wraps(own)
-    def init(self: T, *args: Any, **fields: Any) -> None:
-        take_foreign(f"{cls.__name__}()", fields, SAMPLING, known)
-        given = {name: value for name, value in fields.items() if value is not None or name in _NO_DEFAULT_FOR_NONE}
-        own(self, *args, **given)
-
-    cls.__init__ = init  # type: ignore[assignment]
-    return cls
-
-
-@_take_vllm_fields
+@takes_foreign(SAMPLING, keeps_none=_NO_DEFAULT_FOR_NONE)
 @dataclass(slots=True)
 class SamplingParams:
     """Sampling parameters of one request; the names are vLLM's and OpenAI's.
@@ -291,7 +272,7 @@ class SamplingParams:
         self._check_logit_bias()
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
             self.structured_outputs = parse(self.structured_outputs)
-        if self.pooling not in (None, *POOLINGS, CLASSIFY):
+        if self.pooling is not None and not (isinstance(self.pooling, str) and self.pooling in (*POOLINGS, CLASSIFY)):
             named = ", ".join((*POOLINGS, CLASSIFY))
             raise invalid("pooling", f"must be one of {named}, got {shown(self.pooling)}")
         try:

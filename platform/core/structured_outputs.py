@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from .compat.foreign_options import takes_foreign
+from .compat.vllm_python import STRUCTURED
 from .errors import InvalidRequestError
 from .text import did_you_mean
 
@@ -30,6 +32,7 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _NO_PACKAGE = "structured outputs need the package llguidance: pip install 'outrider[structured]'"
 
 
+@takes_foreign(STRUCTURED)
 @dataclass(slots=True, kw_only=True)
 class StructuredOutputsParams:
     """Constraint on an answer; exactly one kind is given.

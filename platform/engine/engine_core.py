@@ -62,7 +62,15 @@ class EngineCore:
         """
         if self._executor.is_broken:
             raise self._executor.error()
-        return self._pipeline.step()
+        try:
+            deltas = self._pipeline.step()
+        except Exception as error:
+            if self._executor.is_broken:
+                raise self._executor.error() from error
+            raise
+        if self._executor.is_broken:  # maybe since the middle of a pass, of which nothing is known then
+            raise self._executor.error()
+        return deltas
 
     def has_work(self) -> bool:
         """Return whether `step` has anything to do, or to raise."""

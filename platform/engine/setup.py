@@ -16,13 +16,8 @@ from ...lora.device.sites import AdapterHooks
 from ...lora.manager import AdapterManager
 from ...lora.reader import reader_client
 from ...models.batch import LayerKV, allocate_kv
-from ...models.checkpoint.loader import (
-    ModelOptions,
-    load_model,
-    read_facts,
-    resolve_model_path,
-    tokenizer_path,
-)
+from ...models.checkpoint.loader import ModelOptions, load_model, read_facts
+from ...models.checkpoint.paths import resolve_model_path, tokenizer_path
 from ...models.checkpoint.tokenizer import load_tokenizer
 from ...models.demo import demo_model_path
 from ...models.model import LanguageModel
@@ -37,7 +32,7 @@ from ..core.speculative_config import parse_speculative
 from ..core.threads import beside_a_server, threads_for
 from .description import describe, has_long_steps, weight_bytes
 from .executor.base import Executor, LocalExecutor
-from .executor.captured import TargetPasses
+from .executor.captured import AgreedGraphs, TargetPasses
 from .features import NoAdapters, PrefixNamespaces, Vocabularies
 from .hardware import find_hardware
 from .memory.block_pool import BlockPool
@@ -109,7 +104,7 @@ def _build(
     model = _load(config, path, parallel, progress=progress)
     num_local = 1 if parallel is None else parallel.num_local
     _choose_threads(model, dtype, num_local)
-    graphs = make_graphs(config)
+    graphs = _make_graphs(config, parallel)
     speculation = make_speculation(
         config.speculative, _drafter_context(config, model, graphs, parallel, progress=progress)
     )
@@ -175,6 +170,14 @@ def _start_ranks(config: EngineConfig) -> ParallelExecutor | None:
     from .executor.parallel import ParallelExecutor
 
     return ParallelExecutor(config)
+
+
+def _make_graphs(config: EngineConfig, parallel: ParallelExecutor | None) -> PassGraphs | None:
+    """Graphs of the engine's passes, which all ranks have or none; None: nothing is captured."""
+    graphs = make_graphs(config)
+    if graphs is not None and parallel is not None:
+        graphs.backend = AgreedGraphs(graphs.backend, parallel.ranks.agree)
+    return graphs
 
 
 def _make_executor(

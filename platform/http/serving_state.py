@@ -18,7 +18,6 @@ from ..core.adapter_names import split_engine_name
 from ..core.errors import (
     AsleepError,
     EngineDeadError,
-    InvalidRequestError,
     OutriderError,
     PermissionDeniedError,
     ShuttingDownError,
@@ -270,12 +269,6 @@ class Serving:
                 "chat_template_kwargs": variables,
             },
         )
-        for index, tool in enumerate(request.tools or ()):
-            if tool["function"]["name"] not in rendered["prompt"]:
-                raise InvalidRequestError(
-                    "the chat template writes no tools into the prompt: start the server with --chat-template FILE",
-                    param=f"tools[{index}]",
-                )
         if request.add_special_tokens:
             return processor.encode(rendered["prompt"], most=self.llm.info.max_model_len)
         return list(rendered["prompt_token_ids"])

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ...models.batch import ForwardBatch, SequenceRows, build_batch
-from ...models.checkpoint.loader import ModelOptions, load_model, read_facts, resolve_model_path
+from ...models.checkpoint.loader import ModelOptions, load_model, read_facts
+from ...models.checkpoint.paths import resolve_model_path
 from ...models.checkpoint.vocabulary import agreement
 from ...platform.core.errors import InvalidRequestError
 from ...platform.core.speculative_config import SpeculativeConfig

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...models.checkpoint.gguf_file import is_gguf
 from ...models.checkpoint.json_files import read_json
-from ...models.checkpoint.loader import resolve_model_path
+from ...models.checkpoint.paths import resolve_model_path
 from ...models.layers.weights import WeightSlot
 from ...models.rope_config import RopeConfig
 from ...platform.core.errors import InvalidRequestError, NotFoundError, OutriderError, UnsupportedModelError

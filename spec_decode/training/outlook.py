@@ -30,7 +30,7 @@ def outlook(
     trained = learned * steps / steps_per_epoch
     weights = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     yield (
-        f"{weights / 1e6:.1f} M weights to train in {steps:,} steps, {steps / steps_per_epoch:.1f} times over "
+        f"{weights:,} weights to train in {steps:,} steps, {steps / steps_per_epoch:.1f} times over "
         f"{learned:,} tokens of {len(samples):,} samples"
     )
     compared = [pair for pair in _MEASURED if pair[0] <= trained] or _MEASURED[:1]

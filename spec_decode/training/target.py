@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from ...models.checkpoint.gguf_file import is_gguf
 from ...models.checkpoint.gguf_reader import open_gguf
 from ...models.checkpoint.json_files import read_json, read_model_config
-from ...models.checkpoint.loader import resolve_model_path
+from ...models.checkpoint.paths import resolve_model_path
 from ...models.config import DecoderConfig, config_from_hf
 from ...platform.core.errors import AdapterError, OutriderError, UnsupportedModelError
 from .data import Batch
@@ -83,6 +84,8 @@ def import_peft() -> Any:
         import peft
     except ImportError as error:
         raise OutriderError(MISSING_EXTRA) from error
+    # Between two of the libraries' own versions, and nothing that a user can change.
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing. is deprecated", category=FutureWarning)
     return peft
 
 

@@ -231,12 +231,6 @@ def test_fields_that_frameworks_write(client, stream):
     assert client.chat.completions.create(model="sql", messages=messages, tools=[tool], max_tokens=4, stream=stream)
 
 
-def test_routes_that_are_to_come(client):
-    with pytest.raises(openai.InternalServerError) as refused:
-        client.responses.compact(model="sql", input="hi")
-    assert (refused.value.status_code, refused.value.type) == (501, "NotImplementedError")
-
-
 def test_head_and_slashes(http):
     head = http.head("/v1/models/")
     assert (head.status_code, head.content) == (200, b"")

@@ -43,18 +43,26 @@ def with_invocation(prompts):
     ]
 
 
+@pytest.fixture(scope="module")
+def expected(models, prompts, activated):
+    """Texts of PEFT and of the base model for each of `with_invocation`."""
+    base = models.reference()
+    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 2, "eos_token_id": None}
+    texts = []
+    for text in with_invocation(prompts):
+        plain = base.generate(torch.tensor([text]), **options)[0, len(text) :].tolist()
+        texts += [peft_text(models, activated, text, 24), plain]
+    return texts
+
+
 @pytest.mark.parametrize("method", [None, "ngram", "draft_model", "eagle"])
-def test_texts_equal_those_of_peft_beside_the_base_model(models, make_engine, run, prompts, greedy, activated, method):
+def test_texts_equal_those_of_peft_beside_the_base_model(
+    models, make_engine, run, prompts, greedy, activated, expected, method
+):
     engine = make_engine(**LORA, speculative_config=models.speculative(method, 3), max_num_batched_tokens=24)
-    texts = with_invocation(prompts)
-    jobs = [job for text in texts for job in ((text, greedy, activated), (text, greedy))]
+    jobs = [job for text in with_invocation(prompts) for job in ((text, greedy, activated), (text, greedy))]
     found = [outcome.token_ids for outcome in run(engine, jobs)]
-    for index, text in enumerate(texts):
-        assert found[2 * index] == peft_text(models, activated, text, 24)
-        expected = models.reference().generate(
-            torch.tensor([text]), max_new_tokens=24, do_sample=False, pad_token_id=2, eos_token_id=None
-        )
-        assert found[2 * index + 1] == expected[0, len(text) :].tolist()
+    assert found == expected
     assert found[0] != found[1]
     assert found[6] == found[7]
 

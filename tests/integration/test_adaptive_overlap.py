@@ -94,8 +94,8 @@ OPTIONS = {
 PAIRS = [
     # Whose rows lose what their drafter keeps of them. EAGLE keeps what EAGLE-3 does, in the same class.
     *((method, "few blocks") for method in ("draft_model", "eagle3", "medusa")),
-    *(("draft_model", options) for options in ("plain", "chunks", "fair, no cache")),
-    *(("eagle3", options) for options in ("chunks", "plain")),
+    *(("draft_model", options) for options in ("chunks", "fair, no cache")),
+    ("eagle3", "plain"),
     ("medusa", "fair, no cache"),
 ]
 

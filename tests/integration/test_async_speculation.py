@@ -96,8 +96,13 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize(("options", "on_device"), [("chunks", True), ("few blocks", False), ("fair, no cache", True)])
-@pytest.mark.parametrize("method", ["draft_model", "eagle3", "medusa"])
+@pytest.mark.parametrize(
+    ("method", "options", "on_device"),
+    [
+        *((method, "few blocks", False) for method in ("draft_model", "eagle3", "medusa")),
+        *(("draft_model", "fair, no cache", True), ("eagle3", "chunks", True), ("medusa", "fair, no cache", True)),
+    ],
+)
 def test_in_batches_that_come_and_go(
     models, make_engine, plain_tokens, run, prompts, method, options, on_device, monkeypatch
 ):

@@ -22,6 +22,8 @@ from outrider.platform.http.app import create_app
 from outrider.platform.http.batch import BatchFiles, run_batch
 from outrider.platform.http.server_config import ServerConfig
 
+from ..thread_ranks import ranks_as_threads
+
 SCORE = "base_model.model.score.weight"
 TEXTS = ["SELECT name FROM users", "How do I reset my password?", "a", "the same words again and again " * 12]
 OPTIONS = {
@@ -109,6 +111,16 @@ def test_probabilities_equal_transformers_and_peft(case, tmp_path):
     of_last = [output.outputs.probs for output in outputs[-3:]]
     for one, other in itertools.combinations(of_last, 2):
         assert one != pytest.approx(other, abs=1e-3), "adapters count"
+
+
+def test_two_ranks_give_the_probabilities_of_one(classifier, llm, monkeypatch):
+    ranks_as_threads(monkeypatch)
+    adapters = [None, LoRARequest("tuned", 1, classifier.adapter), LoRARequest("scored", 2, classifier.scored)]
+    want = llm.classify(TEXTS[:1] * 3, lora_request=adapters, use_tqdm=False)
+    with LLM(classifier.folder, runner="pooling", tensor_parallel_size=2, **OPTIONS) as two:
+        found = two.classify(TEXTS[:1] * 3, lora_request=adapters, use_tqdm=False)
+    for one, other in zip(want, found, strict=True):
+        assert other.outputs.probs == pytest.approx(one.outputs.probs, abs=1e-6)
 
 
 def test_labels_of_the_async_engine_and_over_http_are_the_same(classifier, llm):

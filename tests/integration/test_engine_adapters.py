@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from threading import current_thread
 
 import pytest
@@ -229,13 +230,6 @@ def test_same_prompt_with_another_adapter_shares_no_blocks(models, make_engine, 
     assert outcome.num_cached_tokens == 16
 
 
-def test_tenants_and_salts_share_no_blocks(make_engine, run, prompts, greedy):
-    engine = make_engine()
-    fields = [{}, {"tenant": "t"}, {"cache_salt": "t"}, {"tenant": "t", "cache_salt": "u"}, {"tenant": "t"}]
-    outcomes = [run(engine, [(prompts[3], greedy, None, f)])[0] for f in fields]
-    assert [o.num_cached_tokens for o in outcomes] == [0, 0, 0, 0, 48]
-
-
 def test_reads_beside_steps_compute_without_helpers(models, make_engine, monkeypatch):
     """Those of another thread's, as the engine process has; what the engine's own thread reads changes nothing for
     it."""
@@ -352,18 +346,24 @@ def _numbers(outcome):
     return [e.token_ids for e in entries], [value for e in entries for value in e.logprobs]
 
 
-@pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa"])
-def test_each_row_of_logits_has_its_own_adapter(models, make_engine, run, prompts, wide, method, k, monkeypatch):
-    """1 + k rows of each request, and its prompt's, beside those of requests without an adapter there."""
-    monkeypatch.setattr("outrider.platform.engine.runner.model_runner.LOGITS_CHUNK", 7)
+@pytest.fixture(scope="module")
+def rows(plain_engine, run, prompts, wide):
+    """Jobs of every adapter, and what an engine without drafts says to them."""
     options = {"max_tokens": 20, "ignore_eos": True, "logprobs": 3, "prompt_logprobs": 2}
     sampling = [SamplingParams(temperature=0, **options), SamplingParams(temperature=0.8, seed=11, **options)]
-    jobs = [
-        (prompt, params, lora) for prompt in (prompts[2], prompts[4]) for params in sampling for lora in wide.values()
-    ]
+    jobs = list(product((prompts[2], prompts[4]), sampling, wide.values()))
+    return jobs, run(plain_engine, jobs)
+
+
+@pytest.mark.parametrize(
+    ("method", "k"),
+    [("draft_model", 1), *((method, 3) for method in ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa"))],
+)
+def test_each_row_of_logits_has_its_own_adapter(models, make_engine, run, wide, rows, method, k, monkeypatch):
+    """1 + k rows of each request, and its prompt's, beside those of requests without an adapter there."""
+    monkeypatch.setattr("outrider.platform.engine.runner.model_runner.LOGITS_CHUNK", 7)
+    jobs, plain = rows
     engine = {"max_loras": 6, "max_num_seqs": 10, "enable_prefix_caching": False, **LORA}
-    plain = run(make_engine(**engine), jobs)
     drafted = run(make_engine(**engine, speculative_config=models.speculative(method, k)), jobs)
     assert [o.token_ids for o in drafted] == [o.token_ids for o in plain]
     assert sum(o.speculation.num_accepted_tokens for o in drafted if o.speculation) > 0

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from outrider import LoRARequest, SamplingParams
+from outrider.kernels.experts import run_products
+from outrider.models.layers import experts
 
 from ..thread_ranks import ranks_as_threads
 from ..tiny_families import FAMILIES, build
@@ -53,7 +55,7 @@ def test_two_ranks_write_the_text_of_one(make_engine, run, tmp_path, monkeypatch
     assert all(outcome.num_cached_tokens for outcome in again)
 
 
-@pytest.fixture(scope="module", params=["mixtral", "qwen3-moe", "gpt-oss", "deepseek3"])
+@pytest.fixture(scope="module", params=["mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek3"])
 def served(request, tmp_path_factory) -> Served:
     return Served(tmp_path_factory.mktemp(request.param), FAMILIES[request.param])
 
@@ -67,9 +69,23 @@ def said(outcomes):
     return [(outcome.token_ids, outcome.logprobs) for outcome in outcomes]
 
 
+def test_only_tokens_with_an_adapter_have_products_of_their_own(make_engine, run, served, monkeypatch):
+    engine, counts = engine_of(make_engine, served), set()
+
+    def counted(x, *args, **kwargs):
+        counts.add(len(x))
+        return run_products(x, *args, **kwargs)
+
+    monkeypatch.setattr(experts, "run_products", counted)
+    together = [outcome.token_ids for outcome in run(engine, served.jobs[:2])]
+    assert counts == {60, 1}, "of two prompts, and of two tokens of a step"
+    assert together == [run(engine, [job])[0].token_ids for job in served.jobs[:2]]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("speculation", [None, {"method": "ngram", "num_speculative_tokens": 3}])
-def test_batch_invariance(make_engine, run, served, speculation):
-    options = {"dtype": "bfloat16", "batch_invariant": True, "max_num_batched_tokens": 40}
+def test_batch_invariance(make_engine, run, served, speculation, dtype):
+    options = {"dtype": dtype, "batch_invariant": True, "max_num_batched_tokens": 40}
     engine = engine_of(make_engine, served, speculative_config=speculation, **options)
     alone = [said(run(engine, [job]))[0] for job in served.jobs]
     assert said(run(engine, served.jobs[::-1]))[::-1] == alone

@@ -1,4 +1,4 @@
-"""What one tenant was answered never stands in another's drafts; for its own requests it does."""
+"""What one tenant was answered never stands in another's drafts or cached blocks; for its own requests it does."""
 
 from __future__ import annotations
 
@@ -166,3 +166,10 @@ def test_stores_are_bounded_in_the_engine(make_engine, run):
     assert max(s[0] for s in sizes) == 2
     assert max(s[1] for s in sizes) <= 120
     assert max(s[2] for s in sizes) <= 240
+
+
+def test_tenants_and_salts_share_no_blocks(make_engine, run, prompts, greedy):
+    engine = make_engine()
+    fields = [{}, {"tenant": "t"}, {"cache_salt": "t"}, {"tenant": "t", "cache_salt": "u"}, {"tenant": "t"}]
+    outcomes = [run(engine, [(prompts[3], greedy, None, f)])[0] for f in fields]
+    assert [o.num_cached_tokens for o in outcomes] == [0, 0, 0, 0, 48]

@@ -10,7 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outrider import LLM, AsyncLLM, InvalidRequestError, LoRARequest, PoolingParams, PromptTooLongError, SamplingParams
+from outrider import (
+    LLM,
+    AsyncLLM,
+    EmbeddingRequestOutput,
+    InvalidRequestError,
+    LoRARequest,
+    PoolingParams,
+    PromptTooLongError,
+    SamplingParams,
+    ScoringRequestOutput,
+)
 from outrider.models.demo import demo_adapters, demo_model_path
 from outrider.platform.core.errors import AdapterError
 
@@ -73,13 +83,16 @@ def test_a_cached_prefix_and_generation_beside_it_change_nothing(llm):
 
 def test_dimensions_are_cut_before_the_vector_is_scaled(llm):
     whole = llm.encode(TEXTS[0], use_tqdm=False)[0].outputs.data
-    cut = llm.embed(TEXTS[0], PoolingParams(dimensions=8), use_tqdm=False)[0].outputs
+    (short,) = llm.embed(TEXTS[0], PoolingParams(dimensions=8), use_tqdm=False)
+    assert isinstance(short, EmbeddingRequestOutput)
+    cut = short.outputs
     assert cut.hidden_size == 8
     assert cut.embedding == pytest.approx([value / math.hypot(*whole[:8]) for value in whole[:8]], abs=1e-5)
 
 
 def test_scores_are_cosines(llm):
     one = llm.score(TEXTS[0], TEXTS[:3], use_tqdm=False)
+    assert isinstance(one[0], ScoringRequestOutput)
     vectors = [torch.tensor(out.outputs.embedding) for out in llm.embed(TEXTS[:3], use_tqdm=False)]
     assert [pair.outputs.score for pair in one] == pytest.approx([float(vectors[0] @ v) for v in vectors], abs=1e-5)
     assert one[0].outputs.score == pytest.approx(1)

@@ -71,7 +71,7 @@ def same_text(run, jobs, plain_text):
     return same_text
 
 
-@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize("k", [1, 5])
 @pytest.mark.parametrize("method", METHODS)
 def test_text_is_byte_equal_with_and_without(models, make_engine, same_text, method, k):
     drafted = make_engine(speculative_config=models.speculative(method, k), max_num_seqs=24)
@@ -82,7 +82,7 @@ def test_text_is_byte_equal_with_and_without(models, make_engine, same_text, met
 
 
 @pytest.mark.parametrize(
-    ("k", "cache", "chunked"), [(1, True, True), (3, False, False), (3, True, False), (3, False, True), (5, True, True)]
+    ("k", "cache", "chunked"), [(1, True, True), (3, True, False), (3, False, True), (5, False, False)]
 )
 @pytest.mark.parametrize("method", METHODS)
 def test_text_is_byte_equal_with_adapters(models, make_engine, same_text, method, k, cache, chunked):

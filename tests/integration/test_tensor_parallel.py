@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
+from peft import LoraConfig, get_peft_model
 
 from outrider import LLM, LoRARequest, SamplingParams
-from outrider.models.demo import demo_adapters
-from outrider.platform.core.errors import AdapterError, EngineDeadError, InvalidRequestError, OutriderError
+from outrider.platform.core.errors import EngineDeadError, InvalidRequestError, OutriderError
 from outrider.platform.engine.executor import parallel, rank_process
 
 from ..quantized_files import CASES, write_quantized
-from ..rank_texts import NUM_BLOCKS, OPTIONS, PROMPTS, long_texts, num_accepted, preempted_texts, texts
+from ..rank_tests import RankTests, expected, whole  # noqa: F401  (fixtures)
+from ..rank_texts import NUM_BLOCKS, OPTIONS, PROMPTS
 from ..thread_ranks import ranks_as_threads
-from ..tiny_families import Family, build
+from ..tiny_families import FAMILIES, Family, build
 
 
 def ranks() -> list[int]:
@@ -39,48 +39,21 @@ def ranks() -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def whole() -> Iterator[LLM]:
-    with LLM(**OPTIONS) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def expected(whole: LLM) -> list[str]:
-    return texts(whole)
-
-
-@pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with LLM(tensor_parallel_size=2, num_gpu_blocks_override=NUM_BLOCKS, **OPTIONS) as made:
+        assert len(ranks()) == 1
         yield made
     assert not ranks(), "they end with the engine"
 
 
-def test_two_ranks_write_the_text_of_one(llm: LLM, expected: list[str]) -> None:
-    assert len(ranks()) == 1
-    assert texts(llm) == expected
-    assert num_accepted(llm) > 10, "drafts are accepted"
-    llm.llm_engine.engine_core.check_integrity()
+class TestTexts(RankTests):
+    """See `RankTests`."""
 
 
-def test_what_clients_are_told_is_of_all_ranks(llm: LLM, whole: LLM) -> None:
+def test_what_clients_are_told_is_of_all_ranks(llm: LLM, whole: LLM) -> None:  # noqa: F811
     found, one = llm.llm_engine.engine_info, whole.llm_engine.engine_info
     assert found.num_parameters == one.num_parameters
     assert one.weight_bytes <= found.weight_bytes < 1.02 * one.weight_bytes, "norms are held twice"
-
-
-def test_preempted_requests_write_the_same(llm: LLM, whole: LLM) -> None:
-    assert preempted_texts(llm) == long_texts(whole)
-
-
-def test_adapters_are_loaded_and_unloaded(llm: LLM, expected: list[str]) -> None:
-    path = next(iter(demo_adapters().values()))
-    greedy = SamplingParams(max_tokens=12, temperature=0)
-    llm.load_lora_adapter(LoRARequest("mine", path=str(path)), pinned=True)
-    request = LoRARequest("mine", path=str(path))
-    assert llm.generate(PROMPTS[:1], greedy, lora_request=request)[0].outputs[0].text == expected[len(PROMPTS)]
-    llm.unload_lora_adapter("mine")
-    assert llm.generate(PROMPTS[:1], greedy)[0].outputs[0].text == expected[0]
 
 
 def test_prompt_logprobs_and_sleep(llm: LLM) -> None:
@@ -104,12 +77,50 @@ def test_weights_rounded_while_they_are_loaded(quantization: str, monkeypatch: p
     assert found[0] == found[1]
 
 
+def jobs_of(prompts: Any, adapter: Path) -> list[Any]:
+    """Requests on a tiny model, each without and with an adapter."""
+    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    adapters = (None, LoRARequest("a", path=str(adapter)))
+    return [([token % 131 for token in prompt], greedy, a) for prompt in prompts[:3] for a in adapters]
+
+
+def texts_of_sizes(
+    make_engine: Any, run: Any, model: Path, jobs: list[Any], options: dict[str, Any] | None = None
+) -> list[list[list[int]]]:
+    """Tokens by one process without `options` and by two with them."""
+    found = []
+    for size in (1, 2):
+        more = (options or {}) if size == 2 else {}
+        engine = make_engine(
+            model=str(model), enable_lora=True, max_loras=1, max_lora_rank=8, tensor_parallel_size=size, **more
+        )
+        found.append([outcome.token_ids for outcome in run(engine, jobs)])
+    return found
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2", "falcon", "olmo2"])
+def test_layers_of_other_forms_write_the_text_of_one(
+    family: str, make_engine: Any, run: Any, prompts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPT's form and norms over all heads, with an adapter on every projection, and with drafts. GPT-2's adapter has
+    magnitudes, for weights that its checkpoint has transposed."""
+    ranks_as_threads(monkeypatch)
+    model, (base, adapter) = build(FAMILIES[family]), (tmp_path / name for name in ("base", "adapter"))
+    model.save_pretrained(base)
+    options = {"target_modules": FAMILIES[family].targets, "use_dora": family == "gpt2"}
+    lora = LoraConfig(r=4, init_lora_weights=False, **options)
+    get_peft_model(model, lora).save_pretrained(adapter)
+    jobs = jobs_of(prompts, adapter)
+    options = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    found = texts_of_sizes(make_engine, run, base, jobs, options)
+    assert found[0] == found[1]
+    assert found[0][::2] != found[0][1::2], "the adapter changes texts"
+
+
 def test_an_adapter_on_inputs_whose_groups_lie_apart(
     make_engine: Any, run: Any, prompts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GPTQ's `desc_act`: a rank has columns of `o_proj` and `down_proj` whose inputs other ranks compute."""
-    from peft import LoraConfig, get_peft_model
-
     ranks_as_threads(monkeypatch)
     case, (base, quantized, adapter) = CASES["gptq-act"], (tmp_path / name for name in ("base", "quantized", "adapter"))
     model = build(Family("Llama", case.sizes))
@@ -117,14 +128,7 @@ def test_an_adapter_on_inputs_whose_groups_lie_apart(
     write_quantized(base, quantized, case)
     lora = LoraConfig(r=4, target_modules=["o_proj", "down_proj"], init_lora_weights=False)
     get_peft_model(model, lora).save_pretrained(adapter)
-    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    jobs = [([t % 131 for t in p], greedy, a) for p in prompts[:3] for a in (None, LoRARequest("a", path=str(adapter)))]
-    found = []
-    for size in (1, 2):
-        engine = make_engine(
-            model=str(quantized), enable_lora=True, max_loras=1, max_lora_rank=8, tensor_parallel_size=size
-        )
-        found.append([outcome.token_ids for outcome in run(engine, jobs)])
+    found = texts_of_sizes(make_engine, run, quantized, jobs_of(prompts, adapter))
     assert found[0] == found[1]
     assert found[0][::2] != found[0][1::2], "the adapter changes texts"
 
@@ -151,8 +155,10 @@ def test_a_rank_that_cannot_join_ends_the_others(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(rank_process, "ProcessRanks", refuse)
     with pytest.raises(OutriderError, match="no way to rank 0"):
         LLM(tensor_parallel_size=2, device="cpu")
+    assert "outrider-join" not in {thread.name for thread in threading.enumerate()}, "nobody waits for it"
 
     def hang(*arguments: Any) -> None:
+        arguments[-1]()
         time.sleep(1)
         raise EOFError
 
@@ -160,18 +166,6 @@ def test_a_rank_that_cannot_join_ends_the_others(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(parallel, "_JOIN_SECONDS", 0.3)
     with pytest.raises(EngineDeadError, match=r"tensor_parallel_size 2: ranks \[1\] did not join the others"):
         LLM(tensor_parallel_size=2, device="cpu")
-
-
-def test_dora_is_refused(llm: LLM, tmp_path: Path) -> None:
-    path = next(iter(demo_adapters().values()))
-    config = json.loads((path / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
-    tensors = load_file(path / "adapter_model.safetensors")
-    for key in [key for key in tensors if "lora_B" in key]:
-        tensors[key.replace("lora_B.weight", "lora_magnitude_vector")] = tensors[key].float().norm(dim=1)
-    save_file(tensors, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(AdapterError, match=r"DoRA.*tensor_parallel_size"):
-        llm.load_lora_adapter(LoRARequest("dora", path=str(tmp_path)))
 
 
 def test_the_death_of_a_rank_ends_the_engine(llm: LLM) -> None:

@@ -130,6 +130,17 @@ def test_family_equals_transformers_and_peft(family, tmp_path, make_engine, run)
     record(f"{family}ForCausalLM", "transformers", shown, [max(part) for part in errors])
 
 
+def test_angles_in_float32_beside_bfloat16(tmp_path, make_engine, run):
+    base = save("Olmo", tmp_path, **FAMILIES["Olmo"]).bfloat16()
+    (outcome,) = run(make_engine(model=str(tmp_path), dtype="bfloat16"), [(PROMPT, GREEDY)])
+    with torch.no_grad():
+        logits = base(torch.tensor([PROMPT + outcome.token_ids[:-1]])).logits[0, len(PROMPT) - 1 :].float()
+    wanted = logits.log_softmax(-1)[torch.arange(len(logits)), outcome.token_ids]
+    torch.testing.assert_close(
+        torch.tensor([entry.logprobs[0] for entry in outcome.logprobs]), wanted, atol=0.1, rtol=0
+    )
+
+
 def test_llama_through_transformers_has_native_text_and_drafts(models, make_engine, run, plain_tokens, jobs, greedy):
     work = jobs(greedy, adapters=True)
     options = {"enable_lora": True, "max_lora_rank": 8, "speculative_config": models.speculative("eagle3", 3)}
@@ -144,6 +155,7 @@ def test_llama_through_transformers_has_native_text_and_drafts(models, make_engi
         ("Bloom", {}, "0 of its 2 layers"),
         ("Falcon", {}, "its attention is its own"),
         ("Mamba", {}, "state-space"),
+        ("OPT", {"num_key_value_heads": 4}, "has no attribute 'decoder'"),
         ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "convolutions"),
         ("DiffLlama", {}, "once each"),
         ("VaultGemma", {"head_dim": 12}, "ScaledWordEmbedding"),

@@ -10,9 +10,8 @@ from torch import Tensor
 from outrider.kernels.paged_attention import LayerKV
 from outrider.kernels.rope import Rotation
 from outrider.models.attention import AttentionBackend, AttentionSpec
-from outrider.models.attention.invariant import InvariantAttention
 from outrider.models.attention.native import NativeAttention
-from outrider.models.attention.torch import TorchAttention
+from outrider.models.attention.torch import InvariantAttention, TorchAttention
 
 CPU_BACKENDS = {"torch": TorchAttention, "invariant": InvariantAttention, "native": NativeAttention}
 

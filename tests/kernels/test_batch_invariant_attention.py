@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.kernels.native import library
-from outrider.kernels.paged_attention import invariant as kernel
-from outrider.kernels.paged_attention import trusted_tiles
 from outrider.models.attention import AttentionSpec
 from outrider.models.batch import KVLayerSpec, SequenceRows, allocate_kv
 
@@ -134,17 +132,6 @@ def test_decode_rows_do_not_depend_on_their_number(name: str, batch: int) -> Non
         assert torch.equal(got[i : i + 1], alone)
 
 
-def test_large_groups_are_split_and_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.models.attention import invariant as backend
-
-    shape, options = (4, 2, 32), {"block_size": 16, "window": None, "dtype": torch.bfloat16}
-    rows = [Row(length, shape, torch.bfloat16, length) for length in (700, 650, 3)]
-    chunks = [(row, 0, row.length) for row in rows]
-    expected = attend(chunks, shape, **options)
-    monkeypatch.setattr(backend, "_MAX_SCORES", 1)
-    assert torch.equal(attend(chunks, shape, **options), expected)
-
-
 def test_the_usual_path_does_depend_on_the_batch() -> None:
     options = {"block_size": 16, "window": None, "dtype": torch.bfloat16, "name": "torch"}
     different = 0
@@ -154,28 +141,3 @@ def test_the_usual_path_does_depend_on_the_batch() -> None:
         different += not torch.equal(whole[290:], attend([(row, 290, 300)], shape, **options))
     if not different:
         pytest.skip("on this processor torch's products do not depend on the batch")
-
-
-def test_when_the_trial_fails_shapes_are_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products that look at the whole call: no two shapes agree, and a query's place matters."""
-    products = {name: getattr(kernel, name) for name in ("_query_key", "_weight_value")}
-
-    def spoilt(name: str):
-        def product(left: Tensor, right: Tensor) -> Tensor:
-            places = torch.arange(left.shape[0] * left.shape[1], dtype=torch.float32).view(*left.shape[:2], 1)
-            return (products[name](left, right).float() * (1 + places * left.shape[0] / 64)).to(left.dtype)
-
-        return product
-
-    for name in products:
-        monkeypatch.setattr(kernel, name, spoilt(name))
-    trusted_tiles.cache_clear()
-    try:
-        trusted = trusted_tiles(2, 2, 32, 128, torch.float32, 1)
-        assert trusted == ((1,), (1,))
-        shape, options = (4, 2, 32), {"block_size": 16, "window": None, "dtype": torch.float32}
-        rows = [Row(length, shape, torch.float32, length) for length in (200, 5)]
-        together = attend([(row, 0, row.length) for row in rows], shape, **options)
-        assert torch.equal(together[200:], attend([(rows[1], 0, 5)], shape, **options))
-    finally:
-        trusted_tiles.cache_clear()

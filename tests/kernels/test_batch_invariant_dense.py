@@ -63,9 +63,9 @@ def test_usual_products_do_depend_on_the_batch() -> None:
         pytest.skip("on this processor the usual products do not depend on the batch")
 
 
-@given(num_rows=st.integers(0, 700), sizes=st.sets(st.integers(1, 300), min_size=1), cheap=st.integers(0, 40))
-def test_pieces_cover_all_rows_in_sizes_that_are_allowed(num_rows: int, sizes: set[int], cheap: int) -> None:
-    cut = pieces(num_rows, tuple(sorted(sizes)), cheap)
+@given(num_rows=st.integers(0, 700), sizes=st.sets(st.integers(1, 300), min_size=1))
+def test_pieces_cover_all_rows_in_sizes_that_are_allowed(num_rows: int, sizes: set[int]) -> None:
+    cut = pieces(num_rows, tuple(sorted(sizes)))
     assert sum(count for count, _ in cut) == num_rows
     assert all(1 <= count <= size and size in sizes for count, size in cut)
 

@@ -88,7 +88,7 @@ def test_native_experts_have_the_bits_of_single_products_whatever_is_beside_a_ro
     y = packed(x, routing, residual)
     gate_up, down = (lambda e, rows, _, part=part: part[e](rows) for part in linears)
     products = experts.Products(gate_up, reference.act_and_mul, down, 6)
-    assert torch.equal(experts.run_products(x, routing, products, residual), y)
+    assert torch.equal(experts.run_products(x, routing, residual, products=products), y)
     for rows in (slice(1099, 1100), slice(3, 17)):
         part = Routing(routing.experts[rows], routing.weights[rows])
         assert torch.equal(packed(x[rows], part, residual[rows]), y[rows])

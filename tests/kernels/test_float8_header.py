@@ -27,11 +27,12 @@ FLAGS = INFO.read_text().split() if INFO.exists() else []
 NEEDS = {"x86-64": "sse2", "x86-64-v3": "avx2", "x86-64-v4": "avx512bw", "native": ""}
 
 
-@pytest.fixture(params=NEEDS)
-def functions(request, tmp_path):
+@pytest.fixture(scope="module", params=NEEDS)
+def functions(request, tmp_path_factory):
     if COMPILER is None or (NEEDS[request.param] and NEEDS[request.param] not in FLAGS):
         pytest.skip("no compiler, or another kind of processor")
-    source, made = tmp_path / "float8.cpp", tmp_path / "float8.so"
+    scratch = tmp_path_factory.mktemp("float8")
+    source, made = scratch / "float8.cpp", scratch / "float8.so"
     source.write_text(SOURCE)
     options = ["-O3", f"-march={request.param}", "-std=c++17", "-fPIC", "-shared", "-Wno-psabi"]
     folder = Path(native.__file__).parent

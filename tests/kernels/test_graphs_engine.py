@@ -40,7 +40,6 @@ from outrider.platform.engine.runner.warm_up import dummy, rehearse, step
 from outrider.platform.engine.sampling import sampler
 from outrider.spec_decode.control.policy import SpeculationPolicy
 from outrider.spec_decode.verify import draft_sampling as drawing
-from outrider.spec_decode.verify import verification
 
 from .call_tape import CallTape, graph_backend, without_native_kernels
 
@@ -208,7 +207,7 @@ def graphs(device: str, monkeypatch: pytest.MonkeyPatch) -> PassGraphs:
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampling and verification by the device's rules, and nobody asks where late rows begin."""
-    for module in (sampler, verification, kernels_penalties):
+    for module in (sampler, kernels_penalties):
         monkeypatch.setattr(module, "use_triton", lambda x: True)
 
     def asked(rows: SequenceRows) -> SequenceRows:
@@ -227,9 +226,7 @@ def without_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     ("method", "adapted", "overlapping"),
     [
         ("eagle3", True, False),
-        ("eagle3", False, True),
         ("draft_model", True, True),
-        ("medusa", True, True),
         (None, True, True),
     ],
 )
@@ -248,7 +245,7 @@ def test_text_is_the_same(
     assert graphs.num_replayed >= 4
     assert graphs.num_captured < graphs.num_replayed
     if isinstance(graphs.backend, CallTape):
-        assert min(graphs.backend.num_calls) > (5 if method == "medusa" else 10)  # whole passes, and all heads at once
+        assert min(graphs.backend.num_calls) > 10, "whole passes"
     monkeypatch.undo()
     assert found == run(files, "cpu", None, adapted=adapted)[0]  # without graphs and without drafts
     if method is not None:

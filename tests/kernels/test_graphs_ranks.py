@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
-from threading import RLock
+from threading import Event, RLock, get_ident
 from typing import Any
 
 import pytest
@@ -12,15 +13,17 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from outrider import LoRARequest, SamplingParams
+from outrider.kernels.graphs import Captured, Work
 from outrider.models.pass_graphs import PassGraphs
 from outrider.platform.core.config import EngineArgs
+from outrider.platform.core.errors import EngineDeadError
 from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine.engine_core import EngineCore
-from outrider.platform.engine.executor import rank_process
+from outrider.platform.engine.executor import collectives, rank_process
 from outrider.platform.engine.executor.collectives import ProcessRanks
 
 from ..thread_ranks import ranks_as_threads
-from .call_tape import CallTape, record
+from .call_tape import CallTape, _Recorder, record
 from .test_graphs_engine import files, graphs  # noqa: F401  (fixtures)
 
 
@@ -57,8 +60,13 @@ def tapes(device: str, monkeypatch: pytest.MonkeyPatch) -> list[CallTape]:
     return made
 
 
-def run(files: dict[str, Path], method: str | None = None, **options: Any) -> list[list[int]]:  # noqa: F811
-    """Tokens of requests of several lengths, two of them with adapters."""
+def run(
+    files: dict[str, Path],  # noqa: F811
+    method: str | None = None,
+    names: tuple[str, ...] = ("narrow", "wide"),
+    **options: Any,
+) -> list[list[int]]:
+    """Tokens of requests of several lengths, one without an adapter and one with each of `names`."""
     speculative = None
     if method is not None:
         speculative = {"method": method, "num_speculative_tokens": 2, "model": str(files[method])}
@@ -69,13 +77,13 @@ def run(files: dict[str, Path], method: str | None = None, **options: Any) -> li
             speculative_config=speculative, async_scheduling=False, **options,
         )
     )  # fmt: skip
-    adapters = [LoRARequest(name, path=str(files[name])) for name in ("narrow", "wide")]
+    adapters = [LoRARequest(name, path=str(files[name])) for name in names]
     for lora in adapters:
         engine.adapters.load(lora, pinned=True)
     outputs: dict[str, list[int]] = {}
     prompts = [[5, 6, 7, 8] * 2, [9, 3, 9], [40, 41, 40]]
-    for index, (prompt, lora) in enumerate(zip(prompts, [adapters[0], None, adapters[1]], strict=True)):
-        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    for index, (prompt, lora) in enumerate(zip(prompts, [*adapters[:1], None, *adapters[1:]], strict=False)):
+        params = SamplingParams(temperature=0, max_tokens=8 if names else 4, ignore_eos=True)
         engine.add_request(EngineRequest(str(index), prompt, params, lora=lora))
         outputs[str(index)] = []
     while engine.has_work():
@@ -94,11 +102,74 @@ def test_every_rank_replays_what_rank_0_replays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With a drafter, whose embeddings and head all ranks compute between the graphs."""
+    first = graphs.backend
     found = run(files, "eagle3", tensor_parallel_size=2)
     assert graphs.num_replayed > graphs.num_captured > 1
-    (other,), first = tapes, graphs.backend
+    (other,) = tapes
     assert isinstance(first, CallTape)
     assert len(other.num_calls) == len(first.num_calls) == graphs.num_captured
     assert min(other.num_calls) > 20, "whole passes"
     monkeypatch.undo()
     assert found == run(files)  # without ranks, graphs and drafts
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_pass_that_one_rank_cannot_capture(
+    fails: int,
+    files: dict[str, Path],  # noqa: F811
+    graphs: PassGraphs,  # noqa: F811
+    tapes: list[CallTape],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """All ranks launch it piece by piece."""
+    first, capture = graphs.backend, CallTape.capture
+
+    def refuse(tape: CallTape, work: Work) -> Captured:
+        captured = capture(tape, work)
+        if len(tape.num_calls) == 2 and (tape is first) == (fails == 0):
+            raise RuntimeError("no memory")
+        return captured
+
+    monkeypatch.setattr(CallTape, "capture", refuse)
+    found = run(files, names=(), tensor_parallel_size=2)
+    assert graphs.num_captured == graphs.num_replayed == 1
+    assert len(tapes[0].num_calls) == 2
+    assert [caplog.text.count(f"no more are tried ({why})") for why in ("no memory", "another rank could not")] == [
+        1,
+        1,
+    ]
+    monkeypatch.undo()
+    assert found == run(files, names=())
+
+
+def test_a_rank_that_dies_within_a_replay(
+    files: dict[str, Path],  # noqa: F811
+    graphs: PassGraphs,  # noqa: F811
+    tapes: list[CallTape],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL's kernels wait for it for ever, unless they are told to end; then nobody gets what they have computed."""
+    replay, finish = _Recorder.replay, collectives._finish
+    of_engine, replays, ended = get_ident(), Counter[int](), Event()
+    step, told = EngineCore.step, []
+
+    def counted(recorder: _Recorder) -> None:
+        replays[get_ident()] += 1
+        replay(recorder)
+
+    def wait_or_die(work: Any) -> None:
+        if replays[get_ident()] < 2:
+            finish(work)
+        elif get_ident() != of_engine:
+            raise EOFError
+        elif not ended.wait(20):
+            pytest.fail("rank 0 waits for ever")
+
+    monkeypatch.setattr(_Recorder, "replay", counted)
+    monkeypatch.setattr(collectives, "_finish", wait_or_die)
+    monkeypatch.setattr(ProcessRanks, "abort", lambda ranks: ended.set())
+    monkeypatch.setattr(EngineCore, "step", lambda engine: told.append(step(engine)) or told[-1])
+    with pytest.raises(EngineDeadError, match="rank 1 of 2 is gone"):
+        run(files, names=(), tensor_parallel_size=2)
+    assert (len(tapes), len(told)) == (1, 1)

@@ -233,8 +233,9 @@ class TestChoice:
     @pytest.mark.parametrize(
         ("ends", "reason", "is_kept"),
         [
-            ("echo first >&2; echo no module torch >&2; exit 3", "exit code 3: no module torch", True),
+            ("echo first >&2; echo no module torch >&2; exit 3", "exit code 3: no module torch", False),
             ("kill -ILL $$", "signal 4", True),
+            ("kill -ABRT $$", "signal 6", False),  # as of std::bad_alloc
             ("kill -KILL $$", "signal 9", False),  # as for memory
             ("kill -TERM $$", "signal 15", False),
             (None, "No such file", False),

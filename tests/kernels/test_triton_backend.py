@@ -8,8 +8,7 @@ pytest.importorskip("triton")
 
 from outrider.models import decoder
 from outrider.models.attention import AttentionSpec, best_backend
-from outrider.models.attention.invariant import InvariantAttention
-from outrider.models.attention.torch import TorchAttention
+from outrider.models.attention.torch import InvariantAttention, TorchAttention
 from outrider.models.attention.triton import TritonAttention
 from outrider.models.batch import SequenceRows, allocate_kv, build_batch
 from outrider.models.config import DecoderConfig, config_from_hf

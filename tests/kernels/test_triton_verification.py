@@ -17,7 +17,6 @@ from outrider.platform.core.request import Drafts, Request
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.platform.engine.sampling import sampler as sampler_module
 from outrider.platform.engine.sampling.sampler import Sampler, SampleRow
-from outrider.spec_decode.verify import verification as rules_module
 from outrider.spec_decode.verify.verification import Rule, VerifyRow, as_verified, choose, target_tokens, verify
 
 INF, NAN = float("inf"), float("nan")
@@ -196,7 +195,6 @@ def test_target_tokens_are_the_cpus(device: str) -> None:
     for greedy in ([True] * 6, [False] * 6, [i % 2 == 0 for i in range(6)]):
         want = target_tokens(logits, seeds, positions, greedy)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rules_module, "use_triton", lambda x: True)
             patch.setattr(package, "use_triton", lambda x: True)
             got = target_tokens(logits.to(device), seeds, positions, greedy)
         assert torch.equal(got.cpu(), want)

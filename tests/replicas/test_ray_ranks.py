@@ -17,13 +17,13 @@ pytest.importorskip("ray")
 
 import ray
 
-from outrider import LLM, LoRARequest, SamplingParams
-from outrider.models.demo import demo_adapters
+from outrider import LLM, SamplingParams
 from outrider.platform.cli.main import main
 from outrider.platform.core.errors import EngineDeadError, InvalidRequestError
 from outrider.platform.engine.executor import ray_launch
 
-from ..rank_texts import NUM_BLOCKS, OPTIONS, PROMPTS, long_texts, num_accepted, preempted_texts, texts
+from ..rank_tests import RankTests, expected, whole  # noqa: F401  (fixtures)
+from ..rank_texts import NUM_BLOCKS, OPTIONS, PROMPTS
 
 RAY = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
 CORES = 2.0
@@ -37,21 +37,11 @@ def _cluster() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def whole() -> Iterator[LLM]:
-    with LLM(**OPTIONS) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def expected(whole: LLM) -> list[str]:
-    return texts(whole)
-
-
-@pytest.fixture(scope="module")
-def llm(expected: list[str]) -> Iterator[LLM]:
+def llm(expected: list[str]) -> Iterator[LLM]:  # noqa: F811
     handler = signal.getsignal(signal.SIGTERM)
     with LLM(num_gpu_blocks_override=NUM_BLOCKS, **RAY, **OPTIONS) as made:
         assert signal.getsignal(signal.SIGTERM) is handler
+        assert len(actors()) == 1
         yield made
     wait_until_free()
 
@@ -91,24 +81,8 @@ def test_the_death_of_an_actor_ends_the_engine_and_frees_its_room(monkeypatch: p
             llm.llm_engine.engine_core.step()
 
 
-def test_two_ranks_write_the_text_of_one(llm: LLM, expected: list[str]) -> None:
-    assert len(actors()) == 1
-    assert texts(llm) == expected
-    assert num_accepted(llm) > 10, "drafts are accepted"
-    llm.llm_engine.engine_core.check_integrity()
-
-
-def test_preempted_requests_write_the_same(llm: LLM, whole: LLM) -> None:
-    assert preempted_texts(llm) == long_texts(whole)
-
-
-def test_adapters_are_loaded_and_unloaded(llm: LLM, expected: list[str]) -> None:
-    request = LoRARequest("mine", path=str(next(iter(demo_adapters().values()))))
-    greedy = SamplingParams(max_tokens=12, temperature=0)
-    llm.load_lora_adapter(request, pinned=True)
-    assert llm.generate(PROMPTS[:1], greedy, lora_request=request)[0].outputs[0].text == expected[len(PROMPTS)]
-    llm.unload_lora_adapter("mine")
-    assert llm.generate(PROMPTS[:1], greedy)[0].outputs[0].text == expected[0]
+class TestTexts(RankTests):
+    """See `RankTests`."""
 
 
 def test_ranks_that_the_cluster_has_no_room_for() -> None:

@@ -82,7 +82,7 @@ def model_shape(model: str) -> ModelShape:
         OutriderError: no such model, or an architecture that is not served.
     """
     from ...models.checkpoint.json_files import read_model_config
-    from ...models.checkpoint.loader import resolve_model_path
+    from ...models.checkpoint.paths import resolve_model_path
     from ...models.config import DTYPES, config_from_hf, stored_dtype
     from .workloads import ModelShape
 

@@ -39,8 +39,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
     parser.add_argument("--api-key", help="the server's key (default: the variable OUTRIDER_API_KEY)")
-    parser.add_argument("--model", metavar="NAME", help="model or adapter to begin with (default: the base model)")
-    parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    parser.add_argument("-q", "--quick", metavar="TEXT", help="send this message alone, print the answer and leave")
+    parser.add_argument(
+        "--model", "--model-name", metavar="NAME", help="model or adapter to begin with (default: the base model)"
+    )
+    parser.add_argument("--system", "--system-prompt", metavar="TEXT", help="system prompt")
     parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (default: the server's)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: to the context's end)")
     parser.set_defaults(run=run)
@@ -190,7 +193,8 @@ def run(namespace: argparse.Namespace) -> int:
     """Chat until the input ends; returns the exit status."""
     from .chat_client import ChatClient
 
-    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    quick = None if namespace.quick is None else [_text(namespace.quick)]
+    interactive = quick is None and sys.stdin.isatty() and sys.stdout.isatty()
     screen = TerminalScreen() if interactive else Screen()
     if namespace.temperature is not None and not math.isfinite(namespace.temperature):
         raise InvalidRequestError("argument --temperature: must be a finite number", param="temperature")
@@ -208,7 +212,7 @@ def run(namespace: argparse.Namespace) -> int:
         conversation.set_system(_text(namespace.system or ""))
         if interactive:
             screen.say(f"talking to {conversation.model} on {client.url}; /help lists the commands")
-        for line in _typed_lines(conversation) if interactive else sys.stdin:
+        for line in quick or (_typed_lines(conversation) if interactive else sys.stdin):
             if not conversation.handle(line):
                 break
     return 1 if conversation.failures and not interactive else 0

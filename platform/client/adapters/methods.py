@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 from ...core.adapter_verbs import Adapters, Info, Infos, Nothing
 from ...core.compat.vllm_python import METHODS
-from ...core.errors import NotFoundError
+from ...core.errors import InvalidRequestError, NotFoundError
 from ...core.lora_request import LoRARequest
 from ...core.messages import AdapterInfo
+from ...core.sampling_params import shown
 from .numbers import LoRANumbers
 
 
@@ -27,11 +28,11 @@ class AdapterMethods(Generic[Info, Infos, Nothing]):
 
     def load_lora_adapter(self, lora_request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> Info:
         """See `Adapters.load`."""
-        return self.adapters.load(lora_request, load_inplace=load_inplace, pinned=pinned)
+        return self.adapters.load(_checked(lora_request), load_inplace=load_inplace, pinned=pinned)
 
     def register_lora_adapters(self, lora_requests: Sequence[LoRARequest]) -> Nothing:
         """See `Adapters.register`."""
-        return self.adapters.register(lora_requests)
+        return self.adapters.register([_checked(request) for request in lora_requests])
 
     def unload_lora(self, lora_name: str, mode: str = "drain") -> Nothing:
         """See `Adapters.unload`."""
@@ -66,7 +67,7 @@ class SyncAdapterMethods(AdapterMethods[AdapterInfo, list[AdapterInfo], None]):
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter, or leave it as it is when it is loaded under its name from the same folder. Returns True."""
-        if _is_new(lora_request, self.adapters.list(), self.adapters.numbers):
+        if _is_new(_checked(lora_request), self.adapters.list(), self.adapters.numbers):
             self.adapters.load(lora_request)
         self.adapters.numbers.note(lora_request)
         return True
@@ -91,7 +92,7 @@ class AsyncAdapterMethods(
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """See `LLM.add_lora`."""
-        if _is_new(lora_request, await self.adapters.list(), self.adapters.numbers):
+        if _is_new(_checked(lora_request), await self.adapters.list(), self.adapters.numbers):
             await self.adapters.load(lora_request)
         self.adapters.numbers.note(lora_request)
         return True
@@ -107,6 +108,17 @@ class AsyncAdapterMethods(
     async def list_loras(self) -> set[int]:
         """See `LLM.list_loras`."""
         return self.adapters.numbers.of(info.name for info in await self.adapters.list())
+
+
+def _checked(lora: object) -> LoRARequest:
+    """The adapter that a caller gave.
+
+    Raises:
+        InvalidRequestError: it is no LoRARequest.
+    """
+    if not isinstance(lora, LoRARequest):
+        raise InvalidRequestError(f"lora_request must be a LoRARequest, got {shown(lora)}", param="lora_request")
+    return lora
 
 
 def _is_new(lora: LoRARequest, registered: Sequence[AdapterInfo], numbers: LoRANumbers) -> bool:

@@ -16,7 +16,7 @@ from ...core.compat.foreign_options import take_foreign
 from ...core.compat.vllm_python import CHAT
 from ...core.errors import InvalidRequestError, invalid
 from .deadline import DeadlineError, deadline
-from .template_checks import check_texts_arrive, check_tools_arrive
+from .template_checks import check_texts_arrive, check_tools_are_named, check_tools_arrive
 
 TEMPLATE_SECONDS = 10.0
 """Longest time of a template, which may be an adapter's: a program of somebody else. A conversation that fills a long
@@ -90,6 +90,7 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
         with deadline(TEMPLATE_SECONDS):
             text = _render_open(render, conversation) if continue_final_message else render(conversation)
             check_texts_arrive(conversation, text)
+            check_tools_are_named(tools, text)
             if not continue_final_message:
                 check_tools_arrive(conversation, text, render)
             return text

@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -87,6 +87,19 @@ def _as_json(text: str) -> str:
 
 def _as_ascii_json(text: str) -> str:
     return json.dumps(text)[1:-1]
+
+
+def check_tools_are_named(tools: Sequence[Any] | None, text: str) -> None:
+    """Refuse tools, dicts or functions as transformers takes them, whose names the template leaves out."""
+    for index, tool in enumerate(tools or ()):
+        function = tool.get("function", tool) if isinstance(tool, dict) else tool
+        name = function.get("name") if isinstance(function, dict) else getattr(function, "__name__", None)
+        if isinstance(name, str) and name not in text:
+            raise InvalidRequestError(
+                "the chat template writes no tools into the prompt: give chat_template, or start the server with "
+                "--chat-template FILE",
+                param=f"tools[{index}]",
+            )
 
 
 def check_tools_arrive(conversation: list[dict[str, Any]], text: str, render: Render) -> None:

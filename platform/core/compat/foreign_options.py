@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import InvalidRequestError
 from ..text import did_you_mean
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Option(NamedTuple):
@@ -61,7 +63,7 @@ NO_REASONING = "reasoning is not counted"
 NO_TLS = "TLS is not served: put a proxy in front, such as Caddy, nginx or an ingress"
 NO_CODE = "code from a model's repository is never run"
 OWN_GRAPHS = "graphs are chosen for the model and the device"
-OWN_LOADER = "only safetensors files are read"
+OWN_LOADER = "there is one loader of files"
 IN_SPECULATIVE_CONFIG = 'write speculative_config={"method": ..., "model": ..., "num_speculative_tokens": ...}'
 IN_CONFIG_JSON = "change config.json in a copy of the model's folder"
 
@@ -107,6 +109,29 @@ def take_foreign(who: str, given: dict[str, Any], table: Mapping[str, Option], k
             raise TypeError(f"{who} got an unexpected keyword {name!r}{hint}")
     for name, why in check_foreign({name: given.pop(name) for name in foreign}, table).items():
         logger.warning("%s has no effect: %s", name, why)
+
+
+def takes_foreign(table: Mapping[str, Option], keeps_none: Collection[str] = ()) -> Callable[[type[T]], type[T]]:
+    """Decorator of a dataclass: its constructor takes the fields of `table` at values that change nothing, and None for
+    the default of any field but `keeps_none`."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        own = cls.__init__
+        known = cls.__dataclass_fields__  # type: ignore[attr-defined]
+
+        @functools.wraps(own)
+        def init(self: T, *args: Any, **fields: Any) -> None:
+            take_foreign(f"{cls.__name__}()", fields, table, known)
+            own(
+                self,
+                *args,
+                **{name: value for name, value in fields.items() if value is not None or name in keeps_none},
+            )
+
+        cls.__init__ = init  # type: ignore[assignment]
+        return cls
+
+    return decorate
 
 
 def _harmless(value: Any, harmless: tuple[object, ...]) -> bool:

@@ -15,8 +15,8 @@ from typing import Any
 _METRICS = ".platform.client.metrics: Counter Gauge Histogram Metric Vector"
 _OUTPUTS = ".platform.core.outputs: CompletionOutput Logprob RequestMetrics RequestOutput"
 _POOLED = (
-    ".platform.core.pooling: ClassificationOutput ClassificationRequestOutput EmbeddingOutput PoolingOutput "
-    "PoolingParams PoolingRequestOutput ScoringOutput"
+    ".platform.core.pooling: ClassificationOutput ClassificationRequestOutput EmbeddingOutput EmbeddingRequestOutput "
+    "PoolingOutput PoolingParams PoolingRequestOutput ScoringOutput ScoringRequestOutput"
 )
 _SAMPLING = "RequestOutputKind SamplingParams StructuredOutputsParams"
 _BEAMS = ".platform.core.beam_search: BeamSearchOutput BeamSearchParams BeamSearchSequence"

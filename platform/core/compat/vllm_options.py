@@ -7,9 +7,8 @@ is taken. A value without an effect on results is taken with a warning. Any othe
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from .foreign_options import (
     IN_CONFIG_JSON,
@@ -33,10 +32,7 @@ from .foreign_options import (
     ignored_flag,
     off,
     only,
-    take_foreign,
 )
-
-T = TypeVar("T")
 
 ALIASES = {
     "-tp": "--tensor-parallel-size",
@@ -128,9 +124,12 @@ ENGINE: dict[str, Option] = {
     "worker_cls": only("auto", why="there are no workers to replace"),
     "worker_extension_cls": only("", why="there are no workers to extend"),
     # The model and its files
-    "task": only("auto", "generate", why="models that generate text embed, too, and classifiers classify"),
+    "task": only(
+        *"auto generate embed embedding score classify".split(),
+        why="models that generate text embed, too, and classifiers classify",
+    ),
     "runner": only("auto", "generate", "pooling", why="models that generate text embed, too, and classifiers classify"),
-    "convert": only("auto", "none", why="models are served as they are"),
+    "convert": only("auto", "none", "embed", why="models are served as they are"),
     "tokenizer_mode": only("auto", "hf", why="tokenizers are those of transformers"),
     "skip_tokenizer_init": off("requests need the tokenizer; detokenize=False leaves it out of answers"),
     "trust_remote_code": ignored_flag(NO_CODE),
@@ -147,7 +146,7 @@ ENGINE: dict[str, Option] = {
     **each(only({}, why="PoolingParams has the pooling"), "pooler_config override_pooler_config"),
     "io_processor_plugin": only("", why="there are no plug-ins"),
     "enable_prompt_embeds": off("prompts are text or token ids"),
-    "enable_sleep_mode": off("an engine cannot sleep yet"),
+    "enable_sleep_mode": Option((True, False), "every engine can sleep", flag=True),
     "logprobs_mode": only("raw_logprobs", why="log-probabilities are those of the raw logits"),
     "logits_processors": only([], (), why=NO_USER_CODE),
     "logits_processor_pattern": ignored(NO_USER_CODE),
@@ -194,7 +193,7 @@ ENGINE: dict[str, Option] = {
     "profiler_config": ignored("start_profile() takes a folder"),
     "additional_config": only({}, why="there are no plug-ins for other hardware"),
     # LoRA and speculation
-    "enable_lora_bias": off("adapters with biases are not served"),
+    "enable_lora_bias": Option((True, False), "adapters with biases are served", flag=True),
     "fully_sharded_loras": ignored_flag(ONE_PROCESS),
     "lora_extra_vocab_size": ignored("tokens that an adapter adds are found in its files"),
     "lora_target_modules": only([], (), why="adapters are served with all modules that they have"),
@@ -328,20 +327,6 @@ def without_effect(given: Mapping[str, Any], table: Mapping[str, Option], specul
         inside = check_foreign(speculative_config, SPECULATIVE, "speculative_config")
         names |= {f"speculative_config.{name}": why for name, why in inside.items()}
     return names
-
-
-def takes_vllm_options(cls: type[T]) -> type[T]:
-    """Decorate a class of options: its constructor takes those of `ENGINE`, too, as `LLM` does, and None for any."""
-    own = cls.__init__
-    known = cls.__dataclass_fields__  # type: ignore[attr-defined]
-
-    @functools.wraps(own)
-    def init(self: T, **given: Any) -> None:
-        take_foreign(f"{cls.__name__}()", given, ENGINE, known)
-        own(self, **{name: value for name, value in given.items() if value is not None or known[name].default is None})
-
-    cls.__init__ = init  # type: ignore[assignment]
-    return cls
 
 
 def plain_value(name: str, value: Any) -> Any:

@@ -1,8 +1,9 @@
 """Keywords of vLLM's Python API that this project does not have, grouped by the reason.
 
-`SAMPLING` has keywords of `SamplingParams`, `PROMPT` keys of a prompt, `GENERATE` and `CHAT` keywords of the methods of
-those names, `ENGINE_LIFE` those with which engines are made, `LORA` keywords of `LoRARequest`. `METHODS` says for
-methods of vLLM's `LLM` what to use in their place.
+`SAMPLING`, `POOLING` and `STRUCTURED` have keywords of `SamplingParams`, `PoolingParams` and `StructuredOutputsParams`,
+`PROMPT` keys of a prompt, `GENERATE` and `CHAT` keywords of the methods of those names, `ENGINE_LIFE` those with which
+engines are made, `LORA` keywords of `LoRARequest`. `METHODS` says for methods of vLLM's `LLM` what to use in their
+place.
 """
 
 from __future__ import annotations
@@ -43,11 +44,27 @@ SAMPLING: dict[str, Option] = {
     "trace_decode_token_ids": only(why="tokens cannot be given in advance"),
 }
 
+POOLING: dict[str, Option] = {
+    "task": only("embed", "score", why="the method says what is done: embed, encode, score or classify"),
+    "truncate_prompt_tokens": SAMPLING["truncate_prompt_tokens"],
+    "use_activation": only(why="write normalize"),
+    "skip_reading_prefix_cache": SAMPLING["skip_reading_prefix_cache"],
+    "output_kind": ignored("a prompt has one output"),
+    "extra_kwargs": only({}, why="there are no plug-ins that read them"),
+    **each(only(why="each prompt has one vector"), "step_tag_id returned_token_ids"),
+    "requires_token_ids": off("outputs have prompt_token_ids always"),
+}
+
+STRUCTURED: dict[str, Option] = {
+    **each(ignored("llguidance makes the masks"), "backend _backend"),
+    "disable_fallback": ignored_flag("llguidance makes the masks"),
+}
+
 PROMPT: dict[str, Option] = {
     "type": only("text", "token", "tokens", why="prompts are text or token ids"),
     **each(only({}, why=NO_IMAGES), "multi_modal_data multi_modal_uuids mm_processor_kwargs"),
     "prompt_embeds": only(why="prompts are text or token ids"),
-    "token_type_ids": only(why="models generate text only"),
+    "token_type_ids": only(why="models that read a text in both directions are not served"),
 }
 
 GENERATE: dict[str, Option] = {

@@ -11,10 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
+from ....kernels.graphs import Captured, GraphBackend, Work
 from ....models.batch import ForwardBatch, LayerKV, SequenceRows
 from ....models.model import LanguageModel
 from ....models.pass_graphs import PassGraphs, PassInputs, PassOptions
 from ....spec_decode.drafters.base import AdapterPreparer
+from ...core.errors import EngineDeadError
 
 
 class TargetPasses:
@@ -63,3 +65,33 @@ class TargetPasses:
     def _compute_hidden(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
         output = self._model.forward(batch, self.aux_layers)
         return output.hidden, *output.aux
+
+
+class AgreedGraphs:
+    """Graphs that all ranks have captured. Implements `GraphBackend`: a rank cannot record where another one cannot."""
+
+    def __init__(self, backend: GraphBackend, agree: Callable[[bool], bool]) -> None:
+        """`agree`: `ProcessRanks.agree`."""
+        self._backend, self._agree = backend, agree
+
+    def capture(self, work: Work) -> Captured:
+        """See `GraphBackend`. EngineDeadError: the first run has failed, of which other ranks await their share."""
+        num_runs = 0
+
+        def counted() -> tuple[Tensor, ...]:
+            nonlocal num_runs
+            outputs = work()
+            num_runs += 1
+            return outputs
+
+        captured: Captured | None = None
+        failure = RuntimeError("another rank could not")
+        try:
+            captured = self._backend.capture(counted)
+        except RuntimeError as error:
+            if not num_runs:
+                raise EngineDeadError(f"a pass failed while it was captured: {error}") from error
+            failure = error
+        if self._agree(captured is not None) and captured is not None:
+            return captured
+        raise failure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +23,9 @@ STORE_TIMEOUT = timedelta(minutes=1)
 class ProcessRanks:
     """Implements `models.parallel.Ranks` by a group of its own: a process may have several engines."""
 
-    def __init__(self, store: Any, rank: int, size: int, device: str, address: str) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, device: str, address: str, begin: Callable[[], None] | None = None
+    ) -> None:
         """Join the group; returns when all have joined. gloo on a CPU, NCCL on GPUs.
 
         Args:
@@ -31,6 +34,7 @@ class ProcessRanks:
             size: Number of processes.
             device: "cpu" or "cuda".
             address: Address at which gloo listens; the variable GLOO_SOCKET_IFNAME names another interface.
+            begin: Called when only the others are waited for.
         """
         if not dist.is_available():
             raise InvalidRequestError(
@@ -40,6 +44,7 @@ class ProcessRanks:
         from torch.distributed import distributed_c10d
 
         self.rank, self.size = rank, size
+        self._device = device
         options_of: Any = distributed_c10d
         self._sum_options = options_of.AllreduceOptions()
         self._gather_options, self._copy_options = options_of.AllgatherOptions(), options_of.BroadcastOptions()
@@ -47,9 +52,11 @@ class ProcessRanks:
             of_operation.asyncOp = False
         nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
         gloo: Any = dist.ProcessGroupGloo
+        begin = begin or (lambda: None)
         if device == "cuda":
             options = nccl.Options()
             options._timeout = _TIMEOUT
+            begin()
             self._group: Any = nccl(store, rank, size, options)
             self.sum(torch.zeros(1, device=device))  # which connects them
             return
@@ -57,6 +64,7 @@ class ProcessRanks:
         options._timeout = _TIMEOUT
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "") if address != THIS_MACHINE else ""
         options._devices = [gloo.create_device(interface=interface) if interface else gloo.create_device(address)]
+        begin()
         self._group = gloo(store, rank, size, options)
 
     # NCCL's work is in order on the stream that launches it, so that a graph captures it and no host waits. gloo's is
@@ -77,6 +85,16 @@ class ProcessRanks:
         """Rank 0's x, in place of every other rank's."""
         _finish(self._group.broadcast([x], self._copy_options))
         return x
+
+    def agree(self, yes: bool) -> bool:
+        """True when all ranks say yes; waits for them."""
+        return int(self.sum(torch.tensor([float(yes)], device=self._device))) == self.size
+
+    def abort(self) -> None:
+        """End waits of this process's device for a rank that is gone: NCCL's kernels wait for ever, in a replayed graph
+        unnoticed by its watchdog. gloo notices by itself. What was waited for has no meaning then."""
+        if self._device == "cuda":
+            self._group.abort()
 
 
 def _finish(work: Any) -> None:

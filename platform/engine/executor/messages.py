@@ -2,7 +2,7 @@
 
 rank 0                                     rank
 RankSpec                             ->
-                                     <-    {} or {"error": [...]}     it has started
+                                     <-    {} or {"error": [...]}     it has started, and waits for the others
                                      <-    {} or {"error": [...]}     it has joined the others
                                      <-    {"weight_bytes": N} or {"error": [...]}     its weights are loaded
 Message("allocate" | "forward" | "replay" | ...) ->         one after another, no answers
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ....lora.device.layout import ModelLayout, PackedModules, PackedRows
+from ....lora.device.layout import LM_HEAD, SCORE, ModelLayout, OwnRows, PackedModules, PackedRows
 from ....lora.reader.reader_messages import receive, send
 from ....models.batch import SequenceRows
 
@@ -94,17 +94,26 @@ def decode_rows(lengths: list[int], array: NDArray[np.uint8]) -> SequenceRows:
 
 
 def encode_packed(packed: PackedModules) -> tuple[list[Any], list[NDArray[Any]]]:
-    """Rank rows of an adapter, which has nothing else."""
-    assert packed.is_plain
+    """Weights of an adapter, without own rows of head and score matrix, which rank 0 alone has."""
     parts = packed[:2]
-    facts = [[part.spans, len(part.data)] for part in parts]
-    return facts, [array for part in parts for array in (part.data.view(torch.uint8).numpy(), part.live)]
+    arrays = [array for part in parts for array in (part.data.view(torch.uint8).numpy(), part.live)]
+    own = {name: rows for name, rows in packed.own_rows.items() if name not in (LM_HEAD, SCORE)}
+    arrays += [rows.weight.view(torch.uint8).numpy() for rows in own.values()]
+    vectors = packed.gains, packed.biases
+    arrays += [vector.float().numpy() for named in vectors for vector in named.values()]
+    facts_of_own = [
+        [name, len(rows.weight), None if rows.tokens is None else rows.tokens.tolist(), rows.vocab_size]
+        for name, rows in own.items()
+    ]
+    return [[[part.spans, len(part.data)] for part in parts], facts_of_own, *map(list, vectors)], arrays
 
 
 def decode_packed(facts: list[Any], arrays: Sequence[NDArray[np.uint8]], layout: ModelLayout) -> PackedModules:
-    """Rank rows of `encode_packed`, in a layout that was made by the same calls."""
-    found = []
-    for (spans, count), rows, data, live in zip(facts, layout, arrays[::2], arrays[1::2], strict=True):
+    """Weights of `encode_packed`, in a layout that was made by the same calls."""
+    parts, own, gains, biases = facts
+    rest, found = iter(arrays), []
+    for (spans, count), rows in zip(parts, layout, strict=True):
+        data, live = next(rest), next(rest)
         width = sum(stop - start for start, stop in spans)
         matrix = torch.empty(count, width, dtype=rows.dtype)
         if count:
@@ -112,4 +121,12 @@ def decode_packed(facts: list[Any], arrays: Sequence[NDArray[np.uint8]], layout:
         pairs = tuple((start, stop) for start, stop in spans)
         found.append(PackedRows(rows, pairs, matrix, live.reshape(count, len(rows.pieces))))
     linears, vocabulary = found
-    return PackedModules(linears, vocabulary)
+    own_rows = {}
+    for name, count, tokens, vocab_size in own:
+        weight = torch.from_numpy(next(rest)).view(layout.dtype).view(count, -1)
+        own_rows[name] = OwnRows(weight, None if tokens is None else torch.tensor(tokens), vocab_size)
+
+    def vectors(names: list[str]) -> dict[str, torch.Tensor]:
+        return {name: torch.from_numpy(next(rest)).view(torch.float32) for name in names}
+
+    return PackedModules(linears, vocabulary, vectors(gains), vectors(biases), own_rows)

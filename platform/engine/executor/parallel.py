@@ -110,7 +110,8 @@ class ParallelExecutor:
             except BaseException as error:
                 joined.set_exception(error)
 
-        # A group waits for minutes for one who cannot join; the sockets say so at once.
+        # A group waits for minutes for a rank that ends now, and nothing can end that wait; the sockets say so at once.
+        # One that cannot join has said so before, so that this thread and its descriptors are not left behind.
         threading.Thread(target=join, name="outrider-join", daemon=True).start()
         self._await("join the others", _JOIN_SECONDS, joined)
         try:
@@ -184,8 +185,11 @@ class ParallelExecutor:
         cache, lora = config.cache, None
         if config.lora is not None:
             lora = [num_lora_rows, config.lora.max_lora_rank]
+        watched = select.poll()
         for remote in self._remote:
-            self._sockets.register(remote.link, select.POLLIN)
+            for sockets in (self._sockets, watched):
+                sockets.register(remote.link, select.POLLIN)
+        threading.Thread(target=_end_waits, args=[watched, self._ranks], name="outrider-ranks", daemon=True).start()
         graphs = None if passes is None else [list(passes.aux_layers), *passes.limits]
         self._announce(
             Message("allocate", [cache.num_blocks, cache.block_size, cache.dtype, lora, cache.num_host_blocks, graphs])
@@ -207,7 +211,7 @@ class ParallelExecutor:
             return self._model.forward(batch, aux_layers)
 
     def replay(self, rows: SequenceRows, handles: Handles, *, verifies: bool) -> tuple[Tensor, ...] | None:
-        """See `Executor`. A graph that rank 0 cannot capture ends all ranks: the others may have begun with it."""
+        """See `Executor`. None, too, where a rank could not capture the pass: the ranks have agreed on that."""
         if self._passes is None:
             return None
         assert rows.overshoot is None, "steps do not overlap"
@@ -220,14 +224,11 @@ class ParallelExecutor:
             self._announce(Message("replay", [lengths, _plain(handles), verifies], [array]))
 
         try:
-            found = self._passes.run(rows, handles, verifies=verifies, begin=begin)
-            if found is None and has_begun:
-                raise RuntimeError("a graph could not be captured; enforce_eager needs none")
+            return self._passes.run(rows, handles, verifies=verifies, begin=begin)
         except BaseException as error:
             if has_begun:
                 self._end_after(error)
             raise
-        return found
 
     def logits(self, hidden: Tensor, handles: Handles) -> Tensor:
         """See `Executor`."""
@@ -346,6 +347,12 @@ def _plain(handles: Handles) -> list[list[Any]]:
         else [version.digest.hex(), version.targets_head, version.targets_experts, count]
         for version, count in handles
     ]
+
+
+def _end_waits(sockets: select.poll, ranks: ProcessRanks) -> None:
+    """Wait until a rank is gone, or all are ended; then nothing of this process must wait for it."""
+    sockets.poll()
+    ranks.abort()
 
 
 def _launch(config: EngineConfig) -> Launch:

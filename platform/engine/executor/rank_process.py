@@ -34,7 +34,7 @@ from ...core.errors import OutriderError
 from ..description import weight_bytes
 from ..memory.host_store import HostStore
 from .base import LocalExecutor
-from .captured import TargetPasses
+from .captured import AgreedGraphs, TargetPasses
 from .collectives import ProcessRanks, open_store
 from .messages import Message, RankSpec, decode_packed, decode_rows, receive_message
 
@@ -90,6 +90,7 @@ class Rank:
         self._host: HostStore | None = None
         self._adapters: AdapterRows | None = None
         self._executor: LocalExecutor | None = None
+        self._graphs: PassGraphs | None = None
 
     def handle(self, message: Message) -> None:
         """Do one piece of work."""
@@ -101,8 +102,11 @@ class Rank:
         elif verb == "replay":
             lengths, handles, verifies = arguments
             rows = decode_rows(lengths, message.arrays[0])
-            if self._local.replay(rows, _handles(handles), verifies=verifies) is None:
-                raise RuntimeError("this rank cannot capture a pass that rank 0 captures; enforce_eager captures none")
+            found = self._local.replay(rows, _handles(handles), verifies=verifies)
+            if found is None and not (self._graphs is not None and self._graphs.disabled):  # else all ranks agreed
+                raise RuntimeError(
+                    "this rank does not capture a pass that rank 0 captures; enforce_eager captures none"
+                )
         elif verb == "logits":
             count, handles = arguments
             config = self._model.config
@@ -141,11 +145,14 @@ class Rank:
         graphs: list[Any] | None,
     ) -> None:
         model, dtype, device = self._model, self._model.config.dtype, self._model.device
-        found = logits = None
+        logits = None
         if graphs is not None:
             aux_layers, *limits = graphs
-            found = PassGraphs(CudaGraphs(device), PassLimits(*limits)._replace(max_graphs=sys.maxsize))
-            logits = found.token_logits(model.config.vocab_size, device)  # as rank 0 does, whose cache is as large
+            backend = AgreedGraphs(CudaGraphs(device), self._ranks.agree)
+            self._graphs = PassGraphs(backend, PassLimits(*limits)._replace(max_graphs=sys.maxsize))
+            logits = self._graphs.token_logits(
+                model.config.vocab_size, device
+            )  # as rank 0 does, whose cache is as large
         self._kv = allocate_kv(model.kv_layers, num_blocks, block_size, dtype, device, kv_cache_dtype)
         self._host = HostStore(self._kv, host) if host else None
         prepare: AdapterPreparer = no_adapters
@@ -156,8 +163,8 @@ class Rank:
             self._adapters = AdapterRows(sites, num_rows, max_rank, device)
             prepare, prepare_head = self._adapters.steps.prepare, self._adapters.steps.prepare_head
         passes, preparers = None, (prepare, prepare_head)
-        if found is not None:
-            passes = TargetPasses(found, model, self._kv, preparers, aux_layers, logits)
+        if self._graphs is not None:
+            passes = TargetPasses(self._graphs, model, self._kv, preparers, aux_layers, logits)
         self._executor = LocalExecutor(model, self._kv, preparers, passes)
 
 
@@ -173,14 +180,13 @@ def run(link: socket.socket) -> None:
     """Load this rank's share and work until rank 0 is gone."""
     spec = RankSpec(*receive(link)[0])
     logging.basicConfig(level=spec.log_level)
-    send(link, {})
     try:
         if spec.device == "cuda":
             torch.cuda.set_device(spec.device_index)
         else:
             torch.set_num_threads(spec.num_threads)
         store = open_store(spec.store, spec.size)
-        ranks = ProcessRanks(store, spec.rank, spec.size, spec.device, spec.address)
+        ranks = ProcessRanks(store, spec.rank, spec.size, spec.device, spec.address, lambda: send(link, {}))
         send(link, {})
         model = load_model(
             spec.path,

@@ -170,7 +170,8 @@ class ModelRunner:
                 continue
             if queued.proposals is not None:  # the device drafted after tokens whose number it did not tell
                 num_computed = len(request.tokens) if num_computed else request.num_draft_computed
-            drafts = proposal.drafts if request.grammar is None else with_forced(request, proposal.drafts)
+            # Beside the end of a prompt, which may be under way by now, the grammar is that step's.
+            drafts = with_forced(request, proposal.drafts) if row.samples else proposal.drafts
             if drafts is not proposal.drafts:  # the drafter has not computed these
                 num_computed = min(num_computed, len(request.tokens))
             request.drafts, request.num_draft_computed = drafts, num_computed

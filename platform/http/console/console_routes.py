@@ -18,8 +18,8 @@ from .stats_schema import Stats
 
 router = APIRouter()
 _ROUTES = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/tokenizer_info"),
-    *("/health", "/version", "/metrics", "/openapi.json", "/console"),
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/models"),
+    *("/tokenize", "/detokenize", "/tokenizer_info", "/health", "/version", "/metrics", "/openapi.json", "/console"),
 )
 """Named to a program that asks for `/`; `/openapi.json` has all."""
 

@@ -14,7 +14,8 @@ RECENT_SECONDS = 10
 """Unit in which the ends of requests are known, in seconds. Rows are in the ledger one unit after their end, at the
 latest, and the clocks of servers differ by less."""
 SET_BACK_SECONDS = 60
-"""A reading of the ledger that ends so much before the last one is not late: the clock was set back."""
+"""Seconds by which a clock that was set back leaves a budget as it was: it is read to the same moment again. A reading
+that ends even longer before the last one is not late, but of a clock that was set back further."""
 
 
 def period_of(period: Period, now: float) -> tuple[int, int]:
@@ -125,13 +126,16 @@ class Budget:
             self.news.clear()
             self.read_until = now
             return Reading(self.start, now, is_first=True)
-        return Reading(self.start, max(self.start, (now // RECENT_SECONDS - 1) * RECENT_SECONDS))
+        until = max(self.start, (now // RECENT_SECONDS - 1) * RECENT_SECONDS)
+        if 0 < self.read_until - until <= SET_BACK_SECONDS:
+            until = self.read_until
+        return Reading(self.start, until)
 
     def end_reading(self, reading: Reading, tokens: int, now: float) -> None:
-        """Take the answer, unless another period has begun, another server was the first, or that of a later reading
-        has been taken: what ended between the two is not counted here any more. `now` as in `read_at`."""
+        """Take the answer, unless another period has begun, or that of a later reading has been taken: what ended
+        between the two is not counted here any more. `now` as in `read_at`."""
         if reading.is_first:
-            is_late = self.read_at is not None
+            is_late = self.read_at is not None and reading.until <= self.read_until  # another server's was later
         else:
             is_late = 0 < self.read_until - reading.until <= SET_BACK_SECONDS
         if reading.start == self.start and not is_late:

@@ -27,7 +27,7 @@ from torch import Tensor
 from ....kernels.staging import to_device
 from ....models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
 from ....models.checkpoint.json_files import read_json
-from ....models.checkpoint.loader import resolve_model_path
+from ....models.checkpoint.paths import resolve_model_path
 from ....models.pass_graphs import PassOptions
 from ....models.quantization import unpack
 from ....platform.core.speculative_config import SpeculativeConfig

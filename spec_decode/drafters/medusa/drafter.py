@@ -13,7 +13,7 @@ from torch import Tensor
 from ....kernels.staging import to_device
 from ....models.batch import LayerKV
 from ....models.checkpoint.json_files import read_json
-from ....models.checkpoint.loader import resolve_model_path
+from ....models.checkpoint.paths import resolve_model_path
 from ....models.pass_graphs import GraphedRows, bucket
 from ....platform.core.speculative_config import SpeculativeConfig
 from ...verify.draft_sampling import Drafting, EditLogits, append_best, draw, join_drafts, most_likely_ids, takes_best

@@ -89,12 +89,13 @@ def measure(peers, tmp_path):
     return run
 
 
-def running_workers():
-    """Processes of a fake worker that still run; the dead that nobody has waited for have no command line."""
-    found = []
+def running_workers(folder):
+    """Processes of the fake worker in this folder that still run; the dead that nobody has waited for have no command
+    line."""
+    found, script = [], str(folder / "fake_worker.py").encode()
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            found += [file.parent.name] if b"fake_worker.py" in file.read_bytes() else []
+            found += [file.parent.name] if script in file.read_bytes() else []
         except OSError:
             continue
     return found
@@ -154,12 +155,12 @@ def test_starts_are_described(fake, measure):
         ("draft", "ValueError: asked for 1 outputs of 64 tokens, got lengths [1]", 1),
     ],
 )
-def test_an_engine_that_fails_is_named_and_the_others_go_on(fake, measure, mode, reason, started):
+def test_an_engine_that_fails_is_named_and_the_others_go_on(fake, measure, tmp_path, mode, reason, started):
     results = measure(mode, [fake("weak"), fake("outrider")])
     assert results.failures == [{"model": "tiny", "mode": mode, "engine": "weak", "reason": reason}]
     assert [m["engine"] for m in results.measurements] == ["outrider"] * 4
     assert len(results.starts) == 1 + started
-    assert running_workers() == []
+    assert running_workers(tmp_path) == []
 
 
 def test_an_engine_that_cannot_be_started_is_named(fake, measure):
@@ -181,7 +182,7 @@ def test_an_interrupt_ends_all_workers_and_keeps_what_there_is(fake, peers, tmp_
     with pytest.raises(KeyboardInterrupt):
         run(case, [fake("outrider"), fake("slow")], results)
     assert len(results.measurements) == 3
-    assert running_workers() == []
+    assert running_workers(tmp_path) == []
 
 
 # --- Workers ------------------------------------------------------------------------------------------------
@@ -217,10 +218,10 @@ def test_an_idle_worker_takes_no_processor_time(start):
     assert worker.ask({"requests": 1, "prompt": 4, "output": 64})["seconds"] > 0
 
 
-def test_what_does_not_answer_is_given_up(start, peers):
+def test_what_does_not_answer_is_given_up(start, peers, tmp_path):
     with pytest.raises(peers("process").WorkerError, match=r"^no answer in 0\.5 seconds$"):
         start("hanging", timeout=0.5)
-    assert running_workers() == []
+    assert running_workers(tmp_path) == []
 
 
 def test_processes_of_a_worker_are_found_and_ended(peers, tmp_path):
@@ -309,7 +310,7 @@ def test_a_failed_peer_is_reported_and_leaves_the_status_alone(command, capsys):
     assert "weak (small lora): RuntimeError: no adapters here" in capsys.readouterr().out
 
 
-def test_a_signal_keeps_what_there_is(command, compare_peers, monkeypatch, capsys):
+def test_a_signal_keeps_what_there_is(command, compare_peers, monkeypatch, capsys, tmp_path):
     def say(text):
         if text.startswith("small ngram: starting"):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -319,7 +320,7 @@ def test_a_signal_keeps_what_there_is(command, compare_peers, monkeypatch, capsy
     assert (status, report["interrupted"]) == (130, True)
     assert {row["mode"] for row in report["medians"]} == {"base"}
     assert capsys.readouterr().out.startswith("INTERRUPTED")
-    assert running_workers() == []
+    assert running_workers(tmp_path) == []
 
 
 def test_each_mode_has_its_engines(compare_peers, peers, fake):

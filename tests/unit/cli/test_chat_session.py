@@ -241,6 +241,14 @@ def test_pipes(piped, capsys, server):
     assert server.requests[0]["messages"][0] == {"role": "system", "content": "S"}
 
 
+def test_one_message_with_vllms_options(piped, capsys, server):
+    assert piped("never\n", "-q", "hi", "--model-name", "sql", "--system-prompt", "S") == 0
+    assert capsys.readouterr().out == "Hello\n"
+    (request,) = server.requests
+    assert request["model"] == "sql"
+    assert [message["content"] for message in request["messages"]] == ["S", "hi"]
+
+
 def test_failures_in_a_pipe_are_in_the_status(piped, capsys):
     assert piped("/model nobody\n") == 1
     assert "error: there is no model 'nobody'" in capsys.readouterr().err

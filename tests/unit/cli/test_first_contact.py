@@ -4,8 +4,11 @@ import json
 
 import pytest
 
+from outrider.models.checkpoint.json_files import read_model_config
+from outrider.models.demo import demo_adapters
 from outrider.platform.cli import serve
 from outrider.platform.cli.main import build_parser, main
+from outrider.platform.core.errors import NotFoundError
 from outrider.platform.core.speculative_config import parse_speculative
 
 
@@ -51,6 +54,11 @@ def test_wrong_words_get_the_usage_of_their_command_and_a_suggestion(capsys, lin
     first, *_, last = fails(capsys, *line.split())
     assert first.startswith(usage)
     assert last.endswith(f"did you mean {suggestion}?")
+
+
+def test_an_adapter_in_place_of_the_model_is_called_one():
+    with pytest.raises(NotFoundError, match=r"is an adapter and no model: .*--lora-modules"):
+        read_model_config(demo_adapters()["sql"])
 
 
 @pytest.mark.parametrize("line", ["serve --zzzzzzzz", "serve one two"])
@@ -175,7 +183,7 @@ def test_keys_of_a_speculative_config_without_an_effect_are_said():
         ("--ssl-keyfile k.pem --ssl-certfile c.pem", ("--ssl-", "proxy")),
         ("--tokenizer-mode mistral", ("--tokenizer-mode", "mistral")),
         ("--load-format gguf", ("--load-format", "gguf")),
-        ("--task embed", ("--task", "embed")),
+        ("--task reward", ("--task", "reward")),
         ("--enable-eplb", ("--enable-eplb", "mixtures of experts")),
         ("--pipeline-parallel-size", ("--pipeline-parallel-size", "expected one argument")),
         ("--enforce-eager=maybe", ("--enforce-eager", "maybe")),

@@ -167,6 +167,14 @@ def test_engine_that_forgets_a_request_is_noticed(llm: LLM, monkeypatch: pytest.
         llm.generate("hello", use_tqdm=False)
 
 
+def test_adapters_are_lora_requests(llm: LLM) -> None:
+    calls = llm.load_lora_adapter, llm.add_lora, lambda wrong: llm.register_lora_adapters([wrong])
+    for call in calls:
+        for wrong in ("sql", None, ("sql", 1)):
+            with pytest.raises(InvalidRequestError, match="lora_request must be a LoRARequest"):
+                call(wrong)  # type: ignore[arg-type]
+
+
 def test_chat_uses_the_template_of_each_adapter(llm: LLM, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
     lora, turn = LoRARequest("own", path=tmp_path), [{"role": "user", "content": "hello"}]

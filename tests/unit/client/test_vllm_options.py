@@ -23,7 +23,9 @@ from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import InvalidRequestError, NotFoundError, ShuttingDownError
 from outrider.platform.core.lora_request import LoRARequest
 from outrider.platform.core.outputs import CompletionOutput
+from outrider.platform.core.pooling import PoolingParams
 from outrider.platform.core.sampling_params import RequestOutputKind, SamplingParams
+from outrider.platform.core.structured_outputs import StructuredOutputsParams
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +45,7 @@ HARMLESS: dict[str, Any] = {
     "task": "generate", "cpu_offload_gb": 0, "skip_tokenizer_init": False, "hf_overrides": {}, "rope_scaling": None,
     "seed": None, "block_size": None, "enable_prefix_caching": None, "max_model_len": "auto",
     "trust_remote_code": False, "load_format": "safetensors", "hf_token": None, "enable_expert_parallel": True,
+    "enable_sleep_mode": True, "enable_lora_bias": True, "convert": "embed",
 }  # fmt: skip
 
 
@@ -84,9 +87,9 @@ def test_dtypes_of_torch() -> None:
     "options",
     [
         {"pipeline_parallel_size": 2}, {"tokenizer_mode": "slow"}, {"cpu_offload_gb": 4},
-        {"skip_tokenizer_init": True}, {"hf_overrides": {"rope_theta": 1.0}}, {"task": "embed"}, {"hf_token": "secret"},
-        {"reasoning_parser": "qwen3"}, {"speculative_model": "x"}, {"max_model_len": "4x"}, {"logprobs_mode": "x"},
-        {"max_model_len": "9" * 5000},
+        {"skip_tokenizer_init": True}, {"hf_overrides": {"rope_theta": 1.0}}, {"hf_token": "secret"},
+        {"task": "reward"}, {"reasoning_parser": "qwen3"}, {"speculative_model": "x"}, {"max_model_len": "4x"},
+        {"logprobs_mode": "x"}, {"max_model_len": "9" * 5000},
     ],
 )  # fmt: skip
 def test_keywords_that_would_change_something_are_refused_by_name(options: dict[str, Any]) -> None:
@@ -206,6 +209,18 @@ HARMLESS_FIELDS: dict[str, Any] = {
 def test_fields_of_sampling_params_at_values_that_change_nothing() -> None:
     assert SamplingParams(max_tokens=5, **HARMLESS_FIELDS) == SamplingParams(max_tokens=5)
     assert SamplingParams(best_of=1).clone(n=2).n == 2  # type: ignore[call-arg]
+
+
+def test_vllms_fields_of_other_parameters() -> None:
+    pooling: Any = {"task": "embed", "truncate_prompt_tokens": None, "extra_kwargs": None}
+    assert PoolingParams("mean", **pooling) == PoolingParams("mean")
+    with pytest.raises(InvalidRequestError, match="truncate_prompt_tokens=5 is not supported") as caught:
+        PoolingParams(truncate_prompt_tokens=5)  # type: ignore[call-arg]
+    assert caught.value.param == "truncate_prompt_tokens"
+    with pytest.raises(TypeError, match="did you mean 'normalize'"):
+        PoolingParams(normalise=True)  # type: ignore[call-arg]
+    plain, constraint = StructuredOutputsParams(regex="a"), StructuredOutputsParams
+    assert constraint(regex="a", json=None, disable_fallback=True) == plain  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,11 @@ def test_numbers_of_numpy_become_plain_ones():
     )
     assert (params.n, params.temperature, params.seed, params.logit_bias) == (2, 0.5, 3, {5: 1.0})
     assert [type(value) for value in (params.n, params.temperature, params.seed)] == [int, float, int]
-    for wrong in ({"n": numpy.float32(2)}, {"n": numpy.bool_(True)}, {"temperature": numpy.float32("nan")}):
+    for wrong in (
+        {"n": numpy.float32(2)},
+        {"n": numpy.bool_(True)},
+        {"temperature": numpy.float32("nan")},
+        {"pooling": numpy.ones(2)},
+    ):
         with pytest.raises(InvalidRequestError):
             SamplingParams(**wrong)

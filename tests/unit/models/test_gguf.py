@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from outrider.kernels.quantized_linear import QuantizedWeight
 from outrider.models.checkpoint.gguf_file import read_gguf
 from outrider.models.checkpoint.json_files import read_model_config
-from outrider.models.checkpoint.loader import load_model, read_facts, resolve_model_path
+from outrider.models.checkpoint.loader import load_model, read_facts
+from outrider.models.checkpoint.paths import resolve_model_path
 from outrider.models.checkpoint.tokenizer import eos_token_ids, load_tokenizer
 from outrider.models.checkpoint.vocabulary import agreement
 from outrider.models.demo import demo_model_path

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.models.batch import KVLayerSpec
-from outrider.models.checkpoint.loader import load_model, read_facts, resolve_model_path
+from outrider.models.checkpoint.loader import load_model, read_facts
+from outrider.models.checkpoint.paths import resolve_model_path
 from outrider.platform.core.errors import InvalidRequestError, NotFoundError, UnsupportedModelError
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]

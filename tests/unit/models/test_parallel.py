@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -79,11 +78,6 @@ def test_sizes_that_cannot_be_divided_are_named(size: int, changes: dict[str, An
     with pytest.raises(InvalidRequestError, match=f"tensor_parallel_size {size} .*{word}") as caught:
         rank_config(config(**changes), size)
     assert caught.value.param == "tensor_parallel_size"
-
-
-def test_what_is_not_served_divided_is_named() -> None:
-    with pytest.raises(InvalidRequestError, match="norms over all heads"):
-        rank_config(dataclasses.replace(config(), qk_norm_wide=True), 2)
 
 
 def test_facts_are_those_of_a_rank(tmp_path: Path) -> None:

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
+from torch import Tensor
 
 from outrider.kernels.quantized_linear import QuantizedWeight
+from outrider.lora.device.dora import head_weight, slice_weight, table_weight
 from outrider.models.checkpoint.loader import ModelOptions, load_model
+from outrider.models.model import LanguageModel
 from outrider.models.parallel import Ranks
 from outrider.models.quantization.rounding import ROUNDINGS, round_int4
 
@@ -57,6 +60,21 @@ def test_heads_of_other_attention_are_divided(family: str, save_tiny: Callable, 
     check(tmp_path, 2, "int8")
 
 
+GPT = ["gpt2", "bigcode", "opt", "opt-projected", "neox", "falcon", "phi", "stablelm", "starcoder2"]
+
+
+@pytest.mark.parametrize("family", [*GPT, "olmo2", "olmoe"])
+def test_layers_of_other_forms_are_divided(family: str, save_tiny: Callable) -> None:
+    """Layers of the GPT form, and norms over all heads; two of four ranks have the same KV head where there are two."""
+    folder, _ = save_tiny(FAMILIES[family].prefix, **FAMILIES[family].config)
+    check(folder, 2)
+    check(folder, 4)
+
+
+def test_all_heads_with_one_key(save_tiny: Callable) -> None:
+    check(save_tiny("GPTBigCode", multi_query=True)[0], 4)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts_are_divided(family: str, size: int, save_tiny: Callable, tmp_path: Path) -> None:
@@ -93,6 +111,37 @@ def test_a_gguf_file_is_divided(kind: Type, save_tiny: Callable, tmp_path: Path)
     sizes = {"hidden_size": 128, "intermediate_size": 192, "tie_word_embeddings": True}
     write_gguf(save_tiny("Llama", **sizes)[0], tmp_path / "m.gguf", lambda name: kind)
     check(tmp_path / "m.gguf")
+
+
+def whole_weights(model: LanguageModel) -> dict[str, tuple[Tensor, Tensor]]:
+    """Squared norms of the rows of each weight and its product with ones, as adapters with magnitudes see them."""
+    embedding = model.embedding
+    bases = {"table": (table_weight(embedding), embedding.vocab_size)}
+    bases["head"] = head_weight(embedding), embedding.hidden_size
+    for linear in model.linears():
+        layer = linear if linear.part is None else linear.part
+        name, rows = layer.slices[0]
+        bases[name] = slice_weight(linear, 0, rows, name), layer.in_features
+    return {name: (base.squares(), base.project(torch.ones(1, size))) for name, (base, size) in bases.items()}
+
+
+@pytest.mark.parametrize("kind", ["transposed", "int8", "awq", "gguf"])
+def test_adapters_see_whole_weights(kind: str, save_tiny: Callable, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
+    folder, _ = save_tiny("GPT2" if kind == "transposed" else "Llama", **sizes)
+    options = ModelOptions("native", "int8" if kind == "int8" else None)
+    if kind == "awq":
+        write_quantized(save_tiny("Llama", **CASES[kind].sizes)[0], tmp_path, CASES[kind])
+        folder = tmp_path
+    elif kind == "gguf":
+        write_gguf(folder, tmp_path / "m.gguf", lambda name: Type.Q8_0)
+        folder = tmp_path / "m.gguf"
+    whole = whole_weights(load_model(folder, "float32", options=options))
+    for found in on_ranks(
+        2, lambda ranks: whole_weights(load_model(folder, "float32", options=options._replace(ranks=ranks)))
+    ):
+        for name, pair in found.items():
+            torch.testing.assert_close(pair, whole[name], rtol=1e-4, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
 
 
 @pytest.mark.parametrize(("inputs", "cuts"), [(128, (0, 64, 128)), (96, (0, 48, 96)), (100, (0, 32, 100))])

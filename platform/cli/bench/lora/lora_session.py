@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from .....models.checkpoint.json_files import read_model_config
-from .....models.checkpoint.loader import resolve_model_path
+from .....models.checkpoint.paths import resolve_model_path
 from .....models.config import DTYPES, config_from_hf, stored_dtype
 from .....models.demo import demo_model_path
 from ....core.errors import InvalidRequestError, PromptTooLongError

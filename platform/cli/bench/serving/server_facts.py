@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from .....models.checkpoint.loader import resolve_model_path
+from .....models.checkpoint.paths import resolve_model_path
 from .....models.checkpoint.tokenizer import load_tokenizer
 from ....core.errors import InvalidRequestError, NotFoundError, OutriderError
 from ....core.messages import SpeculationCounts

@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from .....models.checkpoint.loader import read_facts, resolve_model_path
+from .....models.checkpoint.loader import read_facts
+from .....models.checkpoint.paths import resolve_model_path
 from .....models.checkpoint.tokenizer import eos_token_ids, load_tokenizer
 from .....models.demo import demo_model_path
 from ....core.config import EngineArgs

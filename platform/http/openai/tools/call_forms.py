@@ -46,8 +46,11 @@ CALL_FORMS = {
         "\n```<｜tool▁call▁end｜>",
         ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     ),
+    "functiongemma": CallForm("<start_function_call>", "call:%s", "<end_function_call>"),
+    "gemma4": CallForm("<|tool_call>", "call:%s", "<tool_call|>"),
 }
-"""Formats whose arguments are JSON, by name."""
+"""Formats whose arguments are JSON, by name. Gemma's models write bare keys and marks around texts; JSON's quotes are
+read as well."""
 _OLD_MISTRAL = CallForm("[TOOL_CALLS]", '{"name": "%s", "arguments": ', "}", bracket=True)
 """Format of Mistral's tokenizers that have no token [ARGS]."""
 

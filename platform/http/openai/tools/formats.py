@@ -157,3 +157,18 @@ def _guess(template: object) -> dict[str, Any] | None:
     """Response template whose mark stands in a chat template."""
     found = next((kind for mark, kind in _MARKS.items() if isinstance(template, str) and mark in template), None)
     return None if found is None else FORMATS[found]
+
+
+def name_of(template: dict[str, Any]) -> str | None:
+    """Name of the format in which a response template reads calls, be it a tokenizer's own; None: it has no name."""
+    fields = template.get("fields")
+    calls = fields.get("tool_calls") if isinstance(fields, dict) else None
+    if not isinstance(calls, dict):
+        return None
+    begin = str(calls.get("open") or calls.get("open_pattern"))
+    for mark, name in _MARKS.items():
+        known = FORMATS[name]["fields"]["tool_calls"]
+        same = all(calls.get(key) == known.get(key) for key in ("close", "close_pattern", "content", "transform"))
+        if calls is known or (same and (mark in begin or re.escape(mark) in begin)):
+            return name
+    return None

@@ -11,7 +11,7 @@ from typing import Any
 from ....core.structured_outputs import StructuredOutputsParams
 from .call_forms import Marks, analysis_rule, begins_as_json, call_rules
 from .choice import ToolChoice
-from .formats import FORMATS
+from .formats import name_of
 
 
 def answer_constraint(
@@ -34,14 +34,14 @@ def answer_constraint(
     if template is None or (asked is None and not choice.has_strict):
         return asked
     marks = Marks(tokenizer)
-    name = next((name for name, known in FORMATS.items() if known is template), None)
+    name = name_of(template)
     make = call_rules(name, marks)
     if choice.is_forced or not choice.tools or (asked is not None and begins_as_json(name)):
         make = None
     if asked is None and make is None:
         return None
     calls = [] if make is None else make(choice, marks)
-    if template is FORMATS["openai"]:
+    if name == "openai":
         return _channels(asked, calls, marks)
     head, rules = _reasoning(template, opened, marks)
     rules += calls
@@ -69,7 +69,9 @@ def _reasoning(template: dict[str, Any], opened: str, marks: Marks) -> tuple[str
     """Beginning of the rule `start`, and the rules of the reasoning that the model may write first."""
     field = template["fields"].get("reasoning_content", {})
     begin, end = field.get("open"), field.get("close")
-    if not isinstance(begin, str) or not isinstance(end, str) or not (opened or begin in marks.tokens):
+    if not isinstance(begin, str) or not isinstance(end, str):
+        return "", []
+    if not opened and not begin.startswith(tuple(marks.tokens)):  # it is text, like any other
         return "", []
     rules = [f"reasoning: {'' if opened else marks.lark(begin)} thoughts /\\s*/", marks.until("thoughts", end)]
     return ("reasoning " if opened else "reasoning? "), rules

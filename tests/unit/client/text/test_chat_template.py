@@ -186,6 +186,15 @@ def test_text_that_is_not_in_the_prompt_is_an_error(processor: InputProcessor, t
     assert caught.value.param == f"messages[{index}].content"
 
 
+def test_tools_that_the_template_leaves_out_are_an_error(processor: InputProcessor) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("one", "two")]
+    first = "{{ tools[0].function.name }}" + STRING
+    with pytest.raises(InvalidRequestError, match="writes no tools") as caught:
+        prompt(processor, first, ("user", "hi"), tools=tools)
+    assert caught.value.param == "tools[1]"
+    assert prompt(processor, first, ("user", "hi"), tools=tools[:1]).startswith("one")
+
+
 @pytest.mark.parametrize("name", ["trims", "string", "parts", "Llama 3", "Qwen 3"])
 @pytest.mark.parametrize("text", ["", "So", "So, \n", " \n", "  a"])
 def test_continued_message_keeps_what_the_template_wrote_before(

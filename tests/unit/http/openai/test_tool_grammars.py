@@ -48,6 +48,8 @@ MARKS = {
     "old mistral": ["[TOOL_CALLS]"],
     "pythonic": ["<|python_start|>", "<|python_end|>"],
     "qwen3_coder": ["<think>", "</think>", "<tool_call>", "</tool_call>"],
+    "functiongemma": ["<start_function_call>", "<end_function_call>", "<escape>"],
+    "gemma4": ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'],
 }
 CALLS = {
     "hermes": '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>',
@@ -58,6 +60,8 @@ CALLS = {
     "openai": "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>%s",
     "pythonic": "[%s(%s)]",
     "qwen3_coder": "<tool_call>\n<function=%s>\n%s</function>\n</tool_call>",
+    "functiongemma": "<start_function_call>call:%s%s<end_function_call>",
+    "gemma4": "<|tool_call>call:%s%s<tool_call|>",
 }
 """Text of a call by format: name, arguments."""
 BEFORE = {"openai": "<|channel|>final<|message|>"}
@@ -134,6 +138,36 @@ def test_strict_calls_among_free_text(kind, as_tokens, tokenizer_with):
         parser.feed(text)
         parser.finish()
         assert parser.has_calls
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("hermes", {}),
+        ("qwen3_coder", {"content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>(?P<value>.*?)</parameter>"}}),
+        ("gemma4", {"open_pattern": r"<\|tool_call>call:(?P<name>\w+)"}),
+    ],
+)
+def test_a_tokenizers_own_template_of_a_known_format(kind, change, tokenizer_with):
+    own = copy.deepcopy(FORMATS[kind])
+    own["fields"]["tool_calls"] |= change
+    constraint = answer_constraint(None, TOOLS, own, tokenizer_with(MARKS[kind]), "")
+    assert accepts(tokenizer_with(MARKS[kind]), constraint, call(kind), call(kind, arguments='{"town": 1}')) == [
+        True,
+        False,
+    ]
+    own["fields"]["tool_calls"]["close"] = "<end>"
+    assert answer_constraint(None, TOOLS, own, tokenizer_with(MARKS[kind]), "") is None
+
+
+def test_reasoning_whose_mark_begins_with_a_token(tokenizer_with):
+    constraint = answer_constraint(None, TOOLS, FORMATS["gemma4"], tokenizer_with(MARKS["gemma4"]), "")
+    texts = [
+        "<|channel>thought\nHm.<channel|>" + call("gemma4"),
+        "<|channel>thought\nHm.<channel|>Hello",
+        "<|channel>so",
+    ]
+    assert accepts(tokenizer_with(MARKS["gemma4"]), constraint, *texts) == [True, True, False]
 
 
 def test_other_beginnings_of_calls_are_no_text(tokenizer_with):

@@ -49,11 +49,11 @@ class Bench:
         return [(self.pool.allocation(key) if key else None, count) for key, count in items]
 
     def check(self, *items):
-        """One step over (key or None, tokens); returns its batch."""
+        """One step over (key or None, tokens), and every second token of it; returns the step's batch."""
         batch = self.batcher.build(self.rows(*items))
         x = torch.randn(sum(count for _, count in items), IN)
         y = torch.randn(len(x), sum(SIZES))
-        want, start = y.clone(), 0
+        want, half, start = y.clone(), y[::2].clone(), 0
         for key, count in items:
             tokens = x[start : start + count]
             for index, name in enumerate(NAMES):
@@ -64,7 +64,10 @@ class Bench:
             start += count
         if batch is not None:
             self.site.add(y, x, batch)
-        torch.testing.assert_close(y, want, atol=1e-5, rtol=1e-5)
+            if (some := batch.of(range(0, len(x), 2))) is not None:
+                self.site.add(half, x[::2].contiguous(), some)
+        for found, expected in ((y, want), (half, want[::2])):
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
         return batch
 
 

@@ -3,7 +3,7 @@
 import huggingface_hub
 import pytest
 
-from outrider.models.checkpoint.loader import resolve_model_path
+from outrider.models.checkpoint.paths import resolve_model_path
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,7 @@ from outrider.platform.engine.memory.prefix_cache import PrefixCache
 from outrider.spec_decode.drafters.eagle.hidden_store import HiddenStore
 
 METHODS = ["eagle", "eagle3", "medusa"]
-PARAMS = {
-    "greedy": SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
-    "seeded": SamplingParams(temperature=0.9, top_p=0.95, seed=4, max_tokens=20, ignore_eos=True),
-}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 SCHEDULES = {
     "plain": {},
     "no prefix cache": {"enable_prefix_caching": False},
@@ -145,7 +142,7 @@ def run(engine, jobs) -> Outcome:
 def plain(target, prompts):
     """Without speculation."""
     engine = EngineCore(EngineArgs(model=str(target.path), dtype="float32", max_model_len=256, max_num_seqs=8, seed=1))
-    found = {name: run(engine, [(p, params) for p in prompts]).texts for name, params in PARAMS.items()}
+    found = run(engine, [(p, GREEDY) for p in prompts]).texts
     engine.shutdown()
     return found
 
@@ -154,27 +151,17 @@ def speculative(folders, method, **fields):
     return {"method": method, "model": str(folders / method), "num_speculative_tokens": 4, **fields}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("method", METHODS)
-def test_the_text_is_the_same_and_drafts_are_accepted(make_engine, folders, prompts, plain, method, schedule):
-    engine = make_engine(speculative_config=speculative(folders, method), **SCHEDULES[schedule])
-    for name, params in PARAMS.items():
-        for _ in range(2):  # the second time from the prefix cache
-            outcome = run(engine, [(p, params) for p in prompts])
-            assert outcome.texts == plain[name]
-            least = 0.05 if name == "greedy" else 0.0  # it is the greedy texts that the heads know
-            assert least * outcome.num_drafted < outcome.num_accepted < outcome.num_drafted
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_acceptance_does_not_depend_on_the_schedule(make_engine, folders, prompts, method):
-    """Greedy drafts are a function of the text: cached blocks, chunks and lost blocks change none of them."""
+def test_acceptance_does_not_depend_on_the_schedule(make_engine, folders, prompts, plain, method):
+    """Greedy drafts are a function of the text, which is that without speculation: cached blocks, chunks and lost
+    blocks change none of them."""
     seen = {}
     for name, options in SCHEDULES.items():
         engine = make_engine(speculative_config=speculative(folders, method), **options)
-        jobs = [(p, PARAMS["greedy"]) for p in prompts]
+        jobs = [(p, GREEDY) for p in prompts]
         run(engine, [(p, params.clone(speculative=False)) for p, params in jobs])  # cached, without draft KV
         outcome = run(engine, jobs)
+        assert outcome.texts == plain, name
         seen[name] = outcome.num_accepted / outcome.num_verified
     assert seen["plain"] > 0.1
     # How many drafts fit at the end differs with the budget, and a preempted row proposes none at once.
@@ -184,40 +171,10 @@ def test_acceptance_does_not_depend_on_the_schedule(make_engine, folders, prompt
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_requests_with_and_without_drafts_side_by_side(make_engine, folders, prompts, plain, method):
-    engine = make_engine(speculative_config=speculative(folders, method))
-    wants = (None, False, 2, 1, False, None)
-    jobs = [(p, PARAMS["greedy"].clone(speculative=w)) for p, w in zip(prompts, wants, strict=True)]
-    assert run(engine, jobs).texts == plain["greedy"]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_unseeded_requests_run_to_their_end(make_engine, folders, prompts, method):
-    """Rejection sampling with the heads' q; the frequencies are tested with all drafters elsewhere."""
-    engine = make_engine(speculative_config=speculative(folders, method))
-    params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
-    outcome = run(engine, [(p, params) for p in prompts])
-    assert [len(ids) for ids in outcome.texts] == [20] * len(prompts)
-    assert 0 < outcome.num_accepted < outcome.num_drafted
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_bfloat16_in_the_batch_invariant_mode(make_engine, folders, prompts, method):
-    """Head, store and cache in the dtype that is served, and a target whose bytes do not depend on the batch."""
-    options = {"dtype": "bfloat16", "batch_invariant": True}
-    plain, drafted = make_engine(**options), make_engine(speculative_config=speculative(folders, method), **options)
-    for params in PARAMS.values():
-        jobs = [(p, params) for p in prompts]
-        outcome = run(drafted, jobs)
-        assert outcome.texts == run(plain, jobs).texts
-        assert outcome.num_accepted > 0
-
-
-@pytest.mark.parametrize("method", METHODS)
 def test_bfloat16(make_engine, target, folders, prompts, method):
     """Each token is the most likely one after those before it, up to what bfloat16 makes of the logits."""
     engine = make_engine(dtype="bfloat16", speculative_config=speculative(folders, method))
-    outcome = run(engine, [(p, PARAMS["greedy"]) for p in prompts])
+    outcome = run(engine, [(p, GREEDY) for p in prompts])
     assert outcome.num_accepted > 0
     for prompt, ids in zip(prompts, outcome.texts, strict=True):
         assert len(ids) == 20
@@ -257,7 +214,7 @@ def test_blocks_that_may_be_found_have_all_their_states(make_engine, folders, pr
                 kept.clear()
                 published.clear()
                 engine = make_engine(speculative_config=speculative(folders, "eagle"), block_size=4, max_num_seqs=3)
-                run(engine, [(prompt, PARAMS["greedy"].clone(stop_token_ids=[token]))])
+                run(engine, [(prompt, GREEDY.clone(stop_token_ids=[token]))])
                 assert published
                 lacking.update(published - kept)
     assert not lacking

@@ -19,7 +19,6 @@ from outrider.spec_decode.verify.verification import (
     VerifyRow,
     accept_equal,
     choose_rule,
-    rejection_sample,
     target_tokens,
     verify,
 )
@@ -257,7 +256,7 @@ def test_acceptance_of_both_rules() -> None:
             ids, probs = draft_rows(table, seeds, [last] * num, first, [1] * num)
             rows = [VerifyRow(s, 4, d, x, Rule.REJECTION) for s, d, x in zip(seeds, ids, probs, strict=True)]
             logits = TARGET[torch.tensor([token for d in ids for token in (last, *d)])]
-            accepted, _ = rejection_sample(logits, rows)
+            accepted = torch.tensor([got.num_accepted for got in verify(logits, rows)])
             assert accepted.double().mean().item() == pytest.approx(1 - tv, abs=deviation)
 
             target = target_tokens(TARGET[last].expand(num, -1), seeds, first, [False] * num)
@@ -315,7 +314,8 @@ def reject_many(p: Sequence[float], q: Sequence[float] | None, draft: int, num: 
     """One draft for many seeds: (accepted, next token)."""
     logits = torch.stack([logits_of(p), torch.zeros(len(p))]).repeat(num, 1)
     probs = None if q is None else torch.tensor([q])
-    return rejection_sample(logits, [VerifyRow(s, 1, [draft], probs, Rule.REJECTION) for s in SEEDS[:num]])
+    results = verify(logits, [VerifyRow(s, 1, [draft], probs, Rule.REJECTION) for s in SEEDS[:num]])
+    return torch.tensor([got.num_accepted for got in results]), torch.tensor([got.token_ids[-1] for got in results])
 
 
 def test_equal_distributions_always_accept() -> None:

@@ -79,6 +79,31 @@ def test_servers_that_read_first_at_once_count_from_one_answer():
     assert two.used == 230
 
 
+def test_of_two_first_readings_the_later_one_counts():
+    noon = at("2026-11-21T12:00")
+    for order in (0, 1), (1, 0):
+        budgets = [Budget(1000, "day", noon) for _ in range(2)]
+        readings = [budget.begin_reading(noon + 3 * index) for index, budget in enumerate(budgets)]
+        first, second = (budgets[index] for index in order)
+        first.end_reading(readings[order[0]], (200, 230)[order[0]], 7.0)
+        second.load(first.dump(), noon + 3)
+        second.end_reading(readings[order[1]], (200, 230)[order[1]], 8.0)
+        assert (second.used, second.read_until) == (230, noon + 3)
+
+
+def test_a_clock_that_is_set_back_a_little_delays_no_reading():
+    noon = at("2026-11-21T12:00")
+    budget = Budget(1000, "day", noon)
+    budget.end_reading(budget.begin_reading(noon), 100, 0.0)
+    budget.end_reading(budget.begin_reading(noon + 60), 100, 60.0)
+    reading = budget.begin_reading(noon + 60)  # a minute later
+    assert reading.until == noon + 50, "what has been read is read again"
+    reading = budget.begin_reading(noon + 30)
+    assert reading.until == noon + 50, "with the rows of the time that comes twice"
+    budget.end_reading(reading, 130, 120.0)
+    assert (budget.used, budget.read_at) == (130, 120.0)
+
+
 def test_a_new_period_begins_at_zero_and_the_ledger_is_asked_again():
     budget = Budget(1000, "day", at("2026-11-21T23:59"))
     budget.end_reading(budget.begin_reading(at("2026-11-21T23:59")), 900, 7.0)
