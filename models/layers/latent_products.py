@@ -90,7 +90,8 @@ class LatentProducts(Linear):
     def weight_slots(self) -> dict[str, WeightSlot]:
         """See Linear. A quantised weight is dequantised."""
         ((module, rows),) = (self if self.part is None else self.part).slices
-        return {f"{module}.weight": WeightSlot((rows, self.in_features), self._load, self.in_features**-0.5)}
+        name, slot = f"{module}.weight", WeightSlot((rows, self.in_features), self._load, self.in_features**-0.5)
+        return {name: self._remembering(slot, name)}
 
     def _load(self, tensor: Tensor) -> None:
         part: Any = tensor if self.part is None else self.part.weight(self.slices[0][0], tensor)

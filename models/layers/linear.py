@@ -194,13 +194,23 @@ class Linear:
             part: Weight = weight if self.part is None else self.part.weight(self.slices[index][0], weight)
             self._add_part(kind, index, part.to(self._device))
 
-        def remember(read: Callable[[], Weight]) -> None:
-            quantize = self.quantize if kind == "weight" else None
-            self.whole[f"{self.slices[index][0]}.{kind}"] = partial(whole_weight, read, quantize, self._dtype)
-
         scale = (self if self.part is None else self.part).in_features ** -0.5
         slot = WeightSlot(shape, load, scale, load_quantized if kind == "weight" else None, self.is_elsewhere)
-        return slot if self.part is None else replace(slot, remember=remember)
+        quantize = self.quantize if kind == "weight" else None
+        return self._remembering(slot, f"{self.slices[index][0]}.{kind}", quantize)
+
+    def _remembering(
+        self, slot: WeightSlot, name: str, quantize: Callable[[Tensor], QuantizedWeight] | None = None
+    ) -> WeightSlot:
+        """Return `slot`, which adds the tensor `name` to `whole` if the layer is divided. `quantize` is what the slot
+        does to full-precision weights, too."""
+        if self.part is None:
+            return slot
+
+        def remember(read: Callable[[], Weight]) -> None:
+            self.whole[name] = partial(whole_weight, read, quantize, self._dtype)
+
+        return replace(slot, remember=remember)
 
     def _add_part(self, kind: str, index: int, part: Weight) -> None:
         """Keep a part; pack all of them when they are complete."""
