@@ -94,7 +94,7 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
         with deadline(TEMPLATE_SECONDS):
             text = _render_open(render, conversation) if continue_final_message else render(conversation)
             check_texts_arrive(conversation, text)
-            check_tools_are_listed(tools, text, render_with)
+            check_tools_are_listed(tools or (), text, render_with)
             if not continue_final_message:
                 check_tools_arrive(conversation, text, render)
             return text

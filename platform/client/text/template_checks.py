@@ -89,13 +89,13 @@ def _as_ascii_json(text: str) -> str:
     return json.dumps(text)[1:-1]
 
 
-def check_tools_are_listed(tools: Sequence[Any] | None, text: str, render: Callable[[list[Any]], str]) -> None:
+def check_tools_are_listed(tools: Sequence[Any], text: str, render: Callable[[list[Any]], str]) -> None:
     """Refuse tools, dicts or functions as transformers takes them, that the template leaves out.
 
     A tool whose name is not in the text may be written otherwise, such as escaped: the text that `render` makes with
     the other tools must then be another one.
     """
-    for index, tool in enumerate(tools or ()):
+    for index, tool in enumerate(tools):
         function = tool.get("function", tool) if isinstance(tool, dict) else tool
         name = function.get("name") if isinstance(function, dict) else getattr(function, "__name__", None)
         if isinstance(name, str) and name not in text and _is_same(text, render, [*tools[:index], *tools[index + 1 :]]):
