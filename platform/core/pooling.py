@@ -31,7 +31,7 @@ class PoolingParams:
     """Leading dimensions to keep, before the scaling, of models that were trained for that (Matryoshka)."""
 
     def __post_init__(self) -> None:
-        if self.pooling is not None and self.pooling not in POOLINGS:
+        if self.pooling is not None and not (isinstance(self.pooling, str) and self.pooling in POOLINGS):
             raise invalid("pooling", f"must be one of {', '.join(POOLINGS)}, got {shown(self.pooling)}")
         if not isinstance(self.normalize, bool | None):
             raise invalid("normalize", f"must be true or false, got {shown(self.normalize)}")

@@ -6,6 +6,7 @@ import asyncio
 import math
 import shutil
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -103,6 +104,7 @@ def test_scores_are_cosines(llm):
     [
         (lambda llm: llm.embed("a", PoolingParams(dimensions=100_000), use_tqdm=False), "dimensions"),
         (lambda llm: PoolingParams("median"), "pooling"),
+        (lambda llm: PoolingParams(numpy.ones(2)), "pooling"),
         (lambda llm: PoolingParams(normalize=1), "normalize"),
         (lambda llm: llm.embed("a", SamplingParams(), use_tqdm=False), "pooling_params"),
         (lambda llm: llm.encode("a", pooling_task="classify", use_tqdm=False), "pooling_task"),

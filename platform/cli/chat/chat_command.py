@@ -130,7 +130,7 @@ class Conversation:
         if not line:
             return True
         if not line.startswith("/"):
-            self._ask(line)
+            self.ask(line)
             return True
         command, _, argument = line.partition(" ")
         if command in ("/exit", "/quit"):
@@ -161,7 +161,7 @@ class Conversation:
             self._screen.fail(f"unknown command {shorten(command)}; /help lists them")
             self.failures += 1
 
-    def _ask(self, text: str) -> None:
+    def ask(self, text: str) -> None:
         """Send a message and show the answer. A failed answer leaves no trace; a stopped one keeps its text so far."""
         self._messages.append({"role": "user", "content": text})
         system = [{"role": "system", "content": self._system}] if self._system else []
@@ -193,7 +193,7 @@ def run(namespace: argparse.Namespace) -> int:
     """Chat until the input ends; returns the exit status."""
     from .chat_client import ChatClient
 
-    quick = None if namespace.quick is None else [_text(namespace.quick)]
+    quick = namespace.quick
     interactive = quick is None and sys.stdin.isatty() and sys.stdout.isatty()
     screen = TerminalScreen() if interactive else Screen()
     if namespace.temperature is not None and not math.isfinite(namespace.temperature):
@@ -212,7 +212,10 @@ def run(namespace: argparse.Namespace) -> int:
         conversation.set_system(_text(namespace.system or ""))
         if interactive:
             screen.say(f"talking to {conversation.model} on {client.url}; /help lists the commands")
-        for line in quick or (_typed_lines(conversation) if interactive else sys.stdin):
+        if quick is not None:
+            conversation.ask(_text(quick))  # a message, even one that begins like a command
+            return 1 if conversation.failures else 0
+        for line in _typed_lines(conversation) if interactive else sys.stdin:
             if not conversation.handle(line):
                 break
     return 1 if conversation.failures and not interactive else 0

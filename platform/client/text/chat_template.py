@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypedDict, cast
 
 from ...core.compat.foreign_options import take_foreign
 from ...core.compat.vllm_python import CHAT
 from ...core.errors import InvalidRequestError, invalid
 from .deadline import DeadlineError, deadline
-from .template_checks import check_texts_arrive, check_tools_are_named, check_tools_arrive
+from .template_checks import check_texts_arrive, check_tools_are_listed, check_tools_arrive
 
 TEMPLATE_SECONDS = 10.0
 """Longest time of a template, which may be an adapter's: a program of somebody else. A conversation that fills a long
@@ -76,7 +76,7 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
         if resolve is not None:  # one of several by its name, or the one for tools
             template = resolve(template, tools)
 
-        def render(conversation: list[dict[str, Any]]) -> str:
+        def render(conversation: list[dict[str, Any]], tools: Any = tools) -> str:
             return tokenizer.apply_chat_template(
                 _in_form(tokenizer, template, conversation),
                 tools=tools,
@@ -87,10 +87,14 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
                 **extra,
             )
 
+        def render_with(tools: Any) -> str:
+            one = partial(render, tools=tools or None)
+            return _render_open(one, conversation) if continue_final_message else one(conversation)
+
         with deadline(TEMPLATE_SECONDS):
             text = _render_open(render, conversation) if continue_final_message else render(conversation)
             check_texts_arrive(conversation, text)
-            check_tools_are_named(tools, text)
+            check_tools_are_listed(tools or (), text, render_with)
             if not continue_final_message:
                 check_tools_arrive(conversation, text, render)
             return text

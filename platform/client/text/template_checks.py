@@ -89,12 +89,16 @@ def _as_ascii_json(text: str) -> str:
     return json.dumps(text)[1:-1]
 
 
-def check_tools_are_named(tools: Sequence[Any] | None, text: str) -> None:
-    """Refuse tools, dicts or functions as transformers takes them, whose names the template leaves out."""
-    for index, tool in enumerate(tools or ()):
+def check_tools_are_listed(tools: Sequence[Any], text: str, render: Callable[[list[Any]], str]) -> None:
+    """Refuse tools, dicts or functions as transformers takes them, that the template leaves out.
+
+    A tool whose name is not in the text may be written otherwise, such as escaped: the text that `render` makes with
+    the other tools must then be another one.
+    """
+    for index, tool in enumerate(tools):
         function = tool.get("function", tool) if isinstance(tool, dict) else tool
         name = function.get("name") if isinstance(function, dict) else getattr(function, "__name__", None)
-        if isinstance(name, str) and name not in text:
+        if isinstance(name, str) and name not in text and _is_same(text, render, [*tools[:index], *tools[index + 1 :]]):
             raise InvalidRequestError(
                 "the chat template writes no tools into the prompt: give chat_template, or start the server with "
                 "--chat-template FILE",
@@ -111,7 +115,7 @@ def check_tools_arrive(conversation: list[dict[str, Any]], text: str, render: Re
             position = text.find(word, position) + len(word)
             if position >= len(word):
                 continue
-            if _renders_to(text, render, [*conversation[:index], without, *conversation[index + 1 :]]):
+            if _is_same(text, render, [*conversation[:index], without, *conversation[index + 1 :]]):
                 raise InvalidRequestError(
                     f"{place}: the model's chat template leaves tool calls or their results out", param=place
                 )
@@ -131,8 +135,8 @@ def _tool_words(index: int, message: dict[str, Any]) -> Iterator[tuple[str, str,
             yield f"messages[{index}]", max(words, key=len), without
 
 
-def _renders_to(text: str, render: Render, conversation: list[dict[str, Any]]) -> bool:
+def _is_same(text: str, render: Callable[[list[Any]], str], without: list[Any]) -> bool:
     try:
-        return render(conversation) == text
+        return render(without) == text
     except Exception:  # the template misses something, which it therefore reads
         return False

@@ -247,6 +247,8 @@ def test_one_message_with_vllms_options(piped, capsys, server):
     (request,) = server.requests
     assert request["model"] == "sql"
     assert [message["content"] for message in request["messages"]] == ["S", "hi"]
+    assert piped("never\n", "-q", "/etc/hosts, what is it?") == 0
+    assert server.requests[1]["messages"][-1]["content"] == "/etc/hosts, what is it?"
 
 
 def test_failures_in_a_pipe_are_in_the_status(piped, capsys):

@@ -193,6 +193,19 @@ def test_tools_that_the_template_leaves_out_are_an_error(processor: InputProcess
         prompt(processor, first, ("user", "hi"), tools=tools)
     assert caught.value.param == "tools[1]"
     assert prompt(processor, first, ("user", "hi"), tools=tools[:1]).startswith("one")
+    assert prompt(processor, STRING, ("user", "hi"), tools=[]) == prompt(processor, STRING, ("user", "hi"))
+
+
+@pytest.mark.parametrize("last", ["user", "assistant"])
+@pytest.mark.parametrize(
+    "listed", ["{{ t.name | replace('a', 'A') }}", "{{ t.name | e }}", "{{ t.name.split('&') }}", "{{ t.description }}"]
+)
+def test_tools_that_the_template_writes_otherwise_are_no_error(processor, listed, last) -> None:
+    tools = [{"type": "function", "function": {"name": "a&b", "description": "Adds"}}]
+    template = "{% for tool in tools %}{% set t = tool.function %}" + listed + "{% endfor %}" + STRING
+    options = {"add_generation_prompt": False, "continue_final_message": True} if last == "assistant" else {}
+    messages = [("user", "hi"), ("assistant", "So")] if options else [("user", "hi")]
+    assert prompt(processor, template, *messages, tools=tools, **options)
 
 
 @pytest.mark.parametrize("name", ["trims", "string", "parts", "Llama 3", "Qwen 3"])
