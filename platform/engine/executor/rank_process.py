@@ -150,9 +150,8 @@ class Rank:
             aux_layers, *limits = graphs
             backend = AgreedGraphs(CudaGraphs(device), self._ranks.agree)
             self._graphs = PassGraphs(backend, PassLimits(*limits)._replace(max_graphs=sys.maxsize))
-            logits = self._graphs.token_logits(
-                model.config.vocab_size, device
-            )  # as rank 0 does, whose cache is as large
+            # As rank 0 does, whose cache is as large.
+            logits = self._graphs.token_logits(model.config.vocab_size, device)
         self._kv = allocate_kv(model.kv_layers, num_blocks, block_size, dtype, device, kv_cache_dtype)
         self._host = HostStore(self._kv, host) if host else None
         prepare: AdapterPreparer = no_adapters
