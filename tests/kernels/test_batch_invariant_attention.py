@@ -130,14 +130,3 @@ def test_decode_rows_do_not_depend_on_their_number(name: str, batch: int) -> Non
     for i in {0, batch // 2, batch - 1}:
         alone = attend([(rows[i], rows[i].length - 1, rows[i].length)], shape, **options)
         assert torch.equal(got[i : i + 1], alone)
-
-
-def test_the_usual_path_does_depend_on_the_batch() -> None:
-    options = {"block_size": 16, "window": None, "dtype": torch.bfloat16, "name": "torch"}
-    different = 0
-    for shape in SHAPES:
-        row = Row(300, shape, torch.bfloat16, 0)
-        whole = attend([(row, 0, 300)], shape, **options)
-        different += not torch.equal(whole[290:], attend([(row, 290, 300)], shape, **options))
-    if not different:
-        pytest.skip("on this processor torch's products do not depend on the batch")

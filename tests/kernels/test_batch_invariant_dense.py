@@ -55,14 +55,6 @@ def test_products(in_features: int, out_features: int, dtype: torch.dtype) -> No
     )
 
 
-def test_usual_products_do_depend_on_the_batch() -> None:
-    generator = torch.Generator().manual_seed(1)
-    x, weight = (t.bfloat16() for t in trial_operands((16, 4864), (96, 4864), generator))
-    packed = pack(weight)
-    if torch.equal(packed(x), rows_alone(packed, x)):
-        pytest.skip("on this processor the usual products do not depend on the batch")
-
-
 @given(num_rows=st.integers(0, 700), sizes=st.sets(st.integers(1, 300), min_size=1))
 def test_pieces_cover_all_rows_in_sizes_that_are_allowed(num_rows: int, sizes: set[int]) -> None:
     cut = pieces(num_rows, tuple(sorted(sizes)))
