@@ -31,7 +31,17 @@ def fleet(repo_root, monkeypatch):
         requests = load.Load(count, rate, adapters=adapters, tenants=10).requests(seed)
         return simulation.Simulation(measured, replace(small, **options), strategy, seed).run(requests)
 
-    return SimpleNamespace(run=run, times=costs.StepTimes(measured, costs.Limits()))
+    def serve(*requests):
+        """Times to first token on one replica, of requests (arrival, adapter, prompt tokens, output tokens)."""
+        asked = [
+            load.Request(number, at, 0, adapter, number, 0, prompt, output)
+            for number, (at, adapter, prompt, output) in enumerate(requests)
+        ]
+        simulation_of_one = simulation.Simulation(measured, replace(small, replicas=1), "affinity", seed=0)
+        simulation_of_one.run(asked)
+        return simulation_of_one.ttft
+
+    return SimpleNamespace(run=run, serve=serve, costs=costs.Costs, times=costs.StepTimes(measured, costs.Limits()))
 
 
 @pytest.mark.parametrize("strategy", ["random", "round robin", "affinity"])
@@ -63,6 +73,27 @@ def test_a_lone_request_takes_what_was_measured(fleet):
     found = fleet.run(count=1, replicas=1)
     assert found["adapter_loads"] == 1
     assert 0.05 + 0.010 + 0.048 + 0.002 <= found["ttft_p50"] <= 0.05 + 0.010 + 0.080 + 0.002
+
+
+def test_a_load_beside_a_request_ends_with_a_step_in_which_it_is_written(fleet):
+    """The way, the rest of a step, the reading up to the end of one, the writing beside another one, and its own."""
+    (found, _) = fleet.serve((0.0, 0, 8, 200), (1.0, 1, 8, 1))
+    step, slowed, own = 0.010, 0.012, 0.0106 + 0.004
+    assert 0.1 + step + own < found < 0.002 + slowed + 0.1 + slowed + slowed + own
+
+
+def test_a_load_makes_way_for_prompts_beside_running_requests(fleet):
+    """The prompt of 200 tokens takes a step of 0.1 s; the reading stands still for half of it."""
+    alone, _ = fleet.serve((0.0, 0, 8, 200), (1.0, 1, 8, 1))
+    first, second, _ = fleet.serve((0.0, 0, 8, 200), (1.0, 1, 8, 1), (1.03, 0, 200, 1))
+    assert first < second
+    assert alone + 0.03 < second < alone + 0.08
+
+
+def test_costs_are_medians_of_measurements(fleet):
+    measured = fleet.costs.read(COSTS)
+    slow = replace(measured, load=0.5, prompt={0: 0.0, 256: 0.5})
+    assert fleet.costs.median([measured, slow, measured]) == measured
 
 
 def test_adapters_stay_while_they_are_used_or_wanted(fleet):
