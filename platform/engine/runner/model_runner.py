@@ -20,7 +20,15 @@ from ....models.batch import LayerKV
 from ....models.model import DecoderOutput, LanguageModel
 from ....models.pass_graphs import PassGraphs
 from ....spec_decode.control.policy import SpeculationPolicy
-from ....spec_decode.drafters.base import AdapterPreparer, DeviceStep, Drafter, DraftRow, NoDrafter, Proposal, TargetOutput
+from ....spec_decode.drafters.base import (
+    AdapterPreparer,
+    DeviceStep,
+    Drafter,
+    DraftRow,
+    NoDrafter,
+    Proposal,
+    TargetOutput,
+)
 from ...core.batch import Move, RowPlan, RowResult, StepPlan, StepResult
 from ...core.messages import TokenLogprobs
 from ...core.request import NO_DRAFTS, Request, Status

@@ -32,7 +32,7 @@ class Prepared(NamedTuple):
     chosen: list[SampleRow]
     """The rows that reach their end."""
     prompts: dict[int, tuple[RowPlan, int]]
-    """By row, where log-probabilities or hidden states of its prompt are wanted: itself, and its first token's place."""
+    """By row, where log-probabilities or hidden states of its prompt are wanted: itself, and where its tokens begin."""
     replayable: bool
     """Whether all rows are decodes or verifications, whose logits are captured too."""
     sampling: list[int]
