@@ -57,7 +57,9 @@ class BlockPool:
 
     def grow(self, blocks: list[int], count: int) -> bool:
         """Allocate until `blocks` are `count`; False, and nothing changed, when there are not enough."""
-        more = self.allocate(max(0, count - len(blocks)))
+        if count <= len(blocks):
+            return True
+        more = self.allocate(count - len(blocks))
         if more is None:
             return False
         blocks.extend(more)

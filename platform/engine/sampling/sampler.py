@@ -18,12 +18,14 @@ from ....kernels.sampling import filter_logits, most_likely, row_stats, top_logp
 from ....kernels.staging import Download, upload
 from ....spec_decode.verify.synthetic import verify_synthetic
 from ....spec_decode.verify.verification import (
+    Choices,
     Rule,
     Verified,
     VerifyRow,
     accept_equal,
     as_verified,
     choose,
+    choose_most_likely,
     choose_rule,
     verify,
 )
@@ -127,7 +129,7 @@ class Sampler:
                 sampled[i] = sampled[i]._replace(logprobs=found)
         return sampled
 
-    def begin(self, logits: Tensor, rows: Sequence[SampleRow], overshoot: Tensor | None = None) -> Pending | Ready:
+    def begin(self, logits: Tensor, rows: Sequence[SampleRow], overshoot: Tensor | None = None) -> Sampling:
         """Begin to sample without waiting for the device where that is possible.
 
         Args:
@@ -139,8 +141,13 @@ class Sampler:
             rows = [row.settled(by) for row, by in zip(rows, overshoot.tolist(), strict=True)]
         return Ready(self(logits, rows), [1 + len(row.drafts.token_ids) for row in rows], logits.device)
 
-    def launch(self, logits: Tensor, rows: Sequence[SampleRow], overshoot: Tensor | None = None) -> Pending:
+    def launch(
+        self, logits: Tensor, rows: Sequence[SampleRow], overshoot: Tensor | None = None
+    ) -> Pending | PendingTokens:
         """Sample and verify on a GPU; the host waits in `Pending.collect` alone. For the arguments see `begin`."""
+        if all(_is_plain(row) and not row.request.edits_logits and not row.drafts.token_ids for row in rows):
+            choices, top = choose_most_likely(logits), logits.amax(dim=-1)
+            return PendingTokens(rows, choices, Download([choices.token_ids, top]), logits.shape[1])
         starts = _starts(rows)
         raw_top = logits.amax(dim=-1)
         wanting = [i for i, row in enumerate(rows) if row.request.params.logprobs is not None]
@@ -259,6 +266,28 @@ class Pending(NamedTuple):
         return sampled
 
 
+class PendingTokens(NamedTuple):
+    """`Pending` of plain rows without edits and drafts, of which each brings one token."""
+
+    rows: Sequence[SampleRow]
+    chosen: Choices
+    download: Download
+    """Tokens and largest logits [B]."""
+    num_tokens: int
+
+    def outcome(self) -> DeviceOutcome:
+        """See `Pending`."""
+        tokens = self.chosen.token_ids.clamp(0, self.num_tokens - 1)
+        return DeviceOutcome(tokens, tokens, self.chosen.num_accepted, None)
+
+    def collect(self) -> list[RowResult]:
+        """See `Pending`."""
+        return [
+            RowResult([token]) if math.isfinite(top) else RowResult([], error=not_finite(row.request).info())
+            for row, token, top in zip(self.rows, *self.download.wait(), strict=True)
+        ]
+
+
 class Ready(NamedTuple):
     """Results where nothing has to be waited for."""
 
@@ -288,6 +317,10 @@ class Ready(NamedTuple):
         return self.sampled
 
 
+Sampling = Pending | PendingTokens | Ready
+"""A step's sampling: `outcome` on the device, and `collect` for the host."""
+
+
 def _reached(request: Request, got: Verified, tops: Sequence[tuple[float, float]]) -> RowResult:
     """What `got` holds before the first of its rows that offers nothing to choose; an error when that is the first.
 
@@ -307,7 +340,7 @@ def _reached(request: Request, got: Verified, tops: Sequence[tuple[float, float]
 
 def _is_plain(row: SampleRow) -> bool:
     """Return whether the row's tokens are the most likely ones of what edits leave, and nothing else is asked."""
-    return row.request.params.greedy and row.request.params.logprobs is None
+    return row.request.is_plain
 
 
 def _most_likely(logits: Tensor, rows: Sequence[SampleRow], raw_tops: list[float] | None = None) -> list[RowResult]:
