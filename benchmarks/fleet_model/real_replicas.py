@@ -35,6 +35,7 @@ from outrider.platform.cli.bench.serving.streaming import Asker
 
 from .costs import Costs, Limits
 from .load import Request
+from .routing import Router
 from .simulation import Fleet
 
 ROWS = (1, 2, 4, 8)
@@ -215,23 +216,22 @@ async def _beside(replicas: Replicas, asker: Asker, adapters: Sequence[int], tok
 
 
 def serve(
-    replicas: Replicas, fleet: Fleet, strategy: str, requests: Sequence[Request], name: str
+    replicas: Replicas, router: Router, fleet: Fleet, requests: Sequence[Request], name: str
 ) -> tuple[list[float], dict[str, Any]]:
     """Send a load to the replicas, which have none of its adapters loaded and none of its prefixes; returns the times
     to first token, and figures. Every load has a name of its own."""
-    return replicas.runner.run(_serve(replicas, fleet, strategy, requests, name))
+    return replicas.runner.run(_serve(replicas, router, fleet, requests, name))
 
 
 async def _serve(
-    replicas: Replicas, fleet: Fleet, strategy: str, requests: Sequence[Request], name: str
+    replicas: Replicas, router: Router, fleet: Fleet, requests: Sequence[Request], name: str
 ) -> tuple[list[float], dict[str, Any]]:
     for asker in replicas.askers:
         others = range(len(replicas.adapters) - fleet.limits.slots, len(replicas.adapters))
         await _ask(asker, [replicas.sample(adapter, 16, 1) for adapter in others], 1)
-    router = fleet.router(strategy, seed=0)
     samples = []
     for r in requests:
-        words = random.Random(f"{strategy} {name} {r.adapter} {r.prefix}")
+        words = random.Random(f"{name} {r.adapter} {r.prefix}")
         ids = replicas.tokens(r.prefix_tokens, words) + replicas.tokens(r.prompt_tokens, random.Random(r.number))
         samples.append(replicas.sample(r.adapter, ids, r.output_tokens))
 
