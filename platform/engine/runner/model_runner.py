@@ -273,7 +273,7 @@ class ModelRunner:
         if found is not None:
             states = [part[: len(rows.token_ids)] for part in found]
             logits = states.pop(0) if prepared.replayable else None
-            hidden, *aux = (state.clone() for state in states)  # whoever drafts may keep them
+            hidden, *aux = (state.clone() for state in states) if self._has_drafter else states  # it may keep them
             return _Computed(DecoderOutput(hidden, tuple(aux)), logits)
         return _Computed(self._executor.forward(rows, handles, self._aux_layers), None)
 
