@@ -100,7 +100,7 @@ class Launched:
     work: Future[_Queued] | Done[_Queued]
     places: dict[Request, int]
     """Which of the rows that reach their end is whose."""
-    block_tables: list[list[int]]
+    block_tables: Sequence[Sequence[int]]
     """KV blocks of each row, also of a sequence that has finished meanwhile."""
 
 
@@ -325,7 +325,7 @@ def _with_prompt(request: Request, got: RowResult, prompt: list[TokenLogprobs] |
     return got._replace(prompt_logprobs=prompt)
 
 
-def _draft_row(row: RowPlan, got: RowResult, block_table: list[int], first_index: int) -> DraftRow:
+def _draft_row(row: RowPlan, got: RowResult, block_table: Sequence[int], first_index: int) -> DraftRow:
     """The row as drafters see it, after its commit."""
     request = row.request
     return DraftRow(
