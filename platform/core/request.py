@@ -117,8 +117,8 @@ class Request:
     """Length of the prefix of `tokens` whose KV is valid."""
     num_draft_computed: int = 0
     """Length of the prefix whose KV is valid in the drafter's own layers."""
-    blocks: list[int] = field(default_factory=list)
-    """KV blocks in order; each reference counted by the block pool."""
+    blocks: array[int] = field(default_factory=lambda: array("q"))
+    """KV blocks in order; each reference counted by the block pool. An array, since every step copies it."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of the full blocks of `tokens`, as far as they have been needed."""
     num_published: int = 0

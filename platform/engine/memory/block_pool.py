@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableSequence
 
 
 class BlockPool:
@@ -55,7 +55,7 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def grow(self, blocks: list[int], count: int) -> bool:
+    def grow(self, blocks: MutableSequence[int], count: int) -> bool:
         """Allocate until `blocks` are `count`; False, and nothing changed, when there are not enough."""
         if count <= len(blocks):
             return True

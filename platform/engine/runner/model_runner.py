@@ -100,7 +100,7 @@ class Launched:
     work: Future[_Queued] | Done[_Queued]
     places: dict[Request, int]
     """Which of the rows that reach their end is whose."""
-    block_tables: list[list[int]]
+    block_tables: Sequence[Sequence[int]]
     """KV blocks of each row, also of a sequence that has finished meanwhile."""
 
 
@@ -273,7 +273,7 @@ class ModelRunner:
         if found is not None:
             states = [part[: len(rows.token_ids)] for part in found]
             logits = states.pop(0) if prepared.replayable else None
-            hidden, *aux = (state.clone() for state in states)  # whoever drafts may keep them
+            hidden, *aux = (state.clone() for state in states) if self._has_drafter else states  # it may keep them
             return _Computed(DecoderOutput(hidden, tuple(aux)), logits)
         return _Computed(self._executor.forward(rows, handles, self._aux_layers), None)
 
@@ -325,7 +325,7 @@ def _with_prompt(request: Request, got: RowResult, prompt: list[TokenLogprobs] |
     return got._replace(prompt_logprobs=prompt)
 
 
-def _draft_row(row: RowPlan, got: RowResult, block_table: list[int], first_index: int) -> DraftRow:
+def _draft_row(row: RowPlan, got: RowResult, block_table: Sequence[int], first_index: int) -> DraftRow:
     """The row as drafters see it, after its commit."""
     request = row.request
     return DraftRow(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -145,15 +146,17 @@ class Sampler:
         self, logits: Tensor, rows: Sequence[SampleRow], overshoot: Tensor | None = None
     ) -> Pending | PendingTokens:
         """Sample and verify on a GPU; the host waits in `Pending.collect` alone. For the arguments see `begin`."""
-        if all(_is_plain(row) and not row.request.edits_logits and not row.drafts.token_ids for row in rows):
-            choices, top = choose_most_likely(logits), logits.amax(dim=-1)
-            return PendingTokens(rows, choices, Download([choices.token_ids, top]), logits.shape[1])
-        starts = _starts(rows)
         raw_top = logits.amax(dim=-1)
+        has_drafts = any(row.drafts.token_ids for row in rows)
+        if not has_drafts and all(_is_plain(row) and not row.request.edits_logits for row in rows):
+            choices = choose_most_likely(logits)
+            return PendingTokens(rows, choices, Download([choices.token_ids, raw_top]), logits.shape[1])
+        starts = _starts(rows)
         wanting = [i for i, row in enumerate(rows) if row.request.params.logprobs is not None]
         reported = [starts[i] + j for i in wanting for j in range(1 + len(rows[i].drafts.token_ids))]
-        index = upload(logits.device, np.array(reported, dtype=np.int64))[0]
-        raw = logits[index]  # a copy: edits and filters work in place
+        if reported:
+            index = upload(logits.device, np.array(reported, dtype=np.int64))[0]
+            raw = logits[index]  # a copy: edits and filters work in place
         edited = self._edit(logits, rows, starts)
         filtered = self._filter(logits, rows)
         verify_rows = [self._verify_row(row, logits.shape[1]) for row in rows]
@@ -163,6 +166,8 @@ class Sampler:
         else:
             top = filtered.amax(dim=-1) if edited else raw_top
         choices = choose(filtered, verify_rows, stats, overshoot)
+        if not has_drafts and not wanting:
+            return PendingTokens(rows, choices, Download([choices.token_ids, raw_top, top]), logits.shape[1])
         parts = [*choices, raw_top, top]
         if reported:
             k = max(rows[i].request.params.logprobs or 0 for i in wanting)
@@ -267,12 +272,12 @@ class Pending(NamedTuple):
 
 
 class PendingTokens(NamedTuple):
-    """`Pending` of plain rows without edits and drafts, of which each brings one token."""
+    """`Pending` of rows without drafts and log-probabilities: each brings one token."""
 
     rows: Sequence[SampleRow]
     chosen: Choices
     download: Download
-    """Tokens and largest logits [B]."""
+    """Tokens [B], the largest logits, raw, and of what there was to choose from, where that is less."""
     num_tokens: int
 
     def outcome(self) -> DeviceOutcome:
@@ -282,9 +287,12 @@ class PendingTokens(NamedTuple):
 
     def collect(self) -> list[RowResult]:
         """See `Pending`."""
+        tokens, *tops = self.download.wait()
+        if all(map(math.isfinite, chain(*tops))):
+            return [RowResult([token]) for token in tokens]
         return [
-            RowResult([token]) if math.isfinite(top) else RowResult([], error=not_finite(row.request).info())
-            for row, token, top in zip(self.rows, *self.download.wait(), strict=True)
+            _reached(row.request, Verified([token], 0), [(of_row[0], of_row[-1])])
+            for row, token, *of_row in zip(self.rows, tokens, *tops, strict=True)
         ]
 
 
