@@ -61,10 +61,7 @@ def prepare(plan: StepPlan, places: dict[Request, int], *, drafts: bool) -> Prep
     step = Prepared(rows, [], [], [], {}, replayable, [], [], [])
     given: list[tuple[int, Sequence[int]]] = []
     for index, (row, request, first) in enumerate(zip(planned, requests, firsts, strict=False)):
-        if request.num_base_tokens <= row.start:
-            step.handles.append((request.adapter, row.num_tokens))
-        else:
-            step.handles.extend(request.handles(row.start, row.num_tokens))
+        step.handles.extend(request.handles(row.start, row.num_tokens))
         end = firsts[index + 1]
         if row.num_drafts and not row.awaits_token:
             given.append((end - row.num_drafts, request.drafts.token_ids))
