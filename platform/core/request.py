@@ -160,6 +160,8 @@ class Request:
 
     def handles(self, start: int, count: int) -> list[tuple[Any, int]]:
         """(adapter, number of tokens) for `count` tokens from `start` on."""
+        if start >= self.num_base_tokens and count:
+            return [(self.adapter, count)]
         num_base = min(max(self.num_base_tokens - start, 0), count)
         return [pair for pair in ((None, num_base), (self.adapter, count - num_base)) if pair[1]]
 

@@ -158,7 +158,10 @@ class PrefixCache:
     def publish(self, request: Request) -> None:
         """Offer the request's full, accepted blocks. Where another block already holds the same prefix, that one
         stays."""
-        if request.namespace is None:
+        if request.namespace is None or (
+            request.num_computed < (request.num_published + 1) * self.block_size
+            and request.num_draft_computed < (request.num_draft_published + 1) * self.block_size
+        ):
             return
         full = min(request.num_computed, len(request.tokens)) // self.block_size
         if full > request.num_published:

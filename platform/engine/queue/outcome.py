@@ -38,13 +38,12 @@ def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | Non
         reason, stop = _finish_reason(request, token, max_model_len)
         if reason is not None:
             break
-    accepted = min(got.num_accepted, kept)
-    if request.speculation_totals is not None and not row.is_forced:
-        for counts in (request.speculation, request.speculation_totals):
-            counts.count(row.num_drafts, accepted)
     delta = TokenDelta(request.request_id, got.token_ids[:kept], finish_reason=reason, stop_reason=stop)
     if row.num_drafts:
-        delta.num_draft_tokens, delta.num_accepted = row.num_drafts, accepted
+        delta.num_draft_tokens, delta.num_accepted = row.num_drafts, min(got.num_accepted, kept)
+    if request.speculation_totals is not None and not row.is_forced:
+        for counts in (request.speculation, request.speculation_totals):
+            counts.count(row.num_drafts, delta.num_accepted)
     if got.logprobs is not None:
         delta.logprobs = got.logprobs[:kept]
     if first:

@@ -53,17 +53,17 @@ def row_choices(
 def decode_row(request: Request, block_size: int) -> RowPlan | None:
     """The row of a sequence that computes one token without drafts, and has the KV block for it: most rows of a large
     batch. None for others, which `row_choices` serves."""
-    start = request.num_planned
+    start, awaits_token = request.num_planned, request.awaits_token
     if (
-        request.num_unplanned != 1
+        not (awaits_token or len(request.tokens) - start == 1)
         or start >= len(request.blocks) * block_size
         or request.drafts.forced
         or request.params.pooling is not None
     ):
         return None
-    if not request.awaits_token:
+    if not awaits_token:
         request.drafts = NO_DRAFTS
-    return RowPlan(request, start, 1, 0, True, 0, awaits_token=request.awaits_token)
+    return RowPlan(request, start, 1, 0, samples=True, max_new_drafts=0, awaits_token=awaits_token)
 
 
 def is_followed(rows: Sequence[RowPlan], limits: DraftLimits) -> bool:

@@ -58,22 +58,21 @@ def prepare(plan: StepPlan, places: dict[Request, int], *, drafts: bool) -> Prep
         prompt_lens=[request.num_prompt_tokens for request in requests],
     )
     replayable = all(row.samples and row.num_tokens == 1 + row.num_drafts for row in planned)
-    step = Prepared(rows, [], [], [], {}, replayable, [], [], [])
+    all_tokens, all_rows = (list(range(firsts[-1])), list(range(len(planned)))) if replayable else ([], [])
+    step = Prepared(rows, [], all_tokens, [], {}, replayable, all_rows, [], [])
     given: list[tuple[int, Sequence[int]]] = []
     for index, (row, request, first) in enumerate(zip(planned, requests, firsts, strict=False)):
-        if request.num_base_tokens <= row.start:
-            step.handles.append((request.adapter, row.num_tokens))
-        else:
-            step.handles.extend(request.handles(row.start, row.num_tokens))
+        step.handles.extend(request.handles(row.start, row.num_tokens))
         end = firsts[index + 1]
         if row.num_drafts and not row.awaits_token:
             given.append((end - row.num_drafts, request.drafts.token_ids))
         num_tokens = row.start + row.num_tokens - row.num_drafts if row.samples else len(request.tokens)
         if row.samples:
-            step.with_logits.extend(range(end - 1 - row.num_drafts, end))
             seen = Seen(token_entries(request)) if request.counts_tokens else None
             step.chosen.append(SampleRow(request, NO_DRAFTS if row.awaits_token else request.drafts, num_tokens, seen))
-            step.sampling.append(index)
+            if not replayable:
+                step.with_logits.extend(range(end - 1 - row.num_drafts, end))
+                step.sampling.append(index)
         if num_tokens == request.num_prompt_tokens and request.params.reads_prompt:
             step.prompts[index] = row, first
     if drafts:

@@ -287,13 +287,7 @@ class PendingTokens(NamedTuple):
 
     def collect(self) -> list[RowResult]:
         """See `Pending`."""
-        tokens, *tops = self.download.wait()
-        if all(map(math.isfinite, chain(*tops))):
-            return [RowResult([token]) for token in tokens]
-        return [
-            _reached(row.request, Verified([token], 0), [(of_row[0], of_row[-1])])
-            for row, token, *of_row in zip(self.rows, tokens, *tops, strict=True)
-        ]
+        return _one_each(self.rows, *self.download.wait())
 
 
 class Ready(NamedTuple):
@@ -346,6 +340,16 @@ def _reached(request: Request, got: Verified, tops: Sequence[tuple[float, float]
     return RowResult([], error=(no_choice(request.params) if emptied else not_finite(request)).info())
 
 
+def _one_each(rows: Sequence[SampleRow], tokens: list[int], *tops: list[float]) -> list[RowResult]:
+    """Results of rows without drafts, which got a token each; for the first and the last of `tops` see `_reached`."""
+    if all(map(math.isfinite, chain(*tops))):
+        return [RowResult([token]) for token in tokens]
+    return [
+        _reached(row.request, Verified([token], 0), [(of_row[0], of_row[-1])])
+        for row, token, *of_row in zip(rows, tokens, *tops, strict=True)
+    ]
+
+
 def _is_plain(row: SampleRow) -> bool:
     """Return whether the row's tokens are the most likely ones of what edits leave, and nothing else is asked."""
     return row.request.is_plain
@@ -357,6 +361,8 @@ def _most_likely(logits: Tensor, rows: Sequence[SampleRow], raw_tops: list[float
     `raw_tops`: largest logit of each row before edits, where there were some.
     """
     tokens, tops = most_likely(logits)
+    if len(tokens) == len(rows):
+        return _one_each(rows, tokens, tops if raw_tops is None else raw_tops, tops)
     pairs = list(zip(tops if raw_tops is None else raw_tops, tops, strict=True))
     sampled, start = [], 0
     for row in rows:
