@@ -99,7 +99,7 @@ def peers() -> list[str]:
         for label, (mode, peer) in kinds.items()
     ]
     head = ["Outrider over", "27M: 1 request", "8", "32", "494M: 1", "8", "32"]
-    return [*table(head, rows), "", *source("peers")]
+    return [*table(head, rows), "", *source("peers", keep=lambda run: "AMX" not in run["run"])]
 
 
 def quantised_peers() -> list[str]:
@@ -134,7 +134,7 @@ def lora_ratio(name: str, batch: int) -> float:
 def lora() -> list[str]:
     """Output tokens/s with eight adapters over the base model's, by number of requests."""
     rows = [[f"{model}, 8 adapters", *(number(lora_ratio(model, n)) for n in SIZES)] for model in ("27M", "494M")]
-    return [*table(["requests at once", "1", "8", "32"], rows), "", *source("lora")]
+    return [*table(["requests at once", "1", "8", "32"], rows), "", *source("lora", keep=lambda run: "AMX" not in run["run"])]
 
 
 def products() -> list[str]:
@@ -337,7 +337,7 @@ def summary() -> list[str]:
             rows.append(
                 [f"494M, EAGLE-3, adapter `{task}` {kind}, over no speculation", number(row["speedup"]), "", ""]
             )
-    lines = source("peers", "lora", "speculation-adapters", keep=lambda run: "int" not in run["run"])
+    lines = source("peers", "lora", "speculation-adapters", keep=lambda run: not any(word in run["run"] for word in ("int", "AMX")))
     return [*table(["output tokens/s", "1 request", "8", "32"], rows), "", *lines]
 
 
