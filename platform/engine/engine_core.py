@@ -237,13 +237,14 @@ class EngineCore:
 def _collector_paused() -> Iterator[None]:
     """Pause Python's garbage collector: a step makes objects by the thousand, which last until the next one, and each
     time there are so many more it would look at them, or at all that the process has."""
-    was_on = gc.isenabled()
+    if not gc.isenabled():  # somebody has turned it off, or another engine's step has and will turn it on
+        yield
+        return
     gc.disable()
     try:
         yield
     finally:
-        if was_on:
-            gc.enable()
+        gc.enable()
 
 
 def _joined(*texts: str) -> bytes:
