@@ -276,14 +276,17 @@ def controller() -> list[str]:
 
 def gpu_engines() -> list[str]:
     """Decoding of models of real shapes on a GPU, alone and with as many adapters as requests."""
-    found, rows = {row["name"]: row for row in runs("gpu")["engines"]["rows"]}, []
+    measured = [row for size in ("8B", "0.6B") for row in runs("gpu")[f"engine of {size}"]["rows"]]
+    found, rows = {row["name"]: row for row in measured}, []
     for model in ("Llama-3-8B", "Qwen3-0.6B"):
         for n in (1, 8, 32, 64, 256):
             alone = found.get(f"{model} decode x {n}", {})
             adapted = found.get(f"{model} adapters {n} x {n} requests", {})
             cells = [f"{alone[key]:,.0f}" if key in alone else "" for key in ("tokens_per_second", "percent_of_limit")]
-            more = [f"{adapted[key]:.2f}" if key in adapted else "" for key in ("base_milliseconds", "milliseconds")]
-            rows.append([model, str(n), *cells, *more])
+            step = adapted.get("base_milliseconds") or alone.get("milliseconds")
+            more = [f"{value:.2f}" if value else "" for value in (step, adapted.get("milliseconds"))]
+            if alone or adapted:
+                rows.append([model, str(n), *cells, *more])
     head = ["model", "requests", "tokens/s", "% of limit", "ms a step", "ms with an adapter each"]
     return [*table(head, rows), "", *source("gpu")]
 
