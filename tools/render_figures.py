@@ -46,12 +46,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def source(*names: str, keep: Callable[[Row], bool] = lambda run: True) -> list[str]:
-    """Sentences that say on what machine, when and with which code the results were measured: the runs to `keep`."""
+    """Sentences that say on what machine, when and with which code the results were measured: the runs to `keep`.
+    Those named after AMX are not in the tables."""
     machines: dict[str, None] = {}
     files = []
     for name in names:
         times: dict[str, None] = {}
-        for run in filter(keep, runs(name).values()):
+        for run in (run for run in runs(name).values() if keep(run) and "AMX" not in run["run"]):
             machine = run["machine"]
             features = machine["capability"] + (" with AMX" if machine.get("amx") else "")
             processor = f"{machine['cpu']} ({features}), {machine['threads']} of {machine['cores']} cores"
@@ -99,7 +100,7 @@ def peers() -> list[str]:
         for label, (mode, peer) in kinds.items()
     ]
     head = ["Outrider over", "27M: 1 request", "8", "32", "494M: 1", "8", "32"]
-    return [*table(head, rows), "", *source("peers", keep=lambda run: "AMX" not in run["run"])]
+    return [*table(head, rows), "", *source("peers")]
 
 
 def quantised_peers() -> list[str]:
@@ -134,7 +135,7 @@ def lora_ratio(name: str, batch: int) -> float:
 def lora() -> list[str]:
     """Output tokens/s with eight adapters over the base model's, by number of requests."""
     rows = [[f"{model}, 8 adapters", *(number(lora_ratio(model, n)) for n in SIZES)] for model in ("27M", "494M")]
-    return [*table(["requests at once", "1", "8", "32"], rows), "", *source("lora", keep=lambda run: "AMX" not in run["run"])]
+    return [*table(["requests at once", "1", "8", "32"], rows), "", *source("lora")]
 
 
 def products() -> list[str]:
@@ -264,12 +265,8 @@ def controller() -> list[str]:
             kind = f"{cell['text']}, {cell['queue']}" if cell["batch"] > 1 else cell["text"]
             ratios = (number(cell.get(key)) for key in ("new/off", "old/off", "new/old", "new/fixed"))
             rows.append([name, str(cell["batch"]), kind, *ratios])
-    compared = (
-        "adaptive over off",
-        "earlier controller over off",
-        "adaptive over earlier",
-        "adaptive over best fixed number",
-    )
+    compared = [f"adaptive over {other}" for other in ("off", "earlier", "best fixed number")]
+    compared.insert(1, "earlier controller over off")
     head = ["model", "requests", "text", *compared]
     return [*table(head, rows), "", *source("controller")]
 
@@ -280,8 +277,9 @@ def gpu_engines() -> list[str]:
     found, rows = {row["name"]: row for row in measured}, []
     for model in ("Llama-3-8B", "Qwen3-0.6B"):
         for n in (1, 8, 32, 64, 256):
-            alone = found.get(f"{model} decode x {n}", {})
-            adapted = found.get(f"{model} adapters {n} x {n} requests", {})
+            alone, adapted = (
+                found.get(f"{model} {work}", {}) for work in (f"decode x {n}", f"adapters {n} x {n} requests")
+            )
             cells = [f"{alone[key]:,.0f}" if key in alone else "" for key in ("tokens_per_second", "percent_of_limit")]
             step = adapted.get("base_milliseconds") or alone.get("milliseconds")
             more = [f"{value:.2f}" if value else "" for value in (step, adapted.get("milliseconds"))]
@@ -340,7 +338,7 @@ def summary() -> list[str]:
             rows.append(
                 [f"494M, EAGLE-3, adapter `{task}` {kind}, over no speculation", number(row["speedup"]), "", ""]
             )
-    lines = source("peers", "lora", "speculation-adapters", keep=lambda run: not any(word in run["run"] for word in ("int", "AMX")))
+    lines = source("peers", "lora", "speculation-adapters", keep=lambda run: "int" not in run["run"])
     return [*table(["output tokens/s", "1 request", "8", "32"], rows), "", *lines]
 
 
