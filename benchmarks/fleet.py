@@ -17,10 +17,12 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
+import numpy as np
 from fleet_model.costs import Costs, Limits, StepTimes
-from fleet_model.load import Load
+from fleet_model.load import Load, Request
 from fleet_model.routing import STRATEGIES
 from fleet_model.simulation import Fleet, Simulation
 from script import make_parser, settings_of
@@ -35,42 +37,95 @@ COLORS = dict(zip(STRATEGIES, (GREY, SAND, BLUE), strict=True))
 FORETOLD = ("ttft_p50", "ttft_p99", "output_tokens_per_second", "adapter_loads")
 REAL_LOADS = (("random arrivals", None, 1), ("16 users", 16, 1), ("16 users, conversations of 4", 16, 4))
 """Loads of real replicas: name, users who wait for an answer, and mean requests of a user for one adapter."""
+ROUTER_SEED = 0
+"""Seed of the real router and of the simulated one, which break ties at random."""
 LOADS = (0.4, 0.6, 0.8, 1.0, 1.2)
 
 
 # --- Real replicas ------------------------------------------------------------------------------------------
 
 
+class Run(NamedTuple):
+    """A load that real replicas served."""
+
+    name: str
+    strategy: str
+    fleet: Fleet
+    requests: list[Request]
+    ttft: list[float]
+    """Times to first token, in seconds."""
+    figures: dict[str, Any]
+
+
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure real replicas, send them a load in two ways, and simulate the same."""
+    """Measure real replicas and send them loads, more than once, and simulate the same."""
     from fleet_model.real_replicas import Replicas, measure, serve
 
     limits, count = Limits(), len(os.sched_getaffinity(0))
     load = Load(options.real_requests, options.real_rate, options.real_adapters, tenants=4)
-    rows = []
+    measured, runs = [], []
     with (
         tempfile.TemporaryDirectory() as folder,
         Replicas(options.model, Path(folder), count, load.adapters + limits.slots, limits) as replicas,
     ):
-        costs = measure(replicas)
-        for name, users, turns in REAL_LOADS:
-            requests = replace(load, turns=turns, talks=users or 1).requests(options.seed)
-            for strategy in STRATEGIES[1:]:
+        for repeat in range(options.real_repeats):
+            measured.append(measure(replicas))
+            for name, users, turns in REAL_LOADS:
+                requests = replace(load, turns=turns, talks=users or 1).requests(options.seed + repeat)
                 fleet = Fleet(count, limits, prefixes=load.adapters * load.prefixes, users=users)
-                real = serve(replicas, fleet, strategy, requests, name)
-                simulated = Simulation(costs, fleet, strategy, options.seed).run(requests)
-                ratios = {key: round(simulated[key] / real[key], 3) for key in FORETOLD}
-                row = {"load": name, "strategy": strategy, "real": real, "simulated": simulated, "ratios": ratios}
-                print(f"{strategy}, {name}: simulated over real {ratios}", flush=True)
-                simulated.pop("ttft_quantiles")
-                rows.append(row)
-    described = {"limits": asdict(limits), "load": asdict(load), "num_replicas": count}
+                for strategy in STRATEGIES[1:]:
+                    served = serve(
+                        replicas, fleet.router(strategy, ROUTER_SEED), fleet, requests, f"{name} {strategy} {repeat}"
+                    )
+                    runs.append(Run(name, strategy, fleet, requests, *served))
+    costs = Costs.median(measured)
+    rows = [
+        foretell(costs, [run for run in runs if (run.name, run.strategy) == (name, strategy)])
+        for name, _, _ in REAL_LOADS
+        for strategy in STRATEGIES[1:]
+    ]
     return {
         "model": {"name": Path(options.model).name},
-        **described,
+        "limits": asdict(limits),
+        "load": asdict(load),
+        "num_replicas": count,
         "costs": costs.as_dict(),
+        "measured_costs": [each.as_dict() for each in measured],
         "rows": rows,
         "table": compared(rows),
+    }
+
+
+def foretell(costs: Costs, runs: list[Run]) -> dict[str, Any]:
+    """Simulate what real replicas served, runs of one load with one router; returns both, and the ratios of all their
+    requests together."""
+    simulated = [Simulation(costs, run.fleet, run.strategy, ROUTER_SEED) for run in runs]
+    figures = [simulation.run(run.requests) for simulation, run in zip(simulated, runs, strict=True)]
+    real = summary([run.ttft for run in runs], [run.figures for run in runs])
+    paper = summary([simulation.ttft for simulation in simulated], figures)
+    ratios = {key: round(paper[key] / real[key], 3) for key in FORETOLD}
+    print(f"{runs[0].strategy}, {runs[0].name}: simulated over real {ratios}", flush=True)
+    real["client"] = [run.figures["client"] for run in runs]
+    return {
+        "load": runs[0].name,
+        "strategy": runs[0].strategy,
+        "real": real,
+        "simulated": paper,
+        "ratios": ratios,
+    }
+
+
+def summary(ttft: Sequence[Sequence[float]], figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Quantiles of all requests of several runs together and of each run, and means of the runs' figures."""
+    p50, p99 = np.quantile(np.concatenate(ttft), (0.5, 0.99)).round(5).tolist()
+    of_runs = np.quantile(ttft, (0.5, 0.99), axis=1).round(5).tolist()
+    return {
+        "ttft_p50": p50,
+        "ttft_p99": p99,
+        "output_tokens_per_second": round(fmean(each["output_tokens_per_second"] for each in figures), 2),
+        "adapter_loads": round(fmean(each["adapter_loads"] for each in figures), 1),
+        "p50_of_runs": of_runs[0],
+        "p99_of_runs": of_runs[1],
     }
 
 
@@ -80,8 +135,10 @@ def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
     for row in rows:
         real, simulated = row["real"], row["simulated"]
         cells = [f"{real[key]:.3g}, {simulated[key]:.3g} ({row['ratios'][key]:.2f})" for key in FORETOLD]
-        lines.append([row["load"], row["strategy"], *cells])
-    return {"head": ["real, simulated (ratio)", "router", "TTFT p50, s", "p99", "tokens/s", "loads"], "rows": lines}
+        spread = f"{min(real['p99_of_runs']):.2f} to {max(real['p99_of_runs']):.2f}"
+        lines.append([row["load"], row["strategy"], *cells, spread])
+    head = ["real, simulated (ratio)", "router", "TTFT p50, s", "p99", "tokens/s", "loads", "real p99 of each run"]
+    return {"head": head, "rows": lines}
 
 
 # --- The fleet ----------------------------------------------------------------------------------------------
@@ -196,7 +253,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prefixes", type=int, default=256, help="prefixes whose KV a replica keeps")
     parser.add_argument("--load", type=float, default=0.8, help="requests over what replicas with full rows serve")
     parser.add_argument("--lifetime", type=float, default=10.0, help="mean, of a replica, over the time of the load")
-    parser.add_argument("--real-requests", type=int, default=240, help="of the load on real replicas")
+    parser.add_argument("--real-requests", type=int, default=200, help="of the load on real replicas")
+    parser.add_argument("--real-repeats", type=int, default=3, help="runs of each, with other requests")
     parser.add_argument("--real-rate", type=float, default=8.0, help="requests a second of it")
     parser.add_argument("--real-adapters", type=int, default=40)
     options = parser.parse_args(arguments)

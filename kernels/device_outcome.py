@@ -68,6 +68,10 @@ class DeviceTokens(NamedTuple):
 
     def fill(self, token_ids: Tensor) -> None:
         """Write the tokens into `token_ids` [at least max(places) + 1] int64 on the device; mutated."""
+        count = len(self.places)
+        if self.places == self.origins == list(range(count)):
+            token_ids[:count].copy_(self.source[:count])
+            return
         places, origins = upload(token_ids.device, np.asarray(self.places), np.asarray(self.origins))
         token_ids.index_copy_(0, places, self.source.index_select(0, origins))
 

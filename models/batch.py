@@ -98,7 +98,7 @@ class SequenceRows:
     """[B], each at least 1."""
     starts: list[int]
     """[B], the first position of each row; the KV of all earlier positions is in the cache."""
-    block_tables: list[list[int]]
+    block_tables: Sequence[Sequence[int]]
     """[B], blocks in order, enough for start + query_len positions."""
     first_key: int = 0
     """First position that holds keys, for layers that begin later than the tokens; no query sees earlier ones."""

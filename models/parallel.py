@@ -55,7 +55,7 @@ class Ranks(Protocol):
 
 
 class LinearPart:
-    """Share of one rank in a linear layer. Implements `layers.linear.Part`."""
+    """Share of one rank in a linear layer."""
 
     def __init__(
         self,
@@ -78,7 +78,9 @@ class LinearPart:
             summed: False where the caller sums what the ranks computed of `columns`.
         """
         self.slices = list(whole)
+        """(module, rows) of the whole layer."""
         self.in_features = in_features
+        """Input size of the whole layer."""
         self._ranks = ranks
         self._rows = rows
         self._columns = columns
@@ -146,7 +148,7 @@ class LinearPart:
 
 
 class ExpertsPart:
-    """Share of one rank in a layer of experts. Implements `layers.experts.ExpertPart`."""
+    """Share of one rank in a layer of experts."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -161,11 +163,12 @@ class ExpertsPart:
 
 
 class NormPart:
-    """Share of one rank in a norm over all heads, of queries or of keys. Implements `layers.norm.NormShare`."""
+    """Share of one rank in a norm over all heads, of queries or of keys."""
 
     def __init__(self, ranks: Ranks, heads: _Range) -> None:
         """`heads`: those of this rank; several ranks may have the same ones."""
         self.size = heads.length
+        """Elements of all ranks."""
         self._ranks = ranks
         self._heads = heads
 
@@ -181,7 +184,7 @@ class NormPart:
 
 
 class VocabularyPart:
-    """Share of one rank in the token embeddings and the head. Implements `layers.embedding.VocabularyShare`."""
+    """Share of one rank in the token embeddings and the head."""
 
     def __init__(self, ranks: Ranks, vocab_size: int) -> None:
         self._ranks = ranks

@@ -46,12 +46,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def source(*names: str, keep: Callable[[Row], bool] = lambda run: True) -> list[str]:
-    """Sentences that say on what machine, when and with which code the results were measured: the runs to `keep`."""
+    """Sentences that say on what machine, when and with which code the results were measured: the runs to `keep`.
+    Those named after AMX are not in the tables."""
     machines: dict[str, None] = {}
     files = []
     for name in names:
         times: dict[str, None] = {}
-        for run in filter(keep, runs(name).values()):
+        for run in (run for run in runs(name).values() if keep(run) and "AMX" not in run["run"]):
             machine = run["machine"]
             features = machine["capability"] + (" with AMX" if machine.get("amx") else "")
             processor = f"{machine['cpu']} ({features}), {machine['threads']} of {machine['cores']} cores"
@@ -264,26 +265,26 @@ def controller() -> list[str]:
             kind = f"{cell['text']}, {cell['queue']}" if cell["batch"] > 1 else cell["text"]
             ratios = (number(cell.get(key)) for key in ("new/off", "old/off", "new/old", "new/fixed"))
             rows.append([name, str(cell["batch"]), kind, *ratios])
-    compared = (
-        "adaptive over off",
-        "earlier controller over off",
-        "adaptive over earlier",
-        "adaptive over best fixed number",
-    )
+    compared = [f"adaptive over {other}" for other in ("off", "earlier", "best fixed number")]
+    compared.insert(1, "earlier controller over off")
     head = ["model", "requests", "text", *compared]
     return [*table(head, rows), "", *source("controller")]
 
 
 def gpu_engines() -> list[str]:
     """Decoding of models of real shapes on a GPU, alone and with as many adapters as requests."""
-    found, rows = {row["name"]: row for row in runs("gpu")["engines"]["rows"]}, []
+    measured = [row for size in ("8B", "0.6B") for row in runs("gpu")[f"engine of {size}"]["rows"]]
+    found, rows = {row["name"]: row for row in measured}, []
     for model in ("Llama-3-8B", "Qwen3-0.6B"):
         for n in (1, 8, 32, 64, 256):
-            alone = found.get(f"{model} decode x {n}", {})
-            adapted = found.get(f"{model} adapters {n} x {n} requests", {})
+            alone, adapted = (
+                found.get(f"{model} {work}", {}) for work in (f"decode x {n}", f"adapters {n} x {n} requests")
+            )
             cells = [f"{alone[key]:,.0f}" if key in alone else "" for key in ("tokens_per_second", "percent_of_limit")]
-            more = [f"{adapted[key]:.2f}" if key in adapted else "" for key in ("base_milliseconds", "milliseconds")]
-            rows.append([model, str(n), *cells, *more])
+            step = adapted.get("base_milliseconds") or alone.get("milliseconds")
+            more = [f"{value:.2f}" if value else "" for value in (step, adapted.get("milliseconds"))]
+            if alone or adapted:
+                rows.append([model, str(n), *cells, *more])
     head = ["model", "requests", "tokens/s", "% of limit", "ms a step", "ms with an adapter each"]
     return [*table(head, rows), "", *source("gpu")]
 

@@ -2,9 +2,10 @@
 
 A replica repeats steps. A step gives every running request its next token and fills a budget with prompt tokens; its
 time comes from a table of real steps (`costs.py`). A request needs a row and its adapter in a slot; slots are reused
-least recently used first, and one load runs at a time beside the steps (`replica.py`). A router sends each request to a
-replica (`routing.py`), replicas fail and start again empty (`simulation.py`). `real_replicas.py` measures the tables on
-real servers, and sends them a load that the model must foretell.
+least recently used first. One adapter is read at a time, beside steps and making way for prompts, and written beside
+one more step (`replica.py`). A router sends each request to a replica (`routing.py`), replicas fail and start again
+empty (`simulation.py`). `real_replicas.py` measures the tables on real servers, and sends them a load that the model
+must foretell.
 
 Left out: memory for KV (a row always has room), speculation, prompt pacing, host memory for adapters, the network.
 """

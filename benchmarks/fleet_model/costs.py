@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -39,7 +41,7 @@ class Costs:
     load: float
     """From the wish for an adapter to its place in a slot, in a replica without running requests."""
     load_beside: float
-    """Time of a load beside four running requests, whose steps share the core with it."""
+    """Time to read an adapter beside four running requests, whose steps share the core with it."""
     load_steps: float
     """Time that running requests lose to a load."""
     start: float
@@ -50,6 +52,17 @@ class Costs:
         """Costs from the JSON of a result, whose keys are text."""
         tables = {k: {int(n): s for n, s in v.items()} if isinstance(v, dict) else v for k, v in values.items()}
         return cls(**tables)
+
+    @classmethod
+    def median(cls, measured: Sequence[Costs]) -> Costs:
+        """Median of several measurements, value by value."""
+
+        def middle(values: Any) -> Any:
+            return (
+                {n: median(v[n] for v in values) for n in values[0]} if isinstance(values[0], dict) else median(values)
+            )
+
+        return cls(**{name: middle([each[name] for each in map(asdict, measured)]) for name in asdict(measured[0])})
 
     def as_dict(self) -> dict[str, Any]:
         """The costs for JSON, to microseconds."""

@@ -35,6 +35,7 @@ from outrider.platform.cli.bench.serving.streaming import Asker
 
 from .costs import Costs, Limits
 from .load import Request
+from .routing import Router
 from .simulation import Fleet
 
 ROWS = (1, 2, 4, 8)
@@ -45,6 +46,8 @@ RUNNING = 4
 """Running requests beside which prompts and loads are measured."""
 CONTEXT = 128
 """Prompt tokens of a request whose steps are measured, as many as those of the load have: attention takes its share."""
+QUIET = 0.03
+"""Seconds after a request for which steps may still be longer: the API ends its answer."""
 OUTPUT, REPEATS = 40, 8
 """Output tokens of a request whose steps are measured, and requests that give one prompt or load time."""
 
@@ -146,7 +149,7 @@ async def _measure(replicas: Replicas) -> Costs:
     def ttft(adapters: Sequence[int]) -> Awaitable[float]:
         return every(lambda asker: _ttft(replicas, asker, adapters))
 
-    def beside(adapters: Sequence[int], tokens: int) -> Awaitable[tuple[float, float]]:
+    def beside(adapters: Sequence[int], tokens: int) -> Awaitable[Any]:
         return every(lambda asker: _beside(replicas, asker, adapters, tokens))
 
     cold = range(len(replicas.adapters))  # more than there are slots, so each has gone when its turn comes
@@ -156,11 +159,13 @@ async def _measure(replicas: Replicas) -> Costs:
     own = {rows: await step(rows, rows) for rows in ROWS}
     alone = await ttft(cold) - await ttft([cold[-1]] * REPEATS)
     found = {tokens: await beside([RUNNING] * REPEATS, tokens) for tokens in PROMPTS}
-    lost, waited = np.subtract(await beside(cold[RUNNING + 1 :][: 2 * REPEATS], 1), found[1])
-    prompt = {tokens: float(seconds) for tokens, (seconds, _) in found.items()}
-    # A request that comes at any moment of a step waits for the half of it, and then takes part in one.
-    overhead = np.mean([wait - more for more, wait in found.values()]) - 1.5 * own[RUNNING]
-    times = map(float, (overhead, alone, waited, lost, replicas.start_seconds))
+    lost, waited, _ = await beside(cold[RUNNING + 1 :][: 2 * REPEATS], 1) - found[1]
+    prompt = {tokens: float(more) for tokens, (more, _, _) in found.items()}
+    # A request that comes at any moment of a step waits for the half of it, and then takes part in one. One that loads
+    # an adapter waits for the half of a step more when it has been read, and for one in which it is written.
+    overhead = np.mean([wait - more - 1.5 * step for more, wait, step in found.values()])
+    load = waited - 1.5 * np.mean([step for _, _, step in found.values()])
+    times = map(float, (overhead, alone, load, lost, replicas.start_seconds))
     return Costs(one, own, {0: 0.0} | prompt, *times)
 
 
@@ -186,44 +191,47 @@ async def _ttft(replicas: Replicas, asker: Asker, adapters: Sequence[int]) -> fl
     return statistics.median(record.ttft for record in records if record.ttft is not None)
 
 
-async def _beside(replicas: Replicas, asker: Asker, adapters: Sequence[int], tokens: int) -> tuple[float, float]:
+async def _beside(replicas: Replicas, asker: Asker, adapters: Sequence[int], tokens: int) -> tuple[float, float, float]:
     """Seconds that running requests lose to each of these requests, which come one after the other at any moment of a
-    step, and their mean time to first token."""
+    step; their mean time to first token; and a step of the running requests alone, of those between."""
     running = [replicas.sample(row, CONTEXT, 6 * OUTPUT) for row in range(RUNNING)]
     streaming = asyncio.create_task(_ask(asker, running))
     await asyncio.sleep(0.8)
-    waited, began = [], time.perf_counter()
+    records = []
+    began = time.perf_counter()
     for adapter in adapters:
-        await asyncio.sleep(replicas.random.uniform(0.0, 0.05))
-        record = RequestRecord(0)
-        await asker.ask(replicas.sample(adapter, tokens, 1), record)
-        waited.append(record.arrivals[0] - record.started)
+        await asyncio.sleep(replicas.random.uniform(0.05, 0.1))
+        records.append(RequestRecord(0))
+        await asker.ask(replicas.sample(adapter, tokens, 1), records[-1])
     ended = time.perf_counter()
-    streams = await streaming
-    inside = statistics.mean(sum(began <= at < ended for at in stream.arrivals) for stream in streams)
-    after = statistics.mean(b - a for stream in streams for a, b in pairwise(stream.arrivals) if a > ended)
-    return (ended - began - inside * after) / len(waited), statistics.mean(waited)
+    arrivals = [[at for at in stream.arrivals if began <= at < ended] for stream in await streaming]
+    asked = [(record.started, record.ended + QUIET) for record in records]
+    alone = [b - a for times in arrivals for a, b in pairwise(times) if not any(s < b and a < e for s, e in asked)]
+    step, inside = statistics.mean(alone), statistics.mean(map(len, arrivals))
+    lost = (ended - began - inside * step) / len(records)
+    return lost, statistics.mean(record.arrivals[0] - record.started for record in records), step
 
 
 # --- A load ---
 
 
-def serve(replicas: Replicas, fleet: Fleet, strategy: str, requests: Sequence[Request], name: str) -> dict[str, Any]:
-    """Send a load to the replicas, which have none of its adapters loaded and none of its prefixes; returns figures.
-    Every load has a name of its own."""
-    return replicas.runner.run(_serve(replicas, fleet, strategy, requests, name))
+def serve(
+    replicas: Replicas, router: Router, fleet: Fleet, requests: Sequence[Request], name: str
+) -> tuple[list[float], dict[str, Any]]:
+    """Send a load to the replicas, which have none of its adapters loaded and none of its prefixes; returns the times
+    to first token, and figures. Every load has a name of its own."""
+    return replicas.runner.run(_serve(replicas, router, fleet, requests, name))
 
 
 async def _serve(
-    replicas: Replicas, fleet: Fleet, strategy: str, requests: Sequence[Request], name: str
-) -> dict[str, Any]:
+    replicas: Replicas, router: Router, fleet: Fleet, requests: Sequence[Request], name: str
+) -> tuple[list[float], dict[str, Any]]:
     for asker in replicas.askers:
         others = range(len(replicas.adapters) - fleet.limits.slots, len(replicas.adapters))
         await _ask(asker, [replicas.sample(adapter, 16, 1) for adapter in others], 1)
-    router = fleet.router(strategy, seed=0)
     samples = []
     for r in requests:
-        words = random.Random(f"{strategy} {name} {r.adapter} {r.prefix}")
+        words = random.Random(f"{name} {r.adapter} {r.prefix}")
         ids = replicas.tokens(r.prefix_tokens, words) + replicas.tokens(r.prompt_tokens, random.Random(r.number))
         samples.append(replicas.sample(r.adapter, ids, r.output_tokens))
 
@@ -238,11 +246,9 @@ async def _serve(
     load = await offer(samples, times, ask, fleet.users)
     ttft = [record.ttft for record in load.records if record.error is None and record.ttft is not None]
     tokens = sum(record.num_output_tokens for record in load.records)
-    return {
-        "ended": len(ttft),
-        "ttft_p50": round(float(np.quantile(ttft, 0.5)), 5),
-        "ttft_p99": round(float(np.quantile(ttft, 0.99)), 5),
-        "output_tokens_per_second": round(tokens / load.duration, 2),
+    figures = {
+        "output_tokens_per_second": tokens / load.duration,
         "adapter_loads": await replicas.num_loads() - before,
         "client": load.client,
     }
+    return ttft, figures

@@ -14,6 +14,10 @@ from outrider.platform.replicas.routing import Recent
 from .costs import Costs, Limits, StepTimes
 from .load import Request
 
+LONGEST_PAUSE = 0.05
+"""Seconds for which a load makes way for one step with prompts beside running requests, at most
+(`lora/step_yield.py`)."""
+
 
 @dataclass(eq=False, slots=True)
 class Job:
@@ -54,7 +58,8 @@ class Replica:
         self._slots: Recent = Recent(self._limits.slots + 1)  # _load makes room itself
         self._holds: Counter[int] = Counter()
         self._loading: int | None = None
-        self._stolen = 0.0
+        self._pause = 0.0  # seconds for which the load under way still has to make way
+        self._unwritten: set[int] = set()  # adapters that were read since the last step began
         self._prefixes = Recent(self._prefixes_kept)
         self._wake = self._env.event()
         self._life = object()
@@ -63,7 +68,6 @@ class Replica:
         """Queue a request."""
         job.adapter_hit = job.request.adapter in self._slots
         self._waiting.append(job)
-        self._load_next()
         self._ring()
 
     def fail(self) -> list[Job]:
@@ -96,14 +100,16 @@ class Replica:
         self._env.process(self._load(wanted, self._life))
 
     def _load(self, adapter: int, life: object) -> Generator[simpy.Event, Any, None]:
-        yield self._env.timeout(self._costs.load_beside if self._running else self._costs.load)
-        if life is not self._life:
-            return
+        left = self._costs.load_beside if self._running else self._costs.load
+        while left:
+            yield self._env.timeout(left)
+            if life is not self._life:
+                return
+            left, self._pause = self._pause, 0.0
         self._loading = None
         self.num_loads += 1
-        self._stolen += self._costs.load_steps if self._running else 0.0
         self._slots.use(adapter)
-        self._admit()  # before another load takes the slot
+        self._unwritten.add(adapter)
         self._load_next()
         self._ring()
 
@@ -116,7 +122,8 @@ class Replica:
     def _admit(self) -> None:
         """Give rows to waiting requests whose adapters are loaded, in order of arrival."""
         room = self._limits.rows - len(self._running)
-        ready = [job for job in self._waiting if job.request.adapter in self._slots][:room] if room else []
+        usable = self._slots.keys() - self._unwritten
+        ready = [job for job in self._waiting if job.request.adapter in usable][:room] if room else []
         for job in ready:
             request = job.request
             self._waiting.remove(job)
@@ -129,7 +136,12 @@ class Replica:
     def _run(self) -> Generator[simpy.Event, Any, None]:
         try:
             while True:
+                self._load_next()
                 self._admit()
+                if self._unwritten:  # they are written beside the step that begins now, or before it if it has no rows
+                    self._unwritten.clear()
+                    if not self._running:
+                        self._admit()
                 if not self._running:
                     self._wake = self._env.event()
                     yield self._wake
@@ -147,8 +159,12 @@ class Replica:
                 chunks.append((job, min(job.prompt_left, budget)))
                 budget -= chunks[-1][1]
         adapters = len({job.request.adapter for job in decoding})
-        seconds = self._step_seconds(len(decoding), adapters, sum(tokens for _, tokens in chunks)) + self._stolen
-        self._stolen = 0.0
+        seconds = self._step_seconds(len(decoding), adapters, sum(tokens for _, tokens in chunks))
+        if self._loading is not None and decoding:
+            if chunks:
+                self._pause += min(seconds, LONGEST_PAUSE)
+            else:
+                seconds *= 1 + self._costs.load_steps / self._costs.load_beside
         yield self._env.timeout(seconds)
         self.busy += seconds
         for job, tokens in chunks:
@@ -163,4 +179,3 @@ class Replica:
                 self._running.remove(job)
                 self._holds[job.request.adapter] -= 1
                 self._on_end(job)
-        self._load_next()

@@ -61,6 +61,11 @@ class Simulation:
             for index in range(fleet.replicas):
                 env.process(self._fail(index, random.Random(source.random())))
 
+    @property
+    def ttft(self) -> list[float]:
+        """Times to first token of the answered requests, in the order of their ends."""
+        return [job.first - job.due for job in self._ended if job.first is not None]
+
     def run(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Serve all requests; returns the figures."""
         self._left = len(requests)
@@ -83,7 +88,14 @@ class Simulation:
             self._close(job, self._lost)
         else:
             job.replica = chosen
-            self._replicas[chosen].add(job)
+            self._env.timeout(self._costs.overhead).callbacks.append(lambda _: self._deliver(job))
+
+    def _deliver(self, job: Job) -> None:
+        if self._router.views[job.replica].ready:
+            self._replicas[job.replica].add(job)
+        else:  # it failed meanwhile
+            self._num_retries += 1
+            self._send(job)
 
     def _end(self, job: Job) -> None:
         self._router.views[job.replica].ongoing -= 1
@@ -117,7 +129,7 @@ class Simulation:
 
     def _figures(self) -> dict[str, Any]:
         ended = self._ended
-        ttft = np.array([job.first - job.due for job in ended if job.first is not None]) + self._costs.overhead
+        ttft = np.array(self.ttft)
         by_tenant = defaultdict(list)
         for job, seconds in zip(ended, ttft, strict=True):
             by_tenant[job.request.tenant].append(seconds)

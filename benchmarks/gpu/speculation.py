@@ -58,7 +58,8 @@ def demo_folders(context: Context, root: Path) -> dict[str, Path]:
 def _tasks(folders: dict[str, Path]) -> list[tuple[list[int], LoRARequest | None]]:
     """Prompts of the base model and of each adapter in turn, in the chat template, with their adapters."""
     tokenizer = load_tokenizer(demo_model_path())
-    loras = {"base": None} | {n: LoRARequest(n, path=str(folders[f"adapters/{n}"])) for n in demo_adapters()}
+    names = [name for name in demo_adapters() if name in DEMO_PROMPTS]
+    loras = {"base": None} | {name: LoRARequest(name, path=str(folders[f"adapters/{name}"])) for name in names}
     return [
         (encode(tokenizer, text, "prompts"), loras[name])
         for texts in zip(*(DEMO_PROMPTS[name] for name in loras), strict=True)

@@ -15,6 +15,7 @@ a is the number of accepted drafts. Sources: see `spec_decode/verify/verificatio
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -86,6 +87,12 @@ def pack(
     return Requests._make([*there, max(k.tolist(), default=0), any(rule != GREEDY for rule in rules)])
 
 
+@lru_cache(256)
+def greedy_rows(count: int, target: device) -> Requests:
+    """`pack` of `count` greedy requests without drafts: the same for all such requests, so it is uploaded once."""
+    return pack([()] * count, [True] * count, [GREEDY] * count, [0] * count, [0] * count, target)
+
+
 def verify(
     logits: Tensor,
     draft_probs: Tensor | None,
@@ -119,4 +126,4 @@ def verify(
     return _reference.verify(logits, draft_probs, requests)
 
 
-__all__ = ["GREEDY", "INVARIANT", "NO_TOKEN", "REJECTION", "Requests", "pack", "verify"]
+__all__ = ["GREEDY", "INVARIANT", "NO_TOKEN", "REJECTION", "Requests", "greedy_rows", "pack", "verify"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from array import array
 
 import numpy as np
 
@@ -22,8 +22,9 @@ class RowTables:
         self.token_starts = np.cumsum(self.query_lens) - self.query_lens
         self.num_blocks = -(-self.lengths // block_size)
         self.table_starts = np.cumsum(self.num_blocks) - self.num_blocks
-        used = (table[:count] for table, count in zip(rows.block_tables, self.num_blocks.tolist(), strict=True))
-        self.table = np.fromiter(chain.from_iterable(used), dtype=np.int64, count=int(self.num_blocks.sum()))
+        used = [table[:count] for table, count in zip(rows.block_tables, self.num_blocks.tolist(), strict=True)]
+        parts = [part if isinstance(part, array) else array("q", part) for part in used]
+        self.table = np.frombuffer(b"".join(parts), dtype=np.int64)
 
     def slots(self, positions: np.ndarray) -> np.ndarray:
         """Cache slots [T] of all tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from ...kernels.paged_attention import soft_cap
 from ...kernels.quantized_linear import QuantizedWeight, RowSource, pack_table
 from .linear import GainSite, LoraSite, pack_weights
 from .weights import Weight, WeightSlot, whole_weight
+
+if TYPE_CHECKING:
+    from ..parallel import VocabularyPart
 
 EMBEDDING = "model.embed_tokens"
 """Usual name of the table's module."""
@@ -53,24 +56,6 @@ class OwnRowSite(Protocol):
 
     def mask(self, y: Tensor, adapters: Any) -> None:
         """Set logits y [R, W] to -inf for tokens that a row's adapter does not have."""
-
-
-class VocabularyShare(Protocol):
-    """Share of a rank where several processes have the rows of table and head; see `models.parallel`."""
-
-    rows: slice
-    """Tokens of this rank."""
-
-    @property
-    def size(self) -> int:
-        """Number of this rank's tokens."""
-        ...
-
-    def lookup(self, rows: Callable[[Tensor], Tensor], input_ids: Tensor) -> Tensor:
-        """Embeddings [T, H] of token ids [T]; `rows` looks up rows of this rank's share of the table by number."""
-
-    def join(self, logits: Tensor) -> Tensor:
-        """Logits [R, vocab] from this rank's."""
 
 
 class VocabularyNames(NamedTuple):
@@ -139,7 +124,7 @@ class Embedding:
         self.single_copy = False
         """True: no copy of a tied table is kept beside the head where that can be avoided, though lookups are slower;
         set before it is loaded."""
-        self.part: VocabularyShare | None = None
+        self.part: VocabularyPart | None = None
         """Share of this process, set before it is loaded; None: the whole."""
         self.whole: dict[str, Callable[[], Tensor]] = {}
         """Functions that read the whole table and head of a divided one again, on the CPU, by their modules' names."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from ..expert_config import ExpertConfig
 from .linear import AdapterRows, Linear
 from .mlp import GatedMlp, Mlp
 from .weights import RenamedSlot, WeightSlot
+
+if TYPE_CHECKING:
+    from ..parallel import ExpertsPart
 
 
 def make_mlp(config: DecoderConfig, index: int, device: torch.device) -> Mlp:
@@ -34,16 +37,6 @@ def make_mlp(config: DecoderConfig, index: int, device: torch.device) -> Mlp:
         }
         return GatedMlp(name, f"{module}.mlp", sizes, **form, **common)
     return SparseMlp(name, module, config.hidden_size, config.experts, **common)
-
-
-class ExpertPart(Protocol):
-    """Share of a rank in a layer of experts that several processes compute; see `models.parallel`."""
-
-    def residual(self, residual: Tensor | None) -> Tensor | None:
-        """`residual` on the rank that adds it; None on the others."""
-
-    def total(self, y: Tensor) -> Tensor:
-        """The layer's result from this rank's."""
 
 
 class SparseMlp:
@@ -73,9 +66,9 @@ class SparseMlp:
         if traits.sigmoid or config.num_groups > 1 or config.scale != 1.0:
             self._scoring = Scoring(config.num_groups, config.top_groups, traits.sigmoid, config.scale)
         self._device = common["device"]
-        self._part: ExpertPart | None = None
+        self._part: ExpertsPart | None = None
 
-    def divide(self, part: ExpertPart, held: range) -> None:
+    def divide(self, part: ExpertsPart, held: range) -> None:
         """Have the weights of experts `held` alone, and a share of the shared expert; before anything is loaded."""
         self._part = part
         self._experts.keep(held)

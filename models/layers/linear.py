@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from ...kernels import quantized_linear
 from ...kernels.linear import Packed, pack, row_squares
 from ...kernels.quantized_linear import QuantizedWeight
 from .weights import Weight, WeightSlot, whole_weight
+
+if TYPE_CHECKING:
+    from ..parallel import LinearPart
 
 
 class AdapterRows(Protocol):
@@ -60,37 +63,6 @@ class GainSite(Protocol):
         `biased`; other tokens do not change; y is mutated."""
 
 
-class Part(Protocol):
-    """Share of a rank in a layer that several processes compute; see `models.parallel`."""
-
-    slices: list[tuple[str, int]]
-    """(module, rows) of the whole layer."""
-    in_features: int
-    """Input size of the whole layer."""
-
-    def weight(self, module: str, weight: Weight) -> Weight:
-        """This rank's part of a module's weight [out, in]."""
-        ...
-
-    def bias(self, module: str, tensor: Tensor) -> Tensor:
-        """This rank's part of a module's bias [out]."""
-
-    def lora(self, module: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's part of an adapter's A [r, in] and B [r, out]."""
-
-    def gain(self, module: str, gain: Tensor) -> Tensor:
-        """This rank's part of an adapter's gains [out]."""
-
-    def inputs(self, x: Tensor) -> Tensor:
-        """Inputs [T, in] of this rank's weight, from this rank's x."""
-
-    def residual(self, residual: Tensor | None) -> Tensor | None:
-        """`residual` on the rank that adds it; None on the others."""
-
-    def total(self, y: Tensor) -> Tensor:
-        """The layer's result from this rank's."""
-
-
 class Linear:
     """y = x Wᵀ + b (+ adapters) (+ residual); W holds the rows of one or several projections of the checkpoint."""
 
@@ -119,7 +91,7 @@ class Linear:
         self.gains: GainSite | None = None
         self.expert_lora: Any = None
         """Site of adapters of all experts of the layer, on a GPU, in place of `lora`."""
-        self.part: Part | None = None
+        self.part: LinearPart | None = None
         """Share of this process in the layer, set before it is loaded; None: the whole."""
         self.whole: dict[str, Callable[[], Tensor]] = {}
         """Functions that read the whole tensors of a divided layer again, on the CPU, by the checkpoint's names."""

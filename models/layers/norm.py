@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,18 +13,8 @@ from torch.nn import functional as F
 from ...kernels.rms_norm import NormWeight, add_rms_norm, prepare, rms_norm, rms_norm_invariant
 from .weights import WeightSlot
 
-
-class NormShare(Protocol):
-    """Share of a rank in a norm over elements that several processes have; see `models.parallel`."""
-
-    size: int
-    """Elements of all."""
-
-    def whole(self, x: Tensor) -> Tensor:
-        """Elements [T, size] of all ranks, from this rank's."""
-
-    def own(self, x: Tensor) -> Tensor:
-        """This rank's elements of x [T, size]."""
+if TYPE_CHECKING:
+    from ..parallel import NormPart
 
 
 class RMSNorm:
@@ -52,7 +42,7 @@ class RMSNorm:
         self._dtype = dtype
         self._device = device
         self._norm = rms_norm_invariant if batch_invariant else rms_norm
-        self.part: NormShare | None = None
+        self.part: NormPart | None = None
         """Share of this process in what `__call__` normalises, set before it is loaded; None: all is its own."""
         self._loaded: dict[str, Tensor] = {}
         self._weight: NormWeight | None = None

@@ -163,7 +163,7 @@ class RequestState:
         if delta.pooled is not None:
             self.pooled = delta.pooled
         stopped_here = sequence.update(delta)
-        if self.finished:
+        if sequence.finish_reason is not None and self.finished:
             self.close()
         return stopped_here
 
@@ -269,6 +269,8 @@ class OutputProcessor:
                 aborts.extend(self._fail(state, OutriderError(f"internal error: {type(error).__name__}")))
             if sequence.finish_reason is not None:
                 self._sequences.pop(sequence.request_id, None)
+            elif state.error is None:
+                continue
             if state.finished and self._requests.pop(state.request_id, None) is not None and state.error is None:
                 self.totals.count(state)
         return Processed(list(touched.values()), aborts)

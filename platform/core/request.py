@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -116,8 +117,8 @@ class Request:
     """Length of the prefix of `tokens` whose KV is valid."""
     num_draft_computed: int = 0
     """Length of the prefix whose KV is valid in the drafter's own layers."""
-    blocks: list[int] = field(default_factory=list)
-    """KV blocks in order; each reference counted by the block pool."""
+    blocks: array[int] = field(default_factory=lambda: array("q"))
+    """KV blocks in order; each reference counted by the block pool. An array, since every step copies it."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of the full blocks of `tokens`, as far as they have been needed."""
     num_published: int = 0
@@ -148,13 +149,19 @@ class Request:
     """`params.edits_read_tokens`, likewise."""
     counts_tokens: bool = field(init=False)
     """`params.penalises`, likewise."""
+    is_plain: bool = field(init=False)
+    """Whether its tokens are the most likely ones of what edits leave, and nothing else is asked, likewise."""
     token_cost: float = field(init=False)
     """`params.token_cost`, likewise."""
+    most_tokens: int = field(init=False)
+    """Most tokens that it may have: its prompt and `params.max_tokens`."""
     stop_ids: frozenset[int] = field(init=False)
     """`params.stop_token_ids`, which may be many: each new token is looked up."""
 
     def handles(self, start: int, count: int) -> list[tuple[Any, int]]:
         """(adapter, number of tokens) for `count` tokens from `start` on."""
+        if start >= self.num_base_tokens and count:
+            return [(self.adapter, count)]
         num_base = min(max(self.num_base_tokens - start, 0), count)
         return [pair for pair in ((None, num_base), (self.adapter, count - num_base)) if pair[1]]
 
@@ -163,7 +170,10 @@ class Request:
         self.edits_logits = self.params.edits_logits
         self.reads_tokens = self.params.edits_read_tokens
         self.counts_tokens = self.params.penalises
+        self.is_plain = self.params.greedy and self.params.logprobs is None
         self.token_cost = self.params.token_cost
+        limit = self.params.max_tokens
+        self.most_tokens = sys.maxsize if limit is None else self.num_prompt_tokens + limit
 
     @property
     def num_output_tokens(self) -> int:
@@ -184,6 +194,14 @@ class Request:
     def num_pending(self) -> int:
         """How many tokens what is under way brings at most: it brings one, and the drafts that are right."""
         return self.under_way[-1].end + 1 - len(self.tokens) if self.awaits_token else 0
+
+    @property
+    def num_unplanned(self) -> int:
+        """How many tokens are to be computed by the next step or later, one that is being sampled among them."""
+        if not self.under_way:
+            return len(self.tokens) - self.num_computed
+        row = self.under_way[-1]
+        return 1 if row.samples else len(self.tokens) - row.end
 
     def land(self, row: Any) -> None:
         """`row` is committed, and was the oldest under way; nothing, if it was never launched beside others."""

@@ -318,6 +318,11 @@ class SamplingParams:
         return (self.prompt_logprobs is not None and self.max_tokens == 1) or self.pooling is not None
 
     @property
+    def reads_prompt(self) -> bool:
+        """True when something is wanted of the prompt itself: its log-probabilities, or its pooled hidden states."""
+        return self.prompt_logprobs is not None or self.pooling is not None
+
+    @property
     def reads_whole_prompt(self) -> bool:
         """True when every token of the prompt has to be computed, even where the prefix cache has its KV."""
         return self.prompt_logprobs is not None or self.pooling in ("mean", "cls")

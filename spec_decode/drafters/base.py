@@ -55,7 +55,7 @@ class DraftRow(NamedTuple):
     (`Proposal.num_draft_computed`), clipped to the drafts that were accepted."""
     max_drafts: int
     """Drafts that may be proposed: there are KV blocks for them. 0: propose nothing."""
-    block_table: list[int]
+    block_table: Sequence[int]
     sampled: bool
     """True when the row reached its end: a new token was sampled."""
     start: int = 0

@@ -138,6 +138,11 @@ def choose(
     return Choices(*kernel.verify(logits, torch.cat(probs) if probs else None, requests, stats))
 
 
+def choose_most_likely(logits: Tensor) -> Choices:
+    """`choose` for greedy requests without drafts, one for each row of `logits`."""
+    return Choices(*kernel.verify(logits, None, kernel.greedy_rows(len(logits), logits.device)))
+
+
 def as_verified(rows: Sequence[VerifyRow], token_ids: list[int], num_accepted: list[int]) -> list[Verified]:
     """The host's view of `Choices`."""
     results, start = [], 0

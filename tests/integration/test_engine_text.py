@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
 from outrider import SamplingParams
+from outrider.platform.engine.queue.scheduler import Scheduler
 
 NAMES = [None, "a", "b", "c", None, "a"]
 
@@ -152,3 +155,16 @@ def test_bad_requests_are_refused_and_nothing_else_stops(make_engine, run, promp
         engine.add_request(EngineRequest("z", [3], greedy))
     engine.abort(["x", "y"])
     assert len(run(engine, [(prompts[0], greedy)])[0].token_ids) == 24
+
+
+def test_the_garbage_collector_pauses_within_a_step_alone(make_engine, run, prompts, greedy, monkeypatch):
+    engine, schedule, was_on = make_engine(), Scheduler.schedule, []
+
+    def noted(scheduler):
+        was_on.append(gc.isenabled())
+        return schedule(scheduler)
+
+    monkeypatch.setattr(Scheduler, "schedule", noted)
+    run(engine, [(prompts[0], greedy)])
+    assert set(was_on) == {False}
+    assert gc.isenabled()

@@ -20,7 +20,7 @@ from outrider.kernels.device_outcome import (
 from outrider.kernels.verification import pack
 from outrider.platform.core.batch import RowResult
 from outrider.platform.core.request import Drafts, Request
-from outrider.platform.engine.sampling.sampler import Pending, Ready, Sampler, SampleRow
+from outrider.platform.engine.sampling.sampler import PendingTokens, Ready, Sampler, SampleRow
 from outrider.spec_decode.drafters.base import DraftRow
 from outrider.spec_decode.verify.draft_sampling import Drafting, draw, join_drafts, last_drafts
 from outrider.spec_decode.verify.verification import Rule, choose_rule
@@ -109,21 +109,27 @@ def test_new_tokens_are_given_without_waiting(source):
     assert [token for part in parts for token in part] == [12, 13]
 
 
-def test_the_next_tokens_are_written_for_the_step_after(device, request):
+@pytest.mark.parametrize(
+    "kinds",
+    [[{"temperature": 0}] * 3, [{"temperature": 0, "logit_bias": {1: 9.0}}] * 3, [{"temperature": 0}, {"seed": 3}, {}]],
+    ids=["greedy", "edited", "mixed"],
+)
+def test_the_next_tokens_are_written_for_the_step_after(device, kinds):
     """As the host is told them later; a row without a choice gets some token of the vocabulary."""
     rows = [
-        SampleRow(Request(str(i), [1, 2], 2, params, seed_key=i), Drafts([]))
-        for i, params in enumerate([SamplingParams(temperature=0), SamplingParams(seed=3), SamplingParams(seed=4)])
+        SampleRow(Request(str(i), [1, 2], 2, SamplingParams(**kind), seed_key=i), Drafts([]))
+        for i, kind in enumerate(kinds)
     ]
     logits = torch.randn(3, 40)
     logits[2] = torch.nan
     on_host = Sampler().begin(logits.clone(), rows)
     assert isinstance(on_host, Ready)
     pending = Sampler().launch(logits.to(device), rows)
-    assert isinstance(pending, Pending)
+    assert isinstance(pending, PendingTokens)
     for begun in (on_host, pending):
         out = begun.outcome()
         sampled = begun.collect()
+        assert [got.token_ids for got in sampled] == [got.token_ids for got in on_host.collect()]
         assert out.next_tokens.tolist()[:2] == [got.token_ids[0] for got in sampled[:2]]
         assert sampled[2].error is not None
         assert 0 <= out.next_tokens.tolist()[2] < 40

@@ -251,23 +251,25 @@ class TestChoice:
         assert re.match(rf"not used: their check failed \((\[Errno 2\] )?{reason}", tiles.describe())
         assert self.file.exists() == is_kept
 
-    @pytest.mark.parametrize("slow", [None, 1, 128])
-    def test_each_shape_is_tried(self, monkeypatch, right, slow):
-        """The native product is used where it takes no longer with any number of rows; the result is kept."""
+    @pytest.mark.parametrize(
+        ("times", "wins"), [({}, True), ({1: 1.2}, False), ({128: 1.2}, False), ({1: 0.5, 128: 1.9}, True)]
+    )
+    def test_each_shape_is_tried(self, monkeypatch, right, times, wins):
+        """The native product is used where it takes no longer over all numbers of rows; the result is kept."""
         asked = []
 
         def seconds(product, x):
             asked.append(len(x))
-            return 2.0 if isinstance(product, NativeLinear) and len(x) == slow else 1.0
+            return times.get(len(x), 1.0) if isinstance(product, NativeLinear) else 1.0
 
         monkeypatch.setattr(trial, "_seconds", seconds)
         for _ in range(2):
-            assert isinstance(pack(torch.zeros(64, 32).bfloat16()), NativeLinear) == (slow is None)
+            assert isinstance(pack(torch.zeros(64, 32).bfloat16()), NativeLinear) == wins
         number = len(asked)
         trial._wins.cache_clear()
-        assert trial.prefers_native(64, 32) == (slow is None)
+        assert trial.prefers_native(64, 32) == wins
         assert len(asked) == number
-        assert not trial.prefers_native(32, 64) or slow is None
+        assert trial.prefers_native(32, 64) == wins
 
     def test_slow_tiles_are_not_used(self, right):
         assert not trial.prefers_native(256, 256)  # the emulation takes a thousand times as long

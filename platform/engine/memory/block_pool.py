@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableSequence
 
 
 class BlockPool:
@@ -55,9 +55,11 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def grow(self, blocks: list[int], count: int) -> bool:
+    def grow(self, blocks: MutableSequence[int], count: int) -> bool:
         """Allocate until `blocks` are `count`; False, and nothing changed, when there are not enough."""
-        more = self.allocate(max(0, count - len(blocks)))
+        if count <= len(blocks):
+            return True
+        more = self.allocate(count - len(blocks))
         if more is None:
             return False
         blocks.extend(more)

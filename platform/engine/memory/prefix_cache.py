@@ -119,7 +119,7 @@ class PrefixCache:
             self._block_of[digest], self._hash_of[block] = block, digest
             if draft_ready:
                 self._draft_ready.add(block)
-        self._begin(request, self._matched(request.blocks + [self._block_of[digest] for digest in found]))
+        self._begin(request, self._matched([*request.blocks, *(self._block_of[digest] for digest in found)]))
 
     def take_back(self, request: Request) -> None:
         """Free a request's blocks: it has nothing computed any more."""
@@ -144,7 +144,7 @@ class PrefixCache:
         self.take_back(request)
 
     def _begin(self, request: Request, match: PrefixMatch) -> None:
-        request.blocks = match.blocks
+        request.blocks = array("q", match.blocks)
         request.num_computed, request.num_draft_computed = match.num_tokens, match.num_draft_tokens
         request.num_published = len(match.blocks)
         request.num_draft_published = match.num_draft_tokens // self.block_size
@@ -158,7 +158,10 @@ class PrefixCache:
     def publish(self, request: Request) -> None:
         """Offer the request's full, accepted blocks. Where another block already holds the same prefix, that one
         stays."""
-        if request.namespace is None:
+        if request.namespace is None or (
+            request.num_computed < (request.num_published + 1) * self.block_size
+            and request.num_draft_computed < (request.num_draft_published + 1) * self.block_size
+        ):
             return
         full = min(request.num_computed, len(request.tokens)) // self.block_size
         if full > request.num_published:

@@ -16,7 +16,7 @@ def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | Non
     request = row.request
     if got.error is not None:
         return TokenDelta(request.request_id, error=got.error)
-    request.num_computed = row.end - (row.num_drafts - got.num_accepted)
+    request.num_computed = row.start + row.num_tokens - row.num_drafts + got.num_accepted
     if got.prompt_logprobs is not None:
         if request.prompt_logprobs is None:
             request.prompt_logprobs = [None]
@@ -30,7 +30,7 @@ def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | Non
     request.num_draft_computed = min(request.num_draft_computed, len(request.tokens) + got.num_accepted)
     if not got.token_ids:
         return None
-    first = request.num_output_tokens == 0
+    first = len(request.tokens) == request.num_prompt_tokens
     reason, stop, kept = None, None, 0
     for token in got.token_ids:
         request.tokens.append(token)
@@ -38,12 +38,12 @@ def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | Non
         reason, stop = _finish_reason(request, token, max_model_len)
         if reason is not None:
             break
-    accepted = min(got.num_accepted, kept)
-    for counts in (request.speculation, request.speculation_totals):
-        if counts is not None and not row.is_forced:
-            counts.count(row.num_drafts, accepted)
     delta = TokenDelta(request.request_id, got.token_ids[:kept], finish_reason=reason, stop_reason=stop)
-    delta.num_draft_tokens, delta.num_accepted = row.num_drafts, accepted
+    if row.num_drafts:
+        delta.num_draft_tokens, delta.num_accepted = row.num_drafts, min(got.num_accepted, kept)
+    if request.speculation_totals is not None and not row.is_forced:
+        for counts in (request.speculation, request.speculation_totals):
+            counts.count(row.num_drafts, delta.num_accepted)
     if got.logprobs is not None:
         delta.logprobs = got.logprobs[:kept]
     if first:
@@ -68,25 +68,20 @@ def _with_facts(delta: TokenDelta, request: Request) -> TokenDelta:
 
 
 def ends_after(request: Request, max_model_len: int) -> bool:
-    """Return whether what is under way brings the last token that `request` may have, whichever it is, if its drafts
-    are right."""
-    params, num_pending = request.params, request.num_pending
-    if params.pooling is not None:
+    """Return whether what is under way of `request`, which is something, brings the last token that it may have,
+    whichever it is, if its drafts are right."""
+    if request.params.pooling is not None:
         return request.num_planned >= request.num_prompt_tokens
-    outputs = request.num_output_tokens + num_pending
-    return (params.max_tokens is not None and outputs >= params.max_tokens) or (
-        len(request.tokens) + num_pending >= max_model_len
-    )
+    row = request.under_way[-1]
+    return (row.end + 1 if row.samples else len(request.tokens)) >= min(request.most_tokens, max_model_len)
 
 
 def _finish_reason(request: Request, token: int, max_model_len: int) -> tuple[str | None, int | None]:
     """(finish_reason, stop_reason) after `token` became the sequence's last; (None, None) to go on."""
-    params, outputs = request.params, request.num_output_tokens
-    if outputs >= params.min_tokens:
+    params, length = request.params, len(request.tokens)
+    if length - request.num_prompt_tokens >= params.min_tokens:
         if token in request.eos_token_ids and not params.ignore_eos:
             return "stop", None
         if token in request.stop_ids:
             return "stop", token
-    if (params.max_tokens is not None and outputs >= params.max_tokens) or len(request.tokens) >= max_model_len:
-        return "length", None
-    return None, None
+    return ("length" if length >= min(request.most_tokens, max_model_len) else None), None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ...core.batch import RowPlan
-from ...core.request import Request
+from ...core.request import NO_DRAFTS, Request
 from .gates import DraftLimits
 
 
@@ -23,7 +23,7 @@ def row_choices(
         a row, and the positions after its end that need blocks too.
     """
     awaits_token, num_pending, is_forced = request.awaits_token, request.num_pending, request.drafts.forced
-    known = len(request.tokens) + num_pending - request.num_planned
+    known = request.num_unplanned
     num_drafts = 0
     if share or is_forced:
         there = request.under_way[-1].max_new_drafts if awaits_token else len(request.drafts.token_ids)
@@ -48,6 +48,22 @@ def row_choices(
             awaits_token=awaits_token and samples,
         )
         yield row, new_drafts if limits.extra_slots else 0
+
+
+def decode_row(request: Request, block_size: int) -> RowPlan | None:
+    """The row of a sequence that computes one token without drafts, and has the KV block for it: most rows of a large
+    batch. None for others, which `row_choices` serves."""
+    start, awaits_token = request.num_planned, request.awaits_token
+    if (
+        not (awaits_token or len(request.tokens) - start == 1)
+        or start >= len(request.blocks) * block_size
+        or request.drafts.forced
+        or request.params.pooling is not None
+    ):
+        return None
+    if not awaits_token:
+        request.drafts = NO_DRAFTS
+    return RowPlan(request, start, 1, 0, samples=True, max_new_drafts=0, awaits_token=awaits_token)
 
 
 def is_followed(rows: Sequence[RowPlan], limits: DraftLimits) -> bool:

@@ -25,7 +25,7 @@ from .fair import POLICIES, RequestQueue
 from .gates import DraftChooser, DraftLimits, Gate
 from .outcome import accept, ends_after
 from .prompt_throttle import PromptThrottle
-from .row_choices import is_followed, row_choices
+from .row_choices import decode_row, is_followed, row_choices
 from .step_budget import StepBudget, draft_budget
 
 PREFETCHED = 16  # waiting sequences that gates may prepare for while the batch is full
@@ -154,7 +154,7 @@ class Scheduler:
         for request in list(self._queue.running):
             if request.under_way and ends_after(request, self.config.max_model_len):
                 continue
-            if len(request.tokens) + request.num_pending - request.num_planned > 1:
+            if request.num_unplanned > 1:
                 prompts.append(request)
             elif not step.was_short or request.status is Status.RUNNING:
                 self._plan_row(request, step)
@@ -200,6 +200,8 @@ class Scheduler:
 
     def _fit(self, request: Request, budget: int, draft_share: int) -> RowPlan | None:
         """The largest row that budget, `draft_share` and free blocks allow: see `row_choices`."""
+        if not draft_share and (decode := decode_row(request, self.prefix_cache.block_size)) is not None:
+            return decode
         for row, extra in row_choices(request, budget, draft_share, self._draft_limits, self.config.max_model_len):
             if self.pool.grow(request.blocks, -(-(row.end + extra) // self.prefix_cache.block_size)):
                 if not row.awaits_token:

@@ -20,14 +20,22 @@ from ....models.batch import LayerKV
 from ....models.model import DecoderOutput, LanguageModel
 from ....models.pass_graphs import PassGraphs
 from ....spec_decode.control.policy import SpeculationPolicy
-from ....spec_decode.drafters.base import AdapterPreparer, DeviceStep, Drafter, DraftRow, Proposal, TargetOutput
+from ....spec_decode.drafters.base import (
+    AdapterPreparer,
+    DeviceStep,
+    Drafter,
+    DraftRow,
+    NoDrafter,
+    Proposal,
+    TargetOutput,
+)
 from ...core.batch import Move, RowPlan, RowResult, StepPlan, StepResult
 from ...core.messages import TokenLogprobs
 from ...core.request import NO_DRAFTS, Request, Status
 from ..executor.base import Executor
 from ..memory.host_store import HostStore
 from ..sampling.grammars import with_forced
-from ..sampling.sampler import Pending, Ready, Sampler, not_finite, token_logprobs
+from ..sampling.sampler import Sampler, Sampling, not_finite, token_logprobs
 from .device_queue import DeviceQueue, Done, Stopwatch
 from .pooling import pooled_part
 from .step_inputs import Prepared, continued, drafting_rows, of_rows, prepare
@@ -70,10 +78,10 @@ class _Queued(NamedTuple):
     """What a step's work returns; what was sampled and drafted may still be on its way."""
 
     output: DecoderOutput
-    sampling: Pending | Ready | None
+    sampling: Sampling | None
     """None: no row reaches its end."""
-    prompts: list[list[TokenLogprobs] | Tensor | None]
-    """`RowResult.prompt_logprobs` or `pooled` of each row."""
+    prompts: dict[int, list[TokenLogprobs] | Tensor]
+    """`RowResult.prompt_logprobs` or `pooled`, by row, where they are wanted."""
     outcome: DeviceOutcome | None
     """Outcome of the rows that reach their end; None where no step is launched before the host knows it."""
     proposals: list[Proposal] | None
@@ -92,7 +100,7 @@ class Launched:
     work: Future[_Queued] | Done[_Queued]
     places: dict[Request, int]
     """Which of the rows that reach their end is whose."""
-    block_tables: list[list[int]]
+    block_tables: Sequence[Sequence[int]]
     """KV blocks of each row, also of a sequence that has finished meanwhile."""
 
 
@@ -106,6 +114,7 @@ class ModelRunner:
         self._drafter = parts.drafter
         self._policy = parts.policy
         self._queue = parts.queue
+        self._has_drafter = not isinstance(parts.drafter, NoDrafter)
         needs = parts.drafter.needs
         self._drafter_has_layers = bool(needs.kv_layers)
         self._drafts_on_device = needs.drafts_on_device
@@ -146,11 +155,12 @@ class ModelRunner:
     def collect(self, launched: Launched) -> StepResult:
         """Wait for a step. Does not change requests: `Scheduler.commit` does."""
         plan, queued = launched.plan, launched.work.result()
-        sampled = iter(queued.sampling.collect() if queued.sampling is not None else ())
-        rows = [
-            _with_prompt(row.request, next(sampled) if row.samples else RowResult([]), prompt)
-            for row, prompt in zip(plan.rows, queued.prompts, strict=True)
-        ]
+        rows = [*queued.sampling.collect()] if queued.sampling is not None else []
+        if len(rows) < len(plan.rows):
+            sampled = iter(rows)
+            rows = [next(sampled) if row.samples else RowResult([]) for row in plan.rows]
+        for index, prompt in queued.prompts.items():
+            rows[index] = _with_prompt(plan.rows[index].request, rows[index], prompt)
         return StepResult(rows, queued.stopwatch.seconds() - queued.capture_seconds)
 
     @torch.inference_mode()
@@ -160,6 +170,11 @@ class ModelRunner:
         plan, queued = launched.plan, launched.work.result()
         started = time.perf_counter() - self._capture_seconds
         proposals = queued.proposals
+        if not self._has_drafter:
+            for row in plan.rows:
+                if row.request.grammar is not None and row.samples and row.request.status is Status.RUNNING:
+                    row.request.drafts = with_forced(row.request, NO_DRAFTS)
+            return result.seconds
         if proposals is None:
             offsets = accumulate((row.num_tokens for row in plan.rows), initial=0)
             parts = zip(plan.rows, result.rows, launched.block_tables, offsets, strict=False)
@@ -230,12 +245,10 @@ class ModelRunner:
         if sampling is not None and is_followed:
             outcome = sampling.outcome()
             outcome = outcome._replace(overshoot=overshoot)
-        prompts: list[list[TokenLogprobs] | Tensor | None] = []
-        offset = 0
-        for row, count in zip(prepared.prompts, prepared.rows.query_lens, strict=True):
-            hidden = computed.output.hidden[offset : offset + count]
-            prompts.append(None if row is None else self._prompt_part(row, hidden))
-            offset += count
+        prompts = {
+            index: self._prompt_part(row, computed.output.hidden[first : first + row.num_tokens])
+            for index, (row, first) in prepared.prompts.items()
+        }
         stopwatch.stop()  # tokens are delivered while the device drafts
         seconds = self._capture_seconds - captured
         if prepared.drafting:
@@ -260,11 +273,11 @@ class ModelRunner:
         if found is not None:
             states = [part[: len(rows.token_ids)] for part in found]
             logits = states.pop(0) if prepared.replayable else None
-            hidden, *aux = (state.clone() for state in states)  # whoever drafts may keep them
+            hidden, *aux = (state.clone() for state in states) if self._has_drafter else states  # it may keep them
             return _Computed(DecoderOutput(hidden, tuple(aux)), logits)
         return _Computed(self._executor.forward(rows, handles, self._aux_layers), None)
 
-    def _sample(self, prepared: Prepared, computed: _Computed, overshoot: Tensor | None) -> Pending | Ready | None:
+    def _sample(self, prepared: Prepared, computed: _Computed, overshoot: Tensor | None) -> Sampling | None:
         """For the rows that reach their end, in their order; None when none does. `overshoot`: of these rows."""
         hidden, index, chosen = computed.output.hidden, prepared.with_logits, prepared.chosen
         if not chosen:
@@ -300,11 +313,9 @@ class ModelRunner:
         return found
 
 
-def _with_prompt(request: Request, got: RowResult, prompt: list[TokenLogprobs] | Tensor | None) -> RowResult:
+def _with_prompt(request: Request, got: RowResult, prompt: list[TokenLogprobs] | Tensor) -> RowResult:
     """`got` with the log-probabilities of the request's prompt, or its pooled hidden states; the request's error where
     these are not finite."""
-    if prompt is None:
-        return got
     if isinstance(prompt, Tensor):
         return (
             RowResult([], pooled=prompt) if prompt.isfinite().all() else RowResult([], error=not_finite(request).info())
@@ -314,7 +325,7 @@ def _with_prompt(request: Request, got: RowResult, prompt: list[TokenLogprobs] |
     return got._replace(prompt_logprobs=prompt)
 
 
-def _draft_row(row: RowPlan, got: RowResult, block_table: list[int], first_index: int) -> DraftRow:
+def _draft_row(row: RowPlan, got: RowResult, block_table: Sequence[int], first_index: int) -> DraftRow:
     """The row as drafters see it, after its commit."""
     request = row.request
     return DraftRow(

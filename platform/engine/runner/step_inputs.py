@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,8 +31,8 @@ class Prepared(NamedTuple):
     """Places of the tokens whose logits are wanted."""
     chosen: list[SampleRow]
     """The rows that reach their end."""
-    prompts: list[RowPlan | None]
-    """By row: itself, if log-probabilities or hidden states of its prompt are wanted."""
+    prompts: dict[int, tuple[RowPlan, int]]
+    """By row, where log-probabilities or hidden states of its prompt are wanted: itself, and where its tokens begin."""
     replayable: bool
     """Whether all rows are decodes or verifications, whose logits are captured too."""
     sampling: list[int]
@@ -46,33 +47,36 @@ class Prepared(NamedTuple):
 def prepare(plan: StepPlan, places: dict[Request, int], *, drafts: bool) -> Prepared:
     """Read a step's sequences. `places`: which of the chosen rows of the step before is whose; `drafts`: the device
     drafts without the host."""
-    rows = SequenceRows([], [], [], [], prompt_lens=[row.request.num_prompt_tokens for row in plan.rows])
-    replayable = all(row.samples and row.num_tokens == 1 + row.num_drafts for row in plan.rows)
-    step = Prepared(rows, [], [], [], [], replayable, [], [], [])
+    planned, requests = plan.rows, [row.request for row in plan.rows]
+    counts = [row.num_tokens for row in planned]
+    firsts = list(accumulate(counts, initial=0))
+    rows = SequenceRows(
+        token_ids=[token for row in planned for token in _input_tokens(row)],
+        query_lens=counts,
+        starts=[row.start for row in planned],
+        block_tables=[request.blocks for request in requests],
+        prompt_lens=[request.num_prompt_tokens for request in requests],
+    )
+    replayable = all(row.samples and row.num_tokens == 1 + row.num_drafts for row in planned)
+    all_tokens, all_rows = (list(range(firsts[-1])), list(range(len(planned)))) if replayable else ([], [])
+    step = Prepared(rows, [], all_tokens, [], {}, replayable, all_rows, [], [])
     given: list[tuple[int, Sequence[int]]] = []
-    for index, row in enumerate(plan.rows):
-        request, first = row.request, len(rows.token_ids)
-        end = first + row.num_tokens
-        num_tokens = row.end - row.num_drafts if row.samples else len(request.tokens)
-        rows.token_ids += _input_tokens(row)
+    for index, (row, request, first) in enumerate(zip(planned, requests, firsts, strict=False)):
+        step.handles.extend(request.handles(row.start, row.num_tokens))
+        end = firsts[index + 1]
         if row.num_drafts and not row.awaits_token:
             given.append((end - row.num_drafts, request.drafts.token_ids))
-        rows.query_lens.append(row.num_tokens)
-        rows.starts.append(row.start)
-        rows.block_tables.append(request.blocks)
-        if request.num_base_tokens <= row.start:
-            step.handles.append((request.adapter, row.num_tokens))
-        else:
-            step.handles.extend(request.handles(row.start, row.num_tokens))
+        num_tokens = row.start + row.num_tokens - row.num_drafts if row.samples else len(request.tokens)
         if row.samples:
-            step.with_logits.extend(range(end - 1 - row.num_drafts, end))
             seen = Seen(token_entries(request)) if request.counts_tokens else None
             step.chosen.append(SampleRow(request, NO_DRAFTS if row.awaits_token else request.drafts, num_tokens, seen))
-            step.sampling.append(index)
-        if drafts:
-            step.drafting.append(_row_on_device(row, first))
-        of_prompt = request.params.prompt_logprobs is not None or request.params.pooling is not None
-        step.prompts.append(row if of_prompt and num_tokens == request.num_prompt_tokens else None)
+            if not replayable:
+                step.with_logits.extend(range(end - 1 - row.num_drafts, end))
+                step.sampling.append(index)
+        if num_tokens == request.num_prompt_tokens and request.params.reads_prompt:
+            step.prompts[index] = row, first
+    if drafts:
+        step.drafting.extend(map(_row_on_device, planned, firsts))
     rows.device_tokens = device_tokens(given)
     if any(row.awaits_token for row in plan.rows):
         step.followed.extend(places[row.request] if row.awaits_token else len(places) for row in plan.rows)
@@ -82,18 +86,16 @@ def prepare(plan: StepPlan, places: dict[Request, int], *, drafts: bool) -> Prep
 def continued(step: Prepared, outcome: DeviceOutcome, proposals: Sequence[Proposal]) -> Prepared:
     """`step` with what the one before it left on the device: tokens, drafts, and where rows begin."""
     rows, chosen = step.rows, list(step.chosen)
-    token_ids, places, origins = list(rows.token_ids), [], []
+    token_ids, num_before = list(rows.token_ids), len(outcome.accepted)
     drafts: list[tuple[int, Sequence[int]]] = []
     chosen_at = {row: at for at, row in enumerate(step.sampling)}
     generated: list[DeviceIds] = []
-    end = 0
-    for row, (origin, count) in enumerate(zip(step.followed, rows.query_lens, strict=True)):
-        first, end = end, end + count
-        if origin == len(outcome.accepted):
-            continue
-        places.append(first)
-        origins.append(origin)
-        at = chosen_at[row]
+    late = [row for row, origin in enumerate(step.followed) if origin < num_before]
+    firsts = list(accumulate(rows.query_lens, initial=0))
+    places, origins = [firsts[row] for row in late], [step.followed[row] for row in late]
+    for row in late if len(late) < len(token_ids) or any(row.seen is not None for row in chosen) else ():
+        origin, count, at = step.followed[row], rows.query_lens[row], chosen_at[row]
+        first, end = firsts[row], firsts[row + 1]
         if count > 1:
             found = proposals[origin].drafts.truncated(count - 1)
             token_ids[first + 1 : end] = host_ids(found.token_ids)
@@ -146,8 +148,8 @@ def _row_on_device(row: RowPlan, first_index: int) -> DraftRow:
 
 
 def _input_tokens(row: RowPlan) -> list[int]:
-    request, known_end = row.request, row.end - row.num_drafts
-    tokens = request.tokens[row.start : known_end]
     if row.awaits_token:
         return [0] * row.num_tokens  # the device has them
+    request = row.request
+    tokens = request.tokens[row.start : row.end - row.num_drafts]
     return [*tokens, *host_ids(request.drafts.token_ids)] if row.num_drafts else tokens

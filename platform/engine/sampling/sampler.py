@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -18,12 +19,14 @@ from ....kernels.sampling import filter_logits, most_likely, row_stats, top_logp
 from ....kernels.staging import Download, upload
 from ....spec_decode.verify.synthetic import verify_synthetic
 from ....spec_decode.verify.verification import (
+    Choices,
     Rule,
     Verified,
     VerifyRow,
     accept_equal,
     as_verified,
     choose,
+    choose_most_likely,
     choose_rule,
     verify,
 )
@@ -127,7 +130,7 @@ class Sampler:
                 sampled[i] = sampled[i]._replace(logprobs=found)
         return sampled
 
-    def begin(self, logits: Tensor, rows: Sequence[SampleRow], overshoot: Tensor | None = None) -> Pending | Ready:
+    def begin(self, logits: Tensor, rows: Sequence[SampleRow], overshoot: Tensor | None = None) -> Sampling:
         """Begin to sample without waiting for the device where that is possible.
 
         Args:
@@ -139,14 +142,21 @@ class Sampler:
             rows = [row.settled(by) for row, by in zip(rows, overshoot.tolist(), strict=True)]
         return Ready(self(logits, rows), [1 + len(row.drafts.token_ids) for row in rows], logits.device)
 
-    def launch(self, logits: Tensor, rows: Sequence[SampleRow], overshoot: Tensor | None = None) -> Pending:
+    def launch(
+        self, logits: Tensor, rows: Sequence[SampleRow], overshoot: Tensor | None = None
+    ) -> Pending | PendingTokens:
         """Sample and verify on a GPU; the host waits in `Pending.collect` alone. For the arguments see `begin`."""
-        starts = _starts(rows)
         raw_top = logits.amax(dim=-1)
+        has_drafts = any(row.drafts.token_ids for row in rows)
+        if not has_drafts and all(_is_plain(row) and not row.request.edits_logits for row in rows):
+            choices = choose_most_likely(logits)
+            return PendingTokens(rows, choices, Download([choices.token_ids, raw_top]), logits.shape[1])
+        starts = _starts(rows)
         wanting = [i for i, row in enumerate(rows) if row.request.params.logprobs is not None]
         reported = [starts[i] + j for i in wanting for j in range(1 + len(rows[i].drafts.token_ids))]
-        index = upload(logits.device, np.array(reported, dtype=np.int64))[0]
-        raw = logits[index]  # a copy: edits and filters work in place
+        if reported:
+            index = upload(logits.device, np.array(reported, dtype=np.int64))[0]
+            raw = logits[index]  # a copy: edits and filters work in place
         edited = self._edit(logits, rows, starts)
         filtered = self._filter(logits, rows)
         verify_rows = [self._verify_row(row, logits.shape[1]) for row in rows]
@@ -156,6 +166,8 @@ class Sampler:
         else:
             top = filtered.amax(dim=-1) if edited else raw_top
         choices = choose(filtered, verify_rows, stats, overshoot)
+        if not has_drafts and not wanting:
+            return PendingTokens(rows, choices, Download([choices.token_ids, raw_top, top]), logits.shape[1])
         parts = [*choices, raw_top, top]
         if reported:
             k = max(rows[i].request.params.logprobs or 0 for i in wanting)
@@ -259,6 +271,25 @@ class Pending(NamedTuple):
         return sampled
 
 
+class PendingTokens(NamedTuple):
+    """`Pending` of rows without drafts and log-probabilities: each brings one token."""
+
+    rows: Sequence[SampleRow]
+    chosen: Choices
+    download: Download
+    """Tokens [B], the largest logits, raw, and of what there was to choose from, where that is less."""
+    num_tokens: int
+
+    def outcome(self) -> DeviceOutcome:
+        """See `Pending`."""
+        tokens = self.chosen.token_ids.clamp(0, self.num_tokens - 1)
+        return DeviceOutcome(tokens, tokens, self.chosen.num_accepted, None)
+
+    def collect(self) -> list[RowResult]:
+        """See `Pending`."""
+        return _one_each(self.rows, *self.download.wait())
+
+
 class Ready(NamedTuple):
     """Results where nothing has to be waited for."""
 
@@ -288,6 +319,10 @@ class Ready(NamedTuple):
         return self.sampled
 
 
+Sampling = Pending | PendingTokens | Ready
+"""A step's sampling: `outcome` on the device, and `collect` for the host."""
+
+
 def _reached(request: Request, got: Verified, tops: Sequence[tuple[float, float]]) -> RowResult:
     """What `got` holds before the first of its rows that offers nothing to choose; an error when that is the first.
 
@@ -305,9 +340,19 @@ def _reached(request: Request, got: Verified, tops: Sequence[tuple[float, float]
     return RowResult([], error=(no_choice(request.params) if emptied else not_finite(request)).info())
 
 
+def _one_each(rows: Sequence[SampleRow], tokens: list[int], *tops: list[float]) -> list[RowResult]:
+    """Results of rows without drafts, which got a token each; for the first and the last of `tops` see `_reached`."""
+    if all(map(math.isfinite, chain(*tops))):
+        return [RowResult([token]) for token in tokens]
+    return [
+        _reached(row.request, Verified([token], 0), [(of_row[0], of_row[-1])])
+        for row, token, *of_row in zip(rows, tokens, *tops, strict=True)
+    ]
+
+
 def _is_plain(row: SampleRow) -> bool:
     """Return whether the row's tokens are the most likely ones of what edits leave, and nothing else is asked."""
-    return row.request.params.greedy and row.request.params.logprobs is None
+    return row.request.is_plain
 
 
 def _most_likely(logits: Tensor, rows: Sequence[SampleRow], raw_tops: list[float] | None = None) -> list[RowResult]:
@@ -316,6 +361,8 @@ def _most_likely(logits: Tensor, rows: Sequence[SampleRow], raw_tops: list[float
     `raw_tops`: largest logit of each row before edits, where there were some.
     """
     tokens, tops = most_likely(logits)
+    if len(tokens) == len(rows):
+        return _one_each(rows, tokens, tops if raw_tops is None else raw_tops, tops)
     pairs = list(zip(tops if raw_tops is None else raw_tops, tops, strict=True))
     sampled, start = [], 0
     for row in rows:

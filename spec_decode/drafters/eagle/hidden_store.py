@@ -73,7 +73,7 @@ class HiddenStore:
             half.index_copy_(0, slots, values)
         return vectors
 
-    def read(self, block_tables: Sequence[list[int]], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
+    def read(self, block_tables: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
         """[T, width] of B sequences' positions [start, start + count), which the target has computed."""
         assert self._halves is not None, "bind comes first"
         slots = self._slots(block_tables, starts, counts, None)
@@ -81,7 +81,7 @@ class HiddenStore:
 
     def _slots(
         self,
-        block_tables: Sequence[list[int]],
+        block_tables: Sequence[Sequence[int]],
         starts: Sequence[int],
         counts: Sequence[int],
         overshoot: Tensor | None,

@@ -24,14 +24,27 @@ def fleet(repo_root, monkeypatch):
     monkeypatch.syspath_prepend(repo_root / "benchmarks")
     from fleet_model import costs, load, simulation
 
-    measured = costs.Costs.read(json.loads(json.dumps(COSTS)))
+    parts = SimpleNamespace(measured=costs.Costs.read(json.loads(json.dumps(COSTS))))
     small = simulation.Fleet(replicas=6, limits=costs.Limits(slots=8), prefixes=64)
 
     def run(strategy="affinity", *, seed=0, count=800, adapters=200, rate=25.0, **options):
         requests = load.Load(count, rate, adapters=adapters, tenants=10).requests(seed)
-        return simulation.Simulation(measured, replace(small, **options), strategy, seed).run(requests)
+        return simulation.Simulation(parts.measured, replace(small, **options), strategy, seed).run(requests)
 
-    return SimpleNamespace(run=run, times=costs.StepTimes(measured, costs.Limits()))
+    def serve(*requests):
+        """Times to first token on one replica, of requests (arrival, adapter, prompt tokens, output tokens),
+        in the order of their ends."""
+        asked = [
+            load.Request(number, at, 0, adapter, number, 0, prompt, output)
+            for number, (at, adapter, prompt, output) in enumerate(requests)
+        ]
+        alone = simulation.Simulation(parts.measured, replace(small, replicas=1), "affinity", seed=0)
+        alone.run(asked)
+        return alone.ttft
+
+    parts.run, parts.serve, parts.median = run, serve, costs.Costs.median
+    parts.times = costs.StepTimes(parts.measured, costs.Limits())
+    return parts
 
 
 @pytest.mark.parametrize("strategy", ["random", "round robin", "affinity"])
@@ -63,6 +76,36 @@ def test_a_lone_request_takes_what_was_measured(fleet):
     found = fleet.run(count=1, replicas=1)
     assert found["adapter_loads"] == 1
     assert 0.05 + 0.010 + 0.048 + 0.002 <= found["ttft_p50"] <= 0.05 + 0.010 + 0.080 + 0.002
+
+
+def test_a_load_beside_a_running_request(fleet):
+    """The first request: 2 ms to the engine, a load of 50, a step of 10 with a prompt of 4. Steps then end at 1.006 s.
+
+    The second comes at 1.002. It is read from 1.006 to 1.106, beside steps of 12 ms, of which one ends at 1.114. It is
+    written beside the next step, of 10 ms, and then takes part in one of 14.
+    """
+    second, first = fleet.serve((0.0, 0, 8, 200), (1.0, 1, 8, 1))
+    assert first == pytest.approx(0.066)
+    assert second == pytest.approx(0.138)
+
+
+def test_a_load_makes_way_for_prompts_beside_running_requests(fleet):
+    """A prompt of 200 tokens is computed from 1.042 to 1.152 s. The load stands still for 50 ms of it, up to 1.156."""
+    third, second, _ = fleet.serve((0.0, 0, 8, 200), (1.0, 1, 8, 1), (1.03, 0, 200, 1))
+    assert third == pytest.approx(0.122)
+    assert second == pytest.approx(0.188)
+
+
+def test_a_request_on_its_way_to_a_replica_that_fails_goes_to_another(fleet):
+    fleet.measured = replace(fleet.measured, overhead=1.0, start=100.0)
+    found = fleet.run("random", lifetime=40.0)
+    assert found["retried"] > 0
+    assert found["ttft_quantiles"][-1] < 50.0
+
+
+def test_costs_are_medians_of_measurements(fleet):
+    slow = replace(fleet.measured, load=0.5, prompt={0: 0.0, 256: 0.5})
+    assert fleet.median([fleet.measured, slow, fleet.measured]) == fleet.measured
 
 
 def test_adapters_stay_while_they_are_used_or_wanted(fleet):
