@@ -277,10 +277,8 @@ def gpu_engines() -> list[str]:
     rows = []
     for model in ("Llama-3-8B", "Qwen3-0.6B"):
         for n in (1, 8, 32, 64, 256):
-            alone, adapted = (
-                found.get(f"{model} decode x {n}", {}),
-                found.get(f"{model} adapters {n} x {n} requests", {}),
-            )
+            alone = found.get(f"{model} decode x {n}", {})
+            adapted = found.get(f"{model} adapters {n} x {n} requests", {})
             cells = [f"{alone[key]:,.0f}" if key in alone else "" for key in ("tokens_per_second", "percent_of_limit")]
             step = adapted.get("base_milliseconds") or alone.get("milliseconds")
             more = [f"{value:.2f}" if value else "" for value in (step, adapted.get("milliseconds"))]
@@ -337,9 +335,8 @@ def summary() -> list[str]:
         for kind in ("with draft weights", "without draft weights"):
             row = adapter_row("4 drafts", task, kind, "eagle3")
             assert row is not None
-            rows.append(
-                [f"494M, EAGLE-3, adapter `{task}` {kind}, over no speculation", number(row["speedup"]), "", ""]
-            )
+            label = f"494M, EAGLE-3, adapter `{task}` {kind}, over no speculation"
+            rows.append([label, number(row["speedup"]), "", ""])
     lines = source("peers", "lora", "speculation-adapters", keep=lambda run: "int" not in run["run"])
     return [*table(["output tokens/s", "1 request", "8", "32"], rows), "", *lines]
 
