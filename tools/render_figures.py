@@ -273,13 +273,12 @@ def controller() -> list[str]:
 
 def gpu_engines() -> list[str]:
     """Decoding of models of real shapes on a GPU, alone and with as many adapters as requests."""
-    measured = [row for size in ("8B", "0.6B") for row in runs("gpu")[f"engine of {size}"]["rows"]]
-    found, rows = {row["name"]: row for row in measured}, []
+    found = {row["name"]: row for size in ("8B", "0.6B") for row in runs("gpu")[f"engine of {size}"]["rows"]}
+    rows = []
     for model in ("Llama-3-8B", "Qwen3-0.6B"):
         for n in (1, 8, 32, 64, 256):
-            alone, adapted = (
-                found.get(f"{model} {work}", {}) for work in (f"decode x {n}", f"adapters {n} x {n} requests")
-            )
+            alone = found.get(f"{model} decode x {n}", {})
+            adapted = found.get(f"{model} adapters {n} x {n} requests", {})
             cells = [f"{alone[key]:,.0f}" if key in alone else "" for key in ("tokens_per_second", "percent_of_limit")]
             step = adapted.get("base_milliseconds") or alone.get("milliseconds")
             more = [f"{value:.2f}" if value else "" for value in (step, adapted.get("milliseconds"))]
@@ -292,9 +291,10 @@ def gpu_engines() -> list[str]:
 def gpu_kernels() -> list[str]:
     """Times of kernels on a GPU, and their shares of its copy bandwidth."""
     ends = "to 28672, 1 tokens", "to 28672, 2048 tokens"
-    found = [row for row in runs("gpu")["kernels"]["rows"] if "linear" not in row["name"] or row["name"].endswith(ends)]
-    rows = [[row["name"], f"{row['microseconds']:,.0f}", f"{row['percent_of_copy']:.0f}"] for row in found]
-    return [*table(["work", "µs", "% of the copy bandwidth"], rows), "", *source("gpu")]
+    rows = {row["name"]: row for run in ("kernels", "faster kernels") for row in runs("gpu")[run]["rows"]}
+    found = [row for name, row in rows.items() if "linear" not in name or name.endswith(ends)]
+    cells = ([row["name"], *(f"{row[key]:,.0f}" for key in ("microseconds", "percent_of_copy"))] for row in found)
+    return [*table(["work", "µs", "% of the copy bandwidth"], cells), "", *source("gpu")]
 
 
 # --- Families -----------------------------------------------------------------------------------------------
@@ -335,9 +335,8 @@ def summary() -> list[str]:
         for kind in ("with draft weights", "without draft weights"):
             row = adapter_row("4 drafts", task, kind, "eagle3")
             assert row is not None
-            rows.append(
-                [f"494M, EAGLE-3, adapter `{task}` {kind}, over no speculation", number(row["speedup"]), "", ""]
-            )
+            label = f"494M, EAGLE-3, adapter `{task}` {kind}, over no speculation"
+            rows.append([label, number(row["speedup"]), "", ""])
     lines = source("peers", "lora", "speculation-adapters", keep=lambda run: "int" not in run["run"])
     return [*table(["output tokens/s", "1 request", "8", "32"], rows), "", *lines]
 

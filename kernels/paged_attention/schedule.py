@@ -257,7 +257,7 @@ def default_config(block_m: int, head_dim: int, itemsize: int, arch: int, is_lon
         blocks = 32, 8 if block_m >= 64 else 4, 2 if block_m > 64 else 3
     elif block_m > 32:
         # Before Hopper the operands of a product are held in registers.
-        blocks = 32 if arch < 90 else 64, 4 if block_m == 64 else 8, 3
+        blocks = 32 if arch < 90 else 64, 4 if block_m == 64 else 8, 5 if arch >= 90 and block_m > 64 else 3
     else:
         # Five stages keep two chunks in flight from memory: one stage loads the block table.
         blocks = 64 if block_m == 16 else 32, 4, 5

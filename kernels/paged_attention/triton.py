@@ -29,11 +29,12 @@ def _scores(
     q, k, key, scale, soft_cap, positions, first_key, window,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores [BLOCK_M, BLOCK_N] float32, times log2(e); with MASKED, -inf for keys that a query does not see."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    """Scores [BLOCK_M, BLOCK_N] float32, which are still to be multiplied with `scale` unless there is a cap; with
+    MASKED, -inf for keys that a query does not see."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if HAS_CAP:
         # c · tanh(x / c), with c in units of log2(e) like x; exp2 of a large number is infinite, and the quotient 0.
-        scores = soft_cap - 2.0 * soft_cap / (1.0 + tl.exp2(scores * (2.8853900817779268 / soft_cap)))
+        scores = soft_cap - 2.0 * soft_cap / (1.0 + tl.exp2(scores * (scale * 2.8853900817779268 / soft_cap)))
     if MASKED:
         seen = (key[None, :] <= positions[:, None]) & (key >= first_key)[None, :]
         if HAS_WINDOW:
@@ -65,17 +66,25 @@ def _attend_chunks(
     for index in tl.range(begin, end):
         chunk = tl.where(index < gap_begin, index, index + gap)
         key = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
-        there = key < num_keys
+        mask = (columns < HEAD_DIM)[None, :]
         # 32 bits suffice: a head's part of a layer's cache has less than 2^31 elements.
-        block = tl.load(table + key // BLOCK_SIZE, mask=there, other=0)
+        if MASKED or BLOCK_N % BLOCK_SIZE != 0:
+            there = key < num_keys
+            block = tl.load(table + key // BLOCK_SIZE, mask=there, other=0)
+            mask = there[:, None] & mask
+        else:
+            count: tl.constexpr = BLOCK_N // BLOCK_SIZE
+            blocks = tl.load(table + chunk * count + tl.arange(0, count))
+            block = tl.broadcast_to(blocks[:, None], (count, BLOCK_SIZE)).reshape(BLOCK_N)
         place = (block * BLOCK_SIZE + key % BLOCK_SIZE)[:, None] * HEAD_DIM + columns[None, :]
-        mask = there[:, None] & (columns < HEAD_DIM)[None, :]
         k = tl.load(keys + place, mask=mask, other=0.0).to(q.dtype)
         scores = _scores(
             q, k, key, scale, soft_cap, positions, first_key, window, HAS_WINDOW, HAS_CAP, MASKED, PRECISION
         )
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
+        # The factor is positive and goes into the exponent, where it costs no instruction of its own.
+        factor = 1.0 if HAS_CAP else scale
+        new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+        weights = tl.exp2(scores * factor - new_top[:, None])
         fading = tl.exp2(top - new_top)
         v = tl.load(values + place, mask=mask, other=0.0).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), v, acc * fading[:, None], input_precision=PRECISION)

@@ -134,7 +134,7 @@ def _multiply(operands: _Operands, batch_invariant: bool) -> None:
         return
     tile = INVARIANT_TILE if batch_invariant else next((t for t in TILES if num_tokens <= t), TILES[-1])
     config = config_of(weight, tile, x.device, x.element_size())
-    parts = num_parts(weight, config) if tile < TILES[-1] else 1
+    parts = num_parts(weight, config) if batch_invariant or num_tokens <= tile else 1
     is_split = parts > 1 and num_tokens <= tile
     rounded = weight.factors
     if weight.rounds_inputs:

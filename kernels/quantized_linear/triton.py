@@ -17,37 +17,24 @@ import triton.language as tl
 from ..compile_case import CompileCase, make_case
 from ..tuning.configs import QuantizedLinearConfig
 from .device_weight import WHOLE
+from .triton_codes import numbers_of, ones_of
 
 REDUCE_BLOCK = 256
 ROUND_BLOCK, ROUND_WARPS = 1024, 4
 
 
 @triton.jit
-def numbers_of(packed, levels, dtype: tl.constexpr, HALF: tl.constexpr, FORM: tl.constexpr, ZERO: tl.constexpr):
-    """Numbers of codes less ZERO, in `dtype`, which holds them exactly. HALF: the codes in the upper halves of bytes.
-
-    Numbers are made of bits, since conversions are slow. Of 4 bits: the mantissa of a number from 16 on. Of FP8: a
-    number whose exponent is too small by the difference of both biases; its product with a power of two is exact, also
-    of subnormals.
-    """
-    bits: tl.constexpr = tl.int32 if dtype == tl.float32 else tl.int16
-    mantissa: tl.constexpr = 23 if dtype == tl.float32 else 10 if dtype == tl.float16 else 7
-    if FORM == "int4":
-        sixteen: tl.constexpr = 0x41800000 if dtype == tl.float32 else 0x4C00 if dtype == tl.float16 else 0x4180
-        code = (packed >> 4 if HALF else packed & 15).to(bits)
-        numbers = (code << (mantissa - 4) | sixteen).to(dtype, bitcast=True) - (16 + ZERO)
-    elif FORM == "levels4":
-        numbers = tl.load(levels + (packed >> 4 if HALF else packed & 15).to(tl.int32))
-    elif FORM == "levels8":
-        numbers = tl.load(levels + packed.to(tl.int32))
-    elif FORM == "fp8":
-        sign: tl.constexpr = 24 if dtype == tl.float32 else 8
-        power: tl.constexpr = 256.0 if dtype == tl.float16 else 1.329227995784916e36  # 2^8, 2^120
-        wide = packed.to(bits)
-        numbers = ((wide & 0x7F) << (mantissa - 3) | (wide & 0x80) << sign).to(dtype, bitcast=True) * power
-    else:
-        numbers = packed.to(dtype)
-    return numbers
+def _group_values(
+    scales, offsets, rows, wanted, k, OUT, GROUP: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_OFFSETS: tl.constexpr
+):
+    """Scales and offsets of the outputs `rows` for the group of input k; ones without scales, zeros without offsets."""
+    scale, offset = tl.full(rows.shape, 1.0, tl.float32), tl.zeros(rows.shape, tl.float32)
+    place = rows.to(tl.int64) + k // GROUP * OUT
+    if HAS_SCALES:
+        scale = tl.load(scales + place, mask=wanted, other=0.0).to(tl.float32)
+        if HAS_OFFSETS:
+            offset = tl.load(offsets + place, mask=wanted, other=0.0).to(tl.float32)
+    return scale, offset
 
 
 @triton.jit
@@ -61,18 +48,22 @@ def tile_product(
     dtype: tl.constexpr = x_rows.dtype.element_ty
     is_exact: tl.constexpr = dtype == tl.int8
     halves: tl.constexpr = 2 if FORM == "int4" or FORM == "levels4" else 1
+    upper = codes_stride * (halves - 1)
     sums = tl.zeros([BLOCK_O, BLOCK_T], tl.int32 if is_exact else tl.float32)
     step = tl.arange(0, BLOCK_K)
     codes += rows.to(tl.int64)[:, None] * codes_stride + step[None, :]
+    scale, offset = _group_values(scales, offsets, rows, wanted, first, OUT, GROUP, HAS_SCALES, HAS_OFFSETS)
+    scale_2, offset_2 = _group_values(scales, offsets, rows, wanted, first + upper, OUT, GROUP, HAS_SCALES, HAS_OFFSETS)
     for start in tl.range(first, stop, BLOCK_K):
         packed = tl.load(codes + start, mask=wanted[:, None], other=0)
+        # The next block's, since these few bytes are not copied ahead to shared memory as the codes are.
+        k = tl.minimum(start + BLOCK_K, stop - 1)
+        next_scale, next_offset = _group_values(scales, offsets, rows, wanted, k, OUT, GROUP, HAS_SCALES, HAS_OFFSETS)
+        next_scale_2, next_offset_2 = _group_values(
+            scales, offsets, rows, wanted, k + upper, OUT, GROUP, HAS_SCALES, HAS_OFFSETS
+        )
         for half in tl.static_range(halves):
             k = start + half * codes_stride
-            group = (k // GROUP).to(tl.int64) * OUT
-            if HAS_SCALES:  # early: they are needed late
-                scale = tl.load(scales + group + rows, mask=wanted, other=0.0)
-                if HAS_OFFSETS:
-                    offset = tl.load(offsets + group + rows, mask=wanted, other=0.0)
             inside = known[None, :] & (k + step < IN)[:, None]
             inputs = tl.load(x_rows[None, :] + k + step[:, None], mask=inside, other=0)
             if is_exact:
@@ -80,11 +71,16 @@ def tile_product(
             else:
                 numbers = numbers_of(packed, levels, dtype, half, FORM, ZERO)
                 if HAS_SCALES:
-                    sums += tl.dot(numbers, inputs, input_precision="ieee") * scale.to(tl.float32)[:, None]
+                    factor = scale_2 if half else scale
+                    sums += tl.dot(numbers, inputs, input_precision="ieee") * factor[:, None]
                     if HAS_OFFSETS:
-                        sums += offset.to(tl.float32)[:, None] * tl.sum(inputs.to(tl.float32), axis=0)[None, :]
+                        # Tensor cores add inputs faster than threads, which would exchange their sums.
+                        inputs_of_group = tl.dot(ones_of(packed, dtype), inputs, input_precision="ieee")
+                        added = offset_2 if half else offset
+                        sums += inputs_of_group * added[:, None]
                 else:
                     sums = tl.dot(numbers, inputs, sums, input_precision="ieee")
+        scale, offset, scale_2, offset_2 = next_scale, next_offset, next_scale_2, next_offset_2
     return sums.to(tl.float32)
 
 
@@ -229,15 +225,18 @@ def default_config(tile: int, bits: int, itemsize: int) -> QuantizedLinearConfig
     if itemsize == 4:  # without tensor cores
         outputs = 32 if tile <= 32 else 16
         return QuantizedLinearConfig(block_o=outputs, block_k=32, num_warps=4, num_stages=2, programs=256)
-    if tile == 16:
+    if tile == 8:
+        return QuantizedLinearConfig(block_o=32, block_k=128, num_warps=2, num_stages=3, programs=2048)
+    if tile == 16 and bits == 8:
         # A warp has 16 outputs, so that no two make the same numbers.
         return QuantizedLinearConfig(block_o=32, block_k=128, num_warps=2, num_stages=4, programs=256)
-    outputs, stages = max(64, tile), 3 if tile > 32 else 4
-    return QuantizedLinearConfig(outputs, block_k=8 * bits, num_warps=outputs // 16, num_stages=stages, programs=256)
+    block_k = {16: 128, INVARIANT_TILE: 8 * bits}.get(tile, 64)
+    stages = 4 if bits == 4 or tile == INVARIANT_TILE else 3
+    return QuantizedLinearConfig(block_o=64, block_k=block_k, num_warps=4, num_stages=stages, programs=256)
 
 
-TILES = (16, 64, 128)
-"""Tokens of a tile: of few tokens, of some, and of prompts."""
+TILES = (8, 16, 64)
+"""Tokens of a tile: of few tokens, as drafts of a request are, of some, and of more."""
 INVARIANT_TILE = 32
 """Tile of every step where a row must not depend on other rows: it has registers for the sums of all parts too."""
 
@@ -265,7 +264,14 @@ def compile_cases() -> list[CompileCase]:
     cases = [
         _product_case(form, tile, parts)
         for form in forms
-        for tile, parts in ((TILES[0], 1), (TILES[0], 4), (INVARIANT_TILE, -4), (TILES[1], 4), (TILES[2], 1))
+        for tile, parts in (
+            (TILES[0], 1),
+            (TILES[0], 4),
+            (TILES[1], 1),
+            (INVARIANT_TILE, -4),
+            (TILES[2], 4),
+            (TILES[2], 1),
+        )
     ]
     for dtype, is_rounded in (("bf16", False), ("fp16", True)):
         ends = {"HAS_OFFSETS": is_rounded, "IS_ROUNDED": is_rounded, "HAS_BIAS": is_rounded, "HAS_RESIDUAL": True}
@@ -278,8 +284,12 @@ def compile_cases() -> list[CompileCase]:
     return [*cases, *dense_cases()]
 
 
-_FEW_REGISTERS = {("levels4", "bf16", 64): (90, 100), ("int4", "fp16", 128): (80, 90)}
-"""Architectures of cases for which registers are enough; on the third they spill 8 and 96 bytes of a thread, which
+_FEW_REGISTERS = {
+    ("levels4", "bf16", 64): (90, 100),
+    ("int4", "fp32", 32): (90, 100),
+    ("int4", "fp16", 32): (90, 100),
+}
+"""Architectures of cases for which registers are enough; on the third they spill 8 to 96 bytes of a thread, which
 costs time."""
 
 

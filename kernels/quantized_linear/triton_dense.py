@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..compile_case import CompileCase, make_case
 from .device_weight import WHOLE, DeviceWeight
-from .triton import numbers_of
+from .triton_codes import numbers_of
 
 BLOCK_O, BLOCK_K, NUM_WARPS = 16, 128, 4
 

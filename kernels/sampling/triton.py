@@ -1,10 +1,11 @@
 """Sampling filters in Triton: thresholds by bisection over the bits of floats, without a sort, in one launch.
 
 One program a row. It scales the row, remembering the largest logit of each of its BLOCK lanes (a lane: every BLOCK-th
-token). The w-th largest of those is a bound that at least w logits reach, so all that top-k can need reach it, and
-nearly always all of the nucleus. They are put aside, each lane its own, without any exchange between threads, and the
-bisections run over them, a few tiles instead of the vocabulary. Where they do not fit or do not suffice, the same
-bisections run over the row itself: slower, and as exact.
+token). For top-k the k-th largest of those is a bound that at least k logits reach, so all that top-k can need reach
+it. For top-p a few passes over the row, each with several bounds at once, narrow the range in which the nucleus ends.
+The logits that reach the bound, or are in the range, are put aside, each lane its own, without any exchange between
+threads, and the bisections run over them, a few tiles instead of the vocabulary. Where they do not fit or do not
+suffice, the same bisections run over the row itself: slower, and as exact.
 
 A row or its candidates: logit (lane, j) stands at lane + j * BLOCK for j below the lane's count. Everything about a row
 is computed in an order that depends on the vocabulary alone, never on the batch.
@@ -26,10 +27,13 @@ from ..tuning import bucket, tuned
 from ..tuning.configs import FilterConfig
 from .torch import Limits
 
-DEFAULT = FilterConfig(block=4096, num_warps=16, depth=8)
+DEFAULT = FilterConfig(block=2048, num_warps=16, depth=16)
 """Launch config for every vocabulary."""
-_NUCLEUS = 1024
-"""Lanes that must reach the bound of a row without top-k."""
+_EDGES = tl.constexpr(8)
+"""Parts into which a pass over a row divides the range in which its nucleus ends."""
+_RANGE = tl.constexpr(24.0)
+"""Range below the largest logit in which nuclei are looked for first."""
+_MOST_PASSES = tl.constexpr(6)
 _LOWEST = tl.constexpr(-0x80000000)
 _INFINITY = tl.constexpr(float("inf"))
 _KEY_OF_NO_MASS = tl.constexpr(-0x7F800001)  # of -inf
@@ -73,20 +77,6 @@ def row_counts(num_tokens, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _collect(row, num_tokens, bound, candidates, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
-    """Put the logits of `row` that reach `bound` (a key) aside; return each lane's number of them, maybe too many."""
-    lane = tl.arange(0, BLOCK)
-    counts = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, num_tokens, BLOCK):
-        inside = start + lane < num_tokens
-        x = tl.load(row + start + lane, mask=inside, other=0.0)
-        found = inside & (order(x) >= bound)
-        tl.store(candidates + counts * BLOCK + lane, x, mask=found & (counts < DEPTH))
-        counts += found.to(tl.int32)
-    return counts
-
-
-@triton.jit
 def _count(source, counts, key, BLOCK: tl.constexpr):
     """Number of logits that reach `key`."""
     lane = tl.arange(0, BLOCK)
@@ -116,13 +106,36 @@ def _probability(x, top, total):
 
 
 @triton.jit
-def _mass_above(source, counts, least, key, top, total, BLOCK: tl.constexpr):
-    """Sum of the probabilities of logits above `key` that are not below `least`, in float64."""
+def _collect(
+    row, num_tokens, low, high, candidates, least, top, total,
+    BLOCK: tl.constexpr, DEPTH: tl.constexpr, HAS_MASS: tl.constexpr,
+):  # fmt: skip
+    """Put the logits of `row` with keys from `low` to `high` aside. Returns each lane's number of them, maybe too many,
+    and with HAS_MASS the sum of the probabilities of logits above `high` that are not below `least`."""
+    lane = tl.arange(0, BLOCK)
+    counts = tl.zeros([BLOCK], tl.int32)
+    mass = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, num_tokens, BLOCK):
+        inside = start + lane < num_tokens
+        x = tl.load(row + start + lane, mask=inside, other=0.0)
+        key = order(x)
+        found = inside & (key >= low) & (key <= high)
+        tl.store(candidates + counts * BLOCK + lane, x, mask=found & (counts < DEPTH))
+        counts += found.to(tl.int32)
+        if HAS_MASS:
+            above = inside & (key > high) & ~(x < least)
+            mass += tl.where(above, _probability(x, top, total), 0.0).to(tl.float64)
+    return counts, tl.sum(mass, 0)
+
+
+@triton.jit
+def _mass_above(source, counts, least, key, limit, top, total, BLOCK: tl.constexpr):
+    """Sum of the probabilities of logits above `key`, up to `limit`, that are not below `least`, in float64."""
     lane = tl.arange(0, BLOCK)
     mass = tl.zeros([BLOCK], tl.float64)
     for j in range(tl.max(counts, 0)):
         x = tl.load(source + j * BLOCK + lane, mask=j < counts, other=0.0)
-        above = (j < counts) & (order(x) > key) & ~(x < least)
+        above = (j < counts) & (order(x) > key) & (order(x) <= limit) & ~(x < least)
         mass += tl.where(above, _probability(x, top, total), 0.0).to(tl.float64)
     return tl.sum(mass, 0)
 
@@ -143,17 +156,46 @@ def _kth_largest(source, counts, low, high, k, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _nucleus(source, counts, least, low, high, top, total, top_p, BLOCK: tl.constexpr):
-    """End of the nucleus: key of its smallest logit, how many equal to it are in it, and 1 if more are equal to it."""
+def _bracket(row, num_tokens, least, top, wanted, BLOCK: tl.constexpr, ROOM: tl.constexpr):
+    """Keys of the smallest and of the largest logit at which a nucleus may end that has `wanted` of the sum of
+    exp(x - top). Sums are in float32 and have a margin. Few logits are between both, unless many are equal."""
+    lane = tl.arange(0, BLOCK)
+    part = tl.arange(0, _EDGES)
+    low, high = tl.maximum(least, top - _RANGE), top + 1.0
+    above, crowd = tl.full((), 0.0, tl.float32), tl.full((), ROOM + 1.0, tl.float32)
+    passes = tl.full((), 0, tl.int32)
+    while (crowd > ROOM) & (passes < _MOST_PASSES):
+        edges = low + (high - low) * (part / _EDGES)
+        masses = tl.zeros([_EDGES, BLOCK], tl.float32)
+        for start in range(0, num_tokens, BLOCK):
+            x = tl.load(row + start + lane, mask=start + lane < num_tokens, other=float("-inf"))
+            masses += tl.where(x[None, :] >= edges[:, None], tl.exp(x - top)[None, :], 0.0)
+        mass = tl.sum(masses, 1)
+        holds, lacks = mass >= wanted * 1.00001, mass <= wanted * 0.99999
+        has_low = tl.max(holds.to(tl.int32), 0) > 0
+        most = tl.min(tl.where(holds, mass, _INFINITY), 0)
+        above = tl.maximum(above, tl.max(tl.where(lacks, mass, 0.0), 0))
+        high = tl.min(tl.where(lacks, edges, high), 0)
+        low = tl.where(has_low, tl.max(tl.where(holds, edges, -_INFINITY), 0), -_INFINITY)
+        crowd = tl.where(has_low, (most - above) / tl.exp(low - top), 0.0)
+        passes += 1
+    return order(low), order(high) - 1
+
+
+@triton.jit
+def _nucleus(source, counts, least, low, high, before, top, total, top_p, BLOCK: tl.constexpr):
+    """End of the nucleus, whose key is from `low` to `high`; logits above have the mass `before`, and the source need
+    not have them. Returns the key of its smallest logit, how many equal to it are in it, and 1 if more are equal."""
+    limit = high
     low, high = low.to(tl.int64), high.to(tl.int64)
     while low < high:
         middle = low + (high - low) // 2
-        inside = _mass_above(source, counts, least, middle, top, total, BLOCK) < top_p
+        inside = before + _mass_above(source, counts, least, middle, limit, top, total, BLOCK) < top_p
         high = tl.where(inside, middle, high)
         low = tl.where(inside, low, middle + 1)
     key = low.to(tl.int32)
     num_equal = _count(source, counts, low, BLOCK) - _count(source, counts, low + 1, BLOCK)
-    before = _mass_above(source, counts, least, low, top, total, BLOCK)
+    before += _mass_above(source, counts, least, low, limit, top, total, BLOCK)
     each = _probability(value_of(key), top, total).to(tl.float64)
     # Token i of the equal ones is in the nucleus when before + i · each < top_p; the division may be off by one at an
     # exact end.
@@ -190,7 +232,6 @@ def _limit_row(
     k,
     top_p,
     log_min_p,
-    NUCLEUS: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
@@ -199,9 +240,9 @@ def _limit_row(
     top = value_of(top_key)
     whole = row_counts(num_tokens, BLOCK)
     source, counts, bound = row, whole, tl.full((), _LOWEST, tl.int32)
-    if (k > 0) | (top_p < 1.0):
-        bound = lane_bound(lanes, tl.where(k > 0, k, NUCLEUS))
-        found = _collect(row, num_tokens, bound, candidates, BLOCK, DEPTH)
+    if k > 0:
+        bound = lane_bound(lanes, k)
+        found, _ = _collect(row, num_tokens, bound, 0x7FFFFFFF, candidates, 0.0, 0.0, 1.0, BLOCK, DEPTH, False)
         tl.debug_barrier()
         if tl.max(found, 0) <= DEPTH:
             source, counts = candidates, found
@@ -213,21 +254,19 @@ def _limit_row(
         least = tl.where((kth > least) | (kth != kth), kth, least)
     threshold, size, tied = -_INFINITY, 0, False
     if top_p < 1.0:
-        low = tl.where(least == least, order(least), _LOWEST)
-        # Without top-k the mass of the whole row counts, and candidates suffice when they hold top_p of it.
-        if k > 0:
-            total = _total(source, counts, least, top, BLOCK)
-        else:
-            total = _total(row, whole, least, top, BLOCK)
-            floor = tl.maximum(low, bound)
-            if (low >= bound) | (
-                _mass_above(source, counts, least, floor.to(tl.int64) - 1, top, total, BLOCK) >= top_p
-            ):
-                low = floor
-            else:
-                source, counts = row, whole
+        low, high = tl.where(least == least, order(least), _LOWEST), top_key
+        before = tl.full((), 0.0, tl.float64)
+        total = _total(source, counts, least, top, BLOCK)
+        if (k == 0) & (total == total):
+            first, last = _bracket(row, num_tokens, least, top, (top_p * total).to(tl.float32), BLOCK // 2, 2 * BLOCK)
+            found, rest = _collect(row, num_tokens, first, last, candidates, least, top, total, BLOCK, DEPTH, True)
+            tl.debug_barrier()
+            if (tl.max(found, 0) <= DEPTH) & (rest < top_p):
+                inside = _mass_above(candidates, found, least, first.to(tl.int64) - 1, last, top, total, BLOCK)
+                if rest + inside >= top_p:
+                    source, counts, low, high, before = candidates, found, first, tl.minimum(last, top_key), rest
         if total == total:
-            key, size, tied = _nucleus(source, counts, least, low, top_key, top, total, top_p, BLOCK)
+            key, size, tied = _nucleus(source, counts, least, low, high, before, top, total, top_p, BLOCK)
             threshold = value_of(key)
         else:  # nothing has a probability: the first of the largest stays
             threshold, size, tied = top, 1, top == _INFINITY
@@ -245,7 +284,6 @@ def _filter_kernel(
     log_min_p,
     num_tokens,
     row_stride,
-    NUCLEUS: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
@@ -263,7 +301,7 @@ def _filter_kernel(
         lanes = tl.where(inside, tl.maximum(lanes, order(x)), lanes)
     if (k > 0) | (p < 1.0) | (m > -_INFINITY):
         tl.debug_barrier()  # other threads have written what this one reads
-        _limit_row(row, candidates + index * BLOCK * DEPTH, lanes, num_tokens, k, p, m, NUCLEUS, BLOCK, DEPTH)
+        _limit_row(row, candidates + index * BLOCK * DEPTH, lanes, num_tokens, k, p, m, BLOCK, DEPTH)
 
 
 def filter_logits(logits: Tensor, heat: np.ndarray, limits: Limits) -> Tensor:
@@ -287,7 +325,7 @@ def launch_filter(logits: Tensor, out: Tensor, parameters: Sequence[Tensor]) -> 
     """Fill out [R, V] from rows of contiguous logits, with the rows' heat, top-k, top-p and log of min-p, each [R]."""
     num_rows, num_tokens = logits.shape
     config = tuned(logits.device, DEFAULT, bucket(num_tokens))
-    block = min(config.block, bucket(num_tokens))
+    block = min(config.block, max(2, bucket(num_tokens)))
     candidates = torch.empty(num_rows * block * config.depth, dtype=torch.float32, device=logits.device)
     _filter_kernel[(num_rows,)](
         logits,
@@ -296,7 +334,6 @@ def launch_filter(logits: Tensor, out: Tensor, parameters: Sequence[Tensor]) -> 
         *parameters,
         num_tokens,
         logits.stride(0),
-        NUCLEUS=_NUCLEUS,
         BLOCK=block,
         DEPTH=config.depth,
         num_warps=config.num_warps if block == config.block else 4,
@@ -308,5 +345,5 @@ def compile_cases() -> list[CompileCase]:
     from .triton_logprobs import compile_cases as of_logprobs
 
     types = {"logits out candidates": "*fp32", "temperature top_p log_min_p": "*fp64", "top_k": "*i64"}
-    constants = {"NUCLEUS": _NUCLEUS, "BLOCK": DEFAULT.block, "DEPTH": DEFAULT.depth}
+    constants = {"BLOCK": DEFAULT.block, "DEPTH": DEFAULT.depth}
     return [make_case("sampling filter", _filter_kernel, constants, types, num_warps=DEFAULT.num_warps), *of_logprobs()]

@@ -137,7 +137,7 @@ def test_parts_of_the_inputs_are_added_in_order(kind: str, device: str) -> None:
     weight = replace(make("int8", 40, 1100), input_bits=8) if kind == "w8a8" else make(kind, 40, 1100)
     bias, x, residual = torch.randn(40), torch.randn(5, 1100).to(device), torch.randn(5, 40).to(device)
     packed = packed_on(device, torch.float32, weight, bias=bias)
-    whole, split = (with_programs(weight, 16, torch.float32, programs) for programs in (1, 1024))
+    whole, split = (with_programs(weight, 8, torch.float32, programs) for programs in (1, 1024))
     with using(whole):
         expected = packed(x, residual)
     with using(split):

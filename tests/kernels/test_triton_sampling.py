@@ -204,11 +204,19 @@ def test_rows_whose_candidates_do_not_fit(device: str, monkeypatch: pytest.Monke
     assert_same(filtered(logits, FEW_CASES, device), expected(logits, FEW_CASES))
 
 
-def test_a_nucleus_larger_than_its_candidates(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They fit, but hold less than top_p of the mass."""
-    monkeypatch.setattr(filters, "_NUCLEUS", 4)
-    logits = torch.randn(3, 3000)
-    cases = [(1.0, 0, 0.999, 0.0), (5.0, 0, 0.9, 0.01), (1.0, 0, 0.01, 0.0)]
+@pytest.mark.parametrize("heat", [0.02, 1.0, 30.0, 1e4])
+def test_nuclei_of_any_size(device: str, heat: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little room, so that several passes look for the end of a nucleus; of some the logits are all but equal."""
+    monkeypatch.setattr(filters, "DEFAULT", replace(filters.DEFAULT, block=64))
+    logits = torch.randn(5, 2999)
+    logits[4].clamp_(max=0.5)
+    cases = [
+        (heat, 0, 0.999, 0.0),
+        (heat, 0, 0.9, 0.01),
+        (heat, 0, 0.01, 0.0),
+        (heat, 0, 0.5, 0.0),
+        (heat, 0, 0.3, 0.0),
+    ]
     assert_same(filtered(logits, cases, device), expected(logits, cases))
 
 

@@ -26,7 +26,7 @@ from outrider.tools.tune.space import SPACES, candidates
 from outrider.tools.tune.workloads import ModelShape, WorkSizes
 
 TINY = ModelShape(160, 96, 4, 2, 16, 301, torch.float16)
-SIZES = WorkSizes(((1, 40),), ((1, 100),), 40, (1,), (3,), (1,), ((6, 2),), ((40, 2),), 4, 1, ((16, 3),))
+SIZES = WorkSizes(((1, 40),), ((1, 100),), 40, (1,), (3,), (1,), ((6, 2),), ((40, 2),), 4, 1, ((8, 3),))
 KERNELS = {
     "attention": (device_step, "attention_kernel"),
     "kv_write": (device_step, "write_kernel"),

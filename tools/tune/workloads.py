@@ -79,7 +79,7 @@ class WorkSizes(NamedTuple):
     """(tokens, adapters) of large steps."""
     rank: int = 16
     drafts: int = 4
-    products: tuple[tuple[int, int], ...] = ((16, 1), (16, 16), (64, 64), (128, 2048))
+    products: tuple[tuple[int, int], ...] = ((8, 1), (16, 16), (64, 64))
     """(tokens of a tile, tokens) of products with quantised weights."""
 
 
