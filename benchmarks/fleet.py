@@ -118,8 +118,9 @@ def foretell(costs: Costs, runs: list[Run]) -> dict[str, Any]:
 def summary(ttft: Sequence[Sequence[float]], figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Quantiles of all requests of several runs together and of each run, and means of the runs' figures."""
     p50, p99 = np.quantile(np.concatenate(ttft), (0.5, 0.99)).round(5).tolist()
-    of_runs = np.quantile(ttft, (0.5, 0.99), axis=1).round(5).tolist()
+    of_runs = np.transpose([np.quantile(times, (0.5, 0.99)) for times in ttft]).round(5).tolist()
     return {
+        "ended": sum(map(len, ttft)),
         "ttft_p50": p50,
         "ttft_p99": p99,
         "output_tokens_per_second": round(fmean(each["output_tokens_per_second"] for each in figures), 2),

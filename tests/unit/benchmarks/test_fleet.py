@@ -108,6 +108,16 @@ def test_costs_are_medians_of_measurements(fleet):
     assert fleet.median([fleet.measured, slow, fleet.measured]) == fleet.measured
 
 
+def test_runs_of_which_some_requests_failed_are_summed_up(repo_root, monkeypatch):
+    monkeypatch.syspath_prepend(repo_root / "benchmarks")
+    from fleet import summary
+
+    figures = [{"output_tokens_per_second": 10.0, "adapter_loads": loads} for loads in (3, 4)]
+    found = summary([[0.1, 0.3, 0.2], [0.4, 0.6]], figures)
+    assert (found["ended"], found["ttft_p50"], found["adapter_loads"]) == (5, 0.3, 3.5)
+    assert found["p50_of_runs"] == [0.2, 0.5]
+
+
 def test_adapters_stay_while_they_are_used_or_wanted(fleet):
     """With fewer slots than rows an adapter is loaded once for each time that it is wanted, at most."""
     found = fleet.run("random", count=300, replicas=1, adapters=40, rate=1000.0)
