@@ -52,8 +52,9 @@ def tile_product(
     sums = tl.zeros([BLOCK_O, BLOCK_T], tl.int32 if is_exact else tl.float32)
     step = tl.arange(0, BLOCK_K)
     codes += rows.to(tl.int64)[:, None] * codes_stride + step[None, :]
-    scale, offset = _group_values(scales, offsets, rows, wanted, first, OUT, GROUP, HAS_SCALES, HAS_OFFSETS)
-    scale_2, offset_2 = _group_values(scales, offsets, rows, wanted, first + upper, OUT, GROUP, HAS_SCALES, HAS_OFFSETS)
+    k = tl.minimum(first, stop - 1)  # a part may be empty, with its end before its beginning
+    scale, offset = _group_values(scales, offsets, rows, wanted, k, OUT, GROUP, HAS_SCALES, HAS_OFFSETS)
+    scale_2, offset_2 = _group_values(scales, offsets, rows, wanted, k + upper, OUT, GROUP, HAS_SCALES, HAS_OFFSETS)
     for start in tl.range(first, stop, BLOCK_K):
         packed = tl.load(codes + start, mask=wanted[:, None], other=0)
         # The next block's, since these few bytes are not copied ahead to shared memory as the codes are.

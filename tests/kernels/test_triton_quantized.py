@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -145,6 +147,35 @@ def test_parts_of_the_inputs_are_added_in_order(kind: str, device: str) -> None:
         assert torch.equal(packed(x, residual), y)
     check(y, expected.double().cpu(), TOLERANCE[torch.float32])
     assert not torch.equal(y, expected) or kind == "w8a8"  # otherwise nothing was split
+
+
+@pytest.mark.parametrize(("kind", "inputs"), [("int4", 8512), ("block8", 4256)])
+def test_parts_without_inputs_read_no_scales(
+    kind: str, inputs: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """34 blocks of a row are divided among 16 parts, of which the last are empty."""
+    if device != "cpu":
+        pytest.skip("only the interpreter tells the addresses that are read")
+    interpreter = importlib.import_module("triton.runtime.interpreter").interpreter_builder
+    weight = replace(make("int8" if kind == "block8" else kind, 40, inputs), group=128)
+    weight = replace(weight, scales=torch.rand(40, -(-inputs // 128)), offsets=None)
+    packed = packed_on(device, torch.float16, weight)
+    (stored,) = packed.device_weights
+    assert stored.scales is not None
+    wider = torch.cat([stored.scales, torch.zeros(100, 40).half()])
+    packed.device_weights = [replace(stored, scales=wider[: len(stored.scales)])]
+    ends = [wider.data_ptr() + 80 * rows for rows in (len(stored.scales), len(wider))]
+    load, read = interpreter.create_masked_load, []
+
+    def watched(ptrs: Any, mask: Any, *rest: Any) -> Any:
+        read.append(((ptrs.data >= ends[0]) & (ptrs.data < ends[1]) & mask.data).any())
+        return load(ptrs, mask, *rest)
+
+    monkeypatch.setattr(interpreter, "create_masked_load", watched)
+    with using(with_programs(weight, 8, torch.float16, 1024)):
+        packed(torch.ones(1, inputs).half())
+    assert read
+    assert not any(read)
 
 
 @pytest.mark.parametrize("kind", ["int4", "nf4", "block8", "w8a8"])
