@@ -93,6 +93,7 @@ def continued(step: Prepared, outcome: DeviceOutcome, proposals: Sequence[Propos
     late = [row for row, origin in enumerate(step.followed) if origin < num_before]
     firsts = list(accumulate(rows.query_lens, initial=0))
     places, origins = [firsts[row] for row in late], [step.followed[row] for row in late]
+    # Rows of one token each, none of which are counted, take in nothing but that token.
     for row in late if len(late) < len(token_ids) or any(row.seen is not None for row in chosen) else ():
         origin, count, at = step.followed[row], rows.query_lens[row], chosen_at[row]
         first, end = firsts[row], firsts[row + 1]

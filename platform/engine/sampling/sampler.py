@@ -104,7 +104,7 @@ class Sampler:
         """
         if use_triton(logits) and self._synthetic_rates is None:
             return self.launch(logits, rows).collect()
-        is_greedy = self._synthetic_rates is None and all(map(_is_plain, rows))
+        is_greedy = self._synthetic_rates is None and all(row.request.is_plain for row in rows)
         if is_greedy and not any(row.request.edits_logits for row in rows):
             return _most_likely(logits, rows)
         starts = _starts(rows)
@@ -148,7 +148,7 @@ class Sampler:
         """Sample and verify on a GPU; the host waits in `Pending.collect` alone. For the arguments see `begin`."""
         raw_top = logits.amax(dim=-1)
         has_drafts = any(row.drafts.token_ids for row in rows)
-        if not has_drafts and all(_is_plain(row) and not row.request.edits_logits for row in rows):
+        if not has_drafts and all(row.request.is_plain and not row.request.edits_logits for row in rows):
             choices = choose_most_likely(logits)
             return PendingTokens(rows, choices, Download([choices.token_ids, raw_top]), logits.shape[1])
         starts = _starts(rows)
@@ -348,11 +348,6 @@ def _one_each(rows: Sequence[SampleRow], tokens: list[int], *tops: list[float]) 
         _reached(row.request, Verified([token], 0), [(of_row[0], of_row[-1])])
         for row, token, *of_row in zip(rows, tokens, *tops, strict=True)
     ]
-
-
-def _is_plain(row: SampleRow) -> bool:
-    """Return whether the row's tokens are the most likely ones of what edits leave, and nothing else is asked."""
-    return row.request.is_plain
 
 
 def _most_likely(logits: Tensor, rows: Sequence[SampleRow], raw_tops: list[float] | None = None) -> list[RowResult]:
