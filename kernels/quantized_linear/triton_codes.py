@@ -31,14 +31,16 @@ _NIBBLES = tl.constexpr(
 )
 
 
-def _float8(target: str, bytes_of_two: str) -> str:
-    return f"""prmt.b32 t, $2, 0, {bytes_of_two}; shr.b32 u, t, 4; and.b32 u, u, 0x07F007F0;
-        lop3.b32 u, t, 0x80008000, u, 0xEA; fma.rn.bf16x2 {target}, u, power, zero;"""
+def _float8(target: str, two: str) -> str:
+    return f"""shr.b32 t, {two}, 4; and.b32 t, t, 0x07F007F0;
+        lop3.b32 t, {two}, 0x80008000, t, 0xEA; fma.rn.bf16x2 {target}, t, power, zero;"""
 
 
 _FLOAT8 = tl.constexpr(
-    f"""{{ .reg .b32 t, u, power, zero; mov.b32 power, 0x7B807B80; mov.b32 zero, 0x80008000;
-    {_float8("$0", "0x1404")} {_float8("$1", "0x3424")} }}"""
+    # The codes are read before a result is written, which may have their register.
+    f"""{{ .reg .b32 t, low, high, power, zero; mov.b32 power, 0x7B807B80; mov.b32 zero, 0x80008000;
+    prmt.b32 low, $2, 0, 0x1404; prmt.b32 high, $2, 0, 0x3424;
+    {_float8("$0", "low")} {_float8("$1", "high")} }}"""
 )
 
 
