@@ -224,7 +224,7 @@ def round_kernel(
 def default_config(tile: int, bits: int, itemsize: int) -> QuantizedLinearConfig:
     """Default launch config for tiles of `tile` tokens, codes of `bits`, and inputs of `itemsize` bytes."""
     if itemsize == 4:  # without tensor cores
-        outputs = 32 if tile <= 32 else 16
+        outputs = 32 if tile < INVARIANT_TILE else 16
         return QuantizedLinearConfig(block_o=outputs, block_k=32, num_warps=4, num_stages=2, programs=256)
     if tile == 8:
         return QuantizedLinearConfig(block_o=32, block_k=128, num_warps=2, num_stages=3, programs=2048)
@@ -287,7 +287,6 @@ def compile_cases() -> list[CompileCase]:
 
 _FEW_REGISTERS = {
     ("levels4", "bf16", 64): (90, 100),
-    ("int4", "fp32", 32): (90, 100),
     ("int4", "fp16", 32): (90, 100),
 }
 """Architectures of cases for which registers are enough; on the third they spill 8 to 96 bytes of a thread, which
