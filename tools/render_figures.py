@@ -265,9 +265,8 @@ def controller() -> list[str]:
             kind = f"{cell['text']}, {cell['queue']}" if cell["batch"] > 1 else cell["text"]
             ratios = (number(cell.get(key)) for key in ("new/off", "old/off", "new/old", "new/fixed"))
             rows.append([name, str(cell["batch"]), kind, *ratios])
-    compared = [f"adaptive over {other}" for other in ("off", "earlier", "best fixed number")]
-    compared.insert(1, "earlier controller over off")
-    head = ["model", "requests", "text", *compared]
+    head = ["model", "requests", "text", "adaptive over off", "earlier controller over off"]
+    head += ["adaptive over earlier", "adaptive over best fixed number"]
     return [*table(head, rows), "", *source("controller")]
 
 

@@ -163,7 +163,8 @@ def test_templates_in_use_raise_no_false_alarm(processor: InputProcessor, templa
     first = "\n Is <think>this</think> fine?\n\n```\n\tif a < b and b > 'c':\n```  "
     turns = [("system", system), ("user", first), ("assistant", "<think>hm</think>\n\nYes."), ("user", first)]
     for messages in (turns, turns[1:], [("system", "/no_think"), ("user", "yes")], [("user", " \n")]):
-        prompt(processor, template, *messages, add_generation_prompt=False)
+        text = prompt(processor, template, *messages, add_generation_prompt=False)
+        assert messages[-1][1].strip().partition(" ")[0] in text
 
 
 @pytest.mark.parametrize(
