@@ -95,6 +95,8 @@ class ModelShape(NamedTuple):
 
 LLAMA_8B = ModelShape("Llama-3-8B", "LlamaForCausalLM", 4096, 14336, 32, 32, 8, 128, 128256, tied=False, theta=500000.0)
 QWEN_06B = ModelShape("Qwen3-0.6B", "Qwen3ForCausalLM", 1024, 3072, 28, 16, 8, 128, 151936, tied=True, theta=1e6)
+SMALL = ModelShape("27M", "LlamaForCausalLM", 512, 1536, 8, 8, 4, 64, 4096, tied=True)
+MEDIUM = ModelShape("494M", "Qwen3ForCausalLM", 896, 4864, 24, 14, 2, 64, 151936, tied=True)
 TINY = ModelShape("tiny-llama", "LlamaForCausalLM", 64, 96, 2, 4, 2, 16, 512, tied=False)
 TINY_QWEN = ModelShape("tiny-qwen3", "Qwen3ForCausalLM", 64, 96, 2, 4, 2, 16, 512, tied=True)
 

@@ -47,7 +47,7 @@ def describe() -> dict[str, Any]:
     return importlib.import_module("outrider.platform.cli.bench.machine").describe_machine()
 
 
-QUICK_SHAPES = {"LLAMA_8B": "TINY", "QWEN_06B": "TINY_QWEN"}
+QUICK_SHAPES = {"LLAMA_8B": "TINY", "QWEN_06B": "TINY_QWEN", "SMALL": "TINY", "MEDIUM": "TINY_QWEN"}
 SECTIONS = (
     Entry("tests", 120, "checks.run_tests"),
     Entry("ceilings", 15, "timing.measure_ceilings"),
@@ -62,5 +62,7 @@ SECTIONS = (
     Entry("ranks", 10, "ranks.check_ranks", "QWEN_06B"),
     Entry("speculate", 40, "speculation.measure_speculation"),
     Entry("demo", 25, "checks.check_demo"),
+    Entry("cpu-27m", 200, "processor.measure_processor", "SMALL", is_optional=True),
+    Entry("cpu-494m", 310, "processor.measure_processor", "MEDIUM", is_optional=True),
     Entry("tune", 480, "tuning.measure_tuning", "LLAMA_8B", is_optional=True),
 )

@@ -29,6 +29,8 @@ ROUNDS = 5
 TOLERANCE = 1.02
 """Ratio of two times that are taken for the same. What counts is the geometric mean over `ROWS`: on a shared machine
 some single one is always slower by chance."""
+_KEPT = "shapes by the mean of their rows"
+"""Name of what is kept. It changes with the rule, so that a machine tries its shapes again."""
 _MAX_WEIGHT = 1 << 24
 """Elements of a trial's weight; larger ones lose outputs."""
 
@@ -50,11 +52,11 @@ def _wins(out_features: int, in_features: int, num_threads: int) -> bool:
     shape = f"{out_features}x{in_features}, {num_threads} threads"
     try:
         with tiles.findings() as kept:
-            shapes = kept.get("shapes")
+            shapes = kept.get(_KEPT)
             shapes = dict(shapes) if isinstance(shapes, dict) else {}
             if not isinstance(shapes.get(shape), bool):
                 shapes[shape] = _try(min(out_features, max(64, _MAX_WEIGHT // in_features)), in_features)
-                kept["shapes"] = shapes
+                kept[_KEPT] = shapes
             return bool(shapes[shape])
     except OSError:
         return True  # Other processes of the same model could find another product faster.

@@ -189,13 +189,16 @@ def test_a_bare_checkout_is_checked(check, tmp_path):
         environment = os.environ | {"PYTHONPATH": str(tmp_path)}
         command = [sys.executable, "-c", f"import {missing}"]
         assert subprocess.run(command, env=environment, cwd=tmp_path, stderr=subprocess.DEVNULL, check=False).returncode
-    process = check("--device", "cpu", "--quick", "--sections", "tests,parity")
+    process = check("--device", "cpu", "--quick", "--sections", "tests,parity,cpu-27m")
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
     sections = json.loads((tmp_path / "out" / "gpu_check.json").read_text())["sections"]
-    assert list(sections) == ["tests", "ceilings", "parity"]
+    assert list(sections) == ["tests", "ceilings", "parity", "cpu-27m"]
     assert "passed" in sections["tests"]["rows"][0]["tests"]
     assert sum("passed" in row for row in sections["parity"]["rows"]) == 7
+    rows = sections["cpu-27m"]["rows"]
+    assert [row["name"] for row in rows] == ["tiny-llama x 1, two cores", "tiny-llama x 2, two cores"]
+    assert all(row["tokens_per_second"] > 0 and row["adapters_over_base"] > 0 for row in rows)
 
 
 # --- Sections -----------------------------------------------------------------------------------------------
@@ -229,6 +232,17 @@ def test_the_bytes_of_a_case(gpu):
     lora = list(kernels.adapters(kernels.LLAMA_8B, 64, 16, 64))[1]
     weights = 64 * 16 * 2 * 4096 * 2
     assert weights < lora.num_bytes < 1.2 * weights
+
+
+def test_two_threads_of_one_core_are_not_two_cores(gpu, tmp_path, monkeypatch):
+    processor = gpu("processor")
+    monkeypatch.setattr(processor, "CORES", tmp_path)
+    for cpu, siblings in enumerate(("0-1", "0-1", "2-3", "2-3")):
+        folder = tmp_path / f"cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(siblings + "\n")
+    assert processor.separate_cores([0, 1, 2, 3], 2) == [0, 2]
+    assert processor.separate_cores([1, 2, 4, 5], 3) == [1, 2, 4]  # nothing is known about 4
 
 
 def test_shapes_have_the_published_sizes(gpu):
