@@ -140,7 +140,7 @@ FIELDS: dict[str, FieldRule] = {
         "cached prefixes",
         "anything but lists of tokens",
         _is_no_tokens,
-        refused_on="`kv_b_proj`",
+        refused_on="`kv_b_proj`, beside trained biases and whole weights",
     ),
     "use_qalora": FieldRule("", "QA-LoRA"),
     "use_bdlora": FieldRule("", "block-diagonal LoRA"),
