@@ -56,8 +56,8 @@ class ExpertTraits:
     """True: router and experts have biases."""
     transposed: bool = False
     """True: the tensors of all experts are [E, in, out], gate and up in one product; they may be stored as MXFP4."""
-    activation: str = "silu"
-    """Activation of an expert."""
+    activation: str | None = None
+    """Activation of an expert; None: that of all MLPs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
