@@ -122,8 +122,8 @@ def rope_config(values: Mapping[str, Any], given: object, head_dim: int, traits:
         raise wrong(field, f"of type {shown(rope_type)} is not supported; supported are {', '.join(ROPE_TYPES)}")
     rotary_dim = _rotary_dim(values, given, head_dim, traits)
     original = "original_max_position_embeddings"
-    # It stands beside the object in configs of Phi 3's form.
-    if original in values and (original in traits.defaults or (rope_type == "longrope" and original not in given)):
+    # It stands there in configs of Phi 3's form, and counts wherever all layers have one rotation.
+    if original in values and not traits.local_rope:
         given = {**given, original: values[original]}
     numbers = {"theta": given.get("rope_theta", values.get("rope_theta", 10000.0))}
     for name in _ROPE_FIELDS.get(rope_type, ()):

@@ -150,7 +150,6 @@ def test_both_names_of_a_rotation_may_stand_in_a_file_that_two_versions_of_trans
         "Qwen2",
         rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, **scaling},
         rope_scaling={"type": "yarn", **scaling},
-        original_max_position_embeddings=64,  # read of families that have it there
     )
     assert config.rope == read("Qwen2", rope_theta=1e6, rope_scaling={"type": "yarn", **scaling}).rope
     assert (config.rope.rope_type, config.rope.original_max_position_embeddings) == ("yarn", 4096)
@@ -158,9 +157,13 @@ def test_both_names_of_a_rotation_may_stand_in_a_file_that_two_versions_of_trans
 
 def test_a_rotation_of_layers_with_a_window_that_the_file_leaves_out_has_a_base_of_its_own() -> None:
     for sliding in ({}, {"sliding_attention": None}, {"sliding_attention": {"rope_type": "default"}}):
-        parameters = {"full_attention": {"rope_type": "default", "rope_theta": 5e5}, **sliding}
-        config = read("Gemma3", sliding_window_pattern=2, rope_parameters=parameters)
+        yarn = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 2.0, "original_max_position_embeddings": 64}
+        parameters = {"full_attention": yarn, **sliding}
+        # The number beside them counts for families with one rotation alone.
+        more = {"sliding_window_pattern": 2, "original_max_position_embeddings": 32}
+        config = read("Gemma3", rope_parameters=parameters, **more)
         assert [rope.theta for rope in config.layer_ropes] == [1e4, 5e5, 1e4, 5e5]
+        assert config.rope.original_max_position_embeddings == 64
 
 
 @pytest.mark.parametrize(
