@@ -332,6 +332,8 @@ def refuse_quantized(values: Mapping[str, Any]) -> None:
 
 def _layer_types(values: Mapping[str, Any], num_layers: int, traits: FamilyTraits) -> list[str]:
     """Kind of attention of each layer: "full_attention" or "sliding_attention"."""
+    if traits.window_everywhere:
+        return ["sliding_attention"] * num_layers
     if not traits.has_window or not (traits.window_switch or traits.window_pattern):
         return ["full_attention"] * num_layers
     sliding = [False] * num_layers
@@ -363,6 +365,7 @@ def _windows(values: Mapping[str, Any], types: Sequence[str], traits: FamilyTrai
         return (None,) * len(types)
     if not (traits.window_switch or traits.window_pattern):
         return (positive(values, "sliding_window"),) * len(types)
-    is_on = not traits.window_switch or values.get("use_sliding_window", False)
+    is_listed = traits.no_rope and "layer_types" in values  # the list decides there, whatever the switch says
+    is_on = is_listed or not traits.window_switch or values.get("use_sliding_window", False)
     window = positive(values, "sliding_window") if is_on else None
     return tuple(window if name == "sliding_attention" else None for name in types)

@@ -88,6 +88,8 @@ class FamilyTraits:
     """Field of `DecoderConfig` -> key of config.json, and the power of its number which the field is."""
     window_switch: bool = False
     """True: a window counts only with `use_sliding_window`, and only from layer `max_window_layers` on."""
+    window_everywhere: bool = False
+    """True: with `use_sliding_window` every layer has it, whatever else the file says."""
     window_pattern: bool = False
     """True: layers have a window by the file's `layer_types`, or all but every `sliding_window_pattern`-th."""
     has_window: bool = True

@@ -21,7 +21,10 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3-dense-layers": ("Qwen3Moe", {**SPARSE, "head_dim": 12, "mlp_only_layers": [1], "tie_word_embeddings": True}),
     "qwen3-window": (
         "Qwen3Moe",
-        {**SPARSE, "head_dim": 12, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 9},
+        {
+            **{**SPARSE, "head_dim": 12, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 9},
+            "max_window_layers": 2,  # which the family does not read
+        },
     ),
     "olmoe": ("Olmoe", {"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True}),
     "gpt-oss": ("GptOss", {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 8}),
