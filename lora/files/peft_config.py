@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from .patterns import Patterns
 from .peft_fields import check_fields
 
 _MAX_CONFIG_BYTES = 1 << 20
+_VERSION = re.compile("[0-9]+")
+_MAX_VERSION = 40
+"""Characters of `peft_version` that are read."""
 
 
 def adapter_error(message: str) -> AdapterError:
@@ -53,6 +57,8 @@ class PeftConfig:
     """True when what is trained of a tied embedding is trained of the head too."""
     trainable_tokens: tuple[tuple[str, tuple[int, ...]], ...]
     """Tokens of trained rows, by name of the embedding or head; the name "" stands for the embedding."""
+    version: tuple[int, ...] = ()
+    """Version of PEFT that wrote the folder; (): none is named, as before 0.18."""
     mlx: bool = False
     """True when mlx-lm wrote the folder."""
 
@@ -151,5 +157,6 @@ def read_config(folder: Path) -> PeftConfig:
         invocation=tuple(config.get("alora_invocation_tokens") or ()),
         ties_weights=bool(config.get("ensure_weight_tying")),
         trainable_tokens=_trainable_tokens(config.get("trainable_token_indices") or {}),
+        version=tuple(map(int, _VERSION.findall(str(config.get("peft_version"))[:_MAX_VERSION])))[:2],
         mlx=mlx,
     )

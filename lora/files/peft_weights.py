@@ -69,7 +69,7 @@ class WeightsReader:
         """Check all keys and shapes of a file, read it, and keep a plan for more files like it."""
         known = self.model.shapes
         file = peft_tensors(file) if config.mlx else file
-        file, parameters = split_parameters(file, known)
+        file, parameters = split_parameters(file, known, config.version)
         found, saved = group_keys(file.shapes, known, self._owner)
         for name, parameter in parameters.items():
             found[name].configured = parameter
