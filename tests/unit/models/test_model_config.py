@@ -53,7 +53,11 @@ def test_a_config_without_architectures_is_refused() -> None:
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling", "low_freq_factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters", "flat"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": "big"}}, "rope_parameters", "rope_theta|theta"),
-        ({"rope_parameters": {"rope_theta": 7.0}, "rope_scaling": {"factor": 2.0, "type": "linear"}}, "rope_scaling", "agree"),
+        (
+            {"rope_parameters": {"rope_theta": 7.0}, "rope_scaling": {"factor": 2.0, "type": "linear"}},
+            "rope_scaling",
+            "agree",
+        ),
         ({"rope_parameters": {"rope_theta": 7.0}, "rope_scaling": "linear"}, "rope_scaling", "agree"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "not supported"),
         ({"num_key_value_heads": 3}, "num_key_value_heads", "3"),
