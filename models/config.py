@@ -223,6 +223,8 @@ def decoder_config(
         ropes = tuple(replace(rope, rotary_dim=rotated) for rope in ropes)
     rope = next((r for r, kind in zip(ropes, types, strict=True) if kind == "full_attention"), ropes[0])
     from_file = bool(values.get("attention_bias", False))
+    served = ACTIVATIONS if block is None or block.mlp is None else PLAIN_NAMES
+    hidden_act = _activation(values, served, "hidden_activation" in traits.defaults)
     score = read_score(values) if architecture.endswith(CLASSIFIER) else None
     return DecoderConfig(
         architecture=architecture,
@@ -245,14 +247,14 @@ def decoder_config(
         qk_norm=traits.qk_norm,
         qk_norm_wide=traits.qk_norm_wide,
         sinks=traits.sinks,
-        experts=None if traits.experts is None else read_experts(values, traits.experts, num_layers),
+        experts=None if traits.experts is None else read_experts(values, traits.experts, num_layers, hidden_act),
         dtype=dtype,
         latent=latent,
         block=block,
         layer_ropes=ropes if len(set(ropes)) > 1 else (),
         norms=traits.norms,
         norm_offset=traits.norm_offset,
-        hidden_act=_activation(values, ACTIVATIONS if block is None or block.mlp is None else PLAIN_NAMES),
+        hidden_act=hidden_act,
         merged_qkv=traits.merged_qkv,
         merged_gate_up=traits.merged_gate_up,
         quantization=None if _is_mxfp4(values, traits) else read_format(values),
@@ -287,9 +289,9 @@ def _factors(
     return found
 
 
-def _activation(values: Mapping[str, Any], served: Mapping[str, str]) -> str:
-    """Activation of the MLP; Gemma has a key of its own, and an older one beside it."""
-    field = "hidden_activation" if "hidden_activation" in values else "hidden_act"
+def _activation(values: Mapping[str, Any], served: Mapping[str, str], has_own_key: bool) -> str:
+    """Activation of the MLP; some families have a key of their own, and an older one beside it."""
+    field = "hidden_activation" if has_own_key and "hidden_activation" in values else "hidden_act"
     name = values.get(field, "silu")
     if not isinstance(name, str) or name not in served:
         raise wrong(field, f"{shown(name)} is not supported; supported are {', '.join(served)}")
@@ -330,6 +332,8 @@ def refuse_quantized(values: Mapping[str, Any]) -> None:
 
 def _layer_types(values: Mapping[str, Any], num_layers: int, traits: FamilyTraits) -> list[str]:
     """Kind of attention of each layer: "full_attention" or "sliding_attention"."""
+    if traits.window_everywhere:
+        return ["sliding_attention"] * num_layers
     if not traits.has_window or not (traits.window_switch or traits.window_pattern):
         return ["full_attention"] * num_layers
     sliding = [False] * num_layers
@@ -361,6 +365,7 @@ def _windows(values: Mapping[str, Any], types: Sequence[str], traits: FamilyTrai
         return (None,) * len(types)
     if not (traits.window_switch or traits.window_pattern):
         return (positive(values, "sliding_window"),) * len(types)
-    is_on = not traits.window_switch or values.get("use_sliding_window", False)
+    is_listed = traits.no_rope and "layer_types" in values  # the list decides there, whatever the switch says
+    is_on = is_listed or not traits.window_switch or values.get("use_sliding_window", False)
     window = positive(values, "sliding_window") if is_on else None
     return tuple(window if name == "sliding_attention" else None for name in types)

@@ -24,6 +24,8 @@ class ExpertConfig:
     """Inner size of an expert."""
     shared_size: int | None
     """Inner size of the experts, as one, that every token visits; None: there is none."""
+    activation: str
+    """Activation of an expert."""
     renormalised: bool
     """True: the weights of a token's experts are divided by their sum."""
     scale: float = 1.0
@@ -35,8 +37,8 @@ class ExpertConfig:
     """Layers with experts; the others have a dense MLP."""
 
 
-def read_experts(values: Mapping[str, Any], traits: ExpertTraits, num_layers: int) -> ExpertConfig:
-    """The experts of a model with `num_layers` layers.
+def read_experts(values: Mapping[str, Any], traits: ExpertTraits, num_layers: int, activation: str) -> ExpertConfig:
+    """The experts of a model with `num_layers` layers, whose MLPs have an `activation`.
 
     Raises:
         UnsupportedModelError: a wrong value; `param` names the field.
@@ -61,6 +63,7 @@ def read_experts(values: Mapping[str, Any], traits: ExpertTraits, num_layers: in
         top_k=top_k,
         intermediate_size=positive(values, traits.intermediate_size),
         shared_size=shared_size,
+        activation=traits.activation or activation,
         renormalised=bool(values.get("norm_topk_prob", False)) if traits.renormalised is None else traits.renormalised,
         layers=frozenset(i for i in range(num_layers) if i not in dense_layers and (i + 1) % step == 0),
         **(_groups(values, num_experts, top_k, traits) if traits.grouped else {}),

@@ -55,19 +55,34 @@ def layer_ropes(
     """Rotation of each layer; `types` are their kinds of attention."""
     field = "rope_parameters" if "rope_parameters" in values else "rope_scaling"
     given = values.get(field, {})
-    if traits.local_rope and isinstance(given, dict) and "full_attention" in given:
-        by_type = {kind: rope_config(values, given.get(kind) or {}, head_dim, traits) for kind in set(types)}
-        return tuple(by_type[kind] for kind in types)
-    rope = rope_config(values, given, head_dim, traits)
+    local = {"rope_theta": values.get("rope_local_base_freq", 10000.0)}
+    is_nested = traits.local_rope and isinstance(given, dict) and "full_attention" in given
+    usual, sliding = (given["full_attention"] or {}, given.get("sliding_attention")) if is_nested else (given, local)
+    rope = rope_config(values, usual, head_dim, traits)
+    older = values.get("rope_scaling")
+    if field == "rope_parameters" and older and older != traits.defaults.get("rope_scaling"):
+        _check_older(values, usual, rope, head_dim, traits)
     ropes = [rope] * len(types)
     if traits.local_rope:
-        local = {"rope_theta": values.get("rope_local_base_freq", 10000.0)}
-        flat = rope_config(values, local, head_dim, traits)
+        sliding = {**local, **sliding} if isinstance(sliding, dict) else sliding or local
+        flat = rope_config(values, sliding, head_dim, traits)
         ropes = [flat if kind == "sliding_attention" else rope for kind in types]
     if traits.no_rope:
         none = RopeConfig(rope_type="none", theta=rope.theta)
         ropes = [rope if kept else none for kept in rotated_layers(values, len(types))]
     return tuple(ropes)
+
+
+def _check_older(
+    values: Mapping[str, Any], given: Mapping[str, Any], rope: RopeConfig, head_dim: int, traits: FamilyTraits
+) -> None:
+    """Refuse a `rope_scaling` beside `rope_parameters`, `given`, that says another rotation than its `rope`."""
+    older = values["rope_scaling"]
+    if isinstance(older, dict):
+        kind = older.get("rope_type", older.get("type", "default"))
+        if rope_config(values, {**given, **older, "rope_type": kind}, head_dim, traits) == rope:
+            return
+    raise wrong("rope_scaling", "does not agree with rope_parameters; one of the two has to go")
 
 
 def rotated_layers(values: Mapping[str, Any], num_layers: int) -> list[bool]:
@@ -106,8 +121,10 @@ def rope_config(values: Mapping[str, Any], given: object, head_dim: int, traits:
     if rope_type not in ROPE_TYPES:
         raise wrong(field, f"of type {shown(rope_type)} is not supported; supported are {', '.join(ROPE_TYPES)}")
     rotary_dim = _rotary_dim(values, given, head_dim, traits)
-    if values.get("original_max_position_embeddings") is not None:  # it stands there in configs of Phi 3's form
-        given = {**given, "original_max_position_embeddings": values["original_max_position_embeddings"]}
+    original = "original_max_position_embeddings"
+    # It stands there in configs of Phi 3's form, and counts wherever all layers have one rotation.
+    if original in values and not traits.local_rope:
+        given = {**given, original: values[original]}
     numbers = {"theta": given.get("rope_theta", values.get("rope_theta", 10000.0))}
     for name in _ROPE_FIELDS.get(rope_type, ()):
         if given.get(name) is None:

@@ -189,6 +189,7 @@ CASES: dict[str, Case] = {
     "gptq": Case(_gptq(4), gptq(4)),
     "gptq-8": Case(_gptq(8, sym=True), gptq(8, symmetric=True)),
     "gptq-v2": Case(_gptq(4, checkpoint_format="gptq_v2"), gptq(4, version=2)),
+    "gptq-v2-format": Case(_gptq(4, format="gptq_v2"), gptq(4, version=2)),
     "gptq-act": Case(_gptq(4, desc_act=True), gptq(4, shuffled=True)),
     "gptq-row": Case(_gptq(4, group_size=-1, sym=True), gptq(4, symmetric=True, group=-1)),
     "ct-w4": Case(_scheme("int", 4, "group", group_size=GROUP), packed_integers(4)),

@@ -5,6 +5,9 @@
     ….experts.base_layer.lora_A.weight                 of a second parameter, which PEFT wraps first
 
 The shapes say whether the parameter is gate_up_proj or down_proj. The delta of expert e is B[:, e::E] A[e · r:].
+
+Before PEFT 0.19 in and out were those of a parameter [E, in, out], although most models have [E, out, in]: A and B fit
+the transposed delta there. Such files are refused by their shapes, or where a parameter is square by their version.
 """
 
 from __future__ import annotations
@@ -20,19 +23,24 @@ from .tensor_file import TensorFile
 from .tensor_keys import ModuleShape, names_of, unwrapped
 
 _KEY = re.compile(r"^(?P<module>.+\.experts)(?:\.base_layer)*\.lora_A(?P<rest>(?:\.[^.]+)?\.weight)$")
+_TRANSPOSES = (0, 19)
+"""First version of PEFT that knows which parameters are [E, out, in]."""
 _CACHED = 4
 """Tensors that are kept while they are read: A and B of both parameters of a layer."""
 
 
-def split_parameters(file: TensorFile, known: Mapping[str, ModuleShape]) -> tuple[TensorFile, dict[str, str]]:
-    """View a file's parameters of all experts as modules of single experts.
+def split_parameters(
+    file: TensorFile, known: Mapping[str, ModuleShape], version: tuple[int, ...]
+) -> tuple[TensorFile, dict[str, str]]:
+    """View a file's parameters of all experts, written by this version of PEFT, as modules of single experts.
 
     Returns:
         The view, or the file itself when it has no such parameters; and by module the name of its parameter, which the
         patterns of adapter_config.json match.
 
     Raises:
-        AdapterError: the model has no experts there, or the shapes fit none of their parameters.
+        AdapterError: the model has no experts there, or the shapes fit none of their parameters, or fit one that an
+            older PEFT has written transposed.
     """
     found = [match for key in file.shapes if (match := _KEY.match(key))]
     if not found:
@@ -50,6 +58,12 @@ def split_parameters(file: TensorFile, known: Mapping[str, ModuleShape]) -> tupl
         for parameter, projections in (("gate_up_proj", gate_up), ("down_proj", [last])):
             sizes = [known[names[0]].out_features for names in projections]
             if (known[projections[0][0]].in_features, sum(sizes)) == (shapes[0][1], shapes[1][0]):
+                # One merged projection is that of a model with [E, in, out].
+                if shapes[0][1] == shapes[1][0] and version < _TRANSPOSES and len(gate_up) > 1:
+                    raise adapter_error(
+                        f"{match[0]}: PEFT before 0.19 wrote experts' square parameters transposed; save the adapter "
+                        "again with a newer one (peft_version in adapter_config.json)"
+                    )
                 view.add((match[0], b), projections, sizes, f"{configured}.{parameter}")
                 break
         else:

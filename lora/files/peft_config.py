@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from .patterns import Patterns
 from .peft_fields import check_fields
 
 _MAX_CONFIG_BYTES = 1 << 20
+_VERSION = re.compile("[0-9]+")
+_MAX_VERSION = 40
+"""Characters of `peft_version` that are read."""
 
 
 def adapter_error(message: str) -> AdapterError:
@@ -38,6 +42,8 @@ class PeftConfig:
     use_rslora: bool
     rank_pattern: Patterns
     alpha_pattern: Patterns
+    target_parameters: tuple[str, ...]
+    """Ends of the names of parameters that were targeted; a module is configured as its `weight` where that is one."""
     use_dora: bool
     bias: str
     """Which of the model's biases the file may have: "none", "all" or "lora_only"."""
@@ -51,13 +57,15 @@ class PeftConfig:
     """True when what is trained of a tied embedding is trained of the head too."""
     trainable_tokens: tuple[tuple[str, tuple[int, ...]], ...]
     """Tokens of trained rows, by name of the embedding or head; the name "" stands for the embedding."""
+    version: tuple[int, ...] = ()
+    """Version of PEFT that wrote the folder; (): none is named, as before 0.18."""
     mlx: bool = False
     """True when mlx-lm wrote the folder."""
 
     @property
     def form(self) -> tuple[Any, ...]:
         """All fields but those of the scales."""
-        more = (self.use_dora, self.lora_bias, self.modules_to_save, self.trainable_tokens)
+        more = (self.use_dora, self.lora_bias, self.modules_to_save, self.trainable_tokens, self.target_parameters)
         return self.rank, self.rank_pattern.items, *more
 
     @property
@@ -74,13 +82,18 @@ class PeftConfig:
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module, by its name in the model that PEFT was given."""
-        return int(self.rank_pattern.find(module, self.rank))
+        return int(self.rank_pattern.find(self._pattern_name(module), self.rank))
 
     def scale_of(self, module: str) -> float:
         """Return alpha / r, or alpha / sqrt(r) for rank-stabilized LoRA (Kalajdzievski 2023, arXiv:2312.03732)."""
         rank = self.rank_of(module)
-        alpha = float(self.alpha_pattern.find(module, self.alpha))
+        alpha = float(self.alpha_pattern.find(self._pattern_name(module), self.alpha))
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def _pattern_name(self, module: str) -> str:
+        """Return the name of a module, or of its targeted parameter, that PEFT matches with patterns."""
+        parameter = f"{module}.weight"
+        return parameter if any(f".{parameter}".endswith(f".{end}") for end in self.target_parameters) else module
 
 
 def _positive(name: str, value: Any, *, integer: bool) -> Any:
@@ -136,6 +149,7 @@ def read_config(folder: Path) -> PeftConfig:
         use_rslora=bool(config.get("use_rslora")),
         rank_pattern=_pattern(config, "rank_pattern", integer=True),
         alpha_pattern=_pattern(config, "alpha_pattern", integer=False),
+        target_parameters=tuple(config.get("target_parameters") or ()),
         use_dora=bool(config.get("use_dora")),
         bias=str(config.get("bias") or "none"),
         lora_bias=bool(config.get("lora_bias")),
@@ -143,5 +157,6 @@ def read_config(folder: Path) -> PeftConfig:
         invocation=tuple(config.get("alora_invocation_tokens") or ()),
         ties_weights=bool(config.get("ensure_weight_tying")),
         trainable_tokens=_trainable_tokens(config.get("trainable_token_indices") or {}),
+        version=tuple(map(int, _VERSION.findall(str(config.get("peft_version"))[:_MAX_VERSION])))[:2],
         mlx=mlx,
     )

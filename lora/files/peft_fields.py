@@ -30,10 +30,12 @@ CLASSIFIERS = ("score", "classifier")
 
 def _trains_modules(value: Any) -> bool:
     """Return whether modules other than embeddings and heads are trained in full."""
+    return _is_no_names(value) or any(name.rpartition(".")[2] not in _VOCABULARY + CLASSIFIERS for name in value or [])
+
+
+def _is_no_names(value: Any) -> bool:
     names = value or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        return True
-    return any(name.rpartition(".")[2] not in _VOCABULARY + CLASSIFIERS for name in names)
+    return not isinstance(names, list) or not all(isinstance(name, str) for name in names)
 
 
 def _is_no_tokens(value: Any) -> bool:
@@ -128,13 +130,17 @@ FIELDS: dict[str, FieldRule] = {
     "runtime_config": FieldRule("never saved"),
     "qalora_group_size": FieldRule("any value; only `use_qalora` reads it"),
     "layer_replication": FieldRule("", "a model with repeated layers"),
-    "target_parameters": FieldRule("weights of linear modules and routers, `gate_up_proj` and `down_proj` of experts"),
+    "target_parameters": FieldRule(
+        "weights of linear modules and routers, `gate_up_proj` and `down_proj` of experts",
+        "anything but lists of names",
+        _is_no_names,
+    ),
     "alora_invocation_tokens": FieldRule(
         "lists of tokens: what stands before their last occurrence in the prompt is the base model's, and shares its "
         "cached prefixes",
         "anything but lists of tokens",
         _is_no_tokens,
-        refused_on="`kv_b_proj`",
+        refused_on="`kv_b_proj`, beside trained biases and whole weights",
     ),
     "use_qalora": FieldRule("", "QA-LoRA"),
     "use_bdlora": FieldRule("", "block-diagonal LoRA"),

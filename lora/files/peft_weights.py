@@ -61,11 +61,7 @@ class WeightsReader:
             planned = plan and plan.read(file, [config.scale_of(name) for name in plan.configured])
             packed, digest = planned or self._read_unplanned(file, config)
         if config.invocation:
-            if latents := latents_of(packed):
-                raise adapter_error(
-                    f"{latents[0]}: alora_invocation_tokens is not served on products of latents, which queries "
-                    "use for the base's keys before the invocation too"
-                )
+            _check_activated(packed, config)
             digest = hashlib.sha256(digest + f"invocation {config.invocation}".encode()).digest()
         return packed._replace(invocation=config.invocation), digest
 
@@ -73,7 +69,7 @@ class WeightsReader:
         """Check all keys and shapes of a file, read it, and keep a plan for more files like it."""
         known = self.model.shapes
         file = peft_tensors(file) if config.mlx else file
-        file, parameters = split_parameters(file, known)
+        file, parameters = split_parameters(file, known, config.version)
         found, saved = group_keys(file.shapes, known, self._owner)
         for name, parameter in parameters.items():
             found[name].configured = parameter
@@ -120,6 +116,20 @@ class WeightsReader:
                     f"{list(expected[part])} (rank {rank} by the configuration, {shape.in_features} -> "
                     f"{shape.out_features} in {self._owner.words})"
                 )
+
+
+def _check_activated(packed: PackedModules, config: PeftConfig) -> None:
+    """Refuse parts of an activated adapter that would change what stands before its invocation."""
+    if latents := latents_of(packed):
+        raise adapter_error(
+            f"{latents[0]}: alora_invocation_tokens is not served on products of latents, which queries "
+            "use for the base's keys before the invocation too"
+        )
+    for name in (*packed.own_rows, *(packed.biases if config.bias != "none" else ())):
+        raise adapter_error(
+            f"{name}: alora_invocation_tokens is not served beside trained biases and whole weights, which PEFT "
+            "applies before the invocation too"
+        )
 
 
 def _split(

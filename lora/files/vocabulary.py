@@ -257,8 +257,6 @@ class VocabularyReader:
         sizes = [max(vocab, own[name].vocab_size) if name in own else vocab for name in (table, LM_HEAD)]
         if sizes[1] > sizes[0]:
             raise adapter_error(f"{LM_HEAD} has {sizes[1]} tokens, and {table} only {sizes[0]}")
-        if sizes[0] > vocab and self._config.invocation:
-            raise adapter_error("alora_invocation_tokens with a larger vocabulary is not served")
 
 
 def _last(name: str) -> str:

@@ -146,7 +146,11 @@ def load_model(
     name = stored_dtype(raw) if dtype == "auto" else dtype
     if name not in DTYPES:
         raise InvalidRequestError(f"dtype must be auto or one of {', '.join(DTYPES)}; got {dtype!r}", param="dtype")
-    config = dataclasses.replace(read_config(raw, DTYPES[name], options.impl), batch_invariant=batch_invariant)
+    config = read_config(raw, DTYPES[name], options.impl)
+    if load_format != "dummy" and config.tie_word_embeddings and _has_own_head(path, config):
+        log.warning("%s has an lm_head of its own, which is used although its config.json ties it", path)
+        config = read_config({**raw, "tie_word_embeddings": False}, DTYPES[name], options.impl)
+    config = dataclasses.replace(config, batch_invariant=batch_invariant)
     if options.ranks is not None:
         assert isinstance(config, DecoderConfig), "`read_facts` refuses others"
         model: LanguageModel = divided_decoder(config, options.ranks, device)
@@ -168,6 +172,21 @@ def load_model(
             if (remember := slots[tensor_name].remember) is not None:
                 remember(tensor.read)
     return model
+
+
+def _has_own_head(path: Path, config: ModelConfig) -> bool:
+    """True for a folder with a head that is none of the other tensors of its shape. Then config.json is wrong, for
+    transformers 5 too: the head was trained apart from the embeddings."""
+    block, is_classifier = (config.block, config.score) if isinstance(config, DecoderConfig) else (None, None)
+    if is_gguf(path) or is_classifier:
+        return False
+    stored = read_weights(path, "model", hint=_NO_WEIGHTS)
+    head = stored.pop(f"{block.head if block else 'lm_head'}.weight", None)
+    if head is None:
+        return False
+    weight = head.dense().to(config.dtype)
+    others = [tensor for tensor in stored.values() if tensor.shape == head.shape]
+    return bool(others) and not any(torch.equal(tensor.dense().to(config.dtype), weight) for tensor in others)
 
 
 def _random_tensors(slots: Mapping[str, WeightSlot], model: LanguageModel, seed: int) -> dict[str, StoredTensor]:

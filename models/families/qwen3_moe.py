@@ -8,7 +8,6 @@ TRAITS = FamilyTraits(
         "num_key_value_heads": 4,
         "max_position_embeddings": 32768,
         "sliding_window": 4096,
-        "max_window_layers": 0,
         "intermediate_size": 6144,
         "moe_intermediate_size": 768,
         "num_experts": 128,
@@ -17,5 +16,6 @@ TRAITS = FamilyTraits(
     mlp_bias=False,
     qk_norm=True,
     window_switch=True,
+    window_everywhere=True,
     experts=ExpertTraits(),
 )

@@ -56,8 +56,8 @@ class ExpertTraits:
     """True: router and experts have biases."""
     transposed: bool = False
     """True: the tensors of all experts are [E, in, out], gate and up in one product; they may be stored as MXFP4."""
-    activation: str = "silu"
-    """Activation of an expert."""
+    activation: str | None = None
+    """Activation of an expert; None: that of all MLPs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +88,8 @@ class FamilyTraits:
     """Field of `DecoderConfig` -> key of config.json, and the power of its number which the field is."""
     window_switch: bool = False
     """True: a window counts only with `use_sliding_window`, and only from layer `max_window_layers` on."""
+    window_everywhere: bool = False
+    """True: with `use_sliding_window` every layer has it, whatever else the file says."""
     window_pattern: bool = False
     """True: layers have a window by the file's `layer_types`, or all but every `sliding_window_pattern`-th."""
     has_window: bool = True

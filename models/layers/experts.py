@@ -51,13 +51,13 @@ class SparseMlp:
         router = [(f"{block}.{traits.router}", config.num_experts)]
         router_options = {**common, "dtype": torch.float32} if traits.float_router else common
         self._router = Linear(f"{name}.router", router, hidden_size, bias=traits.bias, **router_options)
-        form = ExpertForm(config.num_experts, hidden_size, config.intermediate_size, traits.activation, traits.bias)
+        form = ExpertForm(config.num_experts, hidden_size, config.intermediate_size, config.activation, traits.bias)
         self._experts = ExpertLayers(f"{name}.experts", f"{block}.experts", form, traits.projections, **common)
         self._shared: GatedMlp | None = None
         if config.shared_size is not None:
             sizes = hidden_size, config.shared_size
             module = f"{block}.shared_experts" if traits.ungated else f"{block}.shared_expert"
-            self._shared = GatedMlp(f"{name}.shared", module, sizes, **common)
+            self._shared = GatedMlp(f"{name}.shared", module, sizes, activation=config.activation, **common)
         self._shared_gate: Linear | None = None
         if traits.shared:
             gate = [(f"{block}.shared_expert_gate", 1)]

@@ -25,7 +25,8 @@ def parse(values: Mapping[str, Any]) -> Format:
         UnsupportedModelError: an option is not served; `param` names it.
     """
     choice(values, "bits" if "bits" in values else "w_bit", (4,), 4)
-    choice({"version": str(values.get("version", "gemm")).lower()}, "version", ("gemm",), "gemm")
+    option = "version" if "version" in values else "format"  # its name in transformers 5
+    choice({option: str(values.get(option, "gemm")).lower()}, option, ("gemm",), "gemm")
     choice(values, "zero_point", (True,), True)
     size = group_size(values, "group_size" if "group_size" in values else "q_group_size", 128)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -42,11 +43,14 @@ class _Scheme(NamedTuple):
     block: tuple[int, int] | None
     rounds_inputs: bool
 
-    def covers(self, module: str) -> bool:
-        return any(
-            re.match(target[3:], module) is not None if target.startswith("re:") else target in (module, "Linear")
+    def match(self, module: str) -> tuple[int, str] | None:
+        """Rank of the target that is nearest to a module: its name, an expression, its class; None: none is it."""
+        ranks = [
+            (1, target) if target.startswith("re:") else (0 if target == module else 2, target)
             for target in self.targets
-        )
+            if target in (module, "Linear") or (target.startswith("re:") and re.match(target[3:], module))
+        ]
+        return min(ranks, default=None)
 
 
 def parse(values: Mapping[str, Any]) -> Format:
@@ -68,11 +72,11 @@ def parse(values: Mapping[str, Any]) -> Format:
     schemes = [_scheme(f"config_groups.{name}", group, whole) for name, group in groups.items()]
 
     def describe(parts: Parts) -> StoredTensor:
-        scheme = next((scheme for scheme in schemes if scheme.covers(parts.module)), None)
-        if scheme is None and len(schemes) == 1:
-            scheme = schemes[0]  # of a class such as Embedding
-        if scheme is None:
+        ranked = [(rank, scheme) for scheme in schemes if (rank := scheme.match(parts.module)) is not None]
+        if not ranked and len(schemes) > 1:
             raise ValueError("no group of the config_groups has it as a target")
+        # Without a rank the only scheme is that of a class such as Embedding.
+        scheme = min(ranked, key=itemgetter(0))[1] if ranked else schemes[0]
         if scheme.is_float:
             return fp8.describe(parts, scheme.block)
         return _packed(parts, scheme) if "weight_packed" in parts else _plain(parts, scheme)

@@ -23,7 +23,8 @@ def parse(values: Mapping[str, Any]) -> Format:
     """
     bits = choice(values, "bits", (4, 8), None)
     size = group_size(values, "group_size", -1)
-    stored = choice(values, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    option = "checkpoint_format" if "checkpoint_format" in values else "format"  # its name in transformers 5
+    stored = choice(values, option, ("gptq", "gptq_v2"), "gptq")
     choice(values, "pack_dtype", ("int32",), "int32")
     choice(values, "is_marlin_format", (False,), False)
     exceptions = values.get("dynamic") or {}

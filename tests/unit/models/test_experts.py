@@ -21,11 +21,15 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3-dense-layers": ("Qwen3Moe", {**SPARSE, "head_dim": 12, "mlp_only_layers": [1], "tie_word_embeddings": True}),
     "qwen3-window": (
         "Qwen3Moe",
-        {**SPARSE, "head_dim": 12, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 9},
+        {
+            **{**SPARSE, "head_dim": 12, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 9},
+            "max_window_layers": 2,  # which the family does not read
+        },
     ),
     "olmoe": ("Olmoe", {"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True}),
     "gpt-oss": ("GptOss", {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 8}),
     "qwen2": ("Qwen2Moe", {**SPARSE, "shared_expert_intermediate_size": 40}),
+    "qwen2-gelu": ("Qwen2Moe", {**SPARSE, "shared_expert_intermediate_size": 40, "hidden_act": "gelu"}),
 }
 LATENT = {
     **{"kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
@@ -37,6 +41,7 @@ CASES |= {
     "deepseek2": ("DeepseekV2", {**LATENT, **GROUPS, "topk_method": "group_limited_greedy"}),
     "deepseek2-bias": ("DeepseekV2", {**LATENT, "attention_bias": True}),
     "deepseek3": ("DeepseekV3", {**LATENT, **GROUPS}),
+    "deepseek3-gelu": ("DeepseekV3", {**LATENT, **GROUPS, "hidden_act": "gelu_new"}),
     "deepseek3-plain": ("DeepseekV3", {**LATENT, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
 }
 PROMPTS = {0: list(range(3, 40)), 1: [7], 2: list(range(90, 60, -2)), 3: list(range(5, 130, 3))}

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.models.batch import KVLayerSpec
-from outrider.models.checkpoint.loader import load_model, read_facts
+from outrider.models.checkpoint.loader import ModelOptions, load_model, read_facts
 from outrider.models.checkpoint.paths import resolve_model_path
 from outrider.platform.core.errors import InvalidRequestError, NotFoundError, UnsupportedModelError
 
@@ -66,14 +66,27 @@ def test_rotary_buffers_are_ignored(changed: Callable, driver: Callable, tiny: P
     assert a.equal(b)
 
 
-def test_a_tied_models_lm_head_is_ignored(save_tiny: Callable, driver: Callable, tmp_path: Path) -> None:
-    tied, _ = save_tiny("Llama", tie_word_embeddings=True)
-    shutil.copytree(tied, tmp_path / "model")
+@pytest.mark.parametrize(("family", "impl"), [("Llama", "auto"), ("Llama", "transformers"), ("GPT2", "auto")])
+def test_a_tied_model_with_a_head_of_its_own_uses_it(
+    family: str, impl: str, save_tiny: Callable, driver: Callable, tmp_path: Path
+) -> None:
+    """As in transformers, where the stored head is no copy of the embeddings; a copy changes nothing."""
+    sizes = {} if family == "Llama" else {"num_key_value_heads": 4}
+    tied, reference = save_tiny(family, tie_word_embeddings=True, **sizes)
     tensors = load_file(tied / "model.safetensors")
     assert "lm_head.weight" not in tensors
-    save_file({**tensors, "lm_head.weight": torch.zeros(131, 48)}, tmp_path / "model" / "model.safetensors")
-    a, b = (driver(load_model(path)).forward_once({0: TOKENS})[0] for path in (tied, tmp_path / "model"))
-    assert a.equal(b)
+    table = reference.get_input_embeddings().weight
+    heads = {"copy": table.clone(), "own": table + 0.1 * torch.randn_like(table)}
+    for name, head in heads.items():
+        shutil.copytree(tied, tmp_path / name)
+        save_file({**tensors, "lm_head.weight": head}, tmp_path / name / "model.safetensors")
+        theirs = type(reference).from_pretrained(tmp_path / name).eval()
+        with torch.no_grad():
+            expected = theirs(torch.tensor([TOKENS])).logits[0]
+        ours = driver(load_model(tmp_path / name, options=ModelOptions(impl=impl))).forward_once({0: TOKENS})[0]
+        torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
+        with torch.no_grad():
+            assert ((expected - reference(torch.tensor([TOKENS])).logits[0]).abs().max() > 0.1) == (name == "own")
 
 
 def test_an_untied_model_needs_its_lm_head(changed: Callable) -> None:

@@ -53,6 +53,12 @@ def test_a_config_without_architectures_is_refused() -> None:
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling", "low_freq_factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters", "flat"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": "big"}}, "rope_parameters", "rope_theta|theta"),
+        (
+            {"rope_parameters": {"rope_theta": 7.0}, "rope_scaling": {"factor": 2.0, "type": "linear"}},
+            "rope_scaling",
+            "agree",
+        ),
+        ({"rope_parameters": {"rope_theta": 7.0}, "rope_scaling": "linear"}, "rope_scaling", "agree"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "not supported"),
         ({"num_key_value_heads": 3}, "num_key_value_heads", "3"),
         ({"head_dim": 15}, "head_dim", "15"),
@@ -140,6 +146,28 @@ def test_absent_and_null_fields_take_the_familys_defaults() -> None:
     assert read("Llama").rope.theta == 10000.0
     assert read("Llama", rope_theta=5e5).rope.theta == 5e5
     assert read("Llama", rope_theta=1.0, rope_parameters={"rope_theta": 7.0}).rope.theta == 7.0
+
+
+def test_both_names_of_a_rotation_may_stand_in_a_file_that_two_versions_of_transformers_read() -> None:
+    scaling = {"factor": 4.0, "original_max_position_embeddings": 4096}
+    config = read(
+        "Qwen2",
+        rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, **scaling},
+        rope_scaling={"type": "yarn", **scaling},
+    )
+    assert config.rope == read("Qwen2", rope_theta=1e6, rope_scaling={"type": "yarn", **scaling}).rope
+    assert (config.rope.rope_type, config.rope.original_max_position_embeddings) == ("yarn", 4096)
+
+
+def test_a_rotation_of_layers_with_a_window_that_the_file_leaves_out_has_a_base_of_its_own() -> None:
+    for sliding in ({}, {"sliding_attention": None}, {"sliding_attention": {"rope_type": "default"}}):
+        yarn = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 2.0, "original_max_position_embeddings": 64}
+        parameters = {"full_attention": yarn, **sliding}
+        # The number beside them counts for families with one rotation alone.
+        more = {"sliding_window_pattern": 2, "original_max_position_embeddings": 32}
+        config = read("Gemma3", rope_parameters=parameters, **more)
+        assert [rope.theta for rope in config.layer_ropes] == [1e4, 5e5, 1e4, 5e5]
+        assert config.rope.original_max_position_embeddings == 64
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,10 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2-mixed-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16, "rms_norm_eps": 1e-5}),
     "qwen3-bias-mha": ("Qwen3", {"head_dim": 10, "num_key_value_heads": 4, "attention_bias": True}),
+    "smollm3-listed-windows": (
+        "SmolLM3",
+        {"no_rope_layer_interval": 2, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     **{name: (family.prefix, family.config) for name, family in FAMILIES.items()},
 }
 

@@ -211,6 +211,26 @@ def test_kinds_that_are_refused_by_name(tmp_path, family):
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {"modules_to_save": ["lm_head"]},
+        {"trainable_token_indices": [3, 5]},
+        {"bias": "all"},
+    ],
+    ids=["head", "rows", "biases"],
+)
+def test_parts_of_an_activated_adapter_that_peft_applies_to_all_tokens_are_refused(tmp_path, options):
+    base = save_base(tmp_path / "base", "Qwen2", False)
+    activated = {"r": 2, "target_modules": ["q_proj"], "alora_invocation_tokens": [3, 4], "task_type": "CAUSAL_LM"}
+    model = train(base, 0, **activated, **options)
+    for name, parameter in model.named_parameters():
+        if "modules_to_save" in name:
+            parameter.data += torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "x")
+    refused(tmp_path / "x", base, "alora_invocation_tokens is not served beside trained biases and whole")
+
+
+@pytest.mark.parametrize(
     ("name", "options"),
     [
         ("IA3", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),

@@ -94,7 +94,7 @@ def test_rows_that_equal_the_base_models_are_not_kept(case):
         # PEFT leaves the table out: nobody knows what the added tokens look like
         ({"target_modules": ["lm_head"]}, 5, "lm_head has 136 tokens, and model.embed_tokens only 131"),
         ({}, 4, "adds 5 tokens to the vocabulary; at most 4"),
-        ({"alora_invocation_tokens": [5]}, 5, "alora_invocation_tokens with a larger vocabulary"),
+        ({"alora_invocation_tokens": [5]}, 5, "alora_invocation_tokens is not served beside"),
         ({"target_modules": ["embed_tokens"], "use_dora": True}, 5, "DoRA and biases are not served with a larger"),
     ],
     ids=["table", "limit", "activated", "dora"],

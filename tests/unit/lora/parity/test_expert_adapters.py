@@ -1,5 +1,6 @@
 """Adapters on layers with experts: attention, router and the experts themselves, in every form that PEFT writes."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -131,6 +132,19 @@ def test_parameters_of_other_experts_are_refused(case, tmp_path, change):
     shutil.copy(f"{paths['experts']}/adapter_config.json", tmp_path)
     with pytest.raises(AdapterError, match=r"base mismatch.*experts"):
         Engine(base, {"experts": str(tmp_path)}, {"experts": prompts["experts"]}).admit(["experts"])
+
+
+@pytest.mark.parametrize(("version", "served"), [("0.18.1", False), (None, False), ("0.19.0", True)])
+def test_square_parameters_of_a_peft_that_transposes_them_are_refused(case, tmp_path, version, served):
+    """Their shapes do not tell; those of other sizes are refused as such."""
+    base, paths, prompts, _ = case
+    shutil.copytree(paths["experts"], tmp_path / "experts")
+    file = tmp_path / "experts" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"peft_version": version}))
+    engine = Engine(base, {"experts": str(tmp_path / "experts")}, {"experts": prompts["experts"]})
+    with contextlib.nullcontext() if served else pytest.raises(AdapterError, match="square parameters transposed"):
+        engine.admit(["experts"])
+    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,13 @@ TRAINED = {
     "runtime_config": {"runtime_config": peft.LoraRuntimeConfig(ephemeral_gpu_offload=False)},
     "qalora_group_size": {"qalora_group_size": 8},
     "layer_replication": {"layer_replication": [[0, 2], [1, 2]]},
-    "target_parameters": {"target_modules": [], "target_parameters": ["mlp.up_proj.weight"]},
+    "target_parameters a": {"target_modules": [], "target_parameters": ["mlp.up_proj.weight"]},
+    "target_parameters b": {  # patterns match the parameter's name
+        "target_modules": ["q_proj"],
+        "target_parameters": ["up_proj.weight", "v_proj.weight"],
+        "alpha_pattern": {"up_proj.weight": 30, "v_proj": 50, "q_proj": 2},
+        "rank_pattern": {r".*\.1\.mlp\.up_proj\.weight": 2},
+    },
     "alora_invocation_tokens a": {"alora_invocation_tokens": [3, 4], "task_type": "CAUSAL_LM"},
     "use_bdlora": {
         "use_bdlora": {"target_modules_bd_a": ["q_proj", "v_proj"], "target_modules_bd_b": ["down_proj"], "nblocks": 2}
@@ -80,6 +86,7 @@ WRITTEN = {
     "bias d": "some",
     "trainable_token_indices c": [1, 1],
     "alora_invocation_tokens b": ["invoke"],
+    "target_parameters c": "mlp.up_proj.weight",
     "loftq_config": {"loftq_bits": 4},
     "eva_config": {"rho": 2.0},
     "corda_config": {"corda_method": "ipm"},
