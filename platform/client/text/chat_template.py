@@ -6,6 +6,7 @@ the form that it reads, whichever the client sent, and a text that does not arri
 
 from __future__ import annotations
 
+import contextlib
 import json
 import uuid
 from collections.abc import Callable, Sequence
@@ -117,15 +118,24 @@ def _in_form(tokenizer: Any, template: str | None, conversation: list[dict[str, 
     for message in conversation:
         if not _reads_parts(tokenizer, template, message["role"]):
             message = {**message, "content": "\n".join(part["text"] for part in message["content"])}
-        if message.get("tool_calls") and _reads_arguments_as_text(tokenizer, template):
-            message = {**message, "tool_calls": [_with_arguments_as_text(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls"):
+            form = _with_arguments_as_text if _reads_arguments_as_text(tokenizer, template) else _with_an_object
+            message = {**message, "tool_calls": [form(call) for call in message["tool_calls"]]}
         result.append(message)
     return result
 
 
 def _with_arguments_as_text(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    if isinstance(arguments, str):
+        return call
+    return {**call, "function": {**call["function"], "arguments": json.dumps(arguments, ensure_ascii=False)}}
+
+
+def _with_an_object(call: dict[str, Any]) -> dict[str, Any]:
+    """The call, without a text in place of its arguments: a template that reads an object may fail on it."""
     function = call["function"]
-    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+    return {**call, "function": {**function, "arguments": {}}} if isinstance(function["arguments"], str) else call
 
 
 @lru_cache(maxsize=64)
@@ -218,7 +228,8 @@ def _as_messages(messages: object) -> list[Any]:
 
 
 def _message(index: int, message: object) -> dict[str, Any]:
-    """One message in one form: content as a list of text parts, a tool call's arguments an object."""
+    """One message in one form: content as a list of text parts, a tool call's arguments an object, or the text that a
+    model has written in place of one: its client sends it back with every further message."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"messages[{index}] must be an object with a role", param="messages")
     calls = message.get("tool_calls")
@@ -252,10 +263,7 @@ def _tool_call(index: int, call: object) -> dict[str, Any]:
         raise InvalidRequestError(f"messages[{index}].tool_calls: each needs a function", param="messages")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(
-                f"messages[{index}].tool_calls: arguments are not JSON: {error}", param="messages"
-            ) from error
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(arguments or "{}")
+            arguments = found if isinstance(found, dict) else arguments
     return {**call, "function": {**function, "arguments": arguments}}

@@ -157,6 +157,25 @@ def test_arguments_of_calls_are_json(processor: InputProcessor, arguments: str) 
     assert text == 'ac1weather{"city": "Z\u00fcrich"}'
 
 
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [("'' + call.function.arguments", '{"city": "Z'), ("call.function.arguments.items() | list", "[]")],
+)
+def test_arguments_that_a_model_left_broken(processor: InputProcessor, arguments: str, written: str) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.id + call.function.name }}{{ " + arguments + " }}{% endfor %}{% endfor %}"
+    )
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Z'}}
+    conversation = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "no JSON", "tool_call_id": "c1"},
+    ]
+    text = processor.chat_prompt(conversation, {"chat_template": template, "add_generation_prompt": False})["prompt"]
+    assert text == f"ac1weather{written}no JSON"
+
+
 @pytest.mark.parametrize("template", REAL.values(), ids=REAL)
 def test_templates_in_use_raise_no_false_alarm(processor: InputProcessor, template: str) -> None:
     system = "  Answer in <b>two</b> lines: “é”.\n\tNo \"quotes\" & 'such'. /no_think\n"
