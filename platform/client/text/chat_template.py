@@ -88,17 +88,20 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
                 **extra,
             )
 
-        def render_with(tools: Any) -> str:
-            one = partial(render, tools=tools or None)
-            return _render_open(one, conversation) if continue_final_message else one(conversation)
+        def checked(conversation: list[dict[str, Any]]) -> str:
+            def render_with(tools: Any) -> str:
+                one = partial(render, tools=tools or None)
+                return _render_open(one, conversation) if continue_final_message else one(conversation)
 
-        with deadline(TEMPLATE_SECONDS):
             text = _render_open(render, conversation) if continue_final_message else render(conversation)
             check_texts_arrive(conversation, text)
             check_tools_are_listed(tools or (), text, render_with)
             if not continue_final_message:
                 check_tools_arrive(conversation, text, render)
             return text
+
+        with deadline(TEMPLATE_SECONDS):
+            return _first_taken(checked, conversation)
     except InvalidRequestError:
         raise
     except DeadlineError as error:
@@ -190,6 +193,37 @@ def _render_probe(tokenizer: Any, template: str | None, messages: list[dict[str,
             continue
         return text
     return ""
+
+
+# --- messages in an order that the template refuses -------------------------------------------------------------------
+
+
+def _first_taken(render: Callable[[list[dict[str, Any]]], str], conversation: list[dict[str, Any]]) -> str:
+    """The text of the conversation. Many templates take one system message, at the beginning, and want users and
+    assistants to take turns; agents send several of each. So what is refused is tried with neighbours of one role as
+    one message, and then with all system messages at the beginning. The error is that of the conversation as it is."""
+    try:
+        return render(conversation)
+    except Exception:
+        systems_first = sorted(conversation, key=lambda message: message["role"] not in ("system", "developer"))
+        for other in (_merged(conversation), _merged(systems_first)):
+            if other != conversation and other[-1]["role"] == conversation[-1]["role"]:
+                with contextlib.suppress(Exception):  # whatever templates raise
+                    return render(other)
+        raise
+
+
+def _merged(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation with neighbours of one role as one message, where they have nothing but content."""
+    result: list[dict[str, Any]] = []
+    for message in conversation:
+        before = result[-1] if result else {}
+        if before.get("role") == message["role"] and before.keys() == message.keys() == {"role", "content"}:
+            texts = ("\n".join(part["text"] for part in each["content"]) for each in (before, message))
+            result[-1] = {**message, "content": [{"type": "text", "text": "\n\n".join(texts)}]}
+        else:
+            result.append(message)
+    return result
 
 
 # --- messages that are continued --------------------------------------------------------------------------------------

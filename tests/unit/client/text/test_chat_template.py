@@ -137,6 +137,25 @@ def test_form_of_a_template_that_wants_a_system_message(processor: InputProcesso
     assert "Is it safe?" in text
 
 
+SYSTEM_FIRST = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('not first') }}{% endif %}"
+    "<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+)
+
+
+def test_conversations_of_agents_fit_templates_that_want_turns(processor: InputProcessor) -> None:
+    begin = [("system", "Be brief."), ("system", as_parts("No", "jokes.")), ("user", "It rains."), ("user", "Why?")]
+    system = "Be brief.\n\nNo\njokes."
+    plain = {"add_generation_prompt": False}
+    assert prompt(processor, SYSTEM_FIRST, *begin, **plain) == f"<|system|>{system}<|user|>It rains.\n\nWhy?"
+    assert f"{system}\n\nIt rains.\n\nWhy?<end_of_turn>" in prompt(processor, GEMMA, *begin, **plain)
+    later = [("system", "A"), ("user", "B"), ("assistant", "C"), ("system", "D"), ("user", "E")]
+    assert prompt(processor, SYSTEM_FIRST, *later, **plain) == "<|system|>A\n\nD<|user|>B<|assistant|>C<|user|>E"
+    assert prompt(processor, STRING, *later, **plain).count("<|") == len(later)  # it takes them where they are
+    with pytest.raises(InvalidRequestError, match="not first"):
+        prompt(processor, SYSTEM_FIRST, ("user", "B"), ("system", "D"), **plain)
+
+
 def test_parts_stay_parts_for_a_template_that_reads_them(processor: InputProcessor) -> None:
     assert prompt(processor, PARTS, ("user", as_parts("a", "b"))) == "<|user|>ab</s><|assistant|>"
     assert prompt(processor, STRING, ("user", as_parts("a", "b"))) == "<|user|>a\nb</s><|assistant|>"
