@@ -238,15 +238,38 @@ class ReasonedCalls:
 
 
 def _regions(template: dict[str, Any], prefix: str, tools: Sequence[dict[str, Any]]) -> Any:
-    """transformers' parser, whose events of a region's begin have the name that stands there."""
+    """transformers' parser, whose events of a region's begin have the name and the text that stand there. Those of its
+    end have the value None where its text is not what the format wants."""
     from transformers.utils.chat_parsing import ResponseParser
 
     class Regions(ResponseParser):
         def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
             super()._open_explicit(events, field, m)
-            events[-1]["name"] = m.groupdict().get("name")
+            events[-1] |= {"name": m.groupdict().get("name"), "begin": m.group()}
+
+        def _close_current(self, events: list[dict[str, Any]]) -> None:
+            field = self._current
+            try:
+                super()._close_current(events)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                events.append({"type": "region_close", "field": field, "value": None})
+                self._reset_to_implicit()
+
+        def end(self) -> list[dict[str, Any]]:
+            """Events of the end of the text. `finalize` makes a message too, and refuses one that lacks fields."""
+            events: list[dict[str, Any]] = []
+            self._process(events, eos=True)
+            return events
 
     return Regions(template, prefix=prefix, tools=list(tools))
+
+
+def _functions(value: Any) -> list[dict[str, Any]]:
+    """Functions of the calls in a region's value; none where something in it is no call."""
+    calls = value if isinstance(value, list) else [value]
+    found = [call.get("function") if isinstance(call, dict) else None for call in calls]
+    functions = [one for one in found if isinstance(one, dict) and isinstance(one.get("name"), str)]
+    return functions if len(functions) == len(calls) else []
 
 
 class _Region(NamedTuple):
@@ -303,31 +326,16 @@ class FormatParser:
 
     def feed(self, text: str) -> list[Delta]:
         """See `AnswerParser`."""
-        if self._parser is None:
-            return self._text("content", text)
-        return self._follow(lambda: self._parser.feed(text), text)
+        return [delta for event in self._parser.feed(text) for delta in self._event(event)]
 
     def finish(self) -> list[Delta]:
         """See `AnswerParser`."""
-        if self._parser is None:
-            return []
-        return self._follow(lambda: self._parser.finalize()[1], "")
-
-    def _follow(self, step: Any, text: str) -> list[Delta]:
-        deltas: list[Delta] = []
-        try:
-            for event in step():
-                deltas += self._event(event)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            # A call that is none: its text, and what follows, is content.
-            raw, self._parser = self._raw + text, None
-            return self._text("content", raw)
-        return deltas
+        return [delta for event in self._parser.end() for delta in self._event(event)]
 
     def _event(self, event: dict[str, Any]) -> list[Delta]:
         kind, field = event["type"], event["field"]
         if kind == "region_open":
-            return self._open(field, event.get("name"))
+            return self._open(field, event.get("name"), event.get("begin", ""))
         if kind == "region_chunk":
             if field != "tool_calls":
                 return self._text(field, event["text"])
@@ -336,9 +344,9 @@ class FormatParser:
             return scanner.feed(event["text"]) if scanner is not None else []
         return self._close(field, event["value"])
 
-    def _open(self, field: str, name: str | None) -> list[Delta]:
+    def _open(self, field: str, name: str | None, begin: str) -> list[Delta]:
         scanner, before = None, self._calls.count
-        self._raw = ""
+        self._raw = begin if name is not None else ""
         if field == "tool_calls" and self._streams:
             scanner = JsonCalls(self._calls, name)
         self._region = _Region(field, scanner, before)
@@ -352,10 +360,10 @@ class FormatParser:
         if region is not None and region.calls is not None:
             if self._calls.count > region.num_calls:
                 return []
-            self._has_raw = True
-            return [{"content": self._raw}] if self._raw else []
-        values = value if isinstance(value, list) else [value]
-        return [delta for call in values for delta in self._calls.whole(call["function"])]
+        elif functions := _functions(value):
+            return [delta for function in functions for delta in self._calls.whole(function)]
+        self._has_raw = True  # a call that is none: its text is content
+        return [{"content": self._raw}] if self._raw else []
 
     def _text(self, field: str, text: str) -> list[Delta]:
         if self._strips:

@@ -97,6 +97,20 @@ ANSWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>Hello {}<|return|>",
         {"reasoning_content": "Easy.", "content": "Hello {}"},
     ),
+    "broken calls, Gemma 4": (
+        "gemma4",
+        "One. <|tool_call>call:do.nothing{}<tool_call|><|tool_call>call:f{a: }<tool_call|> Two. "
+        "<|tool_call>call:do.nothing{}<tool_call|><|tool_call>call:f{a:1",
+        {
+            "content": "One.<|tool_call>call:f{a: } Two.<|tool_call>call:f{a:1",
+            "tool_calls": [NOTHING, NOTHING],
+        },
+    ),
+    "broken call, FunctionGemma": (
+        "functiongemma",
+        "<start_function_call>call:do.nothing{}<end_function_call><start_function_call>call:f{a}<end_function_call>",
+        {"content": "<start_function_call>call:f{a}", "tool_calls": [NOTHING]},
+    ),
     "text": ("hermes", "Just { text } [no] <tool", {"content": "Just { text } [no] <tool"}),
 }
 
