@@ -195,20 +195,23 @@ class ForcedCalls:
 
     def __init__(self, name: str | None) -> None:
         """`name`: of the one tool, whose arguments are the answer; None: the answer is a list of calls."""
-        self._scanner = JsonCalls(CallDeltas(), name)
+        self._name, self._calls = name, CallDeltas()
+        self._scanner: JsonCalls | None = None  # of an answer that has begun
 
     @property
     def has_calls(self) -> bool:
-        """See `AnswerParser`."""
-        return True
+        """See `AnswerParser`. A stop string may have ended the answer before its first call."""
+        return self._calls.count > 0
 
     def feed(self, text: str) -> list[Delta]:
         """See `AnswerParser`."""
-        return self._scanner.feed(text)
+        if self._scanner is None and text.strip():
+            self._scanner = JsonCalls(self._calls, self._name)
+        return [] if self._scanner is None else self._scanner.feed(text)
 
     def finish(self) -> list[Delta]:
         """See `AnswerParser`."""
-        return self._scanner.feed("")
+        return []
 
 
 class ReasonedCalls:
@@ -220,7 +223,7 @@ class ReasonedCalls:
     @property
     def has_calls(self) -> bool:
         """See `AnswerParser`."""
-        return True
+        return self._calls.has_calls
 
     def feed(self, text: str) -> list[Delta]:
         """See `AnswerParser`."""
@@ -228,7 +231,7 @@ class ReasonedCalls:
 
     def finish(self) -> list[Delta]:
         """See `AnswerParser`."""
-        return self._follow(self._reasoning.finish()) + self._calls.finish()
+        return self._follow(self._reasoning.finish())
 
     def _follow(self, deltas: list[Delta]) -> list[Delta]:
         found: list[Delta] = []
