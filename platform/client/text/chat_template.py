@@ -7,7 +7,9 @@ the form that it reads, whichever the client sent, and a text that does not arri
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import re
 import uuid
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -195,22 +197,38 @@ def _render_probe(tokenizer: Any, template: str | None, messages: list[dict[str,
     return ""
 
 
-# --- messages in an order that the template refuses -------------------------------------------------------------------
+# --- messages in a form that the template refuses ---------------------------------------------------------------------
 
 
 def _first_taken(render: Callable[[list[dict[str, Any]]], str], conversation: list[dict[str, Any]]) -> str:
-    """The text of the conversation. Many templates take one system message, at the beginning, and want users and
-    assistants to take turns; agents send several of each. So what is refused is tried with neighbours of one role as
-    one message, and then with all system messages at the beginning. The error is that of the conversation as it is."""
+    """The text of the conversation. Some templates want ids of calls to be 9 letters or digits; many take one system
+    message, at the beginning, and want users and assistants to take turns, where agents send several of each. What is
+    refused is tried with such ids, then with neighbours of one role as one message, and then with all system messages
+    at the beginning. The error is that of the conversation as it is."""
     try:
         return render(conversation)
     except Exception:
-        systems_first = sorted(conversation, key=lambda message: message["role"] not in ("system", "developer"))
-        for other in (_merged(conversation), _merged(systems_first)):
+        given = [_with_short_ids(message) for message in conversation]
+        systems_first = sorted(given, key=lambda message: message["role"] not in ("system", "developer"))
+        for other in (given, _merged(given), _merged(systems_first)):
             if other != conversation and other[-1]["role"] == conversation[-1]["role"]:
                 with contextlib.suppress(Exception):  # whatever templates raise
                     return render(other)
         raise
+
+
+def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with an id of 9 characters for each id of a call."""
+    calls = [{**call, "id": _short_id(call["id"])} if "id" in call else call for call in message.get("tool_calls", ())]
+    changes = {"tool_calls": calls} if calls else {}
+    if "tool_call_id" in message:
+        changes["tool_call_id"] = _short_id(message["tool_call_id"])
+    return {**message, **changes}
+
+
+def _short_id(call_id: Any) -> str:
+    text = str(call_id)
+    return text if re.fullmatch("[A-Za-z0-9]{9}", text) else hashlib.sha256(ascii(text).encode()).hexdigest()[:9]
 
 
 def _merged(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:

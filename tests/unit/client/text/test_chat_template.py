@@ -2,6 +2,7 @@
 """Messages to prompts: the form that a template reads, texts that must arrive, messages that are continued."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -154,6 +155,23 @@ def test_conversations_of_agents_fit_templates_that_want_turns(processor: InputP
     assert prompt(processor, STRING, *later, **plain).count("<|") == len(later)  # it takes them where they are
     with pytest.raises(InvalidRequestError, match="not first"):
         prompt(processor, SYSTEM_FIRST, ("user", "B"), ("system", "D"), **plain)
+
+
+def test_ids_of_calls_fit_templates_that_want_short_ones(processor: InputProcessor) -> None:
+    template = (
+        "{% for m in messages %}{% for id in (m.tool_calls or []) | map(attribute='id') | list + [m.tool_call_id or ''] %}"
+        "{% if id and id | length != 9 %}{{ raise_exception('length 9!') }}{% endif %}<{{ id }}>{% endfor %}"
+        "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ m.content }}{% endfor %}"
+    )
+    for first, second in (("call_1", "call_2"), ("abcdefgh1", "call_é")):
+        calls = [{"id": id, "type": "function", "function": {"name": "f", "arguments": "{}"}} for id in (first, second)]
+        results = [{"role": "tool", "content": f"It was {id[-1]}.", "tool_call_id": id} for id in (second, first)]
+        conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+        text = processor.chat_prompt(conversation, {"chat_template": template, "add_generation_prompt": False})["prompt"]
+        ids = re.findall("<([a-z0-9]{9})>", text)
+        assert ids == [ids[0], ids[1], ids[1], ids[0]]
+        assert ids[0] != ids[1]
+        assert (ids[0] == first) == (len(first) == 9)
 
 
 def test_parts_stay_parts_for_a_template_that_reads_them(processor: InputProcessor) -> None:
