@@ -97,6 +97,12 @@ ANSWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>Hello {}<|return|>",
         {"reasoning_content": "Easy.", "content": "Hello {}"},
     ),
+    "qwen coder without the first mark": (
+        "qwen3_coder",
+        "Ok.\n\n<function=do.nothing>\n</function>\n</tool_call>\n"
+        "<function=f>\n<parameter=code>\na</function>b\n</parameter>\n</function>\n",
+        {"content": "Ok.", "tool_calls": [NOTHING, {"name": "f", "arguments": {"code": "a</function>b"}}]},
+    ),
     "broken calls, Gemma 4": (
         "gemma4",
         "One. <|tool_call>call:do.nothing{}<tool_call|><|tool_call>call:f{a: }<tool_call|> Two. "
