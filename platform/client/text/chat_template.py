@@ -219,11 +219,14 @@ def _first_taken(render: Callable[[list[dict[str, Any]]], str], conversation: li
 
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
     """The message with an id of 9 characters for each id of a call."""
-    calls = [{**call, "id": _short_id(call["id"])} if "id" in call else call for call in message.get("tool_calls", ())]
-    changes = {"tool_calls": calls} if calls else {}
+    result = dict(message)
     if "tool_call_id" in message:
-        changes["tool_call_id"] = _short_id(message["tool_call_id"])
-    return {**message, **changes}
+        result["tool_call_id"] = _short_id(message["tool_call_id"])
+    if message.get("tool_calls"):
+        result["tool_calls"] = [
+            {**call, "id": _short_id(call["id"])} if "id" in call else call for call in message["tool_calls"]
+        ]
+    return result
 
 
 def _short_id(call_id: Any) -> str:

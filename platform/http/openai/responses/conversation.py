@@ -133,8 +133,8 @@ _MAKERS: dict[str, Callable[[dict[str, Any], str], Item]] = {
 
 def messages_of(items: Iterable[Item], instructions: str | None) -> list[dict[str, Any]]:
     """Messages of a conversation, as chat templates read them. An assistant's text and the calls behind it are one
-    message, and reasoning belongs to the message that follows it. A call that was cut, without an output, is left out: it
-    never was one."""
+    message, and reasoning belongs to the message that follows it. A call that was cut, without an output, is left out:
+    it never was one."""
     items = list(items)
     answered = {item["call_id"] for item in items if item["type"] == "function_call_output"}
     messages: list[dict[str, Any]] = []

@@ -166,8 +166,10 @@ def test_ids_of_calls_fit_templates_that_want_short_ones(processor: InputProcess
     for first, second in (("call_1", "call_2"), ("abcdefgh1", "call_é")):
         calls = [{"id": id, "type": "function", "function": {"name": "f", "arguments": "{}"}} for id in (first, second)]
         results = [{"role": "tool", "content": f"It was {id[-1]}.", "tool_call_id": id} for id in (second, first)]
-        conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
-        text = processor.chat_prompt(conversation, {"chat_template": template, "add_generation_prompt": False})["prompt"]
+        assistant = {"role": "assistant", "content": "", "tool_calls": calls}
+        conversation = [{"role": "user", "content": "a"}, assistant, *results]
+        options: Any = {"chat_template": template, "add_generation_prompt": False}
+        text = processor.chat_prompt(conversation, options)["prompt"]
         ids = re.findall("<([a-z0-9]{9})>", text)
         assert ids == [ids[0], ids[1], ids[1], ids[0]]
         assert ids[0] != ids[1]
