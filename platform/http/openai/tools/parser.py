@@ -89,8 +89,9 @@ class JsonCalls:
         self._name: str | None = None
         self._held = ""  # arguments before the name
         self._passed: list[str] = []  # characters of arguments since the last delta
+        self._quoted: list[str] | None = None  # characters of arguments that are a string
         self._begun = False
-        self._in_arguments = self._has_arguments = False
+        self._in_arguments = self._has_arguments = self._is_first = False
         self._bare = name is not None
         self._deltas: list[Delta] = [] if name is None else [calls.begin(name)]
 
@@ -113,6 +114,7 @@ class JsonCalls:
         if self._in_arguments:
             if before == 1 and not was_string and character in ",}":
                 self._in_arguments, self._key = False, None
+                self._unquote()
             else:
                 self._argument(character)
         self._track(character)
@@ -124,7 +126,7 @@ class JsonCalls:
                 self._string(self._token)
                 self._token = ""
         elif before == 1 and character == ":" and self._key in ("arguments", "parameters"):
-            self._in_arguments = self._has_arguments = True
+            self._in_arguments = self._has_arguments = self._is_first = True
         elif before == 1 and character == ",":
             self._key = None
         elif before == 1 and self._depth == 0:
@@ -150,10 +152,31 @@ class JsonCalls:
     def _argument(self, character: str) -> None:
         if character.isspace() and not self._in_string and self._depth <= (0 if self._bare else 1):
             return
-        if self._bare or self._begun:
-            self._passed.append(character)
+        if character == '"' and self._is_first and not self._bare:
+            self._quoted = []
+        self._is_first = False
+        if self._quoted is not None:
+            self._quoted.append(character)
         else:
-            self._held += character
+            self._pass(character)
+
+    def _pass(self, text: str) -> None:
+        if self._bare or self._begun:
+            self._passed.append(text)
+        else:
+            self._held += text
+
+    def _unquote(self) -> None:
+        """Pass arguments that a model has written as a string: the text in it, where that is an object."""
+        if self._quoted is None:
+            return
+        text, self._quoted = "".join(self._quoted), None
+        try:
+            inner = json.loads(text)
+            text = inner if isinstance(json.loads(inner), dict) else text
+        except (ValueError, TypeError, RecursionError):
+            pass
+        self._pass(text)
 
     def _flush(self) -> None:
         """Make a delta of the arguments that are passed on."""

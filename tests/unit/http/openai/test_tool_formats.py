@@ -103,6 +103,13 @@ ANSWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "<function=f>\n<parameter=code>\na</function>b\n</parameter>\n</function>\n",
         {"content": "Ok.", "tool_calls": [NOTHING, {"name": "f", "arguments": {"code": "a</function>b"}}]},
     ),
+    "arguments as a string": (
+        "hermes",
+        f'<tool_call>{{"name": "get_weather", "arguments": {json.dumps(JSON)}}}</tool_call>'
+        f'<tool_call>{{"arguments": {json.dumps(JSON)} , "name": "get_weather"}}</tool_call>'
+        '<tool_call>{"name": "f", "arguments": "text"}</tool_call>',
+        {"tool_calls": [WEATHER, WEATHER, {"name": "f", "arguments": "text"}]},
+    ),
     "broken calls, Gemma 4": (
         "gemma4",
         "One. <|tool_call>call:do.nothing{}<tool_call|><|tool_call>call:f{a: }<tool_call|> Two. "
