@@ -23,7 +23,12 @@ ANSWERS: dict[str, tuple[Any, str, list[dict[str, Any]]]] = {
     "thinking, text and two calls": (
         lambda: FormatParser(FORMATS["hermes"], "", with_calls=True),
         HERMES,
-        [{"type": "thinking", "thinking": "Hm {\n", "signature": SIGNATURE}, {"type": "text", "text": "I look."}, USED, USED],
+        [
+            {"type": "thinking", "thinking": "Hm {\n", "signature": SIGNATURE},
+            {"type": "text", "text": "I look."},
+            USED,
+            USED,
+        ],
     ),
     "harmony": (
         lambda: FormatParser(FORMATS["openai"], "", with_calls=True),
