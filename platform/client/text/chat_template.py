@@ -79,7 +79,7 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
         if resolve is not None:  # one of several by its name, or the one for tools
             template = resolve(template, tools)
 
-        def render(conversation: list[dict[str, Any]], tools: Any = tools) -> str:
+        def render(conversation: list[dict[str, Any]], tools: Any) -> str:
             return tokenizer.apply_chat_template(
                 _in_form(tokenizer, template, conversation),
                 tools=tools,
@@ -90,20 +90,20 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
                 **extra,
             )
 
-        def checked(conversation: list[dict[str, Any]]) -> str:
-            def render_with(tools: Any) -> str:
-                one = partial(render, tools=tools or None)
-                return _render_open(one, conversation) if continue_final_message else one(conversation)
+        def render_open(conversation: list[dict[str, Any]], tools: Any) -> str:
+            one = partial(render, tools=tools)
+            return _render_open(one, conversation) if continue_final_message else one(conversation)
 
-            text = _render_open(render, conversation) if continue_final_message else render(conversation)
+        def checked(conversation: list[dict[str, Any]], tools: Any) -> str:
+            text = render_open(conversation, tools)
             check_texts_arrive(conversation, text)
-            check_tools_are_listed(tools or (), text, render_with)
+            check_tools_are_listed(tools or (), text, lambda tools: render_open(conversation, tools or None))
             if not continue_final_message:
-                check_tools_arrive(conversation, text, render)
+                check_tools_arrive(conversation, text, partial(render, tools=tools))
             return text
 
         with deadline(TEMPLATE_SECONDS):
-            return _first_taken(checked, conversation)
+            return _first_taken(checked, conversation, tools)
     except InvalidRequestError:
         raise
     except DeadlineError as error:
@@ -200,21 +200,41 @@ def _render_probe(tokenizer: Any, template: str | None, messages: list[dict[str,
 # --- messages in a form that the template refuses ---------------------------------------------------------------------
 
 
-def _first_taken(render: Callable[[list[dict[str, Any]]], str], conversation: list[dict[str, Any]]) -> str:
+def _first_taken(
+    render: Callable[[list[dict[str, Any]], Any], str], conversation: list[dict[str, Any]], tools: Any
+) -> str:
     """The text of the conversation. Some templates want ids of calls to be 9 letters or digits; many take one system
-    message, at the beginning, and want users and assistants to take turns, where agents send several of each. What is
-    refused is tried with such ids, then with neighbours of one role as one message, and then with all system messages
-    at the beginning. The error is that of the conversation as it is."""
+    message, at the beginning, and want users and assistants to take turns, where agents send several of each; others
+    want a tool to have a description and parameters. What is refused is tried with such ids, then with neighbours of
+    one role as one message, and then with all system messages at the beginning, each with complete tools too. The error
+    is that of the conversation as it is."""
     try:
-        return render(conversation)
+        return render(conversation, tools)
     except Exception:
         given = [_with_short_ids(message) for message in conversation]
         systems_first = sorted(given, key=lambda message: message["role"] not in ("system", "developer"))
+        complete = [_complete(tool) for tool in tools or ()] or None
+        tried = [(conversation, tools)]
         for other in (given, _merged(given), _merged(systems_first)):
-            if other != conversation and other[-1]["role"] == conversation[-1]["role"]:
-                with contextlib.suppress(Exception):  # whatever templates raise
-                    return render(other)
+            for way in ((other, tools), (other, complete)):
+                if way not in tried and other[-1]["role"] == conversation[-1]["role"]:
+                    tried.append(way)
+                    with contextlib.suppress(Exception):  # whatever templates raise
+                        return render(*way)
         raise
+
+
+def _complete(tool: Any) -> Any:
+    """A tool with all that OpenAI's API lets be left out."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict):
+        return tool
+    given = function.get("parameters")
+    parameters = {"type": "object", "properties": {}, **(given if isinstance(given, dict) else {})}
+    return {
+        **tool,
+        "function": {**function, "description": function.get("description") or "", "parameters": parameters},
+    }
 
 
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:

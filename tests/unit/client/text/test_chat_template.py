@@ -176,6 +176,19 @@ def test_ids_of_calls_fit_templates_that_want_short_ones(processor: InputProcess
         assert (ids[0] == first) == (len(first) == 9)
 
 
+def test_tools_fit_templates_that_want_descriptions_and_parameters(processor: InputProcessor) -> None:
+    template = (
+        "{% for tool in tools %}{{ '// ' + tool.function.description + tool.function.name }}"
+        "{{ tool.function.parameters.properties.items() | list }}{% endfor %}" + SYSTEM_FIRST
+    )
+    tools = [
+        {"type": "function", "function": {"name": "f", "description": None}},
+        {"type": "function", "function": {"name": "g", "parameters": {"type": "object"}}},
+    ]
+    text = prompt(processor, template, ("user", "a"), ("user", "b"), tools=tools, add_generation_prompt=False)
+    assert text == "// f[]// g[]<|user|>a<|user|>b"
+
+
 def test_parts_stay_parts_for_a_template_that_reads_them(processor: InputProcessor) -> None:
     assert prompt(processor, PARTS, ("user", as_parts("a", "b"))) == "<|user|>ab</s><|assistant|>"
     assert prompt(processor, STRING, ("user", as_parts("a", "b"))) == "<|user|>a\nb</s><|assistant|>"
