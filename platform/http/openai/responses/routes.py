@@ -46,14 +46,14 @@ def _conversation(accepted: Accepted[ResponsesRequest]) -> list[Item]:
     """Items of the previous response, where one is named, and of the request."""
     body, store = accepted.body, accepted.serving.responses
     before: list[Item] = []
+    tenant = principal_of(accepted.request).tenant
     if body.previous_response_id is not None:
-        tenant = principal_of(accepted.request).tenant
         previous = store.get(tenant, body.previous_response_id, "previous_response_id")
         status = previous.response["status"]
         if status not in ("completed", "incomplete"):
             raise InvalidRequestError(f"previous_response_id: that response is {status}", param="previous_response_id")
         before = previous.conversation()
-    items = [*before, *items_of(body.input, before)]
+    items = [*before, *items_of(body.input, before, lambda: store.items(tenant))]
     if body.is_stored:
         store.check(items)
     return items

@@ -277,7 +277,7 @@ def test_items_become_messages():
         ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
+        ({"input": [{"type": "computer_call", "id": "a"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "", "arguments": ""}]}, "input[0].name"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
         ({"input": [{"type": "reasoning", "content": [{"type": "text"}]}]}, "input[0].content[0]"),
@@ -370,6 +370,27 @@ def test_a_call_of_the_previous_response_has_its_output(http, llm):
     create(http, input=[output], tools=[TOOL], previous_response_id=first["id"])
     assert [message["role"] for message in llm.messages] == ["user", "assistant", "tool"]
     assert llm.messages[1]["tool_calls"][0]["function"]["name"] == "get_weather"
+
+
+def test_items_of_stored_responses_are_sent_back_as_references(http, llm):
+    llm.reply = f"<think>Hm</think>I look.<tool_call>{json.dumps(CALL)}</tool_call>"
+    first = create(http, tools=[TOOL], reasoning={"effort": "low"})
+    question = {"role": "user", "content": "Weather?"}
+    call = first["output"][-1]
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
+    create(http, input=[question, *first["output"], output], tools=[TOOL])
+    whole = llm.messages
+    references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    create(http, input=[question, *references, output], tools=[TOOL])
+    assert len(references) == 3
+    assert llm.messages == whole
+    for item_id in ("msg_none", None, 5):
+        wrong = [question, {"type": "item_reference", "id": item_id}]
+        assert error_of(http.post(PATH, {"input": wrong}), 404)["param"] == "input[1].id"
+    twice = error_of(http.post(PATH, {"input": [question, references[0], references[0]]}), 404)
+    assert twice["param"] == "input[2].id"
+    unstored = create(http, store=False)["output"][0]["id"]
+    error_of(http.post(PATH, {"input": [{"type": "item_reference", "id": unstored}]}), 404)
 
 
 def test_arguments_that_are_no_json_do_not_end_a_conversation(http, llm):
