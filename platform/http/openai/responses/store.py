@@ -118,8 +118,8 @@ class ResponseStore:
 
     def items(self, tenant: str) -> dict[str, dict[str, Any]]:
         """Items of all of a tenant's conversations by their ids."""
-        mine = self._tenants.get(tenant, {}).values()
-        return {item["id"]: item for stored in mine for item in stored.conversation()}
+        mine = self._tenants.get(tenant, OrderedDict())
+        return {item["id"]: item for stored in mine.values() for item in stored.conversation()}
 
     def delete(self, tenant: str, response_id: str) -> None:
         """Forget a response. NotFoundError: see `get`."""
