@@ -6,7 +6,10 @@ the form that it reads, whichever the client sent, and a text that does not arri
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import re
 import uuid
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -76,7 +79,7 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
         if resolve is not None:  # one of several by its name, or the one for tools
             template = resolve(template, tools)
 
-        def render(conversation: list[dict[str, Any]], tools: Any = tools) -> str:
+        def render(conversation: list[dict[str, Any]], tools: Any) -> str:
             return tokenizer.apply_chat_template(
                 _in_form(tokenizer, template, conversation),
                 tools=tools,
@@ -87,17 +90,20 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
                 **extra,
             )
 
-        def render_with(tools: Any) -> str:
-            one = partial(render, tools=tools or None)
+        def render_open(conversation: list[dict[str, Any]], tools: Any) -> str:
+            one = partial(render, tools=tools)
             return _render_open(one, conversation) if continue_final_message else one(conversation)
 
-        with deadline(TEMPLATE_SECONDS):
-            text = _render_open(render, conversation) if continue_final_message else render(conversation)
+        def checked(conversation: list[dict[str, Any]], tools: Any) -> str:
+            text = render_open(conversation, tools)
             check_texts_arrive(conversation, text)
-            check_tools_are_listed(tools or (), text, render_with)
+            check_tools_are_listed(tools or (), text, lambda tools: render_open(conversation, tools or None))
             if not continue_final_message:
-                check_tools_arrive(conversation, text, render)
+                check_tools_arrive(conversation, text, partial(render, tools=tools))
             return text
+
+        with deadline(TEMPLATE_SECONDS):
+            return _first_taken(checked, conversation, tools)
     except InvalidRequestError:
         raise
     except DeadlineError as error:
@@ -117,15 +123,24 @@ def _in_form(tokenizer: Any, template: str | None, conversation: list[dict[str, 
     for message in conversation:
         if not _reads_parts(tokenizer, template, message["role"]):
             message = {**message, "content": "\n".join(part["text"] for part in message["content"])}
-        if message.get("tool_calls") and _reads_arguments_as_text(tokenizer, template):
-            message = {**message, "tool_calls": [_with_arguments_as_text(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls"):
+            form = _with_arguments_as_text if _reads_arguments_as_text(tokenizer, template) else _with_an_object
+            message = {**message, "tool_calls": [form(call) for call in message["tool_calls"]]}
         result.append(message)
     return result
 
 
 def _with_arguments_as_text(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    if isinstance(arguments, str):
+        return call
+    return {**call, "function": {**call["function"], "arguments": json.dumps(arguments, ensure_ascii=False)}}
+
+
+def _with_an_object(call: dict[str, Any]) -> dict[str, Any]:
+    """The call, without a text in place of its arguments: a template that reads an object may fail on it."""
     function = call["function"]
-    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+    return {**call, "function": {**function, "arguments": {}}} if isinstance(function["arguments"], str) else call
 
 
 @lru_cache(maxsize=64)
@@ -182,6 +197,76 @@ def _render_probe(tokenizer: Any, template: str | None, messages: list[dict[str,
     return ""
 
 
+# --- messages in a form that the template refuses ---------------------------------------------------------------------
+
+
+def _first_taken(
+    render: Callable[[list[dict[str, Any]], Any], str], conversation: list[dict[str, Any]], tools: Any
+) -> str:
+    """The text of the conversation. Some templates want ids of calls to be 9 letters or digits; many take one system
+    message, at the beginning, and want users and assistants to take turns, where agents send several of each; others
+    want a tool to have a description and parameters. What is refused is tried with such ids, then with neighbours of
+    one role as one message, and then with all system messages at the beginning, each with complete tools too. The error
+    is that of the conversation as it is."""
+    try:
+        return render(conversation, tools)
+    except Exception:
+        given = [_with_short_ids(message) for message in conversation]
+        systems_first = sorted(given, key=lambda message: message["role"] not in ("system", "developer"))
+        complete = [_complete(tool) for tool in tools or ()] or None
+        tried = [(conversation, tools)]
+        for other in (given, _merged(given), _merged(systems_first)):
+            for way in ((other, tools), (other, complete)):
+                if way not in tried and other[-1]["role"] == conversation[-1]["role"]:
+                    tried.append(way)
+                    with contextlib.suppress(Exception):  # whatever templates raise
+                        return render(*way)
+        raise
+
+
+def _complete(tool: Any) -> Any:
+    """A tool with all that OpenAI's API lets be left out."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict):
+        return tool
+    given = function.get("parameters")
+    parameters = {"type": "object", "properties": {}, **(given if isinstance(given, dict) else {})}
+    return {
+        **tool,
+        "function": {**function, "description": function.get("description") or "", "parameters": parameters},
+    }
+
+
+def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with an id of 9 characters for each id of a call."""
+    result = dict(message)
+    if "tool_call_id" in message:
+        result["tool_call_id"] = _short_id(message["tool_call_id"])
+    if message.get("tool_calls"):
+        result["tool_calls"] = [
+            {**call, "id": _short_id(call["id"])} if "id" in call else call for call in message["tool_calls"]
+        ]
+    return result
+
+
+def _short_id(call_id: Any) -> str:
+    text = str(call_id)
+    return text if re.fullmatch("[A-Za-z0-9]{9}", text) else hashlib.sha256(ascii(text).encode()).hexdigest()[:9]
+
+
+def _merged(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation with neighbours of one role as one message, where they have nothing but content."""
+    result: list[dict[str, Any]] = []
+    for message in conversation:
+        before = result[-1] if result else {}
+        if before.get("role") == message["role"] and before.keys() == message.keys() == {"role", "content"}:
+            texts = ("\n".join(part["text"] for part in each["content"]) for each in (before, message))
+            result[-1] = {**message, "content": [{"type": "text", "text": "\n\n".join(texts)}]}
+        else:
+            result.append(message)
+    return result
+
+
 # --- messages that are continued --------------------------------------------------------------------------------------
 
 
@@ -218,7 +303,8 @@ def _as_messages(messages: object) -> list[Any]:
 
 
 def _message(index: int, message: object) -> dict[str, Any]:
-    """One message in one form: content as a list of text parts, a tool call's arguments an object."""
+    """One message in one form: content as a list of text parts, a tool call's arguments an object, or the text that a
+    model has written in place of one: its client sends it back with every further message."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"messages[{index}] must be an object with a role", param="messages")
     calls = message.get("tool_calls")
@@ -252,10 +338,7 @@ def _tool_call(index: int, call: object) -> dict[str, Any]:
         raise InvalidRequestError(f"messages[{index}].tool_calls: each needs a function", param="messages")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(
-                f"messages[{index}].tool_calls: arguments are not JSON: {error}", param="messages"
-            ) from error
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(arguments or "{}")
+            arguments = found if isinstance(found, dict) else arguments
     return {**call, "function": {**function, "arguments": arguments}}

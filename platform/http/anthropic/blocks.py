@@ -16,6 +16,9 @@ from ..openai.tools.parser import AnswerParser, Delta
 
 Event = dict[str, Any]
 
+SIGNATURE = "unsigned"
+"""Signature of thinking blocks. Nobody checks it, but clients leave blocks without one out of the next request."""
+
 _TEXTS = {
     "content": ("text", "text_delta"),
     "reasoning_content": ("thinking", "thinking_delta"),
@@ -81,8 +84,9 @@ class BlockEvents:
     def _close(self) -> list[Event]:
         if not self._kind:
             return []
+        signed = [self._delta({"type": "signature_delta", "signature": SIGNATURE})] if self._kind == "thinking" else []
         self._kind = ""
-        return [{"type": "content_block_stop", "index": self._index}]
+        return [*signed, {"type": "content_block_stop", "index": self._index}]
 
 
 def whole_content(events: Iterable[Event]) -> list[dict[str, Any]]:
@@ -93,7 +97,7 @@ def whole_content(events: Iterable[Event]) -> list[dict[str, Any]]:
             blocks.append(dict(event["content_block"]))
         elif event["type"] == "content_block_delta":
             block, delta = blocks[-1], event["delta"]
-            name = "partial_json" if block["type"] == "tool_use" else block["type"]
+            name = next(name for name in delta if name != "type")
             block[name] = block.get(name, "") + delta[name]
     for block in blocks:
         if "partial_json" in block:

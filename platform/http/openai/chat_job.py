@@ -9,7 +9,7 @@ from ...core.errors import InvalidRequestError, PromptTooLongError, invalid
 from ...core.lora_request import LoRA
 from ...core.sampling_params import SamplingParams
 from ..serving_state import Serving
-from .answer import Accepted
+from .answer import Accepted, renamed
 from .beams import beam_params
 from .job import Job
 from .protocol import ChatCompletionRequest
@@ -60,7 +60,8 @@ async def chat_job(
     serving, defaults = accepted.serving, accepted.defaults
     choice = tool_choice_of(body)
     body.tools = list(choice.tools)
-    params = _sampling_params(serving, body, defaults, choice)
+    max_tokens_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    params = _sampling_params(serving, body, defaults, choice, max_tokens_field)
     prompt = await serving.chat_prompt(messages, body, accepted.lora)
     tokenizer = (await serving.llm.processor_of(accepted.lora)).tokenizer
     parses_reasoning |= serving.config.reasoning_parser is not None
@@ -73,7 +74,6 @@ async def chat_job(
     )
     if template is not None:
         params.skip_special_tokens = False  # they may be marks of calls and of reasoning
-    max_tokens_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     _check_length(params, serving.llm.info.max_model_len, len(prompt), max_tokens_field)
     job = accepted.job(
         [prompt],
@@ -125,13 +125,21 @@ def _check_length(params: SamplingParams, limit: int, num_prompt_tokens: int, ma
 
 
 def _sampling_params(
-    serving: Serving, body: ChatCompletionRequest, defaults: Mapping[str, Any], choice: ToolChoice
+    serving: Serving,
+    body: ChatCompletionRequest,
+    defaults: Mapping[str, Any],
+    choice: ToolChoice,
+    max_tokens_field: str,
 ) -> SamplingParams:
     limit = serving.llm.info.max_logprobs
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= limit:
         raise invalid("top_logprobs", f"must be in [0, {limit}], got {body.top_logprobs}")
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return body.sampling_params(
-        defaults, logprobs=logprobs, max_tokens=max_tokens, structured_outputs=choice.constraint()
-    )
+    changes = {
+        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+        "max_tokens": getattr(body, max_tokens_field),
+        "structured_outputs": choice.constraint(),
+    }
+    try:
+        return body.sampling_params(defaults, **changes)
+    except InvalidRequestError as error:
+        raise renamed(error, {"max_tokens": max_tokens_field}) from error

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ....core.errors import InvalidRequestError, invalid
+from ....core.errors import InvalidRequestError, NotFoundError, invalid
 from ....core.text import shorten
 from ..chat_messages import content_of, role_of
 
@@ -15,6 +15,7 @@ Item = dict[str, Any]
 """Item in the form in which OpenAI's API lists it: with `id`, `type` and `status`, and texts in parts."""
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_REFERENCE = "item_reference"
 _PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
 
 
@@ -23,26 +24,34 @@ def new_item_id(kind: str) -> str:
     return f"{_PREFIXES[kind]}{uuid.uuid4().hex}"
 
 
-def items_of(value: str | list[Any], before: Iterable[Item] = ()) -> list[Item]:
+def items_of(
+    value: str | list[Any], before: Iterable[Item] = (), stored: Callable[[], Mapping[str, Item]] = dict
+) -> list[Item]:
     """The items of a request's `input`, checked.
 
     Args:
         before: items of the previous response, whose calls may have their outputs here.
+        stored: makes the items, by id, to which there may be references.
 
     Raises:
         InvalidRequestError: an item is wrong; `param` is its place, such as "input[0].content[1]".
+        NotFoundError: a reference to an item that is not stored.
     """
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not value:
         raise invalid("input", "must not be empty")
-    calls = {item["call_id"] for item in before if item["type"] == "function_call" and not is_cut(item)}
-    items = []
+    calls = {item["call_id"] for item in before if item["type"] == "function_call"}
+    items: list[Item] = []
+    known: dict[str, Item] | None = None
     for index, given in enumerate(value):
-        item = _item(given, f"input[{index}]")
+        if isinstance(given, dict) and given.get("type") == _REFERENCE:
+            known = dict(stored()) if known is None else known
+            item = _referenced(given, known, f"input[{index}]")
+        else:
+            item = _item(given, f"input[{index}]")
         if item["type"] == "function_call":
-            if not is_cut(item):
-                calls.add(item["call_id"])
+            calls.add(item["call_id"])
         elif item["type"] == "function_call_output" and item["call_id"] not in calls:
             raise InvalidRequestError(
                 f"input[{index}]: there is no function_call with the call_id {shorten(repr(item['call_id']))} before "
@@ -51,6 +60,17 @@ def items_of(value: str | list[Any], before: Iterable[Item] = ()) -> list[Item]:
             )
         items.append(item)
     return items
+
+
+def _referenced(given: dict[str, Any], stored: dict[str, Item], place: str) -> Item:
+    """The item of a reference, which is taken out of `stored`: many references to one would be a long conversation."""
+    item = stored.pop(given["id"], None) if isinstance(given.get("id"), str) else None
+    if item is None:
+        raise NotFoundError(
+            f"{place}: there is no item {shorten(repr(given.get('id')))} in a stored response, or it stands before",
+            param=f"{place}.id",
+        )
+    return item
 
 
 def _item(given: Any, place: str) -> Item:
@@ -97,10 +117,6 @@ def _function_call(given: dict[str, Any], place: str) -> Item:
     for name, value in call.items():
         if not isinstance(value, str) or not (value or name == "arguments"):
             raise invalid(f"{place}.{name}", "must be a string, and not empty")
-    try:
-        json.loads("{}" if is_cut(given) else arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"{place}.arguments", f"is not JSON: {error}") from error
     return call
 
 
@@ -138,7 +154,10 @@ _MAKERS: dict[str, Callable[[dict[str, Any], str], Item]] = {
 
 def messages_of(items: Iterable[Item], instructions: str | None) -> list[dict[str, Any]]:
     """Messages of a conversation, as chat templates read them. An assistant's text and the calls behind it are one
-    message, and reasoning belongs to the message that follows it. A call that was cut is left out: it never was one."""
+    message, and reasoning belongs to the message that follows it. A call that was cut, without an output, is left out:
+    it never was one."""
+    items = list(items)
+    answered = {item["call_id"] for item in items if item["type"] == "function_call_output"}
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
@@ -155,7 +174,7 @@ def messages_of(items: Iterable[Item], instructions: str | None) -> list[dict[st
     for item in items:
         if item["type"] == "reasoning":
             reasoning += [part["text"] for part in item["content"] or item["summary"]]
-        elif item["type"] == "function_call" and is_cut(item):
+        elif item["type"] == "function_call" and is_cut(item) and item["call_id"] not in answered:
             continue
         elif item["type"] == "function_call":
             function = {"name": item["name"], "arguments": item["arguments"] or "{}"}

@@ -19,7 +19,7 @@ from .answer import ResponseAnswer
 from .conversation import Item, items_of, messages_of
 from .protocol import ResponsesRequest
 from .store import Stored
-from .translation import chat_request, in_own_names
+from .translation import chat_request, function_places, in_own_names
 
 router = APIRouter()
 
@@ -31,29 +31,29 @@ async def create_response(request: Request) -> Response:
     """Answer a conversation."""
     accepted = await accept(request, ResponsesRequest)
     items = _conversation(accepted)
+    chat = chat_request(accepted.body, strict=accepted.serving.config.strict_fields)
     try:
         messages = messages_of(items, accepted.body.instructions)
-        chat = chat_request(accepted.body, strict=accepted.serving.config.strict_fields)
         thinks = chat.reasoning_effort not in (None, "none")
         made = await chat_job(accepted, chat, messages, prefix="resp_", endpoint=PATH, parses_reasoning=thinks)
         answer = ResponseAnswer(accepted, made, items)
         return await accepted.run(made.job, answer if accepted.body.stream else None, answer.whole)
     except InvalidRequestError as error:
-        raise in_own_names(error) from error
+        raise in_own_names(error, function_places(accepted.body.tools)) from error
 
 
 def _conversation(accepted: Accepted[ResponsesRequest]) -> list[Item]:
     """Items of the previous response, where one is named, and of the request."""
     body, store = accepted.body, accepted.serving.responses
     before: list[Item] = []
+    tenant = principal_of(accepted.request).tenant
     if body.previous_response_id is not None:
-        tenant = principal_of(accepted.request).tenant
         previous = store.get(tenant, body.previous_response_id, "previous_response_id")
         status = previous.response["status"]
         if status not in ("completed", "incomplete"):
             raise InvalidRequestError(f"previous_response_id: that response is {status}", param="previous_response_id")
         before = previous.conversation()
-    items = [*before, *items_of(body.input, before)]
+    items = [*before, *items_of(body.input, before, lambda: store.items(tenant))]
     if body.is_stored:
         store.check(items)
     return items

@@ -116,6 +116,11 @@ class ResponseStore:
         mine.move_to_end(response_id)
         return mine[response_id]
 
+    def items(self, tenant: str) -> dict[str, dict[str, Any]]:
+        """Items of all of a tenant's conversations by their ids."""
+        mine = self._tenants.get(tenant, OrderedDict())
+        return {item["id"]: item for stored in mine.values() for item in stored.conversation()}
+
     def delete(self, tenant: str, response_id: str) -> None:
         """Forget a response. NotFoundError: see `get`."""
         self.get(tenant, response_id)

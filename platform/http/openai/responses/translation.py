@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from ....core.errors import InvalidRequestError, invalid
@@ -25,6 +26,9 @@ _RENAMED = {
 }
 """Names in a chat's errors, and what they are called here."""
 _IN_ERRORS = re.compile(r"\b(?:" + "|".join(_RENAMED) + r")\b|(?<=\])\.function(?=\.)")
+_IN_TOOLS = re.compile(r"(?<=\btools\[)\d+(?=\])")
+_OFFERED = frozenset("custom image_generation local_shell namespace tool_search web_search web_search_preview".split())
+"""Types of tools that coding agents write beside their functions, whether or not a server has them."""
 _ENCRYPTED = "reasoning.encrypted_content"
 """Entry of `include` that asks for nothing here: reasoning is given as text, which may be sent back."""
 
@@ -42,7 +46,7 @@ def chat_request(body: ResponsesRequest, *, strict: bool) -> ChatCompletionReque
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
     fields["max_tokens"] = body.max_output_tokens
     if body.tools:
-        fields["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
+        fields["tools"] = _functions(body.tools, strict)
     fields["tool_choice"] = _tool_choice(body.tool_choice)
     if body.text is not None and body.text.format:
         fields["response_format"] = _format(body.text.format)
@@ -73,16 +77,33 @@ def _check_summary(name: str, value: str | None, strict: bool) -> None:
         ignore(f"reasoning.{name}", strict=strict)
 
 
-def _tool(tool: Any, place: str) -> dict[str, Any]:
-    """A function as a chat has it; `tools.choice` checks the rest."""
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if kind != "function":
-        raise InvalidRequestError(
-            f"{place}: tools of type {shorten(repr(kind))} are not run by this server; only functions, which the "
-            "client runs, are supported",
-            param=f"{place}.type",
-        )
-    return {"type": "function", "function": {name: part for name, part in tool.items() if name != "type"}}
+def function_places(tools: list[Any] | None) -> list[int]:
+    """Places of the functions among a request's tools: the chat has no others."""
+    return [index for index, tool in enumerate(tools or ()) if _type_of(tool) == "function"]
+
+
+def _type_of(tool: Any) -> Any:
+    return tool.get("type") if isinstance(tool, dict) else None
+
+
+def _functions(tools: list[Any], strict: bool) -> list[dict[str, Any]]:
+    """Functions as a chat has them; `tools.choice` checks the rest. Other tools are ignored beside them where agents
+    write them unasked."""
+    places = function_places(tools)
+    for index, kind in enumerate(map(_type_of, tools)):
+        if kind == "function":
+            continue
+        if not places or not isinstance(kind, str) or kind not in _OFFERED:
+            raise InvalidRequestError(
+                f"tools[{index}]: tools of type {shorten(repr(kind))} are not run by this server; only functions, "
+                "which the client runs, are supported",
+                param=f"tools[{index}].type",
+            )
+        ignore(f"tools[{index}]", strict=strict)
+    return [
+        {"type": "function", "function": {name: part for name, part in tools[index].items() if name != "type"}}
+        for index in places
+    ]
 
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
@@ -103,14 +124,14 @@ def _format(given: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {name: part for name, part in given.items() if name != "type"}}
 
 
-def in_own_names(error: InvalidRequestError) -> InvalidRequestError:
-    """An error of the chat in this API's names."""
+def in_own_names(error: InvalidRequestError, places: Sequence[int]) -> InvalidRequestError:
+    """An error of the chat in this API's names. `places`: see `function_places`."""
 
-    def name(found: re.Match[str]) -> str:
-        return _RENAMED.get(found[0], "")
+    def own(text: str) -> str:
+        text = _IN_TOOLS.sub(lambda found: str(places[int(found[0])]), text)
+        return _IN_ERRORS.sub(lambda found: _RENAMED.get(found[0], ""), text)
 
-    error.message = _IN_ERRORS.sub(name, error.message.replace("json_schema.schema", "schema"))
-    if error.param is not None:
-        error.param = _IN_ERRORS.sub(name, error.param)
+    error.message = own(error.message.replace("json_schema.schema", "schema"))
+    error.param = error.param and own(error.param)
     error.args = (error.message,)
     return error

@@ -108,7 +108,7 @@ def _json_calls(form: CallForm, choice: ToolChoice, marks: Marks) -> list[str]:
 
 
 def _tagged_calls(choice: ToolChoice, marks: Marks) -> list[str]:
-    form = CallForm("<tool_call>", "\n<function=%s>\n", "</function>\n</tool_call>")
+    form = CallForm("<tool_call>", "\n<function=%s>\n", "</function>\n</tool_call>", beginning="<function=")
     rules = [rule for index, tool in enumerate(choice.tools) for rule in tagged_arguments(index, tool["function"])]
     return [*_calls(form, [f"args_{index}" for index in range(len(choice.tools))], choice, marks), *rules]
 
@@ -126,10 +126,12 @@ def _calls(form: CallForm, arguments: list[str], choice: ToolChoice, marks: Mark
     text, until_call = TEXT, [marks.until("until_call", form.trigger)]
     if form.beginning:  # text has none of them, and one that ends with the trigger no other
         text = "PLAIN"
-        until_call = [
-            rf"PLAIN: /(.|\n)*/ & ~/(.|\n)*{form.beginning}(.|\n)*/",
-            rf"until_call[lazy]: /(.|\n)*{re.escape(form.trigger)}/ & ~/(.|\n)*{form.beginning}(.|\n)(.|\n)+/",
-        ]
+        until_call = [rf"PLAIN: /(.|\n)*/ & ~/(.|\n)*{form.beginning}(.|\n)*/"]
+        if form.trigger in marks.tokens:
+            until_call.append(f"until_call: PLAIN {marks.lark(form.trigger)}")
+        else:
+            until = rf"/(.|\n)*{re.escape(form.trigger)}/ & ~/(.|\n)*{form.beginning}(.|\n)(.|\n)+/"
+            until_call.append(f"until_call[lazy]: {until}")
     return [
         f"calls: {first}{marks.lark(form.trigger)} called" + (" between* (call between*)*" if choice.parallel else ""),
         f"between: {between}",

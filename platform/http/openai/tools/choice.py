@@ -9,9 +9,11 @@ from ....core.errors import InvalidRequestError, invalid
 from ....core.sampling_params import shown
 from ....core.structured_outputs import StructuredOutputsParams
 
-MAX_TOOLS = 128
-"""Most tools of a request, as in OpenAI's API."""
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
+MAX_TOOLS = 512
+"""Most tools of a request. OpenAI's API takes 128; agents with several MCP servers send more to Anthropic's."""
+MAX_NAME = 128
+"""Most characters of a tool's name, as in Anthropic's API: agents write the name of an MCP server before it."""
+_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_NAME}}}", re.ASCII)
 
 
 class ToolFields(Protocol):
@@ -137,7 +139,7 @@ def _checked(tool: Any, place: str) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise invalid(
             f"{place}.function.name",
-            f"must have 1 to 64 of the characters a-z, A-Z, 0-9, _, - and .; got {shown(name)}",
+            f"must have 1 to {MAX_NAME} of the characters a-z, A-Z, 0-9, _, - and .; got {shown(name)}",
         )
     for field, kind, what in _TYPES:
         if not isinstance(function.get(field), kind | None):

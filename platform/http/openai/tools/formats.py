@@ -80,14 +80,16 @@ FORMATS: dict[str, dict[str, Any]] = {
     ),
     "qwen3_coder": _format(
         {
-            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-            "close_pattern": r"</function>\s*</tool_call>",
+            # The model sometimes leaves <tool_call> out.
+            "open_pattern": _SPACE + r"(?:<tool_call>\s*+)?<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>(?=\s*(?:</?tool_call>|<function=|\Z))",
             "content": "xml-inline",
             "content_args": {
                 "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>"
             },
             "transform": _NAMED_CALL,
-        }
+        },
+        content={"content": "text", "close": "</tool_call>"},
     ),
     "functiongemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
     "gemma4": _gemma(

@@ -89,8 +89,9 @@ class JsonCalls:
         self._name: str | None = None
         self._held = ""  # arguments before the name
         self._passed: list[str] = []  # characters of arguments since the last delta
+        self._quoted: list[str] | None = None  # characters of arguments that are a string
         self._begun = False
-        self._in_arguments = self._has_arguments = False
+        self._in_arguments = self._has_arguments = self._is_first = False
         self._bare = name is not None
         self._deltas: list[Delta] = [] if name is None else [calls.begin(name)]
 
@@ -113,6 +114,7 @@ class JsonCalls:
         if self._in_arguments:
             if before == 1 and not was_string and character in ",}":
                 self._in_arguments, self._key = False, None
+                self._unquote()
             else:
                 self._argument(character)
         self._track(character)
@@ -124,7 +126,7 @@ class JsonCalls:
                 self._string(self._token)
                 self._token = ""
         elif before == 1 and character == ":" and self._key in ("arguments", "parameters"):
-            self._in_arguments = self._has_arguments = True
+            self._in_arguments = self._has_arguments = self._is_first = True
         elif before == 1 and character == ",":
             self._key = None
         elif before == 1 and self._depth == 0:
@@ -150,10 +152,31 @@ class JsonCalls:
     def _argument(self, character: str) -> None:
         if character.isspace() and not self._in_string and self._depth <= (0 if self._bare else 1):
             return
-        if self._bare or self._begun:
-            self._passed.append(character)
+        if character == '"' and self._is_first and not self._bare:
+            self._quoted = []
+        self._is_first = False
+        if self._quoted is not None:
+            self._quoted.append(character)
         else:
-            self._held += character
+            self._pass(character)
+
+    def _pass(self, text: str) -> None:
+        if self._bare or self._begun:
+            self._passed.append(text)
+        else:
+            self._held += text
+
+    def _unquote(self) -> None:
+        """Pass arguments that a model has written as a string: the text in it, where that is an object."""
+        if self._quoted is None:
+            return
+        text, self._quoted = "".join(self._quoted), None
+        try:
+            inner = json.loads(text)
+            text = inner if isinstance(json.loads(inner), dict) else text
+        except (ValueError, TypeError, RecursionError):
+            pass
+        self._pass(text)
 
     def _flush(self) -> None:
         """Make a delta of the arguments that are passed on."""
@@ -195,20 +218,23 @@ class ForcedCalls:
 
     def __init__(self, name: str | None) -> None:
         """`name`: of the one tool, whose arguments are the answer; None: the answer is a list of calls."""
-        self._scanner = JsonCalls(CallDeltas(), name)
+        self._name, self._calls = name, CallDeltas()
+        self._scanner: JsonCalls | None = None  # of an answer that has begun
 
     @property
     def has_calls(self) -> bool:
-        """See `AnswerParser`."""
-        return True
+        """See `AnswerParser`. A stop string may have ended the answer before its first call."""
+        return self._calls.count > 0
 
     def feed(self, text: str) -> list[Delta]:
         """See `AnswerParser`."""
-        return self._scanner.feed(text)
+        if self._scanner is None and text.strip():
+            self._scanner = JsonCalls(self._calls, self._name)
+        return [] if self._scanner is None else self._scanner.feed(text)
 
     def finish(self) -> list[Delta]:
         """See `AnswerParser`."""
-        return self._scanner.feed("")
+        return []
 
 
 class ReasonedCalls:
@@ -220,7 +246,7 @@ class ReasonedCalls:
     @property
     def has_calls(self) -> bool:
         """See `AnswerParser`."""
-        return True
+        return self._calls.has_calls
 
     def feed(self, text: str) -> list[Delta]:
         """See `AnswerParser`."""
@@ -228,7 +254,7 @@ class ReasonedCalls:
 
     def finish(self) -> list[Delta]:
         """See `AnswerParser`."""
-        return self._follow(self._reasoning.finish()) + self._calls.finish()
+        return self._follow(self._reasoning.finish())
 
     def _follow(self, deltas: list[Delta]) -> list[Delta]:
         found: list[Delta] = []
@@ -238,15 +264,38 @@ class ReasonedCalls:
 
 
 def _regions(template: dict[str, Any], prefix: str, tools: Sequence[dict[str, Any]]) -> Any:
-    """transformers' parser, whose events of a region's begin have the name that stands there."""
+    """transformers' parser, whose events of a region's begin have the name and the text that stand there. Those of its
+    end have the value None where its text is not what the format wants."""
     from transformers.utils.chat_parsing import ResponseParser
 
     class Regions(ResponseParser):
         def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
             super()._open_explicit(events, field, m)
-            events[-1]["name"] = m.groupdict().get("name")
+            events[-1] |= {"name": m.groupdict().get("name"), "begin": m.group()}
+
+        def _close_current(self, events: list[dict[str, Any]]) -> None:
+            field = self._current
+            try:
+                super()._close_current(events)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                events.append({"type": "region_close", "field": field, "value": None})
+                self._reset_to_implicit()
+
+        def end(self) -> list[dict[str, Any]]:
+            """Events of the end of the text. `finalize` makes a message too, and refuses one that lacks fields."""
+            events: list[dict[str, Any]] = []
+            self._process(events, eos=True)
+            return events
 
     return Regions(template, prefix=prefix, tools=list(tools))
+
+
+def _functions(value: Any) -> list[dict[str, Any]]:
+    """Functions of the calls in a region's value; none where something in it is no call."""
+    calls = value if isinstance(value, list) else [value]
+    found = [call.get("function") if isinstance(call, dict) else None for call in calls]
+    functions = [one for one in found if isinstance(one, dict) and isinstance(one.get("name"), str)]
+    return functions if len(functions) == len(calls) else []
 
 
 class _Region(NamedTuple):
@@ -303,31 +352,16 @@ class FormatParser:
 
     def feed(self, text: str) -> list[Delta]:
         """See `AnswerParser`."""
-        if self._parser is None:
-            return self._text("content", text)
-        return self._follow(lambda: self._parser.feed(text), text)
+        return [delta for event in self._parser.feed(text) for delta in self._event(event)]
 
     def finish(self) -> list[Delta]:
         """See `AnswerParser`."""
-        if self._parser is None:
-            return []
-        return self._follow(lambda: self._parser.finalize()[1], "")
-
-    def _follow(self, step: Any, text: str) -> list[Delta]:
-        deltas: list[Delta] = []
-        try:
-            for event in step():
-                deltas += self._event(event)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            # A call that is none: its text, and what follows, is content.
-            raw, self._parser = self._raw + text, None
-            return self._text("content", raw)
-        return deltas
+        return [delta for event in self._parser.end() for delta in self._event(event)]
 
     def _event(self, event: dict[str, Any]) -> list[Delta]:
         kind, field = event["type"], event["field"]
         if kind == "region_open":
-            return self._open(field, event.get("name"))
+            return self._open(field, event.get("name"), event.get("begin", ""))
         if kind == "region_chunk":
             if field != "tool_calls":
                 return self._text(field, event["text"])
@@ -336,9 +370,9 @@ class FormatParser:
             return scanner.feed(event["text"]) if scanner is not None else []
         return self._close(field, event["value"])
 
-    def _open(self, field: str, name: str | None) -> list[Delta]:
+    def _open(self, field: str, name: str | None, begin: str) -> list[Delta]:
         scanner, before = None, self._calls.count
-        self._raw = ""
+        self._raw = begin if name is not None else ""
         if field == "tool_calls" and self._streams:
             scanner = JsonCalls(self._calls, name)
         self._region = _Region(field, scanner, before)
@@ -352,10 +386,10 @@ class FormatParser:
         if region is not None and region.calls is not None:
             if self._calls.count > region.num_calls:
                 return []
-            self._has_raw = True
-            return [{"content": self._raw}] if self._raw else []
-        values = value if isinstance(value, list) else [value]
-        return [delta for call in values for delta in self._calls.whole(call["function"])]
+        elif functions := _functions(value):
+            return [delta for function in functions for delta in self._calls.whole(function)]
+        self._has_raw = True  # a call that is none: its text is content
+        return [{"content": self._raw}] if self._raw else []
 
     def _text(self, field: str, text: str) -> list[Delta]:
         if self._strips:

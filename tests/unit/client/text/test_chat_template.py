@@ -2,6 +2,7 @@
 """Messages to prompts: the form that a template reads, texts that must arrive, messages that are continued."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -137,6 +138,57 @@ def test_form_of_a_template_that_wants_a_system_message(processor: InputProcesso
     assert "Is it safe?" in text
 
 
+SYSTEM_FIRST = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('not first') }}{% endif %}"
+    "<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+)
+
+
+def test_conversations_of_agents_fit_templates_that_want_turns(processor: InputProcessor) -> None:
+    begin = [("system", "Be brief."), ("system", as_parts("No", "jokes.")), ("user", "It rains."), ("user", "Why?")]
+    system = "Be brief.\n\nNo\njokes."
+    plain = {"add_generation_prompt": False}
+    assert prompt(processor, SYSTEM_FIRST, *begin, **plain) == f"<|system|>{system}<|user|>It rains.\n\nWhy?"
+    assert f"{system}\n\nIt rains.\n\nWhy?<end_of_turn>" in prompt(processor, GEMMA, *begin, **plain)
+    later = [("system", "A"), ("user", "B"), ("assistant", "C"), ("system", "D"), ("user", "E")]
+    assert prompt(processor, SYSTEM_FIRST, *later, **plain) == "<|system|>A\n\nD<|user|>B<|assistant|>C<|user|>E"
+    assert prompt(processor, STRING, *later, **plain).count("<|") == len(later)  # it takes them where they are
+    with pytest.raises(InvalidRequestError, match="not first"):
+        prompt(processor, SYSTEM_FIRST, ("user", "B"), ("system", "D"), **plain)
+
+
+def test_ids_of_calls_fit_templates_that_want_short_ones(processor: InputProcessor) -> None:
+    template = (
+        "{% for m in messages %}{% for id in (m.tool_calls or []) | map(attribute='id') | list + [m.tool_call_id or ''] %}"
+        "{% if id and id | length != 9 %}{{ raise_exception('length 9!') }}{% endif %}<{{ id }}>{% endfor %}"
+        "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ m.content }}{% endfor %}"
+    )
+    for first, second in (("call_1", "call_2"), ("abcdefgh1", "call_é")):
+        calls = [{"id": id, "type": "function", "function": {"name": "f", "arguments": "{}"}} for id in (first, second)]
+        results = [{"role": "tool", "content": f"It was {id[-1]}.", "tool_call_id": id} for id in (second, first)]
+        assistant = {"role": "assistant", "content": "", "tool_calls": calls}
+        conversation = [{"role": "user", "content": "a"}, assistant, *results]
+        options: Any = {"chat_template": template, "add_generation_prompt": False}
+        text = processor.chat_prompt(conversation, options)["prompt"]
+        ids = re.findall("<([a-z0-9]{9})>", text)
+        assert ids == [ids[0], ids[1], ids[1], ids[0]]
+        assert ids[0] != ids[1]
+        assert (ids[0] == first) == (len(first) == 9)
+
+
+def test_tools_fit_templates_that_want_descriptions_and_parameters(processor: InputProcessor) -> None:
+    template = (
+        "{% for tool in tools %}{{ '// ' + tool.function.description + tool.function.name }}"
+        "{{ tool.function.parameters.properties.items() | list }}{% endfor %}" + SYSTEM_FIRST
+    )
+    tools = [
+        {"type": "function", "function": {"name": "f", "description": None}},
+        {"type": "function", "function": {"name": "g", "parameters": {"type": "object"}}},
+    ]
+    text = prompt(processor, template, ("user", "a"), ("user", "b"), tools=tools, add_generation_prompt=False)
+    assert text == "// f[]// g[]<|user|>a<|user|>b"
+
+
 def test_parts_stay_parts_for_a_template_that_reads_them(processor: InputProcessor) -> None:
     assert prompt(processor, PARTS, ("user", as_parts("a", "b"))) == "<|user|>ab</s><|assistant|>"
     assert prompt(processor, STRING, ("user", as_parts("a", "b"))) == "<|user|>a\nb</s><|assistant|>"
@@ -155,6 +207,25 @@ def test_arguments_of_calls_are_json(processor: InputProcessor, arguments: str) 
     conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
     text = processor.chat_prompt(conversation, {"chat_template": template, "add_generation_prompt": False})["prompt"]
     assert text == 'ac1weather{"city": "Z\u00fcrich"}'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [("'' + call.function.arguments", '{"city": "Z'), ("call.function.arguments.items() | list", "[]")],
+)
+def test_arguments_that_a_model_left_broken(processor: InputProcessor, arguments: str, written: str) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.id + call.function.name }}{{ " + arguments + " }}{% endfor %}{% endfor %}"
+    )
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Z'}}
+    conversation = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "no JSON", "tool_call_id": "c1"},
+    ]
+    text = processor.chat_prompt(conversation, {"chat_template": template, "add_generation_prompt": False})["prompt"]
+    assert text == f"ac1weather{written}no JSON"
 
 
 @pytest.mark.parametrize("template", REAL.values(), ids=REAL)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.platform.http.anthropic.blocks import BlockEvents, whole_content
+from outrider.platform.http.anthropic.blocks import SIGNATURE, BlockEvents, whole_content
 from outrider.platform.http.openai.tools.formats import FORMATS
 from outrider.platform.http.openai.tools.parser import ForcedCalls, FormatParser, PlainText
 
@@ -23,12 +23,17 @@ ANSWERS: dict[str, tuple[Any, str, list[dict[str, Any]]]] = {
     "thinking, text and two calls": (
         lambda: FormatParser(FORMATS["hermes"], "", with_calls=True),
         HERMES,
-        [{"type": "thinking", "thinking": "Hm {\n", "signature": ""}, {"type": "text", "text": "I look."}, USED, USED],
+        [
+            {"type": "thinking", "thinking": "Hm {\n", "signature": SIGNATURE},
+            {"type": "text", "text": "I look."},
+            USED,
+            USED,
+        ],
     ),
     "harmony": (
         lambda: FormatParser(FORMATS["openai"], "", with_calls=True),
         HARMONY,
-        [{"type": "thinking", "thinking": "Need weather.", "signature": ""}, USED],
+        [{"type": "thinking", "thinking": "Need weather.", "signature": SIGNATURE}, USED],
     ),
     "forced": (
         lambda: ForcedCalls(None),
@@ -50,18 +55,22 @@ def checked(events):
     next begins."""
     deltas = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
     open_kind, index = None, -1
+    before = None
     for event in events:
         kind = event["type"]
+        if open_kind == "thinking" and kind == "content_block_stop":  # else clients drop the block
+            assert before["delta"] == {"type": "signature_delta", "signature": SIGNATURE}
         if kind == "content_block_start":
             assert open_kind is None
             index += 1
             open_kind = event["content_block"]["type"]
         elif kind == "content_block_delta":
-            assert event["delta"]["type"] == deltas[open_kind]
+            assert event["delta"]["type"] in (deltas[open_kind], "signature_delta")
         else:
             assert (kind, open_kind is None) == ("content_block_stop", False)
             open_kind = None
         assert event["index"] == index
+        before = event
     assert open_kind is None
     content = whole_content(events)
     ids = [block.pop("id") for block in content if block["type"] == "tool_use"]

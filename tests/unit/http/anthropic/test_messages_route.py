@@ -115,7 +115,7 @@ def test_a_call_and_thinking(http, llm):
     answer = message(create(http, tools=[TOOL], thinking={"type": "enabled", "budget_tokens": 1024}))
     assert answer["stop_reason"] == "tool_use"
     thinking, text, call = answer["content"]
-    assert thinking == {"type": "thinking", "thinking": "Hm", "signature": ""}
+    assert thinking == {"type": "thinking", "thinking": "Hm", "signature": "unsigned"}
     assert text == {"type": "text", "text": "I look."}
     assert (call["type"], call["name"], call["input"]) == ("tool_use", "get_weather", CALL["arguments"])
     assert llm.options["enable_thinking"] is True

@@ -50,6 +50,8 @@ def test_output_goes_up_to_the_contexts_end(http, llm):
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_both_names_of_the_token_limit(http, name):
     assert chat(http, **{name: 2}).json()["choices"][0]["message"]["content"] == "He"
+    refused = http.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], name: 0})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
 
 
 def test_stream_begins_with_the_role(http):

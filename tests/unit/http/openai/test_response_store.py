@@ -2,6 +2,8 @@
 
 import pytest
 
+from outrider.platform.core.errors import NotFoundError
+from outrider.platform.http.openai.responses.conversation import items_of
 from outrider.platform.http.openai.responses.store import ResponseStore, Stored
 
 
@@ -38,3 +40,28 @@ def test_the_store_is_bounded():
     assert not is_there(store, "two", "a")
     with pytest.raises(ValueError, match="20000"):
         store.check(stored("a", 20_000).items)
+
+
+def test_references_to_stored_items():
+    store = ResponseStore()
+    call = {
+        "id": "fc_1",
+        "type": "function_call",
+        "status": "completed",
+        "call_id": "c",
+        "name": "f",
+        "arguments": "{}",
+    }
+    question = {"id": "msg_1", "type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]}
+    store.put("one", Stored({"id": "r", "status": "completed", "output": [call]}, [question]))
+    references = [{"type": "item_reference", "id": item_id} for item_id in ("msg_1", "fc_1")]
+    output = {"type": "function_call_output", "call_id": "c", "output": "b"}
+    assert items_of([*references, output], (), lambda: store.items("one"))[:2] == [question, call]
+    for tenant, given, param in (
+        ("two", references, "input[0].id"),
+        ("one", [references[1], references[1]], "input[1].id"),  # many of one would be a long conversation
+        ("one", [{"type": "item_reference", "id": 5}], "input[0].id"),
+    ):
+        with pytest.raises(NotFoundError) as caught:
+            items_of(given, (), lambda tenant=tenant: store.items(tenant))
+        assert caught.value.param == param

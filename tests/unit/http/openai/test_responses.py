@@ -277,7 +277,7 @@ def test_items_become_messages():
         ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
+        ({"input": [{"type": "computer_call", "id": "a"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "", "arguments": ""}]}, "input[0].name"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
         ({"input": [{"type": "reasoning", "content": [{"type": "text"}]}]}, "input[0].content[0]"),
@@ -298,7 +298,8 @@ def test_items_become_messages():
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [TOOL, {"type": "mcp", "server_label": "x"}]}, "tools[1].type"),
         ({"tools": [TOOL | {"name": "a b"}]}, "tools[0].name"),
-        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tools": [{"type": "web_search"}, TOOL, TOOL | {"name": "a b"}]}, "tools[2].name"),
+        ({"tools": [TOOL] * 513}, "tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
@@ -309,13 +310,20 @@ def test_items_become_messages():
         ({"use_beam_search": True}, "use_beam_search"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"guided_json": {}}, "guided_json"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
     ],
 )
 def test_wrong_fields(http, fields, param):
     error = error_of(http.post(PATH, {"input": "a"} | fields))
     assert error["param"] == param
     assert not {"messages", "response_format"} & set(error["message"].replace("'", " ").split()) - set(fields)
+
+
+def test_tools_that_agents_write_beside_functions_are_ignored(http, make_http):
+    tools = [{"type": "web_search", "external_web_access": False}, TOOL, {"type": "custom", "name": "apply_patch"}]
+    response = http.post(PATH, {"input": "a", "tools": tools, "tool_choice": "auto"})
+    assert response.status_code == 200, response.text
+    assert "tools[0]" in response.headers["x-outrider-ignored"].split(",")
+    assert error_of(make_http(strict_fields=True).post(PATH, {"input": "a", "tools": tools[1:]}))["param"] == "tools[1]"
 
 
 def test_what_is_ignored_is_said(http, make_http):
@@ -362,6 +370,20 @@ def test_a_call_of_the_previous_response_has_its_output(http, llm):
     create(http, input=[output], tools=[TOOL], previous_response_id=first["id"])
     assert [message["role"] for message in llm.messages] == ["user", "assistant", "tool"]
     assert llm.messages[1]["tool_calls"][0]["function"]["name"] == "get_weather"
+
+
+def test_an_item_of_a_stored_response_is_sent_back_as_a_reference(http, llm):
+    reference = {"type": "item_reference", "id": create(http)["output"][0]["id"]}
+    create(http, input=[{"role": "user", "content": "a"}, reference, {"role": "user", "content": "b"}])
+    assert [message["content"] for message in llm.messages] == ["a", "Hello", "b"]
+
+
+def test_arguments_that_are_no_json_do_not_end_a_conversation(http, llm):
+    call = {"type": "function_call", "call_id": "c", "name": "get_weather", "arguments": '{"city": '}
+    output = {"type": "function_call_output", "call_id": "c", "output": "These arguments are not JSON."}
+    for status in ("completed", "incomplete"):
+        create(http, input=[{"role": "user", "content": "a"}, call | {"status": status}, output], tools=[TOOL])
+        assert [message["role"] for message in llm.messages] == ["user", "assistant", "tool"]
 
 
 def test_a_call_that_was_cut_is_no_call(http, llm):

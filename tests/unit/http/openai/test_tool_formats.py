@@ -97,6 +97,33 @@ ANSWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>Hello {}<|return|>",
         {"reasoning_content": "Easy.", "content": "Hello {}"},
     ),
+    "qwen coder without the first mark": (
+        "qwen3_coder",
+        "Ok.\n\n<function=do.nothing>\n</function>\n</tool_call>\n"
+        "<function=f>\n<parameter=code>\na</function>b\n</parameter>\n</function>\n",
+        {"content": "Ok.", "tool_calls": [NOTHING, {"name": "f", "arguments": {"code": "a</function>b"}}]},
+    ),
+    "arguments as a string": (
+        "hermes",
+        f'<tool_call>{{"name": "get_weather", "arguments": {json.dumps(JSON)}}}</tool_call>'
+        f'<tool_call>{{"arguments": {json.dumps(JSON)} , "name": "get_weather"}}</tool_call>'
+        '<tool_call>{"name": "f", "arguments": "text"}</tool_call>',
+        {"tool_calls": [WEATHER, WEATHER, {"name": "f", "arguments": "text"}]},
+    ),
+    "broken calls, Gemma 4": (
+        "gemma4",
+        "One. <|tool_call>call:do.nothing{}<tool_call|><|tool_call>call:f{a: }<tool_call|> Two. "
+        "<|tool_call>call:do.nothing{}<tool_call|><|tool_call>call:f{a:1",
+        {
+            "content": "One.<|tool_call>call:f{a: } Two.<|tool_call>call:f{a:1",
+            "tool_calls": [NOTHING, NOTHING],
+        },
+    ),
+    "broken call, FunctionGemma": (
+        "functiongemma",
+        "<start_function_call>call:do.nothing{}<end_function_call><start_function_call>call:f{a}<end_function_call>",
+        {"content": "<start_function_call>call:f{a}", "tool_calls": [NOTHING]},
+    ),
     "text": ("hermes", "Just { text } [no] <tool", {"content": "Just { text } [no] <tool"}),
 }
 

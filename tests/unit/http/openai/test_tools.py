@@ -196,6 +196,17 @@ def test_an_answer_that_is_cut_off_keeps_its_reason(http, llm):
     assert choice["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+@pytest.mark.parametrize("reply", ["<think>Hm", "<think>Hm</think>\n\n"])
+def test_a_forced_call_that_has_not_begun_is_none(http, llm, choice, reply):
+    llm.tokenizer.get_added_vocab = lambda: {"<think>": 0, "</think>": 1}
+    llm.reply = reply
+    whole = message(chat(http, tools=[TOOL], tool_choice=choice))
+    found, reason = streamed(http, tools=[TOOL], tool_choice=choice)
+    assert whole["finish_reason"] == reason == "stop"
+    assert "tool_calls" not in whole["message"] | found
+
+
 def test_tools_that_must_not_be_called(http, llm):
     llm.reply = "<tool_call>{}</tool_call>"
     response = chat(http, tools=[TOOL], tool_choice="none")
