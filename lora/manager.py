@@ -69,6 +69,7 @@ class AdapterManager:
             count_rows(config, row_bytes),
             config.max_loras,
             row_bytes=0 if config.memory_bytes is None else row_bytes,
+            on_free=hooks.on_free,
         )
         for part in sites:
             part.allocate(pool.num_rows)

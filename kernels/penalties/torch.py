@@ -21,29 +21,32 @@ _COUNT = (1 << COUNT_BITS) - 1
 def penalise(logits: Tensor, sequences: Sequence[Penalised]) -> None:
     """`penalties.penalise` on any device."""
     width = logits.shape[1]
-    where, factors, amounts = [], [], []
+    places: list[int] = []
+    of_rows: list[np.ndarray] = []
+    strengths: list[tuple[float, float, float]] = []
     for sequence in sequences:
         after = [token for part in sequence.after for token in part]
-        tokens, counts = sequence.entries >> COUNT_BITS, sequence.entries & _COUNT
-        presence, frequency = np.float32(sequence.presence), np.float32(sequence.frequency)
-        num_counted = 0
+        entries, num_counted = sequence.entries, 0
         for place, num_after in sorted(zip(sequence.places, sequence.num_after, strict=True), key=lambda row: row[1]):
             for token in after[num_counted:num_after]:
                 if token >= 0:
-                    tokens, counts = _counted(tokens, counts, token)
+                    entries = _counted(entries, token)
             num_counted = num_after
-            where.append(tokens + place * width)
-            factors.append(np.full(len(tokens), sequence.repetition, np.float32))
-            amounts.append(np.where(counts > 0, presence + frequency * counts.astype(np.float32), np.float32(0.0)))
-    at, factor, amount = (to_device(np.concatenate(parts), logits.device) for parts in (where, factors, amounts))
+            places.append(place)
+            of_rows.append(entries)
+            strengths.append((sequence.repetition, sequence.presence, sequence.frequency))
+    lengths, all_entries = [len(entries) for entries in of_rows], np.concatenate(of_rows)
+    factors, presence, frequency = np.repeat(np.array(strengths, np.float32).T, lengths, axis=1)
+    counts = (all_entries & _COUNT).astype(np.float32)
+    amounts = np.where(counts > 0, presence + frequency * counts, np.float32(0.0))
+    where = (all_entries >> COUNT_BITS) + np.repeat(places, lengths) * width
+    at, factor, amount = (to_device(array, logits.device) for array in (where, factors, amounts))
     flat = logits.view(-1)
     values = flat[at]
     flat[at] = torch.where(values > 0, values / factor, values * factor) - amount
 
 
-def _counted(tokens: np.ndarray, counts: np.ndarray, token: int) -> tuple[np.ndarray, np.ndarray]:
-    """Add one `token` to the counts."""
-    found = tokens == token
-    if found.any():
-        return tokens, counts + found
-    return np.append(tokens, token), np.append(counts, 1)
+def _counted(entries: np.ndarray, token: int) -> np.ndarray:
+    """`entries` with one more `token`."""
+    found = entries >> COUNT_BITS == token
+    return entries + found if found.any() else np.append(entries, token << COUNT_BITS | 1)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..noise import Stream, gumbel_argmax, row_keys, uniform
+from ..sampling import most_likely
 
 if TYPE_CHECKING:
     from . import Requests
@@ -35,7 +36,7 @@ def verify(logits: Tensor, draft_probs: Tensor | None, requests: Requests) -> tu
     tokens = np.full(len(rows), -1)
     greedy, noisy, sampled = (np.flatnonzero(rule == number) for number in (GREEDY, INVARIANT, REJECTION))
     if len(greedy):
-        tokens[greedy] = _take(logits, greedy).argmax(dim=-1).cpu()
+        tokens[greedy] = most_likely(_take(logits, greedy))[0]
     if len(noisy):
         scores = _take(logits, noisy)
         scores = scores - scores.amax(dim=-1, keepdim=True)

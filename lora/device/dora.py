@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 class BaseWeight(NamedTuple):
     """Functions of a module's base weights that gains and trained biases need. Thread-safe."""
 
-    squares: Callable[[], Tensor]
-    """Returns the squared norm of each row of the weight W [out, in], [out] float32."""
-    project: Callable[[Tensor], Tensor]
-    """Returns x Wᵀ [n, out] for x [n, in]."""
+    measure: Callable[[Tensor], tuple[Tensor, Tensor]]
+    """Takes x [n, in]; returns the squared norm of each row of the weight W [out, in], [out] float32, and x Wᵀ
+    [n, out], both on any device."""
     bias: Callable[[], Tensor | None] = lambda: None
     """Returns the bias [out]; None when the module has none."""
 
@@ -38,7 +37,12 @@ class BaseWeight(NamedTuple):
 def divided_weight(read: Callable[[], Tensor], bias: Callable[[], Tensor | None] = lambda: None) -> BaseWeight:
     """Return a weight [out, in] of which each of several ranks has a part: `read` reads all of it from the checkpoint.
     So ranks need not compute together what only the one that reads adapters wants to know."""
-    return BaseWeight(lambda: row_squares(read().contiguous()), lambda x: x @ read().t(), bias)
+
+    def measure(x: Tensor) -> tuple[Tensor, Tensor]:
+        weight = read().contiguous()
+        return row_squares(weight), x @ weight.t()
+
+    return BaseWeight(measure, bias)
 
 
 def slice_weight(linear: Linear, start: int, size: int, module: str) -> BaseWeight:
@@ -51,21 +55,22 @@ def slice_weight(linear: Linear, start: int, size: int, module: str) -> BaseWeig
     if linear.part is not None:
         return divided_weight(lambda: linear.whole[f"{module}.weight"](), whole_bias)
 
-    def squares() -> Tensor:
+    def measure(x: Tensor) -> tuple[Tensor, Tensor]:
         assert linear.row_squares is not None
-        return linear.row_squares[start : start + size]
+        squares = linear.row_squares[start : start + size]
+        return squares, linear.project(x.to(squares.device))[:, start : start + size]
 
     def bias() -> Tensor | None:
         return None if linear.bias is None else linear.bias[start : start + size]
 
-    return BaseWeight(squares, lambda x: linear.project(x)[:, start : start + size], bias)
+    return BaseWeight(measure, bias)
 
 
 def table_weight(embedding: Embedding) -> BaseWeight:
     """Return the token embeddings, which an adapter sees as a weight [hidden, vocab]."""
     if embedding.part is not None:
         return divided_weight(lambda: embedding.whole[embedding.names.table]().t())
-    return BaseWeight(embedding.table_squares, embedding.project_table)
+    return BaseWeight(lambda x: (embedding.table_squares(), embedding.project_table(x.to(embedding.device))))
 
 
 def head_weight(embedding: Embedding) -> BaseWeight:
@@ -74,11 +79,11 @@ def head_weight(embedding: Embedding) -> BaseWeight:
         name = embedding.names.table if embedding.tied else embedding.names.head
         return divided_weight(lambda: embedding.whole[name](), lambda: embedding.head_bias)
 
-    def squares() -> Tensor:
+    def measure(x: Tensor) -> tuple[Tensor, Tensor]:
         assert embedding.head_squares is not None
-        return embedding.head_squares
+        return embedding.head_squares, embedding.project_head(x.to(embedding.device))
 
-    return BaseWeight(squares, embedding.project_head, lambda: embedding.head_bias)
+    return BaseWeight(measure, lambda: embedding.head_bias)
 
 
 @torch.no_grad()
@@ -90,8 +95,7 @@ def compute_gains(magnitude: Tensor, a: Tensor, b: Tensor, base: BaseWeight) -> 
         a: [r, in], in the dtype of use.
         b: [r, out] float32, with the scale folded in.
     """
-    norms = base.squares()
-    cross = base.project(a.to(norms.device)).float().cpu()
+    norms, cross = base.measure(a)
     wide = a.float()
-    squares = norms.cpu() + (b * (2 * cross + (wide @ wide.t()) @ b)).sum(0)
+    squares = norms.cpu() + (b * (2 * cross.float().cpu() + (wide @ wide.t()) @ b)).sum(0)
     return magnitude.float() / squares.clamp_(min=0).sqrt_()

@@ -13,7 +13,7 @@ adapter has beside its rank rows, such as embeddings of its own, counts as so ma
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,19 +74,28 @@ class RowPool:
     Rows that are being written get no new owner before that has ended, even when their owner is evicted.
     """
 
-    def __init__(self, num_rows: int, max_running: int, *, row_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        max_running: int,
+        *,
+        row_bytes: int = 0,
+        on_free: Callable[[Allocation], None] = lambda allocation: None,
+    ) -> None:
         """Make a pool.
 
         Args:
             num_rows: Number of rank rows.
             max_running: Number of adapters that may have users.
             row_bytes: Bytes of a rank row; 0: memory beside rank rows is not counted.
+            on_free: Called with rows that nobody owns or writes any more.
         """
         self.num_rows = num_rows
         self.max_running = max_running
         self.num_free = num_rows
         """Rows that nothing counts as."""
         self._row_bytes = row_bytes
+        self._on_free = on_free
         self.num_running = 0
         """Adapters with users."""
         self.num_pinned_rows = 0
@@ -179,6 +188,7 @@ class RowPool:
     def _give_back(self, allocation: Allocation) -> None:
         self._is_free[allocation.index] = True
         self.num_free += allocation.size
+        self._on_free(allocation)
 
     def begin_write(self, allocation: Allocation) -> None:
         """Note that the writing of these rows begins."""

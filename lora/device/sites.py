@@ -43,6 +43,8 @@ class AdapterHooks(NamedTuple):
     """True when another process reads adapters, where that is possible."""
     on_write: Callable[[Allocation, PackedModules], None] | None = None
     """Called before an adapter's rows are written, where other ranks must write theirs; None: there are none."""
+    on_free: Callable[[Allocation], None] = lambda allocation: None
+    """Called when an adapter's rows are free again."""
     score: ScoreHead | None = None
     """Score matrix of a classifier."""
 

@@ -82,7 +82,7 @@ def run(connection: socket.socket) -> None:
     message, descriptors = receive(connection)
     setup = Setup(*message)
     _yield_processors(descriptors)
-    files = make_files(setup, BaseWeight(_no_base, _no_base, _no_base), _no_base)
+    files = make_files(setup, BaseWeight(_no_base, _no_base), _no_base)
     if setup.native:
         library()
     asked = select.poll()

@@ -243,28 +243,42 @@ class Embedding:
         return self._head.without_bias(x)  # type: ignore[union-attr]
 
     def is_table(self, tensor: Tensor) -> bool:
-        """True when `tensor` [vocab, H] is the table, rounded to the model's dtype."""
+        """True when `tensor` [vocab, H] is the table, rounded as that is."""
         if tensor.shape != self._shape:
             return False
+        tensor = self._rounded(tensor)
         if self.part is not None:
-            return _same_rows(tensor.to(self._dtype), self.whole[self.names.table]())
-        return all(_same(tensor[ids].to(self.device, self._dtype), rows) for ids, rows in self._table_rows())
+            return self._same_rows(tensor, self.whole[self.names.table]())
+        return all(self._same(tensor[ids].to(self.device), rows) for ids, rows in self._table_rows())
 
     @torch.inference_mode()
     def is_head(self, tensor: Tensor) -> bool:
-        """True when `tensor` [vocab, H] is the head's weight, rounded to the model's dtype."""
-        if self.tied:
-            return self.is_table(tensor)
+        """True when `tensor` [vocab, H] is the head's weight, rounded as that is."""
+        if self.tied or tensor.shape != self._shape:
+            return self.tied and self.is_table(tensor)
+        tensor = self._rounded(tensor)
         if self.part is not None:
-            return _same_rows(tensor.to(self._dtype), self.whole[self.names.head]())
+            return self._same_rows(tensor, self.whole[self.names.head]())
         assert self._head is not None
         for start in range(0, self.hidden_size, _PROBES):  # packed, it shows its columns only in products
             end = min(start + _PROBES, self.hidden_size)
             probes = torch.zeros(end - start, self.hidden_size, dtype=self._dtype, device=self.device)
             probes[:, start:end].fill_diagonal_(1)
-            if not _same(tensor[:, start:end].t().to(self.device, self._dtype), self._head.without_bias(probes)):
+            if not self._same(tensor[:, start:end].t().to(self.device), self._head.without_bias(probes)):
                 return False
         return True
+
+    def _rounded(self, tensor: Tensor) -> Tensor:
+        return whole_weight(lambda: tensor, self.quantize, self._dtype)
+
+    def _same(self, a: Tensor, b: Tensor) -> bool:
+        """Whether weights in the model's dtype are the same. Quantised ones are rounded to it in more than one way."""
+        rtol = 0.0 if self.quantize is None else torch.finfo(self._dtype).eps
+        return torch.allclose(a, b, rtol=rtol, atol=_SAME)
+
+    def _same_rows(self, a: Tensor, b: Tensor) -> bool:
+        """`_same`, some rows at a time."""
+        return all(map(self._same, a.split(_ROWS), b.split(_ROWS)))
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names; a tied head has none."""
@@ -321,12 +335,3 @@ class Embedding:
             self._bias = bias if isinstance(bias, Tensor) else None
             self._head, self.head_squares = pack_weights([weight], self._held_bias, self._dtype, self._batch_invariant)
             self.num_bytes += self._head.num_bytes
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.allclose(a, b, rtol=0.0, atol=_SAME)
-
-
-def _same_rows(a: Tensor, b: Tensor) -> bool:
-    """`_same`, some rows at a time."""
-    return a.shape == b.shape and all(map(_same, a.split(_ROWS), b.split(_ROWS)))

@@ -165,7 +165,7 @@ class InputProcessor:
             EngineRequest(
                 request_id=request_id if n == 1 else f"{request_id}#{index}",
                 prompt_token_ids=parsed.token_ids,
-                params=resolved if n == 1 else resolved.sibling(_child_seed(resolved.seed, index)),
+                params=resolved if n == 1 else resolved.sibling(_child_seed(resolved.seed, index), is_first=not index),
                 eos_token_ids=self.eos_token_ids,
                 lora=lora,
                 priority=priority,

@@ -156,6 +156,7 @@ class LLMEngine(MadeFromArgs, SyncAdapterMethods, SyncEngineMethods, SyncSleepMe
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             self._kinds.pop(request_id, None)
             self.engine_core.abort(self.output_processor.abort(request_id))
+        self._settle()
 
     def has_unfinished_requests(self) -> bool:
         """True while `step` has something to compute or to tell."""
@@ -232,7 +233,14 @@ class LLMEngine(MadeFromArgs, SyncAdapterMethods, SyncEngineMethods, SyncSleepMe
         processed = self.output_processor.process(self.engine_core.step())
         if processed.aborts:
             self.engine_core.abort(processed.aborts)
+        self._settle()
         return processed.touched
+
+    def _settle(self) -> None:
+        """Once all requests are finished, end the step that is under way for one of them: it holds KV blocks and the
+        adapter."""
+        while not len(self.output_processor) and self.engine_core.has_work():
+            self.engine_core.step()
 
     def abort_states(self, states: Sequence[RequestState]) -> None:
         """End requests after an error, which is the one to show."""
@@ -241,3 +249,4 @@ class LLMEngine(MadeFromArgs, SyncAdapterMethods, SyncEngineMethods, SyncSleepMe
         aborts += [request_id for state in states if state.error is not None for request_id in state.running()]
         with contextlib.suppress(Exception):
             self.engine_core.abort(aborts)
+            self._settle()

@@ -376,9 +376,11 @@ class SamplingParams:
         new.__post_init__()
         return new
 
-    def sibling(self, seed: int | None) -> SamplingParams:
-        """These parameters for one of `n` sequences: another seed, `n` = 1. Shares the lists, and is not checked
-        again."""
+    def sibling(self, seed: int | None, *, is_first: bool) -> SamplingParams:
+        """These parameters for one of `n` sequences: another seed, `n` = 1. The first one reports the prompt for all,
+        so that the others take its KV. Shares the lists, and is not checked again."""
         new = copy.copy(self)
         new.n, new.seed = 1, seed
+        if not is_first and not self.only_scores:  # that prompt may fill the context
+            new.prompt_logprobs = None
         return new

@@ -325,12 +325,13 @@ def _make_adapters(
         draft_linears=drafter.needs.linears,
         on_gone=forget,
         batch_invariant=config.batch_invariant,
-        on_write=None if parallel is None else parallel.write_adapter,
         reader_process=reader_client.pays(
             torch.get_num_threads() if config.device == "cpu" else 1,
             long_steps=has_long_steps(config, model),
         ),
     )
+    if parallel is not None:
+        hooks = hooks._replace(on_write=parallel.write_adapter, on_free=parallel.free_adapter)
     try:
         return AdapterManager(model.linears(), config.lora, config.dtype, config.device, hooks)
     except (MemoryError, torch.OutOfMemoryError) as error:

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ...kernels.noise import Stream, row_keys, uniform
-from .verification import Rule, Verified, VerifyRow, verify
+from ...kernels.verification import NO_TOKEN
+from .verification import Choices, Rule, VerifyRow, choose
 
 
 def accept_at_rates(row: VerifyRow, rates: Sequence[float]) -> int:
@@ -40,8 +42,8 @@ def accept_at_rates(row: VerifyRow, rates: Sequence[float]) -> int:
     return k
 
 
-def verify_synthetic(logits: Tensor, rows: Sequence[VerifyRow], rates: Sequence[float]) -> list[Verified]:
-    """Stands in for `verification.verify`, for rows of every rule.
+def choose_synthetic(logits: Tensor, rows: Sequence[VerifyRow], rates: Sequence[float]) -> Choices:
+    """Stands in for `verification.choose`, for rows of every rule; the host waits for the device.
 
     Args:
         logits: [sum(1 + k_i), V] float32 after every sampling parameter, the rows' in order.
@@ -63,10 +65,11 @@ def verify_synthetic(logits: Tensor, rows: Sequence[VerifyRow], rates: Sequence[
         for row in rows
         for j in range(1 + len(row.draft_ids))
     ]
-    targets = [token for got in verify(logits, plain) for token in got.token_ids]
-    results, start = [], 0
+    tokens, accepted, start = choose(logits, plain).token_ids.tolist(), [], 0
     for row in rows:
-        accepted = accept_at_rates(row, rates)
-        results.append(Verified([*row.draft_ids[:accepted], targets[start + accepted]], accepted))
-        start += 1 + len(row.draft_ids)
-    return results
+        accepted.append(accept_at_rates(row, rates))
+        end = start + 1 + len(row.draft_ids)
+        tokens[start : start + accepted[-1]] = row.draft_ids[: accepted[-1]]
+        tokens[start + accepted[-1] + 1 : end] = [NO_TOKEN] * (len(row.draft_ids) - accepted[-1])
+        start = end
+    return Choices(*(torch.tensor(numbers, device=logits.device) for numbers in (tokens, accepted)))

@@ -34,6 +34,26 @@ def test_the_prefix_cache_is_emptied(llm):
     assert texts(llm, None) == before
 
 
+def test_nothing_is_held_once_all_requests_are_finished():
+    """Where steps overlap, one is under way when a stop token, or an abort, ends the last request."""
+    with LLM(async_scheduling=True) as llm:
+        endless, engine = PARAMS.clone(ignore_eos=True), llm.llm_engine
+        tokens = llm.generate(PROMPTS[0], endless, use_tqdm=False)[0].outputs[0].token_ids
+
+        def check():
+            assert llm.stats().kv_cache_usage == 0.0
+            assert llm.reset_prefix_cache()
+            assert not engine.engine_core.has_work()
+
+        llm.generate(PROMPTS[0], PARAMS.clone(stop_token_ids=tokens[3:4]), use_tqdm=False)
+        check()
+        engine.add_request("mine", PROMPTS[0], endless)
+        for _ in range(3):
+            engine.step()
+        engine.abort_request("mine")
+        check()
+
+
 def test_sleep(llm, tmp_path):
     folder = shutil.copytree(demo_adapters()["sql"], tmp_path / "mine")
     llm.load_lora_adapter(LoRARequest("mine", path=str(folder)), pinned=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider import LoRARequest, SamplingParams
+from outrider.lora.device.own_rows import OwnRowSites
 
 from ..thread_ranks import ranks_as_threads
 from ..unit.lora.parity.reference import VOCAB, load_base, save_base, train
@@ -105,3 +107,24 @@ def test_a_copy_that_differs_where_another_rank_has_the_rows(
     engine = make_engine(model=str(tmp_path / "base"), tensor_parallel_size=2, **LORA)
     (outcome,) = run(engine, [([3, 4], GREEDY, LoRARequest("copy", path=str(tmp_path / "copy")))])
     assert re.match(f".*{name}.*modules_to_save does not name it", outcome.error.message)
+
+
+def test_an_unloaded_adapter_leaves_all_ranks(
+    make_engine: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own rows are as large as the vocabulary, and count for nobody from then on."""
+    ranks_as_threads(monkeypatch)
+    save_base(tmp_path / "base", "Llama", False)
+    options = {"r": 4, "target_modules": ["q_proj"], "modules_to_save": [*ENDS]}
+    train(tmp_path / "base", 1, **options).save_pretrained(tmp_path / "saved")
+    engine = make_engine(model=str(tmp_path / "base"), tensor_parallel_size=2, **LORA)
+    gc.collect()  # engines of other tests
+    sites = [found for found in gc.get_objects() if isinstance(found, OwnRowSites)]
+    num_before = sum(map(len, sites))
+    saved = LoRARequest("saved", path=str(tmp_path / "saved"))
+    first = run(engine, [([3, 4], GREEDY, saved)])[0].token_ids
+    assert sum(map(len, sites)) == num_before + 2
+    engine.adapters.unload("saved")
+    run(engine, [([3, 4], GREEDY)])  # ranks work in order
+    assert sum(map(len, sites)) == num_before
+    assert run(engine, [([3, 4], GREEDY, saved)])[0].token_ids == first

@@ -246,6 +246,11 @@ class ParallelExecutor:
         facts, arrays = encode_packed(packed)
         self._announce(Message("write", [allocation.key.hex(), allocation.rows, facts], arrays))
 
+    def free_adapter(self, allocation: Allocation) -> None:
+        """Have the other ranks forget an adapter, whose rows are free. Where they are gone, the next step says so."""
+        with contextlib.suppress(EngineDeadError):
+            self._announce(Message("free", [allocation.key.hex(), allocation.rows]))
+
     def move_blocks(self, moves: Sequence[Move]) -> None:
         """Have the other ranks copy their shares of KV blocks between device and host."""
         self._announce(Message("move", [list(move) for move in moves]))

@@ -74,10 +74,14 @@ class AdapterRows:
         """Write an adapter's share to its rows."""
         digest, rows, facts = message.arguments
         allocation = Allocation(bytes.fromhex(digest), tuple(rows))
-        taken = set(rows)
-        self._allocations = {key: old for key, old in self._allocations.items() if taken.isdisjoint(old.rows)}
         self._allocations[allocation.key] = allocation
         self._sites.write(allocation, decode_packed(facts, message.arrays, self.layout))
+
+    def free(self, key: bytes, rows: list[int]) -> None:
+        """Forget an adapter, and with it its weights beside these rows; not where it has others by now."""
+        allocation = self._allocations.get(key)
+        if allocation is not None and allocation.rows == tuple(rows):
+            del self._allocations[key]
 
 
 class Rank:
@@ -118,6 +122,9 @@ class Rank:
         elif verb == "write":
             assert self._adapters is not None
             self._adapters.write(message)
+        elif verb == "free":
+            assert self._adapters is not None
+            self._adapters.free(bytes.fromhex(arguments[0]), arguments[1])
         elif verb == "move":
             assert self._host is not None
             self._host.run([Move(*move) for move in arguments])

@@ -17,7 +17,7 @@ from ....kernels.device_outcome import DeviceOutcome
 from ....kernels.dispatch import use_triton
 from ....kernels.sampling import filter_logits, most_likely, row_stats, top_logprobs
 from ....kernels.staging import Download, upload
-from ....spec_decode.verify.synthetic import verify_synthetic
+from ....spec_decode.verify.synthetic import choose_synthetic
 from ....spec_decode.verify.verification import (
     Choices,
     Rule,
@@ -28,7 +28,6 @@ from ....spec_decode.verify.verification import (
     choose,
     choose_most_likely,
     choose_rule,
-    verify,
 )
 from ...core.batch import RowResult
 from ...core.errors import AdapterError, InvalidRequestError, OutriderError
@@ -102,33 +101,13 @@ class Sampler:
             logits: [sum(1 + k), V] float32, raw; may be overwritten.
             rows: the sequences in the order of their logits rows.
         """
-        if use_triton(logits) and self._synthetic_rates is None:
+        if use_triton(logits) or self._synthetic_rates is not None or not all(row.request.is_plain for row in rows):
             return self.launch(logits, rows).collect()
-        is_greedy = self._synthetic_rates is None and all(row.request.is_plain for row in rows)
-        if is_greedy and not any(row.request.edits_logits for row in rows):
+        if not any(row.request.edits_logits for row in rows):
             return _most_likely(logits, rows)
-        starts = _starts(rows)
-        raw_top = logits.amax(dim=-1)  # NaN where any logit is
-        if is_greedy:
-            self._edit(logits, rows, starts)
-            return _most_likely(logits, rows, raw_top.tolist())
-        wanting = [i for i, row in enumerate(rows) if row.request.params.logprobs is not None]
-        raw = self._keep_raw(logits, rows, starts, wanting)
-        edited = self._edit(logits, rows, starts)
-        filtered = self._filter(logits, rows)
-        verified = self._verify(filtered, [self._verify_row(row, logits.shape[1]) for row in rows])
-        top = raw_top if filtered is logits and not edited else filtered.amax(dim=-1)
-        tops = list(zip(*torch.stack((raw_top, top)).tolist(), strict=True))
-        sampled = [
-            _reached(row.request, got, tops[start : start + len(got.token_ids)])
-            for row, start, got in zip(rows, starts, verified, strict=True)
-        ]
-        for i in wanting:
-            request, tokens = rows[i].request, sampled[i].token_ids
-            if tokens:
-                found = token_logprobs(raw[i][: len(tokens)], tokens, request.params.logprobs or 0)
-                sampled[i] = sampled[i]._replace(logprobs=found)
-        return sampled
+        raw_tops = logits.amax(dim=-1).tolist()  # NaN where any logit is
+        self._edit(logits, rows, _starts(rows))
+        return _most_likely(logits, rows, raw_tops)
 
     def begin(self, logits: Tensor, rows: Sequence[SampleRow], overshoot: Tensor | None = None) -> Sampling:
         """Begin to sample without waiting for the device where that is possible.
@@ -145,7 +124,7 @@ class Sampler:
     def launch(
         self, logits: Tensor, rows: Sequence[SampleRow], overshoot: Tensor | None = None
     ) -> Pending | PendingTokens:
-        """Sample and verify on a GPU; the host waits in `Pending.collect` alone. For the arguments see `begin`."""
+        """Sample and verify; on a GPU the host waits in `Pending.collect` alone. For the arguments see `begin`."""
         raw_top = logits.amax(dim=-1)
         has_drafts = any(row.drafts.token_ids for row in rows)
         if not has_drafts and all(row.request.is_plain and not row.request.edits_logits for row in rows):
@@ -160,12 +139,9 @@ class Sampler:
         edited = self._edit(logits, rows, starts)
         filtered = self._filter(logits, rows)
         verify_rows = [self._verify_row(row, logits.shape[1]) for row in rows]
-        stats = row_stats(filtered) if any(row.rule is not Rule.GREEDY for row in verify_rows) else None
-        if stats is not None:
-            top = stats[0]
-        else:
-            top = filtered.amax(dim=-1) if edited else raw_top
-        choices = choose(filtered, verify_rows, stats, overshoot)
+        choices, top = self._choose(filtered, verify_rows, overshoot)
+        if top is None:
+            top = filtered.amax(dim=-1) if edited or filtered is not logits else raw_top
         if not has_drafts and not wanting:
             return PendingTokens(rows, choices, Download([choices.token_ids, raw_top, top]), logits.shape[1])
         parts = [*choices, raw_top, top]
@@ -173,12 +149,6 @@ class Sampler:
             k = max(rows[i].request.params.logprobs or 0 for i in wanting)
             parts += top_logprobs(raw, choices.token_ids[index].clamp(min=0), k)
         return Pending(rows, verify_rows, wanting, (*choices, raw_top, top), Download(parts), logits.shape[1])
-
-    def _keep_raw(
-        self, logits: Tensor, rows: Sequence[SampleRow], starts: list[int], wanting: list[int]
-    ) -> dict[int, Tensor]:
-        """Copies of the raw logits of sequences that want log-probabilities: edits and filters work in place."""
-        return {i: logits[starts[i] : starts[i] + 1 + len(rows[i].drafts.token_ids)].clone() for i in wanting}
 
     def _edit(self, logits: Tensor, rows: Sequence[SampleRow], starts: list[int]) -> bool:
         """Apply the edits in place; returns whether there were any."""
@@ -204,10 +174,13 @@ class Sampler:
             [p.min_p for p in params],
         )
 
-    def _verify(self, logits: Tensor, rows: list[VerifyRow]) -> list[Verified]:
-        if self._synthetic_rates is None:
-            return verify(logits, rows)
-        return verify_synthetic(logits, rows, self._synthetic_rates)
+    def _choose(self, logits: Tensor, rows: list[VerifyRow], overshoot: Tensor | None) -> tuple[Choices, Tensor | None]:
+        """Tokens, and the largest of each row's filtered `logits` where that is known."""
+        if self._synthetic_rates is not None:
+            return choose_synthetic(logits, rows, self._synthetic_rates), None
+        has_stats = use_triton(logits) and any(row.rule is not Rule.GREEDY for row in rows)
+        stats = row_stats(logits) if has_stats else None
+        return choose(logits, rows, stats, overshoot), None if stats is None else stats[0]
 
     def _verify_row(self, row: SampleRow, num_columns: int) -> VerifyRow:
         request, probs = row.request, row.drafts.probs

@@ -106,6 +106,15 @@ def test_end_tokens_that_the_vocabulary_lacks_are_dropped(tokenizer: Any) -> Non
     assert InputProcessor(tokenizer, info, [-1, 1, VOCAB_SIZE]).eos_token_ids == [1]
 
 
+@pytest.mark.parametrize(("max_tokens", "wanted"), [(4, [2, None, None]), (1, [2, 2, 2])])
+def test_the_first_sibling_reports_the_prompt(
+    processor: InputProcessor, max_tokens: int, wanted: list[int | None]
+) -> None:
+    """The others need not compute it; a prompt without an answer may fill the context, and is taken for that alone."""
+    params = SamplingParams(n=3, prompt_logprobs=2, max_tokens=max_tokens)
+    assert [r.params.prompt_logprobs for r in processor.process("r", "hello", params)] == wanted
+
+
 def test_siblings_share_what_they_do_not_change(processor: InputProcessor) -> None:
     requests = processor.process("r", "hello", SamplingParams(n=3, stop_token_ids=[3], bad_words=["fox"]))
     assert len({id(r.params.stop_token_ids) for r in requests}) == 1

@@ -121,7 +121,7 @@ def test_what_a_model_lacks_is_refused(field, value, named):
 
 def test_siblings_differ_in_the_seed_and_share_the_rest():
     params = SamplingParams(n=3, seed=5, stop_token_ids=[1, 2])
-    sibling = params.sibling(6)
+    sibling = params.sibling(6, is_first=False)
     assert (sibling.n, sibling.seed, params.n, params.seed) == (1, 6, 3, 5)
     assert sibling.stop_token_ids is params.stop_token_ids
     assert sibling == params.clone(n=1, seed=6)

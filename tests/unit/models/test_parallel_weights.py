@@ -124,7 +124,7 @@ def whole_weights(model: LanguageModel) -> dict[str, tuple[Tensor, Tensor]]:
         layer = linear if linear.part is None else linear.part
         name, rows = layer.slices[0]
         bases[name] = slice_weight(linear, 0, rows, name), layer.in_features
-    return {name: (base.squares(), base.project(torch.ones(1, size))) for name, (base, size) in bases.items()}
+    return {name: base.measure(torch.ones(1, size)) for name, (base, size) in bases.items()}
 
 
 @pytest.mark.parametrize("kind", ["transposed", "int8", "latents", "awq", "gguf"])

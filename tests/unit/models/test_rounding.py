@@ -53,6 +53,22 @@ def test_a_model_runs_on_rounded_weights(method: str, tied: bool, save_tiny: Cal
     assert rounded.embedding.num_bytes < plain.embedding.num_bytes
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_copies_of_rounded_tables_and_heads_are_known(dtype: str, tied: bool, save_tiny: Callable) -> None:
+    """PEFT stores them with adapters on these modules."""
+    folder, saved = save_tiny("Llama", tie_word_embeddings=tied)
+    embedding = load_model(folder, dtype, options=ModelOptions(quantization="int8")).embedding
+    table, head = saved.get_input_embeddings().weight.detach(), saved.get_output_embeddings().weight.detach()
+    assert embedding.is_table(table)
+    assert embedding.is_head(head)
+    other = table.clone()
+    other[7, 5] += 0.1 * table[7].abs().max()
+    assert not embedding.is_table(other)
+    assert not embedding.is_head(other)
+    assert not embedding.is_head(head[1:])
+
+
 def test_groups_of_small_models_are_small(save_tiny: Callable) -> None:
     folder, _ = save_tiny("Llama", hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4)
     model = load_model(folder, "bfloat16", options=ModelOptions(quantization="int4"))

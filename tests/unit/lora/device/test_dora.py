@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.lora.device.dora import compute_gains, divided_weight
 from outrider.lora.device.pool import Allocation
 from outrider.lora.device.vectors import VectorSites
 from outrider.models.layers.linear import Linear
@@ -122,3 +123,12 @@ def test_a_linear_knows_what_gains_need_of_its_weight(dtype, batch_invariant):
     torch.testing.assert_close(linear.project(x).float(), x.float() @ weight.T, **near)
     assert linear.bias is not None
     assert torch.equal(linear.bias, torch.cat([weights["q.bias"], weights["k.bias"]]).to(dtype))
+
+
+def test_a_weight_of_several_ranks_is_read_once_for_an_adapter():
+    weight, reads = torch.randn(6, 5), []
+    base = divided_weight(lambda: reads.append(1) or weight)
+    a, b, magnitude = torch.randn(3, 5), torch.randn(3, 6), torch.rand(6) + 1
+    gains = compute_gains(magnitude, a, b, base)
+    torch.testing.assert_close(gains, magnitude / torch.linalg.vector_norm(weight + b.t() @ a, dim=1))
+    assert len(reads) == 1

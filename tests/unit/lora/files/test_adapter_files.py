@@ -376,7 +376,7 @@ def test_the_digest_of_dora_is_of_b_before_it_is_rounded():
     a, b, magnitude = torch.randn(4, 16), torch.randn(64, 4), torch.rand(64) + 1.0
     other = b * (1.0 + 1e-3 * torch.randn(64, 4))
     other = torch.where((2.0 * other).bfloat16() == (2.0 * b).bfloat16(), other, b)
-    weight = BaseWeight(lambda: base.square().sum(1), lambda x: x.float() @ base.t())
+    weight = BaseWeight(lambda x: (base.square().sum(1), x.float() @ base.t()))
     model = make_model({"m": ModuleShape(16, 64, base=weight)}, torch.bfloat16)
 
     def served(b):

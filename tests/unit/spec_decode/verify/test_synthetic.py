@@ -5,11 +5,12 @@ import logging
 import pytest
 import torch
 
+from outrider.kernels.verification import NO_TOKEN
 from outrider.platform.core.request import Drafts, Request
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.platform.engine.sampling.sampler import Sampler, SampleRow
-from outrider.spec_decode.verify.synthetic import accept_at_rates, verify_synthetic
-from outrider.spec_decode.verify.verification import Rule, VerifyRow, verify
+from outrider.spec_decode.verify.synthetic import accept_at_rates, choose_synthetic
+from outrider.spec_decode.verify.verification import Rule, Verified, VerifyRow, as_verified, verify
 
 RATES = (0.8, 0.5, 0.5, 0.1)
 ROUNDS = 20_000
@@ -17,6 +18,14 @@ ROUNDS = 20_000
 
 def row(number: int, drafts: list[int], rule: Rule = Rule.GREEDY) -> VerifyRow:
     return VerifyRow(7919 * number + 1, 10 + number % 3, drafts, None, rule)
+
+
+def verify_synthetic(logits: torch.Tensor, rows: list[VerifyRow]) -> list[Verified]:
+    tokens, accepted = choose_synthetic(logits, rows, RATES)
+    starts = torch.tensor([0, *(1 + len(row.draft_ids) for row in rows)]).cumsum(0)
+    for start, end, count in zip(starts, starts[1:], accepted, strict=False):
+        assert (tokens[start + count + 1 : end] == NO_TOKEN).all()
+    return as_verified(rows, tokens.tolist(), accepted.tolist())
 
 
 def test_each_position_is_accepted_at_its_rate() -> None:
@@ -52,7 +61,7 @@ def test_the_accepted_tokens_are_the_drafts_and_the_next_is_the_targets(rule: Ru
     logits[torch.arange(5), torch.tensor(best)] = 40.0
     seen = set()
     for number in range(200):
-        (got,) = verify_synthetic(logits, [row(number, [1, 2, 3, 4], rule)], RATES)
+        (got,) = verify_synthetic(logits, [row(number, [1, 2, 3, 4], rule)])
         assert got.token_ids == [*[1, 2, 3, 4][: got.num_accepted], best[got.num_accepted]]
         seen.add(got.num_accepted)
     assert seen == {0, 1, 3, 4}
@@ -62,10 +71,10 @@ def test_ragged_rows_and_a_batch_change_nothing() -> None:
     torch.manual_seed(3)
     rows = [row(i, list(range(i % 5)), rule) for i, rule in enumerate(list(Rule) * 6)]
     logits = torch.randn(sum(1 + len(r.draft_ids) for r in rows), 40)
-    together, start = verify_synthetic(logits, rows, RATES), 0
+    together, start = verify_synthetic(logits, rows), 0
     for one, got in zip(rows, together, strict=True):
         end = start + 1 + len(one.draft_ids)
-        assert verify_synthetic(logits[start:end], [one], RATES) == [got]
+        assert verify_synthetic(logits[start:end], [one]) == [got]
         if not one.draft_ids and one.rule is not Rule.REJECTION:
             assert verify(logits[start:end], [one]) == [got]
         start = end
@@ -73,9 +82,9 @@ def test_ragged_rows_and_a_batch_change_nothing() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="5 drafts for 4"):
-        verify_synthetic(torch.zeros(6, 9), [row(1, [1, 2, 3, 4, 5])], RATES)
-    with pytest.raises(ValueError, match="2 rows of logits for 3 positions"):
-        verify_synthetic(torch.zeros(2, 9), [row(1, [1, 2])], RATES)
+        verify_synthetic(torch.zeros(6, 9), [row(1, [1, 2, 3, 4, 5])])
+    with pytest.raises(ValueError, match=r"logits must be float32 \[3, V\]"):
+        verify_synthetic(torch.zeros(2, 9), [row(1, [1, 2])])
 
 
 def test_the_sampler_uses_it_only_when_told_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
