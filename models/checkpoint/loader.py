@@ -241,8 +241,13 @@ def _stored_tensors(
             for replaced in other.replaced:
                 del slots[replaced]
             slots[name] = other.slot
-    ignored = {f"{model.embedding.names.head}.weight"} if config.tie_word_embeddings else set()
     tensors = {_with_prefix(name, slots): tensor for name, tensor in tensors.items()}
+    ignored = set()
+    if config.tie_word_embeddings:
+        table, head = (f"{name}.weight" for name in (model.embedding.names.table, model.embedding.names.head))
+        if head in tensors and table not in tensors:  # as safetensors' save_model writes them
+            tensors[table] = tensors.pop(head)
+        ignored = {head}
     scales = {name: tensor.shape for name, tensor in tensors.items() if _CACHE_SCALE.search(name) and name not in slots}
     slots |= scale_slots(scales, model.cache_scales() if isinstance(model, Decoder) else {})
     unused = [name for name in scales if name not in slots]

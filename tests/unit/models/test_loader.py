@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 
 from outrider.models.batch import KVLayerSpec
 from outrider.models.checkpoint.loader import ModelOptions, load_model, read_facts
@@ -87,6 +87,23 @@ def test_a_tied_model_with_a_head_of_its_own_uses_it(
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
         with torch.no_grad():
             assert ((expected - reference(torch.tensor([TOKENS])).logits[0]).abs().max() > 0.1) == (name == "own")
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+def test_a_tied_models_file_may_have_the_head_alone(
+    family: str, save_tiny: Callable, driver: Callable, tmp_path: Path
+) -> None:
+    """As `save_model` of safetensors writes it, which keeps one name of each tensor."""
+    tied, reference = save_tiny(
+        family, tie_word_embeddings=True, **({"num_key_value_heads": 4} if family == "GPT2" else {})
+    )
+    shutil.copytree(tied, tmp_path / "head")
+    save_model(reference, str(tmp_path / "head" / "model.safetensors"))
+    names = set(load_file(tmp_path / "head" / "model.safetensors"))
+    assert "lm_head.weight" in names
+    assert not any("embed" in name or "wte" in name for name in names)
+    one, other = (driver(load_model(path)).forward_once({0: TOKENS})[0] for path in (tied, tmp_path / "head"))
+    assert one.equal(other)
 
 
 def test_an_untied_model_needs_its_lm_head(changed: Callable) -> None:
