@@ -34,7 +34,7 @@ def _accumulate(x, top, total):
 
 
 @triton.jit
-def _combine(top, total, SIZE: tl.constexpr):
+def _combine(top, total):
     """Maximum and sum of exp(x - maximum) over all lanes; both NaN when any value is."""
     broken = tl.max((total != total).to(tl.int32), 0) > 0
     largest = tl.max(top, 0)
@@ -53,7 +53,7 @@ def _stats_kernel(logits, tops, totals, num_tokens, row_stride, chunk, BLOCK: tl
     for start in range(split * chunk, end, BLOCK):
         x = tl.load(logits + row * row_stride + start + lane, mask=start + lane < end, other=float("-inf"))
         top, total = _accumulate(x, top, total)
-    top, total = _combine(top, total, BLOCK)
+    top, total = _combine(top, total)
     place = row * tl.num_programs(1) + split
     tl.store(tops + place, top)
     tl.store(totals + place, total)
@@ -65,7 +65,7 @@ def _stats_reduce_kernel(tops, totals, out_tops, out_totals, num_splits, SPLITS:
     inside = split < num_splits
     top = tl.load(tops + row * num_splits + split, mask=inside, other=float("-inf"))
     total = tl.load(totals + row * num_splits + split, mask=inside, other=0.0)
-    top, total = _combine(top, total, SPLITS)
+    top, total = _combine(top, total)
     tl.store(out_tops + row, top)
     tl.store(out_totals + row, total)
 
@@ -150,7 +150,7 @@ def _logprobs_kernel(
         top, total = _accumulate(x, top, total)
         above += (x > mine).to(tl.int32)
         lanes = tl.where(inside, tl.maximum(lanes, order(x)), lanes)
-    largest, total_of_row = _combine(top, total, BLOCK)
+    largest, total_of_row = _combine(top, total)
     # A row without mass has no probabilities either.
     log_total = tl.where(total_of_row > 0.0, tl.log(total_of_row), float("nan"))
     tl.store(own + index, mine - largest - log_total)
