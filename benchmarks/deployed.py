@@ -23,7 +23,7 @@ import torch
 from outrider.models.config import config_from_hf
 from outrider.models.demo import demo_model_path
 from outrider.platform.cli.bench.random_adapters import AdapterWriter
-from outrider.platform.replicas.routing import Recent
+from outrider.platform.replicas.routing import LruSet
 
 ADAPTERS, ROOM, REPLICAS = 40, 8, 2
 """Adapters, how many of them fit a replica, and replicas."""
@@ -186,7 +186,7 @@ def conversations(count: int, users: int, turns: int, exponent: float, seed: int
 
 def loads_in_turn(names: Sequence[str]) -> int:
     """Loads of these requests when the replicas get them in turn, and evict the least recently used adapter."""
-    held = [Recent(ROOM) for _ in range(REPLICAS)]
+    held = [LruSet(ROOM) for _ in range(REPLICAS)]
     count = 0
     for number, name in enumerate(names):
         count += name not in held[number % REPLICAS]

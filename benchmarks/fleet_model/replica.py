@@ -9,7 +9,7 @@ from typing import Any
 
 import simpy
 
-from outrider.platform.replicas.routing import Recent
+from outrider.platform.replicas.routing import LruSet
 
 from .costs import Costs, Limits, StepTimes
 from .load import Request
@@ -55,12 +55,12 @@ class Replica:
     def _clear(self) -> None:
         self._waiting: list[Job] = []
         self._running: list[Job] = []
-        self._slots: Recent = Recent(self._limits.slots + 1)  # _load makes room itself
+        self._slots: LruSet = LruSet(self._limits.slots + 1)  # _load makes room itself
         self._holds: Counter[int] = Counter()
         self._loading: int | None = None
         self._pause = 0.0  # seconds for which the load under way still has to make way
         self._unwritten: set[int] = set()  # adapters that were read since the last step began
-        self._prefixes = Recent(self._prefixes_kept)
+        self._prefixes = LruSet(self._prefixes_kept)
         self._wake = self._env.event()
         self._life = object()
 

@@ -1,4 +1,4 @@
-"""Where the files of a model and of its tokenizer are. Free of torch: the server's process asks it too."""
+"""Paths of the files of a model and of its tokenizer. Free of torch: the server's process asks it too."""
 
 from __future__ import annotations
 

@@ -149,12 +149,12 @@ class AsyncLLM(
 
     @property
     def failure(self) -> OutriderError | None:
-        """Why the engine has been given up; None while it has not."""
+        """Reason why the engine has been given up; None while it has not."""
         return self._supervisor.failure
 
     @property
     def num_restarts(self) -> int:
-        """How often the engine has been started again."""
+        """Number of times that the engine has been started again."""
         return self._supervisor.num_restarts
 
     @property
@@ -355,7 +355,7 @@ class AsyncLLM(
                 self._supervisor.ready_engine().send(Abort(request_ids))
 
     async def share_prefixes(self, prefixes: Iterable[Sequence[int]]) -> None:
-        """From then on share the KV of these beginnings of prompts (token ids) among all tenants, and of no others.
+        """Share the KV of these beginnings of prompts (token ids) among all tenants from now on, and of no others.
         Requests with a `cache_salt` take no part. One call at a time. EngineDeadError before the first start."""
         processor = self.input_processor
         processor.shared_prefixes = await asyncio.to_thread(SharedPrefixes, prefixes, self.info.block_size)

@@ -24,14 +24,14 @@ class RowPlan:
 
     request: Request
     start: int
-    """The request's `num_computed` when planned; of a row that awaits a token the largest that it may have, until the
-    step before is committed."""
+    """First position: the request's `num_computed` when planned. Until the step before is committed, a row that awaits
+    a token has the largest start that it may have."""
     num_tokens: int
     """Tokens to compute; the last `num_drafts` of them are drafts."""
     num_drafts: int
     samples: bool
-    """Whether the row reaches the end of its tokens, so that a token is sampled: logits for its last 1 + num_drafts
-    positions. Never where the prompt is pooled."""
+    """True when the row reaches the end of its tokens, so that a token is sampled: it has logits for its last
+    1 + num_drafts positions. Never true where the prompt is pooled."""
     max_new_drafts: int
     """Drafts to propose after this step: there are KV blocks for them."""
     drafter: int = 0
@@ -39,8 +39,7 @@ class RowPlan:
     is_forced: bool = False
     """True: its drafts are tokens that a grammar leaves no choice about."""
     awaits_token: bool = False
-    """Whether its first token is the one that the sequence's row in the step under way samples; its drafts follow,
-    which that step makes."""
+    """True when its first token is sampled by the sequence's row in the step under way, which also makes its drafts."""
 
     @property
     def end(self) -> int:
@@ -64,8 +63,8 @@ class StepPlan:
 
     rows: list[RowPlan] = field(default_factory=list)
     is_followed: bool = False
-    """Whether the next step may be planned before the host knows what this one brings. Then the device makes the drafts
-    for that step, if there are any, without the host."""
+    """True when the next step may be planned before the host knows the results of this one. Then the device makes the
+    drafts for that step, if there are any, without the host."""
     moves: Sequence[Move] = ()
     """Copies to make, in this order, before anything is computed."""
 
@@ -84,11 +83,11 @@ class RowResult(NamedTuple):
     logprobs: list[TokenLogprobs] | None = None
     """Aligned with `token_ids`, when asked for."""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """For the prompt positions start+1 .. of this chunk, when asked for."""
+    """Log-probabilities at the prompt positions start+1 .. of this chunk, when asked for."""
     pooled: Any = None
     """[H] float32 tensor on the CPU: this chunk's part of the prompt's pooled hidden states, when asked for."""
     error: ErrorInfo | None = None
-    """Set when this sequence cannot go on; then nothing else is."""
+    """Error when this sequence cannot go on; then nothing else is set."""
 
 
 class StepResult(NamedTuple):

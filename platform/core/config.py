@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from . import incompatible
+from . import incompatibilities
 from .compat.foreign_options import takes_foreign
 from .compat.vllm_options import ENGINE, plain_value
 from .errors import InvalidRequestError, invalid
@@ -263,7 +263,7 @@ def check_args(args: EngineArgs) -> None:
     """Refuse options that are wrong whatever the model: `InvalidRequestError` with the option in `param`."""
     for item in fields(args):
         _check_value(item.name, str(item.type), getattr(args, item.name))
-    for holds, name, message in incompatible.OPTIONS:
+    for holds, name, message in incompatibilities.OPTIONS:
         if holds(args):
             raise InvalidRequestError(message, param=name)
 
@@ -312,7 +312,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
         InvalidRequestError: an option is wrong or does not go with another; `param` names it.
     """
     check_args(args)
-    for excluded, name, message in incompatible.WITH_DEVICE:
+    for excluded, name, message in incompatibilities.WITH_DEVICE:
         if excluded(args, hardware):
             raise InvalidRequestError(message, param=name)
     max_model_len = args.max_model_len or facts.max_position_embeddings

@@ -128,7 +128,7 @@ CHECKER = ConstraintChecker()
 
 
 def _problem(params: StructuredOutputsParams) -> str | None:
-    """What is wrong with a constraint."""
+    """Error of a constraint, in words; None when it can be used."""
     package = grammar_package()
     try:
         text = params.grammar_text()

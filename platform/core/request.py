@@ -127,14 +127,14 @@ class Request:
     """Leading blocks already known to hold valid KV in the drafter's layers."""
     num_cached_tokens: int = 0
     queue_seconds: float = 0.0
-    """From its arrival to its admission."""
+    """Seconds from its arrival to its admission."""
     num_preemptions: int = 0
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     speculation_totals: SpeculationCounts | None = None
     """The engine's counts for this request's adapter and tenant, counted together with `speculation`; None when nothing
     is drafted for it."""
     counts: TokenCounts = field(default_factory=TokenCounts)
-    """For penalties."""
+    """Counts of its tokens, for penalties."""
     edit_state: Any = None
     """State that the edits of its logits remember; opaque here."""
     grammar: Any = None
@@ -144,17 +144,17 @@ class Request:
     pooled: Any = None
     """Sum of `RowResult.pooled` while the prompt is computed in chunks."""
     edits_logits: bool = field(init=False)
-    """`params.edits_logits`, asked for every row of every step."""
+    """`params.edits_logits`. This and the fields below are kept because every row of every step reads them."""
     reads_tokens: bool = field(init=False)
-    """`params.edits_read_tokens`, likewise."""
+    """`params.edits_read_tokens`."""
     counts_tokens: bool = field(init=False)
-    """`params.penalises`, likewise."""
+    """`params.penalises`."""
     is_plain: bool = field(init=False)
-    """Whether its tokens are the most likely ones of what edits leave, and nothing else is asked, likewise."""
+    """True when its tokens are the most likely ones of those that edits leave, and no log-probabilities are wanted."""
     token_cost: float = field(init=False)
-    """`params.token_cost`, likewise."""
+    """`params.token_cost`."""
     most_tokens: int = field(init=False)
-    """Most tokens that it may have: its prompt and `params.max_tokens`."""
+    """Most tokens of the sequence: its prompt and `params.max_tokens`."""
     stop_ids: frozenset[int] = field(init=False)
     """`params.stop_token_ids`, which may be many: each new token is looked up."""
 
@@ -187,35 +187,36 @@ class Request:
 
     @property
     def awaits_token(self) -> bool:
-        """Whether a token is being sampled by what is under way, and not in `tokens` yet."""
+        """True when a step under way samples a token that is not in `tokens` yet."""
         return bool(self.under_way) and self.under_way[-1].samples
 
     @property
     def num_pending(self) -> int:
-        """How many tokens what is under way brings at most: it brings one, and the drafts that are right."""
+        """Most tokens that the rows under way bring: one, and all their drafts if these are right."""
         return self.under_way[-1].end + 1 - len(self.tokens) if self.awaits_token else 0
 
     @property
     def num_unplanned(self) -> int:
-        """How many tokens are to be computed by the next step or later, one that is being sampled among them."""
+        """Number of tokens that no step computes yet; one that is being sampled counts."""
         if not self.under_way:
             return len(self.tokens) - self.num_computed
         row = self.under_way[-1]
         return 1 if row.samples else len(self.tokens) - row.end
 
     def land(self, row: Any) -> None:
-        """`row` is committed, and was the oldest under way; nothing, if it was never launched beside others."""
+        """Remove `row`, which is committed and was the oldest, from those under way; a row that was never launched
+        beside others is not among them."""
         if self.under_way:
             oldest = self.under_way.pop(0)
             assert oldest is row, "steps are committed in the order of their launch"
 
     def settle(self) -> None:
-        """Take in that what was under way is committed: a row that was planned beside it, as if all drafts were right,
-        begins where the tokens end."""
+        """Correct the rows that were planned beside a step that is now committed: they were planned as if all drafts
+        were right, and begin where the computed tokens end."""
         for row in self.under_way:
             row.start = self.num_computed
 
     @property
     def deterministic(self) -> bool:
-        """Whether the text must not depend on the drafter: greedy, or seeded (drafter-invariant verification)."""
+        """True when the text must not depend on the drafter: greedy, or seeded (drafter-invariant verification)."""
         return self.params.greedy or self.params.seed is not None

@@ -218,8 +218,8 @@ class EngineCore:
             raise OverloadedError(f"{queued} requests are waiting already (max_num_queued_reqs)")
 
     def _sharing(self, request: EngineRequest) -> bytes | None:
-        """With whom this sequence's KV may be shared; None: with nobody. Siblings (`n` > 1) always share, and a
-        sequence with itself, where it may be swapped."""
+        """Key of the sequences that may share this one's KV; None: no other may. Siblings (`n` > 1) always share, and a
+        sequence shares with itself, where it may be swapped."""
         if self._config.cache.enable_prefix_caching:
             return _joined(request.tenant, request.cache_salt)
         if request.group is None:
@@ -227,7 +227,7 @@ class EngineCore:
         return _joined(request.tenant, request.cache_salt, request.group)
 
     def _num_shared(self, request: EngineRequest) -> int:
-        """How many leading tokens all tenants share. A salt is a wish to share nothing."""
+        """Number of leading tokens whose KV all tenants share. A salt is a wish to share nothing."""
         if request.cache_salt or not self._config.cache.enable_prefix_caching:
             return 0
         return request.num_shared_tokens

@@ -1,4 +1,4 @@
-"""How speculation went, summed over an engine's life by adapter and tenant."""
+"""Totals of speculation over an engine's life, by adapter and tenant."""
 
 from __future__ import annotations
 

@@ -56,8 +56,8 @@ def _pieces(content: Any) -> Iterator[str]:
         yield text
 
 
-class Recent(OrderedDict[Hashable, None]):
-    """The last `size` different things, the most recent last."""
+class LruSet(OrderedDict[Hashable, None]):
+    """The last `size` different keys, the most recent last."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -79,10 +79,10 @@ class ReplicaView:
         """Requests that it was given and has not answered."""
         self.ready = True
         """False while it refuses all requests: asleep, or its engine is being restarted."""
-        self.adapters = Recent(adapter_slots)
+        self.adapters = LruSet(adapter_slots)
         """Adapters that it has, or was given requests for, as many as it has room for."""
-        self.prefixes = Recent(prefixes)
-        self._given = Recent(adapter_slots)  # adapters of requests since the last `observe`, that `adapters` may have
+        self.prefixes = LruSet(prefixes)
+        self._given = LruSet(adapter_slots)  # adapters of requests since the last `observe`, that `adapters` may have
 
     def observe(self, adapters: Collection[str], slots: int) -> None:
         """Take over what the replica says: the adapters that it has, and how many may be. Those that it was given since

@@ -51,7 +51,7 @@ def adapter_key(request: Request) -> AdapterKey:
 
 
 class TrialSchedule:
-    """When a drafter that an adapter does not use is tried again."""
+    """Schedule of the trials of a drafter that an adapter does not use."""
 
     __slots__ = ("due_at", "interval")
 
@@ -76,13 +76,14 @@ class AdapterState:
         """`first_rates`: acceptance that is expected of each drafter before any draft was verified."""
         self._first = first_rates
         self.counts = [AcceptanceRate(ADAPTER_MEMORY) for _ in first_rates]
-        """By drafter, of all rounds."""
+        """Rates of all rounds, by drafter."""
         self.after = [[AcceptanceRate(ADAPTER_MEMORY) for _ in (False, True)] for _ in first_rates]
-        """By drafter, of the rounds after others than right ones, and after right ones."""
+        """[drafter][is_right] rates of the rounds that follow a round whose drafts were not all right, and one whose
+        drafts were."""
         self.drafter = 0
         """The drafter in use."""
         self.num_drafts: dict[int, int] = {}
-        """Where steps are short: drafts for each of its rows, by class of batch size."""
+        """Drafts for each of its rows by class of batch size, where steps are short."""
         self.trials = [TrialSchedule(now) for _ in first_rates]
         self.trial_drafter = -1
         """The drafter on trial, or -1."""
@@ -100,7 +101,7 @@ class AdapterState:
         return adapter_rates(self.after[drafter][is_right], self._first[drafter])
 
     def offer(self, drafter: int, count: int, rows: int = 1) -> Offer:
-        """At most `count` drafts for each of `rows` of its requests."""
+        """Offer of at most `count` drafts for each of `rows` of its requests."""
         shares = self.counts[drafter].made_shares(_ALL_MADE)
         return Offer(drafter, survival(self.rates(drafter), count), expected_drafts(shares, count), rows)
 
@@ -133,11 +134,11 @@ class RowState:
     def __init__(self, adapter: AdapterState, num_drafters: int) -> None:
         self.adapter = adapter
         self.counts = [[AcceptanceRate(REQUEST_MEMORY) for _ in (False, True)] for _ in range(num_drafters)]
-        """Like `AdapterState.after`."""
+        """[drafter][is_right] the request's own rates, as in `AdapterState.after`."""
         self.is_right = False
         """True when all drafts of its last round were right, and there were any: copied text goes on."""
         self.drafter, self.num_drafts = adapter.drafter, 0
-        """What was chosen for it."""
+        """Drafter and number of drafts that were chosen for it."""
         self.proposed_by = 0
         """The drafter of the drafts that its next step verifies."""
         self.asked = (0, 0)
@@ -146,7 +147,7 @@ class RowState:
         """Rounds that are left of its trial."""
 
     def offer(self, count: int) -> Offer:
-        """At most `count` drafts by its drafter."""
+        """Offer of at most `count` drafts by its drafter."""
         adapter, counts = self.adapter, self.counts[self.drafter][self.is_right]
         rates = counts.rates(adapter.rates_after(self.drafter, is_right=self.is_right))
         shares = counts.made_shares(adapter.after[self.drafter][self.is_right].made_shares(_ALL_MADE))

@@ -36,7 +36,7 @@ def size_class(size: int) -> int:
     return 2 * power - 1 + (size > 3 << (power - 2))
 
 
-class Recent:
+class RecentTimes:
     """The last measurements at about one size."""
 
     __slots__ = ("_seconds", "count", "size")
@@ -67,14 +67,14 @@ class Curve:
     """Seconds as a function of one size, from medians at a few sizes; never falling."""
 
     def __init__(self) -> None:
-        self._sizes: dict[int, Recent] = {}
+        self._sizes: dict[int, RecentTimes] = {}
         self._points: tuple[list[float], list[float]] | None = None
 
     def add(self, size: int, seconds: float) -> None:
         """Take in one measurement."""
         known = self._sizes.get(size_class(size))
         if known is None:
-            known = self._sizes[size_class(size)] = Recent()
+            known = self._sizes[size_class(size)] = RecentTimes()
         known.add(size, seconds)
         self._points = None
 

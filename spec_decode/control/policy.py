@@ -238,7 +238,7 @@ class SpeculationPolicy:
         self._class_due.clear()
 
     def _gain(self, adapter: AdapterState, drafter: int) -> float:
-        """What a drafter brings one request of an adapter, over no drafts."""
+        """Goodput of one request of an adapter with a drafter, over that without drafts."""
         offer = adapter.offer(drafter, self._drafters[drafter].max_drafts)
         return best_plan([offer], self._prices(1), 1, fair=False).gain
 

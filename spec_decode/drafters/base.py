@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ...models.layers.linear import Linear
 
 AdapterPreparer = Callable[[Sequence[tuple[Any, int]]], Any]
-"""From each row's (adapter handle, number of tokens) to what the adapters' layers need for one forward pass."""
+"""Function from each row's (adapter handle, number of tokens) to the adapters' inputs of one forward pass."""
 
 
 def no_adapters(rows: Sequence[tuple[Any, int]]) -> None:

@@ -23,7 +23,7 @@ GENERATED, GENERATED_EVAL = "generated.jsonl", "generated_eval.jsonl"
 _STATE = os.path.join("checkpoint", "state.pt")
 _RESULTS = ("model.safetensors", "medusa_lm_head.pt", "adapter_model.safetensors", _STATE)
 OURS = (RUN_FILE, GENERATED, GENERATED_EVAL, "training_log.jsonl", "config.json", "adapter_config.json", *_RESULTS)
-"""All that a run writes."""
+"""Files that a run writes."""
 _INPUTS = ("model", "adapter", "draft", "data", "eval_data")
 _DESCRIBING = ("config.json", "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 """Files of a model's or adapter's folder that stand for it; a model's weights are too large to be read for that."""
@@ -124,7 +124,7 @@ def _digest(option: str, path: str | None) -> str | None:
 
 
 def _place(option: str, path: str) -> str:
-    """Where an input lies; `~` is expanded for models alone, as when they are loaded."""
+    """Path of an input; `~` is expanded for models alone, as when they are loaded."""
     return os.path.expanduser(path) if option in ("model", "draft") else path
 
 

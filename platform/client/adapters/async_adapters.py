@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Kept(NamedTuple):
-    """How an adapter is loaded again in an engine that has just started."""
+    """Record of an adapter, by which it is loaded again in an engine that has just started."""
 
     is_read: bool
     """True when its files are read then; False when it is registered by its name."""

@@ -26,7 +26,7 @@ class Executor(Protocol):
         ...
 
     def error(self) -> EngineDeadError:
-        """Why."""
+        """Reason why it `is_broken`."""
 
     def forward(self, rows: SequenceRows, handles: Handles, aux_layers: Sequence[int]) -> DecoderOutput:
         """Compute rows of tokens, whose KV is written; see `LanguageModel.forward`."""

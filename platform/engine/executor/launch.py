@@ -41,7 +41,7 @@ class RemoteRank(Protocol):
     """Socket to it, for `messages`."""
 
     def ended(self) -> str | None:
-        """How it ended; None: it has not, or nobody knows."""
+        """Way in which it ended; None: it has not, or nobody knows."""
 
     def end(self) -> None:
         """End it by force."""

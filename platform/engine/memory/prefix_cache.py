@@ -203,7 +203,7 @@ class PrefixCache:
             hashes.append(_hash(self._parent(request, len(hashes)) + tokens, _BLOCK))
 
     def _parent(self, request: Request, index: int) -> bytes:
-        """What the hash of a request's block `index` continues."""
+        """Hash that the hash of a request's block `index` continues."""
         if request.activation and index == request.num_base_tokens // self.block_size:
             return _hash(self._parent_in_namespace(request, index) + request.activation, _ACTIVATED)
         return self._parent_in_namespace(request, index)

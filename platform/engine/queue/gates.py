@@ -11,21 +11,21 @@ from ...core.request import Request
 
 
 class Gate(Protocol):
-    """Something a sequence must hold while it runs, beside KV blocks. By default nothing is held."""
+    """Gate: a resource that a sequence must hold while it runs, beside KV blocks. By default nothing is held."""
 
     def admit(self, request: Request) -> str | None:
-        """Take it and return None, or return the reason to wait. A typed error fails this request alone."""
+        """Take the resource and return None, or return the reason to wait. A typed error fails this request alone."""
 
     def prefetch(self, request: Request) -> None:
-        """The request will soon be asked for: begin what takes long, if nothing more urgent suffers."""
+        """Begin what takes long for a request that will soon be admitted, if nothing more urgent suffers."""
         return
 
     def release(self, request: Request) -> None:
-        """Give it back, to ask again later: the request was preempted, or found no room."""
+        """Give the resource back, to ask again later: the request was preempted, or found no room."""
         return
 
     def forget(self, request: Request) -> None:
-        """Give it back for good: the request finished, failed or was aborted. Also for one that was never admitted."""
+        """Give the resource back for good: the request finished, failed or was aborted, maybe before its admission."""
         return
 
 
@@ -33,15 +33,15 @@ class DraftLimits(NamedTuple):
     """Limits that the drafter asks of the scheduler, as integers."""
 
     num_drafts: int = 0
-    """Most drafts a step."""
+    """Most drafts of a row in a step."""
     extra_slots: bool = False
-    """Whether proposing k drafts writes KV at the k positions after the step's last."""
+    """True when proposing k drafts writes KV at the k positions after the step's last."""
     overlaps: bool = False
-    """Whether a step may be planned while another one runs."""
+    """True when a step may be planned while another one runs."""
     max_positions: int = sys.maxsize
     """Positions of a sequence that the first drafter drafts for without the host."""
     max_drafts_on_device: int = sys.maxsize
-    """Most drafts of a row that it makes without the host, which are then as many as were asked for."""
+    """Most drafts of a row that the first drafter makes without the host; it then makes as many as were asked for."""
 
     def room(self, request: Request, least: int, most: int, max_model_len: int) -> int:
         """Most drafts that may follow when the sequence has grown by `least` to `most` tokens."""
@@ -56,7 +56,7 @@ class DraftLimits(NamedTuple):
 
 
 class DraftChooser(Protocol):
-    """Chooses how many drafts each row gets, and by whom, where that is not as many as may be."""
+    """Chooser of each row's drafter and number of drafts. Without one a row gets as many drafts as it may have."""
 
     @property
     def plans_no_drafts(self) -> bool:

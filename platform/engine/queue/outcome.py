@@ -1,4 +1,4 @@
-"""Takes one row's result into its sequence: which tokens count, and whether they end it."""
+"""Outcome of a row for its sequence: the tokens that count, and whether they end it."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def _with_facts(delta: TokenDelta, request: Request) -> TokenDelta:
 
 
 def ends_after(request: Request, max_model_len: int) -> bool:
-    """Return whether what is under way of `request`, which is something, brings the last token that it may have,
-    whichever it is, if its drafts are right."""
+    """Return whether the rows under way of `request`, of which there is one at least, bring the last token that it may
+    have if all their drafts are right, whichever tokens they are."""
     if request.params.pooling is not None:
         return request.num_planned >= request.num_prompt_tokens
     row = request.under_way[-1]

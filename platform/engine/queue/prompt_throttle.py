@@ -1,4 +1,4 @@
-"""How many prompt tokens a step takes beside sequences that decode.
+"""Throttle of prompts: the number of prompt tokens that a step takes beside sequences that decode.
 
 A step with a long prompt takes many times as long as one without, and for all that time nobody gets a token. So a step
 may take at most about `1 + S` times what its decodes take alone, with
@@ -24,7 +24,7 @@ UNMEASURED = 16
 """Steps with prompts, beside a number of decodes that was never measured alone, after which one goes without: where
 prompts never end, it would never be."""
 _IMPATIENCE = 8.0
-"""How many sequences that decode one counts for that waits for its first token."""
+"""Number of decoding sequences for which one counts that waits for its first token."""
 _SMOOTHING = 0.2
 _LARGEST_CHANGE = 1.25
 """Largest change of the number of tokens after one step: a step that another process held up says little."""

@@ -1,4 +1,4 @@
-"""How large a sequence's row may be, and whether drafts can be made after it without the host."""
+"""Choices of a sequence's row: its possible sizes, and the rows after which the device can draft without the host."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def row_choices(
 
     Args:
         share: Most drafts to verify now, and to propose for the next step.
-        longest: A sequence may become.
+        longest: Most tokens of a sequence.
 
     Yields:
-        a row, and the positions after its end that need blocks too.
+        (row, number of positions after its end that need blocks too).
     """
     awaits_token, num_pending, is_forced = request.awaits_token, request.num_pending, request.drafts.forced
     known = request.num_unplanned
@@ -100,7 +100,7 @@ def may_draft_on_device(row: RowPlan, limits: DraftLimits) -> bool:
 
 
 def _is_read(row: RowPlan) -> bool:
-    """Whether the host must know what this row brings for the logits after it: its tokens, or their number."""
+    """True when the logits after this row depend on its tokens, or on their number, so that the host must know them."""
     if not row.samples:
         return False
     request = row.request

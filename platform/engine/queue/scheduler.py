@@ -1,4 +1,4 @@
-"""Decides what each step computes, and takes its results into the sequences.
+"""The scheduler: it plans what each step computes, and takes the results into the sequences.
 
 There are no phases. A sequence is a row of tokens of which a prefix has been computed; a step computes some more of
 each. A prompt chunk, a decode and the verification of k drafts differ only in their counts.
@@ -21,10 +21,10 @@ from ...core.messages import TokenDelta
 from ...core.request import NO_DRAFTS, Request, Status
 from ..memory.block_pool import BlockPool
 from ..memory.prefix_cache import PrefixCache
-from .fair import POLICIES, RequestQueue
 from .gates import DraftChooser, DraftLimits, Gate
 from .outcome import accept, ends_after
 from .prompt_throttle import PromptThrottle
+from .request_queue import POLICIES, RequestQueue
 from .row_choices import decode_row, is_followed, row_choices
 from .step_budget import StepBudget, draft_budget
 
@@ -210,7 +210,7 @@ class Scheduler:
         return None
 
     def _is_under_way(self, victim: Request) -> bool:
-        """Whether this sequence cannot make way now; then it can in the next step."""
+        """True when this sequence cannot make way now: a step under way computes it. It can in the next step."""
         self._needs_commit |= bool(victim.under_way)
         return bool(victim.under_way)
 
@@ -280,8 +280,8 @@ class Scheduler:
                 gate.prefetch(request)
 
     def _blocked(self, request: Request) -> str | None:
-        """Why the request cannot start for a reason of its own; None once it holds everything but blocks. Raises what a
-        gate raises: the request has failed."""
+        """The reason of its own why a request cannot start; None once it holds everything but blocks. A gate's error
+        passes through: the request has failed."""
         if self._awaits_leader(request) or self._leaves_seats(request):
             return "group"
         for index, gate in enumerate(self._gates):
@@ -293,7 +293,7 @@ class Scheduler:
         return None
 
     def _awaits_leader(self, request: Request) -> bool:
-        """Whether a sibling is about to compute the prompt blocks that this sequence can then share."""
+        """True while a sibling computes the prompt blocks that this sequence can then share."""
         if request.group is None or request.num_prompt_tokens - 1 < self.prefix_cache.block_size:
             return False
         leader = self._siblings[request.group][0]

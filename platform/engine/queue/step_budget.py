@@ -1,12 +1,12 @@
-"""A step's plan in the making."""
+"""Token budget of a step: the rows planned so far, and the tokens left for others."""
 
 from __future__ import annotations
 
 from ...core.batch import RowPlan
 from ...core.config import SchedulerConfig
 from ...core.request import Request
-from .fair import RequestQueue
 from .gates import DraftLimits
+from .request_queue import RequestQueue
 
 
 class StepBudget:
@@ -21,13 +21,13 @@ class StepBudget:
         self.for_prompts = num_tokens
         """Tokens of `num_left` that prompts may take which are not urgent; below 0 where urgent ones took more."""
         self.rows: dict[Request, RowPlan] = {}
-        """In the order of planning."""
+        """Planned rows, in the order of planning."""
         self.was_short = False
-        """Whether running sequences found too few blocks."""
+        """True when a running sequence has found too few blocks."""
 
     def left_for(self, request: Request, queue: RequestQueue) -> int:
-        """How many tokens this sequence may have. Prompts leave time to those that decode, but for one whose account is
-        behind: it need not spare those that are ahead."""
+        """Tokens that this sequence may have. Prompts leave time to sequences that decode. An account that was served
+        less may have the whole budget: it need not spare those that were served more."""
         if self.for_prompts < self.num_left and queue.is_behind(request):
             return self.num_left
         return min(self.num_left, self.for_prompts)

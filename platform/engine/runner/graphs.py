@@ -1,4 +1,4 @@
-"""Which passes an engine captures in graphs, and their capture before the first request."""
+"""Graphs of an engine: the passes that are captured, and their capture before the first request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PROMPT_TOKENS = (512, 256, 128, 64)
 
 
 def graph_backend(config: EngineConfig) -> GraphBackend | None:
-    """How this engine captures; None: it does not. On a CPU a launch costs next to nothing."""
+    """Backend that captures this engine's passes; None: none is captured. On a CPU a launch costs next to nothing."""
     if config.device != "cuda" or config.enforce_eager or config.batch_invariant:
         return None
     return CudaGraphs(torch.device(config.device))

@@ -55,9 +55,9 @@ class RunnerParts(NamedTuple):
     executor: Executor
     """Computes all passes of the target."""
     prepare_head: AdapterPreparer
-    """For a classifier's score matrix."""
+    """Prepares adapters for a classifier's score matrix."""
     queue: DeviceQueue
-    """Where a step's work goes."""
+    """Takes the work of steps in their order."""
     graphs: PassGraphs | None = None
     """Holder of the executor's captured passes and the drafter's; None: every pass is launched piece by piece."""
     policy: SpeculationPolicy | None = None
@@ -75,7 +75,7 @@ class _Computed(NamedTuple):
 
 
 class _Queued(NamedTuple):
-    """What a step's work returns; what was sampled and drafted may still be on its way."""
+    """Results of a step's work; sampled tokens and drafts may still be on their way to the host."""
 
     output: DecoderOutput
     sampling: Sampling | None
@@ -89,7 +89,7 @@ class _Queued(NamedTuple):
     stopwatch: Stopwatch
     """Time of the forward pass, sampling and verification."""
     capture_seconds: float
-    """Seconds of that time which only first steps take."""
+    """Seconds of that time that were spent on captures, which only first steps pay for."""
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class Launched:
     plan: StepPlan
     work: Future[_Queued] | Done[_Queued]
     places: dict[Request, int]
-    """Which of the rows that reach their end is whose."""
+    """Place of each request among the rows that reach their end."""
     block_tables: Sequence[Sequence[int]]
     """KV blocks of each row, also of a sequence that has finished meanwhile."""
 
@@ -131,12 +131,12 @@ class ModelRunner:
 
     @property
     def captures(self) -> bool:
-        """Whether passes are captured in graphs."""
+        """True when passes are captured in graphs."""
         return self._graphs is not None and self._graphs.captures(self._model)
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step may be launched while another one runs."""
+        """True when a step may be launched while another one runs."""
         return self._queue.overlaps
 
     def launch(self, plan: StepPlan, before: Launched | None = None) -> Launched:
@@ -213,7 +213,7 @@ class ModelRunner:
 
     @property
     def _capture_seconds(self) -> float:
-        """Spent so far on what only first steps pay for."""
+        """Seconds spent so far on captures, which only first steps pay for."""
         return 0.0 if self._graphs is None else self._graphs.capture_seconds
 
     @torch.inference_mode()
@@ -224,7 +224,7 @@ class ModelRunner:
         is_followed: bool,
         moves: Sequence[Move],
     ) -> _Queued:
-        """What the device does for a step; on a GPU nothing here waits for it, but for log-probabilities of prompts.
+        """Compute a step on the device. On a GPU only log-probabilities of prompts make the host wait for it.
 
         Args:
             before: The step that rows which await a token continue; its work is done.
@@ -278,7 +278,7 @@ class ModelRunner:
         return _Computed(self._executor.forward(rows, handles, self._aux_layers), None)
 
     def _sample(self, prepared: Prepared, computed: _Computed, overshoot: Tensor | None) -> Sampling | None:
-        """For the rows that reach their end, in their order; None when none does. `overshoot`: of these rows."""
+        """Sample for the rows that reach their end, in their order; None when none does. `overshoot`: of these rows."""
         hidden, index, chosen = computed.output.hidden, prepared.with_logits, prepared.chosen
         if not chosen:
             return None
@@ -294,7 +294,7 @@ class ModelRunner:
         return self._sampler.begin(logits, chosen, overshoot)
 
     def _prompt_part(self, row: RowPlan, hidden: Tensor) -> list[TokenLogprobs] | Tensor:
-        """What is wanted of a chunk of a prompt: log-probabilities, or its part of the pooled hidden [H]."""
+        """Log-probabilities of a chunk of a prompt, or its part of the pooled hidden [H], whichever is wanted."""
         pooling = row.request.params.pooling
         if pooling is None:
             return self._prompt_logprobs(row, hidden)

@@ -19,14 +19,14 @@ from ..queue.scheduler import Scheduler
 from .model_runner import Launched, ModelRunner
 
 IDLE_WAIT_SECONDS = 0.05
-"""How long a step with nothing to compute waits for what the queued sequences wait for."""
+"""Seconds that a step with nothing to compute waits for what the queued sequences wait for."""
 
 
 class Pipeline:
     """Runs steps. Between two calls of `step` at most one is under way."""
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, wait: Callable[[float], None]) -> None:
-        """`wait`: for what queued sequences wait for, at most so many seconds."""
+        """`wait(seconds)` waits at most so long for what queued sequences wait for."""
         self._scheduler = scheduler
         self._runner = runner
         self._wait = wait
@@ -37,7 +37,7 @@ class Pipeline:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way, and all deltas are told."""
+        """True when nothing is under way, and all deltas are told."""
         return not self._under_way and not self._deltas
 
     def step(self) -> list[TokenDelta]:

@@ -32,21 +32,22 @@ class Prepared(NamedTuple):
     chosen: list[SampleRow]
     """The rows that reach their end."""
     prompts: dict[int, tuple[RowPlan, int]]
-    """By row, where log-probabilities or hidden states of its prompt are wanted: itself, and where its tokens begin."""
+    """(row, place of its first token) by index of the row, where log-probabilities or hidden states of its prompt are
+    wanted."""
     replayable: bool
-    """Whether all rows are decodes or verifications, whose logits are captured too."""
+    """True when all rows are decodes or verifications, whose logits are captured too."""
     sampling: list[int]
-    """The rows of `chosen`."""
+    """Indices of the rows of `chosen`."""
     followed: list[int]
-    """By row: the place of its sequence among the chosen rows of the step before, or their number where it is not
-    awaiting a token. Empty: no row is."""
+    """[R] place of each row's sequence among the chosen rows of the step before, or their number for a row that awaits
+    no token. Empty: no row awaits one."""
     drafting: list[DraftRow]
     """The rows, where the device drafts without the host; else empty."""
 
 
 def prepare(plan: StepPlan, places: dict[Request, int], *, drafts: bool) -> Prepared:
-    """Read a step's sequences. `places`: which of the chosen rows of the step before is whose; `drafts`: the device
-    drafts without the host."""
+    """Read a step's sequences. `places`: each request's place among the chosen rows of the step before; `drafts`: the
+    device drafts without the host."""
     planned, requests = plan.rows, [row.request for row in plan.rows]
     counts = [row.num_tokens for row in planned]
     firsts = list(accumulate(counts, initial=0))

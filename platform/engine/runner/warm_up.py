@@ -41,7 +41,7 @@ _REHEARSED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "min_tokens": 2, "logit_bias": {1: 1.0}, "bad_words_token_ids": [[2], [3, 4]]},
     {"temperature": 0.0, "allowed_token_ids": [1, 2, 3]},
 )
-"""What requests ask of sampling, each kind once."""
+"""Sampling parameters of dummy requests: each kind of sampling once."""
 _REHEARSED_TOKENS = 3
 
 
@@ -64,8 +64,8 @@ def warm_up(
 
 
 def _lives(scheduler: Scheduler, rows: int, choices: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Which of `choices` one batch of so many dummies has room for, and which the next; none where not even one of them
-    fits, whole batches at a time and without preemption."""
+    """Parts of `choices`, each as many as one batch of `rows` dummies has room for without preemption; none where not
+    even one choice fits."""
     config = scheduler.config
     most = max(count for _, count in choices)
     blocks = min(scheduler.pool.num_free // rows, -(-config.max_model_len // scheduler.prefix_cache.block_size))

@@ -33,10 +33,10 @@ class Seen(NamedTuple):
     entries: np.ndarray
     """[E], see `Penalised.entries`."""
     on_device: tuple[Sequence[int], ...] = ()
-    """More, which only the device knows; -1: none."""
+    """Tokens behind these that only the device knows; -1: none."""
 
     def after(self, tokens: Sequence[int]) -> Seen:
-        """With more of these."""
+        """Return these tokens with `tokens`, which are on the device, behind them."""
         return self._replace(on_device=(*self.on_device, tokens))
 
 
@@ -49,18 +49,18 @@ class LogitsRow(NamedTuple):
     drafts: tuple[Sequence[int], ...]
     """The drafts before this row, in some parts, which may be on the device alone; they count like generated tokens."""
     num_tokens: int | None = None
-    """Tokens of the sequence, where the last one is still being sampled; None: those that it has."""
+    """Number of the sequence's tokens while the last one is still being sampled; None: `request.tokens` are all."""
     seen: Seen | None = None
     """Its tokens, for penalties; None: those that it has."""
 
     @property
     def num_drafts(self) -> int:
-        """How many drafts are before this row."""
+        """Number of drafts before this row."""
         return sum(map(len, self.drafts))
 
     @property
     def num_outputs(self) -> int:
-        """How many generated tokens this row continues."""
+        """Number of generated tokens that this row continues."""
         num_tokens = len(self.request.tokens) if self.num_tokens is None else self.num_tokens
         return num_tokens - self.request.num_prompt_tokens + self.num_drafts
 

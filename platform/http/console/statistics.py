@@ -12,8 +12,8 @@ from typing import NamedTuple
 from .... import __version__
 from ...core.adapter_names import label_text
 from ...core.messages import AdapterInfo, EngineStats, SpeculationCounts
-from ..observe.recent import LATENCY_SECONDS
-from ..observe.recent import Point as RecentPoint
+from ..observe.recent_rates import LATENCY_SECONDS
+from ..observe.recent_rates import Point as RecentPoint
 from ..serving_state import Serving
 from .acceptance_split import AcceptanceTotals, Split
 from .stats_schema import (

@@ -27,7 +27,7 @@ from ...core.messages import EngineStats
 from ...core.outputs import RequestOutput
 from ..body.foreign_fields import HARMLESS, IDLE
 from .metric_families import EngineCounters, FamilyCollector, engine_families
-from .recent import Recent
+from .recent_rates import RecentRates
 from .request_log import PromptNote, current_note
 from .series_labels import PREFIX, Labels, SeriesLabels
 
@@ -128,7 +128,7 @@ class Metrics:
         self.prompt_length = histogram("request_prompt_tokens", "Tokens of a request's prompt.", labels, sizes)
         self.output_length = histogram("request_generation_tokens", "Tokens of a finished sequence.", labels, sizes)
         self._lora_load = histogram("lora_load_seconds", "Reading and checking an adapter.", (), _LORA_LOAD)
-        self.recent = Recent()
+        self.recent = RecentRates()
         self._labels = SeriesLabels()
         self._stats = EngineStats()
         self._ended = EngineCounters()  # of the engine's runs before the one of `_stats`

@@ -117,7 +117,7 @@ class Journal:
         return len(self._states)
 
     def problem(self) -> str | None:
-        """Why no new request can be recorded; None: one can."""
+        """Reason why no new request can be recorded; None: one can."""
         try:
             self._make_room(self._segment_bytes // 8)
         except JournalError as error:

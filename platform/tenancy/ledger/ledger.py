@@ -43,7 +43,7 @@ class LedgerStatus:
     journal_bytes: int
     journal_max_bytes: int
     problem: str | None
-    """Why no new requests are taken; None: they are."""
+    """Reason why no new requests are taken; None: they are."""
     num_committed: int
     """Rows committed since the start."""
     num_commits: int
@@ -172,7 +172,7 @@ class Ledger:
 
     @property
     def problem(self) -> str | None:
-        """Why no new requests can be accounted for; None: they can."""
+        """Reason why no new requests can be accounted for; None: they can."""
         if self._sync_problem is not None:
             self._sync_soon()
         problem = self._sync_problem or self._journal.problem()

@@ -48,7 +48,7 @@ class Ticket:
         self.since = 0
         """Time of the admission, in nanoseconds of the limiter's clock."""
         self.waiting = ExitStack()
-        """Where it is counted among those that wait for places; to be closed."""
+        """Its count among the requests that wait for places; closing it takes it out of the count."""
         self.is_open = True
         self._claims: list[tuple[Places, Claim]] = []
         self._requests: list[tuple[RateBucket, Charge]] = []
@@ -161,8 +161,8 @@ class Limiter:
         return granted
 
     def _grant(self, principal: Principal, demand: Demand, max_model_len: int) -> Ticket | Scope:
-        """All that the request needs, but for places that it must wait for; or a scope of whose budget it is not known
-        what has been used. Errors: see `admit`."""
+        """A ticket with all that the request needs, but for places that it must wait for; or a scope whose used budget
+        is not known yet. Errors: see `admit`."""
         scopes = self._scopes.of(principal)
         for scope in scopes:
             if self._is_unread(principal, scope):

@@ -164,7 +164,7 @@ class _RunningRequest:
         return place
 
     def place(self, num_tokens: int, longest: int) -> Place | None:
-        """Where the last tokens stood before; None while it has not caught up with all `num_tokens`."""
+        """Place in the tree of the last tokens; None while it has not caught up with all `num_tokens`."""
         tokens = self.text.tokens
         if self.base + len(tokens) < num_tokens:
             return None

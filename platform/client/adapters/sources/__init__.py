@@ -1,4 +1,4 @@
-"""Where adapters come from: folders, the Hugging Face hub, object stores, plug-ins.
+"""Sources of adapters: folders, the Hugging Face hub, object stores, plug-ins.
 
 Everything here ends in a local folder before the engine hears of the adapter: a slow store delays nobody else.
 """

@@ -49,7 +49,7 @@ _MAX_WAITING = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOptions:
-    """Where adapters may come from beside the folders that users name."""
+    """Sources of adapters beside the folders that users name."""
 
     directories: tuple[str, ...] = ()
     """Folders whose subfolders are adapters, found by name."""
@@ -58,7 +58,7 @@ class SourceOptions:
     resolvers: tuple[str, ...] = ()
     """Plug-ins, as "package.module:factory"; installed ones (`plugins.ENTRY_POINTS`) are found by themselves."""
     cache_dir: str | None = None
-    """Where adapters of object stores are downloaded to; None: see `cache.default_cache_dir`."""
+    """Folder for adapters that are downloaded from object stores; None: see `cache.default_cache_dir`."""
     max_cache_bytes: int = DEFAULT_MAX_CACHE_BYTES
     max_adapter_bytes: int = DEFAULT_MAX_ADAPTER_BYTES
 

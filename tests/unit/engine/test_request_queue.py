@@ -1,4 +1,4 @@
-"""Whose turn it is: counters, lifts, charges, and who gives way, by hand-made cases."""
+"""The queue of requests: counters, lifts, charges, and who gives way, by hand-made cases."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from outrider.platform.core.errors import InvalidRequestError
 from outrider.platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from outrider.platform.engine.memory.block_pool import BlockPool
 from outrider.platform.engine.memory.prefix_cache import PrefixCache
-from outrider.platform.engine.queue.fair import POLICIES, RequestQueue
 from outrider.platform.engine.queue.gates import DraftLimits
+from outrider.platform.engine.queue.request_queue import POLICIES, RequestQueue
 from outrider.platform.engine.queue.scheduler import Scheduler
 
 PRICES = FairConfig(prompt_cost=1.0, output_cost=2.0, rejected_draft_cost=0.5)

@@ -89,7 +89,7 @@ class Point(NamedTuple):
     inter_token: Quantiles
 
 
-class Recent:
+class RecentRates:
     """Counts of this server's last minutes. They belong to the event loop's thread; but `points` may be called in
     another one, since it reads only seconds that are over, and these no longer change."""
 

@@ -5,7 +5,13 @@ import random
 import pytest
 
 from outrider.platform.core.outputs import CompletionOutput, RequestOutput
-from outrider.platform.http.observe.recent import KEPT_SECONDS, LATENCY_SECONDS, RATE_SECONDS, Durations, Recent
+from outrider.platform.http.observe.recent_rates import (
+    KEPT_SECONDS,
+    LATENCY_SECONDS,
+    RATE_SECONDS,
+    Durations,
+    RecentRates,
+)
 
 BASE, SQL = ("", "default"), ("sql", "acme")
 
@@ -24,8 +30,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def recent(clock) -> Recent:
-    return Recent(clock)
+def recent(clock) -> RecentRates:
+    return RecentRates(clock)
 
 
 def output(tokens: int, prompt: int = 7, finished: bool = False) -> RequestOutput:

@@ -1,7 +1,7 @@
-"""Whose turn it is: the waiting and running sequences, by account, and what each account has been served.
+"""The queue of waiting sequences and the set of running ones, by account, and the account whose turn is next.
 
-Virtual token counters, after Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), Algorithm 2 with
-weights. An account's counter grows by the price of what it is served, over its weight:
+The order is that of virtual token counters, after Sheng et al., "Fairness in Serving Large Language Models" (OSDI
+2024), Algorithm 2 with weights. An account's counter grows by the price of what it is served, over its weight:
 
     when a sequence first starts    prompt_cost          a prompt token that the prefix cache does not have
     in every step                   output_cost          a token emitted
@@ -42,7 +42,7 @@ class Policy(NamedTuple):
     by_tenant: bool
     """Each tenant has an account; else all requests share one, and nothing is charged."""
     by_priority: bool
-    """Whether priorities count."""
+    """True when priorities count."""
 
 
 POLICIES: dict[str, Policy] = {
@@ -202,8 +202,9 @@ class RequestQueue:
         account.counter += cost / account.weight
 
     def num_wanted(self, num_seats: int) -> int:
-        """How many waiting sequences count as impatient when a step's prompts are bounded. Those that find a seat; all,
-        for throughput, where every account has a queue: else the others would pay for a flood's."""
+        """Number of waiting sequences that count as impatient when a step's prompts are bounded: those that find a
+        seat. Where every account has a queue all of them count, for throughput; elsewhere the accounts without a queue
+        would pay for the flood of another."""
         if self.num_waiting <= num_seats or all(
             len(account.waiting) > 1 for account in {**self._served, **self._queued}
         ):
