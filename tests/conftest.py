@@ -128,6 +128,11 @@ def _freeze_what_stays() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Else libraries that look for their own leaks at the end find those objects."""
+    gc.unfreeze()
+
+
 _FOLDERS: list[list[Path]] = []
 """Folders made by each of the fixtures that are being set up, the innermost last."""
 
