@@ -114,23 +114,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Python's own collections of garbage were a twentieth of the time: here there are far fewer."""
-    gc.set_threshold(10_000, 20, 20)
+    """What has been imported and collected stays: no collection of garbage need look at all these objects again.
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _freeze_what_stays() -> None:
-    """What is there before a file's tests stays: no collection of garbage looks at it again.
-
-    Many tests collect garbage to see that nothing is left of what they made.
+    Many tests collect garbage to see that nothing is left of what they made. Python's own collections were a twentieth
+    of the time: here there are far fewer.
     """
-    gc.collect()
     gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """Else libraries that look for their own leaks at the end find those objects."""
-    gc.unfreeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 _FOLDERS: list[list[Path]] = []
