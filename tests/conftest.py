@@ -123,6 +123,11 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(10_000, 20, 20)
 
 
+def pytest_unconfigure() -> None:
+    """Else libraries that look for their own leaks at the end find those objects."""
+    gc.unfreeze()
+
+
 _FOLDERS: list[list[Path]] = []
 """Folders made by each of the fixtures that are being set up, the innermost last."""
 
