@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
@@ -9,7 +10,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -59,12 +62,25 @@ def build(cache: Path | None = None) -> Path:
     if target.exists():
         return target
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-    logger.info("compiling the native CPU kernels (once)")
-    with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        library = Path(scratch) / target.name
-        _compile(compiler, Path(scratch), library)
-        library.replace(target)  # atomic: another process may be building the same
+    with _locked(cache):
+        if not target.exists():  # else another process has compiled it meanwhile
+            logger.info("compiling the native CPU kernels (once)")
+            with tempfile.TemporaryDirectory(dir=cache) as scratch:
+                library = Path(scratch) / target.name
+                _compile(compiler, Path(scratch), library)
+                library.replace(target)  # atomic: other processes look for it without the lock
     return target
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Exclusive lock of a folder: processes that start together, as ranks do, compile one after the other."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _compiler() -> list[str]:

@@ -47,20 +47,18 @@ class Served:
     def check(self, outcomes, jobs=None) -> list[float]:
         """transformers must choose each token after those before it, with the same probability; returns the largest
         difference of a log probability, of the base model and of the adapter."""
-        largest = [0.0, 0.0]
-        for (prompt, _, lora), outcome in zip(jobs or self.jobs, outcomes, strict=True):
-            ids = torch.tensor([prompt + outcome.token_ids[:-1]])
-            if lora is None:
-                with self._tuned.disable_adapter():
-                    logits = self._tuned(ids).logits[0, len(prompt) - 1 :]
-            else:
-                logits = self._tuned(ids).logits[0, len(prompt) - 1 :]
-            assert outcome.token_ids == logits.argmax(-1).tolist()
-            theirs = torch.log_softmax(logits, -1).max(-1).values
-            ours = torch.tensor([found.logprobs[0] for found in outcome.logprobs])
-            torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
-            largest[lora is not None] = max(largest[lora is not None], float((ours - theirs).abs().max()))
-        return largest
+        pairs = list(zip(jobs or self.jobs, outcomes, strict=True))
+        with self._tuned.disable_adapter():
+            base = max(self._error(*job, outcome) for (*job, lora), outcome in pairs if lora is None)
+        return [base, max((self._error(*job, outcome) for (*job, lora), outcome in pairs if lora), default=0.0)]
+
+    def _error(self, prompt, params, outcome) -> float:
+        logits = self._tuned(torch.tensor([prompt + outcome.token_ids[:-1]])).logits[0, len(prompt) - 1 :]
+        assert outcome.token_ids == logits.argmax(-1).tolist()
+        theirs = torch.log_softmax(logits, -1).max(-1).values
+        ours = torch.tensor([found.logprobs[0] for found in outcome.logprobs])
+        torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
+        return float((ours - theirs).abs().max())
 
     @contextmanager
     def rounded(self) -> Iterator[None]:
@@ -117,26 +115,24 @@ def test_drafts_chunks_and_prefixes(make_engine, run, served):
 
 
 def test_preemption(make_engine, run, served):
+    """KV of every layer goes to the host and comes back. To compute it again is what a prompt in chunks does."""
     few = {"block_size": 16, "num_gpu_blocks_override": 14, "enable_prefix_caching": False}
-    for options in ({}, {"swap_space": 0.01, "preemption_mode": "swap"}):
-        engine = engine_of(make_engine, served, **few, **options)
-        served.check(run(engine, served.jobs))
-        assert engine.stats().num_preemptions > 0
-        assert (engine.stats().kv_host_hits > 0) == bool(options)
+    engine = engine_of(make_engine, served, **few, swap_space=0.01, preemption_mode="swap")
+    served.check(run(engine, served.jobs))
+    assert engine.stats().num_preemptions > 0
+    assert engine.stats().kv_host_hits > 0
     record(served.architecture, "native", ["preemption"])
 
 
 def test_quantised_weights(make_engine, run, served):
     """Text of weights that were rounded to int8 while they were loaded is that of transformers with the same rounded
-    weights, for the base model and for the adapter. Drafts do not change it."""
+    weights, for the base model and for the adapter, with drafts."""
     # Where the adapter's file has a copy of the table, that one is not rounded.
     jobs = served.jobs[::2] if served.saves_embeddings else served.jobs
     speculation = {"method": "ngram", "num_speculative_tokens": 4}
     drafted = run(engine_of(make_engine, served, quantization="int8", speculative_config=speculation), jobs)
     with served.rounded():
         served.check(drafted, jobs)
-    plain = run(engine_of(make_engine, served, quantization="int8"), jobs)
-    assert [outcome.token_ids for outcome in plain] == [outcome.token_ids for outcome in drafted]
     record(served.architecture, "native", ["quantised"])
 
 

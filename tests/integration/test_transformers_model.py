@@ -215,8 +215,9 @@ def test_a_config_does_not_choose_code_or_the_form_of_outputs(models, tmp_path, 
     assert found[0].token_ids == found[1].token_ids
 
 
-def test_two_threads_import_transformers():
-    """As in a new process, where one reads the config and one the tokenizer: half-made modules came out of it."""
+def test_two_threads_import_transformers(repo_root):
+    """As in a new process, where one reads the config and one the tokenizer: half-made modules came out of it. At the
+    root, where transformers could take the folder `kernels` for an optional library of that name."""
     code = """if True:
         import sys, torch
         from concurrent.futures import ThreadPoolExecutor
@@ -228,8 +229,9 @@ def test_two_threads_import_transformers():
         with ThreadPoolExecutor(1) as beside:
             found = beside.submit(import_text_side, EngineArgs(model="x"))
             read_facts(demo_model_path(), impl="transformers")
-            found.result()"""
-    subprocess.run([sys.executable, "-P", "-c", code], check=True)
+            found.result()
+        from transformers import AutoTokenizer, LlamaForCausalLM"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=repo_root)
 
 
 def test_a_model_that_goes_leaves_no_weights(tmp_path):

@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -32,6 +33,12 @@ class TestBuild:
         stamp = first.stat().st_mtime_ns
         assert building.build(tmp_path / "cache") == first
         assert first.stat().st_mtime_ns == stamp
+
+    def test_of_those_that_start_together_one_compiles(self, kernels, tmp_path, caplog):
+        with caplog.at_level(logging.INFO), ThreadPoolExecutor(4) as pool:
+            made = list(pool.map(building.build, [tmp_path / "cache"] * 4))
+        assert len(set(made)) == 1
+        assert caplog.text.count("compiling") == 1
 
     def test_a_changed_source_is_another_library(self, kernels, tmp_path):
         first = building.build(tmp_path / "cache")
