@@ -103,7 +103,7 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
             return text
 
         with deadline(TEMPLATE_SECONDS):
-            return _first_taken(checked, conversation, tools)
+            return _render_with_fallbacks(checked, conversation, tools)
     except InvalidRequestError:
         raise
     except DeadlineError as error:
@@ -200,7 +200,7 @@ def _render_probe(tokenizer: Any, template: str | None, messages: list[dict[str,
 # --- messages in a form that the template refuses ---------------------------------------------------------------------
 
 
-def _first_taken(
+def _render_with_fallbacks(
     render: Callable[[list[dict[str, Any]], Any], str], conversation: list[dict[str, Any]], tools: Any
 ) -> str:
     """The text of the conversation. Some templates want ids of calls to be 9 letters or digits; many take one system
@@ -217,9 +217,9 @@ def _first_taken(
         tried = [(conversation, tools)]
         for other in (given, _merged(given), _merged(systems_first)):
             for way in ((other, tools), (other, complete)):
-                if way not in tried and other[-1]["role"] == conversation[-1]["role"]:
-                    tried.append(way)
-                    with contextlib.suppress(Exception):  # whatever templates raise
+                with contextlib.suppress(Exception):  # whatever templates raise
+                    if way not in tried and other[-1]["role"] == conversation[-1]["role"]:
+                        tried.append(way)
                         return render(*way)
         raise
 
@@ -339,6 +339,5 @@ def _tool_call(index: int, call: object) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(arguments or "{}")
-            arguments = found if isinstance(found, dict) else arguments
+            arguments = json.loads(arguments or "{}")
     return {**call, "function": {**function, "arguments": arguments}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from ....core.errors import InvalidRequestError, NotFoundError, invalid
@@ -25,7 +25,7 @@ def new_item_id(kind: str) -> str:
 
 
 def items_of(
-    value: str | list[Any], before: Iterable[Item] = (), stored: Callable[[], Mapping[str, Item]] = dict
+    value: str | list[Any], before: Sequence[Item] = (), stored: Callable[[], Mapping[str, Item]] = dict
 ) -> list[Item]:
     """The items of a request's `input`, checked.
 
@@ -42,14 +42,16 @@ def items_of(
     if not value:
         raise invalid("input", "must not be empty")
     calls = {item["call_id"] for item in before if item["type"] == "function_call"}
+    seen = {item["id"] for item in before}
     items: list[Item] = []
-    known: dict[str, Item] | None = None
+    known: Mapping[str, Item] | None = None
     for index, given in enumerate(value):
-        if isinstance(given, dict) and given.get("type") == _REFERENCE:
-            known = dict(stored()) if known is None else known
-            item = _referenced(given, known, f"input[{index}]")
+        if isinstance(given, dict) and (given.get("type") == _REFERENCE or given.keys() == {"id"}):
+            known = stored() if known is None else known
+            item = _referenced(given.get("id"), known, seen, f"input[{index}].id")
         else:
             item = _item(given, f"input[{index}]")
+        seen.add(item["id"])
         if item["type"] == "function_call":
             calls.add(item["call_id"])
         elif item["type"] == "function_call_output" and item["call_id"] not in calls:
@@ -62,15 +64,15 @@ def items_of(
     return items
 
 
-def _referenced(given: dict[str, Any], stored: dict[str, Item], place: str) -> Item:
-    """The item of a reference, which is taken out of `stored`: many references to one would be a long conversation."""
-    item = stored.pop(given["id"], None) if isinstance(given.get("id"), str) else None
-    if item is None:
-        raise NotFoundError(
-            f"{place}: there is no item {shorten(repr(given.get('id')))} in a stored response, or it stands before",
-            param=f"{place}.id",
-        )
-    return item
+def _referenced(item_id: Any, stored: Mapping[str, Item], seen: Collection[str], place: str) -> Item:
+    """The item of a reference. None is there twice: many references to one would be a long conversation."""
+    if not isinstance(item_id, str):
+        raise invalid(place, "must be a string")
+    if item_id in seen:
+        raise InvalidRequestError(f"{place}: the item {shorten(repr(item_id))} stands before", param=place)
+    if item_id not in stored:
+        raise NotFoundError(f"{place}: there is no item {shorten(repr(item_id))} in a stored response", param=place)
+    return stored[item_id]
 
 
 def _item(given: Any, place: str) -> Item:
@@ -80,7 +82,7 @@ def _item(given: Any, place: str) -> Item:
     make = _MAKERS.get(kind) if isinstance(kind, str) else None
     if make is None:
         raise InvalidRequestError(
-            f"{place}: items of type {shorten(repr(kind))} are not supported, only {', '.join(_MAKERS)}",
+            f"{place}: items of type {shorten(repr(kind))} are not supported, only {', '.join((*_MAKERS, _REFERENCE))}",
             param=f"{place}.type",
         )
     item_id = given.get("id")

@@ -27,7 +27,7 @@ _RENAMED = {
 """Names in a chat's errors, and what they are called here."""
 _IN_ERRORS = re.compile(r"\b(?:" + "|".join(_RENAMED) + r")\b|(?<=\])\.function(?=\.)")
 _IN_TOOLS = re.compile(r"(?<=\btools\[)\d+(?=\])")
-_OFFERED = frozenset("custom image_generation local_shell namespace tool_search web_search web_search_preview".split())
+_OFFERED = re.compile(r"custom|image_generation|(?:local_)?shell|apply_patch|namespace|tool_search|web_search(?:_\w+)?")
 """Types of tools that coding agents write beside their functions, whether or not a server has them."""
 _ENCRYPTED = "reasoning.encrypted_content"
 """Entry of `include` that asks for nothing here: reasoning is given as text, which may be sent back."""
@@ -93,7 +93,7 @@ def _functions(tools: list[Any], strict: bool) -> list[dict[str, Any]]:
     for index, kind in enumerate(map(_type_of, tools)):
         if kind == "function":
             continue
-        if not places or not isinstance(kind, str) or kind not in _OFFERED:
+        if not places or not isinstance(kind, str) or not _OFFERED.fullmatch(kind):
             raise InvalidRequestError(
                 f"tools[{index}]: tools of type {shorten(repr(kind))} are not run by this server; only functions, "
                 "which the client runs, are supported",
@@ -127,8 +127,10 @@ def _format(given: dict[str, Any]) -> dict[str, Any]:
 def in_own_names(error: InvalidRequestError, places: Sequence[int]) -> InvalidRequestError:
     """An error of the chat in this API's names. `places`: see `function_places`."""
 
-    def own(text: str) -> str:
-        text = _IN_TOOLS.sub(lambda found: str(places[int(found[0])]), text)
+    own_places = {str(index): str(place) for index, place in enumerate(places)}
+
+    def own(text: str) -> str:  # which may quote the user's
+        text = _IN_TOOLS.sub(lambda found: own_places.get(found[0], found[0]), text)
         return _IN_ERRORS.sub(lambda found: _RENAMED.get(found[0], ""), text)
 
     error.message = own(error.message.replace("json_schema.schema", "schema"))

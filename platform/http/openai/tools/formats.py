@@ -80,9 +80,11 @@ FORMATS: dict[str, dict[str, Any]] = {
     ),
     "qwen3_coder": _format(
         {
-            # The model sometimes leaves <tool_call> out.
-            "open_pattern": _SPACE + r"(?:<tool_call>\s*+)?<function=(?P<name>[^>\n]+)>",
-            "close_pattern": r"</function>(?=\s*(?:</?tool_call>|<function=|\Z))",
+            # The model sometimes leaves <tool_call> out. The end is the first that no value of a parameter can have.
+            "open_pattern": _SPACE + r"(?:<tool_call>\s*+)?<function=(?P<name>[^<>\n]++)>"
+            r"(?=\s*+(?:<parameter=|</function>))",
+            "close_pattern": r"</function>(?=\s*+(?:</?tool_call>|<function=|\Z))"
+            r"|(?<=(?:</parameter>|<function=[^<>\n]+>)\s*)</function>",
             "content": "xml-inline",
             "content_args": {
                 "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>"

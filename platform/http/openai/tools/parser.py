@@ -54,14 +54,8 @@ class CallDeltas:
     def begin(self, name: str) -> Delta:
         """Begin the next call."""
         self.count += 1
-        function = {"name": name, "arguments": ""}
-        call = {
-            "index": self.count - 1,
-            "id": f"call_{uuid.uuid4().hex[:24]}",
-            "type": "function",
-            "function": function,
-        }
-        return {"tool_calls": [call]}
+        call = {"index": self.count - 1, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+        return {"tool_calls": [{**call, "function": {"name": name, "arguments": ""}}]}
 
     def arguments(self, text: str) -> list[Delta]:
         """More of the last call's arguments."""
@@ -102,6 +96,11 @@ class JsonCalls:
         self._flush()
         deltas, self._deltas = self._deltas, []
         return _joined(deltas)
+
+    def finish(self) -> list[Delta]:
+        """Deltas of what the end of the text leaves open: arguments in a string, of a call that is not closed."""
+        self._unquote()
+        return self.feed("")
 
     def _take(self, character: str) -> None:
         if self._bare:
@@ -385,7 +384,7 @@ class FormatParser:
             return []
         if region is not None and region.calls is not None:
             if self._calls.count > region.num_calls:
-                return []
+                return region.calls.finish()
         elif functions := _functions(value):
             return [delta for function in functions for delta in self._calls.whole(function)]
         self._has_raw = True  # a call that is none: its text is content

@@ -2,7 +2,7 @@
 
 import pytest
 
-from outrider.platform.core.errors import NotFoundError
+from outrider.platform.core.errors import InvalidRequestError, NotFoundError
 from outrider.platform.http.openai.responses.conversation import items_of
 from outrider.platform.http.openai.responses.store import ResponseStore, Stored
 
@@ -57,11 +57,13 @@ def test_references_to_stored_items():
     references = [{"type": "item_reference", "id": item_id} for item_id in ("msg_1", "fc_1")]
     output = {"type": "function_call_output", "call_id": "c", "output": "b"}
     assert items_of([*references, output], (), lambda: store.items("one"))[:2] == [question, call]
-    for tenant, given, param in (
-        ("two", references, "input[0].id"),
-        ("one", [references[1], references[1]], "input[1].id"),  # many of one would be a long conversation
-        ("one", [{"type": "item_reference", "id": 5}], "input[0].id"),
+    assert items_of([{"id": "msg_1"}], (), lambda: store.items("one")) == [question]  # its type may be left out
+    for tenant, before, given, param in (
+        ("two", [], references, "input[0].id"),
+        ("one", [], [references[1], references[1]], "input[1].id"),  # many of one would be a long conversation
+        ("one", [question], references, "input[0].id"),  # the previous response's conversation has it
+        ("one", [], [{"type": "item_reference", "id": 5}], "input[0].id"),
     ):
-        with pytest.raises(NotFoundError) as caught:
-            items_of(given, (), lambda tenant=tenant: store.items(tenant))
+        with pytest.raises(NotFoundError if tenant == "two" else InvalidRequestError) as caught:
+            items_of(given, before, lambda tenant=tenant: store.items(tenant))
         assert caught.value.param == param

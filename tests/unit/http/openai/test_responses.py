@@ -373,9 +373,13 @@ def test_a_call_of_the_previous_response_has_its_output(http, llm):
 
 
 def test_an_item_of_a_stored_response_is_sent_back_as_a_reference(http, llm):
-    reference = {"type": "item_reference", "id": create(http)["output"][0]["id"]}
-    create(http, input=[{"role": "user", "content": "a"}, reference, {"role": "user", "content": "b"}])
-    assert [message["content"] for message in llm.messages] == ["a", "Hello", "b"]
+    create(http, input=[{"id": create(http)["output"][0]["id"]}, {"role": "user", "content": "b"}])
+    assert [message["content"] for message in llm.messages] == ["Hello", "b"]
+
+
+@pytest.mark.parametrize("field", [{"structured_outputs": {"regex": "(tools[9]"}}, {"tool_choice": "tools[7]"}])
+def test_an_error_may_quote_a_place(http, field):
+    assert "tools[" in error_of(http.post(PATH, {"input": "a", "tools": [TOOL], **field}))["message"]
 
 
 def test_arguments_that_are_no_json_do_not_end_a_conversation(http, llm):

@@ -103,6 +103,22 @@ ANSWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "<function=f>\n<parameter=code>\na</function>b\n</parameter>\n</function>\n",
         {"content": "Ok.", "tool_calls": [NOTHING, {"name": "f", "arguments": {"code": "a</function>b"}}]},
     ),
+    "qwen coder in prose": (
+        "qwen3_coder",
+        "Write `<function=NAME>` first. Ok. <function=do.nothing>\n</function> Done.",
+        {"content": "Write `<function=NAME>` first. Ok.Done.", "tool_calls": [NOTHING]},
+    ),
+    "qwen coder, two calls with text between": (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=a>\n1\n</parameter></function>\nDone\n"
+        "<tool_call><function=f><parameter=a>\n2\n</parameter></function></tool_call>",
+        {"content": "Done", "tool_calls": [{"name": "f", "arguments": {"a": number}} for number in "12"]},
+    ),
+    "arguments as a string, of a call that does not end": (
+        "hermes",
+        f'<tool_call>{{"name": "get_weather", "arguments": {json.dumps(JSON)}</tool_call>',
+        {"tool_calls": [WEATHER]},
+    ),
     "arguments as a string": (
         "hermes",
         f'<tool_call>{{"name": "get_weather", "arguments": {json.dumps(JSON)}}}</tool_call>'
@@ -268,6 +284,14 @@ def test_a_call_without_arguments_has_an_empty_object():
     parser = FormatParser(FORMATS["hermes"], "", with_calls=True)
     deltas = [*parser.feed('<tool_call>{"name": "now"}</tool_call>'), *parser.finish()]
     assert "".join(delta["tool_calls"][0]["function"]["arguments"] for delta in deltas) == "{}"
+
+
+def test_beginnings_of_calls_are_searched_once():
+    """With a name that may contain a beginning, this takes hours."""
+    parser = FormatParser(FORMATS["qwen3_coder"], "", with_calls=True)
+    text = "<function=" * 2000
+    deltas = [delta for at in range(0, len(text), 4) for delta in parser.feed(text[at : at + 4])]
+    assert "".join(delta["content"] for delta in [*deltas, *parser.finish()]) == text
 
 
 def test_arguments_that_never_end_are_searched_once():
