@@ -10,6 +10,7 @@ A step computes this only for tokens whose adapter has such vectors. T tokens of
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -154,6 +155,7 @@ class VectorSites:
         self.device = device
         self._sites: list[tuple[SiteVectors, list[str]]] = []
         self._slots: dict[int, int] = {}  # by the adapter's first row
+        self._lock = threading.Lock()
         # Tokens of the last step by the slots with vectors at a site: most sites have the same slots.
         self._last: tuple[LoraBatch | None, dict[int, Any]] = (None, {})
 
@@ -167,17 +169,18 @@ class VectorSites:
     def write(self, allocation: Allocation, gains: Mapping[str, Tensor], biases: Mapping[str, Tensor]) -> None:
         """Write an adapter's vectors by module, and remove the vectors of former owners of its rows.
 
-        For one thread at a time, while no step uses these rows.
+        While no step uses these rows. Steps write small adapters, and a thread beside them large ones.
         """
-        for row in allocation.rows:
-            slot = self._slots.pop(row, None)
-            if slot is not None:
-                self._write(slot, {}, {})
-        if gains or biases:
-            taken = set(self._slots.values())
-            slot = next(slot for slot in itertools.count() if slot not in taken)
-            self._slots[allocation.rows[0]] = slot
-            self._write(slot, gains, biases)
+        with self._lock:
+            for row in allocation.rows:
+                slot = self._slots.pop(row, None)
+                if slot is not None:
+                    self._write(slot, {}, {})
+            if gains or biases:
+                taken = set(self._slots.values())
+                slot = next(slot for slot in itertools.count() if slot not in taken)
+                self._slots[allocation.rows[0]] = slot
+                self._write(slot, gains, biases)
 
     def _write(self, slot: int, gains: Mapping[str, Tensor], biases: Mapping[str, Tensor]) -> None:
         for site, names in self._sites:

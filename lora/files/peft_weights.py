@@ -125,9 +125,10 @@ def _check_activated(packed: PackedModules, config: PeftConfig) -> None:
             f"{latents[0]}: alora_invocation_tokens is not served on products of latents, which queries "
             "use for the base's keys before the invocation too"
         )
-    for name in (*packed.own_rows, *(packed.biases if config.bias != "none" else ())):
+    whole = [*packed.own_rows, *(packed.biases if config.bias != "none" else ())]
+    if whole:
         raise adapter_error(
-            f"{name}: alora_invocation_tokens is not served beside trained biases and whole weights, which PEFT "
+            f"{whole[0]}: alora_invocation_tokens is not served beside trained biases and whole weights, which PEFT "
             "applies before the invocation too"
         )
 

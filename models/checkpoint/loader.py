@@ -234,6 +234,12 @@ def _stored_tensors(
                 "model",
                 transposed=config.block is not None and config.block.transposed,
             )
+    table, head = (f"{name}.weight" for name in (model.embedding.names.table, model.embedding.names.head))
+    is_tied = config.tie_word_embeddings
+    if is_tied and head in tensors and not any(_with_prefix(name, slots) == table for name in tensors):
+        tensors = {
+            table if name == head else name: tensor for name, tensor in tensors.items()
+        }  # as `save_model` writes
     if isinstance(model, TransformersModel):
         tensors = model.by_slot(tensors)
     for name, other in renamed.items():
@@ -242,12 +248,7 @@ def _stored_tensors(
                 del slots[replaced]
             slots[name] = other.slot
     tensors = {_with_prefix(name, slots): tensor for name, tensor in tensors.items()}
-    ignored = set()
-    if config.tie_word_embeddings:
-        table, head = (f"{name}.weight" for name in (model.embedding.names.table, model.embedding.names.head))
-        if head in tensors and table not in tensors:  # as safetensors' save_model writes them
-            tensors[table] = tensors.pop(head)
-        ignored = {head}
+    ignored = {head} if is_tied else set()
     scales = {name: tensor.shape for name, tensor in tensors.items() if _CACHE_SCALE.search(name) and name not in slots}
     slots |= scale_slots(scales, model.cache_scales() if isinstance(model, Decoder) else {})
     unused = [name for name in scales if name not in slots]

@@ -246,25 +246,25 @@ class Embedding:
         """True when `tensor` [vocab, H] is the table, rounded as that is."""
         if tensor.shape != self._shape:
             return False
-        tensor = self._rounded(tensor)
         if self.part is not None:
             return self._same_rows(tensor, self.whole[self.names.table]())
-        return all(self._same(tensor[ids].to(self.device), rows) for ids, rows in self._table_rows())
+        return all(self._same(self._rounded(tensor[ids]).to(self.device), rows) for ids, rows in self._table_rows())
 
     @torch.inference_mode()
     def is_head(self, tensor: Tensor) -> bool:
         """True when `tensor` [vocab, H] is the head's weight, rounded as that is."""
         if self.tied or tensor.shape != self._shape:
             return self.tied and self.is_table(tensor)
-        tensor = self._rounded(tensor)
         if self.part is not None:
             return self._same_rows(tensor, self.whole[self.names.head]())
         assert self._head is not None
+        weight = tensor if self.quantize is None else self.quantize(tensor)
         for start in range(0, self.hidden_size, _PROBES):  # packed, it shows its columns only in products
             end = min(start + _PROBES, self.hidden_size)
             probes = torch.zeros(end - start, self.hidden_size, dtype=self._dtype, device=self.device)
             probes[:, start:end].fill_diagonal_(1)
-            if not self._same(tensor[:, start:end].t().to(self.device), self._head.without_bias(probes)):
+            columns = weight[:, start:end] if isinstance(weight, Tensor) else weight.columns(start, end).dequantized()
+            if not self._same(columns.t().to(self.device, self._dtype), self._head.without_bias(probes)):
                 return False
         return True
 
@@ -272,13 +272,14 @@ class Embedding:
         return whole_weight(lambda: tensor, self.quantize, self._dtype)
 
     def _same(self, a: Tensor, b: Tensor) -> bool:
-        """Whether weights in the model's dtype are the same. Quantised ones are rounded to it in more than one way."""
+        """True when two weights in the model's dtype are the same; quantised ones are rounded to it in several ways."""
         rtol = 0.0 if self.quantize is None else torch.finfo(self._dtype).eps
         return torch.allclose(a, b, rtol=rtol, atol=_SAME)
 
     def _same_rows(self, a: Tensor, b: Tensor) -> bool:
-        """`_same`, some rows at a time."""
-        return all(map(self._same, a.split(_ROWS), b.split(_ROWS)))
+        """`_same` of `a`, rounded, and `b`, some rows at a time."""
+        pairs = zip(a.split(_ROWS), b.split(_ROWS), strict=True)
+        return all(self._same(self._rounded(mine), theirs) for mine, theirs in pairs)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names; a tied head has none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, Unpack, cast
 from ..core.adapter_verbs import LocalAdapters
 from ..core.config import EngineArgs
 from ..core.errors import OutriderError, ShuttingDownError, invalid
+from ..core.logs import trace_of
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import RequestOutputKind, SamplingParams
 from .adapters.llm_adapters import LLMAdapters
@@ -36,6 +38,8 @@ from .output_processor import OutputProcessor, RequestState
 from .request_maker import Made, RequestMaker
 from .sampling_defaults import SamplingDefaults
 from .sleeping import SyncSleepMethods
+
+logger = logging.getLogger(__name__)
 
 
 class Prepared(NamedTuple):
@@ -238,9 +242,13 @@ class LLMEngine(MadeFromArgs, SyncAdapterMethods, SyncEngineMethods, SyncSleepMe
 
     def _settle(self) -> None:
         """Once all requests are finished, end the step that is under way for one of them: it holds KV blocks and the
-        adapter."""
+        adapter. Its error is nobody's: an engine that is broken raises on the next call."""
         while not len(self.output_processor) and self.engine_core.has_work():
-            self.engine_core.step()
+            try:
+                self.engine_core.step()
+            except Exception as error:
+                logger.warning("a step after the last request failed: %s", trace_of(error))
+                return
 
     def abort_states(self, states: Sequence[RequestState]) -> None:
         """End requests after an error, which is the one to show."""

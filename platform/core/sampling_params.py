@@ -381,6 +381,6 @@ class SamplingParams:
         so that the others take its KV. Shares the lists, and is not checked again."""
         new = copy.copy(self)
         new.n, new.seed = 1, seed
-        if not is_first and not self.only_scores:  # that prompt may fill the context
+        if not is_first and not self.only_scores:  # a prompt that fills the context is scored, and gets no token
             new.prompt_logprobs = None
         return new

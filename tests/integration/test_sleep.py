@@ -54,6 +54,23 @@ def test_nothing_is_held_once_all_requests_are_finished():
         check()
 
 
+def test_an_answer_is_not_lost_with_the_step_after_it(monkeypatch):
+    with LLM(async_scheduling=True) as llm:
+        endless, engine = PARAMS.clone(ignore_eos=True), llm.llm_engine
+        tokens = llm.generate(PROMPTS[0], endless, use_tqdm=False)[0].outputs[0].token_ids
+        step = engine.engine_core.step
+
+        def fail_when_nothing_waits():
+            if not engine.has_unfinished_requests():
+                raise RuntimeError("no memory")
+            return step()
+
+        monkeypatch.setattr(engine.engine_core, "step", fail_when_nothing_waits)
+        [output] = llm.generate(PROMPTS[0], PARAMS.clone(stop_token_ids=tokens[3:4]), use_tqdm=False)
+        assert output.outputs[0].token_ids == tokens[:4]
+        monkeypatch.undo()
+
+
 def test_sleep(llm, tmp_path):
     folder = shutil.copytree(demo_adapters()["sql"], tmp_path / "mine")
     llm.load_lora_adapter(LoRARequest("mine", path=str(folder)), pinned=True)

@@ -89,9 +89,9 @@ def test_a_tied_model_with_a_head_of_its_own_uses_it(
             assert ((expected - reference(torch.tensor([TOKENS])).logits[0]).abs().max() > 0.1) == (name == "own")
 
 
-@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+@pytest.mark.parametrize(("family", "impl"), [("Llama", "auto"), ("Llama", "transformers"), ("GPT2", "auto")])
 def test_a_tied_models_file_may_have_the_head_alone(
-    family: str, save_tiny: Callable, driver: Callable, tmp_path: Path
+    family: str, impl: str, save_tiny: Callable, driver: Callable, tmp_path: Path
 ) -> None:
     """As `save_model` of safetensors writes it, which keeps one name of each tensor."""
     tied, reference = save_tiny(
@@ -102,7 +102,10 @@ def test_a_tied_models_file_may_have_the_head_alone(
     names = set(load_file(tmp_path / "head" / "model.safetensors"))
     assert "lm_head.weight" in names
     assert not any("embed" in name or "wte" in name for name in names)
-    one, other = (driver(load_model(path)).forward_once({0: TOKENS})[0] for path in (tied, tmp_path / "head"))
+    one, other = (
+        driver(load_model(path, options=ModelOptions(impl=impl))).forward_once({0: TOKENS})[0]
+        for path in (tied, tmp_path / "head")
+    )
     assert one.equal(other)
 
 

@@ -1,5 +1,7 @@
 """Gains of adapters with trained magnitudes: whose they are, and what they do to a step's tokens."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
@@ -132,3 +134,26 @@ def test_a_weight_of_several_ranks_is_read_once_for_an_adapter():
     gains = compute_gains(magnitude, a, b, base)
     torch.testing.assert_close(gains, magnitude / torch.linalg.vector_norm(weight + b.t() @ a, dim=1))
     assert len(reads) == 1
+
+
+def test_two_threads_write_adapters():
+    """A step writes small adapters, and a thread beside it large ones: none has the place of another."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(30):
+            sites = VectorSites(torch.float32, CPU)
+            site = [sites.add([(f"m{index}", 2048)]) for index in range(20)][-1]
+            owners = [Allocation(bytes([row]), (row,)) for row in range(6)]
+
+            def write(owner, sites=sites):
+                gains = {f"m{index}": torch.full((2048,), owner.rows[0] + 2.0) for index in range(20)}
+                sites.write(owner, gains, {})
+
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(write, owners))
+            y = torch.ones(6, 2048)
+            wanted = torch.arange(2.0, 8.0).unsqueeze(1).expand(6, 2048)
+            assert scaled(site, y, step(*((owner, 1) for owner in owners))).equal(wanted)
+    finally:
+        sys.setswitchinterval(interval)
