@@ -236,10 +236,9 @@ def _stored_tensors(
             )
     table, head = (f"{name}.weight" for name in (model.embedding.names.table, model.embedding.names.head))
     is_tied = config.tie_word_embeddings
+    # save_model of safetensors keeps one name of a tensor that has two.
     if is_tied and head in tensors and not any(_with_prefix(name, slots) == table for name in tensors):
-        tensors = {
-            table if name == head else name: tensor for name, tensor in tensors.items()
-        }  # as `save_model` writes
+        tensors = {table if name == head else name: tensor for name, tensor in tensors.items()}
     if isinstance(model, TransformersModel):
         tensors = model.by_slot(tensors)
     for name, other in renamed.items():
