@@ -26,6 +26,7 @@ PARAMS = {
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
 OPTIONS = {
     "plain": {},
+    "no-prefix-cache": {"enable_prefix_caching": False},
     "chunked": {"max_num_batched_tokens": 9},
     "preempted": {"max_model_len": 112, "block_size": 8, "num_gpu_blocks_override": 17},
 }
@@ -67,7 +68,11 @@ def early_trials(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("method", "options"), [("ngram", "preempted"), ("suffix", "chunked"), ("draft_model", "preempted")]
+    ("method", "options"),
+    [
+        *(("ngram", "preempted"), ("ngram", "no-prefix-cache"), ("suffix", "chunked")),
+        *(("draft_model", "plain"), ("draft_model", "preempted")),
+    ],
 )
 @pytest.mark.usefixtures("early_trials")
 def test_text_is_byte_equal_with_and_without(models, make_engine, plain_text, run, jobs, method, options):

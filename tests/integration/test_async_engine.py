@@ -25,8 +25,6 @@ PENALISED = [
     {"temperature": 0.0, "repetition_penalty": 1.3},
     {"temperature": 0.9, "seed": 9, "presence_penalty": 0.7, "frequency_penalty": 0.4},
 ]
-BATCHES = [(False, True), (True, False)]
-"""(adapters, penalties): test_async_speculation.py has both in one batch."""
 OPTIONS = {
     "whole prompts": {},
     "chunks": {"max_num_batched_tokens": 16},
@@ -64,7 +62,8 @@ def wanted(plain_engine, run, work):
     """What the engine that waits says, by (adapters, whether penalties are in the batch)."""
     return {
         (adapters, penalised): words(run(plain_engine, work(adapters, PLAIN + PENALISED if penalised else PLAIN)))
-        for adapters, penalised in BATCHES
+        for adapters in (False, True)
+        for penalised in (False, True)
     }
 
 
@@ -85,13 +84,14 @@ def test_the_same_text_and_reports(models, make_engine, run, work, wanted, metho
         async_scheduling=True,
         **OPTIONS[options],
     )
-    for adapters, penalised in BATCHES:
-        got = words(run(engine, work(adapters, PLAIN + PENALISED if penalised else PLAIN)))
-        assert [w[:1] + w[3:] for w in got] == [w[:1] + w[3:] for w in wanted[adapters, penalised]]
-        for one, other in zip(got, wanted[adapters, penalised], strict=True):
-            same_reports(one[1], other[1])
-            same_reports(one[2] or [], other[2] or [])
-        engine.check_integrity()
+    for adapters in (False, True):
+        for penalised in (False, True):
+            got = words(run(engine, work(adapters, PLAIN + PENALISED if penalised else PLAIN)))
+            assert [w[:1] + w[3:] for w in got] == [w[:1] + w[3:] for w in wanted[adapters, penalised]]
+            for one, other in zip(got, wanted[adapters, penalised], strict=True):
+                same_reports(one[1], other[1])
+                same_reports(one[2] or [], other[2] or [])
+            engine.check_integrity()
     if options == "few blocks":
         assert engine.stats().num_preemptions > 0
 

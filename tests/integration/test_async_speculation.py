@@ -10,8 +10,7 @@ from outrider import SamplingParams
 from outrider.platform.core.messages import EngineRequest
 from outrider.spec_decode.verify import draft_sampling as drawing
 
-METHODS = ["draft_model", "eagle3", "medusa"]
-"""EAGLE keeps what EAGLE-3 does, in the same class."""
+METHODS = ["draft_model", "eagle", "eagle3", "medusa"]
 KINDS = [
     {"temperature": 0.0},
     {"temperature": 0.9, "seed": 5, "min_tokens": 5},
@@ -46,11 +45,14 @@ def watch(engine, monkeypatch):
     return plans
 
 
+@pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_text_is_that_without_drafts(models, make_engine, plain_tokens, run, prompts, method, monkeypatch):
+def test_the_text_is_that_without_drafts(
+    models, make_engine, plain_tokens, run, prompts, method, adapters, monkeypatch
+):
     engine = make(make_engine, models, method)
     plans = watch(engine, monkeypatch)
-    jobs = jobs_of(models, prompts, KINDS, True)
+    jobs = jobs_of(models, prompts, KINDS, adapters)
     outcomes = run(engine, jobs)
     assert tokens(outcomes) == plain_tokens(jobs)
     assert sum(outcome.speculation.num_accepted_tokens for outcome in outcomes) > 0
@@ -97,7 +99,7 @@ MIXED = [
 @pytest.mark.parametrize(
     ("method", "options", "on_device"),
     [
-        *((method, "few blocks", False) for method in METHODS),
+        *((method, "few blocks", False) for method in ("draft_model", "eagle3", "medusa")),
         *(("draft_model", "fair, no cache", True), ("eagle3", "chunks", True), ("medusa", "fair, no cache", True)),
     ],
 )

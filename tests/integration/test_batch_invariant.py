@@ -50,9 +50,9 @@ def options(models, **changed):
     ("method", "k", "caching"),
     [
         *((None, 0, caching) for caching in (True, False)),
-        *(("ngram", 5, True), ("draft_model", 1, True), ("draft_model", 5, True)),
+        *((method, k, True) for method in ("ngram", "draft_model") for k in (1, 5)),
         *((method, 4, True) for method in ("suffix", "eagle", "eagle3", "medusa")),
-        ("eagle3", 4, False),
+        *((method, 4, False) for method in ("draft_model", "eagle3")),
     ],
 )
 def test_mixed_adapters_speculation_and_caching_give_the_bytes_of_each_alone(
@@ -171,14 +171,15 @@ DEMO_OPTIONS = {
     "chunked": {"max_num_batched_tokens": 16},
     "uncached": {"enable_prefix_caching": False},
     "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-    "draft": {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 5}},
+    "draft 1": {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 1}},
+    "draft 5": {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 5}},
 }
 
 
 @pytest.mark.parametrize("name", DEMO_OPTIONS)
 def test_the_demo_says_the_same_alone_and_in_a_batch(make_demo, demo_alone, name):
     changed = {key: dict(value) if isinstance(value, dict) else value for key, value in DEMO_OPTIONS[name].items()}
-    if name == "draft":
+    if name.startswith("draft"):
         changed["speculative_config"]["model"] = str(demo_draft_path())
     demo = make_demo(**changed)
     for seed, alone in demo_alone.items():

@@ -82,9 +82,8 @@ def test_only_tokens_with_an_adapter_have_products_of_their_own(make_engine, run
     assert together == [run(engine, [job])[0].token_ids for job in served.jobs[:2]]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "speculation"), [("bfloat16", {"method": "ngram", "num_speculative_tokens": 3}), ("float32", None)]
-)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("speculation", [None, {"method": "ngram", "num_speculative_tokens": 3}])
 def test_batch_invariance(make_engine, run, served, speculation, dtype):
     options = {"dtype": dtype, "batch_invariant": True, "max_num_batched_tokens": 40}
     engine = engine_of(make_engine, served, speculative_config=speculation, **options)

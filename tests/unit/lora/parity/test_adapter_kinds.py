@@ -123,9 +123,8 @@ def assert_near(got, expected, tolerance=1e-4):
         )
 
 
-@pytest.mark.parametrize(
-    ("chunk_sizes", "batch_invariant"), [((1000,), False), ((1,), False), ((7, 2, 30, 1), False), ((7, 2, 30, 1), True)]
-)
+@pytest.mark.parametrize("chunk_sizes", [(1000,), (1,), (7, 2, 30, 1)], ids=["whole", "one by one", "chunks"])
+@pytest.mark.parametrize("batch_invariant", [False, True])
 def test_kinds_in_one_batch(case, chunk_sizes, batch_invariant):
     base, paths, prompts, expected = case
     engine = Engine(base, paths, prompts, max_loras=len(paths), batch_invariant=batch_invariant)

@@ -22,6 +22,8 @@ from outrider.spec_decode.training.run import train_draft
 from outrider.spec_decode.training.target import Target, choose_aux_layers, import_peft
 from outrider.spec_decode.training.trainer import rate_factor
 
+from .counting import counting_samples, save_counting_target
+
 
 @given(st.data(), st.integers(1, 5))
 def test_rounds_are_those_of_a_verification(data, k):
@@ -180,14 +182,27 @@ def test_a_broken_checkpoint_is_named(options, samples, tmp_path):
         train_draft(options(resume=True), samples[8:], samples[:8])
 
 
-def test_muon_lowers_the_loss(options, samples):
-    """AdamW trains the heads of test_trained_head_in_engine.py."""
-    chosen = options("eagle3", optimizer="muon", steps=60, eval_every=60, lr=5e-3)
+@pytest.mark.parametrize(("method", "optimizer"), [("eagle3", "adamw"), ("eagle3", "muon"), ("eagle", "adamw")])
+def test_training_lowers_the_loss(method, optimizer, options, samples):
+    chosen = options(method, optimizer=optimizer, steps=60, eval_every=60, lr=5e-3)
     train_draft(chosen, samples, samples)
     first, last = log_of(chosen)
     # Most of the loss is the target's own entropy, and an EAGLE-3 head begins as the target's last layer.
     assert last["held_out_loss"] < first["held_out_loss"] - 0.03
     assert last["acceptance_length"] > first["acceptance_length"] + 0.5
+
+
+def test_training_medusa_heads_lowers_the_loss(options, tmp_path):
+    """They begin as the target's own head, which is right where a text repeats a token: this one never does."""
+    save_counting_target(tmp_path / "target")
+    samples = counting_samples()
+    sizes = {"medusa_heads": 3, "k": 3, "steps": 60, "eval_every": 60}
+    chosen = options("medusa", model=str(tmp_path / "target"), lr=1e-2, **sizes)
+    train_draft(chosen, samples, samples)
+    first, last = log_of(chosen)
+    assert first["acceptance_length"] < 1.1
+    assert last["acceptance_length"] > 3.5
+    assert last["held_out_loss"] < first["held_out_loss"] - 5
 
 
 def test_the_progress_bar_shows_loss_and_acceptance(options, samples, capsys):
