@@ -19,12 +19,15 @@ from . import engine_routes
 from .adapters import adapter_routes
 from .anthropic import messages_routes
 from .anthropic.errors import is_of as is_anthropic
+from .batches import batch_routes
 from .console import console_routes
 from .console.statistics import Statistics
+from .files import file_routes
 from .observe import health
 from .observe.request_log import Observer
 from .openai import chat, completions, embeddings, model_routes, tokenize
 from .openai.responses import routes as responses
+from .protect.acting import acting_in
 from .protect.error_responses import (
     ClientDisconnectedError,
     error_response,
@@ -53,7 +56,7 @@ def create_app(
     app = FastAPI(title="Outrider", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.serving = Serving(llm, config, tenancy)
     app.state.statistics = Statistics(app.state.serving)
-    apis = (chat, completions, responses, embeddings, messages_routes, tokenize)
+    apis = (chat, completions, responses, embeddings, messages_routes, tokenize, file_routes, batch_routes)
     for module in (*apis, model_routes, adapter_routes, engine_routes, health, console_routes):
         app.include_router(module.router)
     app.include_router(_admin_routes(tenancy))
@@ -119,7 +122,8 @@ class Gate:
                 message["headers"] = [*message["headers"], *id_headers]
             await send(message)
 
-        principal = principal_in(headers, self._authenticator)
+        acting = acting_in(scope)
+        principal = principal_in(headers, self._authenticator) if acting is None else acting.principal
         if isinstance(principal, OutriderError) and scope["path"].startswith(_GUARDED):
             await error_response(principal)(scope, receive, send_with_id)
             return

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from typing import Annotated
-from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ..core.errors import PermissionDeniedError
 from .protect.audit_log import audit
+from .protect.hardening import check_origin
 from .serving_state import Serving, require_admin, serving_of
 
 router = APIRouter()
@@ -61,9 +60,7 @@ def _operators(request: Request) -> Serving:
             is no body whose type would make the browser ask first.
     """
     require_admin(request)
-    origin = request.headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
-        raise PermissionDeniedError("A page of another site may not call this route")
+    check_origin(request)
     return serving_of(request)
 
 

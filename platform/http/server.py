@@ -150,6 +150,8 @@ class Service:
         try:
             await load_adapters(self.app.state.serving.models, self.config)
             await self.app.state.serving.follow_database()
+            if self.app.state.serving.batches is not None:
+                self.app.state.serving.batches.start(self.app)
         except BaseException:
             await self.app.state.serving.close()
             raise

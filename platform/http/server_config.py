@@ -64,6 +64,17 @@ class ServerConfig:
     """Seconds that a client gets to send its request, or to take something of its answer."""
     max_body_bytes: int = 8 << 20
     """A longer request body is answered with 413."""
+    batch_dir: str | None = None
+    """Folder of the clients' files and batches; None: `/v1/files` and `/v1/batches` are off."""
+    batch_concurrency: int | None = None
+    """Requests of batches that run at once; None: half of the engine's sequences."""
+    max_file_bytes: int = 200 << 20
+    """A longer uploaded file is answered with 413."""
+    max_tenant_bytes: int = 2 << 30
+    """Bytes that a tenant's files and batches take together."""
+    max_tenant_files: int = 1000
+    max_tenant_batches: int = 16
+    """Batches of a tenant that have not ended."""
     strict_fields: bool = False
     """Refuse fields of requests that are not known, or do nothing; else they are ignored, and named in a header."""
     cors_origins: tuple[str, ...] = ()

@@ -18,6 +18,7 @@ from ..core.adapter_names import split_engine_name
 from ..core.errors import (
     AsleepError,
     EngineDeadError,
+    NotFoundError,
     OutriderError,
     PermissionDeniedError,
     ShuttingDownError,
@@ -30,6 +31,7 @@ from ..tenancy.limits.queue_bound import Bounds, QueueBound
 from .adapters.database_sync import AdapterSync, PrefixSync
 from .adapters.model_registry import ModelRegistry
 from .adapters.source_policy import AdapterPolicy
+from .batches.service import Batches
 from .body.body_memory import BODIES_IN_MEMORY, BodyMemory, give_back_memory
 from .body.bounds import MAX_VALUES
 from .observe.metric_families import tenancy_families
@@ -100,6 +102,8 @@ class Serving:
         """Synchronisation of the adapters loaded over HTTP, once `follow_database` has been called."""
         self.prefix_sync: PrefixSync | None = None
         """Synchronisation of the shared prefixes, likewise."""
+        self.batches = None if config.batch_dir is None else Batches(self)
+        """Files and batches of the clients; None without a folder for them."""
         self.tracer = _tracer(config.otlp_endpoint)
         self.draining = False
         """True from SIGTERM on; set before the engine's client is asked to drain."""
@@ -147,11 +151,15 @@ class Serving:
     def begin_draining(self) -> None:
         """Refuse new requests: those that come, and those that wait for one of their tenant's places."""
         self.draining = True
+        if self.batches is not None:
+            self.batches.begin_draining()
         if self.tenancy is not None:
             self.tenancy.limiter.refuse_waiting(_shutting_down())
 
     async def close(self) -> None:
-        """Follow the database no more, and send the last traces."""
+        """Run no batches, follow the database no more, and send the last traces."""
+        if self.batches is not None:
+            await self.batches.close()
         for follower in (self.adapter_sync, self.prefix_sync):
             if follower is not None:
                 await follower.close()
@@ -291,6 +299,18 @@ def serving_of(request: Request) -> Serving:
     serving = request.app.state.serving
     assert isinstance(serving, Serving)
     return serving
+
+
+def batches_of(request: Request) -> Batches:
+    """The server's files and batches.
+
+    Raises:
+        NotFoundError: the server keeps none.
+    """
+    batches = serving_of(request).batches
+    if batches is None:
+        raise NotFoundError("This server keeps no files and runs no batches: start it with --batch-dir")
+    return batches
 
 
 def principal_of(request: Request) -> Principal:

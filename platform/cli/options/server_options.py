@@ -155,6 +155,24 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             type=not_negative,
         ),
     },
+    "files and batches": {
+        "batch_dir": _option(
+            "folder for the files that clients upload and the batches that they make, with their prompts and answers "
+            "in plain text; several servers may share one (default: none, /v1/files and /v1/batches are off)",
+            "PATH",
+        ),
+        "batch_concurrency": _option(
+            "requests of all batches that run at once (default: half of --max-num-seqs)", "N", type=positive
+        ),
+        "max_file_bytes": _option("largest file that may be uploaded (default: 200MiB)", "SIZE", type=size),
+        "max_tenant_bytes": _option(
+            "what a tenant's files and batches take together; without tenants all clients are one (default: 2GiB)",
+            "SIZE",
+            type=size,
+        ),
+        "max_tenant_files": _option("files of a tenant, those with the answers of batches too", "N", type=positive),
+        "max_tenant_batches": _option("batches of a tenant that have not ended", "N", type=positive),
+    },
     "observability": {
         "log_level": _option("of the log", choices=("debug", "info", "warning", "error")),
         "log_format": _option(

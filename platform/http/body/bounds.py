@@ -123,7 +123,7 @@ async def check_shape(raw: bytearray, model: type[BaseModel], max_values: int = 
     if len(raw) < _SMALL_BODY:
         return
     try:
-        for _ in _scan(raw, max_values):
+        for _ in scan(raw, max_values):
             await asyncio.sleep(0)
     except InvalidRequestError as error:
         field = _longest_field(raw, model)
@@ -131,7 +131,7 @@ async def check_shape(raw: bytearray, model: type[BaseModel], max_values: int = 
         raise InvalidRequestError(f"{where} {error.message}", param=field) from None
 
 
-def _scan(raw: bytearray, max_values: int) -> Iterator[None]:
+def scan(raw: bytearray, max_values: int) -> Iterator[None]:
     """Count one piece a step. Outside of strings every comma, and every opening bracket, stands for a value."""
     strings = containers = commas = depth = 0
     inside = False

@@ -19,6 +19,7 @@ from ..adapters.adapter_choice import choose_adapter, discover_adapters
 from ..body.body_memory import HeldBody
 from ..body.reader import read_waiting_body
 from ..protect.accounting import check_call, limit_headers
+from ..protect.acting import acting_in
 from ..serving_state import Serving, new_request_id, principal_of, serving_of
 from .event_stream import ChunkEncoder, ChunkWriter, StreamWriter, stream_response, until_disconnect
 from .generation import Choice, Collected, collect, draft_fields, generate
@@ -51,7 +52,7 @@ class Accepted(Generic[BodyT]):
             prompts,
             params,
             self.lora,
-            self.body.priority or 0,
+            self._priority(),
             self.body.cache_salt or "",
             principal=principal_of(self.request),
             model=self.model,
@@ -59,6 +60,13 @@ class Accepted(Generic[BodyT]):
             on_admitted=self.held.close,
             **fields,
         )
+
+    def _priority(self) -> int:
+        """The body's priority; else 0, or that of a batch's lines."""
+        if self.body.priority is not None:
+            return self.body.priority
+        acting = acting_in(self.request.scope)
+        return 0 if acting is None else acting.priority
 
     async def respond(
         self,

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from ...core.errors import PermissionDeniedError
 from .connections import MAX_REFUSED
 
 logger = logging.getLogger(__name__)
@@ -34,6 +37,20 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_headers=["*"],
         expose_headers=["*"],
     )
+
+
+def check_origin(request: Request, allowed: Sequence[str] = ()) -> None:
+    """Refuse a call that a page of another site has made a browser send: of a route whose body need not be JSON, which
+    would make the browser ask first.
+
+    Raises:
+        PermissionDeniedError: the page's origin is neither the server's nor `allowed`.
+    """
+    origin = request.headers.get("origin")
+    if origin is None or origin in allowed or "*" in allowed:
+        return
+    if urlsplit(origin).netloc != request.headers.get("host"):
+        raise PermissionDeniedError("A page of another site may not call this route")
 
 
 def allow_connections(wanted: int) -> int:

@@ -17,7 +17,7 @@ _CONSOLE = "/console/"
 
 TO_COME = tuple(
     "/v1/responses/compact /v1/responses/input_tokens /v1/messages/batches /v1/complete /v1/audio /v1/images "
-    "/v1/videos /v1/moderations /v1/files /v1/uploads /v1/batches /v1/fine_tuning /v1/assistants /v1/threads "
+    "/v1/videos /v1/moderations /v1/uploads /v1/fine_tuning /v1/assistants /v1/threads "
     "/v1/vector_stores /v1/conversations /v1/containers /v1/evals /v1/realtime /pooling /invocations".split()
 )
 """Routes of OpenAI's and vLLM's API, with all paths below them, that are answered with 501. A 404 would tell gateways

@@ -109,10 +109,14 @@ class Directory:
         entry = self._snapshot.entries.get(digest_of(key))
         return None if entry is None or self._is_expired(entry) else entry.principal
 
+    def principal(self, key_id: str) -> Principal | None:
+        """The principal of a key by its id, as it is now; None: the key would not be let in any more."""
+        entry = self._snapshot.by_id.get(key_id)
+        return None if entry is None or self._is_expired(entry) else entry.principal
+
     def is_valid(self, principal: Principal) -> bool:
         """True when the key behind a request, which may have waited for long, would still be let in."""
-        entry = self._snapshot.by_id.get(principal.key_id)
-        return not principal.key_id or (entry is not None and not self._is_expired(entry))
+        return not principal.key_id or self.principal(principal.key_id) is not None
 
     def _is_expired(self, entry: _Entry) -> bool:
         return entry.expires_at is not None and entry.expires_at <= self._clock()

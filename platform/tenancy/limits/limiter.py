@@ -197,6 +197,11 @@ class Limiter:
         else:
             self._turns.do(ticket.principal, settle)
 
+    def has_place(self, principal: Principal) -> bool:
+        """False if one more sequence of the principal would have to wait for a place, as far as this server knows."""
+        places = [scope.places for scope in self._scopes.of(principal)]
+        return not any(p.num_waiting or (p.is_known and not p.has_room(1)) for p in places)
+
     def check_call(self, principal: Principal) -> None:
         """Refuse, before anything costly is done for it, a request that `admit` would refuse.
 

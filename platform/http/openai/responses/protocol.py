@@ -3,6 +3,7 @@ which name the place of what is wrong."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, WithJsonSchema
@@ -149,15 +150,21 @@ class ResponsesRequest(DecodingFields):
             raise invalid("input", f"has {len(self.input)} entries; at most {MAX_MESSAGES} are allowed")
         if self.text is not None:
             check_field("text.format", self.text.format)
-        self._check_metadata()
+        check_metadata(self.metadata)
 
-    def _check_metadata(self) -> None:
-        entries = self.metadata or {}
-        if len(entries) > MAX_METADATA:
-            raise invalid("metadata", f"has {len(entries)} entries; at most {MAX_METADATA} are allowed")
-        for name, value in entries.items():
-            if len(name) > MAX_METADATA_NAME or len(value) > MAX_METADATA_VALUE:
-                raise InvalidRequestError(
-                    f"metadata: names have at most {MAX_METADATA_NAME} characters and values {MAX_METADATA_VALUE}",
-                    param="metadata",
-                )
+
+def check_metadata(metadata: Mapping[str, str] | None) -> None:
+    """Refuse more `metadata` than OpenAI's API takes.
+
+    Raises:
+        InvalidRequestError: too many entries, or too long ones.
+    """
+    entries = metadata or {}
+    if len(entries) > MAX_METADATA:
+        raise invalid("metadata", f"has {len(entries)} entries; at most {MAX_METADATA} are allowed")
+    for name, value in entries.items():
+        if len(name) > MAX_METADATA_NAME or len(value) > MAX_METADATA_VALUE:
+            raise InvalidRequestError(
+                f"metadata: names have at most {MAX_METADATA_NAME} characters and values {MAX_METADATA_VALUE}",
+                param="metadata",
+            )

@@ -1,0 +1,1 @@
+"""Clients' files: `/v1/files`, and their folder on disk."""
