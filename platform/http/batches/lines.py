@@ -87,11 +87,17 @@ def _digest(custom_id: str) -> bytes:
     return hashlib.blake2b(custom_id.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
-def numbered(lines: IO[bytes], max_bytes: int) -> Iterator[Line]:
-    """Lines with their numbers, without empty ones. At most `max_bytes` of one are held."""
+def numbered(lines: IO[bytes], max_bytes: int, max_lines: int | None = None) -> Iterator[Line]:
+    """Lines with their numbers, without empty ones. At most `max_bytes` of one are held.
+
+    Raises:
+        LineError: there are more than `max_lines`, empty ones too.
+    """
     number = 0
     while line := lines.readline(max_bytes + 1):
         number += 1
+        if number - 1 == max_lines:
+            raise LineError(f"The file has more than {max_lines} lines, empty ones too", "too_many_tasks")
         if len(line) > max_bytes and not line.endswith(b"\n"):
             while (rest := lines.readline(_PIECE)) and not rest.endswith(b"\n"):
                 pass

@@ -41,7 +41,7 @@ SWEEP_SECONDS = 600.0
 MAX_RUNNING = 32
 """Batches that one server runs at once; others wait their turn as "validating"."""
 MAX_RUNNING_OF_TENANT = 4
-"""Those of one tenant, so that eight tenants have batches that run."""
+"""Running batches of one tenant: with all tenants at this bound, eight have batches that run."""
 _THREADS = 4
 """Threads for the disk, apart from those that requests need."""
 

@@ -64,7 +64,7 @@ class Quotas:
 
 
 class Usage(NamedTuple):
-    """What a tenant has stored."""
+    """Storage that a tenant uses."""
 
     num_bytes: int
     """All of its bytes: files, answers of batches that run, uploads that arrive."""
@@ -107,7 +107,7 @@ class FileStore:
         return self.files(tenant) / f"{file_id}.data"
 
     def usage(self, tenant: str) -> Usage:
-        """What a tenant has stored, uploads and answers of batches included."""
+        """Files and bytes that a tenant has stored, uploads and answers of batches included."""
         num_bytes = num_files = 0
         for entry in entries(self.files(tenant)):
             num_bytes += size_of(entry)

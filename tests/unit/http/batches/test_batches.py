@@ -69,6 +69,7 @@ FILES = {
     "no body": (b'{"custom_id": "a", "url": "/v1/completions"}', "missing_required_parameter", 1),
     "body is a text": (b'{"custom_id": "a", "url": "/v1/completions", "body": "x"}', "invalid_value", 1),
     "stream": (line("a", prompt="a", stream=True).encode(), "invalid_value", 1),
+    "many empty lines": (b"\n" * 500_001, "too_many_tasks", None),
     "too many": ("\n".join(line(str(i)) for i in range(50_001)).encode(), "too_many_tasks", 50_001),
 }  # fmt: skip
 
