@@ -101,7 +101,7 @@ def _option_of(error: OutriderError, args: EngineArgs) -> str | None:
             if isinstance(path, str) and path != args.model and path in error.message:
                 return option
         return None  # MODEL has no flag
-    own = {"host", "port", "database", "journal", "lora_modules", "lora_resolver"}
+    own = {"host", "port", "database", "journal", "batch_dir", "lora_modules", "lora_resolver"}
     known = {field.name for field in dataclasses.fields(EngineArgs)} | own
     return param if param in known else None
 

@@ -34,7 +34,7 @@ from .adapters.source_policy import AdapterPolicy
 from .batches.service import Batches
 from .body.body_memory import BODIES_IN_MEMORY, BodyMemory, give_back_memory
 from .body.bounds import MAX_VALUES
-from .observe.metric_families import tenancy_families
+from .observe.metric_families import batch_families, tenancy_families
 from .observe.prometheus_metrics import Metrics
 from .observe.request_log import current_note, note_tokenizer
 from .openai.chat_messages import num_chars
@@ -102,8 +102,10 @@ class Serving:
         """Synchronisation of the adapters loaded over HTTP, once `follow_database` has been called."""
         self.prefix_sync: PrefixSync | None = None
         """Synchronisation of the shared prefixes, likewise."""
-        self.batches = None if config.batch_dir is None else Batches(self)
+        self.batches = batches = None if config.batch_dir is None else Batches(self)
         """Files and batches of the clients; None without a folder for them."""
+        if batches is not None:
+            self.metrics.register(lambda: batch_families(batches))
         self.tracer = _tracer(config.otlp_endpoint)
         self.draining = False
         """True from SIGTERM on; set before the engine's client is asked to drain."""

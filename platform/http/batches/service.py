@@ -101,7 +101,7 @@ class Batches:
         Raises:
             RateLimitError: the tenant has as many open batches as it may.
             NotFoundError: there is no such input file.
-            InvalidRequestError: the input file is no upload.
+            InvalidRequestError: the input file is no upload, or the tenant has no room for the files of answers.
         """
         await self.call(self._create, record)
         self._news.set()
@@ -114,6 +114,8 @@ class Batches:
         if num_open >= self.max_open:
             message = f"{num_open} batches have not ended, and max_tenant_batches is {self.max_open}"
             raise RateLimitError(message, param="max_tenant_batches", retry_after=60.0)
+        # Each open batch may leave a file of answers and one of errors.
+        self.files.check(self.files.usage(record.tenant), 2 * (num_open + 1), 0, "input_file_id")
         self.store.create(record)
         self.store.prune(record.tenant)
 
@@ -163,6 +165,11 @@ class Batches:
 
         self.held_bytes += num_bytes
         task.add_done_callback(drop)
+
+    @property
+    def num_running(self) -> int:
+        """Batches that this server runs."""
+        return len(self._runs)
 
     @property
     def max_lines(self) -> int:

@@ -46,6 +46,16 @@ class Turns:
         self._running: Counter[str] = Counter()  # by tenant
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def num_running(self) -> int:
+        """Lines that run."""
+        return self._running.total()
+
+    @property
+    def num_waiting(self) -> int:
+        """Lines that wait for their turn."""
+        return len(self._waiting)
+
     @contextlib.asynccontextmanager
     async def turn(self, principal: Principal) -> AsyncIterator[None]:
         """A context in which one line of the principal runs."""

@@ -170,7 +170,7 @@ class FileStore:
             self._uploads[tenant] += 1
         return Upload(self, tenant, usage.num_bytes - self._arrived[tenant])
 
-    def check(self, usage: Usage, more_files: int, more_bytes: int) -> None:
+    def check(self, usage: Usage, more_files: int, more_bytes: int, param: str = "file") -> None:
         """Refuse what is above the tenant's quotas.
 
         Raises:
@@ -179,15 +179,15 @@ class FileStore:
         quotas = self.quotas
         if usage.num_files + more_files > quotas.max_tenant_files:
             raise InvalidRequestError(
-                f"file: {usage.num_files} files are stored already, and max_tenant_files is {quotas.max_tenant_files}; "
-                "delete some first",
-                param="file",
+                f"{param}: {usage.num_files} files are stored, {more_files} more may be needed, and max_tenant_files "
+                f"is {quotas.max_tenant_files}; delete some first",
+                param=param,
             )
         if usage.num_bytes + more_bytes > quotas.max_tenant_bytes:
             raise InvalidRequestError(
-                f"file: {usage.num_bytes} bytes are stored already, and max_tenant_bytes is {quotas.max_tenant_bytes}; "
-                "delete some files first",
-                param="file",
+                f"{param}: {usage.num_bytes + more_bytes} bytes would be stored, and max_tenant_bytes is "
+                f"{quotas.max_tenant_bytes}; delete some files first",
+                param=param,
             )
 
     def arrived(self, tenant: str, num_bytes: int) -> int:

@@ -21,6 +21,7 @@ from .series_labels import PREFIX, Labels, SeriesLabels
 
 if TYPE_CHECKING:
     from ...tenancy.service import Tenancy
+    from ..batches.service import Batches
 
 MAX_NAMES = 50
 """Adapters that `lora_requests_info` names in one label."""
@@ -75,6 +76,15 @@ def connection_families(admission: Admission) -> Iterator[Metric]:
     yield from _counters(
         http_connections_refused=("Connections above the bound.", admission.total_refused),
         http_clients_dropped=("Connections closed because their clients were too slow.", admission.total_dropped),
+    )
+
+
+def batch_families(batches: Batches) -> Iterator[Metric]:
+    """Families of batches, on a server with a folder for them."""
+    yield from _gauges(
+        batches_running=("Batches that this server runs.", batches.num_running),
+        batch_lines_running=("Requests of batches that run.", batches.turns.num_running),
+        batch_lines_waiting=("Requests of batches that wait for their turn.", batches.turns.num_waiting),
     )
 
 

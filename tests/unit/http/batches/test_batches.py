@@ -18,6 +18,8 @@ def test_a_batch_is_answered(site):
         assert batch["metadata"] == {"a": "b"}
         assert batch["created_at"] <= batch["in_progress_at"] <= batch["finalizing_at"] <= batch["completed_at"]
         assert batch["error_file_id"] is None
+        metrics = (await api.call("GET", "/metrics")).text
+        assert "outrider:batch_lines_running 0.0" in metrics
         answers = await api.content(batch["output_file_id"])
         assert {a["custom_id"] for a in answers} == {f"r{i}" for i in range(20)}
         assert all(set(a) == {"id", "custom_id", "response", "error"} and a["error"] is None for a in answers)

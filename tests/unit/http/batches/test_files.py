@@ -169,6 +169,23 @@ def test_quotas(site):
     site.run(work, max_tenant_bytes=2500, max_tenant_files=2)
 
 
+def test_batches_leave_no_more_files_than_a_tenant_may_have(site):
+    async def work(api):
+        file = await api.upload(line("a"))
+        body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        statuses = []
+        for _ in range(5):
+            answer = await api.call("POST", "/v1/batches", json=body)
+            statuses.append(answer.status_code)
+            if answer.is_success:
+                await api.end(answer.json()["id"])
+        assert statuses == [200, 200, 200, 400, 400]
+        assert "max_tenant_files is 5" in answer.json()["error"]["message"]
+        assert len((await api.call("GET", "/v1/files")).json()["data"]) == 4
+
+    site.run(work, max_tenant_files=5)
+
+
 def test_concurrent_uploads_share_the_quota(site):
     async def work(api):
         async def upload() -> int:
