@@ -13,10 +13,10 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from starlette.types import ASGIApp
@@ -143,7 +143,7 @@ class BatchRun:
             return _End("failed", Problem("storage_limit_exceeded", message))
         return None
 
-    async def _until_end(self, work: asyncio.Future[object]) -> _End | None:
+    async def _until_end(self, work: asyncio.Future[Any]) -> _End | None:
         """Wait for `work`, or cancel it when the batch is to end before that."""
         try:
             while not work.done():
@@ -201,7 +201,7 @@ class BatchRun:
                     if self._batches.held_bytes > MAX_HELD_BYTES:
                         await asyncio.wait((task,))
 
-    async def _unanswered(self) -> AsyncIterator[LineRequest]:
+    async def _unanswered(self) -> AsyncGenerator[LineRequest]:
         requests = self._requests()
         while (request := await self._batches.call(next, requests, None)) is not None:
             yield request

@@ -145,7 +145,7 @@ class Batches:
         self.files.delete(tenant, record.id)
 
     def _open_of(self, tenant: str) -> list[BatchRecord]:
-        return [batch for batch in self.store.list(tenant) if batch.status not in ENDED]
+        return [batch for batch in self.store.all_of(tenant) if batch.status not in ENDED]
 
     # --- for runs -------------------------------------------------------------------------------------------------
 

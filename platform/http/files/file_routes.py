@@ -119,7 +119,7 @@ async def list_files(
     batches = batches_of(request)
 
     def made() -> dict[str, Any]:
-        records = batches.files.list(principal_of(request).tenant)
+        records = batches.files.all_of(principal_of(request).tenant)
         shown = [record.shown() for record in records if purpose in (None, record.purpose)]
         return page(shown if order == "desc" else shown[::-1], after, limit)
 

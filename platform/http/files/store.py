@@ -139,7 +139,7 @@ class FileStore:
         except FileNotFoundError:  # deleted just now
             raise NotFoundError(f"The file {shorten(repr(file_id))} does not exist", param="file_id") from None
 
-    def list(self, tenant: str) -> list[FileRecord]:
+    def all_of(self, tenant: str) -> list[FileRecord]:
         """A tenant's files, the newest first."""
         found = (read(Path(e.path), FileRecord) for e in entries(self.files(tenant)) if e.name.endswith(".json"))
         records = [record for record in found if record is not None and not self._is_expired(record)]
