@@ -22,14 +22,13 @@ if TYPE_CHECKING:
     import httpx
 
 MAX_TRIES = 8
-"""Tries of a line whose request may itself be what fails: its engine died, or its adapter's store is away."""
+"""Tries of a line whose request may itself be what fails, such as one whose adapter's store is away."""
+MAX_DEATHS = 3
+"""Tries of a line during which the engine died: it may be what kills it, for everybody."""
 MAX_WAIT = 60.0
 """Longest time in seconds between two tries: a tenant's limits may be raised meanwhile."""
-_PASSING = frozenset(
-    "RateLimitError OverloadedError ServiceUnavailableError EngineAsleep ShuttingDownError "
-    "rate_limit_error overloaded_error".split()  # the last two are Anthropic's
-)
-"""Types of errors that say nothing about the request."""
+_PASSING = frozenset(("OverloadedError", "ServiceUnavailableError", "EngineAsleep", "ShuttingDownError"))
+"""Types of errors with status 503 that say nothing about the request. In Anthropic's form all have one type."""
 
 _acting: ContextVar[Acting | None] = ContextVar("acting", default=None)
 
@@ -73,7 +72,7 @@ class Sender:
         """The answer to a request, once there is one that does not depend on the moment. When one line is told to wait,
         all do."""
         loop = asyncio.get_running_loop()
-        tries = waits = 0
+        tries = waits = deaths = 0
         headers = {"content-type": "application/json", "x-request-id": request_id}
         while True:
             while (pause := self._resume_at - loop.time()) > 0:
@@ -81,12 +80,14 @@ class Sender:
             async with self._place() as acting:
                 _acting.set(acting)
                 response = await self._client.post(request.url, content=request.body, headers=headers)
-            passing = _is_passing(response)
-            if passing is None:
+            if response.status_code not in (429, 503, 529):
                 return response
-            tries += not passing
+            kind = _error_type(response)
+            passing = response.status_code != 503 or kind in _PASSING
             waits += passing
-            if tries == MAX_TRIES or waits == self._max_waits:
+            tries += not passing
+            deaths += kind == "EngineDeadError"
+            if tries == MAX_TRIES or deaths == MAX_DEATHS or waits == self._max_waits:
                 return response
             wait = min(float(response.headers.get("retry-after", 1)), MAX_WAIT)
             if passing:
@@ -95,15 +96,12 @@ class Sender:
                 await asyncio.sleep(wait)
 
 
-def _is_passing(response: httpx.Response) -> bool | None:
-    """True for a refusal that says nothing about the request; False if the request may be the reason; None for an
-    answer."""
-    if response.status_code not in (429, 503, 529):
-        return None
+def _error_type(response: httpx.Response) -> str:
+    """Type of the error that an answer is; "" if it is none of ours."""
     try:
-        return response.json()["error"]["type"] in _PASSING
+        return str(response.json()["error"]["type"])
     except (ValueError, LookupError, TypeError):
-        return False
+        return ""
 
 
 class _Answer(msgspec.Struct):

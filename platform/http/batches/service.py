@@ -187,7 +187,9 @@ class Batches:
         return 0
 
     def _load(self) -> Load:
-        return Load(self._serving.queue.num_in_engine < self._num_seats(), self.max_lines)
+        serving = self._serving
+        has_seat = serving.state == "ready" and serving.queue.num_in_engine < self._num_seats()
+        return Load(has_seat, self.max_lines)
 
     def _has_place(self, principal: Principal) -> bool:
         tenancy = self._serving.tenancy
