@@ -46,7 +46,12 @@ COUNTING = {
 IN_PATH = {"/v1/responses/{response_id}/cancel"}
 """Routes of an answer that was given before; test_responses.py has them."""
 ADAPTER_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/pin_lora_adapter", "/v1/unpin_lora_adapter")
-CONTROL = ("/admin/", "/sleep", "/wake_up", "/reset_prefix_cache", "/ping", "/load", "/health", *ADAPTER_ROUTES)
+FILE_ROUTES = ("/v1/files", "/v1/batches")
+"""Routes of files and batches, whose lines go to the routes above; test_batches.py has them."""
+CONTROL = (
+    *("/admin/", "/sleep", "/wake_up", "/reset_prefix_cache", "/ping", "/load", "/health"),
+    *(*ADAPTER_ROUTES, *FILE_ROUTES),
+)
 """Beginnings of routes that change the server, and know no model."""
 
 
