@@ -68,9 +68,16 @@ async def load_adapters(models: ModelRegistry, config: ServerConfig) -> None:
     Raises:
         InvalidRequestError, AdapterSourceError: one of them cannot be loaded; the message begins with its name.
     """
+    from .adapters.source_policy import (
+        AdapterPolicy,
+    )  # needs the web stack, which is imported beside the engine's start
+
+    policy = AdapterPolicy(config)
     for name, path in config.lora_modules.items():
         try:
-            await models.load(LoRARequest(name, path=path, draft_path=config.lora_draft_paths.get(name)))
+            draft_path = config.lora_draft_paths.get(name)
+            roots = policy.roots_of((path, draft_path), "")
+            await models.load(LoRARequest(name, path=path, draft_path=draft_path, roots=roots))
         except (InvalidRequestError, AdapterSourceError) as error:
             raise type(error)(f"{shorten(name)}: {error.message}", param="lora_modules") from error
 
