@@ -72,9 +72,9 @@ class AdapterFiles:
                 The same for draft weights whose folder was named; other draft weights that do not fit are left out.
         """
         folder = source.folder
-        if source.digest is not None:
-            if files_digest(folder, yield_to_steps, self._target.limits.num_bytes) != source.digest:
-                raise changed_error(folder.label)
+        most = self._target.limits.num_bytes
+        if source.digest is not None and files_digest(folder, yield_to_steps, most) != source.digest:
+            raise changed_error(folder.label)
         self.check(source)
         target, digest = self._target.read(folder)
         found = self._read_draft(source)

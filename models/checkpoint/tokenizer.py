@@ -173,7 +173,8 @@ def end_ids(value: Any, source: str) -> frozenset[int]:
     for item in values:
         if type(item) is not int or not 0 <= item < MAX_TOKEN_IDS:
             raise InvalidRequestError(
-                f"{source}: eos_token_id must be a token id below {MAX_TOKEN_IDS}, or a list of them, got {shown(item)}",
+                f"{source}: eos_token_id must be a token id, 0 to {MAX_TOKEN_IDS - 1}, or a list of them, got "
+                f"{shown(item)}",
                 param="eos_token_id",
             )
     return frozenset(values)

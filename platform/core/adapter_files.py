@@ -186,8 +186,9 @@ def files_digest(
     folder: AdapterFolder | str, give_way: Callable[[], None] = lambda: None, most: int | None = None
 ) -> str | None:
     """SHA-256 of the configuration and the weights in an adapter's folder, in hexadecimal; None when they cannot be
-    read, or have more than `most` bytes. Draft weights, which change no text, do not count. `give_way` is called between
-    pieces."""
+    read, or have more than `most` bytes. Draft weights, which change no text, do not count. `give_way` is called
+    between pieces.
+    """
     folder = AdapterFolder(folder) if isinstance(folder, str) else folder
     digest = hashlib.sha256()
     try:

@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import Any
 
 from ...core.adapter_files import TEMPLATE_FILE, TOKENIZER_SETTINGS
-from ...core.errors import AdapterError
 from ...core.lora_request import LoRA, LoRARequest
 
 MAX_BYTES = 4 << 20

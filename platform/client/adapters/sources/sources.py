@@ -206,7 +206,7 @@ class AdapterSources:
                 raise
             except Exception as error:
                 logger.exception("%s failed for %r", type(resolver).__name__, what)
-                reason = error.strerror if isinstance(error, OSError) else error  # without paths
+                reason = (isinstance(error, OSError) and error.strerror) or error  # without paths
                 raise unavailable(f"{what!r} cannot be had: {type(error).__name__}: {reason}") from error
         return None
 

@@ -251,11 +251,11 @@ def test_changes_of_one_adapter_take_turns(url, tmp_path, monkeypatch, then):
     """Otherwise the server would have another adapter, or none, than the database says it has."""
     free = threading.Event()
 
-    def files_digest(path):
-        if path.endswith("a"):
+    def files_digest(folder, most):
+        if folder.path.endswith("a"):
             free.wait(20)
 
-    monkeypatch.setattr(adapter_routes, "files_digest", files_digest)
+    monkeypatch.setattr(sources, "files_digest", files_digest)
 
     async def run():
         async with application(url) as app:
