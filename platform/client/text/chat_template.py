@@ -20,6 +20,7 @@ from ...core.compat.vllm_python import CHAT
 from ...core.errors import InvalidRequestError, invalid
 from .deadline import DeadlineError, deadline
 from .template_checks import check_texts_arrive, check_tools_are_listed, check_tools_arrive
+from .template_memory import TemplateMemoryError, template_memory
 
 TEMPLATE_SECONDS = 10.0
 """Longest time of a template, which may be an adapter's: a program of somebody else. A conversation that fills a long
@@ -80,15 +81,17 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
             template = resolve(template, tools)
 
         def render(conversation: list[dict[str, Any]], tools: Any) -> str:
-            return tokenizer.apply_chat_template(
-                _in_form(tokenizer, template, conversation),
-                tools=tools,
-                chat_template=template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=False,
-                tokenize=False,
-                **extra,
-            )
+            messages = _in_form(tokenizer, template, conversation)
+            with template_memory():
+                return tokenizer.apply_chat_template(
+                    messages,
+                    tools=tools,
+                    chat_template=template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=False,
+                    tokenize=False,
+                    **extra,
+                )
 
         def render_open(conversation: list[dict[str, Any]], tools: Any) -> str:
             one = partial(render, tools=tools)
@@ -109,6 +112,10 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
     except DeadlineError as error:
         raise InvalidRequestError(
             f"the chat template takes longer than {TEMPLATE_SECONDS:g} s for these messages", param="messages"
+        ) from error
+    except TemplateMemoryError as error:
+        raise InvalidRequestError(
+            f"the chat template wants too much memory for these messages: {error}", param="messages"
         ) from error
     except Exception as error:  # templates are programs of the model or the user: they raise anything
         raise InvalidRequestError(f"the chat template refuses the messages: {error}", param="messages") from error
@@ -188,9 +195,10 @@ def _render_probe(tokenizer: Any, template: str | None, messages: list[dict[str,
     systems = [{"role": "system", "content": content} for content in ("a", _A_AS_PARTS)]
     for before in ([], *([system] for system in systems)):
         try:
-            text: str = tokenizer.apply_chat_template(
-                [*before, *messages], chat_template=template, add_generation_prompt=False, tokenize=False
-            )
+            with template_memory():
+                text: str = tokenizer.apply_chat_template(
+                    [*before, *messages], chat_template=template, add_generation_prompt=False, tokenize=False
+                )
         except Exception:  # whatever templates raise
             continue
         return text
