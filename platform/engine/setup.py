@@ -26,7 +26,6 @@ from ...spec_decode.control.factory import Speculation, make_speculation
 from ...spec_decode.drafters.base import Drafter
 from ...spec_decode.drafters.factory import DrafterContext, draft_kv_bytes_per_token
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
-from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
 from ..core.speculative_config import parse_speculative
 from ..core.threads import beside_a_server, threads_for
@@ -35,6 +34,7 @@ from .executor.base import Executor, LocalExecutor
 from .executor.captured import AgreedGraphs, TargetPasses
 from .features import NoAdapters, PrefixNamespaces, Vocabularies
 from .hardware import find_hardware
+from .load_memory import ADAPTERS, DRAFTER, KV_CACHE, SWAP_SPACE, WARM_UP, WEIGHTS, memory_for
 from .memory.block_pool import BlockPool
 from .memory.host_store import HostStore
 from .memory.host_tier import HostTier, SwapCost
@@ -101,24 +101,28 @@ def _build(
 ) -> EngineParts:
     """Load the weights, allocate the memory and put the parts together. `parallel`: this process is rank 0 of it."""
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    model = _load(config, path, parallel, progress=progress)
+    with memory_for(WEIGHTS):
+        model = _load(config, path, parallel, progress=progress)
     num_local = 1 if parallel is None else parallel.num_local
     _choose_threads(model, dtype, num_local)
     graphs = _make_graphs(config, parallel)
-    speculation = make_speculation(
-        config.speculative, _drafter_context(config, model, graphs, parallel, progress=progress)
-    )
+    with memory_for(DRAFTER):
+        context = _drafter_context(config, model, graphs, parallel, progress=progress)
+        speculation = make_speculation(config.speculative, context)
     drafter = speculation.drafter
-    adapters = _make_adapters(config, model, speculation, parallel)
+    with memory_for(ADAPTERS):
+        adapters = _make_adapters(config, model, speculation, parallel)
     logits = None
     if graphs is not None and graphs.captures(model):
         logits = graphs.token_logits(model.config.vocab_size, model.device)
     config = _resolve(args, path, num_local)  # again: the KV cache gets of the memory that all this has left
     layers, cache = [*model.kv_layers, *drafter.needs.kv_layers], config.cache
-    kv = allocate_kv(layers, cache.num_blocks, cache.block_size, dtype, device, cache.dtype)
+    with memory_for(KV_CACHE):
+        kv = allocate_kv(layers, cache.num_blocks, cache.block_size, dtype, device, cache.dtype)
     drafter.bind(kv[len(model.kv_layers) :], adapters.prepare_draft)
     moving = None if parallel is None else parallel.move_blocks
-    host = HostStore(kv, cache.num_host_blocks, moving) if cache.num_host_blocks else None
+    with memory_for(SWAP_SPACE):
+        host = HostStore(kv, cache.num_host_blocks, moving) if cache.num_host_blocks else None
     target_kv, preparers, passes = kv[: len(model.kv_layers)], (adapters.prepare, adapters.prepare_head), None
     if graphs is not None and logits is not None:
         passes = TargetPasses(graphs, model, target_kv, preparers, drafter.needs.aux_layers, logits)
@@ -145,7 +149,8 @@ def _build(
         PrefixNamespaces(adapters.namespace, model.rope.short_context),
     ]
     scheduler = _make_scheduler(config, speculation, gates, host)
-    _warm_up(config, scheduler, runner, speculation, adapters, model)
+    with memory_for(WARM_UP):
+        _warm_up(config, scheduler, runner, speculation, adapters, model)
     if beside_a_server() and has_long_steps(config, model):
         adapters.start_reader()
     others = 0 if parallel is None else parallel.weight_bytes
@@ -332,13 +337,7 @@ def _make_adapters(
     )
     if parallel is not None:
         hooks = hooks._replace(on_write=parallel.write_adapter, on_free=parallel.free_adapter)
-    try:
-        return AdapterManager(model.linears(), config.lora, config.dtype, config.device, hooks)
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise InvalidRequestError(
-            f"no memory for the adapters' rows: lower max_loras or max_lora_rank, or set lora_memory ({error})",
-            param="max_lora_rank",
-        ) from error
+    return AdapterManager(model.linears(), config.lora, config.dtype, config.device, hooks)
 
 
 def _make_sampler(config: EngineConfig) -> Sampler:
