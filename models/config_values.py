@@ -28,7 +28,13 @@ _SWITCHES = (
     *("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "enable_bias", "bias", "use_bias", "use_qkv_bias"),
 )
 """Fields that are true or false; some old files have 1 or 0."""
-_COUNTS = ("sliding_window", "max_window_layers", "first_k_dense_replace", "n_shared_experts", "num_ln_in_parallel_attn")
+_COUNTS = (
+    "sliding_window",
+    "max_window_layers",
+    "first_k_dense_replace",
+    "n_shared_experts",
+    "num_ln_in_parallel_attn",
+)
 """Fields that are integers from 0 on, also in the files of families that do not read them."""
 _SMALLEST, _LARGEST = 1e-30, 1e18
 _MOST_SHOWN = 80

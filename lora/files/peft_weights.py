@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from ...platform.core.adapter_files import AdapterFolder
+from ...platform.core.errors import AdapterError
 from ..device.layout import PackedModules, latents_of
 from .biases import check_biases, read_biases
 from .expert_parameters import split_parameters
@@ -30,6 +31,7 @@ from .tensor_keys import (
     ModuleShape,
     Owner,
     file_limits,
+    first_of,
     group_keys,
 )
 from .vocabulary import VocabularyReader, resize, saved_keys
@@ -74,8 +76,9 @@ class WeightsReader:
             found[name].configured = parameter
         groups = saved_keys(saved, file)
         resize(found, groups, file)
-        for module in found.values():
-            self._check_module(module, config, file.shapes)
+        misfits = [error for module in found.values() if (error := self._misfit(module, config, file.shapes))]
+        if misfits:
+            raise first_of(misfits, "modules do not fit")
         own_rows, own_digest = VocabularyReader(file, config, self.model).read(groups, found)
         modules = [
             stored
@@ -93,6 +96,15 @@ class WeightsReader:
         if file.header is not None and packed.is_plain and not saved:
             self._plans.keep(modules, file.header, config.form)
         return packed, digest
+
+    def _misfit(
+        self, module: FileModule, config: PeftConfig, shapes: Mapping[str, tuple[int, ...]]
+    ) -> AdapterError | None:
+        try:
+            self._check_module(module, config, shapes)
+        except AdapterError as error:
+            return error
+        return None
 
     def _check_module(self, module: FileModule, config: PeftConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Refuse a rank above the limit, shapes that do not fit, and magnitudes where there should be none or some."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
+from ...kernels.out_of_memory import is_out_of_memory
 from ..core.errors import InvalidRequestError
 
 WEIGHTS = (
@@ -36,8 +34,6 @@ WARM_UP = (
     "lower max_num_batched_tokens, max_num_seqs or gpu_memory_utilization",
     "max_num_batched_tokens",
 )
-_TEXTS = ("can't allocate memory", "out of memory", "Cannot allocate memory")
-"""Parts of the messages of torch's RuntimeErrors when there is no memory; a CPU's allocator has no type of its own."""
 
 
 @contextmanager
@@ -47,16 +43,8 @@ def memory_for(part: tuple[str, str, str]) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
-        if not _is_memory(error):
+        if not is_out_of_memory(error):
             raise
         what, advice, param = part
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise InvalidRequestError(f"no memory for {what}: {advice} ({reason})", param=param) from error
-
-
-def _is_memory(error: Exception) -> bool:
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return any(text in str(error) for text in _TEXTS)

@@ -16,15 +16,17 @@ from ...lora.device.sites import AdapterHooks
 from ...lora.manager import AdapterManager
 from ...lora.reader import reader_client
 from ...models.batch import LayerKV, allocate_kv
+from ...models.checkpoint.json_files import read_model_config
 from ...models.checkpoint.loader import ModelOptions, load_model, read_facts
 from ...models.checkpoint.paths import resolve_model_path, tokenizer_path
 from ...models.checkpoint.tokenizer import load_tokenizer
 from ...models.demo import demo_model_path
+from ...models.implementation import read_config
 from ...models.model import LanguageModel
 from ...models.pass_graphs import PassGraphs
 from ...spec_decode.control.factory import Speculation, make_speculation
 from ...spec_decode.drafters.base import Drafter
-from ...spec_decode.drafters.factory import DrafterContext, draft_kv_bytes_per_token
+from ...spec_decode.drafters.factory import DrafterContext, check_drafter, draft_kv_bytes_per_token
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.messages import EngineInfo
 from ..core.speculative_config import parse_speculative
@@ -81,6 +83,8 @@ def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
     check_args(args)
     path = _model_path(args)
     config = _resolve(args, path)  # all that is wrong with the options is found before anything is loaded
+    dtype = getattr(torch, config.dtype)
+    check_drafter(config.speculative, read_config(read_model_config(path), dtype, config.model_impl), path)
     parallel = _start_ranks(config)
     try:
         return _build(args, path, config, parallel, progress=progress, started=started)

@@ -44,8 +44,7 @@ def test_a_wrong_type_is_an_error_or_is_not_read(family: str) -> None:
         for value in wrong_values(raw.get(field)):
             try:
                 found = config_from_hf({**raw, field: value}, torch.float32)
-            except UnsupportedModelError as error:
-                assert error.param, (field, value)
+            except UnsupportedModelError:
                 continue
             without = {name: old for name, old in raw.items() if name != field}
             assert found == config_from_hf(without, torch.float32), (field, value)

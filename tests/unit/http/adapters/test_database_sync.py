@@ -8,10 +8,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from outrider.platform.client.adapters.sources import sources
 from outrider.platform.core.adapter_names import engine_name
 from outrider.platform.core.errors import AdapterError, EngineDeadError, InvalidUserInputError, NotFoundError
 from outrider.platform.core.lora_request import LoRARequest
-from outrider.platform.http.adapters import adapter_routes, database_sync
+from outrider.platform.http.adapters import database_sync
 from outrider.platform.http.app import create_app
 from outrider.platform.http.server_config import ServerConfig
 from outrider.platform.tenancy.accounts import directory
