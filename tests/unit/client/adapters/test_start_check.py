@@ -18,7 +18,6 @@ from outrider.platform.core.errors import AdapterError, InvalidRequestError
 from outrider.platform.http.server import check_adapters
 from outrider.platform.http.server_config import ServerConfig
 
-
 DRAFTERS = {"eagle3": demo_eagle3_path, "draft_model": demo_draft_path}
 
 
