@@ -105,17 +105,13 @@ def _build(
 ) -> EngineParts:
     """Load the weights, allocate the memory and put the parts together. `parallel`: this process is rank 0 of it."""
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    with memory_for(WEIGHTS):
-        model = _load(config, path, parallel, progress=progress)
+    model = _load(config, path, parallel, progress=progress)
     num_local = 1 if parallel is None else parallel.num_local
     _choose_threads(model, dtype, num_local)
     graphs = _make_graphs(config, parallel)
-    with memory_for(DRAFTER):
-        context = _drafter_context(config, model, graphs, parallel, progress=progress)
-        speculation = make_speculation(config.speculative, context)
+    speculation = _make_speculation(config, model, graphs, parallel, progress=progress)
     drafter = speculation.drafter
-    with memory_for(ADAPTERS):
-        adapters = _make_adapters(config, model, speculation, parallel)
+    adapters = _make_adapters(config, model, speculation, parallel)
     logits = None
     if graphs is not None and graphs.captures(model):
         logits = graphs.token_logits(model.config.vocab_size, model.device)
@@ -153,8 +149,7 @@ def _build(
         PrefixNamespaces(adapters.namespace, model.rope.short_context),
     ]
     scheduler = _make_scheduler(config, speculation, gates, host)
-    with memory_for(WARM_UP):
-        _warm_up(config, scheduler, runner, speculation, adapters, model)
+    _warm_up(config, scheduler, runner, speculation, adapters, model)
     if beside_a_server() and has_long_steps(config, model):
         adapters.start_reader()
     others = 0 if parallel is None else parallel.weight_bytes
@@ -205,6 +200,7 @@ def _make_executor(
     return parallel
 
 
+@memory_for(WEIGHTS)
 def _load(config: EngineConfig, path: Path, parallel: ParallelExecutor | None, *, progress: bool) -> LanguageModel:
     return load_model(
         path,
@@ -251,6 +247,7 @@ def _choose_threads(model: LanguageModel, dtype: torch.dtype, num_ranks: int) ->
         use_pool(all(linear.is_elsewhere or linear.packed.fuses_adapters for linear in model.linears()))
 
 
+@memory_for(WARM_UP)
 def _warm_up(
     config: EngineConfig,
     scheduler: Scheduler,
@@ -286,15 +283,16 @@ def _warm_up(
         warm_up(scheduler, runner, policy)
 
 
-def _drafter_context(
+@memory_for(DRAFTER)
+def _make_speculation(
     config: EngineConfig,
     target: LanguageModel,
     graphs: PassGraphs | None,
     parallel: ParallelExecutor | None,
     *,
     progress: bool,
-) -> DrafterContext:
-    return DrafterContext(
+) -> Speculation:
+    context = DrafterContext(
         target=target if parallel is None else parallel.as_target(target),
         model_path=config.model,
         device=config.device,
@@ -308,8 +306,10 @@ def _drafter_context(
         edit_logits=edit_draft_logits,
         graphs=graphs if parallel is None else None,  # embeddings and head are of all ranks
     )
+    return make_speculation(config.speculative, context)
 
 
+@memory_for(ADAPTERS)
 def _make_adapters(
     config: EngineConfig, model: LanguageModel, speculation: Speculation, parallel: ParallelExecutor | None
 ) -> AdapterManager | NoAdapters:

@@ -59,7 +59,8 @@ def _charge(num_bytes: int) -> None:
         return
     left[0] -= num_bytes
     if num_bytes > MAX_VALUE or left[0] < 0:
-        raise TemplateMemoryError(f"more than {MAX_VALUE if num_bytes > MAX_VALUE else MAX_TOTAL} bytes")
+        what, most = ("one value", MAX_VALUE) if num_bytes > MAX_VALUE else ("all that it makes", MAX_TOTAL)
+        raise TemplateMemoryError(f"wants too much memory (more than {most} bytes for {what})")
 
 
 def _size(value: object) -> int:

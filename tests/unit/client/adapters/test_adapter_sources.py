@@ -13,7 +13,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from outrider.platform.client.adapters.sources import AdapterSources, SourceOptions, resolver
 from outrider.platform.client.waiting import Work
-from outrider.platform.core.adapter_files import ANYWHERE
 from outrider.platform.core.errors import (
     AdapterError,
     AdapterSourceError,
@@ -374,7 +373,7 @@ def test_a_plug_in_finds_names(make, plug_in, plug_in_path, clock):
 
     async def run() -> None:
         found = await sources.find("db-sql")
-        assert found == LoRARequest("db-sql", path=plug_in.folder, roots=ANYWHERE)
+        assert found == LoRARequest("db-sql", path=plug_in.folder, roots=("/",))
         assert await sources.find("other") is None
         assert await sources.find("other") is None
         clock.now += 1000
