@@ -33,7 +33,7 @@ INDEX_FILES = tuple(f"{name}.index.json" for name in WEIGHT_FILES)
 DRAFT_FOLDER = "draft"
 """Folder of the same files for a drafter, or of such folders by method of speculation."""
 
-ANYWHERE = ("/",)
+ANYWHERE: tuple[str, ...] = ("/",)
 """Roots of a folder whose files may lie anywhere."""
 _NAMES = frozenset((*ADAPTER_FILES, *TEXT_FILES, *INDEX_FILES))
 _PIECE = 1 << 18

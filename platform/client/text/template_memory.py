@@ -237,7 +237,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return "".join(map(str, values))
 
     @staticmethod
-    def concat(pieces: Iterable[str]) -> str:  # type: ignore[override]
+    def concat(pieces: Iterable[str]) -> str:
         """Join the pieces of an output."""
         found = []
         for piece in pieces:

@@ -127,7 +127,7 @@ class AdapterSources:
         roots = [*self._roots_of(request.path, path)]
         if request.draft_path and draft:
             roots += self._roots_of(request.draft_path, draft)
-        return replace(request, lora_path=path, draft_path=draft, roots=request.roots or dict.fromkeys(roots))
+        return replace(request, lora_path=path, draft_path=draft, roots=request.roots or tuple(dict.fromkeys(roots)))
 
     def _roots_of(self, source: str, folder: str) -> tuple[str, ...]:
         """Roots of a folder from this source: a download is confined to its own."""
