@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..platform.core.adapter_files import AdapterFolder
 from ..platform.core.errors import AdapterError
 from .device.layout import LM_HEAD, SCORE, PackedModules, latents_of
 from .files.peft_config import adapter_error, shown
@@ -23,6 +24,13 @@ class AdapterSource(NamedTuple):
     """Folder of the draft weights when it was named; None: the folder "draft" of `path`, if it exists and fits."""
     digest: str | None = None
     """Digest of the files as another server registered them (`files_digest`); None: no server did."""
+    roots: tuple[str, ...] = ()
+    """Real paths of the folders out of which no file may lie; see `AdapterFolder`."""
+
+    @property
+    def folder(self) -> AdapterFolder:
+        """The adapter's folder, through which its files are opened."""
+        return AdapterFolder(self.path, tuple(self.roots))
 
     def matches(self, asked: AdapterSource) -> bool:
         """Return whether a request for `asked` means this source. A request without a draft path means the registered

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..platform.core.errors import UnsupportedModelError
-from .config_values import number, positive, shown, wrong
+from .config_values import check_values, number, positive, shown, wrong
 from .expert_config import ExpertConfig, read_experts
 from .families import CLASSIFIER, PRE_NORMS, FamilyTraits, NormNames, supported_architectures, traits_of
 from .families.block import Block
@@ -185,6 +185,7 @@ def config_from_hf(raw: Mapping[str, Any], dtype: torch.dtype) -> DecoderConfig:
         UnsupportedModelError: the architecture or one of its fields is not supported; `param` names the field.
     """
     architecture = architecture_of(raw)
+    check_values(raw)
     traits = traits_of(architecture)
     assert traits is not None, "`architecture_of` found it"
     try:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..platform.core.errors import UnsupportedModelError
+from ..platform.core.model_limits import MAX_TOKEN_IDS
 from ..platform.core.text import shorten
 
 # Largest integer that a field may have: a larger one is a damaged file, and would take all memory, or all time.
@@ -20,6 +21,21 @@ MOST = {
     "sliding_window": 1 << 40,
 }
 _MOST_ELSE = 1 << 24
+_SWITCHES = (
+    *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "use_bidirectional_attention"),
+    *("norm_topk_prob", "use_parallel_residual", "layer_norm_elementwise_affine", "do_layer_norm_before"),
+    *("_remove_final_layer_norm", "qk_layernorm", "multi_query", "alibi", "new_decoder_architecture", "parallel_attn"),
+    *("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "enable_bias", "bias", "use_bias", "use_qkv_bias"),
+)
+"""Fields that are true or false; some old files have 1 or 0."""
+_COUNTS = (
+    "sliding_window",
+    "max_window_layers",
+    "first_k_dense_replace",
+    "n_shared_experts",
+    "num_ln_in_parallel_attn",
+)
+"""Fields that are integers from 0 on, also in the files of families that do not read them."""
 _SMALLEST, _LARGEST = 1e-30, 1e18
 _MOST_SHOWN = 80
 
@@ -32,6 +48,23 @@ def wrong(field: str, problem: str) -> UnsupportedModelError:
 def shown(value: object) -> str:
     """Text of `value` for an error, cut short: a file may hold a number of thousands of digits."""
     return shorten(repr(value), _MOST_SHOWN)
+
+
+def check_values(raw: Mapping[str, Any]) -> None:
+    """Refuse (UnsupportedModelError) switches, counts and end tokens of a wrong type or range, whichever family the
+    model is of. Other fields are checked where they are read. null counts as absent."""
+    for field in _SWITCHES:
+        value = raw.get(field)
+        if value is not None and not (isinstance(value, int) and value in (0, 1)):
+            raise wrong(field, f"must be true or false, got {shown(value)}")
+    for field in _COUNTS:
+        value, most = raw.get(field), MOST.get(field, _MOST_ELSE)
+        if value is not None and not (type(value) is int and 0 <= value <= most):
+            raise wrong(field, f"must be an integer, 0 to {most}, got {shown(value)}")
+    ends = raw.get("eos_token_id")
+    for value in ends if isinstance(ends, list) else [ends]:
+        if value is not None and not (type(value) is int and 0 <= value < MAX_TOKEN_IDS):
+            raise wrong("eos_token_id", f"must be a token id or a list of them, got {shown(value)}")
 
 
 def positive(values: Mapping[str, Any], field: str, default: int | None = None) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..platform.core.errors import UnsupportedModelError
 from .config import DecoderConfig, config_from_hf, named_architectures
-from .config_values import shown
+from .config_values import check_values, shown
 from .decoder import Decoder
 from .families import traits_of
 
@@ -29,6 +29,7 @@ def read_config(raw: Mapping[str, Any], dtype: torch.dtype, impl: str = AUTO) ->
     is_family = any(traits_of(name) is not None for name in named_architectures(raw))
     if impl == NATIVE or (impl == AUTO and is_family):
         return config_from_hf(raw, dtype)
+    check_values(raw)
     from .checkpoint.tokenizer import import_transformers
     from .transformers_model.config import transformers_config
 

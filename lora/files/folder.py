@@ -12,9 +12,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from pathlib import Path
 
-from ...platform.core.adapter_files import CONFIG_FILE, WEIGHT_FILES, files_digest
+from ...platform.core.adapter_files import ADAPTER_FILES, DRAFT_FOLDER, AdapterFolder, files_digest
 from ...platform.core.errors import AdapterError
 from ...platform.core.lora_request import LoRARequest
 from ...platform.core.speculative_config import MODEL_METHODS
@@ -24,8 +23,6 @@ from ..step_yield import yield_to_steps
 from .peft_config import adapter_error, shown
 from .peft_weights import WeightsReader
 from .tensor_keys import BASE, DRAFTER, ModelModules
-
-_DRAFT_FOLDER = "draft"
 
 
 class AdapterFiles:
@@ -43,22 +40,28 @@ class AdapterFiles:
     def source(self, request: LoRARequest) -> AdapterSource:
         """Return the folders that a request means here."""
         draft_path = request.draft_path if self._draft is not None else None
-        return AdapterSource(os.path.abspath(request.path), draft_path and os.path.abspath(draft_path), request.digest)
+        path = os.path.abspath(request.path)
+        return AdapterSource(path, draft_path and os.path.abspath(draft_path), request.digest, request.roots)
 
     def check(self, source: AdapterSource) -> None:
         """Refuse (AdapterError) folders that do not exist, without reading a file."""
         if not os.path.isdir(source.path):  # False, too, for a path that no file system takes
-            raise adapter_error(f"the adapter's folder {shown(source.path)} does not exist")
+            raise adapter_error(f"the adapter's folder {shown(source.folder.label)} does not exist")
         if source.draft_path is not None and not os.path.isdir(source.draft_path):
-            raise AdapterError(f"draft_path: the folder {shown(source.draft_path)} does not exist", param="draft_path")
+            label = AdapterFolder(source.draft_path, source.roots).label
+            raise AdapterError(f"draft_path: the folder {shown(label)} does not exist", param="draft_path")
 
     def num_bytes(self, source: AdapterSource) -> int:
         """Return the size of the files that `read` may read."""
+        folders = [source.folder]
+        with contextlib.suppress(AdapterError):  # `read` says so
+            folders += filter(None, self._draft_folders(source) if self._draft is not None else ())
         size = 0
-        for folder in (source.path, *(self._draft_folders(source) if self._draft is not None else ())):
-            for name in (CONFIG_FILE, *WEIGHT_FILES):
-                with contextlib.suppress(OSError, ValueError):  # it is missing; ValueError: a NUL in the path
-                    size += os.stat(os.path.join(folder, name)).st_size
+        for folder in folders:
+            for name in ADAPTER_FILES:
+                with contextlib.suppress(AdapterError):
+                    found = folder.inspect(name)
+                    size += 0 if found is None else found[1].st_size
         return size
 
     def read(self, source: AdapterSource) -> Adapter:
@@ -68,10 +71,12 @@ class AdapterFiles:
             AdapterError: as in `WeightsReader.read`; the files are not those that were registered on another server.
                 The same for draft weights whose folder was named; other draft weights that do not fit are left out.
         """
-        if source.digest is not None and files_digest(source.path, yield_to_steps) != source.digest:
-            raise changed_error(source.path)
+        folder = source.folder
+        most = self._target.limits.num_bytes
+        if source.digest is not None and files_digest(folder, yield_to_steps, most) != source.digest:
+            raise changed_error(folder.label)
         self.check(source)
-        target, digest = self._target.read(Path(source.path))
+        target, digest = self._target.read(folder)
         found = self._read_draft(source)
         if target.invocation and not isinstance(found, str):
             found = "draft weights are not used with alora_invocation_tokens"
@@ -87,47 +92,35 @@ class AdapterFiles:
             return ""
         try:
             folder = self._find_draft(source)
-            return self._draft.read(Path(folder)) if folder is not None else ""
+            return self._draft.read(folder) if folder is not None else ""
         except AdapterError as error:
             if source.draft_path is None:
                 return error.message
             raise AdapterError(f"draft_path: {error.message}", param="draft_path") from error
 
-    def _draft_folders(self, source: AdapterSource) -> tuple[str, str]:
-        """Return the folders where draft weights may lie; the first that exists is meant."""
-        root = os.path.join(source.path, _DRAFT_FOLDER) if source.draft_path is None else source.draft_path
-        return os.path.join(root, self.draft_method), root
+    def _draft_folders(self, source: AdapterSource) -> tuple[AdapterFolder | None, AdapterFolder | None]:
+        """Return the folders where draft weights may lie, which exist; the first is meant.
 
-    def _find_draft(self, source: AdapterSource) -> str | None:
+        Raises:
+            AdapterError: something else has the name of one, or a link leads out of the roots.
+        """
+        if source.draft_path is None:
+            root = source.folder.below(DRAFT_FOLDER)
+        else:
+            root = AdapterFolder(source.draft_path, tuple(source.roots))
+        return None if root is None else root.below(self.draft_method), root
+
+    def _find_draft(self, source: AdapterSource) -> AdapterFolder | None:
         """Find the folder with the draft weights; None when there are none, or only some for other methods.
 
         Raises:
             AdapterError: something has the name of draft weights and is none.
         """
         nested, root = self._draft_folders(source)
-        if not _is_folder(root):
-            return None
-        if _is_folder(nested):
+        if nested is not None or root is None:
             return nested
-        try:
-            entries = set(os.listdir(root))
-        except OSError as error:
-            raise adapter_error(f"cannot read the folder {shown(root)}: {error.strerror}") from error
-        if source.draft_path is not None or entries & {CONFIG_FILE, *WEIGHT_FILES}:
+        if source.draft_path is not None or any(map(root.has, ADAPTER_FILES)):
             return root
-        if entries & set(MODEL_METHODS):
+        if any(root.below(method) is not None for method in MODEL_METHODS):
             return None
-        raise adapter_error(f"the folder {shown(root)} holds no draft weights")
-
-
-def _is_folder(path: str) -> bool:
-    """Return whether a folder has this path; AdapterError when something else has it, or a link to no folder."""
-    if os.path.isdir(path):
-        return True
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, ValueError):  # ValueError: a NUL in the path
-        return False
-    except OSError as error:
-        raise adapter_error(f"cannot read {shown(path)}: {error.strerror}") from error
-    raise adapter_error(f"{shown(path)} is not a folder, or a link that leads to none")
+        raise adapter_error(f"the folder {root.prefix.rstrip('/')} of the adapter holds no draft weights")

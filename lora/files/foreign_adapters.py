@@ -12,12 +12,15 @@ The delta is scale · x lora_a lora_b, with a scale that is not divided by the r
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping
-from pathlib import Path
+from fnmatch import fnmatch
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ...platform.core.adapter_files import AdapterFolder
 from ...platform.core.errors import AdapterError
 
 if TYPE_CHECKING:
@@ -31,15 +34,26 @@ _TOOLS = (
     ("*.gguf", "llama.cpp's format; serve the PEFT folder that it was converted from"),
     ("pytorch_lora_weights.safetensors", "an adapter of an image model"),
 )
+_MAX_ENTRIES = 1000
+"""Entries of a folder that are looked at."""
 
 
-def tool_hint(folder: Path) -> str:
+def tool_hint(folder: AdapterFolder) -> str:
     """Return what a folder without PEFT's files seems to hold, as the end of a message; "" when that is unknown."""
-    with contextlib.suppress(OSError):  # a path that is too long
+    with contextlib.suppress(OSError, ValueError):  # a path that is too long, or has a NUL
+        names = _some_names(folder.path)
+        if "weights" in names and not os.path.islink(os.path.join(folder.path, "weights")):
+            names += [f"weights/{name}" for name in _some_names(os.path.join(folder.path, "weights"))]
         for pattern, hint in _TOOLS:
-            if next(folder.glob(pattern), None) is not None:
+            if any(fnmatch(name, pattern) for name in names):
                 return f"; it holds {hint}"
     return ""
+
+
+def _some_names(folder: str) -> list[str]:
+    with contextlib.suppress(NotADirectoryError), os.scandir(folder) as entries:
+        return [entry.name for entry in islice(entries, _MAX_ENTRIES)]
+    return []
 
 
 def is_mlx(config: Mapping[str, Any]) -> bool:

@@ -6,10 +6,9 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ...platform.core.adapter_files import CONFIG_FILE
+from ...platform.core.adapter_files import CONFIG_FILE, AdapterFolder
 from ...platform.core.errors import AdapterError
 from ...platform.core.sampling_params import shown as shown_value
 from ...platform.core.text import shorten
@@ -119,27 +118,21 @@ def _trainable_tokens(values: list[int] | dict[str, list[int]]) -> tuple[tuple[s
     return tuple((name, tuple(tokens)) for name, tokens in named.items())
 
 
-def read_config(folder: Path) -> PeftConfig:
+def read_config(folder: AdapterFolder) -> PeftConfig:
     """Read and check `folder`/adapter_config.json.
 
     Raises:
         AdapterError: the file is missing or broken, or asks for something that is not served (named in the message).
     """
-    file = folder / CONFIG_FILE
-    if not file.is_file():  # a pipe or a device would be read for ever
-        raise adapter_error(f"no {CONFIG_FILE} in {shown(folder)}{tool_hint(folder)}")
+    content = folder.read(CONFIG_FILE, _MAX_CONFIG_BYTES)
+    if content is None:
+        raise adapter_error(f"no {CONFIG_FILE} in {shown(folder.label)}{tool_hint(folder)}")
     try:
-        with file.open("rb") as opened:
-            content = opened.read(_MAX_CONFIG_BYTES + 1)
-        if len(content) > _MAX_CONFIG_BYTES:
-            raise adapter_error(f"{shown(file)} is larger than {_MAX_CONFIG_BYTES} bytes")
         config = json.loads(content.decode())
-    except AdapterError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise adapter_error(f"cannot read {shown(file)}: {str(error)[:200]}") from None
+    except (ValueError, RecursionError) as error:
+        raise folder.error(CONFIG_FILE, f"cannot be read: {str(error)[:200]}") from None
     if not isinstance(config, dict):
-        raise adapter_error(f"{shown(file)} is not a JSON object")
+        raise folder.error(CONFIG_FILE, "is not a JSON object")
     if mlx := is_mlx(config):
         config = peft_fields(config)
     check_fields(config)

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from torch import Tensor
 
+from ...platform.core.adapter_files import AdapterFolder
+from ...platform.core.errors import AdapterError
 from ..device.layout import PackedModules, latents_of
 from .biases import check_biases, read_biases
 from .expert_parameters import split_parameters
 from .foreign_adapters import peft_tensors
-from .peft_config import PeftConfig, adapter_error, read_config, shown
+from .peft_config import PeftConfig, adapter_error, read_config
 from .read_plan import ReadPlans
 from .row_conversion import StoredModule, convert_modules
 from .tensor_file import FLOATS, TensorFile, open_tensors
@@ -30,6 +31,7 @@ from .tensor_keys import (
     ModuleShape,
     Owner,
     file_limits,
+    first_of,
     group_keys,
 )
 from .vocabulary import VocabularyReader, resize, saved_keys
@@ -44,19 +46,18 @@ class WeightsReader:
         self._max_rank = max_rank
         self._owner = owner
         self._plans = ReadPlans(model.layout)
+        self.limits = file_limits(model.shapes, max_rank)
+        """Size of the largest weights file."""
 
-    def read(self, folder: Path) -> tuple[PackedModules, bytes]:
+    def read(self, folder: AdapterFolder) -> tuple[PackedModules, bytes]:
         """Read adapter_config.json and adapter_model.safetensors (or .bin); see `convert_modules`.
 
         Raises:
             AdapterError: files missing or broken, something that is not served, a rank above `max_rank`, a module that
                 the model does not have or that has another shape there, weights that are not finite.
         """
-        try:
-            config = read_config(folder)
-        except OSError as error:  # no permission, or a path that got too long
-            raise adapter_error(f"cannot read {shown(folder)}: {error.strerror}") from error
-        with open_tensors(folder, file_limits(self.model.shapes, self._max_rank)) as file:
+        config = read_config(folder)
+        with open_tensors(folder, self.limits) as file:
             plan = None if config.mlx else self._plans.find(file.header, config.form)
             planned = plan and plan.read(file, [config.scale_of(name) for name in plan.configured])
             packed, digest = planned or self._read_unplanned(file, config)
@@ -75,8 +76,9 @@ class WeightsReader:
             found[name].configured = parameter
         groups = saved_keys(saved, file)
         resize(found, groups, file)
-        for module in found.values():
-            self._check_module(module, config, file.shapes)
+        misfits = [error for module in found.values() if (error := self._misfit(module, config, file.shapes))]
+        if misfits:
+            raise first_of(misfits, "modules do not fit")
         own_rows, own_digest = VocabularyReader(file, config, self.model).read(groups, found)
         modules = [
             stored
@@ -94,6 +96,15 @@ class WeightsReader:
         if file.header is not None and packed.is_plain and not saved:
             self._plans.keep(modules, file.header, config.form)
         return packed, digest
+
+    def _misfit(
+        self, module: FileModule, config: PeftConfig, shapes: Mapping[str, tuple[int, ...]]
+    ) -> AdapterError | None:
+        try:
+            self._check_module(module, config, shapes)
+        except AdapterError as error:
+            return error
+        return None
 
     def _check_module(self, module: FileModule, config: PeftConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Refuse a rank above the limit, shapes that do not fit, and magnitudes where there should be none or some."""

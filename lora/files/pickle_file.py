@@ -6,18 +6,18 @@ of tensors, or for numbers that are not in the file at all. The largest adapter 
 
 from __future__ import annotations
 
-import mmap
 import os
 import pickletools
 import struct
 import zipfile
-from pathlib import Path
+from io import BytesIO, FileIO
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from .peft_config import adapter_error, shown
+from ..step_yield import yield_to_steps
+from .peft_config import adapter_error
 from .tensor_header import FileLimits
 
 _ENTRY_BYTES = 160
@@ -28,59 +28,70 @@ _OPERATIONS = 64
 """Largest number of operations in a tensor's part of the pickle."""
 _REST = 1 << 16
 """Largest size of a file beside its tensors."""
+_PIECE = 1 << 20
+"""Bytes that are read in one call."""
 _END = struct.Struct("<4s4H2LH")
 _END_64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR_BYTES = 20
 
 
-def load_pickle(file: Path, limits: FileLimits) -> dict[str, Tensor]:
-    """Return the tensors by key. With strides, a tensor may be larger than its part of the file.
+def load_pickle(file: FileIO, name: str, limits: FileLimits) -> dict[str, Tensor]:
+    """Return the tensors by key. With strides, a tensor may be larger than its part of the file. The file is read into
+    memory first, so that what is checked is what is unpickled; errors call it `name`.
 
     Raises:
         AdapterError: the file is larger than any adapter of the model, or holds something else than plain tensors.
     """
-    with file.open("rb") as opened:
-        size = os.fstat(opened.fileno()).st_size
-        if size > limits.num_bytes + (_ENTRY_BYTES + _PICKLED_BYTES) * limits.num_tensors + _REST:
-            raise adapter_error(
-                f"{shown(file)} has {size} bytes; at most {limits.num_bytes} are read for the served model and "
-                "max_lora_rank"
-            )
-        if opened.read(4) == b"PK\3\4":
-            _check_archive(file, opened, size, limits)
-        else:
-            _check_pickles(file, opened, limits)
-        # The only global that allocates memory of any size. A pickle has its name in plain text.
-        if size and _holds(opened, b"bytearray"):
-            raise adapter_error(f"{shown(file)} holds something else than tensors (a bytearray)")
+    most = limits.num_bytes + (_ENTRY_BYTES + _PICKLED_BYTES) * limits.num_tensors + _REST
+    content = _read(file, most)
+    size = max(len(content), os.fstat(file.fileno()).st_size)
+    if size > most:
+        raise adapter_error(
+            f"{name} has {size} bytes; at most {limits.num_bytes} are read for the served model and max_lora_rank"
+        )
+    opened = BytesIO(content)
+    if content[:4] == b"PK\3\4":
+        _check_archive(name, opened, size, limits)
+    else:
+        _check_pickles(name, opened, limits)
+    # The only global that allocates memory of any size. A pickle has its name in plain text.
+    if b"bytearray" in content:
+        raise adapter_error(f"{name} holds something else than tensors (a bytearray)")
+    opened.seek(0)
     # weights_only: the pickle may hold tensors and nothing that runs
-    state: Any = torch.load(file, map_location="cpu", weights_only=True)
+    state: Any = torch.load(opened, map_location="cpu", weights_only=True)
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise adapter_error(f"{shown(file)} does not hold a dictionary of tensors")
+        raise adapter_error(f"{name} does not hold a dictionary of tensors")
     limits.check_number(len(state))
     for key, value in state.items():
         if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
-            raise adapter_error(f"{shown(file)}: {str(key)[:200]} is no plain tensor ({value.layout}, {value.device})")
+            raise adapter_error(f"{name}: {str(key)[:200]} is no plain tensor ({value.layout}, {value.device})")
     return {str(key): value.detach() for key, value in state.items()}
 
 
-def _holds(opened: BinaryIO, text: bytes) -> bool:
-    with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return content.find(text) >= 0
+def _read(file: FileIO, most: int) -> bytes:
+    """Read a file, unless it has more than `most` bytes: then the first one too many is the last one read."""
+    if os.fstat(file.fileno()).st_size > most:
+        return b""
+    content = bytearray()
+    while len(content) <= most and (piece := file.read(_PIECE)):
+        content += piece
+        yield_to_steps()
+    return bytes(content)
 
 
-def _check_archive(file: Path, opened: BinaryIO, size: int, limits: FileLimits) -> None:
+def _check_archive(name: str, opened: BinaryIO, size: int, limits: FileLimits) -> None:
     if _directory_bytes(opened, size) > _ENTRY_BYTES * limits.num_tensors + _REST:
-        raise adapter_error(f"{shown(file)} has more entries than {limits.num_tensors} tensors need")
-    with zipfile.ZipFile(file) as archive:
+        raise adapter_error(f"{name} has more entries than {limits.num_tensors} tensors need")
+    with zipfile.ZipFile(opened) as archive:
         entries = archive.infolist()
     # torch stores without compression; otherwise a small file may unpack to any size
     packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
     if packed or sum(entry.file_size for entry in entries) > size:
-        raise adapter_error(f"{shown(file)} is compressed, which no file of torch.save is")
+        raise adapter_error(f"{name} is compressed, which no file of torch.save is")
     pickles = [entry.file_size for entry in entries if entry.filename.endswith("data.pkl")]
     if sum(pickles) > _PICKLED_BYTES * limits.num_tensors + _REST:
-        raise adapter_error(f"{shown(file)}: its pickle is larger than {limits.num_tensors} tensors need")
+        raise adapter_error(f"{name}: its pickle is larger than {limits.num_tensors} tensors need")
 
 
 def _directory_bytes(opened: BinaryIO, size: int) -> int:
@@ -96,7 +107,7 @@ def _directory_bytes(opened: BinaryIO, size: int) -> int:
     return int(_END.unpack_from(tail, at)[5])
 
 
-def _check_pickles(file: Path, opened: BinaryIO, limits: FileLimits) -> None:
+def _check_pickles(name: str, opened: BinaryIO, limits: FileLimits) -> None:
     """Check the old format: five pickles, one of them with the tensors, and their data."""
     opened.seek(0)
     num_operations = 0
@@ -104,4 +115,4 @@ def _check_pickles(file: Path, opened: BinaryIO, limits: FileLimits) -> None:
         for _ in pickletools.genops(opened):
             num_operations += 1
             if num_operations > _OPERATIONS * limits.num_tensors + _REST:
-                raise adapter_error(f"{shown(file)}: its pickle is larger than {limits.num_tensors} tensors need")
+                raise adapter_error(f"{name}: its pickle is larger than {limits.num_tensors} tensors need")

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from io import FileIO
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ...platform.core.adapter_files import WEIGHT_FILES
+from ...platform.core.adapter_files import INDEX_FILES, WEIGHT_FILES, AdapterFolder
 from ...platform.core.errors import OutriderError
 from ..step_yield import yield_to_steps
 from .foreign_adapters import tool_hint
@@ -81,70 +81,73 @@ class TensorFile(NamedTuple):
 
 
 @contextmanager
-def open_tensors(folder: Path, limits: FileLimits) -> Iterator[TensorFile]:
+def open_tensors(folder: AdapterFolder, limits: FileLimits) -> Iterator[TensorFile]:
     """Open adapter_model.safetensors of a folder, or else adapter_model.bin.
 
     Raises:
         AdapterError: there is neither; the file is broken, also when a tensor is read later, or larger than `limits`.
     """
-    file = next((folder / name for name in WEIGHT_FILES if os.path.isfile(folder / name)), None)
+    name, file = next(((name, file) for name in WEIGHT_FILES if (file := folder.open(name))), ("", None))
     if file is None:
-        for name in WEIGHT_FILES:
-            if os.path.isfile(folder / f"{name}.index.json"):
-                raise adapter_error(f"an adapter in several files ({name}.index.json) is not served; {shown(folder)}")
-        raise adapter_error(f"no {' or '.join(WEIGHT_FILES)} in {shown(folder)}{tool_hint(folder)}")
+        for index in INDEX_FILES:
+            if folder.has(index):
+                raise adapter_error(f"an adapter in several files ({index}) is not served; {shown(folder.label)}")
+        raise adapter_error(f"no {' or '.join(WEIGHT_FILES)} in {shown(folder.label)}{tool_hint(folder)}")
+    shown_name = f"{folder.prefix}{name}"
     try:
-        if file.suffix == ".safetensors":
-            with _open_safetensors(file, limits) as tensors:
-                yield tensors
-        else:
-            state = load_pickle(file, limits)
-            yield TensorFile(
-                {key: tuple(value.shape) for key, value in state.items()}, lambda key: state[key].contiguous()
-            )
+        with file:
+            if name.endswith(".safetensors"):
+                yield _open_safetensors(file, limits)
+            else:
+                state = load_pickle(file, shown_name, limits)
+                yield TensorFile(
+                    {key: tuple(value.shape) for key, value in state.items()}, lambda key: state[key].contiguous()
+                )
     except OutriderError:
         raise
     except (SafetensorError, InvalidFileError) as error:
-        raise adapter_error(f"{shown(file)} is not a valid safetensors file: {error}") from error
-    except Exception as error:  # a broken pickle or a missing file raises many types
-        raise adapter_error(f"cannot read {shown(file)}: {type(error).__name__}: {error}") from error
+        raise adapter_error(f"{shown_name} is not a valid safetensors file: {error}") from error
+    except OSError as error:
+        raise folder.error(name, f"cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # a broken pickle raises many types
+        raise folder.error(name, f"cannot be read: {type(error).__name__}: {error}") from error
 
 
-@contextmanager
-def _open_safetensors(file: Path, limits: FileLimits) -> Iterator[TensorFile]:
-    """Open a file. Each tensor is read when it is used, so that it is still in the processor's cache then."""
-    with file.open("rb", buffering=0) as opened:
-        descriptor = opened.fileno()
-        num_bytes = os.fstat(descriptor).st_size
-        size = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
-        limit = min(_MAX_HEADER_BYTES, _METADATA_BYTES + _ENTRY_BYTES * limits.num_tensors)
-        if size > limit:  # parsing it would take a minute, and gigabytes
-            raise InvalidFileError(f"its header claims {size} bytes; the limit is {limit}")
-        start = _LENGTH_BYTES + size
-        if num_bytes < start:
-            raise InvalidFileError(f"it has {num_bytes} bytes, fewer than its header claims ({start})")
-        header = _header(file, _content(descriptor, _LENGTH_BYTES, size).tobytes(), num_bytes - start)
-        entries = header.entries
-        limits.check_number(len(entries))
+def _open_safetensors(opened: FileIO, limits: FileLimits) -> TensorFile:
+    """View a file. Each tensor is read when it is used, so that it is still in the processor's cache then."""
+    descriptor = opened.fileno()
+    num_bytes = os.fstat(descriptor).st_size
+    size = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
+    limit = min(_MAX_HEADER_BYTES, _METADATA_BYTES + _ENTRY_BYTES * limits.num_tensors)
+    if size > limit:  # parsing it would take a minute, and gigabytes
+        raise InvalidFileError(f"its header claims {size} bytes; the limit is {limit}")
+    start = _LENGTH_BYTES + size
+    if num_bytes < start:
+        raise InvalidFileError(f"it has {num_bytes} bytes, fewer than its header claims ({start})")
+    header = _header(descriptor, _content(descriptor, _LENGTH_BYTES, size).tobytes(), num_bytes - start)
+    entries = header.entries
+    limits.check_number(len(entries))
 
-        def read(key: str) -> Tensor:
-            entry = entries[key]
-            if entry.dtype not in DTYPES:
-                raise adapter_error(f"{key} has dtype {entry.dtype}, which is not served")
-            content = torch.from_numpy(_content(descriptor, start + entry.start, entry.stop - entry.start))
-            return content.view(DTYPES[entry.dtype]).view(entry.shape)
+    def read(key: str) -> Tensor:
+        entry = entries[key]
+        if entry.dtype not in DTYPES:
+            raise adapter_error(f"{key} has dtype {entry.dtype}, which is not served")
+        content = torch.from_numpy(_content(descriptor, start + entry.start, entry.stop - entry.start))
+        return content.view(DTYPES[entry.dtype]).view(entry.shape)
 
-        yield TensorFile(header.shapes, read, header, lambda buffer, first: _fill(descriptor, buffer, start + first))
+    return TensorFile(header.shapes, read, header, lambda buffer, first: _fill(descriptor, buffer, start + first))
 
 
-def _header(file: Path, text: bytes, num_bytes: int) -> Header:
+def _header(descriptor: int, text: bytes, num_bytes: int) -> Header:
     """Return the header with this text, of a file with `num_bytes` of data; InvalidFileError, SafetensorError.
 
     Most adapters have the same header as an earlier one, byte for byte, which was checked then.
     """
     known = _known(hashlib.sha256(text).digest(), num_bytes) if len(text) <= _CACHED_BYTES else []
     if not known:
-        with safe_open(str(file), framework="pt", device="cpu") as checked:  # the library checks sizes, gaps and keys
+        with safe_open(
+            f"/proc/self/fd/{descriptor}", framework="pt", device="cpu"
+        ) as checked:  # the library checks sizes, gaps and keys
             del checked
         entries = read_header(text, num_bytes)
         known.append(Header(entries, {key: entry.shape for key, entry in entries.items()}))

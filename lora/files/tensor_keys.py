@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -70,8 +70,6 @@ _MORE_TENSORS, _MORE_ELEMENTS = 2048, 1 << 21
 """Tensors and numbers beyond those of the largest adapter; see `file_limits`."""
 _MAX_KEY = 1000
 """Characters of the longest key that is read."""
-_MAX_LISTED = 50
-"""Tensors that are named in one message."""
 _MAX_CACHED = 200
 """Characters of a key that is cached."""
 
@@ -162,7 +160,7 @@ def group_keys(
     modules: dict[str, FileModule] = {}
     saved: dict[str, str] = {}
     found: dict[str, FileModule | None] = {}  # each module has several keys
-    unplaced: dict[str, AdapterError] = {}
+    unplaced: list[AdapterError] = []
     for key in sorted(shapes):
         if len(key) > _MAX_KEY:
             raise adapter_error(f"a tensor's key has {len(key)} characters; at most {_MAX_KEY} are read")
@@ -172,7 +170,7 @@ def group_keys(
         if match is None:
             name = _saved_module(key, known)
             if isinstance(name, AdapterError):
-                unplaced[key] = name
+                unplaced.append(name)
             else:
                 saved[key] = name
             continue
@@ -181,7 +179,7 @@ def group_keys(
             yield_to_steps()
         module = found[match["module"]]
         if module is None or module.name == SCORE:
-            unplaced[key] = _unknown_module(key, match["module"], owner)
+            unplaced.append(_unknown_module(key, match["module"], owner))
             continue
         if match["magnitude"] is None and module.shape.embedding != bool(match["embedding"]):
             expected = "lora_embedding_A and lora_embedding_B" if module.shape.embedding else "lora_A and lora_B"
@@ -192,7 +190,7 @@ def group_keys(
             raise adapter_error(f"two tensors for the same weight: {module.keys[part]} and {key}")
         module.keys[part] = key
     if unplaced:
-        raise _list_unplaced(unplaced)
+        raise first_of(unplaced, "tensors of the file have no place")
     if not any(A in module.keys for module in modules.values()):
         raise adapter_error("the adapter holds no LoRA weights")
     _check_parts(modules)
@@ -287,11 +285,7 @@ def _refused(key: str, text: str) -> AdapterError | None:
     return None
 
 
-def _list_unplaced(unplaced: Mapping[str, AdapterError]) -> AdapterError:
-    """Return the error for tensors that have no place in the model: the reason of the first, and the names of all."""
-    first = next(iter(unplaced.values()))
-    if len(unplaced) == 1:
-        return first
-    names = ", ".join(key[:_MAX_CACHED] for key in list(unplaced)[:_MAX_LISTED])
-    rest = f" and {len(unplaced) - _MAX_LISTED} more" if len(unplaced) > _MAX_LISTED else ""
-    return adapter_error(f"{first.message}; {len(unplaced)} tensors of the file have no place: {names}{rest}")
+def first_of(errors: Sequence[AdapterError], what: str) -> AdapterError:
+    """Return the error for several tensors or modules: that of the first, and the number of the others."""
+    more = f", and {len(errors) - 1} more {what}" if len(errors) > 1 else ""
+    return adapter_error(f"{errors[0].message}{more}")

@@ -70,7 +70,7 @@ class Transfers:
 
         def read() -> Adapter:
             started = time.perf_counter()
-            with _typed_errors(f"load {shown(source.path)}"):
+            with _typed_errors(f"load {shown(source.folder.label)}"):
                 found = self.reader.read(source) if self.reader is not None else None
                 adapter = self._writer.prepare(found or self._files.read(source))
             return replace(adapter, load_seconds=time.perf_counter() - started)

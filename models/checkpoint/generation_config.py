@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...platform.core.errors import InvalidRequestError
+from ...platform.core.adapter_files import GENERATION_CONFIG, AdapterFolder
+from ...platform.core.errors import AdapterError, InvalidRequestError
 from ...platform.core.sampling_params import SamplingParams
-from .json_files import read_json
+from .json_files import parse_json, read_json
 
-FILE = "generation_config.json"
 AUTOMATIC = "auto"
 """Option value for the model's own file."""
 NOTHING = ("none", "vllm")
@@ -34,7 +34,7 @@ def chosen_file(choice: str) -> Path | None:
     if choice == AUTOMATIC or choice in NOTHING:
         return None
     path = Path(choice).expanduser()
-    file = path / FILE if path.is_dir() else path
+    file = path / GENERATION_CONFIG if path.is_dir() else path
     if not file.is_file():
         raise InvalidRequestError(f"there is no file {file}; it is auto, none or a path", param=PARAM)
     return file
@@ -51,6 +51,19 @@ def sampling_defaults(file: Path) -> dict[str, Any]:
     if file.stat().st_size > _MAX_BYTES:
         raise InvalidRequestError(f"{file} is larger than {_MAX_BYTES} bytes", param=PARAM)
     return _checked(read_json(file), str(file), PARAM)
+
+
+def adapter_defaults(folder: AdapterFolder) -> dict[str, Any]:
+    """Fields of `SamplingParams` that an adapter's file sets; empty when there is no file.
+
+    Raises:
+        AdapterError: it is no JSON object of a bounded size, or one of these fields has a wrong value.
+    """
+    content = folder.read(GENERATION_CONFIG, _MAX_BYTES)
+    try:
+        return {} if content is None else _checked(parse_json(content, GENERATION_CONFIG), GENERATION_CONFIG, PARAM)
+    except InvalidRequestError as error:
+        raise AdapterError(error.message, param="lora_path") from error
 
 
 def overriding_defaults(given: Any) -> dict[str, Any]:

@@ -18,13 +18,24 @@ def read_json(path: Path) -> dict[str, Any]:
         InvalidRequestError: it is no JSON object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
     except OSError as error:
         raise NotFoundError(f"{path.parent} has no readable {path.name}", param="model") from error
+    return parse_json(content, str(path))
+
+
+def parse_json(content: bytes, name: str) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Raises:
+        InvalidRequestError: it is none; the message calls it `name`.
+    """
+    try:
+        value = json.loads(content.decode())
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{path} is not valid JSON: {error}", param="model") from error
+        raise InvalidRequestError(f"{name} is not valid JSON: {error}", param="model") from error
     if not isinstance(value, dict):
-        raise InvalidRequestError(f"{path} is not a JSON object", param="model")
+        raise InvalidRequestError(f"{name} is not a JSON object", param="model")
     return value
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...platform.core.errors import InvalidRequestError, NotFoundError
+from ...platform.core.model_limits import MAX_TOKEN_IDS
+from ...platform.core.sampling_params import shown
 from ..families import FAMILIES
 from .gguf_file import is_gguf
 from .gguf_tokenizer import load_gguf_tokenizer
@@ -147,16 +149,32 @@ def eos_token_ids(
     path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None, more: Path | None = None
 ) -> frozenset[int]:
     """Ids of all tokens that generation_config.json, config.json, the tokenizer or the file `more` call the end of a
-    sequence."""
+    sequence.
+
+    Raises:
+        InvalidRequestError: one of them is no token id.
+    """
     found: set[int] = set()
     if is_gguf(path):
-        found |= _ids(read_model_config(path)["eos_token_id"])
+        found |= end_ids(read_model_config(path)["eos_token_id"], str(path))
     for file in (Path(path) / "generation_config.json", Path(path) / "config.json", more):
         if file is not None and file.is_file():
-            found |= _ids(read_json(file).get("eos_token_id"))
-    return frozenset(found | _ids(getattr(tokenizer, "eos_token_id", None)))
+            found |= end_ids(read_json(file).get("eos_token_id"), file.name)
+    return frozenset(found | end_ids(getattr(tokenizer, "eos_token_id", None), "the tokenizer"))
 
 
-def _ids(value: Any) -> set[int]:
-    values = value if isinstance(value, list) else [value]
-    return {item for item in values if isinstance(item, int) and not isinstance(item, bool)}
+def end_ids(value: Any, source: str) -> frozenset[int]:
+    """Ids in a field `eos_token_id`: one, a list of them, or none.
+
+    Raises:
+        InvalidRequestError: it is something else; the message names the `source`.
+    """
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    for item in values:
+        if type(item) is not int or not 0 <= item < MAX_TOKEN_IDS:
+            raise InvalidRequestError(
+                f"{source}: eos_token_id must be a token id, 0 to {MAX_TOKEN_IDS - 1}, or a list of them, got "
+                f"{shown(item)}",
+                param="eos_token_id",
+            )
+    return frozenset(values)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...kernels.out_of_memory import is_out_of_memory
 from ...platform.core.errors import InvalidRequestError, NotFoundError
 from ...platform.core.sampling_params import shown
 from ..layers.weights import Weight, WeightSlot
@@ -154,6 +155,8 @@ def load_into(slot: WeightSlot, name: str, stored: StoredTensor, param: str, *, 
     try:
         tensor = stored.read()
     except (OSError, RuntimeError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
         raise InvalidRequestError(f"the tensor {name} cannot be read: {error}", param=param) from error
     if not isinstance(tensor, Tensor):
         slot.fill(tensor)

@@ -80,8 +80,8 @@ class RequestMaker:
         lora = yield from self._localized(lora_request)
         if not isinstance(lora, LoRARequest):
             return self.input_processor
-        read = functools.partial(self._processors.read, lora.path)
-        own = yield from self._sources.look("tokenizer", lora.path, read)
+        read = functools.partial(self._processors.read, lora.folder)
+        own = yield from self._sources.study("tokenizer", lora.path, read)
         return self.input_processor if own is None else own
 
     @waits

@@ -12,12 +12,12 @@ from typing import Any
 
 from ...models.checkpoint.generation_config import (
     AUTOMATIC,
-    FILE,
     NOTHING,
     chosen_file,
     overriding_defaults,
     sampling_defaults,
 )
+from ..core.adapter_files import GENERATION_CONFIG
 from ..core.errors import InvalidRequestError
 from ..core.lora_request import LoRA, LoRARequest
 from .adapters.sources import AdapterSources
@@ -48,7 +48,7 @@ class SamplingDefaults:
         """
         if self._choice == AUTOMATIC:
             try:
-                self.of_model = {**sampling_defaults(Path(folder) / FILE), **self._override}
+                self.of_model = {**sampling_defaults(Path(folder) / GENERATION_CONFIG), **self._override}
             except InvalidRequestError as error:
                 hint = "; with generation_config none the file is not read"
                 raise InvalidRequestError(error.message + hint, param=error.param) from error
@@ -63,5 +63,5 @@ class SamplingDefaults:
         requests = [] if lora is None else [lora] if isinstance(lora, LoRARequest) else [p.request for p in lora.parts]
         if len(requests) != 1 or self._choice in NOTHING:
             return self.of_model
-        of_adapter = yield from self._sources.sampling_defaults(requests[0].path)
+        of_adapter = yield from self._sources.sampling_defaults(requests[0].folder)
         return {**self.of_model, **of_adapter, **self._override}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple, TypeAlias, cast
 
+from .adapter_files import AdapterFolder
 from .compat.foreign_options import take_foreign
 from .compat.vllm_python import LORA
 from .errors import InvalidRequestError, invalid
@@ -36,6 +37,8 @@ class LoRARequest:
     one they are looked for in the adapter's own folder, under `draft/`. Engines that draft with neither ignore it.
 
     `digest` is that of the files (`adapter_files.files_digest`), when other files are to be refused.
+
+    `roots` are real paths of folders: no file of the adapter may lie outside them, whatever links say. (): any may.
     """
 
     lora_name: str
@@ -43,6 +46,7 @@ class LoRARequest:
     lora_path: str
     draft_path: str | None = None
     digest: str | None = None
+    roots: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -53,6 +57,7 @@ class LoRARequest:
         path: str | os.PathLike[str] | None = None,
         draft_path: str | os.PathLike[str] | None = None,
         digest: str | None = None,
+        roots: Iterable[str] = (),
         **of_vllm: Any,
     ) -> None:
         """Check and set the fields; InvalidRequestError names a wrong one. `of_vllm` are the keywords of
@@ -70,6 +75,7 @@ class LoRARequest:
         object.__setattr__(self, "lora_path", where)
         object.__setattr__(self, "draft_path", drafts)
         object.__setattr__(self, "digest", digest)
+        object.__setattr__(self, "roots", tuple(roots))
 
     @property
     def name(self) -> str:
@@ -80,6 +86,11 @@ class LoRARequest:
     def path(self) -> str:
         """The adapter's folder."""
         return self.lora_path
+
+    @property
+    def folder(self) -> AdapterFolder:
+        """The adapter's folder, through which its files are opened."""
+        return AdapterFolder(self.lora_path, self.roots)
 
     @property
     def label(self) -> str:

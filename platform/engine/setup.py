@@ -16,17 +16,18 @@ from ...lora.device.sites import AdapterHooks
 from ...lora.manager import AdapterManager
 from ...lora.reader import reader_client
 from ...models.batch import LayerKV, allocate_kv
+from ...models.checkpoint.json_files import read_model_config
 from ...models.checkpoint.loader import ModelOptions, load_model, read_facts
 from ...models.checkpoint.paths import resolve_model_path, tokenizer_path
 from ...models.checkpoint.tokenizer import load_tokenizer
 from ...models.demo import demo_model_path
+from ...models.implementation import read_config
 from ...models.model import LanguageModel
 from ...models.pass_graphs import PassGraphs
 from ...spec_decode.control.factory import Speculation, make_speculation
 from ...spec_decode.drafters.base import Drafter
-from ...spec_decode.drafters.factory import DrafterContext, draft_kv_bytes_per_token
+from ...spec_decode.drafters.factory import DrafterContext, check_drafter, draft_kv_bytes_per_token
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
-from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
 from ..core.speculative_config import parse_speculative
 from ..core.threads import beside_a_server, threads_for
@@ -35,6 +36,7 @@ from .executor.base import Executor, LocalExecutor
 from .executor.captured import AgreedGraphs, TargetPasses
 from .features import NoAdapters, PrefixNamespaces, Vocabularies
 from .hardware import find_hardware
+from .load_memory import ADAPTERS, DRAFTER, KV_CACHE, SWAP_SPACE, WARM_UP, WEIGHTS, memory_for
 from .memory.block_pool import BlockPool
 from .memory.host_store import HostStore
 from .memory.host_tier import HostTier, SwapCost
@@ -81,6 +83,8 @@ def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
     check_args(args)
     path = _model_path(args)
     config = _resolve(args, path)  # all that is wrong with the options is found before anything is loaded
+    dtype = getattr(torch, config.dtype)
+    check_drafter(config.speculative, read_config(read_model_config(path), dtype, config.model_impl), path)
     parallel = _start_ranks(config)
     try:
         return _build(args, path, config, parallel, progress=progress, started=started)
@@ -105,9 +109,7 @@ def _build(
     num_local = 1 if parallel is None else parallel.num_local
     _choose_threads(model, dtype, num_local)
     graphs = _make_graphs(config, parallel)
-    speculation = make_speculation(
-        config.speculative, _drafter_context(config, model, graphs, parallel, progress=progress)
-    )
+    speculation = _make_speculation(config, model, graphs, parallel, progress=progress)
     drafter = speculation.drafter
     adapters = _make_adapters(config, model, speculation, parallel)
     logits = None
@@ -115,10 +117,12 @@ def _build(
         logits = graphs.token_logits(model.config.vocab_size, model.device)
     config = _resolve(args, path, num_local)  # again: the KV cache gets of the memory that all this has left
     layers, cache = [*model.kv_layers, *drafter.needs.kv_layers], config.cache
-    kv = allocate_kv(layers, cache.num_blocks, cache.block_size, dtype, device, cache.dtype)
+    with memory_for(KV_CACHE):
+        kv = allocate_kv(layers, cache.num_blocks, cache.block_size, dtype, device, cache.dtype)
     drafter.bind(kv[len(model.kv_layers) :], adapters.prepare_draft)
     moving = None if parallel is None else parallel.move_blocks
-    host = HostStore(kv, cache.num_host_blocks, moving) if cache.num_host_blocks else None
+    with memory_for(SWAP_SPACE):
+        host = HostStore(kv, cache.num_host_blocks, moving) if cache.num_host_blocks else None
     target_kv, preparers, passes = kv[: len(model.kv_layers)], (adapters.prepare, adapters.prepare_head), None
     if graphs is not None and logits is not None:
         passes = TargetPasses(graphs, model, target_kv, preparers, drafter.needs.aux_layers, logits)
@@ -196,6 +200,7 @@ def _make_executor(
     return parallel
 
 
+@memory_for(WEIGHTS)
 def _load(config: EngineConfig, path: Path, parallel: ParallelExecutor | None, *, progress: bool) -> LanguageModel:
     return load_model(
         path,
@@ -242,6 +247,7 @@ def _choose_threads(model: LanguageModel, dtype: torch.dtype, num_ranks: int) ->
         use_pool(all(linear.is_elsewhere or linear.packed.fuses_adapters for linear in model.linears()))
 
 
+@memory_for(WARM_UP)
 def _warm_up(
     config: EngineConfig,
     scheduler: Scheduler,
@@ -277,15 +283,16 @@ def _warm_up(
         warm_up(scheduler, runner, policy)
 
 
-def _drafter_context(
+@memory_for(DRAFTER)
+def _make_speculation(
     config: EngineConfig,
     target: LanguageModel,
     graphs: PassGraphs | None,
     parallel: ParallelExecutor | None,
     *,
     progress: bool,
-) -> DrafterContext:
-    return DrafterContext(
+) -> Speculation:
+    context = DrafterContext(
         target=target if parallel is None else parallel.as_target(target),
         model_path=config.model,
         device=config.device,
@@ -299,8 +306,10 @@ def _drafter_context(
         edit_logits=edit_draft_logits,
         graphs=graphs if parallel is None else None,  # embeddings and head are of all ranks
     )
+    return make_speculation(config.speculative, context)
 
 
+@memory_for(ADAPTERS)
 def _make_adapters(
     config: EngineConfig, model: LanguageModel, speculation: Speculation, parallel: ParallelExecutor | None
 ) -> AdapterManager | NoAdapters:
@@ -332,13 +341,7 @@ def _make_adapters(
     )
     if parallel is not None:
         hooks = hooks._replace(on_write=parallel.write_adapter, on_free=parallel.free_adapter)
-    try:
-        return AdapterManager(model.linears(), config.lora, config.dtype, config.device, hooks)
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise InvalidRequestError(
-            f"no memory for the adapters' rows: lower max_loras or max_lora_rank, or set lora_memory ({error})",
-            param="max_lora_rank",
-        ) from error
+    return AdapterManager(model.linears(), config.lora, config.dtype, config.device, hooks)
 
 
 def _make_sampler(config: EngineConfig) -> Sampler:

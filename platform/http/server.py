@@ -20,8 +20,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from ..core.adapter_files import AdapterFolder
 from ..core.config import EngineArgs
-from ..core.errors import AdapterSourceError, EngineDeadError, InvalidRequestError, OutriderError
+from ..core.errors import AdapterError, AdapterSourceError, EngineDeadError, InvalidRequestError, OutriderError
 from ..core.logs import REQUEST_LOGGER, set_up_logging
 from ..core.lora_request import LoRARequest
 from ..core.tasks import cancel
@@ -68,11 +69,37 @@ async def load_adapters(models: ModelRegistry, config: ServerConfig) -> None:
     Raises:
         InvalidRequestError, AdapterSourceError: one of them cannot be loaded; the message begins with its name.
     """
+    from .adapters.source_policy import (
+        AdapterPolicy,
+    )  # needs the web stack, which is imported beside the engine's start
+
+    policy = AdapterPolicy(config)
     for name, path in config.lora_modules.items():
         try:
-            await models.load(LoRARequest(name, path=path, draft_path=config.lora_draft_paths.get(name)))
+            draft_path = config.lora_draft_paths.get(name)
+            roots = policy.roots_of((path, draft_path), "")
+            await models.load(LoRARequest(name, path=path, draft_path=draft_path, roots=roots))
         except (InvalidRequestError, AdapterSourceError) as error:
             raise type(error)(f"{shorten(name)}: {error.message}", param="lora_modules") from error
+
+
+def check_adapters(args: EngineArgs, config: ServerConfig) -> None:
+    """Refuse adapters of the options that cannot fit a model in a local folder, while that is still being loaded.
+
+    Raises:
+        InvalidRequestError: one of them does not; the message begins with its name.
+    """
+    from ...models.demo import demo_model_path
+    from ..client.adapters.sources.resolver import LOCAL_SCHEMES, local_path, scheme_of
+    from ..client.adapters.start_check import check_fits
+
+    model = demo_model_path() if args.model is None else Path(args.model).expanduser()
+    for name, path in config.lora_modules.items() if args.enable_lora and model.exists() else ():
+        if scheme_of(path) in (None, *LOCAL_SCHEMES):
+            try:
+                check_fits(AdapterFolder(local_path(path)), model, args.max_lora_rank)
+            except AdapterError as error:
+                raise AdapterError(f"{shorten(name)}: {error.message}", param="lora_modules") from error
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -141,6 +168,7 @@ class Service:
         starting = asyncio.create_task(self.llm.start())
         await asyncio.sleep(0)  # the engine process is on its way before imports take this one's time
         try:
+            await asyncio.to_thread(check_adapters, self._args, self.config)
             if self.config.database is not None:
                 self.tenancy = await self._open_tenancy(self.config.database, stop)
             self.app = await asyncio.to_thread(self._make_app)

@@ -27,7 +27,7 @@ from .checkpoint import draft_rounding
 from .factory import DrafterContext
 
 if TYPE_CHECKING:
-    from ...models.model import LanguageModel
+    from ...models.model import LanguageModel, ModelConfig
     from ...models.pass_graphs import PassInputs
 
 
@@ -46,7 +46,8 @@ def load(config: SpeculativeConfig, context: DrafterContext) -> DraftModelDrafte
     """
     path = resolve_model_path(config.model or "", revision=config.revision, cache_dir=config.download_dir)
     facts = read_facts(path, context.dtype)
-    _check_vocabulary(config.model or "", path, facts.vocab_size, context)
+    wanted, folder = context.target.config.vocab_size, context.model_path
+    _check_vocabulary(config.model or "", (path, facts.vocab_size), (folder and Path(folder), wanted), warns=True)
     model = load_model(
         path,
         dtype=context.dtype,
@@ -67,11 +68,19 @@ def kv_bytes_per_token(config: SpeculativeConfig, dtype: str, kv_cache_dtype: st
     return read_facts(path, dtype, kv_cache_dtype).kv_bytes_per_token
 
 
-def _check_vocabulary(model: str, path: Path, vocab_size: int, context: DrafterContext) -> None:
+def check(config: SpeculativeConfig, target: ModelConfig, model_path: Path) -> None:
+    """Refuse a draft model whose vocabulary is not that of the target, from their files alone."""
+    path = resolve_model_path(config.model or "", revision=config.revision, cache_dir=config.download_dir)
+    _check_vocabulary(config.model or "", (path, read_facts(path).vocab_size), (model_path, target.vocab_size))
+
+
+def _check_vocabulary(
+    model: str, own: tuple[Path, int], target: tuple[Path | str | None, int], *, warns: bool = False
+) -> None:
     """Refuse a vocabulary of another size unless both are padded ones of tokenizers that agree; warn where tokens
-    differ."""
-    wanted = context.target.config.vocab_size
-    share = None if context.model_path is None else agreement(Path(context.model_path), path)
+    differ. `own` and `target`: folder and size of the vocabulary."""
+    (path, vocab_size), (folder, wanted) = own, target
+    share = None if not folder else agreement(Path(folder), path)
     percent = "unknown, as a tokenizer.json is missing" if share is None else f"{share:.1%}"
     if vocab_size != wanted and (share is None or share < MIN_AGREEMENT):
         raise InvalidRequestError(
@@ -80,7 +89,7 @@ def _check_vocabulary(model: str, path: Path, vocab_size: int, context: DrafterC
             f"{percent})",
             param="speculative_config",
         )
-    if share is not None and share < 1.0:
+    if warns and share is not None and share < 1.0:
         log.warning(
             "speculative_config: the tokenizer of the draft model %s is not the target's, %s of the tokens agree; "
             "drafts of the others are rejected",

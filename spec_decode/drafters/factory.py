@@ -13,7 +13,9 @@ from ...platform.core.speculative_config import SpeculativeConfig
 from .base import Drafter, NoDrafter
 
 if TYPE_CHECKING:
-    from ...models.model import LanguageModel
+    from pathlib import Path
+
+    from ...models.model import LanguageModel, ModelConfig
     from ...models.pass_graphs import PassGraphs
     from ..verify.draft_sampling import EditLogits
 
@@ -59,7 +61,8 @@ _MODULES = {
     "medusa": ".medusa.drafter",
 }
 """Method of `speculative_config` -> module, imported on use. It has `load(config, context) -> Drafter` and, where the
-drafter owns layers, `kv_bytes_per_token(config, dtype, kv_cache_dtype) -> int`."""
+drafter owns layers, `kv_bytes_per_token(config, dtype, kv_cache_dtype) -> int`; where it has files,
+`check(config, target, model_path)`."""
 
 
 def make_drafter(config: SpeculativeConfig | None, context: DrafterContext) -> Drafter:
@@ -92,6 +95,20 @@ def draft_kv_bytes_per_token(config: SpeculativeConfig | None, dtype: str, kv_ca
     with _errors_name(config.model):
         found: Callable[..., int] | None = getattr(_module(config.method), "kv_bytes_per_token", None)
         return 0 if found is None else found(config, dtype, kv_cache_dtype)
+
+
+def check_drafter(config: SpeculativeConfig | None, target: ModelConfig, model_path: Path) -> None:
+    """Refuse a drafter that does not fit the target, from config.json alone, before any weights are loaded.
+
+    Raises:
+        InvalidRequestError, UnsupportedModelError, NotFoundError: as in `make_drafter`.
+    """
+    if config is None:
+        return
+    with _errors_name(config.model):
+        found: Callable[..., None] | None = getattr(_module(config.method), "check", None)
+        if found is not None:
+            found(config, target, model_path)
 
 
 def _module(method: str) -> Any:

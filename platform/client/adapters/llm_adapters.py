@@ -34,7 +34,7 @@ class LLMAdapters:
         """Integers that stand for adapters."""
         self._kept: dict[str, LoRARequest] = {}  # with local folders
         self._again: list[tuple[LoRARequest, AdapterInfo]] = []
-        self.known = _KnownAdapters(engine, demo)
+        self.known = _KnownAdapters(engine, demo, self._kept)
         """The adapters that a name may mean."""
 
     def load(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> AdapterInfo:
@@ -99,13 +99,23 @@ class LLMAdapters:
 class _KnownAdapters(Mapping[str, LoRARequest]):
     """Adapters by name: those of the engine, which is asked for one at a time, and those of the demo."""
 
-    def __init__(self, engine: Callable[[], LocalAdapters], demo: Mapping[str, LoRARequest]) -> None:
+    def __init__(
+        self,
+        engine: Callable[[], LocalAdapters],
+        demo: Mapping[str, LoRARequest],
+        kept: Mapping[str, LoRARequest],
+    ) -> None:
+        """`kept`: requests of adapters that were loaded or registered."""
         self._engine = engine
         self._demo = demo
+        self._kept = kept
 
     def __getitem__(self, name: str) -> LoRARequest:
         info = self._engine().find(name)
-        return self._demo[name] if info is None else LoRARequest(name, path=info.path)
+        if info is None:
+            return self._demo[name]
+        kept = self._kept.get(name)
+        return kept if kept is not None and kept.path == info.path else LoRARequest(name, path=info.path)
 
     def __iter__(self) -> Iterator[str]:
         return iter({**self._demo, **{info.name: None for info in self._engine().list()}})

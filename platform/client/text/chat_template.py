@@ -20,6 +20,7 @@ from ...core.compat.vllm_python import CHAT
 from ...core.errors import InvalidRequestError, invalid
 from .deadline import DeadlineError, deadline
 from .template_checks import check_texts_arrive, check_tools_are_listed, check_tools_arrive
+from .template_memory import TemplateMemoryError, template_memory
 
 TEMPLATE_SECONDS = 10.0
 """Longest time of a template, which may be an adapter's: a program of somebody else. A conversation that fills a long
@@ -80,13 +81,13 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
             template = resolve(template, tools)
 
         def render(conversation: list[dict[str, Any]], tools: Any) -> str:
-            return tokenizer.apply_chat_template(
+            return _apply(
+                tokenizer,
                 _in_form(tokenizer, template, conversation),
                 tools=tools,
                 chat_template=template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=False,
-                tokenize=False,
                 **extra,
             )
 
@@ -106,12 +107,18 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
             return _render_with_fallbacks(checked, conversation, tools)
     except InvalidRequestError:
         raise
-    except DeadlineError as error:
-        raise InvalidRequestError(
-            f"the chat template takes longer than {TEMPLATE_SECONDS:g} s for these messages", param="messages"
-        ) from error
+    except (DeadlineError, TemplateMemoryError) as error:
+        limit = f"takes longer than {TEMPLATE_SECONDS:g} s" if isinstance(error, DeadlineError) else str(error)
+        raise InvalidRequestError(f"the chat template {limit} for these messages", param="messages") from error
     except Exception as error:  # templates are programs of the model or the user: they raise anything
         raise InvalidRequestError(f"the chat template refuses the messages: {error}", param="messages") from error
+
+
+def _apply(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> str:
+    """Apply the template of transformers, in bounded memory."""
+    with template_memory():
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return text
 
 
 # --- the form that a template reads -----------------------------------------------------------------------------------
@@ -188,9 +195,7 @@ def _render_probe(tokenizer: Any, template: str | None, messages: list[dict[str,
     systems = [{"role": "system", "content": content} for content in ("a", _A_AS_PARTS)]
     for before in ([], *([system] for system in systems)):
         try:
-            text: str = tokenizer.apply_chat_template(
-                [*before, *messages], chat_template=template, add_generation_prompt=False, tokenize=False
-            )
+            text = _apply(tokenizer, [*before, *messages], chat_template=template, add_generation_prompt=False)
         except Exception:  # whatever templates raise
             continue
         return text

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from ...core.adapter_files import files_digest
 from ...core.adapter_names import engine_name
 from ...core.errors import AdapterError, InvalidUserInputError, NotFoundError, OutriderError, PermissionDeniedError
 from ...core.lora_request import LoRARequest
@@ -81,7 +79,7 @@ async def _load(serving: Serving, body: LoadAdapterRequest, tenant: str, max_ada
 
 async def _stored(serving: Serving, request: LoRARequest, tenant: str, pinned: bool) -> StoredAdapter:
     local = serving.models.adapter(engine_name(tenant, request.name))
-    digest = None if local is None else await asyncio.to_thread(files_digest, local.path)
+    digest = None if local is None else await serving.llm.sources.digest(local.folder)
     return StoredAdapter(
         tenant=tenant,
         name=request.name,

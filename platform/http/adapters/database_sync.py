@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from ...core.errors import NotFoundError, OutriderError
@@ -34,8 +34,15 @@ class AdapterSync:
     """Synchronisation of the adapters loaded over HTTP. One object a server with a database; it belongs to the event
     loop."""
 
-    def __init__(self, models: ModelRegistry, tenancy: Tenancy) -> None:
+    def __init__(
+        self,
+        models: ModelRegistry,
+        tenancy: Tenancy,
+        roots_of: Callable[[Iterable[str | None], str], tuple[str, ...]],
+    ) -> None:
+        """`roots_of` is `AdapterPolicy.roots_of`."""
         self._models = models
+        self._roots_of = roots_of
         self._tenancy = tenancy
         self._applied: dict[_Key, StoredAdapter] = {}  # what the registry has because of the database
         self._failed: dict[_Key, StoredAdapter] = {}  # what it could not take
@@ -145,7 +152,8 @@ class AdapterSync:
         """Take one adapter. A plain one is read when it is first asked for. One that cannot be loaded is tried again at
         the next change, and sooner where that is not the adapter's fault."""
         key = (row.tenant, row.name)
-        request = LoRARequest(row.name, path=row.path, draft_path=row.draft_path, digest=row.digest)
+        roots = self._roots_of((row.path, row.draft_path), row.tenant)
+        request = LoRARequest(row.name, path=row.path, draft_path=row.draft_path, digest=row.digest, roots=roots)
         old = self._applied.get(key)
         try:
             if old is None and not row.pinned:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from ...client.adapters.sources.folders import MAX_PATH, CheckedFolder, FolderRules, real_roots
+from ...client.adapters.sources.folders import MAX_PATH, CheckedFolder, FolderRules
 from ...client.adapters.sources.resolver import (
     LOCAL_SCHEMES,
     is_hub_id,
@@ -21,6 +21,7 @@ from ...client.adapters.sources.resolver import (
     scheme_of,
     shown_source,
 )
+from ...core.adapter_files import ANYWHERE, is_inside, real_roots
 from ...core.errors import AdapterError
 from ...core.lora_request import LoRARequest
 from ..server_config import ServerConfig
@@ -43,6 +44,7 @@ class AdapterPolicy:
         self._rules = FolderRules(real_roots([*_roots(config)]), config.lora_sources.max_adapter_bytes)
         self._schemes = frozenset(config.lora_remote)
         self._tenant_roots = config.lora_roots
+        self._server_roots = real_roots([*config.lora_roots, *config.lora_sources.directories])
 
     async def admit(self, body: LoadAdapterRequest, tenant: str | None = None) -> Admitted:
         """Check where a load wants to read; disks are looked at in a thread.
@@ -59,7 +61,21 @@ class AdapterPolicy:
         if draft_path is not None:
             draft_path, folder = await asyncio.to_thread(self._admit_for, tenant, draft_path, "draft_path")
             folders |= {} if folder is None else {"draft_path": folder}
-        return Admitted(LoRARequest(body.lora_name, path=path, draft_path=draft_path), folders)
+        roots = self.roots_of((path, draft_path), tenant or body.tenant or "")
+        return Admitted(LoRARequest(body.lora_name, path=path, draft_path=draft_path, roots=roots), folders)
+
+    def roots_of(self, paths: Iterable[str | None], tenant: str) -> tuple[str, ...]:
+        """Folders out of which no file of an adapter in these folders may lie: those of its tenant, else those of the
+        server. One that lies elsewhere, such as one of `--lora-modules`, may have files anywhere. `()` for sources that
+        are to be fetched."""
+        own = real_roots([os.path.join(root, tenant) for root in self._tenant_roots]) if tenant else ()
+        found: dict[str, None] = {}
+        for path in paths:
+            if path is not None and scheme_of(path) in (None, *LOCAL_SCHEMES):
+                real = os.path.realpath(local_path(path))
+                roots = next((roots for roots in (own, self._server_roots) if is_inside(real, roots)), ANYWHERE)
+                found |= dict.fromkeys(roots)
+        return tuple(found)
 
     def _admit_for(self, tenant: str | None, source: str, field: str) -> tuple[str, CheckedFolder | None]:
         return self._admit(source, field) if tenant is None else self._admit_own(tenant, source, field)

@@ -41,6 +41,7 @@ from .head import EagleHead, LastRows
 from .hidden_store import HiddenStore
 
 if TYPE_CHECKING:
+    from ....models.model import ModelConfig
     from ....models.pass_graphs import PassInputs
 
 
@@ -70,6 +71,11 @@ def load(config: SpeculativeConfig, context: DrafterContext) -> EagleDrafter:
         fill(path, head.weight_slots(), stored)
     warn_of_short_reach(config.model, head_config.layer.max_position_embeddings, context.max_model_len)
     return EagleDrafter(head, **token_drafter_options(config, context))
+
+
+def check(config: SpeculativeConfig, target: ModelConfig, model_path: Path) -> None:
+    """Refuse a head that does not fit the target, from its config.json alone."""
+    read_eagle_config(read_json(_path(config) / "config.json"), config.method, target)
 
 
 def kv_bytes_per_token(config: SpeculativeConfig, dtype: str, kv_cache_dtype: str) -> int:

@@ -24,11 +24,20 @@ from ..factory import DrafterContext
 from .heads import MedusaHeads, canonical_names, read_medusa_config, with_tensors
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ....models.model import ModelConfig
     from ....models.pass_graphs import PassGraphs
 
 MAX_LOGITS_BYTES = 256 << 20
 """Most memory for logits of captured heads. With more rows the device is slow enough for the host to keep ahead."""
 _WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+
+
+def check(config: SpeculativeConfig, target: ModelConfig, model_path: Path) -> None:
+    """Refuse heads that do not fit the target, from their config.json alone."""
+    path = resolve_model_path(config.model or "", draft=True, revision=config.revision, cache_dir=config.download_dir)
+    read_medusa_config(read_json(path / "config.json"), target)
 
 
 def load(config: SpeculativeConfig, context: DrafterContext) -> MedusaDrafter:

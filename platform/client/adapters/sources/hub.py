@@ -5,8 +5,8 @@ from __future__ import annotations
 from fnmatch import fnmatch
 from typing import Any
 
-from ....core.adapter_files import ADAPTER_FILES, CONFIG_FILE
-from .resolver import DRAFT_FOLDER, HUB_SCHEME, is_hub_id, no_adapter, scheme_of, shown_source, unavailable
+from ....core.adapter_files import ADAPTER_FILES, CONFIG_FILE, DRAFT_FOLDER
+from .resolver import HUB_SCHEME, is_hub_id, no_adapter, scheme_of, shown_source, unavailable
 
 _FILES = [*ADAPTER_FILES, "adapter_model.*", f"{DRAFT_FOLDER}/**"]
 _TIMEOUT_SECONDS = 10.0

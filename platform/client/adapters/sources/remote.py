@@ -7,10 +7,10 @@ import posixpath
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ....core.adapter_files import ADAPTER_FILES, CONFIG_FILE, WEIGHT_FILES
+from ....core.adapter_files import ADAPTER_FILES, CONFIG_FILE, DRAFT_FOLDER, WEIGHT_FILES
 from ....core.errors import AdapterError
 from .cache import DownloadCache
-from .resolver import DRAFT_FOLDER, HUB_SCHEME, no_adapter, scheme_of, shown_source, unavailable
+from .resolver import HUB_SCHEME, no_adapter, scheme_of, shown_source, unavailable
 
 _STAMPS = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "updated", "mtime", "created")
 """Fields with which stores tell one content of a file from the next."""

@@ -8,9 +8,6 @@ from typing import Protocol, runtime_checkable
 
 from ....core.errors import AdapterError, AdapterSourceError
 
-DRAFT_FOLDER = "draft"
-"""Holds the same files for a drafter, or folders of them by method."""
-
 DEFAULT_MAX_ADAPTER_BYTES = 4 << 30
 
 HUB_SCHEME = "hf"

@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from .....models.checkpoint.generation_config import FILE, sampling_defaults
-from ....core.errors import AdapterError, InvalidRequestError, OutriderError
+from .....models.checkpoint.generation_config import adapter_defaults
+from ....core.adapter_files import ANYWHERE, AdapterFolder, files_digest, real_roots
+from ....core.errors import OutriderError
 from ....core.lora_request import LoRA, LoRAMix, LoRAPart, LoRARequest
 from ...waiting import Waits, Work, answer, waits
 from .cache import DEFAULT_MAX_CACHE_BYTES, DownloadCache
@@ -24,6 +24,7 @@ from .plugins import installed_plugins, load_plugin
 from .remote import StoreResolver
 from .resolver import (
     DEFAULT_MAX_ADAPTER_BYTES,
+    HUB_SCHEME,
     LOCAL_SCHEMES,
     AdapterResolver,
     local_path,
@@ -87,6 +88,8 @@ class AdapterSources:
         self._rules = FolderRules(("/",), options.max_adapter_bytes)  # what a resolver brings may lie anywhere
         self._fetches = SharedCalls("adapter-fetch", _MAX_DOWNLOADS, _MAX_WAITING, clock)
         self._looks = SharedCalls("adapter-folders", 2, _MAX_WAITING, clock)
+        self._studies = SharedCalls("adapter-tokenizers", 1, _MAX_WAITING, clock)
+        self._digests = SharedCalls("adapter-digests", 2, _MAX_WAITING, clock)
         self._lock = threading.RLock()
         self._waiting: dict[str, set[str]] = {}  # source -> names that want it
         self._folders: dict[str, dict[str, str]] = {}  # name -> folder -> source; the last one of a source counts
@@ -121,7 +124,15 @@ class AdapterSources:
         draft = request.draft_path
         if draft:
             draft = yield from self._folder(request.name, draft, "draft_path", again)
-        return replace(request, lora_path=path, draft_path=draft)
+        roots = [*self._roots_of(request.path, path)]
+        if request.draft_path and draft:
+            roots += self._roots_of(request.draft_path, draft)
+        return replace(request, lora_path=path, draft_path=draft, roots=request.roots or tuple(dict.fromkeys(roots)))
+
+    def _roots_of(self, source: str, folder: str) -> tuple[str, ...]:
+        """Roots of a folder from this source: a download is confined to its own."""
+        is_download = scheme_of(source) == HUB_SCHEME or folder.startswith(f"{self._cache.folder}/")
+        return real_roots([folder]) if is_download else ANYWHERE
 
     def _folder(self, name: str, source: str, field: str, again: bool) -> Waits[str]:
         if not _needs_fetch(source):
@@ -183,7 +194,8 @@ class AdapterSources:
                     continue
                 folder = os.path.abspath(found)
                 if not os.path.isdir(folder):
-                    raise unavailable(f"{type(resolver).__name__} names the folder {folder!r}, which is not there")
+                    logger.error("%s names the folder %r, which is not there", type(resolver).__name__, folder)
+                    raise unavailable(f"{type(resolver).__name__} names a folder for {what!r} that is not there")
                 try:
                     self._rules.check(folder)
                 except OutriderError:
@@ -194,7 +206,8 @@ class AdapterSources:
                 raise
             except Exception as error:
                 logger.exception("%s failed for %r", type(resolver).__name__, what)
-                raise unavailable(f"{what!r} cannot be had: {type(error).__name__}: {error}") from error
+                reason = (isinstance(error, OSError) and error.strerror) or error  # without paths
+                raise unavailable(f"{what!r} cannot be had: {type(error).__name__}: {reason}") from error
         return None
 
     def _all_plugins(self) -> list[AdapterResolver]:
@@ -218,16 +231,18 @@ class AdapterSources:
             AdapterError: there is one that may not be read.
             AdapterSourceError: a plug-in failed.
         """
-        folder = None
+        folder, roots = None, ANYWHERE
         if self._directories:
+            roots = tuple(dict.fromkeys(root for directory in self._directories for root in directory.roots))
             look = partial(self._ask, self._directories, name, None)
             folder = yield from answer(self._looks.call(("name", name), look, LOOK_SECONDS, LOOK_SECONDS))
         plugins = self._all_plugins()
         if folder is None and plugins:
             ask = partial(self._ask, plugins, name, None)
+            roots = ANYWHERE
             # What is there holds until `restrict`.
             folder = yield from answer(self._fetches.call(("name", name), ask, float("inf"), FAILURE_SECONDS))
-        return LoRARequest(name, path=folder) if folder is not None else None
+        return LoRARequest(name, path=folder, roots=roots) if folder is not None else None
 
     @waits
     def in_directories(self) -> Waits[dict[str, str]]:
@@ -244,26 +259,30 @@ class AdapterSources:
 
     # --- sampling parameters --------------------------------------------------------------------------------------
 
-    def sampling_defaults(self, folder: str) -> Work[dict[str, Any]]:
+    def sampling_defaults(self, folder: AdapterFolder) -> Work[dict[str, Any]]:
         """The fields of `SamplingParams` that the generation_config.json of an adapter's folder sets.
 
         Raises:
             AdapterError: it has a wrong value.
         """
-
-        def read() -> dict[str, Any]:
-            try:
-                return sampling_defaults(Path(folder) / FILE)
-            except (InvalidRequestError, OSError) as error:
-                message = error.message if isinstance(error, OutriderError) else str(error)
-                raise AdapterError(message, param="lora_path") from error
-
-        return self.look("defaults", folder, read)
+        return self.look("defaults", folder.path, lambda: adapter_defaults(folder))
 
     @waits
     def look(self, what: str, folder: str, read: Callable[[], T]) -> Waits[T]:
-        """The result of `read`, which is called in a thread at most once in `LOOK_SECONDS` for a folder."""
+        """The result of `read`, which is called in a thread at most once in `LOOK_SECONDS` for a folder. It takes
+        milliseconds: others wait for the same threads."""
         return (yield from answer(self._looks.call((what, folder), read, LOOK_SECONDS, LOOK_SECONDS)))
+
+    @waits
+    def study(self, what: str, folder: str, read: Callable[[], T]) -> Waits[T]:
+        """The result of `read` as of `look`, where it may take a second: it has a thread of its own."""
+        return (yield from answer(self._studies.call((what, folder), read, LOOK_SECONDS, LOOK_SECONDS)))
+
+    @waits
+    def digest(self, folder: AdapterFolder) -> Waits[str | None]:
+        """`files_digest` of what is in a folder now, with threads of its own: large files take seconds."""
+        read = partial(files_digest, folder, most=self._options.max_adapter_bytes)
+        return (yield from answer(self._digests.call(object(), read)))
 
     # --- what is still needed -------------------------------------------------------------------------------------
 
@@ -275,15 +294,16 @@ class AdapterSources:
     def fail_waiting(self, error: OutriderError) -> None:
         """Let all who wait for a source have `error`: the client is shutting down."""
         self._fetches.fail_waiting(error)
-        self._looks.fail_waiting(error)
+        for calls in (self._looks, self._studies, self._digests):
+            calls.fail_waiting(error)
 
     def restrict(self, name: str, needed: Collection[str | None] = ()) -> None:
         """Keep only the `needed` ones of the folders that were fetched for a name; the others may be evicted."""
         self._looks.drop(("name", name))
         self._fetches.drop(("name", name))
         for path in needed:
-            for what in ("defaults", "tokenizer"):
-                self._looks.drop((what, path))
+            self._looks.drop(("defaults", path))
+            self._studies.drop(("tokenizer", path))
         with self._lock:
             folders = self._folders.get(name, {})
             for folder in [folder for folder in folders if folder not in needed]:

@@ -167,7 +167,7 @@ def test_files_that_would_never_end(confined, llm, tmp_path):
     (device / WEIGHTS).symlink_to("/dev/zero")
     with open(sparse / WEIGHTS, "r+b") as file:
         file.truncate(1 << 40)
-    for folder, words in ((pipe, "neither a file nor a folder"), (device, "outside"), (sparse, "--max-lora-bytes")):
+    for folder, words in ((pipe, "is a named pipe"), (device, "outside"), (sparse, "--max-lora-bytes")):
         error = error_of(confined.load_adapter("x", str(folder)))
         assert error["param"] == "lora_path"
         assert words in error["message"]

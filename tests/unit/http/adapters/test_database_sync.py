@@ -8,10 +8,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from outrider.platform.client.adapters.sources import sources
 from outrider.platform.core.adapter_names import engine_name
 from outrider.platform.core.errors import AdapterError, EngineDeadError, InvalidUserInputError, NotFoundError
 from outrider.platform.core.lora_request import LoRARequest
-from outrider.platform.http.adapters import adapter_routes, database_sync
+from outrider.platform.http.adapters import database_sync
 from outrider.platform.http.app import create_app
 from outrider.platform.http.server_config import ServerConfig
 from outrider.platform.tenancy.accounts import directory
@@ -251,11 +252,11 @@ def test_changes_of_one_adapter_take_turns(url, tmp_path, monkeypatch, then):
     """Otherwise the server would have another adapter, or none, than the database says it has."""
     free = threading.Event()
 
-    def files_digest(path):
-        if path.endswith("a"):
+    def files_digest(folder, most):
+        if folder.path.endswith("a"):
             free.wait(20)
 
-    monkeypatch.setattr(adapter_routes, "files_digest", files_digest)
+    monkeypatch.setattr(sources, "files_digest", files_digest)
 
     async def run():
         async with application(url) as app:

@@ -165,13 +165,13 @@ def unreadable_weights(path):
     ("where", "make", "reason"),
     [
         ("draft", os.mkdir, "holds no draft weights"),
-        ("draft", link_loop, "not a folder"),
-        ("draft", lambda path: path.write_text("x"), "not a folder"),
+        ("draft", link_loop, "cannot be read"),
+        ("draft", lambda path: path.write_text("x"), "is a file, and no folder"),
         ("draft", lambda path: (path / "checkpoint-5").mkdir(parents=True), "holds no draft weights"),
-        ("draft", unreadable_weights, "no adapter_config.json"),
+        ("draft", unreadable_weights, "adapter_config.json of the adapter is a folder"),
         ("draft/draft_model", os.mkdir, "no adapter_config.json"),
-        ("draft/draft_model", link_loop, "not a folder"),
-        ("draft/draft_model", lambda path: path.write_text("x"), "not a folder"),
+        ("draft/draft_model", link_loop, "cannot be read"),
+        ("draft/draft_model", lambda path: path.write_text("x"), "is a file, and no folder"),
     ],
 )
 def test_draft_weights_that_cannot_be_used_say_why(tmp_path, where, make, reason):

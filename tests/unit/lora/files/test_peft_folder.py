@@ -238,7 +238,7 @@ class _Evil:
 
 def test_a_pickle_that_runs_code(tmp_path, capsys):
     path = write_adapter(tmp_path, {"x": _Evil()}, binary=True)
-    with pytest.raises(AdapterError, match=r"cannot read .*adapter_model\.bin"):
+    with pytest.raises(AdapterError, match=r"adapter_model\.bin of the adapter cannot be read"):
         read(path)
     assert "must not run" not in capsys.readouterr().out
 
@@ -291,7 +291,7 @@ def test_a_pipe_is_not_read(tmp_path, name):
     path = write_adapter(tmp_path / "a")
     (tmp_path / "a" / name).unlink()
     os.mkfifo(tmp_path / "a" / name)
-    with pytest.raises(AdapterError, match="no adapter_"):
+    with pytest.raises(AdapterError, match=f"{name} of the adapter is a named pipe"):
         read(path)
 
 
