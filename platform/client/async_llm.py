@@ -195,7 +195,7 @@ class AsyncLLM(
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer."""
+        """The model's tokenizer; None under `skip_tokenizer_init`."""
         return self.input_processor.tokenizer
 
     async def drain(self, timeout: float) -> bool:

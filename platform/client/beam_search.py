@@ -135,6 +135,8 @@ def _candidates(output: RequestOutput) -> dict[int, Logprob]:
 
 
 def _decoder(made: Made) -> Callable[[list[int]], str]:
+    if made.tokenizer is None:
+        return lambda token_ids: ""
     return cast(Callable[[list[int]], str], made.tokenizer.decode)
 
 

@@ -15,7 +15,7 @@ from ..core.compat.foreign_options import take_foreign
 from ..core.compat.vllm_options import ENGINE, without_effect
 from ..core.compat.vllm_python import ENGINE_LIFE
 from ..core.config import EngineArgs
-from ..core.errors import OutriderError
+from ..core.errors import InvalidRequestError, OutriderError
 from ..core.lora_request import LoRARequest
 from ..core.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
 from .adapters.sources import AdapterSources
@@ -146,6 +146,8 @@ def import_text_side(args: EngineArgs) -> None:
     from ...models.checkpoint.tokenizer import import_transformers, load_tokenizer
 
     name = args.tokenizer or args.model
+    if args.skip_tokenizer_init:
+        return
     if name is not None and is_gguf(name):  # transformers imports what the file's tokenizer needs
         with suppress(OutriderError):
             load_tokenizer(name)
@@ -156,12 +158,18 @@ def import_text_side(args: EngineArgs) -> None:
 
 
 def load_text_side(args: EngineArgs, info: EngineInfo) -> tuple[Any, list[int]]:
-    """The tokenizer and the end-of-sequence ids for a started engine."""
+    """The tokenizer (None under `skip_tokenizer_init`) and the end-of-sequence ids for a started engine."""
     from ...models.checkpoint.generation_config import chosen_file
     from ...models.checkpoint.paths import tokenizer_path
     from ...models.checkpoint.tokenizer import eos_token_ids, load_tokenizer
 
-    tokenizer = load_tokenizer(tokenizer_path(args, info.model))
+    tokenizer = None
+    if not args.skip_tokenizer_init:
+        try:
+            tokenizer = load_tokenizer(tokenizer_path(args, info.model))
+        except InvalidRequestError as error:
+            hint = "; skip_tokenizer_init serves token ids without a tokenizer"
+            raise InvalidRequestError(error.message + hint, param=error.param) from error
     return tokenizer, sorted(eos_token_ids(info.model, tokenizer, chosen_file(args.generation_config)))
 
 

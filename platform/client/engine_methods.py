@@ -11,6 +11,7 @@ from ..core.sampling_params import SamplingParams, check_text
 from .metrics import Metric, metrics_of
 from .output_processor import OutputProcessor
 from .sampling_defaults import SamplingDefaults
+from .text.no_tokenizer import OPTION, needed
 
 if TYPE_CHECKING:
     from .llm_engine import LLMEngine
@@ -47,8 +48,12 @@ class SyncEngineMethods:
         return SamplingParams(**self.llm_engine.sampling_defaults.of_model)
 
     def get_tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        return self.llm_engine.tokenizer
+        """The model's tokenizer.
+
+        Raises:
+            InvalidRequestError: there is none: `skip_tokenizer_init`.
+        """
+        return needed(self.llm_engine.tokenizer, "get_tokenizer()", OPTION)
 
     def stats(self) -> EngineStats:
         """A snapshot of the engine's counters."""
@@ -114,9 +119,9 @@ class AsyncEngineMethods:
         return SamplingParams(**self.sampling_defaults.of_model)
 
     async def get_tokenizer(self) -> Any:
-        """The model's tokenizer."""
+        """See `LLM.get_tokenizer`."""
         await self.start()
-        return self.tokenizer
+        return needed(self.tokenizer, "get_tokenizer()", OPTION)
 
     async def stats(self) -> EngineStats:
         """A snapshot of the engine's counters; they start anew when the engine has been started again."""

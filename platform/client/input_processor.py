@@ -32,6 +32,7 @@ from ..core.sampling_params import (
 from ..core.text import did_you_mean
 from .text.adapter_tokenizers import OwnTokenizer, renamed_token
 from .text.chat_template import ChatOptions, render_messages
+from .text.no_tokenizer import needed
 from .text.shared_prefixes import SharedPrefixes
 
 
@@ -102,6 +103,7 @@ class InputProcessor:
     """Makes engine requests for one model."""
 
     def __init__(self, tokenizer: Any, info: EngineInfo, eos_token_ids: Sequence[int]) -> None:
+        """`tokenizer`: None where prompts are token ids and answers have no text."""
         self.tokenizer = tokenizer
         # Some models name end tokens that their vocabulary lacks: those can never be said.
         self.eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < info.vocab_size]
@@ -225,7 +227,9 @@ class InputProcessor:
 
         Raises:
             PromptTooLongError: so many tokens; those of a shorter text are for the caller to count.
+            InvalidRequestError: the text cannot be tokenized, or there is no tokenizer.
         """
+        needed(self.tokenizer, f"{param}: a text", param)
         try:
             size = most * FIRST_PIECE_CHARS
             while len(text) > size:
@@ -264,7 +268,7 @@ class InputProcessor:
 
     def chat_prompt(self, messages: Sequence[dict[str, Any]], options: ChatOptions) -> dict[str, Any]:
         """A conversation as a prompt with both its text and its token ids."""
-        text = render_messages(self.tokenizer, messages, options)
+        text = render_messages(needed(self.tokenizer, "messages: a chat", "messages"), messages, options)
         token_ids = self.encode(text, add_special_tokens=False, most=self._info.max_model_len, param="messages")
         return {"prompt": text, "prompt_token_ids": token_ids}
 
@@ -281,6 +285,8 @@ class InputProcessor:
         if wanted > room:
             param = "max_tokens" if room > 0 else "prompt"
             raise PromptTooLongError.of(self._info.max_model_len, num_prompt_tokens, wanted, param=param)
+        if self.tokenizer is None:
+            params = _without_text(params)
         if params.stop_strings and not params.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", param="stop")
         # The copy is checked again, so a min_tokens above the room is refused too.
@@ -316,6 +322,23 @@ class InputProcessor:
             for text in (word, " " + word.lstrip()):
                 sequences[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
         return list(sequences)
+
+
+def _without_text(params: SamplingParams) -> SamplingParams:
+    """A copy of `params` for an engine without a tokenizer.
+
+    Raises:
+        InvalidRequestError: a parameter needs the tokenizer.
+    """
+    constraint = params.structured_outputs
+    for asked, param in (
+        (params.stop_strings, "stop"),
+        (params.bad_words, "bad_words"),
+        (constraint, "" if constraint is None else constraint.source),
+    ):
+        if asked:
+            needed(None, param, param)
+    return params.clone(detokenize=False)
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:

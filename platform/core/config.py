@@ -44,6 +44,8 @@ class EngineArgs:
     """Branch, tag or commit of the hub id; the same for the tokenizer's."""
     tokenizer: str | None = None
     tokenizer_revision: str | None = None
+    skip_tokenizer_init: bool = False
+    """Load no tokenizer: prompts are token ids, answers have token ids and no text."""
     download_dir: str | None = None
     """The hub's cache; None: where its library keeps it."""
     served_model_name: str | None = None

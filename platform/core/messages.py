@@ -261,5 +261,7 @@ class EngineInfo:
     """Bytes of all weights as they are held, on all ranks together."""
     num_labels: int = 0
     """Labels of a classifier; 0: the model generates text."""
+    has_tokenizer: bool = True
+    """False under `skip_tokenizer_init`: prompts are token ids, and answers have no text."""
     tiles: str = ""
     """Text for people about products by AMX tiles; "": the processor has none."""

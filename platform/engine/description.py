@@ -70,6 +70,7 @@ def describe(
         quantization=quantization_name(config.model, model.config, config.quantization),
         weight_bytes=weight_bytes(model, getattr(torch, config.dtype)) + other_bytes,
         num_labels=0 if model.score is None else model.score.config.num_labels,
+        has_tokenizer=not args.skip_tokenizer_init,
         tiles=_describe_tiles(model),
     )
 

@@ -164,6 +164,10 @@ def _model_path(args: EngineArgs) -> Path:
 
 
 def _load_tokenizer(args: EngineArgs, path: Path) -> Any:
+    if args.skip_tokenizer_init:
+        raise InvalidRequestError(
+            "structured_outputs need the tokenizer, which skip_tokenizer_init leaves out", param="structured_outputs"
+        )
     return load_tokenizer(tokenizer_path(args, path))
 
 

@@ -30,6 +30,7 @@ GROUPS: dict[str, dict[str, str]] = {
         ),
         "override_generation_config": 'JSON of such parameters, before those of files, such as {"temperature": 0.6}',
         "tokenizer_revision": "branch, tag or commit of the tokenizer's hub id",
+        "skip_tokenizer_init": "load no tokenizer: prompts are token ids, and answers have token ids and no text",
         "download_dir": "folder of the hub's cache (default: where its library keeps it)",
         "dtype": 'type of weights and activations; "auto" takes the checkpoint\'s',
         "device": "where to run; auto takes a GPU if there is one",

@@ -131,7 +131,6 @@ ENGINE: dict[str, Option] = {
     "runner": only("auto", "generate", "pooling", why="models that generate text embed, too, and classifiers classify"),
     "convert": only("auto", "none", "embed", why="models are served as they are"),
     "tokenizer_mode": only("auto", "hf", why="tokenizers are those of transformers"),
-    "skip_tokenizer_init": off("requests need the tokenizer; detokenize=False leaves it out of answers"),
     "trust_remote_code": ignored_flag(NO_CODE),
     "code_revision": ignored(NO_CODE),
     "config_format": only("auto", "hf", why="config.json is read only"),

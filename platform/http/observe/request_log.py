@@ -250,7 +250,8 @@ class Observer:
     def _texts(self, note: Note) -> dict[str, Any]:
         if not note.texts:
             return {}
-        decode = (note.tokenizer or self._serving.llm.tokenizer).decode
+        tokenizer = note.tokenizer or self._serving.llm.tokenizer
+        decode = str if tokenizer is None else tokenizer.decode
         return {
             "prompts": [shorten(decode(ids[:MAX_TEXT]), MAX_TEXT) for ids, _ in note.texts],
             "outputs": [shorten("".join(pieces), MAX_TEXT) for _, pieces in note.texts],

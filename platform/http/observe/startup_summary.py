@@ -123,12 +123,14 @@ def _rows(startup: Startup) -> list[tuple[str, str]]:
 def _example(startup: Startup) -> str:
     model = startup.adapters[0].name if startup.adapters else startup.config.served_model_names[0]
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
+    route = "/v1/chat/completions"
+    if not startup.info.has_tokenizer:
+        route = "/v1/completions"
+        body = json.dumps({"model": model, "prompt": [1, 2, 3], "return_token_ids": True})
     key = ' -H "Authorization: Bearer $OUTRIDER_API_KEY"' if startup.config.api_keys or startup.database else ""
     url = reachable_address(startup.config.host, startup.port)
-    return (
-        f"Try it:  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n"
-        f"or:      outrider chat --url {url}"
-    )
+    example = f"Try it:  curl {url}{route} -H 'Content-Type: application/json'{key} -d '{body}'"
+    return f"{example}\nor:      outrider chat --url {url}" if startup.info.has_tokenizer else example
 
 
 def _first_steps(database: DatabaseFacts) -> str:

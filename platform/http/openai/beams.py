@@ -70,10 +70,11 @@ async def beam_outputs(serving: Serving, job: Job, index: int) -> AsyncGenerator
     outputs = []
     for number, sequence in enumerate(found.sequences):
         token_ids = sequence.tokens[len(prompt) :]
-        detokenizer = IncrementalDetokenizer(tokenizer, params, prompt)
-        detokenizer.update(token_ids, ends_with_stop_token=sequence.finish_reason == "stop")
-        detokenizer.finish()
-        outputs.append(
-            CompletionOutput(number, detokenizer.text, token_ids, sequence.cum_logprob, None, sequence.finish_reason)
-        )
+        text = ""
+        if tokenizer is not None:
+            detokenizer = IncrementalDetokenizer(tokenizer, params, prompt)
+            detokenizer.update(token_ids, ends_with_stop_token=sequence.finish_reason == "stop")
+            detokenizer.finish()
+            text = detokenizer.text
+        outputs.append(CompletionOutput(number, text, token_ids, sequence.cum_logprob, None, sequence.finish_reason))
     yield RequestOutput(job.id_of(index), None, prompt, outputs, True, metrics, lora_request=job.lora)

@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...client.text.no_tokenizer import needed
 from ...client.text.vocabulary import TokenTexts, vocabulary_of
 from ...core.outputs import CompletionOutput
 from ...core.sampling_params import SamplingParams
@@ -55,6 +56,8 @@ async def create_completion(request: Request) -> Response:
         endpoint="/v1/completions",
     )
     tokenizer = (await serving.llm.processor_of(accepted.lora)).tokenizer
+    if body.echo:
+        needed(tokenizer, "echo", "echo")
     choices = _Completions(tokenizer, body, job)
     # An echo is tokenized once more, and log-probabilities are many.
     is_long = bool(body.echo) or body.logprobs is not None

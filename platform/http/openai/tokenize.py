@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...client.text.no_tokenizer import OPTION, needed
 from ...client.text.vocabulary import vocabulary_of
 from ...core.errors import InvalidRequestError, invalid
 from ...core.lora_request import LoRA
@@ -68,7 +69,7 @@ async def tokenizer_info(request: Request, model: str | None = None) -> Response
     serving = serving_of(request)
     await charge_call(request)
     lora = await _adapter(request, model)
-    tokenizer = (await serving.llm.processor_of(lora)).tokenizer
+    tokenizer = needed((await serving.llm.processor_of(lora)).tokenizer, "/tokenizer_info", OPTION)
     own = serving.config.chat_template or await serving.adapter_template(lora) or tokenizer.chat_template
     return await json_answer(
         {
@@ -86,7 +87,8 @@ async def detokenize(request: Request) -> Response:
     serving = serving_of(request)
     body = await read_body(request, DetokenizeRequest)
     await charge_call(request)
-    tokenizer = (await serving.llm.processor_of(await _adapter(request, body.model))).tokenizer
+    lora = await _adapter(request, body.model)
+    tokenizer = needed((await serving.llm.processor_of(lora)).tokenizer, "/detokenize", "tokens")
     size, limit = serving.llm.info.vocab_size, DETOKENIZE_CONTEXTS * serving.llm.info.max_model_len
     if tokenizer is not serving.llm.tokenizer:
         size = max(size, len(tokenizer))

@@ -87,7 +87,7 @@ def test_dtypes_of_torch() -> None:
     "options",
     [
         {"pipeline_parallel_size": 2}, {"tokenizer_mode": "slow"}, {"cpu_offload_gb": 4},
-        {"skip_tokenizer_init": True}, {"hf_overrides": {"rope_theta": 1.0}}, {"hf_token": "secret"},
+        {"hf_overrides": {"rope_theta": 1.0}}, {"hf_token": "secret"},
         {"task": "reward"}, {"reasoning_parser": "qwen3"}, {"speculative_model": "x"}, {"max_model_len": "4x"},
         {"logprobs_mode": "x"}, {"max_model_len": "9" * 5000},
     ],
