@@ -1,5 +1,5 @@
-"""The embedded demo model: a small Llama, its draft model and EAGLE-3 head, and four adapters with draft weights for
-both; shipped with the package.
+"""The embedded demo model: a small decoder of Mistral's shape, its draft model and EAGLE-3 head, and four adapters with
+draft weights for both; shipped with the package.
 
 This module only knows where the files are; it imports nothing heavy. The repository's `tools/demo_model` makes them.
 """

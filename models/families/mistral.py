@@ -6,4 +6,5 @@ TRAITS = FamilyTraits(
     defaults={"vocab_size": 32000, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     attention_bias=False,
     mlp_bias=False,
+    plain_tokenizer_type="mistral",
 )

@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import os
 import signal
+import socket
 import sys
 import threading
 import uuid
@@ -14,6 +15,7 @@ from typing import Any
 
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, OutriderError
+from ..core.text import shorten
 from ..http.server import InterruptedStartError, bind
 from ..http.server_config import ServerConfig
 from . import serve
@@ -22,6 +24,8 @@ from .options.parser import Parser
 
 NAME = "outrider"
 """Name of the Ray Serve application."""
+CONNECT_SECONDS = 5.0
+"""Seconds for a TCP connection to the cluster's address."""
 _EPILOG = """\
 examples:
   outrider deploy --num-replicas 2                      two replicas of the demo model on this machine
@@ -103,7 +107,7 @@ def _deploy(config: ServerConfig, address: str | None, app: Any, command: str) -
         ended.set()
 
     started = upgrades = False
-    ray.init(address=address or "local", include_dashboard=False)  # never a cluster that happens to be there
+    start_ray(ray, address)
     try:
         for number in (signal.SIGTERM, signal.SIGINT):  # Ray has set its own
             signal.signal(number, on_signal)
@@ -117,7 +121,11 @@ def _deploy(config: ServerConfig, address: str | None, app: Any, command: str) -
     except InterruptedStartError:
         return 0
     except RuntimeError as error:
-        raise OutriderError(f"the replicas do not start, for the reason that stands above ({error})") from None
+        raise OutriderError(f"the replicas do not start, for the reason that stands above ({_line(error)})") from None
+    except OutriderError:
+        raise
+    except Exception as error:  # Ray's errors have no common base
+        raise OutriderError(f"Ray failed: {_line(error)}") from None
     finally:
         serving, started = started, True  # a second signal does not stop the end
         if address is not None:  # others may have applications there
@@ -127,6 +135,43 @@ def _deploy(config: ServerConfig, address: str | None, app: Any, command: str) -
             ray_serve.shutdown()
         ray.shutdown()
     return 0
+
+
+def start_ray(ray: Any, address: str | None) -> None:
+    """Connect to the cluster, or start Ray on this machine: never a cluster that happens to be there.
+
+    Raises:
+        InvalidRequestError: there is no such cluster. OutriderError: Ray does not start.
+    """
+    if address is not None:
+        _check_reachable(address)
+    try:
+        ray.init(address=address or "local", include_dashboard=False)
+    except Exception as error:  # Ray's errors have no common base
+        if address is not None:
+            raise InvalidRequestError(
+                f"argument --ray-address: cannot connect to the Ray cluster {shorten(address)!r}: {_line(error)}",
+                param="ray_address",
+            ) from None
+        raise OutriderError(f"Ray does not start on this machine: {_line(error)}") from None
+
+
+def _check_reachable(address: str) -> None:
+    """Refuse a HOST:PORT where nobody listens; Ray itself tries for minutes."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not host or not port.isdecimal():
+        return  # "auto", or Ray knows what it means
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise InvalidRequestError(
+            f"argument --ray-address: nobody listens at {shorten(address)}: {error}", param="ray_address"
+        ) from None
+
+
+def _line(error: Exception) -> str:
+    """First line of an error of Ray, whose messages may have many."""
+    return shorten(str(error).strip().partition("\n")[0]) or type(error).__name__
 
 
 def _is_own(ray_serve: Any, command: str) -> bool:

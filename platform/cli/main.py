@@ -11,15 +11,17 @@ from typing import Any
 
 from ... import __version__
 from ..core.errors import OutriderError
-from . import deploy, run_batch, serve, train_draft
-from .admin import admin_command as admin
-from .bench import bench_command as bench
-from .chat import chat_command as chat
-from .options.parser import Parser
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Parser of all commands. A parsed namespace has `run`, which takes the namespace and returns the exit status."""
+    # Imported here, so that an interrupt in the first second is one line, too.
+    from . import deploy, run_batch, serve, train_draft
+    from .admin import admin_command as admin
+    from .bench import bench_command as bench
+    from .chat import chat_command as chat
+    from .options.parser import Parser
+
     parser = Parser(prog="outrider", description="Speculative decoding and multi-tenant LoRA serving that compose.")
     parser.add_argument("--version", action="version", version=f"outrider {__version__}")
     parser.set_defaults(run=_show_help)
@@ -48,8 +50,8 @@ def _show_version(namespace: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0 well, 1 a typed error (one line on stderr), 2 wrong usage."""
-    namespace = build_parser().parse_args(arguments)
     try:
+        namespace = build_parser().parse_args(arguments)
         return int(namespace.run(namespace))
     except OutriderError as error:
         print(f"outrider: error: {error.message}", file=sys.stderr)
@@ -61,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("outrider: error: nobody reads the output any more", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print("outrider: interrupted", file=sys.stderr)
         return 130
 
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ...models.demo import DEMO_MODEL_NAME, demo_model_path
 from ...spec_decode.training.options import METHODS, TrainOptions, reason
-from ...spec_decode.training.progress import EVERY, Progress, duration
 from ...spec_decode.training.run_folder import GENERATED, GENERATED_EVAL, check_output, kept_files, prepare_output
 from ..core.errors import InvalidRequestError, OutriderError
+from ..core.progress import EVERY, Progress, duration
 from .adapter_rank import largest_rank
 from .options.field_flags import add_field_flag, given_fields
 

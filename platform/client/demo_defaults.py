@@ -10,6 +10,9 @@ from ...models.demo import DEMO_MODEL_NAME, demo_adapters, demo_eagle3_path
 from ..core.config import EngineArgs
 
 DEMO_SPECULATIVE_TOKENS = 4
+DEMO_KV_MEMORY_BYTES = 512 << 20
+"""Memory of the KV cache: some 170,000 tokens of the demo and its head, which is ten full contexts. Without a bound it
+would have room for all sequences at their longest, 3 GB."""
 
 
 def is_demo(args: EngineArgs) -> bool:
@@ -20,8 +23,9 @@ def is_demo(args: EngineArgs) -> bool:
 def apply_demo_defaults(args: EngineArgs, explicit: Collection[str] = ()) -> tuple[EngineArgs, dict[str, Path]]:
     """Options and adapters (name -> folder) for the demo model; another model's options come back as they are.
 
-    LoRA is enabled, with the demo's adapters, and so is adaptive speculation with the demo's EAGLE-3 head. What the
-    user has set stays: every option that differs from its default, and those named in `explicit`, whatever their value.
+    LoRA is enabled, with the demo's adapters, and so is adaptive speculation with the demo's EAGLE-3 head. The KV cache
+    has `DEMO_KV_MEMORY_BYTES`. What the user has set stays: every option that differs from its default, and those named
+    in `explicit`, whatever their value.
     """
     if not is_demo(args):
         return args, {}
@@ -36,4 +40,6 @@ def apply_demo_defaults(args: EngineArgs, explicit: Collection[str] = ()) -> tup
             "adaptive": True,
         }
         args = replace(args, speculative_config=config)
+    if args.kv_cache_memory_bytes is None and args.num_gpu_blocks_override is None:
+        args = replace(args, kv_cache_memory_bytes=DEMO_KV_MEMORY_BYTES)
     return args, demo_adapters() if args.enable_lora else {}

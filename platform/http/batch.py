@@ -19,6 +19,7 @@ from tqdm import tqdm
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, OutriderError
 from ..core.logs import set_up_logging
+from ..core.progress import EVERY, Progress, Stopwatch
 from ..core.text import shorten
 from .batches.lines import LINE_OVERHEAD, CustomIds, Line, LineError, LineParser, numbered
 from .batches.sender import MAX_TRIES, Sender, answer_line, error_line, new_line_id
@@ -97,7 +98,13 @@ class _Batch:
     async def run(self, lines: IO[bytes], max_concurrency: int) -> None:
         """Answer each line, so many at once."""
         places = asyncio.Semaphore(max_concurrency)
-        with tqdm(total=self._count(lines), unit="req", disable=not sys.stderr.isatty()) as progress:
+        count, on_terminal, watch = self._count(lines), sys.stderr.isatty(), Stopwatch()
+        of = "" if count is None else f" of {count}"
+        with (
+            tqdm(total=count, unit="req", disable=not on_terminal) as progress,
+            Progress(_say, None if on_terminal else EVERY) as life,
+        ):
+            life.doing(lambda: f"{self.total}{of} requests done, after {watch}")
 
             async def answer(line: Line) -> None:
                 try:
@@ -144,3 +151,7 @@ class _Batch:
             return error_line(line_id, custom_id, "server_error", f"line {line.number}: {message}")
         self.answered += response.is_success
         return written
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -25,6 +25,7 @@ from ..core.config import EngineArgs
 from ..core.errors import AdapterError, AdapterSourceError, EngineDeadError, InvalidRequestError, OutriderError
 from ..core.logs import REQUEST_LOGGER, set_up_logging
 from ..core.lora_request import LoRARequest
+from ..core.progress import START_EVERY, Progress, Stopwatch
 from ..core.tasks import cancel
 from ..core.text import shorten
 from .server_config import ServerConfig
@@ -151,11 +152,26 @@ class Service:
             InterruptedStartError: `stop` was set.
             OutriderError: the engine does not start, the database cannot be opened, or an adapter not be loaded.
         """
+        stop = stop or asyncio.Event()
+        name, watch = self.config.served_model_names[0], Stopwatch()
+        # On a terminal the bar of the weights shows how far it is.
+        with Progress(self._report, None if sys.stderr.isatty() else START_EVERY) as progress:
+            progress.say(f"Outrider is loading {name}")
+            progress.doing(lambda: f"Outrider is still loading {name}, for {watch} now")
+            await self._start_engine(stop)
+
+    def _report(self, line: str) -> None:
+        """Show a life sign: on standard error, or in a log whose lines are all JSON."""
+        if self.config.log_format == "json":
+            logger.info("%s", line)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    async def _start_engine(self, stop: asyncio.Event) -> None:
         from ..client.adapters.sources import AdapterSources
         from ..client.async_llm import AsyncLLM
         from ..client.process.supervisor import EngineSpec
 
-        stop = stop or asyncio.Event()
         spec = EngineSpec(args=self._args, hang_timeout=self.config.engine_hang_timeout)
         self.llm = AsyncLLM.from_spec(spec, AdapterSources(self.config.lora_sources))
         try:

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
+from ...platform.core.progress import EVERY, Progress
 from .build import new_drafter, read_head
 from .data import Sample
 from .measurement import Measured
 from .methods.base import TrainedDrafter
 from .options import TrainOptions, wrong
 from .outlook import outlook
-from .progress import EVERY, Progress
 from .target import Target, load_target
 from .trainer import Trainer
 

@@ -18,13 +18,14 @@ from torch import nn
 from tqdm import tqdm
 
 from ...platform.core.errors import InvalidRequestError
+from ...platform.core.progress import Progress
 from .data import Sample, plan_batches, plan_epoch
 from .features import FeatureCache
 from .measurement import Measured, measure
 from .methods.base import TrainedDrafter
 from .options import TrainOptions
 from .output_files import aside
-from .progress import Progress, Speed
+from .speed import Speed
 from .target import Target
 
 CHECKPOINT = Path("checkpoint") / "state.pt"

@@ -58,6 +58,7 @@ def test_fifty_lines(run, tmp_path):
     done = run(*options)
     assert done.returncode == 1, done.stderr
     assert "50 requests: 36 answered, 14 failed" in done.stderr
+    assert done.stderr.startswith("Outrider is loading outrider-demo\n")  # a life sign, also in a pipe
     assert "Traceback" not in done.stderr
     answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert len(answers) == 50

@@ -30,7 +30,8 @@ def own_http(own_server):
 
 def test_summary(server):
     output = server.output
-    for text in ("outrider-demo", "KV cache", "json (rank", "eagle3, 4 drafts", "curl "):
+    assert output.startswith("Outrider is loading outrider-demo\n")
+    for text in ("outrider-demo", "16,384 tokens", "KV cache", "json (rank", "eagle3, 4 drafts", "curl "):
         assert text in output, output
     assert "Traceback" not in output
 

@@ -6,7 +6,10 @@ from typing import Any
 
 SEED = 20
 VOCAB_SIZE = 2048
-MAX_POSITION = 2048
+MAX_POSITION = 16384
+WINDOW = 2048
+"""Tokens that a layer looks back, the length of the longest rows of the training: no text is too long, and no distance
+is one that the model has not seen."""
 
 PAD, BOS, END, SYSTEM, USER, ASSISTANT = "<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (PAD, BOS, END, SYSTEM, USER, ASSISTANT)  # their ids are their places: 0, 1, 2, ...

@@ -9,7 +9,7 @@ from random import Random
 
 from ...models.demo import DEMO_MODEL_NAME
 from ...platform.cli.main import main as outrider
-from .config import DRAFT_LORA_RANK, RANKS, SEED, Demo
+from .config import DRAFT_LORA_RANK, RANKS, SEED, WINDOW, Demo
 from .evaluation import DRAFT_LENGTH, HELD_OUT, HELD_OUT_SEED
 from .mixture import adapter_document, base_document, drafting_document
 from .templates import Document
@@ -67,6 +67,13 @@ def train_head(demo: Demo) -> None:
     options = {"method": "eagle3", "steps": demo.scaled(1000), "optimizer": "muon", "intermediate-size": 384}
     work = _train_draft(demo, "eagle3", base_document, base_document, options)
     _ship(work, demo.drafters["eagle3"], "config.json", "model.safetensors")
+    file = demo.drafters["eagle3"] / "config.json"  # the head looks back as far as the base model
+    config = json.loads(file.read_text()) | {
+        "sliding_window": WINDOW,
+        "use_sliding_window": True,
+        "max_window_layers": 0,
+    }
+    file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def train_draft_weights(demo: Demo) -> None:

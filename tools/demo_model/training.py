@@ -13,10 +13,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GenerationConfig, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from ...models.demo import DEMO_MODEL_NAME
-from .config import BASE_SHAPE, BOS_ID, DRAFT_SHAPE, END_ID, MAX_POSITION, PAD_ID, RANKS, SEED, VOCAB_SIZE, Demo
+from .config import BASE_SHAPE, BOS_ID, DRAFT_SHAPE, END_ID, MAX_POSITION, PAD_ID, RANKS, SEED, VOCAB_SIZE, WINDOW, Demo
 from .mixture import adapter_document, base_document
 from .templates import Document
 
@@ -162,12 +162,13 @@ def train(
     state.unlink(missing_ok=True)
 
 
-def _new_model(shape: dict[str, Any]) -> LlamaForCausalLM:
+def _new_model(shape: dict[str, Any]) -> MistralForCausalLM:
     torch.manual_seed(SEED)
-    config = LlamaConfig(
+    config = MistralConfig(
         vocab_size=VOCAB_SIZE,
         head_dim=32,
         max_position_embeddings=MAX_POSITION,
+        sliding_window=WINDOW,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         tie_word_embeddings=True,
         pad_token_id=PAD_ID,
@@ -175,13 +176,13 @@ def _new_model(shape: dict[str, Any]) -> LlamaForCausalLM:
         eos_token_id=END_ID,
         **shape,
     )
-    model = LlamaForCausalLM(config)
+    model = MistralForCausalLM(config)
     model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=END_ID, pad_token_id=PAD_ID)
     return model
 
 
-def _load_base(demo: Demo) -> LlamaForCausalLM:
-    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(demo.base, dtype=torch.float32)
+def _load_base(demo: Demo) -> MistralForCausalLM:
+    model: MistralForCausalLM = MistralForCausalLM.from_pretrained(demo.base, dtype=torch.float32)
     return model
 
 

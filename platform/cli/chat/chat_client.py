@@ -50,8 +50,9 @@ class ChatClient:
     """Client of one server; a context manager."""
 
     def __init__(self, url: str, api_key: str | None = None, transport: httpx.BaseTransport | None = None) -> None:
+        """`url` may be "host:port", which is http."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         self.stats = AnswerStats()
         """Statistics of the latest answer."""
         timeout = httpx.Timeout(10.0, read=None)
@@ -59,6 +60,12 @@ class ChatClient:
             self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, transport=transport)
         except (httpx.InvalidURL, ValueError) as error:
             raise InvalidRequestError(f"argument --url: {shorten(url)!r} is no URL: {error}", param="url") from error
+        if self._http.base_url.scheme not in ("http", "https") or not self._http.base_url.host:
+            self._http.close()
+            raise InvalidRequestError(
+                f"argument --url: {shorten(url)!r} must be http://host:port, https://host:port or host:port",
+                param="url",
+            )
 
     def __enter__(self) -> ChatClient:
         return self

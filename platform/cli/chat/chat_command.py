@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ...core.errors import InvalidRequestError, NotFoundError, OutriderError, PromptTooLongError
+from ...core.progress import START_EVERY, Progress
 from ...core.text import shorten
 from ..options.api_keys import API_KEY_VARIABLE, key_problem
 
@@ -37,7 +38,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog="commands in the chat:\n" + _HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="the server, also as host:port (default: %(default)s)"
+    )
     parser.add_argument("--api-key", help="the server's key (default: the variable OUTRIDER_API_KEY)")
     parser.add_argument("-q", "--quick", metavar="TEXT", help="send this message alone, print the answer and leave")
     parser.add_argument(
@@ -208,7 +211,9 @@ def run(namespace: argparse.Namespace) -> int:
     _be_lenient(sys.stdin, sys.stdout, sys.stderr)
     with ChatClient(namespace.url, key) as client:
         conversation = Conversation(client, screen, options)
-        conversation.choose_model(None if namespace.model is None else _text(namespace.model))
+        with Progress(screen.say, START_EVERY) as progress:
+            progress.doing(lambda: f"{client.url} has not answered yet; it may be loading its model")
+            conversation.choose_model(None if namespace.model is None else _text(namespace.model))
         conversation.set_system(_text(namespace.system or ""))
         if interactive:
             screen.say(f"talking to {conversation.model} on {client.url}; /help lists the commands")

@@ -276,7 +276,7 @@ def test_only_those_in_use_are_asked_for(tmp_path):
         ("--popularity popular", "unknown popularity 'popular'; known are identical, uniform"),
         ("--lora a=/x --num-adapters 2", "only 1 are given with --lora"),
         ("--lora a=/x --lora a=/y", "two adapters called 'a'"),
-        ("--output-len 5000", "exceed the model's 2048"),
+        ("--output-len 20000", "exceed the model's 16384"),
         ("--max-loras 4 --max-cpu-loras 2", "max_cpu_loras must be at least max_loras"),
         ("--lora-memory much", "lora_memory must be a number of bytes"),
         ("--lora a=/does/not/exist --num-adapters 1", "does not exist"),

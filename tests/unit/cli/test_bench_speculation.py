@@ -207,7 +207,7 @@ def test_own_prompts_go_to_their_adapters(tmp_path):
         ("--modes off --prompts /does/not/exist", "prompts file"),
         ("--modes off --output-json /does/not/exist/x.json", "there is no folder"),
         ("--modes ngram --synthetic-acceptance 0.2,0.9", "never rise"),
-        ("--modes off --max-tokens 5000", "exceeds the model's 2048"),
+        ("--modes off --max-tokens 20000", "exceeds the model's 16384"),
         ("--modes off --output-json .", "--output-json: . cannot be written as a file"),
         ("--modes off --plot .", "--plot: . cannot be written as a file"),
         ("--modes off --lora base=x", "no adapter can be called 'base'"),

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import ClassVar
 
@@ -43,12 +44,14 @@ class Server:
         self.answer = sse(piece("Hel"), piece("lo", "stop"), TOTALS)
         self.models = json.dumps(MODELS).encode()
         self.status = 200
+        self.delay = 0.0
         self.requests: list[dict] = []
         self.headers: list[httpx.Headers] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         self.headers.append(request.headers)
         if request.url.path == "/v1/models":
+            time.sleep(self.delay)
             return httpx.Response(200, content=self.models)
         assert request.url.path == "/v1/chat/completions"
         self.requests.append(json.loads(request.content))
@@ -269,6 +272,9 @@ def one_line(capsys) -> str:
         (["--api-key", "ключ"], "--api-key: a key must be printable ASCII"),
         (["--url", "http://[::1"], "--url"),
         (["--url", "http://a:b"], "--url"),
+        (["--url", ""], "--url: '' must be http://host:port"),
+        (["--url", ":8000"], "--url: ':8000' must be http://host:port"),
+        (["--url", "ftp://a"], "--url: 'ftp://a' must be http://host:port"),
         (["--temperature", "nan"], "--temperature"),
         (["--temperature", "inf"], "--temperature"),
     ],
@@ -276,6 +282,20 @@ def one_line(capsys) -> str:
 def test_wrong_arguments_are_one_line(piped, capsys, arguments, part):
     assert piped("hi\n", *arguments) == 1
     assert part in one_line(capsys)
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "127.0.0.1:8000/v1", "[::1]:8000/", "https://example.com/v1/"])
+def test_a_url_may_come_without_its_scheme(server, url):
+    with ChatClient(url, transport=httpx.MockTransport(server)) as client:
+        assert client.models()
+        assert client.url == (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
+
+
+def test_a_server_that_does_not_answer_yet_is_named(piped, capsys, server, monkeypatch):
+    monkeypatch.setattr(chat, "START_EVERY", 0.05)
+    server.delay = 0.5
+    assert piped("hi\n", "--url", "test:80") == 0
+    assert "http://test:80 has not answered yet; it may be loading its model" in capsys.readouterr().err
 
 
 def test_a_key_of_the_environment(piped, capsys, monkeypatch):

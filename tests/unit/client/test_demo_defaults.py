@@ -29,6 +29,14 @@ def test_what_the_user_set_stays():
     assert not given.enable_lora  # the user's object is not changed
 
 
+@pytest.mark.parametrize("given", [{}, {"kv_cache_memory_bytes": 1 << 20}, {"num_gpu_blocks_override": 7}])
+def test_the_kv_cache_is_bounded(given):
+    args, _ = apply_demo_defaults(EngineArgs(**given))
+    bounds = {name: getattr(args, name) for name in ("kv_cache_memory_bytes", "num_gpu_blocks_override")}
+    default = {"kv_cache_memory_bytes": None, "num_gpu_blocks_override": None}
+    assert bounds == default | (given or {"kv_cache_memory_bytes": 512 << 20})
+
+
 def test_explicit_defaults_stay():
     args, adapters = apply_demo_defaults(EngineArgs(), explicit={"enable_lora", "speculative_config"})
     assert (args.enable_lora, args.speculative_config, adapters) == (False, None, {})

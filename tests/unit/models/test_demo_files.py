@@ -27,12 +27,12 @@ def test_everything_shipped_is_small():
     assert 1_000_000 < size <= LIMIT
 
 
-def test_models_are_llamas_with_one_vocabulary():
+def test_models_have_one_shape_and_one_vocabulary():
     base, draft = read_json(demo_model_path() / "config.json"), read_json(demo_draft_path() / "config.json")
     for config in (base, draft):
-        assert config["architectures"] == ["LlamaForCausalLM"]
+        assert config["architectures"] == ["MistralForCausalLM"]
         assert config["dtype"] == "bfloat16"
-        assert config["max_position_embeddings"] == 2048
+        assert (config["max_position_embeddings"], config["sliding_window"]) == (16384, 2048)
     assert base["vocab_size"] == draft["vocab_size"]
     name = "tokenizer.json"
     assert (demo_model_path() / name).read_bytes() == (demo_draft_path() / name).read_bytes()
@@ -43,6 +43,10 @@ def test_models_are_llamas_with_one_vocabulary():
 def test_the_head_reads_the_base_model_and_shares_its_matrices():
     base, head = read_json(demo_model_path() / "config.json"), read_json(demo_eagle3_path() / "config.json")
     assert head["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert head["use_sliding_window"]
+    assert head["max_window_layers"] == 0
+    for name in ("max_position_embeddings", "sliding_window"):
+        assert head[name] == base[name]
     assert head["target_hidden_size"] == head["hidden_size"] == base["hidden_size"]
     assert head["draft_vocab_size"] == head["vocab_size"] == base["vocab_size"]
     with safe_open(demo_eagle3_path() / "model.safetensors", framework="pt") as tensors:

@@ -18,6 +18,7 @@ from ..connection import Database
 from ..schema import metadata
 
 logger = logging.getLogger(__name__)
+logging.getLogger("alembic").setLevel(logging.WARNING)  # one line of ours says what its lines for each revision do
 
 
 class Revisions(NamedTuple):

@@ -1,14 +1,15 @@
-"""Lines about a run: its events as they come, and how far it is whenever nothing was said for a while."""
+"""Lines about long work: its events as they come, and how far it is whenever nothing was said for a while."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 EVERY = 30.0
-"""Seconds without a line after which one says how far the run is."""
+"""Seconds without a line after which one says how far a run of minutes or hours is."""
+START_EVERY = 10.0
+"""Seconds between such lines while a model is loaded, or a server has not answered; most models load in less."""
 
 
 class Progress:
@@ -50,35 +51,18 @@ class Progress:
                 self.say(self._describe())
 
 
-class Speed:
-    """Speed of a run, and the time that is left."""
-
-    def __init__(self, done: int, steps: int) -> None:
-        self._first, self._done, self._steps, self._loss = done, done, steps, 0.0
-        self._window: deque[tuple[int, float]] = deque(maxlen=50)
-
-    def note(self, done: int, losses: Sequence[float], tokens: int, seconds: float) -> None:
-        """Note a step, and the last losses."""
-        if len(self._window) == 1 and done == self._first + 2:  # the very first step warms up
-            self._window.clear()
-        self._window.append((tokens, seconds))
-        self._done, self._loss = done, sum(losses) / len(losses)
-
-    def describe(self) -> str:
-        """A line about the steps done, the speed and the time that is left."""
-        window = list(self._window)
-        if not window:
-            return f"step {self._done + 1} of {self._steps} is under way"
-        tokens, seconds = (sum(column) for column in zip(*window, strict=True))
-        left = (self._steps - self._done) * seconds / len(window)
-        return (
-            f"step {self._done} of {self._steps}: loss {self._loss:.4f}, {seconds / len(window):.2g} s a step, "
-            f"{tokens / seconds:,.0f} tokens/s, about {duration(left)} left"
-        )
-
-
 def duration(seconds: float) -> str:
     """About how long: "40 s", "12 min", "3.5 h"."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+class Stopwatch:
+    """Seconds since it was made, as `duration` writes them."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+
+    def __str__(self) -> str:
+        return duration(time.monotonic() - self._started)

@@ -1,0 +1,35 @@
+"""Speed of a training run."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from ...platform.core.progress import duration
+
+
+class Speed:
+    """Speed of a run, and the time that is left."""
+
+    def __init__(self, done: int, steps: int) -> None:
+        self._first, self._done, self._steps, self._loss = done, done, steps, 0.0
+        self._window: deque[tuple[int, float]] = deque(maxlen=50)
+
+    def note(self, done: int, losses: Sequence[float], tokens: int, seconds: float) -> None:
+        """Note a step, and the last losses."""
+        if len(self._window) == 1 and done == self._first + 2:  # the very first step warms up
+            self._window.clear()
+        self._window.append((tokens, seconds))
+        self._done, self._loss = done, sum(losses) / len(losses)
+
+    def describe(self) -> str:
+        """A line about the steps done, the speed and the time that is left."""
+        window = list(self._window)
+        if not window:
+            return f"step {self._done + 1} of {self._steps} is under way"
+        tokens, seconds = (sum(column) for column in zip(*window, strict=True))
+        left = (self._steps - self._done) * seconds / len(window)
+        return (
+            f"step {self._done} of {self._steps}: loss {self._loss:.4f}, {seconds / len(window):.2g} s a step, "
+            f"{tokens / seconds:,.0f} tokens/s, about {duration(left)} left"
+        )

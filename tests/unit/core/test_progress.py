@@ -1,0 +1,36 @@
+"""Life signs of long work."""
+
+import threading
+
+from outrider.platform.core.progress import Progress, Stopwatch, duration
+
+
+def test_a_line_whenever_nothing_was_said_for_a_while():
+    lines: list[str] = []
+    enough = threading.Event()
+
+    def report(line: str) -> None:
+        lines.append(line)
+        if len(lines) == 3:
+            enough.set()
+
+    with Progress(report, 0.01) as progress:
+        progress.say("begins")
+        progress.doing(lambda: "goes on")
+        assert enough.wait(30)
+    count = len(lines)
+    assert lines[0] == "begins"
+    assert set(lines[1:]) == {"goes on"}
+    assert len(lines) == count, "nothing is said after the end"
+
+
+def test_a_bar_makes_the_lines_between_events_needless():
+    lines: list[str] = []
+    with Progress(lines.append, None) as progress:
+        progress.say("begins")
+    assert lines == ["begins"]
+
+
+def test_durations():
+    assert [duration(seconds) for seconds in (0.2, 40, 720, 12600)] == ["1 s", "40 s", "12 min", "3.5 h"]
+    assert str(Stopwatch()) == "1 s"
