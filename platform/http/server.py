@@ -155,12 +155,12 @@ class Service:
         stop = stop or asyncio.Event()
         name, watch = self.config.served_model_names[0], Stopwatch()
         # On a terminal the bar of the weights shows how far it is.
-        with Progress(self._report, None if sys.stderr.isatty() else START_EVERY) as progress:
+        with Progress(self.report, None if sys.stderr.isatty() else START_EVERY) as progress:
             progress.say(f"Outrider is loading {name}")
-            progress.doing(lambda: f"Outrider is still loading {name}, for {watch} now")
+            progress.doing(lambda: f"Outrider is still loading {name} after {watch}")
             await self._start_engine(stop)
 
-    def _report(self, line: str) -> None:
+    def report(self, line: str) -> None:
         """Show a life sign: on standard error, or in a log whose lines are all JSON."""
         if self.config.log_format == "json":
             logger.info("%s", line)
@@ -274,6 +274,7 @@ class _Server:
             try:
                 await self._service.start(self._stop)
             except InterruptedStartError:
+                self._service.report("Outrider was stopped before it was ready")
                 return 0
             try:
                 return await self._serve()

@@ -229,3 +229,15 @@ def wait_until(condition, seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_an_interrupt_while_it_starts_is_one_line(start_server):
+    server = start_server(ready=False)
+    server.wait_for(lambda: "Outrider is loading" in server.output)
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(60) == 0
+    server.stop()
+    assert server.output.splitlines() == [
+        "Outrider is loading outrider-demo",
+        "Outrider was stopped before it was ready",
+    ]
