@@ -71,7 +71,7 @@ def test_a_shared_prefix_is_found_in_the_cache(server, tmp_path):
     [
         (("--model", "nobody"), "--model: the server has no model 'nobody'"),
         (("--lora-modules", "nobody"), "--lora-modules: the server has no model 'nobody'"),
-        (("--input-len", "3000"), "the first request failed: status 400"),
+        (("--input-len", "20000"), "the first request failed: status 400"),
         (("--tokenizer", "/nowhere"), "--tokenizer: "),
     ],
 )

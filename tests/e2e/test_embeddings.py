@@ -58,7 +58,7 @@ def test_scores_and_ranks(http):
         ("embeddings", {"input": "a", "dimensions": 10**6}, "dimensions"),
         ("embeddings", {"input": "a", "pooling": "max"}, "pooling"),
         ("embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format"),
-        ("embeddings", {"input": "word " * 5000}, "input"),
+        ("embeddings", {"input": "word " * 20_000}, "input"),
         ("score", {"text_1": ["a", "b"], "text_2": ["a"]}, "text_1"),
         ("score", {"text_1": "a", "text_2": []}, "text_2"),
         ("rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents[0]"),

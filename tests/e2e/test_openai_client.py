@@ -246,7 +246,7 @@ def test_errors_are_the_clients_own(client):
         client.chat.completions.create(model="sql", messages=HELLO, temperature=-1)
     assert (bad.value.param, bad.value.type) == ("temperature", "BadRequestError")
     with pytest.raises(openai.BadRequestError) as too_long:
-        client.completions.create(model="sql", prompt="word " * 5000)
+        client.completions.create(model="sql", prompt="word " * 20_000)
     assert too_long.value.code == "context_length_exceeded"
     assert "This model's maximum context length is " in too_long.value.message
 

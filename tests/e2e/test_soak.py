@@ -107,7 +107,7 @@ class Soak:
 
     async def _bad(self, http: httpx.AsyncClient) -> None:
         changes = [
-            {"temperature": -1}, {"model": "nobody"}, {"prompt": "word " * 5000}, {"prompt": [10**9]},
+            {"temperature": -1}, {"model": "nobody"}, {"prompt": "word " * 20_000}, {"prompt": [10**9]},
             {"use_beam_search": True, "stream": True},
             {"max_tokens": 0}, {"model": "+sql:2000.0"}, {"logprobs": 99},
         ]  # fmt: skip
