@@ -28,6 +28,7 @@ from ...spec_decode.control.factory import Speculation, make_speculation
 from ...spec_decode.drafters.base import Drafter
 from ...spec_decode.drafters.factory import DrafterContext, check_drafter, draft_kv_bytes_per_token
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
+from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
 from ..core.speculative_config import parse_speculative
 from ..core.threads import beside_a_server, threads_for
