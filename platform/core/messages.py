@@ -237,6 +237,8 @@ class EngineStats:
     num_waiting_by_reason: dict[str, int] = field(default_factory=dict)
     num_preemptions: int = 0
     num_steps: int = 0
+    resident_memory_bytes: int = 0
+    """Resident memory of the engine's process; 0 where the system does not say."""
     kv_cache_usage: float = 0.0
     """Share of KV blocks in use, 0 to 1; cached but unused blocks count as free."""
     prefix_cache_queries: int = 0

@@ -113,7 +113,7 @@ class Gate:
         if not valid_request_id(request_id):
             request_id = uuid4().hex
         current_request_id.set(request_id)
-        names = (b"x-request-id", b"request-id") if is_anthropic(scope["path"]) else (b"x-request-id",)
+        names = (b"x-request-id", b"request-id") if is_anthropic(scope) else (b"x-request-id",)
         id_headers = [(name, request_id.encode("latin-1")) for name in names]
         started = False
 

@@ -100,6 +100,8 @@ BOUNDS: Mapping[str, Bound] = {
     "guided_regex": Bound(size=MAX_CONSTRAINT_CHARS),
     "guided_choice": Bound(MAX_CHOICES, MAX_CONSTRAINT_CHARS),
     "guided_grammar": Bound(size=MAX_CONSTRAINT_CHARS),
+    "regex": Bound(size=MAX_CONSTRAINT_CHARS),
+    "ebnf": Bound(size=MAX_CONSTRAINT_CHARS),
     "output_config": Bound(size=2 * MAX_CONSTRAINT_CHARS),
     "chat_template": Bound(size=1 << 16),
     "chat_template_kwargs": Bound(size=1 << 14),

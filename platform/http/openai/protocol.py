@@ -141,6 +141,9 @@ class SamplingFields(DecodingFields):
     guided_grammar: str | None = None
     guided_json_object: bool | None = None
     guided_whitespace_pattern: str | None = None
+    regex: str | None = None
+    """SGLang's name, like the next one."""
+    ebnf: str | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_metrics: bool | None = None
@@ -300,35 +303,63 @@ class ClassifyRequest(InputFields):
 
 
 class ScoreRequest(PoolingFields):
-    """`POST /v1/score`: one text with each of many, or lists of one length pair by pair."""
+    """`POST /v1/score`: one text with each of many, or lists of one length pair by pair. vLLM has three names for
+    each side."""
 
-    unsupported: ClassVar = {"truncate_prompt_tokens": Unsupported()}
-    text_1: str | Texts
-    text_2: str | Texts
+    unsupported: ClassVar = {"truncate_prompt_tokens": Unsupported(), "items": Unsupported(instead="documents")}
+    text_1: str | Texts | None = None
+    text_2: str | Texts | None = None
+    queries: str | Texts | None = None
+    documents: str | Texts | None = None
+    data_1: str | Texts | None = None
+    data_2: str | Texts | None = None
+
+    def side(self, *names: str) -> tuple[str, list[str]]:
+        """The name of the field that is given, and its texts.
+
+        Raises:
+            InvalidRequestError: none is given, or two that differ.
+        """
+        given = [(name, value) for name in names if (value := getattr(self, name)) is not None]
+        if not given:
+            raise InvalidRequestError(f"{names[0]}: Field required", param=names[0])
+        name, value = given[0]
+        for other, another in given[1:]:
+            if another != value:
+                raise InvalidRequestError(f"{name} and {other} exclude each other", param=other)
+        return name, [value] if isinstance(value, str) else value
+
+    @property
+    def second_name(self) -> str:
+        """Name of the field of the second texts."""
+        return self.side("text_2", "documents", "data_2")[0]
 
     @property
     def pairs(self) -> tuple[list[str], list[str]]:
         """The first texts and the second ones."""
-        first, second = ([text] if isinstance(text, str) else text for text in (self.text_1, self.text_2))
+        first, second = self.side("text_1", "queries", "data_1")[1], self.side("text_2", "documents", "data_2")[1]
         return (first * len(second) if len(first) == 1 else first), second
 
     def check(self) -> None:
         """See the base class."""
+        (name, _), second_name = self.side("text_1", "queries", "data_1"), self.second_name
         first, second = self.pairs
-        check_count("text_2", len(second))
+        check_count(second_name, len(second))
         if len(first) != len(second):
-            raise invalid("text_1", f"has {len(first)} texts for {len(second)} of text_2")
+            raise invalid(name, f"has {len(first)} texts for {len(second)} of {second_name}")
 
 
 class RerankRequest(PoolingFields):
     """`POST /v1/rerank`."""
 
-    unsupported: ClassVar = {"truncate_prompt_tokens": Unsupported(), "max_tokens_per_doc": Unsupported()}
+    unsupported: ClassVar = {"truncate_prompt_tokens": Unsupported()}
     query: str
     documents: Annotated[list[str | dict[str, Any]], Field(fail_fast=True)]
     """Texts, or objects with a `text`."""
     top_n: int | None = None
     return_documents: bool | None = None
+    max_tokens_per_doc: int | None = None
+    """Cohere's: a longer document is cut after so many tokens."""
 
     @property
     def texts(self) -> list[Any]:
@@ -343,6 +374,8 @@ class RerankRequest(PoolingFields):
                 raise invalid(f"documents[{index}]", "must have a text")
         if self.top_n is not None and self.top_n < 0:
             raise invalid("top_n", f"must be at least 0, got {self.top_n}")
+        if self.max_tokens_per_doc is not None and self.max_tokens_per_doc < 1:
+            raise invalid("max_tokens_per_doc", f"must be at least 1, got {self.max_tokens_per_doc}")
 
 
 def prompts_of(given: Any) -> list[str | list[int]]:
