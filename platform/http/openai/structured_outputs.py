@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -49,7 +50,7 @@ def _is_same(one: StructuredOutputsParams, other: StructuredOutputsParams) -> bo
 
 def _meaning(constraint: StructuredOutputsParams) -> dict[str, Any]:
     """Fields of a constraint, schemas as objects: each client writes them in its own way."""
-    fields = {**vars(constraint), "source": ""}
+    fields = {**dataclasses.asdict(constraint), "source": ""}
     for name in ("json", "structural_tag"):
         with contextlib.suppress(ValueError, RecursionError):
             fields[name] = fields[name] and json.loads(fields[name])
