@@ -25,7 +25,7 @@ from .event_stream import until_disconnect
 from .generation import Totals, generate
 from .job import Job
 from .json_pieces import json_answer
-from .protocol import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from .pooling_protocol import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 
 router = APIRouter()
 
