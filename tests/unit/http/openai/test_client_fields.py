@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from outrider.platform.core.errors import AdapterError, NotFoundError
+from outrider.platform.http.openai.responses.conversation import items_of, messages_of
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FORMAT = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
@@ -16,13 +17,14 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 
 @pytest.fixture
 def writes_tools(llm):
-    """The script's tokenizer, with a template that writes tools."""
+    """The script's tokenizer, with a template that writes tools and calls."""
 
     class ToolTokenizer(type(llm.tokenizer)):
         chat_template = "fake <tool_call>"
 
         def apply_chat_template(self, conversation, *, tools=None, **options):
-            return json.dumps(tools or []) + super().apply_chat_template(conversation, **options)
+            calls = [message.get("tool_calls") for message in conversation]
+            return json.dumps([tools or [], calls]) + super().apply_chat_template(conversation, **options)
 
         def decode(self, ids, skip_special_tokens=True):
             return super().decode(ids)
@@ -146,3 +148,38 @@ def test_an_adapters_error_names_the_field_that_named_it(http, llm):
             error = http.post("/v1/completions", {"prompt": "x"} | body).json()["error"]
             assert error["param"] == field
     assert http.load_adapter("sql").json()["error"]["param"] == "lora_name"
+
+
+RESPONSES = "/v1/responses"
+CUSTOM = {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": '*** Begin "Patch"\n'}
+CUSTOM_OUTPUT = {"type": "custom_tool_call_output", "call_id": "c1", "output": "Done"}
+
+
+@pytest.mark.usefixtures("writes_tools")
+def test_custom_calls_of_the_past_are_calls(http):
+    """As Codex sends them back."""
+    output = CUSTOM_OUTPUT | {"output": [{"type": "input_text", "text": "Done"}]}
+    for last in (CUSTOM_OUTPUT, output):
+        items = items_of([{"role": "user", "content": "a"}, CUSTOM, last])
+        _, call, result = messages_of(items, None)
+        function = call["tool_calls"][0]["function"]
+        assert (function["name"], json.loads(function["arguments"])) == ("apply_patch", {"input": CUSTOM["input"]})
+        assert (result["role"], result["content"], result["tool_call_id"]) == ("tool", "Done", "c1")
+    first = http.post(RESPONSES, {"input": [{"role": "user", "content": "a"}, CUSTOM, CUSTOM_OUTPUT]}).json()
+    listed = http.get(f"{RESPONSES}/{first['id']}/input_items").json()["data"]
+    assert {item["type"] for item in listed} == {"message", "custom_tool_call", "custom_tool_call_output"}
+    assert next(item for item in listed if "input" in item)["input"] == CUSTOM["input"]
+
+
+@pytest.mark.parametrize(
+    ("items", "param"),
+    [
+        ([CUSTOM_OUTPUT], "input[0].call_id"),
+        ([CUSTOM, CUSTOM_OUTPUT | {"type": "function_call_output"}], "input[1].call_id"),
+        ([CUSTOM | {"input": {}}], "input[0].input"),
+        ([CUSTOM | {"name": ""}], "input[0].name"),
+    ],
+)
+def test_wrong_custom_calls_are_named(http, items, param):
+    response = http.post(RESPONSES, {"input": items})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)

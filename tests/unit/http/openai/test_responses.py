@@ -398,36 +398,3 @@ def test_a_call_that_was_cut_is_no_call(http, llm):
     assert [(m["role"], "tool_calls" in m) for m in by_id] == [("user", False), ("assistant", False), ("user", False)]
     create(http, input=[*said, {"role": "user", "content": "Go on"}], tools=[TOOL])
     assert (first["output"][1]["status"], llm.messages) == ("incomplete", by_id)
-
-
-CUSTOM = {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": '*** Begin "Patch"\n'}
-CUSTOM_OUTPUT = {"type": "custom_tool_call_output", "call_id": "c1", "output": "Done"}
-
-
-def test_custom_calls_of_the_past_are_calls(http, llm):
-    """As Codex sends them back."""
-    output = CUSTOM_OUTPUT | {"output": [{"type": "input_text", "text": "Done"}]}
-    for last in (CUSTOM_OUTPUT, output):
-        items = items_of([{"role": "user", "content": "a"}, CUSTOM, last])
-        _, call, result = messages_of(items, None)
-        function = call["tool_calls"][0]["function"]
-        assert (function["name"], json.loads(function["arguments"])) == ("apply_patch", {"input": CUSTOM["input"]})
-        assert (result["role"], result["content"], result["tool_call_id"]) == ("tool", "Done", "c1")
-    first = create(http, input=[{"role": "user", "content": "a"}, CUSTOM, CUSTOM_OUTPUT])
-    listed = http.get(f"{PATH}/{first['id']}/input_items").json()["data"]
-    assert {item["type"] for item in listed} == {"message", "custom_tool_call", "custom_tool_call_output"}
-    assert next(item for item in listed if "input" in item)["input"] == CUSTOM["input"]
-
-
-@pytest.mark.parametrize(
-    ("items", "param"),
-    [
-        ([CUSTOM_OUTPUT], "input[0].call_id"),
-        ([CUSTOM, CUSTOM_OUTPUT | {"type": "function_call_output"}], "input[1].call_id"),
-        ([CUSTOM | {"input": {}}], "input[0].input"),
-        ([CUSTOM | {"name": ""}], "input[0].name"),
-    ],
-)
-def test_wrong_custom_calls_are_named(http, items, param):
-    response = http.post(PATH, {"input": items})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
