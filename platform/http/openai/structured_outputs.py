@@ -31,10 +31,13 @@ def constraint_of(given: Mapping[str, Any]) -> StructuredOutputsParams | None:
     Raises:
         InvalidRequestError: a field is wrong, or there are several that differ; `param` names it.
     """
-    found = [parse(fields, source=name) for name in FIELDS if (fields := _fields(name, given.get(name)))]
-    for constraint in found:
-        if given.get("guided_whitespace_pattern") is not None and constraint.source in GUIDED:
-            constraint.whitespace_pattern = given["guided_whitespace_pattern"]
+    found = []
+    for name in FIELDS:
+        fields = _fields(name, given.get(name))
+        if fields and name in GUIDED and given.get("guided_whitespace_pattern") is not None:
+            fields["whitespace_pattern"] = given["guided_whitespace_pattern"]
+        if fields:
+            found.append(parse(fields, source=name))
     # Clients write one constraint in several fields, since servers read different ones.
     other = next((constraint for constraint in found if not _is_same(constraint, found[0])), None)
     if other is not None:
