@@ -235,12 +235,14 @@ class InputProcessor:
             while len(text) > size:
                 count = len(self.tokenizer.encode(text[:size], add_special_tokens=False))
                 if count > most + max(64, most // 4):
-                    raise PromptTooLongError(
+                    error = PromptTooLongError(
                         f"This model's maximum context length is {self._info.max_model_len} tokens. However, the first "
                         f"{size} of {len(text)} characters of the {param} have {count} tokens; at most {most} are "
                         f"taken. Please reduce the length of the {param}.",
                         param=param,
                     )
+                    error.counts = self._info.max_model_len, count, 1
+                    raise error
                 size *= 2
             return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
         except (UnicodeError, TypeError) as error:  # lone surrogates
@@ -249,6 +251,25 @@ class InputProcessor:
             raise
         except Exception as error:  # an adapter's tokenizer may lack the token for what it does not know
             raise InvalidRequestError(f"{param}: the text cannot be tokenized: {error}", param=param) from error
+
+    def encode_cut(self, text: str, most: int, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids of a text, cut so that there are at most `most` with the special tokens around them. Errors: see
+        `encode`."""
+
+        def tokens(special: bool) -> list[int]:
+            return self.encode(text[:size], add_special_tokens=special, most=size)
+
+        size = most * FIRST_PIECE_CHARS
+        bare = tokens(False)
+        while len(text) > size and len(bare) < most + 64:  # a cut changes only the few tokens before it
+            size *= 2
+            bare = tokens(False)
+        whole = tokens(True) if add_special_tokens else bare
+        if len(whole) <= most:
+            return tuple(whole)
+        head = next((i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare), 0)
+        tail = whole[head + len(bare) :]
+        return (*whole[:head], *bare[: max(0, most - head - len(tail))], *tail)[:most]
 
     def _check_prompt_ids(self, token_ids: object, num_ids: int) -> list[int]:
         if not isinstance(token_ids, Iterable) or isinstance(token_ids, (str, bytes, bytearray, dict)):

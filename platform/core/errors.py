@@ -54,7 +54,8 @@ class PromptTooLongError(InvalidRequestError):
 
     type = "ContextLengthExceeded"
     counts: tuple[int, int, int] | None = None
-    """Limit, and tokens of prompt and completion, where they are known: for APIs with a sentence of their own."""
+    """Limit, and tokens of prompt and completion, for APIs with a sentence of their own. Of a text far too long only
+    the first part is counted."""
 
     @classmethod
     def of(

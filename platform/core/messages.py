@@ -3,7 +3,10 @@ between processes the client's IPC module encodes them."""
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from .errors import ErrorInfo
@@ -48,6 +51,42 @@ class TokenLogprobs(NamedTuple):
     """Aligned with `token_ids`."""
     rank: int
     """Rank of the token itself; 1 is the most likely."""
+
+
+@dataclass(slots=True)
+class PromptTable:
+    """Log-probabilities of a prompt: None for its first token, then a `TokenLogprobs` for each. They are kept in arrays
+    of P positions and W entries, because a process that decodes a million lists and numbers does nothing else for a
+    second."""
+
+    width: int = 0
+    """W; it is the same for all positions."""
+    token_ids: bytearray = field(default_factory=bytearray)
+    """[P, W] int32."""
+    logprobs: bytearray = field(default_factory=bytearray)
+    """[P, W] float64."""
+    ranks: bytearray = field(default_factory=bytearray)
+    """[P] int32."""
+
+    def extend(self, positions: Sequence[TokenLogprobs]) -> None:
+        """Append positions."""
+        if positions:
+            self.width = len(positions[0].token_ids)
+        self.token_ids += array("i", chain.from_iterable(position.token_ids for position in positions)).tobytes()
+        self.logprobs += array("d", chain.from_iterable(position.logprobs for position in positions)).tobytes()
+        self.ranks += array("i", [position.rank for position in positions]).tobytes()
+
+    def __len__(self) -> int:
+        return 1 + len(memoryview(self.ranks).cast("i"))
+
+    def __getitem__(self, index: int) -> TokenLogprobs | None:
+        row = range(len(self))[index] - 1
+        if row < 0:
+            return None
+        entries = slice(row * self.width, (row + 1) * self.width)
+        token_ids, logprobs = memoryview(self.token_ids).cast("i"), memoryview(self.logprobs).cast("d")
+        rank = memoryview(self.ranks).cast("i")[row]
+        return TokenLogprobs(token_ids[entries].tolist(), logprobs[entries].tolist(), rank)
 
 
 @dataclass(slots=True)
@@ -136,8 +175,8 @@ class TokenDelta:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     """Aligned with `token_ids` when the request asked for log-probabilities."""
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """Whole prompt, once, with the first delta; the first entry is None."""
+    prompt_logprobs: PromptTable | None = None
+    """Whole prompt, once, with the first delta."""
     finish_reason: str | None = None
     """"stop", "length" or "abort"."""
     stop_reason: int | None = None
@@ -198,6 +237,8 @@ class EngineStats:
     num_waiting_by_reason: dict[str, int] = field(default_factory=dict)
     num_preemptions: int = 0
     num_steps: int = 0
+    resident_memory_bytes: int = 0
+    """Resident memory of the engine's process; 0 where the system does not say."""
     kv_cache_usage: float = 0.0
     """Share of KV blocks in use, 0 to 1; cached but unused blocks count as free."""
     prefix_cache_queries: int = 0

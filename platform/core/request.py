@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .lora_request import LoRA
-from .messages import SpeculationCounts, TokenLogprobs
+from .messages import PromptTable, SpeculationCounts
 from .sampling_params import SamplingParams
 
 
@@ -139,7 +139,7 @@ class Request:
     """State that the edits of its logits remember; opaque here."""
     grammar: Any = None
     """Place in the grammar of `params.structured_outputs`, set at admission; opaque here."""
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: PromptTable | None = None
     """Collected while the prompt is computed in chunks."""
     pooled: Any = None
     """Sum of `RowResult.pooled` while the prompt is computed in chunks."""

@@ -13,6 +13,7 @@ from ...kernels.memory import release_pages
 from ...models.model import LanguageModel
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, InvalidUserInputError, OverloadedError, PromptTooLongError, invalid
+from ..core.memory_usage import resident_memory_bytes
 from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo, EngineRequest, EngineStats, TokenDelta
 from ..core.model_limits import MAX_TOKEN_IDS, check_params, check_token_ids
 from ..core.request import Request
@@ -128,6 +129,7 @@ class EngineCore:
             num_waiting_by_reason=self.scheduler.waiting_by_reason(),
             num_preemptions=self.scheduler.num_preemptions,
             num_steps=self._pipeline.num_steps,
+            resident_memory_bytes=resident_memory_bytes(),
             kv_cache_usage=self.scheduler.pool.usage,
             prefix_cache_queries=cache.num_queries,
             prefix_cache_hits=cache.num_hits,

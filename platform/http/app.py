@@ -34,6 +34,7 @@ from .protect.error_responses import (
     install_error_handlers,
     internal_error_response,
 )
+from .protect.open_routes import is_open
 from .protect.paths import Paths
 from .server_config import ServerConfig
 from .serving_state import HELD_BODY, PRINCIPAL, Serving, require_admin, valid_request_id
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_GUARDED = ("/v1", "/v2", "/score", "/rerank", "/classify", "/admin", "/tokenize", "/detokenize", *engine_routes.PATHS)
+_POLICY_VIOLATION = 1008
+"""Code with which a WebSocket is closed (RFC 6455, 7.4.1); before it is accepted the client sees a 403."""
 
 
 def create_app(
@@ -91,8 +93,8 @@ class AnswerCutError(Exception):
 
 
 class Gate:
-    """Gate that every request passes: it finds the principal, gives every answer its `X-Request-Id`, and turns uncaught
-    exceptions into a plain 500.
+    """Gate that every request passes: it finds the principal, refuses those without one unless the route is open
+    (`open_routes`), gives every answer its `X-Request-Id`, and turns uncaught exceptions into a plain 500.
 
     What only an admin may do is checked by its route (`require_admin`).
     """
@@ -103,15 +105,18 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # no route speaks another protocol
+            await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
             return
         headers = Headers(scope=scope)
         request_id = headers.get("x-request-id", "")
         if not valid_request_id(request_id):
             request_id = uuid4().hex
         current_request_id.set(request_id)
-        names = (b"x-request-id", b"request-id") if is_anthropic(scope["path"]) else (b"x-request-id",)
+        names = (b"x-request-id", b"request-id") if is_anthropic(scope) else (b"x-request-id",)
         id_headers = [(name, request_id.encode("latin-1")) for name in names]
         started = False
 
@@ -124,7 +129,7 @@ class Gate:
 
         acting = acting_in(scope)
         principal = principal_in(headers, self._authenticator) if acting is None else acting.principal
-        if isinstance(principal, OutriderError) and scope["path"].startswith(_GUARDED):
+        if isinstance(principal, OutriderError) and not is_open(scope):
             await error_response(principal)(scope, receive, send_with_id)
             return
         state = scope.setdefault("state", {})

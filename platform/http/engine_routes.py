@@ -14,8 +14,6 @@ from .serving_state import Serving, require_admin, serving_of
 
 router = APIRouter()
 
-PATHS = ("/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache")
-
 
 @router.post("/sleep", response_model=None)
 async def sleep(request: Request, level: Annotated[int, Query(ge=1, le=2)] = 1) -> Response:

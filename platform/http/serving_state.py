@@ -212,6 +212,22 @@ class Serving:
             len(text), lambda: processor.encode(text, add_special_tokens=add_special_tokens, most=most)
         )
 
+    async def cut(
+        self, texts: list[str], most: int, *, add_special_tokens: bool, lora: LoRA | None = None
+    ) -> list[tuple[int, ...]]:
+        """Token ids of texts for an adapter, each cut to at most `most`.
+
+        Raises:
+            InvalidRequestError: a text cannot be tokenized.
+        """
+        processor = await self.llm.processor_of(lora)
+        most = min(most, self.llm.info.max_model_len)
+
+        def parse() -> list[tuple[int, ...]]:
+            return [processor.encode_cut(text, most, add_special_tokens=add_special_tokens) for text in texts]
+
+        return await self._beside(sum(map(len, texts)) + len(texts) * _PIECE_CHARS, parse)
+
     async def _beside(self, num_chars: int, work: Callable[[], T]) -> T:
         """Call `work`, in a thread when it takes more than about a millisecond: tokenizers let others run."""
         if num_chars <= _LONG_TEXT:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 DRAFTS = json.dumps({"method": "eagle3", "model": str(ROOT / "models/demo/eagle3"), "num_speculative_tokens": 4})
 PAGE = ROOT / "docs/guides/http.md"
-FEATURES = ("chat", "adapter", "stream", "tools", "schema", "completion", "logprobs", "embeddings")
+FEATURES = ("chat", "adapter", "stream", "tools", "schema", "completion", "logprobs", "embeddings", "models", "rerank")
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,69 @@ class OpenAI(Client):
     def embeddings(self, model: str) -> list[float]:
         return self.openai().embeddings.create(model=model, input=[QUESTION]).data[0].embedding
 
+    def models(self) -> list[str]:
+        return [model.id for model in self.openai().models.list()]
+
+
+class Anthropic(Client):
+    title = "anthropic (Python)"
+
+    def _client(self) -> Any:
+        import anthropic
+
+        return anthropic.Anthropic(base_url=self.url.removesuffix("/v1"), api_key="none", max_retries=0, timeout=60)
+
+    def _answer(self, model: str, **options: Any) -> Any:
+        return self._client().messages.create(model=model, messages=MESSAGES, **options)
+
+    def chat(self, model: str) -> str:
+        return self._answer(model, extra_body={"temperature": 0}, max_tokens=LENGTH["max_tokens"]).content[0].text
+
+    def stream(self, model: str) -> list[str]:
+        options = {"extra_body": {"temperature": 0}, "max_tokens": LENGTH["max_tokens"]}
+        with self._client().messages.stream(model=model, messages=MESSAGES, **options) as stream:
+            return list(stream.text_stream)
+
+    def tools(self, model: str) -> tuple[str, dict]:
+        tool = {"name": FUNCTION["name"], "description": FUNCTION["description"], "input_schema": PARAMETERS}
+        options = {"extra_body": {"temperature": 0}, "max_tokens": FORM["max_tokens"]}
+        block = self._answer(model, tools=[tool], tool_choice={"type": "any"}, **options).content[0]
+        return block.name, block.input
+
+    def models(self) -> list[str]:
+        """All pages, of one model each."""
+        found = list(self._client().models.list(limit=1))
+        assert {model.type for model in found} == {"model"}
+        assert self._client().models.retrieve(found[-1].id) == found[-1]
+        return [model.id for model in found]
+
+
+class Cohere(Client):
+    title = "cohere"
+
+    def rerank(self, model: str, documents: list[str], max_tokens: int | None) -> list[tuple[int, float]]:
+        import cohere
+
+        client = cohere.ClientV2(api_key="none", base_url=self.url.removesuffix("/v1"), timeout=60)
+        options = {} if max_tokens is None else {"max_tokens_per_doc": max_tokens}
+        results = client.rerank(model=model, query=QUESTION, documents=documents, **options).results
+        return [(result.index, result.relevance_score) for result in results]
+
+
+class Guidance(Client):
+    title = "guidance (VLLMModel)"
+
+    def schema(self, model: str) -> Order:
+        import guidance
+        from guidance.models.experimental import VLLMModel
+
+        state = VLLMModel(model, base_url=self.url, api_key="none", echo=False)
+        with guidance.user():
+            state += QUESTION
+        with guidance.assistant():
+            state += guidance.json(name="order", schema=Order, temperature=0, max_tokens=FORM["max_tokens"])
+        return Order.model_validate_json(state["order"])
+
 
 class LangChain(Client):
     title = "LangChain (langchain-openai)"
@@ -173,6 +236,19 @@ class Instructor(Client):
 
     def schema(self, model: str) -> Order:
         return self._answer("JSON_SCHEMA", model)
+
+
+class InstructorResponses(Client):
+    title = "instructor (RESPONSES_TOOLS)"
+
+    def tools(self, model: str) -> tuple[str, dict]:
+        import instructor
+
+        client = instructor.from_openai(self.openai(), mode=instructor.Mode.RESPONSES_TOOLS)
+        options = {"temperature": 0, "max_output_tokens": FORM["max_tokens"], "max_retries": 0}
+        return "Order", client.responses.create(
+            model=model, input=QUESTION, response_model=Order, **options
+        ).model_dump()
 
 
 class PydanticAI(Client):

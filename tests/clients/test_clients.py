@@ -17,10 +17,14 @@ from conftest import FEATURES, HERE
 BASE, ADAPTER = "outrider-demo", "sql"
 CLIENTS = (
     drivers.OpenAI,
+    drivers.Anthropic,
+    drivers.Cohere,
+    drivers.Guidance,
     programs.JavaScript,
     drivers.LangChain,
     drivers.LiteLLM,
     drivers.Instructor,
+    drivers.InstructorResponses,
     drivers.PydanticAI,
     drivers.Outlines,
     drivers.Llm,
@@ -95,6 +99,20 @@ def check_embeddings(client, feature, expected, server) -> None:
         assert math.isclose(math.hypot(*vector), 1, abs_tol=1e-4)
 
 
+def check_models(client, feature, expected, server) -> None:
+    assert {BASE, ADAPTER} < set(client.models())
+
+
+def check_rerank(client, feature, expected, server) -> None:
+    """Whole documents, and documents of which the first tokens count."""
+    documents = ["The weather in Oslo is fine.", f"{drivers.QUESTION} And so on, and so on.", "Lamps."]
+    for max_tokens in (None, 6):
+        body = {"model": BASE, "query": drivers.QUESTION, "documents": documents, "max_tokens_per_doc": max_tokens}
+        results = post(server, "/v1/rerank", **body)["results"]
+        wanted = [(result["index"], pytest.approx(result["relevance_score"], abs=1e-5)) for result in results]
+        assert client.rerank(BASE, documents, max_tokens) == wanted
+
+
 CHECKS = {
     "chat": check_text,
     "adapter": check_text,
@@ -104,6 +122,8 @@ CHECKS = {
     "schema": check_schema,
     "logprobs": check_logprobs,
     "embeddings": check_embeddings,
+    "models": check_models,
+    "rerank": check_rerank,
 }
 
 

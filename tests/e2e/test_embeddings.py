@@ -41,11 +41,18 @@ def test_scores_and_ranks(http):
     scores = [item["score"] for item in http.post("/v1/score", json=body).json()["data"]]
     assert scores[0] == pytest.approx(1.0, abs=1e-5)
     assert scores[2] > scores[1]
+    for names in (("queries", "documents"), ("data_1", "data_2")):
+        same = dict(zip(names, (TEXTS[0], TEXTS), strict=True))
+        assert [item["score"] for item in http.post("/v1/score", json=same).json()["data"]] == pytest.approx(scores)
     body = {"model": "outrider-demo", "query": TEXTS[0], "documents": [TEXTS[1], {"text": TEXTS[2]}]}
     ranked = http.post("/v1/rerank", json=body).json()
     assert [result["index"] for result in ranked["results"]] == [1, 0]
     assert ranked["results"][0]["document"] == {"text": TEXTS[2]}
     assert ranked["results"][0]["relevance_score"] == pytest.approx(scores[2], abs=1e-5)
+    long = body | {"documents": [TEXTS[2] + " and so on" * 3000, TEXTS[2]]}
+    assert http.post("/v1/rerank", json=long).status_code == 400
+    cut = http.post("/v1/rerank", json=long | {"max_tokens_per_doc": 4}).json()["results"]
+    assert cut[0]["relevance_score"] == pytest.approx(cut[1]["relevance_score"], abs=1e-5)
     assert len(http.post("/v1/rerank", json=body | {"top_n": 1, "return_documents": False}).json()["results"]) == 1
 
 
@@ -61,6 +68,11 @@ def test_scores_and_ranks(http):
         ("embeddings", {"input": "word " * 20_000}, "input"),
         ("score", {"text_1": ["a", "b"], "text_2": ["a"]}, "text_1"),
         ("score", {"text_1": "a", "text_2": []}, "text_2"),
+        ("score", {"queries": ["a", "b"], "documents": ["a"]}, "queries"),
+        ("score", {"queries": "a", "documents": []}, "documents"),
+        ("score", {"queries": "a"}, "text_2"),
+        ("score", {"text_1": "a", "queries": "b", "text_2": "c"}, "queries"),
+        ("rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 0}, "max_tokens_per_doc"),
         ("rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents[0]"),
         ("rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
     ],

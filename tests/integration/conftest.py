@@ -195,7 +195,7 @@ class Outcome:
         self.accepted.append(delta.num_accepted)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or []
-        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
+        self.prompt_logprobs = list(delta.prompt_logprobs or ()) or self.prompt_logprobs
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         for name in ("finish_reason", "stop_reason", "error", "speculation"):
             setattr(self, name, getattr(delta, name) or getattr(self, name))

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, TypeAlias, overload
 from weakref import WeakKeyDictionary
 
-from ...core.messages import TokenLogprobs
+from ...core.messages import PromptTable, TokenLogprobs
 from ...core.outputs import Logprob
 
 TextAndBytes: TypeAlias = tuple[str, bytes]
@@ -171,9 +171,7 @@ def logprobs_without_text(position: TokenLogprobs) -> dict[int, Logprob]:
 class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
     """Log-probabilities of a prompt. Each position is made when it is read: all together may be a million entries."""
 
-    def __init__(
-        self, token_ids: Sequence[int], positions: Sequence[TokenLogprobs | None], vocabulary: Vocabulary | None
-    ) -> None:
+    def __init__(self, token_ids: Sequence[int], positions: PromptTable, vocabulary: Vocabulary | None) -> None:
         """
         Args:
             token_ids: the prompt's, of which those without a position are read.

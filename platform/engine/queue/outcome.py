@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...core.batch import RowPlan, RowResult
-from ...core.messages import TokenDelta
+from ...core.messages import PromptTable, TokenDelta
 from ...core.request import NO_DRAFTS, Request
 
 
@@ -19,7 +19,7 @@ def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | Non
     request.num_computed = row.start + row.num_tokens - row.num_drafts + got.num_accepted
     if got.prompt_logprobs is not None:
         if request.prompt_logprobs is None:
-            request.prompt_logprobs = [None]
+            request.prompt_logprobs = PromptTable()
         request.prompt_logprobs.extend(got.prompt_logprobs)
     if got.pooled is not None:
         request.pooled = got.pooled if request.pooled is None else request.pooled + got.pooled

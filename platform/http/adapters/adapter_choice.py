@@ -28,6 +28,9 @@ class ChosenAdapter(NamedTuple):
 
 async def discover_adapters(models: ModelView, body: ModelFields) -> None:
     """Find those of the named adapters that nobody has loaded; call it before `choose_adapter`."""
+    note = current_note()
+    if note is not None:
+        note.model_field = "model" if body.adapters is None else "adapters"
     parts = [part if isinstance(part, str) else part.name for part in body.adapters or ()]
     await models.discover(body.model, parts)
 
@@ -75,7 +78,7 @@ def adapter_of_model(models: ModelView, model: str | None) -> LoRA | None:
         except InvalidRequestError as wrong:
             raise InvalidRequestError(f"model: {wrong.message}", param="model") from None
         if parts is None:
-            raise NotFoundError(error.message + _hint(model), param="model") from None
+            raise NotFoundError(error.message + (_hint(model) or models.suggestion(model)), param="model") from None
     return mix_of([(_part(models, name, "model"), weight) for name, weight in parts], param="model")
 
 
@@ -92,7 +95,7 @@ def _part(models: ModelView, name: str, field: str) -> LoRARequest:
         lora = models.resolve(name)
     except NotFoundError:
         message = f"{field}: the adapter {shorten(name)!r} does not exist; /v1/models lists those that do"
-        raise NotFoundError(message + _hint(name), param=field) from None
+        raise NotFoundError(message + (_hint(name) or models.suggestion(name)), param=field) from None
     if lora is None:
         message = f"{field}: {shorten(name)!r} is the base model; only adapters have weights and can be mixed"
         raise InvalidRequestError(message, param=field)

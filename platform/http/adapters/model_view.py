@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
 
 _OF_OTHERS = ("tier", "rows", "num_running", "num_waiting", "load_seconds")
 """Fields of a shared adapter's card that would tell a tenant how much others use it."""
+_MAX_COMPARED = 256
+"""Adapters among which an error looks for the name that was meant: a few milliseconds."""
+_LONGEST_COMPARED = 64
+"""Characters of a name that is compared with them."""
+_SIMILAR = 0.8
+"""Ratio of `difflib` from which a name counts as near: one letter wrong in five."""
 
 
 class ModelView:
@@ -63,6 +70,16 @@ class ModelView:
         raise NotFoundError(
             f"The model {shorten(model)!r} does not exist; /v1/models lists those that do", param="model"
         )
+
+    def suggestion(self, name: str) -> str:
+        """Advice for an error about an unknown model: the visible name that differs in case or by a letter or two."""
+        known = self._registry.known()
+        if len(known) > _MAX_COMPARED or len(name) > _LONGEST_COMPARED:
+            return ""
+        names = [*self._registry.base_names, *(shown for shown, _ in self._visible().values())]
+        by_letters = {shown.lower(): shown for shown in reversed(names)}
+        close = difflib.get_close_matches(name.lower(), by_letters, n=1, cutoff=_SIMILAR)
+        return f" (did you mean {shorten(by_letters[close[0]])!r}?)" if close else ""
 
     def is_adapter(self, name: str) -> bool:
         """True when an adapter or the base model has this name, or an adapter had it: it is no sum then."""

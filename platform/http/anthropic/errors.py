@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from starlette.types import Scope
+
 PATH = "/v1/messages"
 """Path of the routes whose errors have this form, with all paths below it."""
+MODELS = "/v1/models"
+"""Path that OpenAI's API has, too."""
+VERSION_HEADER = b"anthropic-version"
 OVERLOADED = 529
 """Status of a full queue, after which Anthropic's clients try again."""
 
@@ -20,9 +25,13 @@ _TYPES = {
 }
 
 
-def is_of(path: str) -> bool:
-    """True for a path whose errors have this form."""
-    return path == PATH or path.startswith(f"{PATH}/")
+def is_of(scope: Scope) -> bool:
+    """True for a request of Anthropic's API: by its path, or where both APIs have the path, by the header that all of
+    Anthropic's clients send."""
+    path = scope["path"]
+    if path == MODELS or path.startswith(f"{MODELS}/"):
+        return any(name == VERSION_HEADER for name, _ in scope["headers"])
+    return bool(path == PATH or path.startswith(f"{PATH}/"))
 
 
 def in_form(body: dict[str, Any], status: int) -> tuple[dict[str, Any], int]:

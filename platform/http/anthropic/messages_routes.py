@@ -46,7 +46,15 @@ async def _answer(accepted: Accepted[MessagesRequest], chat: ChatCompletionReque
     body, messages = accepted.body, chat_messages(accepted.body)
     thinks = body.thinking is not None and body.thinking.type != "disabled"
     try:
-        made = await chat_job(accepted, chat, messages, prefix="msg", endpoint="/v1/messages", parses_reasoning=thinks)
+        made = await chat_job(
+            accepted,
+            chat,
+            messages,
+            prefix="msg",
+            endpoint="/v1/messages",
+            format_field="output_config.format",
+            parses_reasoning=thinks,
+        )
     except PromptTooLongError as error:
         raise _too_long(error) from error
     answer = Answer(made.job, body, BlockEvents(made.parser(), parallel=chat.parallel_tool_calls is not False))
@@ -73,8 +81,6 @@ async def count_tokens(request: Request) -> Response:
 
 def _too_long(error: PromptTooLongError) -> PromptTooLongError:
     """The error in Anthropic's words, by which its clients know to shorten a conversation."""
-    if error.counts is None:
-        return PromptTooLongError(f"prompt is too long: {error.message}", param="messages")
     limit, num_prompt, max_tokens = error.counts
     if num_prompt >= limit:
         message, param = f"prompt is too long: {num_prompt} tokens > {limit - 1} maximum", "messages"

@@ -80,7 +80,7 @@ BOUNDS: Mapping[str, Bound] = {
     "system": Bound(),
     "tokens": Bound(),
     "token_ids": Bound(),
-    **dict.fromkeys(("text_1", "text_2", "query", "documents"), Bound(size=1 << 20)),
+    **dict.fromkeys(("text_1", "text_2", "queries", "data_1", "data_2", "query", "documents"), Bound(size=1 << 20)),
     "tools": Bound(size=1 << 18),  # those of coding agents have more than 100,000 characters
     "stop": Bound(MAX_STOP_STRINGS, MAX_STOP_CHARS),
     "stop_token_ids": Bound(items=MAX_STOP_TOKEN_IDS),
@@ -100,6 +100,8 @@ BOUNDS: Mapping[str, Bound] = {
     "guided_regex": Bound(size=MAX_CONSTRAINT_CHARS),
     "guided_choice": Bound(MAX_CHOICES, MAX_CONSTRAINT_CHARS),
     "guided_grammar": Bound(size=MAX_CONSTRAINT_CHARS),
+    "regex": Bound(size=MAX_CONSTRAINT_CHARS),
+    "ebnf": Bound(size=MAX_CONSTRAINT_CHARS),
     "output_config": Bound(size=2 * MAX_CONSTRAINT_CHARS),
     "chat_template": Bound(size=1 << 16),
     "chat_template_kwargs": Bound(size=1 << 14),
@@ -107,7 +109,7 @@ BOUNDS: Mapping[str, Bound] = {
 """Bounds of the fields, by their names; the same on every route."""
 
 _SMALL_BODY = 16 << 10
-"""Bytes of a body that is too small to be counted."""
+"""Bytes of a body that is too small to hold too much: it is counted only where it has brackets enough to be deep."""
 _PIECE = 256 << 10
 """Bytes that are counted in one go, a few milliseconds."""
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[]{},'))
@@ -120,7 +122,7 @@ async def check_shape(raw: bytearray, model: type[BaseModel], max_values: int = 
     Raises:
         InvalidRequestError: too many values, strings or containers, or too deep; `param` names the longest field.
     """
-    if len(raw) < _SMALL_BODY:
+    if len(raw) < _SMALL_BODY and raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
         return
     try:
         for _ in scan(raw, max_values):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gzip
+import re
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -12,9 +15,15 @@ from .... import __version__
 from ...core.errors import AuthenticationError, EngineDeadError
 from ..protect.error_responses import EngineUnavailableError, error_json
 from ..serving_state import PRINCIPAL, require_admin, serving_of
-from .prometheus_metrics import CONTENT_TYPE
+from .prometheus_metrics import CONTENT_TYPE, OPENMETRICS_TYPE
 
 router = APIRouter()
+
+_OPENMETRICS = "application/openmetrics-text"
+"""Type that Prometheus prefers in its `Accept`; clients that do not know it do not write it."""
+_GZIP_LEVEL = 5
+"""Level of compression: about a tenth of the size, at a few milliseconds for a megabyte."""
+_NO_WEIGHT = re.compile(r"q=0(\.0*)?")
 
 
 @router.get("/health", response_model=None)
@@ -60,7 +69,23 @@ async def metrics(request: Request) -> Response:
     serving.metrics.engine_restarts = serving.llm.num_restarts
     with contextlib.suppress(EngineDeadError):  # it has not started
         serving.metrics.max_loras = serving.llm.info.max_loras
-    return Response(serving.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+    wants_openmetrics = _OPENMETRICS in request.headers.get("accept", "").lower()
+    content = serving.metrics.render_openmetrics() if wants_openmetrics else serving.metrics.render()
+    content_type = OPENMETRICS_TYPE if wants_openmetrics else CONTENT_TYPE
+    headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding"}
+    if accepts_gzip(request.headers.get("accept-encoding", "")):
+        content = await asyncio.to_thread(gzip.compress, content, _GZIP_LEVEL)
+        headers["Content-Encoding"] = "gzip"
+    return Response(content, headers=headers)
+
+
+def accepts_gzip(header: str) -> bool:
+    """True if an `Accept-Encoding` takes gzip (RFC 9110, 12.5.3)."""
+    taken: dict[str, bool] = {}
+    for entry in header.lower().split(","):
+        coding, _, weight = entry.replace(" ", "").partition(";")
+        taken[coding] = not _NO_WEIGHT.fullmatch(weight)
+    return taken.get("gzip", taken.get("*", False))
 
 
 def _check_admin(request: Request) -> None:

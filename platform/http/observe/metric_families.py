@@ -152,6 +152,7 @@ def _scheduler_families(stats: EngineStats, counters: EngineCounters) -> Iterato
         num_requests_running=("Sequences in the running batch.", stats.num_running),
         num_requests_waiting=("Sequences waiting to be scheduled.", stats.num_waiting),
         kv_cache_usage_perc=("Share of KV blocks in use; 1 is all.", stats.kv_cache_usage),
+        engine_resident_memory_bytes=("Resident memory of the engine's process.", stats.resident_memory_bytes),
         kv_host_bytes=("Host memory of KV that left the device (swap space).", stats.kv_host_bytes),
     )
     counts = dict.fromkeys(_WAITING_REASONS, 0) | stats.num_waiting_by_reason

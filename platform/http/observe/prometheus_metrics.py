@@ -16,6 +16,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
@@ -32,7 +33,9 @@ from .request_log import PromptNote, current_note
 from .series_labels import PREFIX, Labels, SeriesLabels
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Media type of the text format, which every scraper reads. OpenMetrics would rename everything: it allows no colon."""
+"""Media type of the text format, which every scraper reads."""
+OPENMETRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+"""Media type of OpenMetrics. The names are the same: its grammar allows colons."""
 
 _TPOT = "Mean time between the tokens of a finished sequence."
 _LORA_LOAD = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30)
@@ -41,13 +44,14 @@ _LORA_LOAD = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30)
 class RequestRecorder:
     """Recorder of one prompt's generation."""
 
-    __slots__ = ("_first", "_labels", "_last", "_metrics", "_num_tokens", "_record", "_started")
+    __slots__ = ("_arrived", "_first", "_labels", "_last", "_metrics", "_num_tokens", "_record", "_waited")
 
-    def __init__(self, metrics: Metrics, labels: Labels, record: PromptNote | None) -> None:
+    def __init__(self, metrics: Metrics, labels: Labels, record: PromptNote | None, arrived: float) -> None:
         self._metrics = metrics
         self._record = record
         self._labels = labels
-        self._started = time.monotonic()
+        self._arrived = arrived
+        self._waited = max(0.0, time.monotonic() - arrived)  # for one of its tenant's places, before the engine's queue
         self._first = self._last = 0.0  # when the first and the previous output came; 0 before the first
         self._num_tokens: dict[int, int] = {}  # generated so far, by sequence
 
@@ -55,16 +59,16 @@ class RequestRecorder:
         """Count an output that holds only what is new."""
         now = time.monotonic()
         metrics, labels = self._metrics, self._labels
-        metrics.recent.observe(labels, output, now - (self._last or self._started), first=self._last == 0.0)
+        metrics.recent.observe(labels, output, now - (self._last or self._arrived), first=self._last == 0.0)
         if self._last == 0.0:
             self._first = now
             metrics.prompt_tokens.labels(*labels).inc(len(output.prompt_token_ids))
             metrics.prompt_length.labels(*labels).observe(len(output.prompt_token_ids))
-            metrics.time_to_first_token.labels(*labels).observe(now - self._started)
+            metrics.time_to_first_token.labels(*labels).observe(now - self._arrived)
             if output.metrics is not None:
-                queued = output.metrics.queue_seconds
+                queued = self._waited + output.metrics.queue_seconds
                 metrics.queue_time.labels(*labels).observe(queued)
-                metrics.prefill_time.labels(*labels).observe(max(0.0, now - self._started - queued))
+                metrics.prefill_time.labels(*labels).observe(max(0.0, now - self._arrived - queued))
         else:
             metrics.inter_token_latency.labels(*labels).observe(now - self._last)
         self._last = now
@@ -81,7 +85,7 @@ class RequestRecorder:
                 self.on_end(completion.finish_reason)
         if output.finished:
             metrics.decode_time.labels(*labels).observe(now - self._first)
-            metrics.end_to_end.labels(*labels).observe(now - self._started)
+            metrics.end_to_end.labels(*labels).observe(now - self._arrived)
 
     def on_end(self, reason: str) -> None:
         """Count a sequence that ended: the engine's finish reason, or "abort" or "error" without its word."""
@@ -116,7 +120,12 @@ class Metrics:
         times, gaps, ends, sizes = FIRST_TOKEN, INTER_TOKEN, END_TO_END, LENGTH
         self.time_to_first_token, self.queue_time, self.inter_token_latency, self.end_to_end = (
             histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", labels, times),
-            histogram("request_queue_time_seconds", "From a request's arrival to its first step.", labels, times),
+            histogram(
+                "request_queue_time_seconds",
+                "From a request's arrival to its first step, waits for places too.",
+                labels,
+                times,
+            ),
             histogram("inter_token_latency_seconds", "Between two outputs of a request.", labels, gaps),
             histogram("e2e_request_latency_seconds", "From the request's arrival to its last token.", labels, ends),
         )
@@ -139,12 +148,18 @@ class Metrics:
         self.register(self._engine_families)
         ProcessCollector(registry=registry)  # memory, CPU time, open files and start of the process of the API
 
-    def recorder(self, adapter: str, tenant: str) -> RequestRecorder:
-        """Recorder for one prompt that is about to be generated from; `adapter` is "" for the base model, `tenant` for
-        none."""
+    def recorder(self, adapter: str, tenant: str, arrived: float | None = None) -> RequestRecorder:
+        """Recorder for one prompt that is about to be generated from.
+
+        Args:
+            adapter: "" for the base model.
+            tenant: "" for none.
+            arrived: moment of the request's arrival, on the monotonic clock; by default it is now.
+        """
         note = current_note()
         record = None if note is None else PromptNote(note, label_text(adapter))
-        return RequestRecorder(self, self._labels(adapter, tenant), record)
+        arrived = time.monotonic() if arrived is None else arrived
+        return RequestRecorder(self, self._labels(adapter, tenant), record, arrived)
 
     def on_error(self, reason: str, tenant: str) -> None:
         """Count an HTTP request that was answered with an error."""
@@ -187,6 +202,10 @@ class Metrics:
     def render(self) -> bytes:
         """The exposition, as `CONTENT_TYPE` says."""
         return generate_latest(self._shown)
+
+    def render_openmetrics(self) -> bytes:
+        """The exposition in OpenMetrics, as `OPENMETRICS_TYPE` says."""
+        return openmetrics.generate_latest(self._shown, escaping="allow-utf-8")
 
 
 class WithVllmNames(Collector):

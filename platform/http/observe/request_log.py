@@ -21,6 +21,7 @@ from ...core.logs import REQUEST_LOGGER, current_request_id, with_fields
 from ...core.outputs import RequestMetrics, RequestOutput
 from ...core.text import shorten
 from ...tenancy.accounts.principal import Principal
+from ..anthropic.errors import is_of as is_anthropic
 from ..protect.paths import ASKED_METHOD
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class Note:
     started: float = field(default_factory=time.monotonic)
     """Monotonic clock at the same moment."""
     ended: float = 0.0
+    is_anthropic: bool = False
+    """True for a request of Anthropic's API."""
     status: int = 0
     """0 until an answer has begun."""
     request_id: str = ""
@@ -67,6 +70,8 @@ class Note:
     principal: Principal | None = None
     model: str = ""
     """The name that was asked for, of a model that there is."""
+    model_field: str = ""
+    """Field in which the request names its adapters; "" on routes that run none."""
     error: str = ""
     """Type of the error that it was answered with."""
     reason: str = ""
@@ -209,6 +214,7 @@ class Observer:
             await self._app(scope, receive, send)
             return
         note = Note(scope.get(ASKED_METHOD, scope["method"]), shorten(scope["path"]))
+        note.is_anthropic = is_anthropic(scope)
         if self._serving.config.log_prompts:
             note.texts = []
         sent_id = current_request_id.set("-")

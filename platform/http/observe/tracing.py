@@ -36,6 +36,14 @@ CLOSE_SECONDS = 3.0
 """Seconds for the last spans to reach the collector when the server ends."""
 _SCOPE = "outrider"
 _PATH = "/v1/traces"
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+}
+"""Route -> `gen_ai.operation.name`, of those that OpenTelemetry's conventions for generative AI name."""
 
 
 class RequestTracer:
@@ -115,6 +123,8 @@ def _attributes(note: Note) -> dict[str, str | int | float]:
         "http.request.method": note.method,
         "http.route": note.route,
         "url.path": note.path,
+        "gen_ai.operation.name": _OPERATIONS.get(note.route, ""),
+        "gen_ai.provider.name": _SCOPE if note.route in _OPERATIONS else "",
         "gen_ai.request.model": note.model,
         "gen_ai.response.id": note.id,
         "error.type": note.error,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from ...core.errors import InvalidRequestError, PromptTooLongError, invalid
 from ...core.lora_request import LoRA
 from ...core.sampling_params import SamplingParams
+from ..body.lenient import ignore
 from ..serving_state import Serving
 from .answer import Accepted, renamed
 from .beams import beam_params
@@ -42,6 +43,7 @@ async def chat_job(
     *,
     prefix: str,
     endpoint: str,
+    format_field: str = "response_format",
     parses_reasoning: bool = False,
 ) -> ChatJob:
     """The job that answers a conversation.
@@ -51,6 +53,7 @@ async def chat_job(
         messages: in the form that templates read.
         prefix: beginning of the job's id.
         endpoint: route, as the ledger has it.
+        format_field: the request's name of the answer's format, which is ignored where a call is forced.
         parses_reasoning: take reasoning out of the answer where the model's format is known, though the server does not
             ask for it.
 
@@ -60,6 +63,9 @@ async def chat_job(
     serving, defaults = accepted.serving, accepted.defaults
     choice = tool_choice_of(body)
     body.tools = list(choice.tools)
+    if choice.is_forced and (body.response_format or {}).get("type", "text") != "text":
+        ignore(format_field, strict=serving.config.strict_fields)  # the call's arguments have a form of their own
+        body.response_format = None
     max_tokens_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     params = _sampling_params(serving, body, defaults, choice, max_tokens_field)
     prompt = await serving.chat_prompt(messages, body, accepted.lora)

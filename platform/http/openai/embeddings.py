@@ -25,7 +25,7 @@ from .event_stream import until_disconnect
 from .generation import Totals, generate
 from .job import Job
 from .json_pieces import json_answer
-from .protocol import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from .pooling_protocol import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 
 router = APIRouter()
 
@@ -49,7 +49,7 @@ async def create_embeddings(request: Request) -> Response:
 async def create_scores(request: Request) -> Response:
     """Cosine similarities of pairs of texts."""
     accepted = await accept(request, ScoreRequest)
-    scores, totals, job = await _similarities(accepted, *accepted.body.pairs, "/v1/score", "text_2")
+    scores, totals, job = await _similarities(accepted, *accepted.body.pairs, "/v1/score", accepted.body.second_name)
     data = [{"object": "score", "index": index, "score": score} for index, score in enumerate(scores)]
     return await _answer(accepted, job, totals, object="list", data=data)
 
@@ -62,7 +62,15 @@ async def rerank(request: Request) -> Response:
     accepted = await accept(request, RerankRequest)
     body = accepted.body
     texts = body.texts
-    scores, totals, job = await _similarities(accepted, [body.query] * len(texts), texts, "/v1/rerank", "documents")
+    documents: list[Any] = texts
+    if body.max_tokens_per_doc is not None:
+        documents = await accepted.serving.cut(
+            texts,
+            body.max_tokens_per_doc,
+            add_special_tokens=body.add_special_tokens is not False,
+            lora=accepted.lora,
+        )
+    scores, totals, job = await _similarities(accepted, [body.query] * len(texts), documents, "/v1/rerank", "documents")
     order = sorted(range(len(texts)), key=lambda index: -scores[index])
     results = []
     for index in order if body.top_n is None else order[: body.top_n]:
@@ -91,7 +99,7 @@ async def _similarities(
     accepted: Accepted[Any], first: Sequence[Any], second: Sequence[Any], endpoint: str, field: str
 ) -> tuple[list[float], Totals, Job]:
     """Cosine of each first text with the second one at its place; see `_run`."""
-    distinct = list(dict.fromkeys([*first, *second]))
+    distinct = list(dict.fromkeys([*first, *second]))  # texts, or tuples of token ids
     vectors, totals, job = await _pooled(accepted, distinct, accepted.body.params(), endpoint, field)
     vector_of = dict(zip(distinct, vectors, strict=True))
 

@@ -43,7 +43,8 @@ def _outputs(serving: Serving, job: Job) -> AsyncGenerator[Event]:
 
 
 async def _generate_one(serving: Serving, job: Job, index: int) -> AsyncGenerator[Event]:
-    recorder = serving.metrics.recorder("" if job.lora is None else job.lora.label, job.principal.tenant)
+    label = "" if job.lora is None else job.lora.label
+    recorder = serving.metrics.recorder(label, job.principal.tenant, job.arrival.monotonic)
     outputs = _outputs_of(serving, job, index)
     finished = False
     in_engine: AbstractContextManager[object] = nullcontext()  # of several prompts `_merge` has counted all

@@ -1,4 +1,4 @@
-"""`GET /v1/models`: cards of the models that a client may use."""
+"""`GET /v1/models`: cards of the models that a client may use, in the form of OpenAI's API or of Anthropic's."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from ...core.errors import NotFoundError
+from ..anthropic.errors import is_of as is_anthropic
+from ..anthropic.models_page import model_info, models_page
 from ..serving_state import principal_of, serving_of
 
 router = APIRouter()
 
+_BOTH_FORMS = {"Vary": "anthropic-version"}
+
 
 @router.get("/v1/models", response_model=None)
 async def list_models(request: Request) -> Response:
-    """The base model and the adapters that this key may use."""
+    """The base model and the adapters that this key may use; with a header `anthropic-version` a page of them."""
     models = serving_of(request).models
     await models.refresh()
-    return JSONResponse({"object": "list", "data": models.seen_by(principal_of(request)).cards()})
+    cards = models.seen_by(principal_of(request)).cards()
+    page = models_page(cards, request.query_params) if is_anthropic(request.scope) else None
+    return JSONResponse(page or {"object": "list", "data": cards}, headers=_BOTH_FORMS)
 
 
 @router.get("/v1/models/{model:path}", response_model=None)
@@ -26,4 +33,8 @@ async def retrieve_model(request: Request, model: str) -> Response:
     view = models.seen_by(principal_of(request))
     await view.discover(model)
     await models.refresh()
-    return JSONResponse(view.card(model))
+    try:
+        card = view.card(model)
+    except NotFoundError as error:
+        raise NotFoundError(error.message + view.suggestion(model), param="model") from None
+    return JSONResponse(model_info(card) if is_anthropic(request.scope) else card, headers=_BOTH_FORMS)

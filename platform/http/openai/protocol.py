@@ -4,13 +4,12 @@ and deals with fields that a model does not have."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from ...core.errors import InvalidRequestError, invalid
-from ...core.pooling import PoolingParams
 from ...core.sampling_params import SamplingParams
 from ..body.foreign_fields import CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, TEMPLATE_UNSUPPORTED, Unsupported
 from ..body.lenient import LenientModel, shape_of
@@ -141,6 +140,9 @@ class SamplingFields(DecodingFields):
     guided_grammar: str | None = None
     guided_json_object: bool | None = None
     guided_whitespace_pattern: str | None = None
+    regex: str | None = None
+    """SGLang's name, like the next one."""
+    ebnf: str | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_metrics: bool | None = None
@@ -249,111 +251,9 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
             )
 
 
-class PooledFields(ModelFields):
-    """Fields of the routes that pool hidden states, and of those that classify them."""
-
-    add_special_tokens: bool | None = None
-
-
-class InputFields(PooledFields):
-    """Fields of those of these routes whose texts are prompts."""
-
-    input: Prompt
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """`input` in its four forms as a list of prompts."""
-        return prompts_of(self.input)
-
-    def check(self) -> None:
-        """See the base class."""
-        check_count("input", len(self.prompts))
-
-
-class PoolingFields(PooledFields):
-    """Fields of the routes that pool hidden states."""
-
-    dimensions: int | None = None
-    """Leading dimensions to keep, of models that were trained for that."""
-    pooling: str | None = None
-    """Ours: "last", "mean" or "cls"; by default as the model's files say."""
-
-    def params(self) -> PoolingParams:
-        """Parameters of the pooling; InvalidRequestError names a wrong one."""
-        return PoolingParams(pooling=self.pooling, dimensions=self.dimensions)
-
-
-class EmbeddingRequest(InputFields, PoolingFields):
-    """`POST /v1/embeddings`."""
-
-    unsupported: ClassVar = {"messages": Unsupported(([],)), "truncate_prompt_tokens": Unsupported()}
-    encoding_format: Literal["float", "base64"] | None = None
-    normalize: bool | None = None
-
-
-class ClassifyRequest(InputFields):
-    """`POST /classify`."""
-
-    unsupported: ClassVar = {"messages": Unsupported(([],)), "truncate_prompt_tokens": Unsupported()} | {
-        name: Unsupported((True,)) for name in ("activation", "softmax", "use_activation")
-    }
-
-
-class ScoreRequest(PoolingFields):
-    """`POST /v1/score`: one text with each of many, or lists of one length pair by pair."""
-
-    unsupported: ClassVar = {"truncate_prompt_tokens": Unsupported()}
-    text_1: str | Texts
-    text_2: str | Texts
-
-    @property
-    def pairs(self) -> tuple[list[str], list[str]]:
-        """The first texts and the second ones."""
-        first, second = ([text] if isinstance(text, str) else text for text in (self.text_1, self.text_2))
-        return (first * len(second) if len(first) == 1 else first), second
-
-    def check(self) -> None:
-        """See the base class."""
-        first, second = self.pairs
-        check_count("text_2", len(second))
-        if len(first) != len(second):
-            raise invalid("text_1", f"has {len(first)} texts for {len(second)} of text_2")
-
-
-class RerankRequest(PoolingFields):
-    """`POST /v1/rerank`."""
-
-    unsupported: ClassVar = {"truncate_prompt_tokens": Unsupported(), "max_tokens_per_doc": Unsupported()}
-    query: str
-    documents: Annotated[list[str | dict[str, Any]], Field(fail_fast=True)]
-    """Texts, or objects with a `text`."""
-    top_n: int | None = None
-    return_documents: bool | None = None
-
-    @property
-    def texts(self) -> list[Any]:
-        """Texts of the documents."""
-        return [document if isinstance(document, str) else document.get("text") for document in self.documents]
-
-    def check(self) -> None:
-        """See the base class."""
-        check_count("documents", len(self.documents))
-        for index, text in enumerate(self.texts):
-            if not isinstance(text, str):
-                raise invalid(f"documents[{index}]", "must have a text")
-        if self.top_n is not None and self.top_n < 0:
-            raise invalid("top_n", f"must be at least 0, got {self.top_n}")
-
-
 def prompts_of(given: Any) -> list[str | list[int]]:
     """A prompt in its four forms as a list of prompts."""
     return [given] if isinstance(given, str) or isinstance(given[0], int) else given
-
-
-def check_count(name: str, count: int) -> None:
-    """Refuse an empty list, and one of more than `MAX_PROMPTS`."""
-    if not 1 <= count <= MAX_PROMPTS:
-        raise invalid(name, f"has {count} texts; 1 to {MAX_PROMPTS} are taken")
 
 
 class TokenizeRequest(TemplateFields):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -16,8 +18,10 @@ GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
     "guided_json_object": "json_object",
+    "regex": "regex",
+    "ebnf": "grammar",
 }
-"""vLLM's older fields, and what they are called now."""
+"""vLLM's older fields and SGLang's, and what they are called in `structured_outputs`."""
 FIELDS = ("response_format", "structured_outputs", *GUIDED)
 
 
@@ -25,18 +29,35 @@ def constraint_of(given: Mapping[str, Any]) -> StructuredOutputsParams | None:
     """Constraint of a request's fields; None when it has none.
 
     Raises:
-        InvalidRequestError: a field is wrong, or there are several; `param` names it.
+        InvalidRequestError: a field is wrong, or there are several that differ; `param` names it.
     """
-    found = [(name, fields) for name in FIELDS if (fields := _fields(name, given.get(name)))]
-    if not found:
-        return None
-    if len(found) > 1:
-        names = " and ".join(name for name, _ in found)
-        raise InvalidRequestError(f"{names} exclude each other", param=found[1][0])
-    name, fields = found[0]
-    if given.get("guided_whitespace_pattern") is not None and name in GUIDED:
-        fields["whitespace_pattern"] = given["guided_whitespace_pattern"]
-    return parse(fields, source=name)
+    found = []
+    for name in FIELDS:
+        fields = _fields(name, given.get(name))
+        if fields and name in GUIDED and given.get("guided_whitespace_pattern") is not None:
+            fields["whitespace_pattern"] = given["guided_whitespace_pattern"]
+        if fields:
+            found.append(parse(fields, source=name))
+    # Clients write one constraint in several fields, since servers read different ones.
+    other = next((constraint for constraint in found if not _is_same(constraint, found[0])), None)
+    if other is not None:
+        names = " and ".join(constraint.source for constraint in found)
+        raise InvalidRequestError(f"{names} exclude each other", param=other.source)
+    return found[0] if found else None
+
+
+def _is_same(one: StructuredOutputsParams, other: StructuredOutputsParams) -> bool:
+    """True when two fields ask for the same."""
+    return one is other or _meaning(one) == _meaning(other)
+
+
+def _meaning(constraint: StructuredOutputsParams) -> dict[str, Any]:
+    """Fields of a constraint, schemas as objects: each client writes them in its own way."""
+    fields = {**dataclasses.asdict(constraint), "source": ""}
+    for name in ("json", "structural_tag"):
+        with contextlib.suppress(ValueError, RecursionError):
+            fields[name] = fields[name] and json.loads(fields[name])
+    return fields
 
 
 def _fields(name: str, value: Any) -> dict[str, Any]:

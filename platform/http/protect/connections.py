@@ -131,6 +131,7 @@ class Connection(HttpToolsProtocol):
         self._answering: RequestResponseCycle | None = None  # uvicorn's `cycle` is that of the newest request
         self._begun = False  # in the middle of a request
         self._in_headers = True  # or before them
+        self._has_host = False  # among the headers so far
         self._waiting_since: float | None = None  # for a request to arrive; None between two requests
         self._arrived = 0  # bytes, since the last request was complete
         self._header_bytes = 0
@@ -218,6 +219,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self._waiting_since = self.loop.time()
         self._begun = self._in_headers = True
+        self._has_host = False
         self._header_bytes = self._discarded = 0
 
     def on_url(self, url: bytes) -> None:
@@ -232,6 +234,10 @@ class Connection(HttpToolsProtocol):
         if not self._in_headers:
             return  # a trailer: taken for a header it would have come past whoever checks headers in front of us
         super().on_header(name, value)
+        if name.lower() == b"host":
+            if self._has_host:  # a proxy in front may have judged by the other one (RFC 9112, 3.2)
+                raise _Refusal(HTTPStatus.BAD_REQUEST, "BadRequestError", "A request has one Host header")
+            self._has_host = True
         self._header_bytes += len(name) + len(value)
         if self._header_bytes > MAX_HEADER_BYTES or len(self.headers) > MAX_HEADERS:
             raise _headers_too_large()

@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match
 
 from ...core.adapter_names import public_text
 from ...core.errors import AuthenticationError, InvalidRequestError, OutriderError, OverloadedError, RateLimitError
@@ -25,11 +26,16 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGE = 1000
 """Characters of a message. What it quotes of a request is shorter, wherever our own code writes it; this is for texts
 of libraries, such as a template's error."""
+_LONGEST_HINT = 200
+"""Characters of a path above which an error does not say which one was meant."""
 INTERNAL_MESSAGE = "The server failed to answer this request; its log says more."
 _CODES = {
     ("NotFoundError", "model"): "model_not_found",
     ("AuthenticationError", None): "invalid_api_key",
 }
+_ADAPTER_FIELDS = ("lora_name", "lora_path", "lora_request", "draft_path")
+"""Fields of a call that loads an adapter, which errors of the engine name. A request that uses the adapter has named it
+elsewhere."""
 _CODES_BY_TYPE = {"ContextLengthExceeded": "context_length_exceeded"}
 _TYPES_BY_STATUS = {
     401: "AuthenticationError",
@@ -72,10 +78,13 @@ class ClientDisconnectedError(Exception):
 def error_body(error: OutriderError) -> dict[str, Any]:
     """The JSON of `error`."""
     kind = type(error).type
-    code = _CODES.get((kind, error.param), _CODES_BY_TYPE.get(kind))
+    param, note = error.param, current_note()
+    if param in _ADAPTER_FIELDS and note is not None and note.model_field:
+        param = note.model_field
+    code = _CODES.get((kind, param), _CODES_BY_TYPE.get(kind))
     if isinstance(error, RateLimitError):
         code = error.code
-    param = None if error.param is None else shorten(error.param)
+    param = None if param is None else shorten(param)
     message = shorten(public_text(error.message), MAX_MESSAGE)
     return error_json(message, kind, param, code)
 
@@ -110,7 +119,7 @@ def error_response(error: OutriderError) -> Response:
 def _response(body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None) -> Response:
     """Answer with an error in the form of its route."""
     note = current_note()
-    if note is not None and anthropic.is_of(note.path):
+    if note is not None and note.is_anthropic:
         body, status = anthropic.in_form(body, status)
     return JSONResponse(body, status, dict(headers) if headers else None)
 
@@ -136,6 +145,17 @@ def plain_response(status: int, message: str, headers: Mapping[str, str] | None 
     return _response(error_json(message, kind), status, headers)
 
 
+def _meant_path(request: Request) -> str | None:
+    """Path of the route that a client with a wrong base URL wanted: "/v1" is missing, or something stands before it."""
+    path = request.url.path
+    for meant in (f"/v1{path}", path[path.rfind("/v1/") :]):
+        if meant.startswith("/v1/") and meant != path and len(meant) <= _LONGEST_HINT:
+            scope = {**request.scope, "path": meant, "root_path": ""}
+            if any(route.matches(scope)[0] is Match.FULL for route in request.app.router.routes):
+                return meant
+    return None
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Give every error that a route raises its shape."""
 
@@ -151,6 +171,8 @@ def install_error_handlers(app: FastAPI) -> None:
             return plain_response(501, message, {"x-should-retry": "false"})  # OpenAI's clients try a 5xx again
         if error.status_code in (404, 405):
             message = f"{message}: {request.method} {shorten(request.url.path)}"
+        if error.status_code == 404 and (meant := _meant_path(request)) is not None:
+            message += f"; the API's paths are under /v1, this one is {meant}: check the client's base URL"
         return plain_response(error.status_code, message, error.headers)
 
     async def on_parameters(request: Request, error: Exception) -> Response:

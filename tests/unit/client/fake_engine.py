@@ -26,6 +26,7 @@ from outrider.platform.core.messages import (
     EngineInfo,
     EngineRequest,
     EngineStats,
+    PromptTable,
     SpeculationCounts,
     SpeculationEntry,
     TokenDelta,
@@ -198,7 +199,8 @@ class FakeEngine:
             return TokenDelta(request.request_id, error=ErrorInfo("InvalidAdapter", "the adapter is broken", "lora"))
         delta = TokenDelta(request.request_id, num_cached_tokens=3)
         if params.prompt_logprobs is not None and sequence.produced == 0:
-            delta.prompt_logprobs = [None, *(self._logprobs(t) for t in request.prompt_token_ids[1:])]
+            delta.prompt_logprobs = PromptTable()
+            delta.prompt_logprobs.extend([self._logprobs(t) for t in request.prompt_token_ids[1:]])
         assert params.max_tokens is not None
         for _ in range(self.tokens_per_step):
             token = sequence.next_token()

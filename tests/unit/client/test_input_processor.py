@@ -34,6 +34,24 @@ def test_token_ids_are_taken_as_they_are(processor: InputProcessor, prompt: Any)
     assert processor.process("r", prompt)[0].prompt_token_ids == [5, 6]
 
 
+@pytest.mark.parametrize("text", ["hello", "hello world " * 3, "word " * 5000])
+@pytest.mark.parametrize("most", [1, 3, 7, 10_000])
+@pytest.mark.parametrize("special", [True, False])
+def test_a_cut_text_is_the_first_tokens(
+    processor: InputProcessor, tokenizer: Any, text: str, most: int, special: bool
+) -> None:
+    whole = tokenizer.encode(text, add_special_tokens=special)
+    bare = tokenizer.encode(text, add_special_tokens=False)
+    cut = processor.encode_cut(text, most, add_special_tokens=special)
+    assert len(cut) == min(most, len(whole))
+    around = len(whole) - len(bare)
+    if most >= len(whole):
+        assert list(cut) == whole
+    elif most > around:
+        kept = [token for token in cut if token in set(bare)]
+        assert kept[-(most - around) :] == bare[: most - around]
+
+
 def test_numpy_ids_become_plain_integers(processor: InputProcessor) -> None:
     numpy = pytest.importorskip("numpy")
     ids = processor.process("r", numpy.array([5, 6]))[0].prompt_token_ids

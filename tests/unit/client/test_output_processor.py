@@ -17,7 +17,7 @@ from outrider.platform.core.errors import (
     InvalidRequestError,
     OutriderError,
 )
-from outrider.platform.core.messages import SpeculationCounts, TokenDelta, TokenLogprobs
+from outrider.platform.core.messages import PromptTable, SpeculationCounts, TokenDelta, TokenLogprobs
 from outrider.platform.core.outputs import RequestMetrics
 from outrider.platform.core.sampling_params import SamplingParams
 
@@ -107,7 +107,8 @@ def test_logprobs(processor: OutputProcessor, tokenizer: Any) -> None:
     state = add(processor, tokenizer, logprobs=2, prompt_logprobs=1)
     a, b, c = ids(tokenizer, "abc")
     delta = TokenDelta("r", [a], [TokenLogprobs([a, b, c], [-3.0, -1.0, -2.0], 7)])
-    delta.prompt_logprobs = [None, TokenLogprobs([b, b], [-1.5, -1.5], 1)]
+    delta.prompt_logprobs = PromptTable()
+    delta.prompt_logprobs.extend([TokenLogprobs([b, b], [-1.5, -1.5], 1)])
     processor.process([delta])
     output = state.take(delta=True)
     assert output.outputs[0].logprobs == [{a: (-3.0, 7, "a", b"a"), b: (-1.0, 1, "b", b"b"), c: (-2.0, 2, "c", b"c")}]

@@ -16,7 +16,16 @@ Item = dict[str, Any]
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _REFERENCE = "item_reference"
-_PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
+_PREFIXES = {
+    "message": "msg_",
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+    "custom_tool_call": "ctc_",
+    "custom_tool_call_output": "ctco_",
+    "reasoning": "rs_",
+}
+_CALLS = ("function_call", "custom_tool_call")
+"""Types of calls; the type of their outputs has "_output" behind it."""
 
 
 def new_item_id(kind: str) -> str:
@@ -41,7 +50,7 @@ def items_of(
         value = [{"role": "user", "content": value}]
     if not value:
         raise invalid("input", "must not be empty")
-    calls = {item["call_id"] for item in before if item["type"] == "function_call"}
+    calls = {(item["type"], item["call_id"]) for item in before if item["type"] in _CALLS}
     seen = {item["id"] for item in before}
     items: list[Item] = []
     known: Mapping[str, Item] | None = None
@@ -52,11 +61,12 @@ def items_of(
         else:
             item = _item(given, f"input[{index}]")
         seen.add(item["id"])
-        if item["type"] == "function_call":
-            calls.add(item["call_id"])
-        elif item["type"] == "function_call_output" and item["call_id"] not in calls:
+        call = item["type"].removesuffix("_output")
+        if item["type"] in _CALLS:
+            calls.add((call, item["call_id"]))
+        elif call in _CALLS and (call, item["call_id"]) not in calls:
             raise InvalidRequestError(
-                f"input[{index}]: there is no function_call with the call_id {shorten(repr(item['call_id']))} before "
+                f"input[{index}]: there is no {call} with the call_id {shorten(repr(item['call_id']))} before "
                 "it, in the input or in the previous response",
                 param=f"input[{index}].call_id",
             )
@@ -122,7 +132,16 @@ def _function_call(given: dict[str, Any], place: str) -> Item:
     return call
 
 
-def _function_call_output(given: dict[str, Any], place: str) -> Item:
+def _custom_call(given: dict[str, Any], place: str) -> Item:
+    """Call of a tool whose input is a text of any form, such as a patch."""
+    call = {name: given.get(name) for name in ("call_id", "name", "input")}
+    for name, value in call.items():
+        if not isinstance(value, str) or not (value or name == "input"):
+            raise invalid(f"{place}.{name}", "must be a string, and not empty")
+    return call
+
+
+def _call_output(given: dict[str, Any], place: str) -> Item:
     call_id, output = given.get("call_id"), given.get("output")
     if not isinstance(call_id, str):
         raise invalid(f"{place}.call_id", "must be a string")
@@ -149,7 +168,9 @@ def _reasoning(given: dict[str, Any], place: str) -> Item:
 _MAKERS: dict[str, Callable[[dict[str, Any], str], Item]] = {
     "message": _message,
     "function_call": _function_call,
-    "function_call_output": _function_call_output,
+    "function_call_output": _call_output,
+    "custom_tool_call": _custom_call,
+    "custom_tool_call_output": _call_output,
     "reasoning": _reasoning,
 }
 
@@ -157,9 +178,9 @@ _MAKERS: dict[str, Callable[[dict[str, Any], str], Item]] = {
 def messages_of(items: Iterable[Item], instructions: str | None) -> list[dict[str, Any]]:
     """Messages of a conversation, as chat templates read them. An assistant's text and the calls behind it are one
     message, and reasoning belongs to the message that follows it. A call that was cut, without an output, is left out:
-    it never was one."""
+    it never was one. The input of a custom tool's call is an argument called "input"."""
     items = list(items)
-    answered = {item["call_id"] for item in items if item["type"] == "function_call_output"}
+    answered = {item["call_id"] for item in items if item["type"].endswith("_output")}
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
@@ -176,16 +197,18 @@ def messages_of(items: Iterable[Item], instructions: str | None) -> list[dict[st
     for item in items:
         if item["type"] == "reasoning":
             reasoning += [part["text"] for part in item["content"] or item["summary"]]
-        elif item["type"] == "function_call" and is_cut(item) and item["call_id"] not in answered:
+        elif item["type"] in _CALLS and is_cut(item) and item["call_id"] not in answered:
             continue
-        elif item["type"] == "function_call":
-            function = {"name": item["name"], "arguments": item["arguments"] or "{}"}
+        elif item["type"] in _CALLS:
+            is_custom = item["type"] == "custom_tool_call"
+            arguments = json.dumps({"input": item["input"]}, ensure_ascii=False) if is_custom else item["arguments"]
+            function = {"name": item["name"], "arguments": arguments or "{}"}
             is_next = messages and messages[-1]["role"] == "assistant" and not reasoning
             message = messages[-1] if is_next else assistant("")
             message.setdefault("tool_calls", []).append(
                 {"id": item["call_id"], "type": "function", "function": function}
             )
-        elif item["type"] == "function_call_output":
+        elif item["type"].endswith("_output"):
             messages.append({"role": "tool", "content": item["output"], "tool_call_id": item["call_id"]})
         elif item["role"] == "assistant":
             assistant(_template_content(item["content"]))

@@ -48,6 +48,7 @@ class InputItem(LenientModel):
     call_id: str
     name: str
     arguments: str | dict[str, Any]
+    input: str
     output: str | list[ItemPart]
     summary: list[ItemPart]
 

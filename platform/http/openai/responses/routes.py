@@ -35,7 +35,15 @@ async def create_response(request: Request) -> Response:
     try:
         messages = messages_of(items, accepted.body.instructions)
         thinks = chat.reasoning_effort not in (None, "none")
-        made = await chat_job(accepted, chat, messages, prefix="resp_", endpoint=PATH, parses_reasoning=thinks)
+        made = await chat_job(
+            accepted,
+            chat,
+            messages,
+            prefix="resp_",
+            endpoint=PATH,
+            format_field="text.format",
+            parses_reasoning=thinks,
+        )
         answer = ResponseAnswer(accepted, made, items)
         return await accepted.run(made.job, answer if accepted.body.stream else None, answer.whole)
     except InvalidRequestError as error:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 import stat
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from outrider.platform.core.messages import (
     EngineInfo,
     EngineRequest,
     EngineStats,
+    PromptTable,
     SpeculationCounts,
     SpeculationEntry,
     TokenDelta,
@@ -41,8 +43,10 @@ REQUEST = EngineRequest(
 )  # fmt: skip
 MIX = LoRAMix((LoRAPart(LoRARequest("a", 7, "/a"), 0.7), LoRAPart(LoRARequest("b", path="/b", draft_path="/d"), -0.3)))
 COUNTS = SpeculationCounts(1, 2, 1, [1, 0], [3, 0, 1])
+PROMPT = PromptTable()
+PROMPT.extend([LOGPROBS, LOGPROBS._replace(rank=9)])
 DELTA = TokenDelta(
-    "r", [1], [LOGPROBS], [None, LOGPROBS], "stop", 5, ErrorInfo("NotFoundError", "m", "p"), 9, COUNTS, 1, pooled=[0.5]
+    "r", [1], [LOGPROBS], PROMPT, "stop", 5, ErrorInfo("NotFoundError", "m", "p"), 9, COUNTS, 1, pooled=[0.5]
 )
 MESSAGES = [
     ipc.Add([REQUEST, EngineRequest("q", [1], SamplingParams(speculative=3))]),
@@ -63,6 +67,28 @@ def test_round_trip(message: ipc.Message) -> None:
     assert decoded == message
     if isinstance(decoded, ipc.Add):  # equal tuples need not be of the same type
         assert [type(request.lora) for request in decoded.requests] == [type(r.lora) for r in message.requests]
+
+
+def test_log_probabilities_of_a_prompt_are_decoded_as_arrays() -> None:
+    """As objects, those of one long prompt would hold up the process that decodes them for a second."""
+    table = PromptTable()
+    for _ in range(100):
+        table.extend([TokenLogprobs([7, 8, 9], [-0.25, -0.5, float("-inf")], rank) for rank in range(50)])
+    message = ipc.encode(ipc.Deltas([TokenDelta("r", prompt_logprobs=table)]))
+    gc.collect()
+    before = len(gc.get_objects())
+    decoded = ipc.decode(message)
+    assert len(gc.get_objects()) - before < 100
+    assert isinstance(decoded, ipc.Deltas)
+    read = decoded.deltas[0].prompt_logprobs
+    assert read is not None
+    assert len(read) == 5001
+    assert [read[0], read[1], read[-1]] == [
+        None,
+        *(TokenLogprobs([7, 8, 9], [-0.25, -0.5, float("-inf")], rank) for rank in (0, 49)),
+    ]
+    with pytest.raises(IndexError):
+        read[5001]
 
 
 def test_every_parameter_is_tried_with_another_value_than_its_default() -> None:

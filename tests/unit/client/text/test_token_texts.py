@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from outrider.platform.client.output_processor import OutputProcessor
-from outrider.platform.core.messages import EngineRequest, TokenDelta, TokenLogprobs
+from outrider.platform.core.messages import EngineRequest, PromptTable, TokenDelta, TokenLogprobs
 from outrider.platform.core.outputs import CompletionOutput, Logprob
 from outrider.platform.core.sampling_params import SamplingParams
 
@@ -114,7 +114,8 @@ def test_tokens_that_the_text_leaves_out_have_no_bytes(tokenizer: Any) -> None:
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 0, 2], [-1, 3]])
 def test_a_prompts_positions_may_be_read_in_any_order(tokenizer: Any, order: list[int]) -> None:
     prompt = tokenizer.encode("a😀", add_special_tokens=False)
-    positions = [None, *(TokenLogprobs([i, prompt[0]], [-1.0, -2.0], 1) for i in prompt[1:])]
+    positions = PromptTable()
+    positions.extend([TokenLogprobs([i, prompt[0]], [-1.0, -2.0], 1) for i in prompt[1:]])
     processor = OutputProcessor(tokenizer)
     state = processor.add("r", [EngineRequest("r", prompt, SamplingParams(prompt_logprobs=1), [])])
     processor.process([TokenDelta("r", prompt[:1], prompt_logprobs=positions)])

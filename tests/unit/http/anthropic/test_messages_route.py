@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -271,3 +272,43 @@ def test_errors_have_anthropics_form(http, make_http, llm):
 def test_ignored_fields_are_named(http):
     answer = create(http, thinking={"type": "enabled", "budget_tokens": 9}, service_tier="auto", speed="fast")
     assert answer.headers["x-outrider-ignored"] == "thinking.budget_tokens,speed"
+
+
+def test_models_in_anthropics_form(http, make_http):
+    version = {"anthropic-version": "2023-06-01"}
+    names = ["base", "alias", "m1", "m2", "m3"]
+    for name in names[2:]:
+        http.load_adapter(name)
+
+    def page(**query):
+        answer = http.get("/v1/models", headers=version, params=query)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["request-id"]
+        body = answer.json()
+        return [model["id"] for model in body["data"]], body["has_more"], body["first_id"], body["last_id"]
+
+    assert page() == (names, False, "base", "m3")
+    assert page(limit=2) == (names[:2], True, "base", "alias")
+    assert page(limit=2, after_id="alias") == (["m1", "m2"], True, "m1", "m2")
+    assert page(limit=2, after_id="m2") == (["m3"], False, "m3", "m3")
+    assert page(after_id="m3") == ([], False, None, None)
+    assert page(limit=2, before_id="m3") == (["m1", "m2"], True, "m1", "m2")
+    assert page(limit=2, before_id="m1") == (["base", "alias"], False, "base", "alias")
+    model = http.get("/v1/models/m1", headers=version).json()
+    assert (model["type"], model["id"], model["display_name"], model["max_input_tokens"]) == ("model", "m1", "m1", 2048)
+    assert model["created_at"].endswith("Z")
+    assert http.get("/v1/models/m1").json()["object"] == "model", "without the header it is OpenAI's"
+    assert http.get("/v1/models", params={"limit": 0}).json()["object"] == "list"
+    error_of(http.get("/v1/models/nobody", headers=version), 404, "not_found_error")
+    error_of(make_http(api_keys=("k",)).get("/v1/models", headers=version), 401, "authentication_error")
+    for query in ({"limit": "0"}, {"limit": "1001"}, {"limit": "x"}, {"after_id": "nobody"}, {"before_id": "nobody"}):
+        error = error_of(http.get("/v1/models", headers=version, params=query), 400, "invalid_request_error")
+        assert error["param"] == next(iter(query))
+
+
+def test_a_text_far_too_long_is_told_in_the_same_words(http):
+    messages = [{"role": "user", "content": "word " * 20_000}]
+    error = error_of(create(http, messages=messages), 400, "invalid_request_error")
+    found = re.fullmatch(r"prompt is too long: (\d+) tokens > (\d+) maximum", error["message"])
+    assert found, error["message"]
+    assert int(found[1]) > int(found[2])

@@ -34,7 +34,7 @@ def error_of(response, status: int) -> dict:
         ("skip_special_tokens", 0), ("response_format", {"type": "xml"}), ("best_of", 2),
         ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("functions", [{}]), ("audio", {}),
         ("modalities", ["text", "audio"]), ("guided_json", {"if": {}}), ("structured_outputs", {"regex": "("}),
-        ("guided_choice", ["a", ""] * 600), ("regex", "a"), ("structured_outputs", {"a": 1}),
+        ("guided_choice", ["a", ""] * 600), ("regex", "("), ("structured_outputs", {"a": 1}),
         ("length_penalty", 1.2), ("truncate_prompt_tokens", 3), ("logits_processors", ["a"]),
         ("suffix", "x"), ("prompt_embeds", "AAAA"), ("documents", [{}]), ("max_new_tokens", 5), ("lora_path", "sql"),
     ],

@@ -32,6 +32,18 @@ def count_values(value: Any) -> int:
     return max(0, len(items) - 1) + sum(map(count_values, items))
 
 
+@pytest.mark.parametrize("size", [0, 20_000])
+@pytest.mark.parametrize(
+    "nested", [lambda n: json.loads("[" * n + "]" * n), lambda n: json.loads('{"a":' * n + "1" + "}" * n)]
+)
+def test_depth_is_bounded_in_bodies_of_all_sizes(http, nested, size):
+    """The body itself is a level."""
+    fits = {"metadata": nested(MAX_DEPTH - 1)} | COMPLETION | ({"chat": "x" * size} if size else {})
+    assert http.post("/v1/completions", fits).status_code == 200
+    error = error_of(http.post("/v1/completions", fits | {"metadata": nested(MAX_DEPTH)}))
+    assert f"nested more than {MAX_DEPTH} levels deep" in error["message"]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_values_are_counted_whatever_the_strings_hold(seed):
     source = random.Random(seed)

@@ -182,7 +182,7 @@ def test_other_servers_names(http, llm):
     assert "'max_tokens'" in refused(http.post(COMPLETIONS, body))["message"]
     assert ignored(http.post(COMPLETIONS, body | {"max_tokens": 2})) == ["max_new_tokens"]
     assert "'model'" in refused(chat(http, model="base", lora_path="sql"))["message"]
-    assert refused(chat(http, regex="a+", **{"": 1}))["param"] == "regex"
+    assert refused(chat(http, json_schema="{}", **{"": 1}))["param"] == "json_schema"
 
 
 # --- values of another type -------------------------------------------------------------------------------------------

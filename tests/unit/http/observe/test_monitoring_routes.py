@@ -1,9 +1,11 @@
 """`/health`, `/version`, `/metrics`, and request ids."""
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
 import outrider
+from outrider.platform.core.memory_usage import resident_memory_bytes
 from outrider.platform.core.messages import AdapterInfo, EngineStats, SpeculationCounts, SpeculationEntry
 from outrider.platform.http.observe import metric_families as metrics_module
 from outrider.platform.http.observe import series_labels as labels_module
@@ -312,7 +314,7 @@ COUNTERS = {
 }  # fmt: skip
 GAUGES = {
     "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc",
-    "kv_host_bytes",
+    "kv_host_bytes", "engine_resident_memory_bytes",
     "lora_requests_info", "lora_adapter_loaded", "lora_adapters", "lora_rows", "lora_rows_used", "lora_host_bytes",
     "lora_requests", "lora_adapter_bytes", "lora_adapter_load_seconds",
 }  # fmt: skip
@@ -321,14 +323,50 @@ HISTOGRAMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("accept", ["*/*", "application/openmetrics-text; version=1.0.0", "text/plain; escaping=dots"])
-def test_names_are_the_same_for_every_scraper(http, accept):
+PROMETHEUS = (
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.1"
+)
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind", "parse"),
+    [
+        ("*/*", "text/plain; version=0.0.4", text_string_to_metric_families),
+        ("text/plain; escaping=dots", "text/plain; version=0.0.4", text_string_to_metric_families),
+        (PROMETHEUS, "application/openmetrics-text; version=1.0.0", openmetrics_families),
+    ],
+)
+def test_names_are_the_same_for_every_scraper(http, accept, kind, parse):
+    http.post("/v1/completions", {"prompt": "ab", "max_tokens": 3})
     response = http.get("/metrics", headers={"Accept": accept})
-    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    found = {family.name: family.type for family in text_string_to_metric_families(response.text)}
+    assert response.headers["content-type"] == f"{kind}; charset=utf-8"
+    families = list(parse(response.text))
+    found = {family.name: family.type for family in families}
+    samples = {sample.name: sample.value for family in families for sample in family.samples if len(sample.labels) < 3}
+    assert samples["outrider:generation_tokens_total"] == 3
     expected = dict.fromkeys(COUNTERS, "counter") | dict.fromkeys(GAUGES, "gauge")
     expected |= dict.fromkeys(HISTOGRAMS, "histogram")
     assert {name: found.get(f"outrider:{name}") for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("encoding", "is_gzip"),
+    [
+        *(("gzip", True), ("gzip, deflate, br", True), ("br;q=1.0, GZIP ; q=0.2", True), ("*", True)),
+        *(("", False), ("identity", False), ("gzip;q=0", False), ("gzip;q=0.0, *;q=0", False), ("xgzip", False)),
+    ],
+)
+def test_the_exposition_may_be_compressed(http, encoding, is_gzip):
+    response = http.get("/metrics", headers={"Accept-Encoding": encoding})
+    assert response.headers.get("content-encoding") == ("gzip" if is_gzip else None)
+    assert "outrider:num_requests_running" in response.text
+    assert "Accept-Encoding" in response.headers["vary"]
+
+
+def test_the_memory_of_the_engine(http, llm):
+    llm.snapshot = EngineStats(resident_memory_bytes=7 << 20)
+    assert samples(http)["outrider:engine_resident_memory_bytes", ()] == 7 << 20
+    assert resident_memory_bytes() > 10 << 20
 
 
 def test_bodies_are_described(http):

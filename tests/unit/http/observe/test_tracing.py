@@ -102,12 +102,14 @@ def test_a_request_and_its_parts(traced, collector):
     assert values(request.attributes).pop("outrider.first_token_seconds") >= 0
     assert values(request.attributes).items() >= {
         "http.request.method": "POST", "http.route": "/v1/completions", "http.response.status_code": 200,
+        "gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "outrider",
         "gen_ai.request.model": "sql", "gen_ai.response.id": response.json()["id"], "outrider.adapter": "sql",
         "outrider.request_id": "mine-1", "gen_ai.usage.input_tokens": 29, "gen_ai.usage.output_tokens": 3,
         "outrider.cached_tokens": 2, "outrider.draft_tokens": 6, "outrider.accepted_tokens": 3,
     }.items()  # fmt: skip
     assert SECRET.encode() not in b"".join(collector.requests)
     loading = next(span for span in spans if span.name == "POST /v1/load_lora_adapter")
+    assert not any(name.startswith("gen_ai.") for name in values(loading.attributes))
     assert loading.trace_id.hex() != TRACE
 
 

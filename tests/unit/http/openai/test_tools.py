@@ -244,7 +244,7 @@ def test_reasoning_effort_goes_to_the_template(http, llm):
         ({"functions": [{"name": "a"}], "function_call": "required"}, "function_call"),
         ({"functions": [{"name": "a"}], "tools": [TOOL]}, "functions"),
         ({"function_call": {"name": "a"}}, "function_call"),
-        ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"if": {}}}}],
           "tool_choice": {"type": "function", "function": {"name": "a"}}}, "tools"),
     ],

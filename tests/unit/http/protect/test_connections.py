@@ -116,6 +116,17 @@ def test_length_of_the_url(serve):
     assert error(served.ask(request % (path + b"a")))[0] == 414
 
 
+@pytest.mark.parametrize("hosts", [b"host: a\r\nHOST: b\r\n", b"Host: a\r\nx: 1\r\nhost: a\r\n", b"host:\r\nhost:\r\n"])
+def test_two_hosts_are_refused(serve, hosts):
+    """A proxy may have judged by one of them, and the application by the other."""
+    served = serve()
+    request = b"GET /echo HTTP/1.1\r\n%bconnection: close\r\n\r\n"
+    assert error(served.ask(request % hosts))[:2] == (400, "BadRequestError")
+    assert served.app.scopes == []
+    one = b"GET /echo HTTP/1.1\r\nhost: a\r\n\r\n"
+    assert served.ask(one + request % b"host: a\r\n")[0] == 200, "each request has its own"
+
+
 def test_trailers_are_no_headers(serve):
     served = serve()
     head = b"POST /echo HTTP/1.1\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"

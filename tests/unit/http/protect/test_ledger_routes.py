@@ -309,3 +309,27 @@ def test_limits_over_http(ledger_server, llm):
         assert len(server.rows()) == 2
 
     ledger_server(scenario, Limits(requests_per_minute=2, max_output_tokens=7))
+
+
+def test_the_wait_for_a_place_is_in_the_metrics(ledger_server, llm):
+    """In the time to the first token and in the queue's, as in the ledger and in the log."""
+
+    async def scenario(server):
+        llm.blocked = True
+        first = Client(server, COMPLETIONS)
+        await until(lambda: llm.running)
+        llm.blocked = False
+        second = asyncio.create_task(server.http.post(COMPLETIONS, json=BODIES[COMPLETIONS]))
+        await until(lambda: server.tenancy.limiter.num_waiting)
+        await asyncio.sleep(0.3)
+        await first.hang_up()
+        answer = await second
+        assert answer.status_code == 200
+        row = next(row for row in server.rows() if row.request_id == answer.json()["id"])
+        text = server.app.state.serving.metrics.render().decode()
+        for name in ("time_to_first_token_seconds", "request_queue_time_seconds"):
+            total = sum(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"outrider:{name}_sum"))
+            assert total >= 0.3
+        assert row.first_token_at - row.received_at >= 0.3
+
+    ledger_server(scenario, Limits(max_concurrent_requests=1))
