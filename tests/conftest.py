@@ -21,7 +21,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny: a second thread costs more than it saves
 # What steps take matters little to tests: an adaptive engine does not measure for two seconds before its first request.
 os.environ.setdefault("OUTRIDER_WARM_UP_SECONDS", "0.1")
-# Which products use AMX tiles depends on a timed trial; the tests of the tiles ask for them.
+# Which products use AMX tiles depends on a timed trial. tests/kernels/test_tiles.py asks for them, engines included.
 os.environ.setdefault("OUTRIDER_AMX", "0")
 
 # An example that takes long says that the machine is busy. The rest is Hypothesis' own, which under CI is the same
