@@ -11,20 +11,21 @@ from torch.nn import functional as F
 from .pieces import multiply_pieces
 
 SIZES = (
-    *(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64),
-    *(80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512),
+    *range(1, 8),
+    *range(8, 16, 2),
+    *range(16, 64, 4),
+    *range(64, 128, 8),
+    *range(128, 256, 16),
+    *range(256, 513, 32),
 )
 """Rows of a product of oneDNN. It prepares each number of rows of each shape anew, which takes 1 to 3 ms and about 0.6
-MiB, and keeps that. The demo's five shapes took 800 MiB for steps of 1 to 300 rows, of which each second one was made
-again, and now take 100 (AVX2, one thread)."""
+MiB, and keeps that: the demo's five shapes took 800 MiB for steps of 1 to 300 rows (AVX2, one thread)."""
 KEPT_PRODUCTS = 128
-"""Products that oneDNN, and torch's layer above it, each keep what they prepared for: all sizes of four shapes. Their
-own number is 1,024."""
+"""Products that oneDNN, and torch's layer above it, each keep what they prepared for: about 80 MiB. Their own number is
+1,024. Steps of few sizes need 5 to 10 for each."""
 # Both read their variable at the first product. A user's value is left.
 for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_name, str(KEPT_PRODUCTS))
-
-
 _EXACT = frozenset((0, *SIZES))
 
 
