@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-clients test-ray test-real sanitize lint kernels docs format bench demo-model clean
+.PHONY: help serve test test-fast test-clients test-ray test-real sanitize lint kernels docs format bench demo-model clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -39,6 +39,10 @@ $(BIN)/python:
 
 serve: .venv/.serve.stamp ## Serve a model: make serve ARGS="MODEL --port 8000"
 	$(BIN)/outrider serve $(ARGS)
+
+# The tests that start no server and no engine of their own.
+test-fast: .venv/.dev.stamp ## Run the unit tests but the long ones, while you work: make test-fast ARGS="-k layout"
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest tests/unit --fast -q -n auto --dist loadfile --no-loadscope-reorder --durations=20 $(ARGS)
 
 # A process more than cores; a file's tests stay together and share their fixtures. Bytecode is written even where the
 # environment says otherwise: the tests start hundreds of processes, each of which would compile the package again.

@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from .pieces import multiply_pieces
+
+SIZES = (
+    *range(1, 8),
+    *range(8, 16, 2),
+    *range(16, 64, 4),
+    *range(64, 128, 8),
+    *range(128, 256, 16),
+    *range(256, 513, 32),
+)
+"""Rows of a product of oneDNN. It prepares each number of rows of each shape anew, which takes 1 to 3 ms and about 0.6
+MiB, and keeps that: the demo's five shapes took 800 MiB for steps of 1 to 300 rows (AVX2, one thread)."""
+KEPT_PRODUCTS = 128
+"""Products that oneDNN, and torch's layer above it, each keep what they prepared for: about 80 MiB. Their own number is
+1,024. Steps of few sizes need 5 to 10 for each."""
+# Both read their variable at the first product. A user's value is left.
+for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(_name, str(KEPT_PRODUCTS))
+_EXACT = frozenset((0, *SIZES))
 
 
 def _prepacks(weight: Tensor) -> bool:
@@ -40,6 +62,11 @@ class PackedLinear:
             x: [T, in], of the weight's dtype.
             residual: [T, out]; added before the result is rounded to the dtype.
         """
+        if self._prepacked and x.shape[0] not in _EXACT:
+            return multiply_pieces(self._multiply, x, residual, SIZES)
+        return self._multiply(x, residual)
+
+    def _multiply(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if self._prepacked:
             if residual is None:
                 return _pointwise(x, self._weight, self._bias, "none", (), "")
@@ -59,9 +86,9 @@ class PackedLinear:
 
     def without_bias(self, x: Tensor) -> Tensor:
         """Product x Wᵀ [T, out]."""
-        if self._prepacked:
-            return _pointwise(x, self._weight, None, "none", (), "")
-        return F.linear(x, self._weight)
+        if self._bias is None:
+            return self(x)
+        return PackedLinear(self._weight, None, (self.out_features, self.in_features), self._prepacked)(x)
 
 
 if torch.backends.mkldnn.is_available():

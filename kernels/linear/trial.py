@@ -38,13 +38,15 @@ _MAX_WEIGHT = 1 << 24
 def prefers_native(out_features: int, in_features: int, *, batch_invariant: bool = False) -> bool:
     """True when `NativeLinear` should hold weights [out, in]; the trial of a new shape takes about half a second.
 
-    With `batch_invariant` it should wherever it is right.
+    With `batch_invariant` it always should, with tiles or without: the order of its sums is its own, while oneDNN's
+    kernels depend on the number of rows and on the processor.
     """
     if not tiles.are_granted():
         return True
-    if not tiles.prepare().pairs:
-        return False
-    return batch_invariant or tiles.are_forced() or _wins(out_features, in_features, torch.get_num_threads())
+    pairs = tiles.prepare().pairs  # before the first product: afterwards the process does not change between the two
+    if batch_invariant or not pairs:
+        return batch_invariant
+    return tiles.are_forced() or _wins(out_features, in_features, torch.get_num_threads())
 
 
 @functools.cache

@@ -76,10 +76,13 @@ def describe(
 
 
 def _describe_tiles(model: LanguageModel) -> str:
+    """Text for people: use of AMX tiles, and whose products serve how many linear layers; "": there are no tiles."""
     text = tiles.describe()
     packed = [linear.packed for linear in model.linears() if not linear.is_elsewhere]
     if model.embedding.head is not None:
         packed.append(model.embedding.head)
-    others = sum(not product.fuses_adapters for product in packed)
-    layers = "linear layer" if others == 1 else "linear layers"
-    return f"{text}; oneDNN's products serve {others} {layers}" if text and others else text
+    own = sum(product.fuses_adapters for product in packed)
+    counts = [(own, "Outrider's"), (len(packed) - own, "oneDNN's")]
+    served = " and ".join(f"{whose} in {count}" for count, whose in counts if count)
+    layers = "linear layer" if len(packed) == 1 else "linear layers"
+    return f"{text}; products: {served} {layers}" if text and packed else text

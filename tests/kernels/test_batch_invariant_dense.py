@@ -8,9 +8,12 @@ from torch import Tensor
 
 from outrider.kernels.act_and_mul import act_and_mul, act_and_mul_invariant
 from outrider.kernels.linear import invariant as kernel
-from outrider.kernels.linear.invariant import BASE, pack_invariant, pieces, product, trial_operands, trusted_sizes
+from outrider.kernels.linear import trial
+from outrider.kernels.linear.invariant import BASE, TILED_BASE, pack_invariant, product, trial_operands, trusted_sizes
+from outrider.kernels.linear.pieces import pieces
 from outrider.kernels.linear.torch import pack
 from outrider.kernels.lora import expand_invariant, shrink_expand, shrink_expand_invariant
+from outrider.kernels.native.tiles import NOTHING
 from outrider.kernels.rms_norm import prepare, rms_norm, rms_norm_invariant
 from outrider.kernels.rope import apply_rope, apply_rope_invariant
 
@@ -96,6 +99,70 @@ def test_sizes_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None
         check_rows(pack_invariant(weight), x)
     finally:
         trusted_sizes.cache_clear()
+
+
+class _ByRows:
+    """A product of a library with two kernels: one of few rows, and one of more, as oneDNN has for tiles.
+
+    They differ in the order of the sum, or only in that the second rounds before it adds the residual.
+    """
+
+    def __init__(self, most: int, sums_pairs: bool) -> None:
+        self._most, self._sums_pairs = most, sums_pairs
+
+    def __call__(self, weight: Tensor, bias: Tensor | None = None):
+        most, sums_pairs = self._most, self._sums_pairs
+
+        class Packed:
+            out_features, in_features = weight.shape
+            num_bytes = weight.nbytes
+
+            def __call__(_, x: Tensor, residual: Tensor | None = None) -> Tensor:
+                terms = x.float()[:, None] * weight.float()
+                if len(x) > most and sums_pairs:
+                    terms = torch.cat([terms, terms.new_zeros(*terms.shape[:2], terms.shape[2] % 2)], 2)
+                    terms = terms[..., ::2] + terms[..., 1::2]
+                y = sum(terms.unbind(2), torch.zeros(terms.shape[:2]))
+                y = y if bias is None else y + bias.float()
+                if len(x) > most and not sums_pairs:
+                    y = y.to(x.dtype).float()
+                return (y if residual is None else y + residual.float()).to(x.dtype)
+
+        return Packed()
+
+
+@pytest.mark.parametrize("has_tiles", [False, True])
+@pytest.mark.parametrize("sums_pairs", [False, True])
+@pytest.mark.parametrize("most", [8, 13])
+def test_a_library_with_other_kernels_for_more_rows(
+    monkeypatch: pytest.MonkeyPatch, most: int, sums_pairs: bool, has_tiles: bool
+) -> None:
+    """As on a processor with tiles, where no other sizes of 16-bit numbers are trusted than one."""
+    monkeypatch.setattr(kernel, "pack", _ByRows(most, sums_pairs))
+    monkeypatch.setattr(kernel, "has_tiles", lambda: has_tiles)
+    trusted_sizes.cache_clear()
+    try:
+        generator = torch.Generator().manual_seed(most)
+        x, weight, bias, residual = (
+            torch.randn(shape, generator=generator) for shape in ((300, 7), (5, 7), 5, (300, 5))
+        )
+        residual[::2] = -bias
+        x, weight, bias, residual = (t.bfloat16() for t in (x, weight, bias, residual))
+        sizes = trusted_sizes(7, 5, torch.bfloat16, torch.device("cpu"), True, torch.get_num_threads())
+        assert (sizes == (TILED_BASE,)) == has_tiles
+        assert all(size <= most for size in sizes) or all(size > most for size in sizes)
+        check_rows(pack_invariant(weight, bias), x, residual)
+        check_rows(pack_invariant(weight), x)
+    finally:
+        trusted_sizes.cache_clear()
+
+
+def test_the_native_product_serves_without_its_tiles_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives a row the same bits in any batch, which oneDNN does not promise."""
+    monkeypatch.setattr(trial.tiles, "are_granted", lambda: True)
+    monkeypatch.setattr(trial.tiles, "prepare", lambda: NOTHING)
+    assert trial.prefers_native(64, 64, batch_invariant=True)
+    assert not trial.prefers_native(64, 64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

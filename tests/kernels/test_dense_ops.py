@@ -1,5 +1,8 @@
 """linear, rms_norm, rope and act_and_mul against their definitions in float64."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -34,6 +37,41 @@ def test_linear(dtype: torch.dtype, rows: int, bias: bool, residual: bool) -> No
     assert (linear.in_features, linear.out_features) == (36, 50)
     close(linear(x, r), expected)
     assert r is None or r.equal(kept)  # the residual is not changed
+
+
+def test_linear_of_any_number_of_rows() -> None:
+    """They are computed in pieces: rows, residuals and biases stay together."""
+    x, weight, bias, residual = torch.randn(1200, 20), torch.randn(12, 20), torch.randn(12), torch.randn(1200, 12)
+    linear = pack(weight, bias)
+    expected = x.double() @ weight.double().T
+    for rows in [0, *range(1, 70), 255, 513, 700, 1024, 1199]:
+        y = linear(x[:rows], residual[:rows])
+        assert y.shape == (rows, 12)
+        close(y, expected[:rows] + bias.double() + residual[:rows].double())
+        close(linear.without_bias(x[:rows]), expected[:rows])
+
+
+MANY_ROWS = """
+import psutil, torch
+from outrider.kernels.linear.torch import pack
+
+process, x = psutil.Process(), torch.randn(400, 256)
+linears = [pack(torch.randn(size, 256)) for size in (256, 768, 1024)]
+with torch.inference_mode():
+    for linear in linears:
+        linear(x[:1])
+    before = process.memory_info().rss
+    for rows in range(1, 401):
+        for linear in linears:
+            linear(x[:rows])
+print((process.memory_info().rss - before) >> 20)
+"""
+
+
+def test_memory_does_not_grow_with_each_number_of_rows() -> None:
+    """oneDNN keeps more than half a megabyte for each number of rows of each shape: 500 MiB if each were its own."""
+    done = subprocess.run([sys.executable, "-c", MANY_ROWS], capture_output=True, text=True, check=True, timeout=120)
+    assert int(done.stdout) < 150
 
 
 def test_linear_on_cpu_does_not_need_the_weight_again() -> None:

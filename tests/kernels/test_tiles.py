@@ -1,5 +1,5 @@
-"""Products by AMX tiles, as they are compiled; a handler computes the instructions that this processor refuses
-(tile_trap.cpp). And the choice between them and today's products."""
+"""Products by AMX tiles, as they are compiled, and the choice between them and oneDNN's. Where the processor has no
+tiles a handler computes the instructions that it refuses (tile_trap.cpp); else the same tests run on the real ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from outrider.platform.engine.engine_core import EngineCore
 
 from .test_linear_native import operands
 from .test_quantized_native import inputs_of, make
-from .tile_library import CAN_EMULATE, COMPILER, compile_with_tiles
+from .tile_library import CAN_COMPUTE, COMPILER, EMULATES, compile_with_tiles
 
 LLAMA = {
     **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "num_hidden_layers": 2},
@@ -43,10 +43,8 @@ LLAMA = {
     **{"vocab_size": 70, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
 }
 
-pytestmark = pytest.mark.skipif(
-    not CAN_EMULATE,
-    reason="no g++, or a processor without AVX512-BF16, or one that computes the tiles itself",
-)
+pytestmark = pytest.mark.skipif(not CAN_COMPUTE, reason="no g++, or a processor without AVX512-BF16")
+emulated = pytest.mark.skipif(not EMULATES, reason="the processor computes the tiles itself, right and fast")
 
 
 @pytest.fixture(scope="module")
@@ -193,16 +191,17 @@ class TestChoice:
         ("fault", "pairs", "wrong"),
         [
             ("", True, ""),
-            ("wrong bytes", True, "integers are wrong on this processor"),
-            ("wrong pairs", False, "bfloat16 are wrong on this processor"),
-            ("crash", False, "their check failed (signal"),
+            pytest.param("wrong bytes", True, "integers are wrong on this processor", marks=emulated),
+            pytest.param("wrong pairs", False, "bfloat16 are wrong on this processor", marks=emulated),
+            pytest.param("crash", False, "their check failed (signal", marks=emulated),
         ],
     )
     def test_a_child_checks_the_instructions_first(self, monkeypatch, caplog, equal, fault, pairs, wrong):
         """Unasked. A wrong product is dropped with a warning and a line of the summary; a right one is taken."""
         monkeypatch.setenv("OUTRIDER_TILE_FAULT", fault)
         assert isinstance(pack(torch.zeros(64, 64).bfloat16()), NativeLinear) is pairs
-        assert tiles.prepare()[:2] == (pairs, NEVER)  # the emulation is slow
+        assert tiles.prepare().pairs is pairs
+        assert tiles.prepare().byte_rows == NEVER or not EMULATES  # the emulation is slow
         assert caplog.text.count("AMX tiles: ") == bool(wrong)
         assert wrong in caplog.text
         assert wrong in tiles.describe()
@@ -271,6 +270,7 @@ class TestChoice:
         assert len(asked) == number
         assert trial.prefers_native(32, 64) == wins
 
+    @emulated
     def test_slow_tiles_are_not_used(self, right):
         assert not trial.prefers_native(256, 256)  # the emulation takes a thousand times as long
         assert trial.prefers_native(256, 256, batch_invariant=True)
@@ -333,18 +333,18 @@ class TestChoice:
         assert not trial.prefers_native(64, 64)
         assert tiles.describe() == "not used"
 
-    def test_the_summary_counts_every_product_of_onednn(self, monkeypatch, tmp_path, right):
+    def test_the_summary_says_whose_products_serve(self, monkeypatch, tmp_path, right):
         """The head has the logits, and so the near-ties; here it alone, then every layer."""
         (tmp_path / "config.json").write_text(json.dumps(LLAMA))
         monkeypatch.setattr(trial, "_try", lambda out_features, in_features: out_features != LLAMA["vocab_size"])
         args = EngineArgs(model=str(tmp_path), load_format="dummy", dtype="bfloat16", max_model_len=64)
-        one, all_ = "bfloat16, integers from 16 rows on; {} 1 linear layer", "not used; {} 9 linear layers"
-        for switch, text in [(None, one), ("0", all_)]:
+        one, all_ = "Outrider's in 8 and oneDNN's in 1", "oneDNN's in 9"
+        for switch, use, served in [(None, "bfloat16, integers from 16 rows on", one), ("0", "not used", all_)]:
             if switch is not None:
                 monkeypatch.setenv("OUTRIDER_AMX", switch)
                 self._forget()
             engine = EngineCore(args)
-            assert engine.info.tiles == text.format("oneDNN's products serve")
+            assert engine.info.tiles == f"{use}; products: {served} linear layers"
             engine.shutdown()
 
     @pytest.mark.parametrize("quantization", [None, "int8"])
@@ -357,7 +357,7 @@ class TestChoice:
         for speculative in (None, {"method": "ngram", "num_speculative_tokens": 4}):
             values = {"model": str(tmp_path), "load_format": "dummy", "dtype": "bfloat16", "max_model_len": 64}
             engine = EngineCore(EngineArgs(**values, quantization=quantization, speculative_config=speculative))
-            assert engine.info.tiles == "bfloat16, integers from 3 rows on"
+            assert engine.info.tiles == "bfloat16, integers from 3 rows on; products: Outrider's in 9 linear layers"
             texts += [generate(engine, prompts), *(generate(engine, [prompt]) for prompt in prompts[:2])]
             engine.shutdown()
         assert texts[0] == texts[3]

@@ -1,4 +1,4 @@
-"""Library of the products by AMX tiles on a processor that has none."""
+"""Library of the products by AMX tiles: on a processor that has them, and with emulated instructions on one without."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from outrider.kernels.native import compiler
 COMPILER = shutil.which("g++")
 _INFO = Path("/proc/cpuinfo")
 _FLAGS = set(_INFO.read_text().split()) if _INFO.exists() else set()
-CAN_EMULATE = (
-    COMPILER is not None and {"avx512_bf16", "avx512_vnni", "avx512bw"}.issubset(_FLAGS) and "amx_tile" not in _FLAGS
-)
+CAN_COMPUTE = COMPILER is not None and {"avx512_bf16", "avx512_vnni", "avx512bw"}.issubset(_FLAGS)
+"""True: tests of the tiles can run."""
+EMULATES = "amx_tile" not in _FLAGS
+"""True: a handler computes the tile instructions."""
 _SOURCES = ("experts", "linear", "lora", "native", "quantized_linear")
 
 
 def compile_with_tiles(command: list[str], scratch: Path, library: Path) -> None:
-    """Compile the products for a processor with tiles, and the handler of their instructions, into `library`."""
+    """Compile the products for a processor with tiles into `library`; the handler too, if this one has none."""
     options = ["-O1", "-march=native", "-std=c++17", "-fPIC", "-w", "-fno-math-errno"]
     include = f"-I{compiler.KERNELS / 'native'}"
     sources = [compiler.KERNELS / name / "native.cpp" for name in _SOURCES]
-    sources.append(Path(__file__).with_name("tile_trap.cpp"))
+    if EMULATES:
+        sources.append(Path(__file__).with_name("tile_trap.cpp"))
     objects = [scratch / f"{index}.o" for index in range(len(sources))]
     jobs = [
         subprocess.Popen([*command, *options, "-fopenmp", include, "-c", str(source), "-o", str(made)])
