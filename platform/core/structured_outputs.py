@@ -24,6 +24,11 @@ MAX_CONSTRAINT_CHARS = 65_536
 MAX_CHOICES = 1024
 WHITESPACE = r"[ ]|\n[ \t]{0,40}"
 """Whitespace between the parts of JSON: a model that may write any amount of it sometimes writes nothing else."""
+_OPTIONS = '%llguidance {"no_forcing": true}'
+"""Tokens of a text without a choice are chosen by `grammar_state.py`: the package would tokenize all of that text for
+each mask, 60 ms for 150,000 characters."""
+MAX_LEXER_STATES = 16_384
+"""Most states of a grammar's lexer, 5 to 16 MB; then it begins anew. A text of bounded length needs one a character."""
 _STACK_BYTES = 1 << 28
 """Stack of a thread that compiles: `llguidance` calls itself for each rule within another one, and 65,536 characters
 hold more of them than a usual stack of 8 MiB. Only what is used takes memory."""
@@ -128,7 +133,7 @@ class StructuredOutputsParams:
         package = grammar_package()
         try:
             text = self._grammar_text(package)
-            return text if self.frame is None else self._framed(text)
+            return self._framed(text)
         except InvalidRequestError:
             raise
         except (ValueError, KeyError, TypeError, AssertionError, AttributeError, RecursionError) as error:
@@ -155,10 +160,15 @@ class StructuredOutputsParams:
         return str(matcher.grammar_from_lark(self._tags(package)))
 
     def _framed(self, text: str) -> str:
-        """Grammar whose part `body` is another one."""
+        """Grammar with the options of all constraints, whose part `body` is another one if there is a frame."""
         grammars = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
-        grammars[0]["name"] = "body"
-        return json.dumps({"grammars": [{"lark_grammar": self.frame}, *grammars]})
+        first = grammars[0]
+        if self.frame is not None or not first.get("lark_grammar"):
+            first["name"] = "body"
+            first = {"lark_grammar": self.frame or "start: @body"}
+            grammars.insert(0, first)
+        first["lark_grammar"] = f"{_OPTIONS}\n{first['lark_grammar']}"
+        return json.dumps({"grammars": grammars})
 
     def _tags(self, package: Any) -> str:
         """Lark grammar of the structural tag."""
@@ -213,8 +223,8 @@ def parser_limits() -> Any:
     return grammar_package().LLParserLimits(
         initial_lexer_fuel=1_000_000,  # 20 ms
         step_lexer_fuel=50_000,  # 4 ms for a row of logits
-        step_max_items=20_000,  # 1 ms
-        max_lexer_states=50_000,  # 50 to 100 MB
+        step_max_items=20_000,
+        max_lexer_states=MAX_LEXER_STATES,
         max_grammar_size=200_000,
         verbose_errors=False,
     )

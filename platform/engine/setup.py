@@ -153,6 +153,8 @@ def _build(
     _warm_up(config, scheduler, runner, speculation, adapters, model)
     if beside_a_server() and has_long_steps(config, model):
         adapters.start_reader()
+    if beside_a_server():
+        grammars.prepare()
     others = 0 if parallel is None else parallel.weight_bytes
     info = describe(args, config, model, time.perf_counter() - started, others)
     return EngineParts(config, info, scheduler, runner, adapters, grammars, executor, kv, host)

@@ -290,7 +290,7 @@ class SpeculationPolicy:
                 continue
             if counts_all or state.trial_rounds:
                 asked, made = state.asked
-                if row.is_forced:  # no drafter made them
+                if row.is_forced or got.is_deferred:  # no drafter made them, or nothing was sampled
                     asked = made = 0
                 elif row.num_drafts != made:  # no room for all, or a row that was planned before its request ended
                     asked = made = row.num_drafts

@@ -16,7 +16,7 @@ def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | Non
     request = row.request
     if got.error is not None:
         return TokenDelta(request.request_id, error=got.error)
-    request.num_computed = row.start + row.num_tokens - row.num_drafts + got.num_accepted
+    request.num_computed = row.start + row.num_tokens - row.num_drafts + got.num_accepted - got.is_deferred
     if got.prompt_logprobs is not None:
         if request.prompt_logprobs is None:
             request.prompt_logprobs = PromptTable()

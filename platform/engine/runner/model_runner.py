@@ -34,7 +34,7 @@ from ...core.messages import TokenLogprobs
 from ...core.request import NO_DRAFTS, Request, Status
 from ..executor.base import Executor
 from ..memory.host_store import HostStore
-from ..sampling.grammars import with_forced
+from ..sampling.grammar_masks import with_forced
 from ..sampling.sampler import Sampler, Sampling, not_finite, token_logprobs
 from .device_queue import DeviceQueue, Done, Stopwatch
 from .pooling import pooled_part
@@ -170,26 +170,21 @@ class ModelRunner:
         plan, queued = launched.plan, launched.work.result()
         started = time.perf_counter() - self._capture_seconds
         proposals = queued.proposals
+        if self._has_drafter:
+            if proposals is None:
+                offsets = accumulate((row.num_tokens for row in plan.rows), initial=0)
+                parts = zip(plan.rows, result.rows, launched.block_tables, offsets, strict=False)
+                proposals = self._draft([_draft_row(*part) for part in parts], TargetOutput(*queued.output))
+            for row, proposal in zip(plan.rows, proposals, strict=True):
+                request, num_computed = row.request, proposal.num_draft_computed
+                if request.status is not Status.RUNNING:
+                    continue
+                if queued.proposals is not None:  # the device drafted after tokens whose number it did not tell
+                    num_computed = len(request.tokens) if num_computed else request.num_draft_computed
+                request.drafts, request.num_draft_computed = proposal.drafts, num_computed
+        _propose_forced([row for row in plan.rows if row.samples])
         if not self._has_drafter:
-            for row in plan.rows:
-                if row.request.grammar is not None and row.samples and row.request.status is Status.RUNNING:
-                    row.request.drafts = with_forced(row.request, NO_DRAFTS)
             return result.seconds
-        if proposals is None:
-            offsets = accumulate((row.num_tokens for row in plan.rows), initial=0)
-            parts = zip(plan.rows, result.rows, launched.block_tables, offsets, strict=False)
-            proposals = self._draft([_draft_row(*part) for part in parts], TargetOutput(*queued.output))
-        for row, proposal in zip(plan.rows, proposals, strict=True):
-            request, num_computed = row.request, proposal.num_draft_computed
-            if request.status is not Status.RUNNING:
-                continue
-            if queued.proposals is not None:  # the device drafted after tokens whose number it did not tell
-                num_computed = len(request.tokens) if num_computed else request.num_draft_computed
-            # Beside the end of a prompt, which may be under way by now, the grammar is that step's.
-            drafts = with_forced(request, proposal.drafts) if row.samples else proposal.drafts
-            if drafts is not proposal.drafts:  # the drafter has not computed these
-                num_computed = min(num_computed, len(request.tokens))
-            request.drafts, request.num_draft_computed = drafts, num_computed
         if self._policy is not None:
             self._policy.observe(plan, result, result.seconds)
         return result.seconds + time.perf_counter() - self._capture_seconds - started
@@ -325,15 +320,29 @@ def _with_prompt(request: Request, got: RowResult, prompt: list[TokenLogprobs] |
     return got._replace(prompt_logprobs=prompt)
 
 
+def _propose_forced(rows: Sequence[RowPlan]) -> None:
+    """Replace the drafts of sequences that follow grammars by the tokens without a choice, where there are any. `rows`:
+    those that reached their end; after a chunk of a prompt, the grammar is that of the step which has the rest."""
+    requests = [row.request for row in rows if row.request.grammar is not None]
+    requests = [request for request in requests if request.status is Status.RUNNING]
+    if not requests:
+        return
+    drafts = with_forced(requests, [request.drafts for request in requests])
+    for request, found in zip(requests, drafts, strict=True):
+        if found is not request.drafts:  # the drafter has not computed these
+            request.num_draft_computed = min(request.num_draft_computed, len(request.tokens))
+            request.drafts = found
+
+
 def _draft_row(row: RowPlan, got: RowResult, block_table: Sequence[int], first_index: int) -> DraftRow:
     """The row as drafters see it, after its commit."""
     request = row.request
     return DraftRow(
         request=request,
         tokens=request.tokens,
-        num_valid=min(row.end - (row.num_drafts - got.num_accepted), len(request.tokens)),
+        num_valid=min(row.end - (row.num_drafts - got.num_accepted), len(request.tokens)) - got.is_deferred,
         num_draft_valid=request.num_draft_computed,
-        max_drafts=row.max_new_drafts if request.status is Status.RUNNING else 0,
+        max_drafts=0 if got.is_deferred or request.status is not Status.RUNNING else row.max_new_drafts,
         block_table=block_table,
         sampled=bool(got.token_ids),
         start=row.start,

@@ -22,7 +22,7 @@ from ....spec_decode.drafters.base import DraftRow
 from ...core.request import Request
 from ...core.sampling_params import SamplingParams
 from .bad_words import BadWords
-from .grammars import mask_logits
+from .grammar_masks import mask_logits
 
 NEGATIVE_INFINITY = float("-inf")
 

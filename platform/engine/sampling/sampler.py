@@ -33,7 +33,6 @@ from ...core.batch import RowResult
 from ...core.errors import AdapterError, InvalidRequestError, OutriderError
 from ...core.messages import TokenLogprobs
 from ...core.request import Drafts, Request
-from ...core.sampling_params import SamplingParams
 from .logits_edits import LogitsRow, Seen, apply_edits
 
 logger = logging.getLogger(__name__)
@@ -54,8 +53,13 @@ class SampleRow(NamedTuple):
         return self if self.num_tokens is None else self._replace(num_tokens=self.num_tokens - overshoot)
 
 
-def no_choice(params: SamplingParams) -> InvalidRequestError:
+def no_choice(request: Request) -> InvalidRequestError:
     """The parameters have emptied a row; the error names one of them."""
+    params = request.params
+    if request.grammar is not None and request.grammar.problem:
+        assert params.structured_outputs is not None
+        source = params.structured_outputs.source
+        return InvalidRequestError(f"{source}: {request.grammar.problem}", param=source)
     wanted = {
         "structured_outputs": params.structured_outputs,
         "allowed_token_ids": params.allowed_token_ids,
@@ -303,6 +307,8 @@ def _reached(request: Request, got: Verified, tops: Sequence[tuple[float, float]
     A later row ends the step before it, and is the next step's first: the same text, and then the same error, as
     without drafts.
     """
+    if request.grammar is not None and request.grammar.is_deferred:
+        return RowResult([], is_deferred=True)
     dead = next((j for j, pair in enumerate(tops) if not all(map(math.isfinite, pair))), None)
     if dead is None:
         return RowResult(got.token_ids, got.num_accepted)
@@ -310,7 +316,7 @@ def _reached(request: Request, got: Verified, tops: Sequence[tuple[float, float]
         # The last token counts as the new one, not as an accepted draft: so the next step has it to compute.
         return RowResult(got.token_ids[:dead], dead - 1)
     emptied = math.isfinite(tops[0][0]) and tops[0][1] == -math.inf
-    return RowResult([], error=(no_choice(request.params) if emptied else not_finite(request)).info())
+    return RowResult([], error=(no_choice(request) if emptied else not_finite(request)).info())
 
 
 def _one_each(rows: Sequence[SampleRow], tokens: list[int], *tops: list[float]) -> list[RowResult]:

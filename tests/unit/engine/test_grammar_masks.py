@@ -1,33 +1,111 @@
-"""Masks of grammars on logits: what does not fit is -inf, and nothing else changes."""
+"""Masks of grammars on logits, made in a bounded time: what does not fit is -inf, and nothing else changes."""
 
 from __future__ import annotations
 
+import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from outrider.platform.engine.sampling.grammars import mask_logits
+from outrider.platform.engine.sampling.grammar_masks import mask_logits
+from outrider.platform.engine.sampling.mask_threads import NUM_THREADS, Job, MaskThreads
+
+
+class State:
+    """State of a sequence whose masks are given, or take `seconds`."""
+
+    def __init__(self, threads, given=(), seconds=0.0):
+        self.threads = threads
+        self.grammar = SimpleNamespace(lock=threading.Lock())
+        self.is_busy = self.is_deferred = False
+        self.num_deferred, self.seconds, self.problem = 0, seconds, ""
+        self._given, self._ready, self._release = given, [], threading.Event()
+
+    def fill(self, tokens, drafts, deadline):
+        if self.seconds:
+            self._release.wait(5)
+        self._ready = list(self._given)
+
+    def masks(self, tokens, drafts):
+        return self._ready
+
+    def release(self):
+        self._release.set()
+        while self.is_busy:
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def threads():
+    made = MaskThreads()
+    yield made
+    made.close()
+
+
+def row_of(state, place, drafts=()):
+    request = SimpleNamespace(grammar=state, tokens=[1, 2], num_prompt_tokens=1)
+    return SimpleNamespace(request=request, num_drafts=len(drafts), drafts=(drafts,), place=place)
 
 
 @pytest.mark.parametrize("size", [7, 64, 1003])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99, 1.0])
-def test_masks(size, share):
-    random = np.random.default_rng(size)
-    allowed = random.random((3, size)) < share
-    packed = np.packbits(allowed, axis=1, bitorder="little")
-
-    def fill(rows, masks):
-        for row, mask in zip(rows, masks, strict=True):
-            mask[:] = packed[row.number]
-
-    grammar = SimpleNamespace(grammar=SimpleNamespace(fill=fill))
-    rows = [SimpleNamespace(request=grammar, num_drafts=i, place=place, number=i) for i, place in enumerate((4, 0, 2))]
+def test_masks(threads, size, share):
+    allowed = np.random.default_rng(size).random((3, size)) < share
+    state = State(threads, np.packbits(allowed, axis=1, bitorder="little"))
+    first = row_of(state, 4)
+    rows = [first, row_of(state, 0, (5,)), row_of(state, 2, (5, 6))]
+    for row in rows:
+        row.request = first.request
     before = torch.randn(5, size)
     after = before.clone()
     mask_logits(after, rows)
     expected = before.clone()
-    for row in rows:
-        expected[row.place, torch.from_numpy(~allowed[row.number])] = float("-inf")
+    for row, of_row in zip(rows, allowed, strict=True):
+        expected[row.place, torch.from_numpy(~of_row)] = float("-inf")
     assert torch.equal(after, expected)
+    assert not state.is_deferred
+
+
+def test_a_slow_grammar_holds_up_nobody_else(threads):
+    everything = [np.full(2, 255, np.uint8)]
+    slow, quick = State(threads, everything, seconds=1.0), State(threads, everything)
+    logits = torch.zeros(2, 16)
+    mask_logits(logits, [row_of(slow, 0), row_of(quick, 1)])
+    assert (slow.is_deferred, quick.is_deferred) == (True, False)
+    assert logits[0].isinf().all()
+    assert not logits[1].isinf().any()
+    mask_logits(logits, [row_of(slow, 0)])
+    assert slow.num_deferred == 2
+    slow.release()
+    mask_logits(logits := torch.zeros(2, 16), [row_of(slow, 0)])
+    assert (slow.is_deferred, slow.num_deferred) == (False, 0)
+    assert not logits[0].isinf().any()
+
+
+def test_stuck_threads_are_bounded_and_jobs_that_never_started_do_not_run_later(threads):
+    stuck = [State(threads, seconds=1.0) for _ in range(NUM_THREADS)]
+    for state in stuck:
+        threads.run([Job(state, lambda _, state=state: state.fill([], [], 0.0))], 0.01)
+    assert all(state.is_busy for state in stuck)
+    ran = []
+    late = State(threads)
+    threads.run([Job(late, ran.append)], 0.01)
+    for state in stuck:
+        state.release()
+    threads.run([Job(State(threads), lambda _: None)], 5.0)
+    assert not ran
+    assert not late.is_busy
+
+
+def test_an_error_of_one_grammar_fails_its_sequence_alone(threads):
+    failed = []
+    broken, sound = State(threads), State(threads)
+    broken.fail = failed.append
+    jobs = [Job(broken, lambda _: 1 // 0), Job(sound, lambda _: "made")]
+    threads.run(jobs, 5.0)
+    assert failed
+    assert jobs[1].result == "made"
+    assert not broken.is_busy

@@ -1,0 +1,342 @@
+"""State of one sequence in its grammar: token masks of its next steps, and tokens without a choice.
+
+A sequence follows its grammar by its own tokens alone, as all edits of logits do: drafts before a row are tried and
+taken back, so that neither preemption nor rejected drafts make it stale. Everything here may take long, and is called
+by the threads of `mask_threads.py`, one at a time for each sequence.
+
+V vocabulary. A mask is [ceil(V / 8)] uint8, a bit for each token that may come next.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...core.structured_outputs import MAX_LEXER_STATES
+from .mask_threads import MaskThreads, consume_without_gil
+
+MAX_FORCED = 32
+"""Most tokens without a choice that are proposed at once."""
+_MAX_SPELLINGS = 64
+"""Most tokens that may come next where the text has no choice: the prefixes of that text which are tokens."""
+_WINDOW_TOKENS, _WINDOW_BYTES = 8, 16
+"""Extent of the text without a choice that is tokenized to choose its first token: a word or two."""
+_MAX_CALL_SECONDS = 0.5
+"""Longest time for one token or one mask. An ambiguous grammar needs longer with each token, up to minutes."""
+_FULL = "too many states"
+"""Part of the package's error when a lexer has `max_lexer_states` states."""
+_BYTES_PER_STATE, _BYTES_PER_SECOND = 1 << 10, 256 << 20
+"""Most memory of a lexer's state, and most that a lexer grows by in a second: 340 bytes and 220 MB were measured."""
+_MAX_RENEWALS = 256
+"""Most lexers of one grammar; a text of letters in all languages fills one in some 70 tokens."""
+
+
+class Vocabulary(NamedTuple):
+    """A model's tokens in the package's form."""
+
+    tokenizer: Any
+    """`llguidance.LLTokenizer` with a further token behind the model's, which ends an answer: which of the model's
+    tokens do so is up to the request."""
+    end: int
+    """That token."""
+
+    def text(self, token: int) -> bytes:
+        """Bytes of a token; those of a special token begin with 0xFF."""
+        text: bytes = self.tokenizer.decode_bytes([token])
+        return text
+
+
+class CompiledGrammar:
+    """Compiled constraint. The sequences that follow it share its lexer, which grows with what they visit."""
+
+    def __init__(self, make: Callable[[], Any], vocabulary: Vocabulary, num_bytes: int, *, is_lexical: bool) -> None:
+        """`make` compiles an `llguidance.LLMatcher` at its start, of `num_bytes`; its errors pass through. `is_lexical`:
+        no rules of a user can make it ambiguous."""
+        self.vocabulary = vocabulary
+        self.is_lexical = is_lexical
+        self.lock = threading.Lock()
+        """Held by the thread that follows it: another one would wait in the package, and keep Python's lock."""
+        self.problem = ""
+        """Reason why no sequence is followed any further; "": there is none."""
+        self.num_renewals = 0
+        """Number of lexers that became full."""
+        self._make = make
+        self._num_bytes = num_bytes
+        self._seconds = 0.0  # of work with this lexer
+        self._matcher = make()
+        self.can_roll_back = self._try_rollback()
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimate of its memory, from above: its lexer has no size that could be asked for."""
+        return self._num_bytes + min(int(self._seconds * _BYTES_PER_SECOND), MAX_LEXER_STATES * _BYTES_PER_STATE)
+
+    def start(self) -> Any:
+        """A matcher at the start."""
+        return self._matcher.deep_copy()
+
+    def renew(self) -> None:
+        """Compile again, with an empty lexer."""
+        self.num_renewals += 1
+        if self.num_renewals > _MAX_RENEWALS:
+            self.problem = "the grammar is too complex: its lexer becomes full again and again"
+            return
+        self._matcher, self._seconds = self._make(), 0.0
+
+    def charge(self, wall: float, cpu: float) -> None:
+        """Record the time of a call. If it took too long, nothing is followed any further."""
+        self._seconds += wall
+        if min(wall, cpu) > _MAX_CALL_SECONDS:  # not if the process was suspended
+            self.problem = f"the grammar is too ambiguous: one token took {wall:.1f} s"
+
+    def _try_rollback(self) -> bool:
+        """False for grammars with `max_tokens` or `stop`, which count tokens: the package cannot take these back."""
+        matcher = self.start()
+        allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        if matcher.is_error() or not allowed.any():
+            return True
+        matcher.consume_token(int(allowed.argmax()))
+        return bool(matcher.rollback(1)) and not matcher.is_error()
+
+
+class GrammarState:
+    """One sequence's state. No two threads call it at once: see `is_busy`."""
+
+    def __init__(self, grammar: CompiledGrammar, end_token_ids: frozenset[int], threads: MaskThreads) -> None:
+        """`end_token_ids`: tokens that end the answer. `threads`: of the engine."""
+        self.threads = threads
+        self.is_busy = False
+        """True while a thread works on it, under the grammar's lock."""
+        self.is_deferred = False
+        """True when its mask was not ready for the last step: the step brought it nothing, and is repeated."""
+        self.num_deferred = 0
+        """Number of consecutive steps that brought it nothing."""
+        self.seconds = 0.0
+        """Time that its last mask took."""
+        self.grammar = grammar
+        self._ends = end_token_ids
+        self._matcher = grammar.start()
+        self._kept = None if grammar.can_roll_back else grammar.start()  # after `_tokens`, where that can't be undone
+        self._tokens: list[int] = []  # generated ones that it has followed
+        self._ahead: list[int] = []  # drafts behind these that `_matcher` has consumed
+        self._masks: dict[tuple[int, ...], np.ndarray] = {}  # by the drafts behind `_tokens`
+        self._plain: dict[tuple[int, ...], np.ndarray] = {}  # before tokens are chosen where the text has no choice
+        self._num_renewals = grammar.num_renewals
+        self._problem = ""
+
+    @property
+    def problem(self) -> str:
+        """Reason why there is no mask; "": a token did not fit, or there is one."""
+        return self.grammar.problem or self._problem
+
+    def fail(self, problem: str) -> None:
+        """Allow no token any more."""
+        self._problem = self._problem or problem
+
+    def masks(self, tokens: Sequence[int], drafts: Sequence[int]) -> list[np.ndarray]:
+        """Masks that are ready: after `tokens`, the generated ones, and after each of the first drafts behind them."""
+        if len(tokens) != len(self._tokens):
+            return []
+        found = []
+        for count in range(len(drafts) + 1):
+            mask = self._masks.get(tuple(drafts[:count]))
+            if mask is None:
+                break
+            found.append(mask)
+        return found
+
+    def fill(self, tokens: Sequence[int], drafts: Sequence[int], deadline: float) -> None:
+        """Make the masks after `tokens`, the generated ones, and after each of `drafts`. Rows behind a draft that does
+        not fit, behind the end or behind the `deadline` (`time.perf_counter`) have none."""
+        self._advance(tokens)
+        for count in range(len(drafts) + 1):
+            if count and time.perf_counter() > deadline:
+                return
+            prefix = tuple(drafts[:count])
+            if prefix not in self._masks:
+                if count and not _allows(self._masks[prefix[:-1]], prefix[-1]):
+                    return
+                self._masks[prefix] = self._mask(prefix)
+
+    def forced(self, tokens: Sequence[int], deadline: float) -> list[int]:
+        """The only tokens that may follow `tokens`, one after the other, but for an end."""
+        self._advance(tokens)
+        found: list[int] = []
+        while len(found) < MAX_FORCED and time.perf_counter() < deadline:
+            prefix = tuple(found)
+            if prefix not in self._masks:
+                self._masks[prefix] = self._mask(prefix)
+            only = _members(self._masks[prefix], 1)
+            if not only or only[0] in self._ends:
+                break
+            found += only
+        return found
+
+    # ------------------------------------------------------------------- masks
+
+    def _mask(self, drafts: tuple[int, ...]) -> np.ndarray:
+        """Mask after `drafts`. Where the text has no choice, it is written in the tokenizer's own tokens: other ones
+        than those confuse models. It depends on the tokens before it alone, not on what was tried."""
+        mask = self._plain_mask(drafts)
+        path = list(drafts)
+        text = b""
+        token = self._only_text(mask)
+        while token is not None and len(path) < len(drafts) + _WINDOW_TOKENS and len(text) < _WINDOW_BYTES:
+            path.append(token)
+            text += self.grammar.vocabulary.text(token)
+            token = self._only_text(self._plain_mask(tuple(path)))
+        if text:
+            first = self._usual(drafts, text)
+            if first is not None and _allows(mask, first):
+                mask = np.zeros_like(mask)
+                mask[first >> 3] = 1 << (first & 7)
+        return mask
+
+    def _plain_mask(self, drafts: tuple[int, ...]) -> np.ndarray:
+        """Mask of all tokens that fit after `drafts`; nothing is allowed after an error."""
+        mask = self._plain.get(drafts)
+        if mask is not None:
+            return mask
+        packed = b""
+        if self._move(drafts):
+            packed = self._call(lambda: self._matcher.compute_bitmask())
+        vocabulary = self.grammar.vocabulary
+        if self._failed() or not packed:
+            return np.zeros(-(-vocabulary.tokenizer.vocab_size // 8), np.uint8)
+        mask = np.frombuffer(packed, np.uint8).copy()
+        if _allows(mask, vocabulary.end):
+            mask[vocabulary.end >> 3] &= ~(1 << (vocabulary.end & 7)) & 255
+            for token in self._ends:
+                mask[token >> 3] |= 1 << (token & 7)
+        self._plain[drafts] = mask
+        return mask
+
+    def _only_text(self, mask: np.ndarray) -> int | None:
+        """The longest of the tokens that may come next, if all others are prefixes of it."""
+        if not self.grammar.can_roll_back:
+            return None
+        allowed = _members(mask, _MAX_SPELLINGS)
+        if not allowed or self._ends.intersection(allowed):
+            return None
+        texts = {token: self.grammar.vocabulary.text(token) for token in allowed}
+        longest = max(texts, key=lambda token: len(texts[token]))
+        return longest if all(texts[longest].startswith(text) for text in texts.values()) else None
+
+    def _usual(self, drafts: tuple[int, ...], text: bytes) -> int | None:
+        """First of the tokens as which the tokenizer writes `text` behind the last token; None: it writes another text,
+        or the text has special tokens."""
+        vocabulary = self.grammar.vocabulary
+        before = [*(drafts or self._tokens)[-1:]]
+        context = vocabulary.text(before[0]) if before else b""
+        if b"\xff" in text:
+            return None
+        usual: list[int] = [] if b"\xff" in context else vocabulary.tokenizer.tokenize_bytes(context + text)
+        if before and usual[:1] == before:
+            return usual[1] if len(usual) > 1 else None
+        usual = vocabulary.tokenizer.tokenize_bytes(text)
+        return usual[0] if usual else None
+
+    # ---------------------------------------------------------------- position
+
+    def _advance(self, tokens: Sequence[int]) -> None:
+        """Follow the generated `tokens`."""
+        new = list(tokens[len(self._tokens) :])
+        if not new:
+            return
+        fits = self._move(new)
+        self._masks.clear()
+        self._plain.clear()
+        self._tokens += new
+        self._ahead.clear()
+        if self._kept is not None:
+            for token in new:
+                self._consume_with(self._kept, token)
+        if not (fits or self._failed() or self._has_ended()):
+            self.fail("a token did not fit the grammar")
+
+    def _move(self, drafts: Sequence[int]) -> bool:
+        """Put the matcher behind `drafts`; False if one of them does not fit, or stands behind the end."""
+        same = 0
+        while same < len(self._ahead) and same < len(drafts) and self._ahead[same] == drafts[same]:
+            same += 1
+        if same < len(self._ahead):
+            self._take_back(len(self._ahead) - same)
+        for token in drafts[len(self._ahead) :]:
+            if self._failed() or not self._call(partial(self._consume, token)):
+                return False
+            self._ahead.append(token)
+        return not self._failed()
+
+    def _take_back(self, count: int) -> None:
+        """Take back the last `count` drafts, or more where the grammar cannot take back single ones."""
+        if self._kept is None:
+            self._matcher.rollback(count)
+            del self._ahead[len(self._ahead) - count :]
+        else:
+            self._matcher = self._kept.deep_copy()
+            self._ahead.clear()
+
+    def _consume(self, token: int) -> bool:
+        return self._consume_with(self._matcher, token)
+
+    def _consume_with(self, matcher: Any, token: int) -> bool:
+        """Consume one token; False if it does not fit: then nothing has changed."""
+        if matcher.is_stopped():
+            return False
+        mask = self._plain.get(tuple(self._ahead))
+        if mask is not None and not _allows(mask, token):
+            return False
+        if token in self._ends and matcher.is_accepting():
+            token = self.grammar.vocabulary.end
+        if self.grammar.is_lexical:
+            return bool(matcher.try_consume_tokens([token]))
+        return consume_without_gil(matcher, token)
+
+    def _call(self, work: Callable[[], Any]) -> Any:
+        """Result of a call to the matcher; again with an empty lexer if it is full."""
+        result = self._timed(work)
+        if self._matcher.is_error() and _FULL in self._matcher.get_error():
+            if self._num_renewals == self.grammar.num_renewals:
+                self.grammar.renew()
+            self._num_renewals = self.grammar.num_renewals
+            self._matcher = self.grammar.start()
+            for token in (*self._tokens, *self._ahead):
+                self._consume(token)
+            result = self._timed(work)
+        return result
+
+    def _timed(self, work: Callable[[], Any]) -> Any:
+        wall, cpu = time.perf_counter(), time.process_time()
+        result = work()
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        self.seconds = max(wall, 0.9 * self.seconds)
+        self.grammar.charge(wall, cpu)
+        return result
+
+    def _has_ended(self) -> bool:
+        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+
+    def _failed(self) -> bool:
+        """True when there are no masks any more."""
+        if not self._problem and self._matcher.is_error():
+            self.fail(f"the grammar is too complex at this point: {self._matcher.get_error().splitlines()[0][:200]}")
+        return bool(self.problem)
+
+
+def _allows(mask: np.ndarray, token: int) -> bool:
+    return bool(mask[token >> 3] >> (token & 7) & 1)
+
+
+def _members(mask: np.ndarray, most: int) -> list[int]:
+    """Tokens of a mask, if there are at most `most`."""
+    if int.from_bytes(mask.tobytes(), "little").bit_count() > most:
+        return []
+    places = np.flatnonzero(mask)
+    byte, bit = np.nonzero(np.unpackbits(mask[places], bitorder="little").reshape(-1, 8))
+    found: list[int] = (places[byte] * 8 + bit).tolist()
+    return found

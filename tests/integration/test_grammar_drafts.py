@@ -1,0 +1,130 @@
+"""Answers under grammars with every attribute: drafts, adapters and masks that come late do not change their tokens."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from outrider import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
+from outrider.models.demo import demo_adapters, demo_model_path
+from outrider.platform.engine.sampling.mask_threads import MaskThreads
+
+PROMPTS = ["Anna from Lisbon ordered 3 green lamps for 42 euros.", "SELECT name FROM", "a b c a b c a b"]
+DRAFTERS = {
+    "off": None,
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False, "prompt_lookup_min": 1},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 4, "adaptive": False},
+    "adaptive": {"method": "ngram"},
+    "draft_model": {"method": "draft_model", "model": str(demo_model_path().parent / "draft")},
+    "eagle3": {"method": "eagle3", "model": str(demo_model_path().parent / "eagle3"), "num_speculative_tokens": 3},
+}
+ATTRIBUTES = ["", "[lazy]", "[max_tokens=3]", '[stop=";"]', '[suffix=";"]', "[temperature=0.7]", "[capture]"]
+REGEXES = ["[a-z]+", "[a-c ]{2,9}", "(lamp|green){1,3}", "[0-9]{1,4}", r"\p{L}{1,20}", "Anna( [A-Z][a-z]{1,5})?"]
+
+
+def grammar(rng: random.Random) -> str:
+    """Rules with attributes, some of which the package cannot take back."""
+    names = [f"r{index}" for index in range(rng.randint(1, 3))]
+    marks, ends = ["; ", "= ", "name: "], ["", '"!"', "start?"]
+    parts = [name if rng.random() < 0.5 else f'"{rng.choice(marks)}" {name}' for name in names]
+    rules = [f"{name}{rng.choice(ATTRIBUTES)}: /{rng.choice(REGEXES)}/" for name in names]
+    return "\n".join([f"start: {' '.join(parts)} {rng.choice(ends)}", *rules])
+
+
+def schema(rng: random.Random, depth: int = 2) -> dict:
+    kinds = ["string", "integer", "boolean", "enum"] + ["object", "array"] * (depth > 0)
+    kind = rng.choice(kinds)
+    if kind == "object":
+        names = rng.sample(["name", "city", "a rather long name", "n"], rng.randint(1, 3))
+        properties = {name: schema(rng, depth - 1) for name in names}
+        return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+    if kind == "array":
+        return {"type": "array", "items": schema(rng, depth - 1), "maxItems": 2}
+    if kind == "enum":
+        return {"enum": ["green lamp", "green lamps", 7]}
+    return {"type": kind, **({"maxLength": 9} if kind == "string" else {})}
+
+
+def constraint(rng: random.Random) -> dict:
+    kind = rng.choice(["grammar", "grammar", "json", "regex", "choice"])
+    if kind == "grammar":
+        return {"grammar": grammar(rng)}
+    if kind == "json":
+        return {"json": schema(rng), "disable_any_whitespace": True}
+    if kind == "regex":
+        return {"regex": f"{rng.choice(REGEXES)} and {rng.choice(REGEXES)}"}
+    return {"choice": ["yes indeed", "yes", "not at all"]}
+
+
+def requests():
+    rng = random.Random(7)
+    prompts, params, adapters = [], [], []
+    for index in range(36):
+        sampling = {"temperature": 0} if index % 2 else {"temperature": 0.8, "seed": index}
+        outputs = StructuredOutputsParams(**constraint(rng))
+        params.append(SamplingParams(max_tokens=24, structured_outputs=outputs, **sampling))
+        prompts.append(rng.choice(PROMPTS))
+        adapters.append(rng.choice([None, "json", "sql"]))
+    return prompts, params, adapters
+
+
+EXPECTED: dict[str, list] = {}
+
+
+def late_at_random(monkeypatch, share: float) -> None:
+    """Some jobs do not run in a step, as if the threads had no time for them."""
+    rng, run = random.Random(3), MaskThreads.run
+    monkeypatch.setattr(
+        MaskThreads, "run", lambda self, jobs, _: run(self, [job for job in jobs if rng.random() > share], 30.0)
+    )
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_drafts_and_late_masks_change_no_token(monkeypatch, drafter, share):
+    late_at_random(monkeypatch, share)
+    with LLM(
+        str(demo_model_path()),
+        dtype="float32",
+        max_model_len=256,
+        enable_lora=True,
+        max_lora_rank=32,
+        speculative_config=DRAFTERS[drafter],
+    ) as llm:
+        for name in ("json", "sql"):
+            llm.load_lora_adapter(LoRARequest(name, path=str(demo_adapters()[name])))
+        prompts, params, adapters = requests()
+        outputs = llm.generate(prompts, params, lora_request=adapters, use_tqdm=False)
+    found = [(output.outputs[0].token_ids, output.outputs[0].finish_reason) for output in outputs]
+    for index, (one, other) in enumerate(zip(found, EXPECTED.setdefault("tokens", found), strict=True)):
+        assert one == other, (index, params[index].structured_outputs)
+
+
+@pytest.mark.parametrize("attribute", ["max_tokens=4", 'stop=";"'])
+def test_attributes_that_cannot_be_taken_back_are_served_with_drafts(attribute):
+    text = f'start: "name: " word "!"\nword[{attribute}]: /[a-z]+/'
+    params = SamplingParams(temperature=0, max_tokens=30, structured_outputs=StructuredOutputsParams(grammar=text))
+    texts = []
+    for drafter in ("off", "ngram"):
+        with LLM(max_model_len=256, speculative_config=DRAFTERS[drafter]) as llm:
+            texts.append(llm.generate("name: lamp! name: lamp!", params, use_tqdm=False)[0].outputs[0].text)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("name: ")
+
+
+def test_logprobs_and_many_answers_with_late_masks(monkeypatch):
+    results = []
+    for share in (0.0, 0.5):
+        with monkeypatch.context() as patch, LLM(max_model_len=256, speculative_config=None) as llm:
+            late_at_random(patch, share)
+            outputs = StructuredOutputsParams(json={"type": "array", "items": {"type": "integer"}, "maxItems": 4})
+            params = SamplingParams(
+                n=4, temperature=1.0, seed=1, max_tokens=20, logprobs=1, prompt_logprobs=1, structured_outputs=outputs
+            )
+            output = llm.generate(PROMPTS[0], params, use_tqdm=False)[0]
+            results.append([(choice.text, len(choice.logprobs)) for choice in output.outputs])
+            assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    assert results[0] == results[1]
+    assert all(json.loads(text) is not None for text, count in results[0] if count < 20)

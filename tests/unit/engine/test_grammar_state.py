@@ -1,0 +1,147 @@
+"""Sequences in their grammars: the texts that their masks allow, whatever was tried on the way."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from outrider import InvalidRequestError, SamplingParams, StructuredOutputsParams
+from outrider.models.demo import demo_model_path
+from outrider.platform.core.request import Request
+from outrider.platform.engine.sampling.grammars import KEPT_BYTES, Grammars
+
+NEVER = float("inf")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return PreTrainedTokenizerFast(tokenizer_file=str(demo_model_path() / "tokenizer.json"))
+
+
+@pytest.fixture
+def grammars(tokenizer):
+    made = Grammars(lambda: tokenizer, len(tokenizer))
+    made.prepare()
+    yield made
+    made.close()
+
+
+def state_of(grammars, ends=(0,), **constraint):
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**constraint))
+    request = Request("r", [1], 1, params, seed_key=0, eos_token_ids=frozenset(ends))
+    while grammars.admit(request) is not None:
+        grammars.wait(1.0)
+    return request.grammar
+
+
+def allowed(mask):
+    return np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+
+
+def walk(state, rng, ends, most=60, tries=0):
+    """Random tokens that the masks allow; before each one some `tries` are taken back."""
+    tokens = []
+    for _ in range(most):
+        drafts = []
+        for _ in range(tries):
+            state.fill(tokens, drafts, NEVER)
+            masks = state.masks(tokens, drafts)
+            if len(masks) <= len(drafts) or not (choices := allowed(masks[-1])):
+                break
+            drafts.append(rng.choice(choices))
+        if tries:
+            state.forced(tokens, NEVER)
+        state.fill(tokens, [], NEVER)
+        tokens.append(random.Random(len(tokens)).choice(allowed(state.masks(tokens, [])[0])))
+        if tokens[-1] in ends:
+            break
+    return tokens
+
+
+CONSTRAINTS = {
+    "regex": {"regex": "[a-f]{3,40}( [0-9]{2}){2}"},
+    "json": {"json": {"type": "object", "properties": {"name": {"enum": ["Anna", "Annabel"]}}, "required": ["name"]}},
+    "choice": {"choice": ["yes indeed", "yes", "no"]},
+    "lark": {"grammar": 'start: "(" (start | /[a-c]{1,3}/) ")"'},
+    "max_tokens": {"grammar": 'start: name ": " name\nname[max_tokens=3]: /[a-z]+/'},
+    "stop": {"grammar": 'start: line "!" line\nline[stop=";"]: /[a-z;]+/'},
+    "suffix": {"grammar": 'start: line line\nline[suffix=";"]: /[a-z]+/'},
+    "lazy": {"grammar": 'start: line "b"\nline[lazy]: /[a-z]+;/'},
+    "temperature": {"grammar": 'start: line "!"\nline[temperature=0.5]: /[a-z]{2,5}/'},
+    "gbnf": {"grammar": 'root ::= "x" [0-9]+ | "y" root'},
+    "tag": {"structural_tag": {"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f"]}},
+}
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_what_was_tried_and_taken_back_changes_no_mask(grammars, name):
+    for seed in range(3):
+        plain = walk(state_of(grammars, **CONSTRAINTS[name]), random.Random(seed), {0})
+        tried = walk(state_of(grammars, **CONSTRAINTS[name]), random.Random(seed), {0}, tries=4)
+        assert plain == tried
+
+
+def test_a_text_without_a_choice_has_the_tokenizers_own_tokens(grammars, tokenizer):
+    text = '{"order": "green lamps for Anna in Lisbon"}'
+    state = state_of(grammars, regex=re.escape(text))
+    forced = state.forced([], NEVER)
+    assert tokenizer.decode(forced) == text
+    assert forced == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_forced_tokens_end_where_there_is_a_choice(grammars, tokenizer):
+    state = state_of(grammars, regex="only this (one|two)!")
+    assert tokenizer.decode(state.forced([], NEVER)) == "only this", "the space may be part of the next token"
+    assert state.forced([], 0.0) == [], "the deadline has passed"
+
+
+@pytest.mark.parametrize("ends", [(0,), (5, 9)])
+def test_the_requests_own_tokens_end_its_answer(grammars, ends):
+    """One compiled grammar serves requests, and adapters, with other end tokens."""
+    state = state_of(grammars, ends, choice=["a", "ab"])
+    tokens = walk(state, random.Random(1), set())
+    assert set(tokens[-8:]) <= set(ends)
+    state.fill(tokens, [], NEVER)
+    assert allowed(state.masks(tokens, [])[0]) == list(ends)
+
+
+def test_a_long_bounded_text_outlives_its_lexer(grammars):
+    """A matcher with too many lexer states begins anew; it visited 16,384 long before this text ends."""
+    state = state_of(grammars, regex=r"(\p{L}{1,500} ){1,500}")
+    tokens = walk(state, random.Random(3), {0}, most=900)
+    assert len(tokens) == 900 or tokens[-1] == 0
+    assert not state.problem
+
+
+def test_a_grammar_that_becomes_too_complex_says_so(grammars):
+    state = state_of(grammars, grammar='start: a{0,400}\na: b{0,10}\nb: "x"{0,10}')
+    tokens = []
+    while not state.problem and len(tokens) < 400:
+        state.fill(tokens, [], NEVER)
+        tokens.append(max(allowed(state.masks(tokens, [])[0]), default=0))
+    assert "too complex" in state.problem or "ambiguous" in state.problem
+
+
+def test_compiled_grammars_are_kept_by_bytes_and_failures_cost_nothing(grammars):
+    largest = "x" * 60_000
+    for index in range(8):
+        state_of(grammars, regex=f"{largest}{index}")
+    assert 1 < grammars.num_kept < 8
+    assert grammars.kept_bytes <= KEPT_BYTES
+    for index in range(200):
+        with pytest.raises(InvalidRequestError):
+            state_of(grammars, grammar=f"start: nothing{index}")
+    state_of(grammars, regex="last")
+    assert grammars.kept_bytes <= KEPT_BYTES
+
+
+def test_a_long_text_without_a_choice_costs_no_more_than_a_short_one(grammars):
+    """Each step looks at what it may propose, not at the rest of the text."""
+    state = state_of(grammars, regex="a{150000}")
+    state.forced([], NEVER)
+    assert len(state.masks([], state.forced([], NEVER))) == 33 or len(state.forced([], NEVER)) == 32
+    assert state.seconds < 0.2
