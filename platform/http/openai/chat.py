@@ -22,7 +22,8 @@ from .logprobs import chat_logprobs, pack, prompt_logprobs
 from .protocol import ChatCompletionRequest
 from .tools.answers import MakeParser, chunk_deltas, finish_reason, whole_message
 from .tools.functions import OLD_NAMES, in_old_form, old_reason, take_functions
-from .tools.parser import AnswerParser, Delta
+from .tools.calls import Delta
+from .tools.parser import AnswerParser
 
 router = APIRouter()
 
@@ -67,8 +68,7 @@ def _choice(body: ChatCompletionRequest, make_parser: MakeParser | None, index: 
     message: dict[str, Any] = {"content": choice.text}
     reason = choice.finish_reason
     if make_parser is not None:
-        parallel = body.parallel_tool_calls is not False
-        message, parser = whole_message(choice.text, make_parser, parallel=parallel)
+        message, parser = whole_message(choice.text, make_parser)
         reason = finish_reason(reason, parser)
         if body.functions:
             message, reason = in_old_form(message), old_reason(reason)
@@ -123,8 +123,7 @@ class _ChatChunks:
 
     def _parsed(self, output: CompletionOutput, make_parser: MakeParser) -> list[Chunk]:
         """Chunks of an answer with calls or reasoning; what comes with tokens stands in the last one of them."""
-        parallel = self._body.parallel_tool_calls is not False
-        deltas, parser = chunk_deltas(output, self._parsers, make_parser, parallel=parallel)
+        deltas, parser = chunk_deltas(output, self._parsers, make_parser)
         reason = finish_reason(output.finish_reason, parser)
         if self._body.functions:
             deltas, reason = list(map(in_old_form, deltas)), old_reason(reason)

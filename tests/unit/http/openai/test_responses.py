@@ -86,15 +86,15 @@ ANSWERS = {
 }
 
 
-def parser_of(kind: str):
+def parser_of(kind: str, *, parallel: bool = True):
     if kind == "forced":
         return ForcedCalls(None)
-    return FormatParser(FORMATS["hermes"], "", with_calls=True)
+    return FormatParser(FORMATS["hermes"], "", with_calls=True, parallel=parallel)
 
 
 def events_of(pieces: list[str], kind: str = "") -> list[dict[str, Any]]:
     """Events with the ids numbered, and neighbouring deltas as one."""
-    output = OutputItems(parser_of(kind), parallel=True)
+    output = OutputItems(parser_of(kind))
     events = [event for piece in pieces for event in output.feed(piece)] + output.finish("completed")
     ids: dict[str, int] = {}
     text = json.dumps(events)
@@ -145,13 +145,29 @@ def check_order(events: list[dict[str, Any]]) -> None:
 
 
 def test_items_of_an_answer():
-    output = OutputItems(parser_of(""), parallel=False)
+    output = OutputItems(parser_of("", parallel=False))
     output.feed(ANSWERS["all"])
     output.finish("completed")
     reasoning, message, call = output.items
     assert (reasoning["type"], reasoning["content"][0]["text"]) == ("reasoning", "Hm, what?")
     assert (message["type"], message["content"][0]["text"].strip()) == ("message", "I look.")
     assert (call["name"], json.loads(call["arguments"]), call["status"]) == (*CALL.values(), "completed")
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "statuses"),
+    [
+        (ANSWERS["cut"], "incomplete", ["completed", "incomplete"]),
+        (ANSWERS["cut"], "completed", ["completed", "incomplete"]),  # by a stop string
+        (ANSWERS["text and call"] + "\n", "incomplete", ["completed", "completed"]),
+        ('<tool_call>{"name": "f", "arguments": {"a": </tool_call>Hm', "completed", ["incomplete", "completed"]),
+    ],
+)
+def test_a_call_is_complete_when_its_arguments_are(text, status, statuses):
+    output = OutputItems(parser_of(""))
+    output.feed(text)
+    output.finish(status)
+    assert [item["status"] for item in output.items] == statuses
 
 
 # --- a response ---

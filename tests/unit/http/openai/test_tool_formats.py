@@ -106,7 +106,7 @@ ANSWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen coder in prose": (
         "qwen3_coder",
         "Write `<function=NAME>` first. Ok. <function=do.nothing>\n</function> Done.",
-        {"content": "Write `<function=NAME>` first. Ok.Done.", "tool_calls": [NOTHING]},
+        {"content": "Write `<function=NAME>` first. Ok.  Done.", "tool_calls": [NOTHING]},
     ),
     "qwen coder, two calls with text between": (
         "qwen3_coder",
@@ -131,14 +131,14 @@ ANSWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "One. <|tool_call>call:do.nothing{}<tool_call|><|tool_call>call:f{a: }<tool_call|> Two. "
         "<|tool_call>call:do.nothing{}<tool_call|><|tool_call>call:f{a:1",
         {
-            "content": "One.<|tool_call>call:f{a: } Two.<|tool_call>call:f{a:1",
+            "content": "One. <|tool_call>call:f{a: }<tool_call|> Two. <|tool_call>call:f{a:1",
             "tool_calls": [NOTHING, NOTHING],
         },
     ),
     "broken call, FunctionGemma": (
         "functiongemma",
         "<start_function_call>call:do.nothing{}<end_function_call><start_function_call>call:f{a}<end_function_call>",
-        {"content": "<start_function_call>call:f{a}", "tool_calls": [NOTHING]},
+        {"content": "<start_function_call>call:f{a}<end_function_call>", "tool_calls": [NOTHING]},
     ),
     "text": ("hermes", "Just { text } [no] <tool", {"content": "Just { text } [no] <tool"}),
 }
@@ -185,10 +185,11 @@ def test_every_cut_gives_the_same_message(name):
 
 def test_arguments_come_while_they_are_written():
     parser = FormatParser(FORMATS["hermes"], "", with_calls=True)
-    [call] = parser.feed('<tool_call>\n{"name": "f", "argum')
-    assert call["tool_calls"][0]["function"] == {"name": "f", "arguments": ""}
-    [more] = parser.feed('ents": {"city": "Li')
-    assert more == {"tool_calls": [{"index": 0, "function": {"arguments": '{"city": "Li'}}]}
+    assert not parser.feed('<tool_call>\n{"name": "f", "argum')
+    [call] = parser.feed('ents": {"ci')
+    assert call["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"ci'}
+    [more] = parser.feed('ty": "Li')
+    assert more == {"tool_calls": [{"index": 0, "function": {"arguments": 'ty": "Li'}}]}
     assert parser.has_calls
 
 
@@ -214,7 +215,7 @@ def test_what_is_no_call_is_content(kind, text):
 
 def test_a_call_that_is_no_json_calls_nothing():
     parser = FormatParser(FORMATS["hermes"], "", with_calls=True)
-    assert parse(parser, ["<tool_call>not json</tool_call> after"]) == {"content": "not json after"}
+    assert parse(parser, ["<tool_call>not json</tool_call> after"]) == {"content": "<tool_call>not json</tool_call> after"}
     assert not parser.has_calls
 
 
@@ -295,8 +296,7 @@ def test_beginnings_of_calls_are_searched_once():
 
 
 def test_arguments_that_never_end_are_searched_once():
-    """Without the look-ahead of the pattern, this takes half a minute."""
+    """A search for the end that begins again at each parameter takes half a minute."""
     parser = FormatParser(FORMATS["qwen3_coder"], "", with_calls=True)
     text = "<tool_call><function=f>" + "<parameter=a>" * 5000
-    [call] = [call for delta in [*parser.feed(text), *parser.finish()] for call in delta["tool_calls"] if "id" in call]
-    assert call["function"]["name"] == "f"
+    assert parse(parser, [text]) == {"content": text}
