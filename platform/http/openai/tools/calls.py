@@ -21,8 +21,8 @@ Functions = list[dict[str, Any]]
 """Name and arguments of each call."""
 
 _ARGUMENTS = ("arguments", "parameters")
-_ENVELOPE = frozenset({"name", "type", "id", *_ARGUMENTS})
-"""Members of a call's object. One without arguments that has others is no call."""
+_ENVELOPE = frozenset({"name", "type", "id"})
+"""Members of a call's object other than its arguments. An object without arguments that has others is no call."""
 _CONTROL = regex.compile(r"\\?[\x00-\x1f]")
 """A control character, which JSON's strings must not have, with the backslash before it."""
 
@@ -157,7 +157,7 @@ class JsonCalls:
         self._key: str | None = None  # whose value comes next
         self._last: Any = None  # value of the last string directly in the object
         self._name: str | None = None
-        self._is_plain = True  # it has only the members of an envelope
+        self._outside = ""  # the object with 0 in place of the arguments
         self._value: JsonValue | None = None  # the arguments
         self._in_value = False
         self._early: list[str] = []  # arguments before the name
@@ -178,6 +178,7 @@ class JsonCalls:
             self._nest(lexeme)
             return True
         self._end_value()
+        self._outside += lexeme.text
         if inside:
             self._member(lexeme)
         self._nest(lexeme)
@@ -193,6 +194,7 @@ class JsonCalls:
         elif kind is Kind.PUNCTUATION and text == "{" and is_next:
             self._reset()
             self._held += text
+            self._outside = text
             self._depth += 1
         elif kind is Kind.PUNCTUATION and text == "[" and self._base == 0 and is_next:
             self._held += text
@@ -218,14 +220,21 @@ class JsonCalls:
         self._depth += (lexeme.text in "{[") - (lexeme.text in "}]")
         if self._depth > self._base:
             return
-        if self._is_call is None and self._is_marked and self._is_plain and self._name is not None and not self._value:
+        self._end_object()
+
+    def _end_object(self) -> None:
+        """Decide whether an object is a call. Text of a call that is neither its name nor its arguments is content."""
+        envelope = _envelope(self._outside)
+        is_named = self._name is not None and self._value is None and self._is_marked
+        if self._is_call is None and is_named and envelope is not None and envelope.keys() <= _ENVELOPE:
             self._confirm()
             self.deltas += self._calls.arguments("{}")
         elif self._is_call is None:
             self._refute()
-        self._was_call = bool(self._is_call)
-        if self._is_call:
+        elif self._is_call:
             self._calls.end(is_complete=self._value is None or self._value.is_complete)
+            self._content(self._outside if envelope is None else _others(envelope))
+        self._was_call = bool(self._is_call)
 
     def _member(self, lexeme: Lexeme) -> None:
         """Take a lexeme directly in the object of a call, outside of its arguments."""
@@ -243,7 +252,6 @@ class JsonCalls:
                 self._named(self._last)
         elif text == ":" and self._key is None:
             self._key = str(self._last)
-            self._is_plain &= self._key in _ENVELOPE
             if self._key in _ARGUMENTS and self._value is None:
                 self._value, self._in_value = JsonValue(), True
         elif text == ",":
@@ -275,8 +283,7 @@ class JsonCalls:
             assert self._value is not None
             self._pass(self._value.end())
             self._in_value, self._key = False, None
-            if not self._value.has_begun:
-                self._value, self._is_plain = None, False
+            self._outside += "0" if self._value.has_begun else ""
 
     def _confirm(self) -> None:
         """The object is a call: what was held is its envelope."""
@@ -303,13 +310,43 @@ class JsonCalls:
         """See `CallText`."""
         if self._depth > self._base:
             self._end_value()
-            self._was_call = bool(self._is_call)
             if self._is_call:
-                self._calls.end(is_complete=self._value is None or self._value.is_complete)
+                self._outside = self._outside.rstrip(" \n,") + "}"
+                self._end_object()
+            else:
+                self._was_call = False
         if not self._was_call:
             self._flush(mark or "")
         elif not mark:
             self._content(self._held[len(self._held.rstrip()) :])
+
+
+def _envelope(text: str) -> dict[str, Any] | None:
+    """Object of a call without its arguments; None if it is no JSON, or has a member twice."""
+    try:
+        value = json.loads(text, strict=False, object_pairs_hook=_unique)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _unique(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(members)
+    if len(value) < len(members):
+        raise ValueError("a member is there twice")
+    return value
+
+
+def _others(envelope: dict[str, Any]) -> str:
+    """Other members of a call that have text."""
+    has_arguments = False
+    others = {}
+    for name, value in envelope.items():
+        if name in _ARGUMENTS and not has_arguments:
+            has_arguments = True
+        elif name not in _ENVELOPE and '"' in json.dumps(value):
+            others[name] = value
+    return json.dumps(others, ensure_ascii=False) if others else ""
 
 
 class BareCall:

@@ -38,6 +38,7 @@ def _gemma(begin: str, end: str, quote: str, reasoning: dict[str, Any] = _THINK)
 _HARMONY_HEAD = r"(?:<\|start\|>assistant)?"
 _HARMONY_TO = r"\s*to=(?:functions\.)?(?P<name>[\w.-]+)"
 _HARMONY_CALLS = r"<\|channel\|>(?:commentary|analysis)"
+_HARMONY_CUT = r"(?:\s*to=[\w.-]*)?(?:\s*<\|constrain\|>\w*)?"
 FORMATS: dict[str, dict[str, Any]] = {
     "hermes": _format(
         {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "content": "json", "transform": _CALL}
@@ -114,7 +115,7 @@ FORMATS: dict[str, dict[str, Any]] = {
             # Headers and ends of messages, and a header at the end of an answer that is cut off.
             "close_pattern": _HARMONY_HEAD
             + r"<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>\w+)?<\|message\|>"
-            r"|<\|(?:return|end|call)\|>|<\|start\|>assistant[^<]*(?:<\|channel\|>[^<]*)?\Z|<\|channel\|>[^<]*\Z",
+            rf"|<\|(?:return|end|call)\|>|(?=<\|){_HARMONY_HEAD}{_HARMONY_CUT}(?:<\|channel\|>\w*{_HARMONY_CUT})?\Z",
             "content": "text",
         },
     ),

@@ -19,6 +19,10 @@ from .values import PARAMETER, properties_by_function, tagged_calls, with_types
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of the field of reasoning in response templates."""
+_KEPT = 256
+"""Characters that have been read and are kept: patterns of templates look back at white space and brackets."""
+_PIECE = 4096
+"""Characters that are read at once: each mark is searched in as many."""
 _STREAMED = "{content}", {"name": "{name}", "arguments": "{content}"}
 """Transforms of calls whose JSON can be passed on while it comes."""
 
@@ -142,7 +146,7 @@ class ForcedCalls:
         return self._read("", final=True)
 
     def _read(self, text: str, *, final: bool) -> list[Delta]:
-        self._text += text
+        self._text, self._start = self._text[self._start :] + text, 0
         deltas: list[Delta] = []
         if self._region is not None:
             self._start, has_ended = self._region.read(self._text, self._start, final=final)
@@ -250,8 +254,14 @@ class FormatParser:
 
     def feed(self, text: str) -> list[Delta]:
         """See `AnswerParser`."""
-        self._text += text
-        return _joined(self._read(final=False))
+        deltas: list[Delta] = []
+        for at in range(0, len(text), _PIECE):
+            read = max(self._start - _KEPT, 0)
+            if read > len(self._text) // 2:
+                self._text, self._start, self._empty_at = self._text[read:], self._start - read, self._empty_at - read
+            self._text += text[at : at + _PIECE]
+            deltas += self._read(final=False)
+        return _joined(deltas)
 
     def finish(self) -> list[Delta]:
         """See `AnswerParser`."""

@@ -26,19 +26,21 @@ PARAMETER = StringForm(
 
 
 def tagged_calls(name: str, lexemes: Sequence[Lexeme]) -> list[dict[str, Any]]:
-    """The call whose values stand between tags; none where there is other text."""
+    """The call whose values stand between tags; none if there is other text, or a parameter twice."""
     arguments: dict[str, str] = {}
+    is_twice = False
     outside, key, value = "", "", ""
     for kind, text, match in lexemes:
         if kind is Kind.OPEN:
             key, value = match["key"], ""
+            is_twice |= key in arguments
         elif kind is Kind.TEXT:
             value += text
         elif kind is Kind.CLOSE:
             arguments[key] = value.removeprefix("\n").removesuffix("\n")
         else:
             outside += text
-    if outside.strip() not in ("", "</function>"):
+    if is_twice or outside.strip() not in ("", "</function>"):
         return []
     return [{"name": name, "arguments": arguments}]
 
