@@ -58,7 +58,7 @@ async def chat_job(
         OutriderError: a field is wrong, or the conversation is too long; `param` is a chat's field.
     """
     serving, defaults = accepted.serving, accepted.defaults
-    choice = tool_choice_of(body)
+    choice = tool_choice_of(body, strict=serving.config.strict_fields)
     body.tools = list(choice.tools)
     max_tokens_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     params = _sampling_params(serving, body, defaults, choice, max_tokens_field)
