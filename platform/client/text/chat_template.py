@@ -32,6 +32,14 @@ _PAD = "\t \t"
 """White space after the text to be continued; where it is gone, the template trims the end of messages."""
 
 
+_NULL_CONTENT = (
+    "{%- set null_content = namespace(messages=[]) %}{%- for message in messages %}{%- set null_content.messages = "
+    "null_content.messages + [message if 'content' in message else dict(message, content=none)] %}{%- endfor %}"
+    "{%- set messages = null_content.messages %}"
+)
+"""Begin of a template that asks whether a content is null: transformers leaves out what is null."""
+
+
 class ChatOptions(TypedDict, total=False):
     """Options for rendering messages as a prompt."""
 
@@ -115,8 +123,11 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
         raise InvalidRequestError(f"the chat template refuses the messages: {error}", param="messages") from error
 
 
-def _apply(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> str:
+def _apply(tokenizer: Any, messages: list[dict[str, Any]], chat_template: str | None, **options: Any) -> str:
     """Apply the template of transformers, in bounded memory."""
+    if chat_template is not None and any(message["content"] is None for message in messages):
+        chat_template = _NULL_CONTENT + chat_template
+    options["chat_template"] = chat_template
     with template_memory():
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
         return text

@@ -121,9 +121,7 @@ def missing_tools(conversation: list[dict[str, Any]], render: Render) -> list[To
     return [place for place in places if place.mark not in arrived]
 
 
-def check_tools_arrive(
-    conversation: list[dict[str, Any]], missing: list[ToolPlace], text: str, render: Render
-) -> None:
+def check_tools_arrive(conversation: list[dict[str, Any]], missing: list[ToolPlace], text: str, render: Render) -> None:
     """Refuse a conversation whose tool calls or results the template leaves out. One of `missing` may be written
     otherwise, such as escaped: the prompt with other text in that place alone must then be another one."""
     for place in missing:

@@ -21,8 +21,8 @@ from .job import Event
 from .logprobs import chat_logprobs, pack, prompt_logprobs
 from .protocol import ChatCompletionRequest
 from .tools.answers import MakeParser, chunk_deltas, finish_reason, whole_message
-from .tools.functions import OLD_NAMES, in_old_form, old_reason, take_functions
 from .tools.calls import Delta
+from .tools.functions import OLD_NAMES, in_old_form, old_reason, take_functions
 from .tools.parser import AnswerParser
 
 router = APIRouter()

@@ -28,7 +28,6 @@ class ResponseAnswer:
         Args:
             items: conversation before the answer.
         """
-        body = accepted.body
         self._accepted = accepted
         self._items = items
         self._head = _head(accepted, chat)

@@ -7,8 +7,8 @@ from typing import Any
 
 from ....core.outputs import CompletionOutput
 from .arguments import flat_tools
-from .choice import ToolChoice
 from .calls import Delta
+from .choice import ToolChoice
 from .parser import AnswerParser, ForcedCalls, FormatParser, ReasonedCalls
 
 MakeParser = Callable[[], AnswerParser]
@@ -81,4 +81,3 @@ def chunk_deltas(
     if output.finish_reason is not None:
         deltas += parser.finish()
     return deltas, parser
-

@@ -45,7 +45,10 @@ FORMATS: dict[str, dict[str, Any]] = {
     ),
     "llama3_json": _format(
         {
-            "open_pattern": _SPACE + r'(?:<\|python_tag\|>\s*+)?(?=\{\s*"(?:type"\s*:\s*"function"\s*,\s*")?name"\s*:)',
+            # Not inside of other JSON.
+            "open_pattern": _SPACE
+            + r'(?:<\|python_tag\|>\s*+)?(?<!(?:[\[{]|"\s*:|[\]}"\d]\s*,)\s*)'
+            + r'(?=\[?\s*\{\s*"(?:type"\s*:\s*"function"\s*,\s*")?name"\s*:)',
             "close_pattern": r";|<\|eom_id\|>",
             "content": "json",
             "transform": _CALL,
@@ -113,8 +116,7 @@ FORMATS: dict[str, dict[str, Any]] = {
         },
         {
             # Headers and ends of messages, and a header at the end of an answer that is cut off.
-            "close_pattern": _HARMONY_HEAD
-            + r"<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>\w+)?<\|message\|>"
+            "close_pattern": _HARMONY_HEAD + r"<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>\w+)?<\|message\|>"
             rf"|<\|(?:return|end|call)\|>|(?=<\|){_HARMONY_HEAD}{_HARMONY_CUT}(?:<\|channel\|>\w*{_HARMONY_CUT})?\Z",
             "content": "text",
         },

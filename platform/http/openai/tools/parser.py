@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Protocol
 
 import regex
 
-from .calls import BareCall, CallDeltas, CallText, Delta, Functions, JsonCalls, WholeCalls, as_json, text_of
+from .calls import CallDeltas, CallText, Delta, Functions, WholeCalls, as_json, text_of
+from .json_calls import BareCall, JsonCalls
 from .scanner import JSON_STRING, Kind, Lexeme, Scanner, StringForm, find
 from .values import PARAMETER, properties_by_function, tagged_calls, with_types
-
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of the field of reasoning in response templates."""
@@ -113,9 +113,7 @@ class _Calls:
 class ForcedCalls:
     """Parser of an answer that a grammar has made one call, or a list of calls."""
 
-    def __init__(
-        self, name: str | None, names: Collection[str] | None = None, *, parallel: bool = True
-    ) -> None:
+    def __init__(self, name: str | None, names: Collection[str] | None = None, *, parallel: bool = True) -> None:
         """Make a parser.
 
         Args:

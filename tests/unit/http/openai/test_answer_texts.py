@@ -23,7 +23,15 @@ THINK = {
 }
 MARKS = (
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", ";", "<|python_tag|>", "<function=f>", "</function>"),
-    *("</parameter> x", "<parameter=a>", "<end_function_call>", "<tool_call|>", "<｜tool▁call▁end｜>", "\n```", "<|end|>"),
+    *(
+        "</parameter> x",
+        "<parameter=a>",
+        "<end_function_call>",
+        "<tool_call|>",
+        "<｜tool▁call▁end｜>",
+        "\n```",
+        "<|end|>",
+    ),
     *('{"name": "do.nothing", "parameters": {}}', "[do.nothing()]", "]", "}", '"', "\\", "\\n", "\n", "\t", "é😀", "'"),
 )
 """Texts inside of arguments."""
@@ -71,7 +79,9 @@ class Writer:
         if kind < 3:
             return self.random.choice(["", " ", "\n\n"]) + self.words() + self.random.choice(["", " ", "\n"])
         if kind == 3:
-            return self.random.choice(['{"name": "%s", "age": 3}', '{"%s": [1]}', "[%s, 2]", "{%s", '["%s']) % self.word()
+            return (
+                self.random.choice(['{"name": "%s", "age": 3}', '{"%s": [1]}', "[%s, 2]", "{%s", '["%s']) % self.word()
+            )
         if kind == 4 and self.kind != "pythonic":
             return self.call(f"other{self.random.randint(0, 9)}")
         if kind == 5 and self.kind != "pythonic":
@@ -123,7 +133,8 @@ def lax(value: Any, quote: str) -> str:
 
 
 TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}} for name in NAMES
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+    for name in NAMES
 ]
 
 
@@ -162,13 +173,15 @@ def pieces_of(text: str, random: Random) -> list[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_text_vanishes(kind):
-    for seed in range(250):
+    for seed in range(150):
         writer = Writer(kind, seed)
         text = writer.answer()
         if seed % 3 == 0:
             text = text[: writer.random.randint(0, len(text))]
         whole = parsed(kind, [text])
-        found = " ".join([whole["content"], whole["reasoning_content"], *(call["arguments"] for call in whole["calls"])])
+        found = " ".join(
+            [whole["content"], whole["reasoning_content"], *(call["arguments"] for call in whole["calls"])]
+        )
         lost = set(WORD.findall(text)) - set(WORD.findall(found))
         assert not lost, (lost, text, whole)
         for _ in range(4):
@@ -178,7 +191,7 @@ def test_no_text_vanishes(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_are_read_as_they_were_meant(kind):
     """Whole calls, with marks in their strings, among text: the calls and the text are what was written."""
-    for seed in range(150):
+    for seed in range(100):
         writer = Writer(kind, seed)
         texts, calls = [], []
         for _ in range(1 if kind in ("pythonic", "openai") else writer.random.randint(1, 3)):
@@ -192,7 +205,13 @@ def test_calls_are_read_as_they_were_meant(kind):
         expected = writer.calls
         if kind == "qwen3_coder":  # without a schema all values are texts
             expected = [
-                {**call, "arguments": {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in call["arguments"].items()}}
+                {
+                    **call,
+                    "arguments": {
+                        k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)
+                        for k, v in call["arguments"].items()
+                    },
+                }
                 for call in expected
             ]
         assert [{**call, "arguments": json.loads(call["arguments"])} for call in whole["calls"]] == expected, parts
@@ -202,7 +221,7 @@ def test_calls_are_read_as_they_were_meant(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_call_that_is_cut_is_never_mended(kind):
     """At each place: arguments that can be read are those that were written."""
-    for seed in range(12):
+    for seed in range(6):
         writer = Writer(kind, seed)
         text = writer.call("write_file")
         complete = json.loads(parsed(kind, [text])["calls"][0]["arguments"])
@@ -211,4 +230,9 @@ def test_a_call_that_is_cut_is_never_mended(kind):
             for call in message["calls"]:
                 assert not is_whole(call) or json.loads(call["arguments"]) == complete, text[:cut]
                 assert message["is_cut"] == (not is_whole(call))
-            assert message["calls"] or "write_file" not in text[:cut] or "write_file" in message["content"] or kind == "openai"
+            assert (
+                message["calls"]
+                or "write_file" not in text[:cut]
+                or "write_file" in message["content"]
+                or kind == "openai"
+            )

@@ -30,6 +30,11 @@ ANSWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         f'<|python_tag|>{{"name": "get_weather", "parameters": {JSON}}}; {{"name": "do.nothing", "parameters": {{}}}}',
         {"tool_calls": [WEATHER, NOTHING]},
     ),
+    "llama, a list": (
+        "llama3_json",
+        f'Sure, [{{"name": "get_weather", "parameters": {JSON}}}, {{"name": "do.nothing", "parameters": {{}}}}]',
+        {"content": "Sure,", "tool_calls": [WEATHER, NOTHING]},
+    ),
     "pythonic": (
         "pythonic",
         """[get_weather(city='Par"is}', days=[1, {"a": "]"}]), do.nothing()]""",
@@ -113,6 +118,16 @@ ANSWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "<tool_call><function=f><parameter=a>\n1\n</parameter></function>\nDone\n"
         "<tool_call><function=f><parameter=a>\n2\n</parameter></function></tool_call>",
         {"content": "Done", "tool_calls": [{"name": "f", "arguments": {"a": number}} for number in "12"]},
+    ),
+    "a list beside the name": (
+        "hermes",
+        f'<tool_call>{{"name": "get_weather", "tags": [1], "arguments": {JSON}}}</tool_call>',
+        {"tool_calls": [WEATHER]},
+    ),
+    "white space between content and calls": (
+        "hermes",
+        f"\nOne \n<tool_call>{json.dumps(NOTHING)}</tool_call> <tool_call>{json.dumps(NOTHING)}</tool_call>\n Two ",
+        {"content": "One \n \n Two ", "tool_calls": [NOTHING, NOTHING]},
     ),
     "arguments as a string, of a call that does not end": (
         "hermes",
@@ -215,7 +230,9 @@ def test_what_is_no_call_is_content(kind, text):
 
 def test_a_call_that_is_no_json_calls_nothing():
     parser = FormatParser(FORMATS["hermes"], "", with_calls=True)
-    assert parse(parser, ["<tool_call>not json</tool_call> after"]) == {"content": "<tool_call>not json</tool_call> after"}
+    assert parse(parser, ["<tool_call>not json</tool_call> after"]) == {
+        "content": "<tool_call>not json</tool_call> after"
+    }
     assert not parser.has_calls
 
 
@@ -247,6 +264,90 @@ def test_a_format_is_guessed_from_the_chat_template(template, kind):
     tokenizer.response_template = {"own": 1}
     assert format_of(None, tokenizer) == {"own": 1}
     assert format_of(None, Tokenizer()) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "passed"),
+    [
+        ("null", "{}"),
+        ('""', "{}"),
+        ('"null"', "{}"),
+        ('"{}"', "{}"),
+        ('{"a": "1\n2\t\x01"}', '{"a": "1\\n2\\t\\u0001"}'),
+        ('{"a": "\\\\\n"}', '{"a": "\\\\\\n"}'),
+        ('{"a": "\\\n"}', '{"a": "\\n"}'),
+        ("[1]", "[1]"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": %s}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": %s, "name": "f"}</tool_call>'),
+        ("llama3_json", '{"name": "f", "parameters": %s}'),
+        ("mistral", "[TOOL_CALLS]f[ARGS]%s"),
+        ("openai", "<|channel|>commentary to=f<|message|>%s<|call|>"),
+    ],
+)
+def test_arguments_are_json(kind, form, said, passed):
+    text = form % said
+    for pieces in ([text], text):
+        parser = FormatParser(FORMATS[kind], "", with_calls=True)
+        deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+        assert "".join(delta["tool_calls"][0]["function"]["arguments"] for delta in deltas) == passed
+        assert not parser.is_cut
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("llama3_json", '{"name": "Ann", "age": 3}'),
+        ("llama3_json", '{"name": "f", "age": 3}'),
+        ("llama3_json", '{"result": {"name": "f", "parameters": {}}}'),
+        ("hermes", '<tool_call>{"name": "g", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "age": 3}</tool_call>'),
+        ("mistral", "[TOOL_CALLS]g[ARGS]{}[TOOL_CALLS]f[ARGS]Sorry"),
+        ("qwen3_coder", "<function=g>\n<parameter=a>\n1\n</parameter>\n</function>"),
+        ("openai", '<|channel|>commentary to=python <|constrain|>json<|message|>{"a": 1}'),
+        ("openai", "Hello"),
+        ("pythonic", "[g(a=1)]"),
+        ("gemma4", "<|tool_call>call:g{a:1}<tool_call|>"),
+    ],
+)
+def test_what_is_no_call_of_a_tool_stays_as_it_was(kind, text):
+    for pieces in ([text], text):
+        assert parse(FormatParser(FORMATS[kind], "", with_calls=True, names={"f"}), pieces) == {"content": text}
+
+
+def test_a_recipient_without_functions_is_a_call():
+    text = '<|channel|>commentary to=f <|constrain|>json<|message|>{"a": 1}<|call|>'
+    message = parse(FormatParser(FORMATS["openai"], "", with_calls=True, names={"f"}), text)
+    assert message == {"tool_calls": [{"name": "f", "arguments": {"a": 1}}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "array"}, "['a', True, None]", ["a", True, None]),
+        ({"type": "object"}, "{'a': (1, 2)}", {"a": [1, 2]}),
+        ({"anyOf": [{"type": "object"}, {"type": "null"}]}, '{"a": 1}', {"a": 1}),
+        ({"type": "array"}, "open('x')", "open('x')"),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"enum": ["1", "2"]}, "2", "2"),
+        ({"const": True}, "True", True),
+        ({"const": 3}, "3", 3),
+        ({"type": "number"}, "1_0", "1_0"),
+        ({"type": "integer"}, "3.0", 3),
+        ({"type": "array"}, "[NaN]", "[NaN]"),
+        ({"type": "string"}, "[1]", "[1]"),
+        ({}, "1", "1"),
+    ],
+)
+def test_values_of_tags_have_the_types_of_the_schema(schema, text, value):
+    tools = [{"function": {"name": "f", "parameters": {"properties": {"a": schema}}}}]
+    parser = FormatParser(FORMATS["qwen3_coder"], "", with_calls=True, tools=tools)
+    answer = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    assert parse(parser, [answer]) == {"tool_calls": [{"name": "f", "arguments": {"a": value}}]}
 
 
 def test_the_template_for_gemma_3(repo_root):
