@@ -154,22 +154,6 @@ def test_items_of_an_answer():
     assert (call["name"], json.loads(call["arguments"]), call["status"]) == (*CALL.values(), "completed")
 
 
-@pytest.mark.parametrize(
-    ("text", "status", "statuses"),
-    [
-        (ANSWERS["cut"], "incomplete", ["completed", "incomplete"]),
-        (ANSWERS["cut"], "completed", ["completed", "incomplete"]),  # by a stop string
-        (ANSWERS["text and call"] + "\n", "incomplete", ["completed", "completed"]),
-        ('<tool_call>{"name": "f", "arguments": {"a": </tool_call>Hm', "completed", ["incomplete", "completed"]),
-    ],
-)
-def test_a_call_is_complete_when_its_arguments_are(text, status, statuses):
-    output = OutputItems(parser_of(""))
-    output.feed(text)
-    output.finish(status)
-    assert [item["status"] for item in output.items] == statuses
-
-
 # --- a response ---
 
 

@@ -325,31 +325,6 @@ def test_a_recipient_without_functions_is_a_call():
     assert message == {"tool_calls": [{"name": "f", "arguments": {"a": 1}}]}
 
 
-@pytest.mark.parametrize(
-    ("schema", "text", "value"),
-    [
-        ({"type": "array"}, "['a', True, None]", ["a", True, None]),
-        ({"type": "object"}, "{'a': (1, 2)}", {"a": [1, 2]}),
-        ({"anyOf": [{"type": "object"}, {"type": "null"}]}, '{"a": 1}', {"a": 1}),
-        ({"type": "array"}, "open('x')", "open('x')"),
-        ({"enum": [1, 2]}, "2", 2),
-        ({"enum": ["1", "2"]}, "2", "2"),
-        ({"const": True}, "True", True),
-        ({"const": 3}, "3", 3),
-        ({"type": "number"}, "1_0", "1_0"),
-        ({"type": "integer"}, "3.0", 3),
-        ({"type": "array"}, "[NaN]", "[NaN]"),
-        ({"type": "string"}, "[1]", "[1]"),
-        ({}, "1", "1"),
-    ],
-)
-def test_values_of_tags_have_the_types_of_the_schema(schema, text, value):
-    tools = [{"function": {"name": "f", "parameters": {"properties": {"a": schema}}}}]
-    parser = FormatParser(FORMATS["qwen3_coder"], "", with_calls=True, tools=tools)
-    answer = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
-    assert parse(parser, [answer]) == {"tool_calls": [{"name": "f", "arguments": {"a": value}}]}
-
-
 def test_the_template_for_gemma_3(repo_root):
     """The calls of a conversation are written as the parser reads them."""
     template = (repo_root / "examples" / "gemma3_tools.jinja").read_text(encoding="utf-8")
