@@ -135,7 +135,7 @@ def check_tools_arrive(conversation: list[dict[str, Any]], missing: list[ToolPla
 class ToolPlace(NamedTuple):
     """A tool call or a result in a conversation."""
 
-    index: int
+    message: int
     call: int | None
     """Index of the call in the message; None: the message is a result."""
     mark: str
@@ -143,12 +143,12 @@ class ToolPlace(NamedTuple):
     @property
     def param(self) -> str:
         """Name in errors."""
-        return f"messages[{self.index}]" + ("" if self.call is None else ".tool_calls")
+        return f"messages[{self.message}]" + ("" if self.call is None else ".tool_calls")
 
     def replaced(self, conversation: list[dict[str, Any]], *, everything: bool) -> list[dict[str, Any]]:
         """The conversation with the mark in place of the name, with `everything` of the arguments too, or of the
         result."""
-        message = conversation[self.index]
+        message = conversation[self.message]
         if self.call is None:
             message = {**message, "content": [{"type": "text", "text": self.mark}]}
         else:
@@ -159,7 +159,7 @@ class ToolPlace(NamedTuple):
                 "function": function | ({"arguments": {self.mark: self.mark}} if everything else {}),
             }
             message = {**message, "tool_calls": calls}
-        return [*conversation[: self.index], message, *conversation[self.index + 1 :]]
+        return [*conversation[: self.message], message, *conversation[self.message + 1 :]]
 
 
 def _tool_places(conversation: list[dict[str, Any]]) -> Iterator[ToolPlace]:

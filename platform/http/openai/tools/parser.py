@@ -225,7 +225,7 @@ class FormatParser:
 
         spec = load_response_template(template)
         self._fields = {name: each for name, each in spec.fields.items() if with_calls or name != "tool_calls"}
-        self._implicit = self._fields.get(spec.implicit)
+        self._implicit = self._fields.get(spec.implicit or "")
         self._notation = _Notation(template["fields"].get("tool_calls") or {}, tools)
         self._calls = CallDeltas(names, parallel=parallel)
         self._text, self._start = "", 0
@@ -362,7 +362,8 @@ class _Notation:
     def region(self, calls: CallDeltas, field: Any, match: Any) -> _Calls:
         """The region that a match of the template's mark begins."""
         begin, captures = match.group(), {name: text for name, text in match.groupdict().items() if text is not None}
-        name, reader = captures.get("name"), None
+        name = captures.get("name")
+        reader: CallText
         if self._streams:
             reader = JsonCalls(calls, begin) if name is None else BareCall(calls, name, begin)
         else:
@@ -380,6 +381,7 @@ class _Notation:
         """Functions of the calls in a region; none if something in it is no call."""
         from transformers.utils.chat_parsing.content_parsers import process_field
 
+        functions: list[Any]
         if self._is_tagged and "name" in captures:
             functions = tagged_calls(captures["name"], lexemes)
         else:
@@ -388,7 +390,7 @@ class _Notation:
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 return []
             calls = value if isinstance(value, list) else [value]
-            functions = [call.get("function") if isinstance(call, dict) else None for call in calls]
+            functions = [call.get("function") if isinstance(call, dict) else {} for call in calls]
         if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in functions):
             return []
         return [with_types(function, self._properties.get(function["name"], {})) for function in functions]

@@ -13,7 +13,10 @@ import regex
 from .scanner import Kind, Lexeme, StringForm
 
 _NUMBER = regex.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", regex.ASCII)
-_CONSTANTS = {"boolean": {"true": True, "false": False, "1": True, "0": False}, "null": {"null": None, "none": None}}
+_CONSTANTS: dict[str, dict[str, bool | None]] = {
+    "boolean": {"true": True, "false": False, "1": True, "0": False},
+    "null": {"null": None, "none": None},
+}
 _TYPES = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
 _MAX_LITERAL = 65_536
 """Longest text in characters that is read as a literal of Python: the parser needs about 100 times its memory."""
