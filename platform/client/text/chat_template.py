@@ -13,13 +13,13 @@ import re
 import uuid
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict, cast
 
 from ...core.compat.foreign_options import take_foreign
 from ...core.compat.vllm_python import CHAT
 from ...core.errors import InvalidRequestError, invalid
 from .deadline import DeadlineError, deadline
-from .template_checks import check_texts_arrive, check_tools_are_listed, check_tools_arrive
+from .template_checks import check_texts_arrive, check_tools_are_listed, check_tools_arrive, missing_tools
 from .template_memory import TemplateMemoryError, template_memory
 
 TEMPLATE_SECONDS = 10.0
@@ -30,6 +30,14 @@ _PROBE = "zqprobezq"
 _A_AS_PARTS = [{"type": "text", "text": "a"}]
 _PAD = "\t \t"
 """White space after the text to be continued; where it is gone, the template trims the end of messages."""
+
+
+_NULL_CONTENT = (
+    "{%- set null_content = namespace(messages=[]) %}{%- for message in messages %}{%- set null_content.messages = "
+    "null_content.messages + [message if 'content' in message else dict(message, content=none)] %}{%- endfor %}"
+    "{%- set messages = null_content.messages %}"
+)
+"""Begin of a template that asks whether a content is null: transformers leaves out what is null."""
 
 
 class ChatOptions(TypedDict, total=False):
@@ -96,11 +104,12 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
             return _render_open(one, conversation) if continue_final_message else one(conversation)
 
         def checked(conversation: list[dict[str, Any]], tools: Any) -> str:
+            one = partial(render, tools=tools)
+            missing = [] if continue_final_message else missing_tools(conversation, one)
             text = render_open(conversation, tools)
             check_texts_arrive(conversation, text)
             check_tools_are_listed(tools or (), text, lambda tools: render_open(conversation, tools or None))
-            if not continue_final_message:
-                check_tools_arrive(conversation, text, partial(render, tools=tools))
+            check_tools_arrive(conversation, missing, text, one)
             return text
 
         with deadline(TEMPLATE_SECONDS):
@@ -114,8 +123,11 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
         raise InvalidRequestError(f"the chat template refuses the messages: {error}", param="messages") from error
 
 
-def _apply(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> str:
+def _apply(tokenizer: Any, messages: list[dict[str, Any]], chat_template: str | None, **options: Any) -> str:
     """Apply the template of transformers, in bounded memory."""
+    if chat_template is not None and any(message["content"] is None for message in messages):
+        chat_template = _NULL_CONTENT + chat_template
+    options["chat_template"] = chat_template
     with template_memory():
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
         return text
@@ -131,10 +143,38 @@ def _in_form(tokenizer: Any, template: str | None, conversation: list[dict[str, 
         if not _reads_parts(tokenizer, template, message["role"]):
             message = {**message, "content": "\n".join(part["text"] for part in message["content"])}
         if message.get("tool_calls"):
-            form = _with_arguments_as_text if _reads_arguments_as_text(tokenizer, template) else _with_an_object
-            message = {**message, "tool_calls": [form(call) for call in message["tool_calls"]]}
-        result.append(message)
+            result += _with_calls(message, _calls_form(tokenizer, template))
+        else:
+            result.append(message)
     return result
+
+
+class _CallsForm(NamedTuple):
+    """How a template reads an assistant's message with calls."""
+
+    content: str
+    """Content beside which it writes calls: "any", "empty", or "null" (DeepSeek's templates)."""
+    as_text: bool
+    """It reads the arguments as JSON text, and not as an object."""
+
+
+def _with_calls(message: dict[str, Any], form: _CallsForm) -> list[dict[str, Any]]:
+    """The message in the form that the template reads. Content that it would write in place of the calls is a message
+    before them."""
+    write = _with_arguments_as_text if form.as_text else _with_an_object
+    called = {**message, "tool_calls": [write(call) for call in message["tool_calls"]]}
+    if form.content == "any":
+        return [called]
+    content = message["content"]
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    if form.content == "null":
+        called["content"] = None
+    elif text:
+        called["content"] = "" if isinstance(content, str) else [{"type": "text", "text": ""}]
+    if not text:
+        return [called]
+    before = {name: value for name, value in message.items() if name != "tool_calls"}
+    return [before, {name: value for name, value in called.items() if name != "reasoning_content"}]
 
 
 def _with_arguments_as_text(call: dict[str, Any]) -> dict[str, Any]:
@@ -151,18 +191,22 @@ def _with_an_object(call: dict[str, Any]) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=64)
-def _reads_arguments_as_text(tokenizer: Any, template: str | None) -> bool:
-    """True when the template reads the arguments of a call as JSON text, and not as an object."""
+def _calls_form(tokenizer: Any, template: str | None) -> _CallsForm:
+    """The form in which a probing call's arguments arrive in the template's text."""
     function: dict[str, Any] = {"name": "f", "arguments": {"a": _PROBE}}
     call = {"id": "zqcallid9", "type": "function", "function": function}
+    content: Any = _A_AS_PARTS if _reads_parts(tokenizer, template, "assistant") else "a"
+    empty: Any = [{"type": "text", "text": ""}] if isinstance(content, list) else ""
 
-    def arrives(call: dict[str, Any]) -> bool:
-        assistant = {"role": "assistant", "content": "", "tool_calls": [call]}
+    def arrives(form: _CallsForm) -> bool:
+        given = {"role": "assistant", "content": content if form.content == "any" else empty, "tool_calls": [call]}
         result = {"role": "tool", "content": "b", "tool_call_id": "zqcallid9"}
-        text = _render_probe(tokenizer, template, [_probing_user(tokenizer, template), assistant, result])
+        messages = [_probing_user(tokenizer, template), *_with_calls(given, form), result]
+        text = _render_probe(tokenizer, template, messages)
         return _PROBE in text.replace(f"'{_PROBE}'", "")  # an object printed as it is is no JSON
 
-    return not arrives(call) and arrives(_with_arguments_as_text(call))
+    forms = [_CallsForm(kind, as_text) for kind in ("any", "empty", "null") for as_text in (False, True)]
+    return next((form for form in forms if arrives(form)), forms[0])
 
 
 @lru_cache(maxsize=64)
@@ -342,7 +386,11 @@ def _tool_call(index: int, call: object) -> dict[str, Any]:
     if not isinstance(call, dict) or not isinstance(function, dict):
         raise InvalidRequestError(f"messages[{index}].tool_calls: each needs a function", param="messages")
     arguments = function.get("arguments")
+    if arguments is None:
+        arguments = {}
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments or "{}")
+            arguments = json.loads(arguments or "{}", strict=False)
+    if not isinstance(arguments, str | dict) or not arguments:
+        arguments = {}  # null, a list, a number: no function has such arguments
     return {**call, "function": {**function, "arguments": arguments}}

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import html
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...core.errors import InvalidRequestError
 
-_WORD = re.compile(r"[A-Za-z0-9]+", re.ASCII)
-_SEARCHED = 1000
-"""Characters of a tool's result in which a word is looked for."""
+_MAX_COMPARED = 4
+"""Calls and results that are compared one by one with a template that refuses marks: each is a rendering."""
 
 Search = Callable[[str, str, int], int | None]
 """Finds a text in the prompt from a place on; returns where it ends."""
@@ -109,33 +107,68 @@ def check_tools_are_listed(tools: Sequence[Any], text: str, render: Callable[[li
         )
 
 
-def check_tools_arrive(conversation: list[dict[str, Any]], text: str, render: Render) -> None:
-    """Refuse a conversation whose tool calls or results the template leaves out. Those are looked at more closely of
-    which a name or word does not stand in the text, in order: without them the text must be another."""
-    position = 0
+def missing_tools(conversation: list[dict[str, Any]], render: Render) -> list[ToolPlace]:
+    """Tool calls and results that do not arrive in the prompt as they are, for `check_tools_arrive`: the template is
+    rendered with a mark in place of each function's name and each result."""
+    places = list(_tool_places(conversation))
+    marked = conversation
+    for place in places:
+        marked = place.replaced(marked, everything=False)
+    try:
+        arrived = render(marked).casefold() if places else ""
+    except Exception:  # the template reads what the marks replaced
+        return places[:_MAX_COMPARED]
+    return [place for place in places if place.mark not in arrived]
+
+
+def check_tools_arrive(conversation: list[dict[str, Any]], missing: list[ToolPlace], text: str, render: Render) -> None:
+    """Refuse a conversation whose tool calls or results the template leaves out. One of `missing` may be written
+    otherwise, such as escaped: the prompt with other text in that place alone must then be another one."""
+    for place in missing:
+        if not _is_same(text, render, place.replaced(conversation, everything=True)):
+            return  # and so are the others: to render them all takes too long
+        raise InvalidRequestError(
+            f"{place.param}: the model's chat template leaves tool calls or their results out", param=place.param
+        )
+
+
+class ToolPlace(NamedTuple):
+    """A tool call or a result in a conversation."""
+
+    message: int
+    call: int | None
+    """Index of the call in the message; None: the message is a result."""
+    mark: str
+
+    @property
+    def param(self) -> str:
+        """Name in errors."""
+        return f"messages[{self.message}]" + ("" if self.call is None else ".tool_calls")
+
+    def replaced(self, conversation: list[dict[str, Any]], *, everything: bool) -> list[dict[str, Any]]:
+        """The conversation with the mark in place of the name, with `everything` of the arguments too, or of the
+        result."""
+        message = conversation[self.message]
+        if self.call is None:
+            message = {**message, "content": [{"type": "text", "text": self.mark}]}
+        else:
+            calls = list(message["tool_calls"])
+            function = {**calls[self.call]["function"], "name": self.mark}
+            calls[self.call] = {
+                **calls[self.call],
+                "function": function | ({"arguments": {self.mark: self.mark}} if everything else {}),
+            }
+            message = {**message, "tool_calls": calls}
+        return [*conversation[: self.message], message, *conversation[self.message + 1 :]]
+
+
+def _tool_places(conversation: list[dict[str, Any]]) -> Iterator[ToolPlace]:
+    """Calls and results, in their order."""
     for index, message in enumerate(conversation):
-        for place, word, without in _tool_words(index, message):
-            position = text.find(word, position) + len(word)
-            if position >= len(word):
-                continue
-            if _is_same(text, render, [*conversation[:index], without, *conversation[index + 1 :]]):
-                raise InvalidRequestError(
-                    f"{place}: the model's chat template leaves tool calls or their results out", param=place
-                )
-            return
-
-
-def _tool_words(index: int, message: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Place and a word of each tool call or result of a message, and the message without it."""
-    for call in message.get("tool_calls") or ():
-        without = {name: value for name, value in message.items() if name != "tool_calls"}
-        yield f"messages[{index}].tool_calls", str(call["function"].get("name")), without
-    if message["role"] == "tool":
-        text = "\n".join(part["text"] for part in message["content"])
-        words = _WORD.findall(text[:_SEARCHED])
-        if words:
-            without = {**message, "content": [{"type": "text", "text": ""}]}
-            yield f"messages[{index}]", max(words, key=len), without
+        for call in range(len(message.get("tool_calls") or ())):
+            yield ToolPlace(index, call, f"zqtool{index}x{call}zq")
+        if message["role"] == "tool" and any(part["text"].strip() for part in message["content"]):
+            yield ToolPlace(index, None, f"zqtool{index}zq")
 
 
 def _is_same(text: str, render: Callable[[list[Any]], str], without: list[Any]) -> bool:

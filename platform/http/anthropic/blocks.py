@@ -6,13 +6,12 @@ same blocks. The events of a text, with the deltas of each block joined, do not 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
-from pydantic_core import from_json
-
-from ..openai.tools.answers import first_call_only
-from ..openai.tools.parser import AnswerParser, Delta
+from ..openai.tools.calls import Delta
+from ..openai.tools.parser import AnswerParser
 
 Event = dict[str, Any]
 
@@ -29,16 +28,15 @@ _TEXTS = {
 class BlockEvents:
     """Writer of the events of one answer's blocks."""
 
-    def __init__(self, parser: AnswerParser, *, parallel: bool) -> None:
+    def __init__(self, parser: AnswerParser) -> None:
         self._parser = parser
-        self._parallel = parallel
         self._index = -1
         self._kind = ""  # of the block that is open; "" for none
 
     @property
     def has_calls(self) -> bool:
-        """True once the answer calls a tool."""
-        return self._parser.has_calls
+        """True once the answer calls a tool, unless it has ended inside a call."""
+        return self._parser.has_calls and not self._parser.is_cut
 
     def feed(self, text: str) -> list[Event]:
         """Events of the next piece of the text."""
@@ -50,7 +48,7 @@ class BlockEvents:
 
     def _events(self, deltas: list[Delta]) -> list[Event]:
         events: list[Event] = []
-        for delta in first_call_only(deltas, parallel=self._parallel):
+        for delta in deltas:
             for name, value in delta.items():
                 if name == "tool_calls":
                     events += self._call(value[0])
@@ -90,7 +88,8 @@ class BlockEvents:
 
 
 def whole_content(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """Blocks of a whole answer. The input of a call that was cut off has what was complete."""
+    """Blocks of a whole answer. The input of a `tool_use` block is an object, which a call that was cut off does not
+    have: its text is a text block."""
     blocks: list[dict[str, Any]] = []
     for event in events:
         if event["type"] == "content_block_start":
@@ -99,15 +98,15 @@ def whole_content(events: Iterable[Event]) -> list[dict[str, Any]]:
             block, delta = blocks[-1], event["delta"]
             name = next(name for name in delta if name != "type")
             block[name] = block.get(name, "") + delta[name]
-    for block in blocks:
-        if "partial_json" in block:
-            block["input"] = _object(block.pop("partial_json"))
-    return blocks
+    return [_whole_call(block) if block["type"] == "tool_use" else block for block in blocks]
 
 
-def _object(text: str) -> dict[str, Any]:
+def _whole_call(block: dict[str, Any]) -> dict[str, Any]:
+    text = block.pop("partial_json", "")
     try:
-        value = from_json(text, allow_partial=True)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict):
+        return block | {"input": value}
+    return {"type": "text", "text": f'{{"name": {json.dumps(block["name"])}, "arguments": {text}'}

@@ -57,7 +57,7 @@ async def _answer(accepted: Accepted[MessagesRequest], chat: ChatCompletionReque
         )
     except PromptTooLongError as error:
         raise _too_long(error) from error
-    answer = Answer(made.job, body, BlockEvents(made.parser(), parallel=chat.parallel_tool_calls is not False))
+    answer = Answer(made.job, body, BlockEvents(made.parser()))
     return await accepted.run(made.job, answer if body.stream else None, answer.whole)
 
 
@@ -150,7 +150,10 @@ class Answer:
         """The message object of a whole answer."""
         [choice] = collected.choices
         content = whole_content([*self._blocks.feed(choice.text), *self._blocks.finish()])
-        return self._message(content, collected.totals) | self._ended(choice.finish_reason, choice.stop_reason)
+        ended = self._ended(choice.finish_reason, choice.stop_reason)
+        if ended["stop_reason"] == "tool_use" and not any(block["type"] == "tool_use" for block in content):
+            ended["stop_reason"] = "end_turn"  # the arguments are no object
+        return self._message(content, collected.totals) | ended
 
     def _ended(self, reason: str | None, stopped_by: int | str | None) -> dict[str, Any]:
         """Reason of the end.

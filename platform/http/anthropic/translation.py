@@ -72,7 +72,8 @@ def chat_request(body: CountTokensRequest) -> ChatCompletionRequest:
         fields["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
     if choice is not None:
         fields["tool_choice"] = _choice(choice)
-        fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        one_only = choice.disable_parallel_tool_use
+        fields["parallel_tool_calls"] = None if one_only is None else not one_only
     output = body.output_config or OutputConfig()
     if output.format is not None:
         fields["response_format"] = _format(output.format)

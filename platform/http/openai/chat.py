@@ -21,8 +21,9 @@ from .job import Event
 from .logprobs import chat_logprobs, pack, prompt_logprobs
 from .protocol import ChatCompletionRequest
 from .tools.answers import MakeParser, chunk_deltas, finish_reason, whole_message
+from .tools.calls import Delta
 from .tools.functions import OLD_NAMES, in_old_form, old_reason, take_functions
-from .tools.parser import AnswerParser, Delta
+from .tools.parser import AnswerParser
 
 router = APIRouter()
 
@@ -67,8 +68,7 @@ def _choice(body: ChatCompletionRequest, make_parser: MakeParser | None, index: 
     message: dict[str, Any] = {"content": choice.text}
     reason = choice.finish_reason
     if make_parser is not None:
-        parallel = body.parallel_tool_calls is not False
-        message, parser = whole_message(choice.text, make_parser, parallel=parallel)
+        message, parser = whole_message(choice.text, make_parser)
         reason = finish_reason(reason, parser)
         if body.functions:
             message, reason = in_old_form(message), old_reason(reason)
@@ -96,12 +96,13 @@ class _ChatChunks:
         """See ChunkEncoder."""
         chunks: list[Chunk] = []
         for output in event.output.outputs:
+            if self._make_parser is not None:
+                chunks += self._parsed(event, output, self._make_parser)
+                continue
             if output.index not in self._started:
                 self._started.add(output.index)
-                chunks.append(self._first(output.index, event))
-            if self._make_parser is not None:
-                chunks += self._parsed(output, self._make_parser)
-            elif not self._plain or output.finish_reason is not None:
+                chunks.append(self._first(output.index, event, {"content": ""}))
+            if not self._plain or output.finish_reason is not None:
                 chunks.append(self._full(output))
             elif output.text:
                 chunks.append(
@@ -110,10 +111,10 @@ class _ChatChunks:
                 )
         return chunks
 
-    def _first(self, index: int, event: Event) -> dict[str, Any]:
+    def _first(self, index: int, event: Event, delta: Delta) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": index,
-            "delta": {"role": "assistant", "content": ""},
+            "delta": {"role": "assistant", **delta},
             "logprobs": None,
             "finish_reason": None,
         }
@@ -121,21 +122,25 @@ class _ChatChunks:
             choice["prompt_token_ids"] = event.output.prompt_token_ids
         return choice
 
-    def _parsed(self, output: CompletionOutput, make_parser: MakeParser) -> list[Chunk]:
-        """Chunks of an answer with calls or reasoning; what comes with tokens stands in the last one of them."""
-        parallel = self._body.parallel_tool_calls is not False
-        deltas, parser = chunk_deltas(output, self._parsers, make_parser, parallel=parallel)
+    def _parsed(self, event: Event, output: CompletionOutput, make_parser: MakeParser) -> list[Chunk]:
+        """Chunks of an answer with calls or reasoning; what comes with tokens is in the last one of them. A choice that
+        begins with a call has no content in its first chunk either."""
+        deltas, parser = chunk_deltas(output, self._parsers, make_parser)
         reason = finish_reason(output.finish_reason, parser)
+        deltas = [_with_null(delta) for delta in deltas]
         if self._body.functions:
             deltas, reason = list(map(in_old_form, deltas)), old_reason(reason)
         if reason is None and not deltas and self._plain:
             return []
+        chunks: list[Chunk] = []
+        if output.index not in self._started:
+            self._started.add(output.index)
+            begins_with_call = bool(deltas) and deltas[0].get("content", "") is None
+            chunks.append(self._first(output.index, event, deltas.pop(0) if begins_with_call else {"content": ""}))
         *first, last = deltas or [{}]
         if reason is not None and last:
             first, last = [*first, last], {}
-        chunks: list[Chunk] = [
-            {"index": output.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in first
-        ]
+        chunks += [{"index": output.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in first]
         return [*chunks, self._full(output, last) | {"finish_reason": reason}]
 
     def _full(self, output: CompletionOutput, delta: Delta | None = None) -> dict[str, Any]:
@@ -154,3 +159,8 @@ class _ChatChunks:
     def _logprobs(self, output: CompletionOutput) -> dict[str, Any]:
         entries = list(map(pack, output.logprobs or ()))
         return chat_logprobs(output.token_ids, entries, self._body.top_logprobs or 0)
+
+
+def _with_null(delta: Delta) -> Delta:
+    """The delta, with the content that OpenAI's API writes where a call begins."""
+    return {"content": None, **delta} if "tool_calls" in delta and "id" in delta["tool_calls"][0] else delta

@@ -61,7 +61,7 @@ async def chat_job(
         OutriderError: a field is wrong, or the conversation is too long; `param` is a chat's field.
     """
     serving, defaults = accepted.serving, accepted.defaults
-    choice = tool_choice_of(body)
+    choice = tool_choice_of(body, strict=serving.config.strict_fields)
     body.tools = list(choice.tools)
     if choice.is_forced and (body.response_format or {}).get("type", "text") != "text":
         ignore(format_field, strict=serving.config.strict_fields)  # the call's arguments have a form of their own

@@ -28,11 +28,10 @@ class ResponseAnswer:
         Args:
             items: conversation before the answer.
         """
-        body = accepted.body
         self._accepted = accepted
         self._items = items
         self._head = _head(accepted, chat)
-        self._output = OutputItems(chat.parser(), parallel=body.parallel_tool_calls is not False)
+        self._output = OutputItems(chat.parser())
         self._totals = Totals()
         self._reason: str | None = None
         self._num_events = 0

@@ -13,8 +13,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from ..tools.answers import first_call_only
-from ..tools.parser import AnswerParser, Delta
+from ..tools.calls import Delta
+from ..tools.parser import AnswerParser
 from .conversation import Item, new_item_id
 
 StreamEvent = dict[str, Any]
@@ -29,11 +29,10 @@ _PARTS = {
 class OutputItems:
     """Items of one answer, the last of which may be open."""
 
-    def __init__(self, parser: AnswerParser, *, parallel: bool) -> None:
-        """Begin without items. With `parallel` false an answer has at most one call."""
+    def __init__(self, parser: AnswerParser) -> None:
+        """Begin without items."""
         self.items: list[Item] = []
         self._parser = parser
-        self._parallel = parallel
         self._texts: list[str] | None = None  # pieces of the open item's text or arguments
 
     @property
@@ -46,16 +45,23 @@ class OutputItems:
         return self._take(self._parser.feed(text)) if text else []
 
     def finish(self, status: str) -> list[StreamEvent]:
-        """Events of what was held back at the end of the text, and of the end of the last item, with its status. An
-        answer of no text at all has one empty message."""
+        """Events of what was held back at the end of the text, and of the end of the last item, with its status. That
+        of a call says whether its arguments are complete. An answer of no text at all has one empty message."""
         events = self._take(self._parser.finish())
         if not self.items:
             events += self._open("message")
+        elif self.items[-1]["type"] == "function_call":
+            status = self._call_status()
         return events + self.close(status)
+
+    def _call_status(self) -> str:
+        """Status of the item that has ended, if it is a call."""
+        is_cut = self._parser.is_cut and bool(self.items) and self.items[-1]["type"] == "function_call"
+        return "incomplete" if is_cut else "completed"
 
     def _take(self, deltas: list[Delta]) -> list[StreamEvent]:
         events: list[StreamEvent] = []
-        for delta in first_call_only(deltas, parallel=self._parallel):
+        for delta in deltas:
             for name, value in delta.items():
                 if name == "tool_calls":
                     events += self._call(value[0])
@@ -84,7 +90,7 @@ class OutputItems:
 
     def _open(self, kind: str, **fields: Any) -> list[StreamEvent]:
         """Begin an item, and end the one before it."""
-        events = self.close("completed")
+        events = self.close(self._call_status())
         item: Item = {"id": new_item_id(kind), "type": kind, "status": "in_progress", **fields}
         if kind == "message":
             item |= {"role": "assistant", "content": []}

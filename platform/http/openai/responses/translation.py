@@ -107,12 +107,14 @@ def _functions(tools: list[Any], strict: bool) -> list[dict[str, Any]]:
 
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
-    if choice in (None, "none", "auto", "required"):
+    """The choice as a chat has it, which takes a response's forms of objects too."""
+    if isinstance(choice, str | None) or choice.get("type") == "allowed_tools":
         return choice
-    if not isinstance(choice, dict) or choice.get("type") != "function" or not isinstance(choice.get("name"), str):
+    if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
         raise invalid(
             "tool_choice",
-            f'must be "none", "auto", "required" or {{"type": "function", "name": ...}}, got {shown(choice)}',
+            'must be "none", "auto", "required", {"type": "function", "name": ...} or {"type": "allowed_tools", ...}, '
+            f"got {shown(choice)}",
         )
     return {"type": "function", "function": {"name": choice["name"]}}
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from ....core.outputs import CompletionOutput
 from .arguments import flat_tools
+from .calls import Delta
 from .choice import ToolChoice
-from .parser import AnswerParser, Delta, ForcedCalls, FormatParser, ReasonedCalls
+from .parser import AnswerParser, ForcedCalls, FormatParser, ReasonedCalls
 
 MakeParser = Callable[[], AnswerParser]
 
@@ -20,12 +21,19 @@ def parser_maker(choice: ToolChoice, template: dict[str, Any] | None, opened: st
         template: Response template of the model's format, when the answer is parsed.
         opened: Part of the prompt that belongs to the answer.
     """
+    names = frozenset(tool["function"]["name"] for tool in choice.tools)
+
+    def forced() -> ForcedCalls:
+        return ForcedCalls(choice.name, names, parallel=choice.parallel)
+
     if template is None:
-        return (lambda: ForcedCalls(choice.name)) if choice.is_forced else None
+        return forced if choice.is_forced else None
     if choice.is_forced:
-        return lambda: ReasonedCalls(FormatParser(template, opened, with_calls=False), ForcedCalls(choice.name))
+        return lambda: ReasonedCalls(FormatParser(template, opened, with_calls=False), forced())
     tools = flat_tools(choice.tools)
-    return lambda: FormatParser(template, opened, with_calls=bool(choice.tools), tools=tools)
+    return lambda: FormatParser(
+        template, opened, with_calls=bool(names), tools=tools, names=names, parallel=choice.parallel
+    )
 
 
 def open_region(template: dict[str, Any], prompt_end: str) -> str:
@@ -40,15 +48,15 @@ def open_region(template: dict[str, Any], prompt_end: str) -> str:
 
 
 def finish_reason(reason: str | None, parser: AnswerParser) -> str | None:
-    """Reason of the end: "tool_calls" where the answer is complete and has calls."""
-    return "tool_calls" if reason == "stop" and parser.has_calls else reason
+    """Reason of the end: "tool_calls" if the answer has calls and did not end inside one."""
+    return "tool_calls" if reason == "stop" and parser.has_calls and not parser.is_cut else reason
 
 
-def whole_message(text: str, make_parser: MakeParser, *, parallel: bool) -> tuple[dict[str, Any], AnswerParser]:
+def whole_message(text: str, make_parser: MakeParser) -> tuple[dict[str, Any], AnswerParser]:
     """Fields of the message of a whole answer, and its parser."""
     parser = make_parser()
     message: dict[str, Any] = {"content": None}
-    for delta in first_call_only([*parser.feed(text), *parser.finish()], parallel=parallel):
+    for delta in [*parser.feed(text), *parser.finish()]:
         for name, value in delta.items():
             if name != "tool_calls":
                 message[name] = (message.get(name) or "") + value
@@ -63,7 +71,7 @@ def whole_message(text: str, make_parser: MakeParser, *, parallel: bool) -> tupl
 
 
 def chunk_deltas(
-    output: CompletionOutput, parsers: dict[int, AnswerParser], make_parser: MakeParser, *, parallel: bool
+    output: CompletionOutput, parsers: dict[int, AnswerParser], make_parser: MakeParser
 ) -> tuple[list[Delta], AnswerParser]:
     """Deltas of one event of a choice, and its parser."""
     parser = parsers.get(output.index)
@@ -72,11 +80,4 @@ def chunk_deltas(
     deltas = parser.feed(output.text) if output.text else []
     if output.finish_reason is not None:
         deltas += parser.finish()
-    return first_call_only(deltas, parallel=parallel), parser
-
-
-def first_call_only(deltas: list[Delta], *, parallel: bool) -> list[Delta]:
-    """The deltas, without those of second calls where an answer may have one."""
-    if parallel:
-        return deltas
-    return [delta for delta in deltas if "tool_calls" not in delta or delta["tool_calls"][0]["index"] == 0]
+    return deltas, parser

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from ....core.errors import InvalidRequestError, invalid
 from ....core.sampling_params import shown
 from ....core.structured_outputs import StructuredOutputsParams
+from ...body.lenient import ignore
 
 MAX_TOOLS = 512
 """Most tools of a request. OpenAI's API takes 128; agents with several MCP servers send more to Anthropic's."""
@@ -65,7 +66,7 @@ class ToolChoice(NamedTuple):
         schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
         if not self.parallel:
             schema["maxItems"] = 1
-        return StructuredOutputsParams(json=schema, source=source)
+        return StructuredOutputsParams(json=schema, source=source, disable_any_whitespace=True)
 
 
 def parameters_of(function: dict[str, Any]) -> dict[str, Any]:
@@ -87,17 +88,22 @@ def moved(schema: Any, place: str) -> Any:
     }
 
 
-def tool_choice_of(body: ToolFields) -> ToolChoice:
-    """Tools of a request.
+def tool_choice_of(body: ToolFields, *, strict: bool = False) -> ToolChoice:
+    """Tools of a request. A forced answer has one call unless `parallel_tool_calls` is true: in a list a model may go
+    on with calls that it was not asked for.
+
+    Args:
+        strict: Refuse tools that would be ignored.
 
     Raises:
         InvalidRequestError: a tool or the choice is wrong; `param` names the place.
     """
-    tools, choice = body.tools or [], body.tool_choice
+    tools = _functions(body.tools or [], strict=strict)
+    choice, allowed = _allowed(body.tool_choice)
     name = _name_of(choice)
     if len(tools) > MAX_TOOLS:
         raise invalid("tools", f"has {len(tools)} entries; at most {MAX_TOOLS} are allowed")
-    names = [_checked(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    names = [_checked(tool, f"tools[{index}]") for index, tool in tools.items()]
     twice = next((name for index, name in enumerate(names) if name in names[:index]), None)
     if twice is not None:
         raise invalid("tools", f"has two functions called {twice!r}")
@@ -106,22 +112,79 @@ def tool_choice_of(body: ToolFields) -> ToolChoice:
     is_forced = choice == "required" or name is not None
     if is_forced and not tools:
         raise invalid("tool_choice", "needs tools")
-    if name is not None and name not in names:
-        raise InvalidRequestError(f"tool_choice: there is no tool called {shown(name)}", param="tool_choice")
-    return ToolChoice(tuple(tools), is_forced, name, body.parallel_tool_calls is not False)
+    wanted = [name] if name is not None else allowed
+    unknown = next((each for each in wanted or () if each not in names), None)
+    if unknown is not None:
+        raise InvalidRequestError(f"tool_choice: there is no tool called {shown(unknown)}", param="tool_choice")
+    offered = tuple(tool for tool in tools.values() if allowed is None or tool["function"]["name"] in allowed)
+    is_parallel = body.parallel_tool_calls is not False
+    if choice == "required" and body.parallel_tool_calls is None:
+        is_parallel = False
+    if choice == "required" and not is_parallel and len(offered) == 1:
+        name = offered[0]["function"]["name"]  # its arguments are the whole answer
+    return ToolChoice(offered, is_forced, name, is_parallel)
+
+
+def _functions(tools: list[Any], *, strict: bool) -> dict[int, Any]:
+    """Tools by their index, without those of the type `custom`, which are ignored if there are others."""
+    found = {index: tool for index, tool in enumerate(tools) if not _is_custom(tool)}
+    if not found and tools:
+        raise invalid("tools[0]", "is a custom tool, which is not supported: only functions are")
+    for index in sorted(set(range(len(tools))) - found.keys()):
+        ignore(f"tools[{index}]", strict=strict)
+    return found
+
+
+def _is_custom(tool: Any) -> bool:
+    return isinstance(tool, dict) and tool.get("type") == "custom"
+
+
+_ALIASES = {"any": "required"}
+"""Other words for a choice: Mistral's and Anthropic's."""
+
+
+def _allowed(choice: Any) -> tuple[Any, list[str] | None]:
+    """The choice without `allowed_tools`, and the names of those tools; None: all of them. The list is in an object of
+    its own in a chat, and beside the type in a response.
+
+    Raises:
+        InvalidRequestError: it is not of that form.
+    """
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return _ALIASES.get(choice, choice) if isinstance(choice, str) else choice, None
+    given = choice.get("allowed_tools", choice)
+    mode = given.get("mode", "auto") if isinstance(given, dict) else None
+    tools = given.get("tools") if isinstance(given, dict) else None
+    if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+        raise invalid(
+            "tool_choice",
+            'must be {"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}, got '
+            f"{shown(choice)}",
+        )
+    names = [_named(tool) for tool in tools if not isinstance(tool, dict) or tool.get("type") == "function"]
+    if not names or not all(isinstance(name, str) for name in names):
+        raise invalid("tool_choice", f"must name functions in allowed_tools, got {shown(tools)}")
+    return mode, [name for name in names if isinstance(name, str)]
+
+
+def _named(choice: Any) -> Any:
+    """Name of the function in an entry, {"type": "function", "function": {"name"}} or {"type": "function", "name"}."""
+    if not isinstance(choice, dict) or choice.get("type") != "function":
+        return None
+    function = choice.get("function", choice)
+    return function.get("name") if isinstance(function, dict) else None
 
 
 def _name_of(choice: Any) -> str | None:
     """Name in a `tool_choice` that is an object."""
     if choice in (None, "none", "auto", "required"):
         return None
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or choice.get("type") != "function":
+    name = _named(choice)
+    if not isinstance(name, str):
         raise invalid(
             "tool_choice",
-            f'must be "none", "auto", "required" or {{"type": "function", "function": {{"name": ...}}}}, got '
-            f"{shown(choice)}",
+            'must be "none", "auto", "required", {"type": "function", "function": {"name": ...}} or {"type": '
+            f'"allowed_tools", ...}}, got {shown(choice)}',
         )
     return name
 

@@ -36,16 +36,20 @@ def _gemma(begin: str, end: str, quote: str, reasoning: dict[str, Any] = _THINK)
 
 
 _HARMONY_HEAD = r"(?:<\|start\|>assistant)?"
-_HARMONY_TO = r"\s?to=functions\.(?P<name>[\w.-]+)"
+_HARMONY_TO = r"\s*to=(?:functions\.)?(?P<name>[\w.-]+)"
 _HARMONY_CALLS = r"<\|channel\|>(?:commentary|analysis)"
+_HARMONY_CUT = r"(?:\s*to=[\w.-]*)?(?:\s*<\|constrain\|>\w*)?"
 FORMATS: dict[str, dict[str, Any]] = {
     "hermes": _format(
         {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "content": "json", "transform": _CALL}
     ),
     "llama3_json": _format(
         {
-            "open_pattern": _SPACE + r'(?:<\|python_tag\|>\s*+)?(?=\{\s*"(?:type"\s*:\s*"function"\s*,\s*")?name"\s*:)',
-            "close_pattern": r";|(?=<\|eom_id\|>)",
+            # Not inside of other JSON.
+            "open_pattern": _SPACE
+            + r'(?:<\|python_tag\|>\s*+)?(?<!(?:[\[{]|"\s*:|[\]}"\d]\s*,)\s*)'
+            + r'(?=\[?\s*\{\s*"(?:type"\s*:\s*"function"\s*,\s*")?name"\s*:)',
+            "close_pattern": r";|<\|eom_id\|>",
             "content": "json",
             "transform": _CALL,
         }
@@ -72,26 +76,23 @@ FORMATS: dict[str, dict[str, Any]] = {
         {
             "open_pattern": r"\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?"
             r"(?P<name>[^\n<]+)(?:\n```json\n|<｜tool▁sep｜>(?=\s*\{))",
-            "close_pattern": r"(?:\n```)?<｜tool▁call▁end｜>",
+            "close_pattern": r"(?:\n```)?<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?|\n```\s*\Z",
             "content": "json",
             "transform": _NAMED_CALL,
-        },
-        content={"content": "text", "close": "<｜tool▁calls▁end｜>"},
+        }
     ),
     "qwen3_coder": _format(
         {
-            # The model sometimes leaves <tool_call> out. The end is the first that no value of a parameter can have.
+            # The model sometimes leaves the outer tags out.
             "open_pattern": _SPACE + r"(?:<tool_call>\s*+)?<function=(?P<name>[^<>\n]++)>"
             r"(?=\s*+(?:<parameter=|</function>))",
-            "close_pattern": r"</function>(?=\s*+(?:</?tool_call>|<function=|\Z))"
-            r"|(?<=(?:</parameter>|<function=[^<>\n]+>)\s*)</function>",
+            "close_pattern": r"</function>(?:\s*</tool_call>)?|</tool_call>",
             "content": "xml-inline",
             "content_args": {
                 "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>"
             },
             "transform": _NAMED_CALL,
-        },
-        content={"content": "text", "close": "</tool_call>"},
+        }
     ),
     "functiongemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
     "gemma4": _gemma(
@@ -114,8 +115,9 @@ FORMATS: dict[str, dict[str, Any]] = {
             "content": "text",
         },
         {
-            "open_pattern": _HARMONY_HEAD + r"<\|channel\|>(?:final|commentary)(?: <\|constrain\|>\w+)?<\|message\|>",
-            "close": ["<|return|>", "<|end|>"],
+            # Headers and ends of messages, and a header at the end of an answer that is cut off.
+            "close_pattern": _HARMONY_HEAD + r"<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>\w+)?<\|message\|>"
+            rf"|<\|(?:return|end|call)\|>|(?=<\|){_HARMONY_HEAD}{_HARMONY_CUT}(?:<\|channel\|>\w*{_HARMONY_CUT})?\Z",
             "content": "text",
         },
     ),

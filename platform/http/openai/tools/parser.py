@@ -1,20 +1,30 @@
 """Answers of a model, piece by piece, as deltas of OpenAI's messages.
 
-transformers' `ResponseParser` finds the regions of a text: content, reasoning, calls. Where a call is JSON, its
-arguments are passed on while they come, as the model writes them. The deltas of a text, joined, do not depend on how it
-was cut into pieces.
+A response template of transformers says which marks begin and end reasoning and calls. No text is lost: what is neither
+reasoning nor a call is content, as it was written. The deltas of a text, joined, do not depend on how it was cut into
+pieces.
 """
 
 from __future__ import annotations
 
-import copy
-import json
-import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
-Delta = dict[str, Any]
-"""Fields of a message's delta: `content`, `reasoning_content`, `tool_calls`."""
+import regex
+
+from .calls import CallDeltas, CallText, Delta, Functions, WholeCalls, as_json, text_of
+from .json_calls import BareCall, JsonCalls
+from .scanner import JSON_STRING, Kind, Lexeme, Scanner, StringForm, find
+from .values import PARAMETER, properties_by_function, tagged_calls, with_types
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names of the field of reasoning in response templates."""
+_KEPT = 256
+"""Characters that have been read and are kept: patterns of templates look back at white space and brackets."""
+_PIECE = 4096
+"""Characters that are read at once: each mark is searched in as many."""
+_STREAMED = "{content}", {"name": "{name}", "arguments": "{content}"}
+"""Transforms of calls whose JSON can be passed on while it comes."""
 
 
 class AnswerParser(Protocol):
@@ -23,6 +33,10 @@ class AnswerParser(Protocol):
     @property
     def has_calls(self) -> bool:
         """True once the answer calls a tool."""
+
+    @property
+    def is_cut(self) -> bool:
+        """True when the answer has ended inside a call, whose arguments are therefore no JSON."""
 
     def feed(self, text: str) -> list[Delta]:
         """Deltas of the next piece."""
@@ -34,7 +48,7 @@ class AnswerParser(Protocol):
 class PlainText:
     """Parser of an answer without calls and reasoning."""
 
-    has_calls = False
+    has_calls = is_cut = False
 
     def feed(self, text: str) -> list[Delta]:
         """See `AnswerParser`."""
@@ -45,195 +59,102 @@ class PlainText:
         return []
 
 
-class CallDeltas:
-    """Deltas of the calls of one choice."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def begin(self, name: str) -> Delta:
-        """Begin the next call."""
-        self.count += 1
-        call = {"index": self.count - 1, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
-        return {"tool_calls": [{**call, "function": {"name": name, "arguments": ""}}]}
-
-    def arguments(self, text: str) -> list[Delta]:
-        """More of the last call's arguments."""
-        return [{"tool_calls": [{"index": self.count - 1, "function": {"arguments": text}}]}] if text else []
-
-    def whole(self, function: Any) -> list[Delta]:
-        """A call with all of its arguments."""
-        arguments = function.get("arguments") or {}
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        return [self.begin(function["name"]), *self.arguments(text)]
-
-
-class JsonCalls:
-    """Scanner of JSON text with calls: {"name": ..., "arguments": {...}}, alone or in a list.
-
-    With `name` the text is the arguments alone.
-    """
-
-    def __init__(self, calls: CallDeltas, name: str | None = None) -> None:
-        self._calls = calls
-        self._depth = 0  # of containers around the next character; a list around calls does not count
-        self._in_string = self._escaped = False
-        self._token = ""  # string at the depth of a call, or other value of it
-        self._key: str | None = None  # whose value comes next
-        self._name: str | None = None
-        self._held = ""  # arguments before the name
-        self._passed: list[str] = []  # characters of arguments since the last delta
-        self._quoted: list[str] | None = None  # characters of arguments that are a string
-        self._begun = False
-        self._in_arguments = self._has_arguments = self._is_first = False
-        self._bare = name is not None
-        self._deltas: list[Delta] = [] if name is None else [calls.begin(name)]
-
-    def feed(self, text: str) -> list[Delta]:
-        """Deltas of the next piece."""
-        for character in text:
-            self._take(character)
-        self._flush()
-        deltas, self._deltas = self._deltas, []
-        return _joined(deltas)
-
-    def finish(self) -> list[Delta]:
-        """Deltas of what the end of the text leaves open: arguments in a string, of a call that is not closed."""
-        self._unquote()
-        return self.feed("")
-
-    def _take(self, character: str) -> None:
-        if self._bare:
-            if self._depth or not character.isspace():
-                self._argument(character)
-            self._track(character)
-            return
-        before = self._depth
-        was_string = self._in_string
-        if self._in_arguments:
-            if before == 1 and not was_string and character in ",}":
-                self._in_arguments, self._key = False, None
-                self._unquote()
-            else:
-                self._argument(character)
-        self._track(character)
-        if self._in_arguments:
-            return
-        if before == 1 and (was_string or self._in_string):
-            self._token += character
-            if was_string and not self._in_string:
-                self._string(self._token)
-                self._token = ""
-        elif before == 1 and character == ":" and self._key in ("arguments", "parameters"):
-            self._in_arguments = self._has_arguments = self._is_first = True
-        elif before == 1 and character == ",":
-            self._key = None
-        elif before == 1 and self._depth == 0:
-            if self._begun and not self._has_arguments:
-                self._deltas += self._calls.arguments("{}")
-            self._key, self._name, self._held, self._begun, self._has_arguments = None, None, "", False, False
-
-    def _string(self, token: str) -> None:
-        """A key, or a value, of a call."""
-        try:
-            value = json.loads(token)
-        except ValueError:
-            return
-        if self._key is None:
-            self._key = value
-        elif self._key == "name":
-            self._name = value
-            self._flush()
-            self._deltas.append(self._calls.begin(value))
-            self._deltas += self._calls.arguments(self._held)
-            self._begun, self._held = True, ""
-
-    def _argument(self, character: str) -> None:
-        if character.isspace() and not self._in_string and self._depth <= (0 if self._bare else 1):
-            return
-        if character == '"' and self._is_first and not self._bare:
-            self._quoted = []
-        self._is_first = False
-        if self._quoted is not None:
-            self._quoted.append(character)
-        else:
-            self._pass(character)
-
-    def _pass(self, text: str) -> None:
-        if self._bare or self._begun:
-            self._passed.append(text)
-        else:
-            self._held += text
-
-    def _unquote(self) -> None:
-        """Pass arguments that a model has written as a string: the text in it, where that is an object."""
-        if self._quoted is None:
-            return
-        text, self._quoted = "".join(self._quoted), None
-        try:
-            inner = json.loads(text)
-            text = inner if isinstance(json.loads(inner), dict) else text
-        except (ValueError, TypeError, RecursionError):
-            pass
-        self._pass(text)
-
-    def _flush(self) -> None:
-        """Make a delta of the arguments that are passed on."""
-        self._deltas += self._calls.arguments("".join(self._passed))
-        self._passed.clear()
-
-    def _track(self, character: str) -> None:
-        """Follow strings and containers."""
-        if self._in_string:
-            if self._escaped:
-                self._escaped = False
-            elif character == "\\":
-                self._escaped = True
-            elif character == '"':
-                self._in_string = False
-        elif character == '"':
-            self._in_string = True
-        elif character in "{[":
-            self._depth += not (character == "[" and self._depth == 0 and not self._bare)
-        elif character in "}]":
-            self._depth -= self._depth > 0
-
-
 def _joined(deltas: list[Delta]) -> list[Delta]:
-    """The deltas, with neighbouring pieces of one call's arguments in one."""
+    """The deltas, with neighbouring pieces of one text, or of one call's arguments, in one."""
     joined: list[Delta] = []
     for delta in deltas:
-        before = joined[-1]["tool_calls"][0] if joined else None
-        call = delta["tool_calls"][0]
-        if before is not None and "id" not in call and before["index"] == call["index"]:
-            before["function"]["arguments"] += call["function"]["arguments"]
-        else:
+        before = joined[-1] if joined else {}
+        [(name, value)] = delta.items()
+        if name not in before:
             joined.append(delta)
+        elif name != "tool_calls":
+            joined[-1] = {name: before[name] + value}
+        elif "id" in value[0]:
+            joined.append(delta)
+        else:
+            [call], [more] = before[name], value
+            function = {**call["function"], "arguments": call["function"]["arguments"] + more["function"]["arguments"]}
+            joined[-1] = {name: [{**call, "function": function}]}
     return joined
+
+
+class _Calls:
+    """A region of calls: the scanner of its text, and the reader of what it finds."""
+
+    def __init__(self, scanner: Scanner, reader: CallText, captures: dict[str, str] | None = None) -> None:
+        """`captures`: Named groups of the mark that began the region, to which those of its end are added."""
+        self._scanner, self._reader, self._captures = scanner, reader, {} if captures is None else captures
+
+    def read(self, text: str, start: int, *, final: bool) -> tuple[int, bool]:
+        """Read on in a text. Returns where it goes on, and whether the region has ended there.
+
+        Args:
+            final: True: no more text follows.
+        """
+        for lexeme in self._scanner.scan(text, start, final=final):
+            if lexeme.kind is Kind.END:
+                self._captures |= {name: text for name, text in lexeme.match.groupdict().items() if text is not None}
+                self._reader.end(lexeme.text)
+                return start + len(lexeme.text), True
+            if not self._reader.take(lexeme):
+                self._reader.end("")
+                return start, True
+            start += len(lexeme.text)
+        if final:
+            self._reader.end(None)
+        return start, final
+
+    def deltas(self) -> list[Delta]:
+        """Deltas since the last call."""
+        deltas, self._reader.deltas = self._reader.deltas, []
+        return deltas
 
 
 class ForcedCalls:
     """Parser of an answer that a grammar has made one call, or a list of calls."""
 
-    def __init__(self, name: str | None) -> None:
-        """`name`: of the one tool, whose arguments are the answer; None: the answer is a list of calls."""
-        self._name, self._calls = name, CallDeltas()
-        self._scanner: JsonCalls | None = None  # of an answer that has begun
+    def __init__(self, name: str | None, names: Collection[str] | None = None, *, parallel: bool = True) -> None:
+        """Make a parser.
+
+        Args:
+            name: Of the one tool, whose arguments are the answer; None: the answer is a call, or a list of calls.
+            names: Of all tools; None: any.
+        """
+        self._calls = CallDeltas(names, parallel=parallel)
+        reader: CallText = JsonCalls(self._calls) if name is None else BareCall(self._calls, name)
+        self._region: _Calls | None = _Calls(Scanner(None, (JSON_STRING,)), reader)
+        self._text, self._start = "", 0
 
     @property
     def has_calls(self) -> bool:
         """See `AnswerParser`. A stop string may have ended the answer before its first call."""
         return self._calls.count > 0
 
+    @property
+    def is_cut(self) -> bool:
+        """See `AnswerParser`."""
+        return self._calls.is_cut
+
     def feed(self, text: str) -> list[Delta]:
         """See `AnswerParser`."""
-        if self._scanner is None and text.strip():
-            self._scanner = JsonCalls(self._calls, self._name)
-        return [] if self._scanner is None else self._scanner.feed(text)
+        return self._read(text, final=False)
 
     def finish(self) -> list[Delta]:
         """See `AnswerParser`."""
-        return []
+        return self._read("", final=True)
+
+    def _read(self, text: str, *, final: bool) -> list[Delta]:
+        self._text, self._start = self._text[self._start :] + text, 0
+        deltas: list[Delta] = []
+        if self._region is not None:
+            self._start, has_ended = self._region.read(self._text, self._start, final=final)
+            deltas = self._region.deltas()
+            if has_ended:
+                self._region = None
+        if self._region is None:  # the rest is no call
+            deltas.append({"content": self._text[self._start :]})
+            self._start = len(self._text)
+        return _joined([delta for delta in deltas if delta.get("content", "x").strip()])
 
 
 class ReasonedCalls:
@@ -247,13 +168,18 @@ class ReasonedCalls:
         """See `AnswerParser`."""
         return self._calls.has_calls
 
+    @property
+    def is_cut(self) -> bool:
+        """See `AnswerParser`."""
+        return self._calls.is_cut
+
     def feed(self, text: str) -> list[Delta]:
         """See `AnswerParser`."""
         return self._follow(self._reasoning.feed(text))
 
     def finish(self) -> list[Delta]:
         """See `AnswerParser`."""
-        return self._follow(self._reasoning.finish())
+        return self._follow(self._reasoning.finish()) + self._calls.finish()
 
     def _follow(self, deltas: list[Delta]) -> list[Delta]:
         found: list[Delta] = []
@@ -262,54 +188,28 @@ class ReasonedCalls:
         return found
 
 
-def _regions(template: dict[str, Any], prefix: str, tools: Sequence[dict[str, Any]]) -> Any:
-    """transformers' parser, whose events of a region's begin have the name and the text that stand there. Those of its
-    end have the value None where its text is not what the format wants."""
-    from transformers.utils.chat_parsing import ResponseParser
+class _Mark(NamedTuple):
+    """Mark in a text, of the field that begins or ends there."""
 
-    class Regions(ResponseParser):
-        def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
-            super()._open_explicit(events, field, m)
-            events[-1] |= {"name": m.groupdict().get("name"), "begin": m.group()}
-
-        def _close_current(self, events: list[dict[str, Any]]) -> None:
-            field = self._current
-            try:
-                super()._close_current(events)
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                events.append({"type": "region_close", "field": field, "value": None})
-                self._reset_to_implicit()
-
-        def end(self) -> list[dict[str, Any]]:
-            """Events of the end of the text. `finalize` makes a message too, and refuses one that lacks fields."""
-            events: list[dict[str, Any]] = []
-            self._process(events, eos=True)
-            return events
-
-    return Regions(template, prefix=prefix, tools=list(tools))
-
-
-def _functions(value: Any) -> list[dict[str, Any]]:
-    """Functions of the calls in a region's value; none where something in it is no call."""
-    calls = value if isinstance(value, list) else [value]
-    found = [call.get("function") if isinstance(call, dict) else None for call in calls]
-    functions = [one for one in found if isinstance(one, dict) and isinstance(one.get("name"), str)]
-    return functions if len(functions) == len(calls) else []
-
-
-class _Region(NamedTuple):
-    name: str
-    calls: JsonCalls | None
-    """Scanner of a region of calls whose arguments are passed on while they come."""
-    num_calls: int = 0
-    """Calls before it."""
+    start: int
+    end: int
+    opens: bool
+    field: Any
+    match: Any
 
 
 class FormatParser:
     """Parser of an answer in a model's own format."""
 
     def __init__(
-        self, template: dict[str, Any], prefix: str, *, with_calls: bool, tools: Sequence[dict[str, Any]] = ()
+        self,
+        template: dict[str, Any],
+        prefix: str,
+        *,
+        with_calls: bool,
+        tools: Sequence[dict[str, Any]] = (),
+        names: Collection[str] | None = None,
+        parallel: bool = True,
     ) -> None:
         """Make a parser.
 
@@ -318,80 +218,179 @@ class FormatParser:
             prefix: End of the prompt, which may have opened a region.
             with_calls: False: what would be a call is content.
             tools: Functions whose schemas give the types of arguments that the format writes as plain text.
+            names: Of the functions that may be called; None: any.
+            parallel: False: calls after the first one are left out.
         """
-        template = copy.deepcopy(template)
-        if not with_calls:
-            template["fields"].pop("tool_calls", None)
-        self._streams = self._stream_arguments(template)
-        self._parser: Any = _regions(template, prefix, () if self._streams else tools)
-        self._calls = CallDeltas()
-        self._region: _Region | None = None
-        self._raw = ""  # text of the region of calls, for the case that it is none
-        self._has_raw = False  # a region of calls had none, and is content
-        self._strips = False  # white space before the content's first character
-        if self._parser._current == "reasoning_content" and self._parser._opened:
-            self._region = _Region("reasoning_content", None)
+        from transformers.utils.chat_parsing.response_templates import load_response_template
 
-    @staticmethod
-    def _stream_arguments(template: dict[str, Any]) -> bool:
-        """Let the parser pass the JSON of calls on as text; False where a format writes calls in another way."""
-        field = template["fields"].get("tool_calls")
-        if field is None or field.get("content") != "json" or field.get("content_args"):
-            return False
-        forms = "{content}", {"name": "{name}", "arguments": "{content}"}
-        if field.get("transform", {}).get("function") not in forms:
-            return False
-        field |= {"content": "text", "transform": {"text": "{content}"}}
-        return True
+        spec = load_response_template(template)
+        self._fields = {name: each for name, each in spec.fields.items() if with_calls or name != "tool_calls"}
+        self._implicit = self._fields.get(spec.implicit or "")
+        self._notation = _Notation(template["fields"].get("tool_calls") or {}, tools)
+        self._calls = CallDeltas(names, parallel=parallel)
+        self._text, self._start = "", 0
+        self._open: Any = None  # field of the region, other than calls, that a mark has begun
+        self._region: _Calls | None = None
+        self._empty_at = -1  # index of the last mark without text
+        self._strips = False  # white space before the text of reasoning
+        self._space: str | None = ""  # white space between a region and content that may follow; None: in content
+        self._has_content = False
+        if prefix:
+            self._text = spec.truncate_past_last_anchor(prefix)
+            self._read(final=False)
+            self._strips, self._space, self._has_content = False, "", False
 
     @property
     def has_calls(self) -> bool:
         """See `AnswerParser`."""
         return self._calls.count > 0
 
+    @property
+    def is_cut(self) -> bool:
+        """See `AnswerParser`."""
+        return self._calls.is_cut
+
     def feed(self, text: str) -> list[Delta]:
         """See `AnswerParser`."""
-        return [delta for event in self._parser.feed(text) for delta in self._event(event)]
+        deltas: list[Delta] = []
+        for at in range(0, len(text), _PIECE):
+            read = max(self._start - _KEPT, 0)
+            if read > len(self._text) // 2:
+                self._text, self._start, self._empty_at = self._text[read:], self._start - read, self._empty_at - read
+            self._text += text[at : at + _PIECE]
+            deltas += self._read(final=False)
+        return _joined(deltas)
 
     def finish(self) -> list[Delta]:
         """See `AnswerParser`."""
-        return [delta for event in self._parser.end() for delta in self._event(event)]
+        return _joined(self._read(final=True))
 
-    def _event(self, event: dict[str, Any]) -> list[Delta]:
-        kind, field = event["type"], event["field"]
-        if kind == "region_open":
-            return self._open(field, event.get("name"), event.get("begin", ""))
-        if kind == "region_chunk":
-            if field != "tool_calls":
-                return self._text(field, event["text"])
-            self._raw += event["text"]
-            scanner = self._region.calls if self._region is not None else None
-            return scanner.feed(event["text"]) if scanner is not None else []
-        return self._close(field, event["value"])
+    def _read(self, *, final: bool) -> list[Delta]:
+        """Deltas of what is certain in the text so far."""
+        deltas: list[Delta] = []
+        while True:
+            if self._region is not None:
+                self._start, has_ended = self._region.read(self._text, self._start, final=final)
+                for delta in self._region.deltas():
+                    deltas += self._content(delta["content"]) if "content" in delta else [delta]
+                if not has_ended:
+                    return deltas
+                self._region = None
+            mark, until = self._next_mark(final=final)
+            deltas += self._passed(self._text[self._start : until])
+            self._start = until
+            if mark is None:
+                return deltas
+            self._begin(mark)
 
-    def _open(self, field: str, name: str | None, begin: str) -> list[Delta]:
-        scanner, before = None, self._calls.count
-        self._raw = begin if name is not None else ""
-        if field == "tool_calls" and self._streams:
-            scanner = JsonCalls(self._calls, name)
-        self._region = _Region(field, scanner, before)
-        self._strips = field != "tool_calls" and not self._has_raw
-        return scanner.feed("") if scanner is not None else []
+    def _next_mark(self, *, final: bool) -> tuple[_Mark | None, int]:
+        """The next mark, and the index up to which the text has none. Of those that begin at one character it is the
+        longest; None if there is none, or if more text decides which it is."""
+        watched = [(self._open, False)]
+        if self._open is None:
+            watched = [(self._implicit, False), *((field, True) for field in self._fields.values())]
+        first: _Mark | None = None
+        until = len(self._text)
+        for field, opens in watched:
+            pattern = None if field is None else field.open_re if opens else field.close_re
+            start, match = find(pattern, self._text, self._start, final=final)
+            mark = None if match is None else _Mark(start, match.end(), opens, field, match)
+            if mark is None or (mark.start == mark.end and (start == self._empty_at or not (opens or self._open))):
+                until = min(until, start)
+            elif first is None or (first.start, -first.end) >= (mark.start, -mark.end):
+                first = mark
+        if first is None or first.start > until or (first.start == until and not final):
+            return None, until
+        return first, first.start
 
-    def _close(self, field: str, value: Any) -> list[Delta]:
-        region, self._region = self._region, None
-        if field != "tool_calls":
+    def _begin(self, mark: _Mark) -> None:
+        """Begin the region behind a mark."""
+        if mark.start == mark.end:
+            self._empty_at = mark.start
+        self._start = mark.end
+        self._space = self._space or ""
+        self._open = None
+        if mark.opens and mark.field.name == "tool_calls":
+            self._region = self._notation.region(self._calls, mark.field, mark.match)
+        elif mark.opens:
+            self._open, self._strips = mark.field, True
+
+    def _passed(self, text: str) -> list[Delta]:
+        """Deltas of text in a region other than calls."""
+        field = self._open or self._implicit
+        if not text or field is None:
             return []
-        if region is not None and region.calls is not None:
-            if self._calls.count > region.num_calls:
-                return region.calls.finish()
-        elif functions := _functions(value):
-            return [delta for function in functions for delta in self._calls.whole(function)]
-        self._has_raw = True  # a call that is none: its text is content
-        return [{"content": self._raw}] if self._raw else []
-
-    def _text(self, field: str, text: str) -> list[Delta]:
+        if field.name not in _REASONING:
+            return self._content(text)
         if self._strips:
             text = text.lstrip()
             self._strips = not text
-        return [{field: text}] if text else []
+        return [{"reasoning_content": text}] if text else []
+
+    def _content(self, text: str) -> list[Delta]:
+        """Deltas of content. White space before its first character, and behind its last one before a call, is none."""
+        if self._space is not None:
+            stripped = text.lstrip()
+            self._space += text[: len(text) - len(stripped)]
+            if not stripped:
+                return []
+            text = (self._space if self._has_content else "") + stripped
+            self._space = None
+        self._has_content |= bool(text)
+        return [{"content": text}] if text else []
+
+
+class _Notation:
+    """How a response template writes calls."""
+
+    def __init__(self, field: dict[str, Any], tools: Sequence[dict[str, Any]]) -> None:
+        """`field`: of calls, in the template."""
+        content, options = field.get("content", "text"), field.get("content_args") or {}
+        transform = field.get("transform")
+        function = transform.get("function") if isinstance(transform, dict) else None
+        self._properties = properties_by_function(tools)
+        self._is_json = content == "json"
+        self._streams = self._is_json and not options and function in _STREAMED
+        self._is_tagged = content == "xml-inline" and "<parameter=" in options.get("tag_pattern", "")
+        self._needs_end = content not in ("json", "python-call-list")
+        strings = [
+            StringForm(begin[0], regex.compile(regex.escape(begin)), regex.compile(regex.escape(end)))
+            for begin, end in options.get("string_delims", ())
+        ]
+        self._strings = (*strings, JSON_STRING) if self._is_json else (PARAMETER,) if self._is_tagged else ()
+
+    def region(self, calls: CallDeltas, field: Any, match: Any) -> _Calls:
+        """The region that a match of the template's mark begins."""
+        begin, captures = match.group(), {name: text for name, text in match.groupdict().items() if text is not None}
+        name = captures.get("name")
+        reader: CallText
+        if self._streams:
+            reader = JsonCalls(calls, begin) if name is None else BareCall(calls, name, begin)
+        else:
+            reader = WholeCalls(
+                calls,
+                begin,
+                lambda lexemes: self._functions(lexemes, field, captures),
+                names=() if name is None else (name,),
+                is_value=self._is_json,
+                needs_end=self._needs_end and field.close_re is not None,
+            )
+        return _Calls(Scanner(field.close_re, self._strings), reader, captures)
+
+    def _functions(self, lexemes: list[Lexeme], field: Any, captures: dict[str, str]) -> Functions:
+        """Functions of the calls in a region; none if something in it is no call."""
+        from transformers.utils.chat_parsing.content_parsers import process_field
+
+        functions: list[Any]
+        if self._is_tagged and "name" in captures:
+            functions = tagged_calls(captures["name"], lexemes)
+        else:
+            try:
+                value = process_field(as_json(lexemes) if self._is_json else text_of(lexemes), field, captures)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                return []
+            calls = value if isinstance(value, list) else [value]
+            functions = [call.get("function") if isinstance(call, dict) else {} for call in calls]
+        if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in functions):
+            return []
+        return [with_types(function, self._properties.get(function["name"], {})) for function in functions]

@@ -228,6 +228,62 @@ def test_arguments_that_a_model_left_broken(processor: InputProcessor, arguments
     assert text == f"ac1weather{written}no JSON"
 
 
+CALLED = "{% for c in m.tool_calls %}<call>{{ c.function.name + c.function.arguments }}</call>{% endfor %}"
+
+
+@pytest.mark.parametrize("condition", ["m.content is none", "not m.content"])
+@pytest.mark.parametrize("content", [None, "", "So"])
+def test_calls_that_a_template_writes_in_place_of_content(processor: InputProcessor, condition, content) -> None:
+    """As DeepSeek's templates do: content comes before the calls then."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' and " + condition + " %}" + CALLED + "{% else %}"
+        "<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+    )
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"z": 1}'}}
+    conversation = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "content": "noon", "tool_call_id": "c1"},
+    ]
+    text = processor.chat_prompt(conversation, {"chat_template": template, "add_generation_prompt": False})["prompt"]
+    before = "<assistant>So" if content else ""
+    assert text == f'<user>go{before}<call>now{{"z": 1}}</call><tool>noon'
+
+
+@pytest.mark.parametrize("left_out", ["calls", "results"])
+def test_calls_and_results_that_a_template_leaves_out(processor: InputProcessor, left_out: str) -> None:
+    """The function's name is in the prompt all the same: in the list of tools."""
+    template = (
+        "{% for t in tools %}{{ t.function.name }}{% endfor %}{% for m in messages %}"
+        + ("{% if m.role != 'tool' %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+           "{% endif %}" if left_out == "results" else "{{ m.content }}")
+        + "{% endfor %}"
+    )  # fmt: skip
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    conversation = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "now", "tool_calls": [call]},
+        {"role": "tool", "content": "go", "tool_call_id": "c1"},
+    ]
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    with pytest.raises(InvalidRequestError, match="leaves tool calls or their results out") as caught:
+        processor.chat_prompt(conversation, {"chat_template": template, "tools": tools})
+    assert caught.value.param == ("messages[1].tool_calls" if left_out == "calls" else "messages[2]")
+
+
+@pytest.mark.parametrize("arguments", ["null", '""', "[1]", "3", ""])
+@pytest.mark.parametrize("written", ["'' + call.function.arguments", "call.function.arguments.items() | list | length"])
+def test_arguments_of_the_past_that_are_no_object(processor: InputProcessor, arguments: str, written: str) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function.name }}{{ " + written + " }}{% endfor %}{% endfor %}"
+    )
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": arguments}}
+    conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    text = processor.chat_prompt(conversation, {"chat_template": template, "add_generation_prompt": False})["prompt"]
+    assert text == "anow" + ("{}" if written.startswith("''") else "0")
+
+
 @pytest.mark.parametrize("template", REAL.values(), ids=REAL)
 def test_templates_in_use_raise_no_false_alarm(processor: InputProcessor, template: str) -> None:
     system = "  Answer in <b>two</b> lines: “é”.\n\tNo \"quotes\" & 'such'. /no_think\n"

@@ -45,8 +45,8 @@ ANSWERS: dict[str, tuple[Any, str, list[dict[str, Any]]]] = {
 }
 
 
-def events_of(make, pieces, *, parallel=True):
-    blocks = BlockEvents(make(), parallel=parallel)
+def events_of(make, pieces):
+    blocks = BlockEvents(make())
     return [event for piece in pieces for event in blocks.feed(piece)] + blocks.finish()
 
 
@@ -90,11 +90,24 @@ def test_every_split(name):
 
 
 def test_one_call_at_most():
-    make, text, expected = ANSWERS["forced"]
-    assert checked(events_of(make, text, parallel=False)) == expected[:1]
+    _, text, expected = ANSWERS["forced"]
+    assert checked(events_of(lambda: ForcedCalls(None, parallel=False), text)) == expected[:1]
 
 
-def test_a_call_that_is_cut_off_has_what_was_complete():
-    make, text, _ = ANSWERS["forced"]
-    [block] = checked(events_of(make, [text[: text.index("days") + 10]]))
-    assert block["input"] == {"city": 'Par"is', "days": [1]}
+@pytest.mark.parametrize("name", ["forced", "harmony"])
+def test_a_call_that_is_cut_off_is_no_call(name):
+    """A `tool_use` block has an object, which would look whole: a file would be written that ends in the middle."""
+    make, text, expected = ANSWERS[name]
+    text = text[: text.index("days") + 10]
+    *before, block = checked(events_of(make, [text]))
+    assert before == [each for each in expected if each["type"] == "thinking"]
+    assert block["type"] == "text"
+    assert text[text.index('{"city') :] in block["text"]
+    blocks = BlockEvents(make())
+    assert not [event for event in blocks.feed(text) + blocks.finish() if event.get("content_block") == USED]
+    assert not blocks.has_calls
+
+
+def test_arguments_that_are_no_object_are_no_call():
+    parser = ForcedCalls("f")
+    assert checked(events_of(lambda: parser, ["[1]"]))[0]["type"] == "text"

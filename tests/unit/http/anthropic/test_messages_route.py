@@ -145,11 +145,16 @@ def test_forced_calls(http, llm):
     answer = message(create(http, tools=[TOOL], tool_choice={"type": "tool", "name": "get_weather"}))
     assert (answer["stop_reason"], answer["content"][0]["input"]) == ("tool_use", CALL["arguments"])
     assert json.loads(llm.calls[-1]["params"].structured_outputs.json) == TOOL["input_schema"]
-    llm.reply = json.dumps([{"name": "get_weather", "parameters": CALL["arguments"]}])
-    choice = {"type": "any", "disable_parallel_tool_use": True}
+    choice = {"type": "any", "disable_parallel_tool_use": True}  # of one tool
     answer = message(create(http, tools=[TOOL], tool_choice=choice))
     assert answer["content"][0]["input"] == CALL["arguments"]
-    assert json.loads(llm.calls[-1]["params"].structured_outputs.json)["maxItems"] == 1
+    assert json.loads(llm.calls[-1]["params"].structured_outputs.json) == TOOL["input_schema"]
+    llm.reply = json.dumps([{"name": "get_weather", "parameters": CALL["arguments"]}])
+    two = [TOOL, TOOL | {"name": "other"}]
+    for choice, most in (({"type": "any"}, 1), ({"type": "any", "disable_parallel_tool_use": False}, None)):
+        answer = message(create(http, tools=two, tool_choice=choice))
+        assert answer["content"][0]["input"] == CALL["arguments"]
+        assert json.loads(llm.calls[-1]["params"].structured_outputs.json).get("maxItems") == most
     assert create(http, tools=[TOOL], tool_choice={"type": "none"}).status_code == 200
     assert llm.calls[-1]["params"].structured_outputs is None
 

@@ -223,7 +223,8 @@ def test_tool_calls_and_results_go_to_the_template(http, llm, monkeypatch):
 
     def render(conversation, **options):
         seen.append(conversation)
-        return "weather 22 weather ok"
+        calls = [call["function"]["name"] for message in conversation for call in message.get("tool_calls", ())]
+        return " ".join([*calls, *(message["content"] for message in conversation if message["role"] == "tool")])
 
     monkeypatch.setattr(llm.tokenizer, "apply_chat_template", render)
     old = {"name": "weather", "arguments": {"city": "Bern"}}
@@ -235,7 +236,7 @@ def test_tool_calls_and_results_go_to_the_template(http, llm, monkeypatch):
     ]
     response = http.post("/tokenize", {"messages": messages})
     assert ignored(response) == ["messages[0].tool_calls[0].index"]
-    first, result, second, old_result = next(conversation for conversation in seen if len(conversation) == 4)
+    first, result, second, old_result = [conversation for conversation in seen if len(conversation) == 4][-1]
     function = {"name": "weather", "arguments": {"city": "Bern"}}
     assert (first["tool_calls"], first["reasoning_content"]) == ([{**CALL, "function": function}], "hm")
     assert (result["role"], result["tool_call_id"]) == ("tool", "c1")

@@ -86,15 +86,15 @@ ANSWERS = {
 }
 
 
-def parser_of(kind: str):
+def parser_of(kind: str, *, parallel: bool = True):
     if kind == "forced":
         return ForcedCalls(None)
-    return FormatParser(FORMATS["hermes"], "", with_calls=True)
+    return FormatParser(FORMATS["hermes"], "", with_calls=True, parallel=parallel)
 
 
 def events_of(pieces: list[str], kind: str = "") -> list[dict[str, Any]]:
     """Events with the ids numbered, and neighbouring deltas as one."""
-    output = OutputItems(parser_of(kind), parallel=True)
+    output = OutputItems(parser_of(kind))
     events = [event for piece in pieces for event in output.feed(piece)] + output.finish("completed")
     ids: dict[str, int] = {}
     text = json.dumps(events)
@@ -145,7 +145,7 @@ def check_order(events: list[dict[str, Any]]) -> None:
 
 
 def test_items_of_an_answer():
-    output = OutputItems(parser_of(""), parallel=False)
+    output = OutputItems(parser_of("", parallel=False))
     output.feed(ANSWERS["all"])
     output.finish("completed")
     reasoning, message, call = output.items

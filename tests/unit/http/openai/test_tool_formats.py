@@ -30,6 +30,11 @@ ANSWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         f'<|python_tag|>{{"name": "get_weather", "parameters": {JSON}}}; {{"name": "do.nothing", "parameters": {{}}}}',
         {"tool_calls": [WEATHER, NOTHING]},
     ),
+    "llama, a list": (
+        "llama3_json",
+        f'Sure, [{{"name": "get_weather", "parameters": {JSON}}}, {{"name": "do.nothing", "parameters": {{}}}}]',
+        {"content": "Sure,", "tool_calls": [WEATHER, NOTHING]},
+    ),
     "pythonic": (
         "pythonic",
         """[get_weather(city='Par"is}', days=[1, {"a": "]"}]), do.nothing()]""",
@@ -106,13 +111,23 @@ ANSWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen coder in prose": (
         "qwen3_coder",
         "Write `<function=NAME>` first. Ok. <function=do.nothing>\n</function> Done.",
-        {"content": "Write `<function=NAME>` first. Ok.Done.", "tool_calls": [NOTHING]},
+        {"content": "Write `<function=NAME>` first. Ok.  Done.", "tool_calls": [NOTHING]},
     ),
     "qwen coder, two calls with text between": (
         "qwen3_coder",
         "<tool_call><function=f><parameter=a>\n1\n</parameter></function>\nDone\n"
         "<tool_call><function=f><parameter=a>\n2\n</parameter></function></tool_call>",
         {"content": "Done", "tool_calls": [{"name": "f", "arguments": {"a": number}} for number in "12"]},
+    ),
+    "a list beside the name": (
+        "hermes",
+        f'<tool_call>{{"name": "get_weather", "tags": [1], "arguments": {JSON}}}</tool_call>',
+        {"tool_calls": [WEATHER]},
+    ),
+    "white space between content and calls": (
+        "hermes",
+        f"\nOne \n<tool_call>{json.dumps(NOTHING)}</tool_call> <tool_call>{json.dumps(NOTHING)}</tool_call>\n Two ",
+        {"content": "One \n \n Two ", "tool_calls": [NOTHING, NOTHING]},
     ),
     "arguments as a string, of a call that does not end": (
         "hermes",
@@ -131,14 +146,14 @@ ANSWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "One. <|tool_call>call:do.nothing{}<tool_call|><|tool_call>call:f{a: }<tool_call|> Two. "
         "<|tool_call>call:do.nothing{}<tool_call|><|tool_call>call:f{a:1",
         {
-            "content": "One.<|tool_call>call:f{a: } Two.<|tool_call>call:f{a:1",
+            "content": "One. <|tool_call>call:f{a: }<tool_call|> Two. <|tool_call>call:f{a:1",
             "tool_calls": [NOTHING, NOTHING],
         },
     ),
     "broken call, FunctionGemma": (
         "functiongemma",
         "<start_function_call>call:do.nothing{}<end_function_call><start_function_call>call:f{a}<end_function_call>",
-        {"content": "<start_function_call>call:f{a}", "tool_calls": [NOTHING]},
+        {"content": "<start_function_call>call:f{a}<end_function_call>", "tool_calls": [NOTHING]},
     ),
     "text": ("hermes", "Just { text } [no] <tool", {"content": "Just { text } [no] <tool"}),
 }
@@ -185,10 +200,11 @@ def test_every_cut_gives_the_same_message(name):
 
 def test_arguments_come_while_they_are_written():
     parser = FormatParser(FORMATS["hermes"], "", with_calls=True)
-    [call] = parser.feed('<tool_call>\n{"name": "f", "argum')
-    assert call["tool_calls"][0]["function"] == {"name": "f", "arguments": ""}
-    [more] = parser.feed('ents": {"city": "Li')
-    assert more == {"tool_calls": [{"index": 0, "function": {"arguments": '{"city": "Li'}}]}
+    assert not parser.feed('<tool_call>\n{"name": "f", "argum')
+    [call] = parser.feed('ents": {"ci')
+    assert call["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"ci'}
+    [more] = parser.feed('ty": "Li')
+    assert more == {"tool_calls": [{"index": 0, "function": {"arguments": 'ty": "Li'}}]}
     assert parser.has_calls
 
 
@@ -214,7 +230,9 @@ def test_what_is_no_call_is_content(kind, text):
 
 def test_a_call_that_is_no_json_calls_nothing():
     parser = FormatParser(FORMATS["hermes"], "", with_calls=True)
-    assert parse(parser, ["<tool_call>not json</tool_call> after"]) == {"content": "not json after"}
+    assert parse(parser, ["<tool_call>not json</tool_call> after"]) == {
+        "content": "<tool_call>not json</tool_call> after"
+    }
     assert not parser.has_calls
 
 
@@ -246,6 +264,65 @@ def test_a_format_is_guessed_from_the_chat_template(template, kind):
     tokenizer.response_template = {"own": 1}
     assert format_of(None, tokenizer) == {"own": 1}
     assert format_of(None, Tokenizer()) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "passed"),
+    [
+        ("null", "{}"),
+        ('""', "{}"),
+        ('"null"', "{}"),
+        ('"{}"', "{}"),
+        ('{"a": "1\n2\t\x01"}', '{"a": "1\\n2\\t\\u0001"}'),
+        ('{"a": "\\\\\n"}', '{"a": "\\\\\\n"}'),
+        ('{"a": "\\\n"}', '{"a": "\\n"}'),
+        ("[1]", "[1]"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": %s}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": %s, "name": "f"}</tool_call>'),
+        ("llama3_json", '{"name": "f", "parameters": %s}'),
+        ("mistral", "[TOOL_CALLS]f[ARGS]%s"),
+        ("openai", "<|channel|>commentary to=f<|message|>%s<|call|>"),
+    ],
+)
+def test_arguments_are_json(kind, form, said, passed):
+    text = form % said
+    for pieces in ([text], text):
+        parser = FormatParser(FORMATS[kind], "", with_calls=True)
+        deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+        assert "".join(delta["tool_calls"][0]["function"]["arguments"] for delta in deltas) == passed
+        assert not parser.is_cut
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("llama3_json", '{"name": "Ann", "age": 3}'),
+        ("llama3_json", '{"name": "f", "age": 3}'),
+        ("llama3_json", '{"result": {"name": "f", "parameters": {}}}'),
+        ("hermes", '<tool_call>{"name": "g", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "age": 3}</tool_call>'),
+        ("mistral", "[TOOL_CALLS]g[ARGS]{}[TOOL_CALLS]f[ARGS]Sorry"),
+        ("qwen3_coder", "<function=g>\n<parameter=a>\n1\n</parameter>\n</function>"),
+        ("openai", '<|channel|>commentary to=python <|constrain|>json<|message|>{"a": 1}'),
+        ("openai", "Hello"),
+        ("pythonic", "[g(a=1)]"),
+        ("gemma4", "<|tool_call>call:g{a:1}<tool_call|>"),
+    ],
+)
+def test_what_is_no_call_of_a_tool_stays_as_it_was(kind, text):
+    for pieces in ([text], text):
+        assert parse(FormatParser(FORMATS[kind], "", with_calls=True, names={"f"}), pieces) == {"content": text}
+
+
+def test_a_recipient_without_functions_is_a_call():
+    text = '<|channel|>commentary to=f <|constrain|>json<|message|>{"a": 1}<|call|>'
+    message = parse(FormatParser(FORMATS["openai"], "", with_calls=True, names={"f"}), text)
+    assert message == {"tool_calls": [{"name": "f", "arguments": {"a": 1}}]}
 
 
 def test_the_template_for_gemma_3(repo_root):
@@ -295,8 +372,7 @@ def test_beginnings_of_calls_are_searched_once():
 
 
 def test_arguments_that_never_end_are_searched_once():
-    """Without the look-ahead of the pattern, this takes half a minute."""
+    """A search for the end that begins again at each parameter takes half a minute."""
     parser = FormatParser(FORMATS["qwen3_coder"], "", with_calls=True)
     text = "<tool_call><function=f>" + "<parameter=a>" * 5000
-    [call] = [call for delta in [*parser.feed(text), *parser.finish()] for call in delta["tool_calls"] if "id" in call]
-    assert call["function"]["name"] == "f"
+    assert parse(parser, [text]) == {"content": text}

@@ -255,6 +255,83 @@ def test_wrong_tools_are_named(http, fields, param):
     assert response.json()["error"]["param"] == param
 
 
+@pytest.mark.parametrize("choice", ["required", "any", {"type": "allowed_tools", "allowed_tools": {"mode": "required",
+    "tools": [{"type": "function", "function": {"name": "get_weather"}}]}}])  # fmt: skip
+def test_one_offered_call_is_a_named_one(http, llm, choice):
+    """The answer is the arguments alone, without the name that needs no choice."""
+    llm.reply = json.dumps(CALL["arguments"])
+    tools = [TOOL, OTHER] if isinstance(choice, dict) else [TOOL]
+    found = message(chat(http, tools=tools, tool_choice=choice))
+    assert (found["finish_reason"], without_ids(found["message"]["tool_calls"])) == ("tool_calls", [CALL])
+    assert json.loads(llm.calls[-1]["params"].structured_outputs.json) == TOOL["function"]["parameters"]
+
+
+@pytest.mark.parametrize(("parallel", "most"), [(None, 1), (False, 1), (True, None)])
+def test_a_required_call_is_one_unless_several_are_asked_for(http, llm, parallel, most):
+    llm.reply = "[]"
+    asked = {} if parallel is None else {"parallel_tool_calls": parallel}
+    message(chat(http, tools=[TOOL, OTHER], tool_choice="required", **asked))
+    constraint = llm.calls[-1]["params"].structured_outputs
+    assert json.loads(constraint.json).get("maxItems") == most
+    assert constraint.disable_any_whitespace
+
+
+def test_allowed_tools(http, llm):
+    """Other tools are not in the prompt, and what looks like a call of them is content."""
+    llm.reply = f"<tool_call>{json.dumps(CALL)}</tool_call>"
+    for name, calls in (("get_weather", [CALL]), ("stop_all", [])):
+        allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": name}}]}
+        answer = message(
+            chat(http, tools=[TOOL, OTHER], tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+        )
+        assert without_ids(answer["message"].get("tool_calls", [])) == calls
+        assert answer["message"]["content"] == (None if calls else llm.reply)
+    for wrong in ({}, {"mode": "none", "tools": [TOOL]}, {"mode": "auto", "tools": []}, {"mode": "auto", "tools": [3]}):
+        refused = chat(http, tools=[TOOL], tool_choice={"type": "allowed_tools", "allowed_tools": wrong})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
+    unknown = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "third"}}]}
+    refused = chat(http, tools=[TOOL], tool_choice={"type": "allowed_tools", "allowed_tools": unknown})
+    assert "third" in refused.json()["error"]["message"]
+
+
+def test_custom_tools_are_ignored_beside_functions(http, make_http, llm):
+    llm.reply = "Hello"
+    custom = {"type": "custom", "custom": {"name": "patch", "format": {"type": "text"}}}
+    response = chat(http, tools=[custom, TOOL])
+    assert response.status_code == 200
+    assert "tools[0]" in response.headers["x-outrider-ignored"]
+    assert chat(http, tools=[custom]).status_code == 400
+    assert chat(make_http(strict_fields=True), tools=[custom, TOOL]).json()["error"]["param"] == "tools[0]"
+
+
+def test_a_stream_that_begins_with_a_call_has_no_content(http, llm):
+    llm.reply = f"<tool_call>{json.dumps(CALL)}</tool_call>"
+    lines = chat(http, tools=[TOOL], stream=True).text.splitlines()
+    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines if line.startswith("data: {")]
+    assert (deltas[0]["role"], deltas[0]["content"]) == ("assistant", None)
+    assert deltas[0]["tool_calls"][0]["function"]["name"] == "get_weather"
+    assert not any("content" in delta for delta in deltas[1:])
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_call_that_is_cut_goes_out_as_it_was_written(http, llm, stop):
+    llm.reply = '<tool_call>{"name": "get_weather", "arguments": {"city": "Lis'
+    fields = {"tools": [TOOL]} | ({} if stop else {"max_tokens": len(llm.reply)})
+    for found, reason in (
+        (message(chat(http, **fields))["message"], message(chat(http, **fields))["finish_reason"]),
+        streamed(http, **fields),
+    ):
+        assert found["tool_calls"][0]["function"]["arguments"] == '{"city": "Lis'
+        assert reason != "tool_calls"
+
+
+def test_json_that_is_no_call_is_content(make_http, llm):
+    for parser in ("llama3_json", "hermes", "mistral", "pythonic"):
+        llm.reply = 'Here: {"name": "Ann", "age": 3} and {"name": "get_weather", "city": "Lisbon"}.'
+        found = message(chat(make_http(tool_call_parser=parser), tools=[TOOL]))["message"]
+        assert (found["content"], "tool_calls" in found) == (llm.reply, False)
+
+
 def test_a_model_whose_format_is_unknown(http, make_http, llm):
     llm.tokenizer.chat_template = "fake"
     assert "--tool-call-parser" in chat(http, tools=[TOOL]).json()["error"]["message"]

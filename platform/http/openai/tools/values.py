@@ -1,0 +1,155 @@
+"""Values of arguments that a format writes as plain text: their types are those of the function's schema."""
+
+from __future__ import annotations
+
+import ast
+import json
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import regex
+
+from .scanner import Kind, Lexeme, StringForm
+
+_NUMBER = regex.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", regex.ASCII)
+_CONSTANTS: dict[str, dict[str, bool | None]] = {
+    "boolean": {"true": True, "false": False, "1": True, "0": False},
+    "null": {"null": None, "none": None},
+}
+_TYPES = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
+_MAX_LITERAL = 65_536
+"""Longest text in characters that is read as a literal of Python: the parser needs about 100 times its memory."""
+PARAMETER = StringForm(
+    "<",
+    regex.compile(r"<parameter=(?P<key>[^>\n]+)>"),
+    regex.compile(r"</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>))"),
+)
+"""Parameter of `qwen3_coder`: its value ends at the first tag behind which the call goes on or ends."""
+
+
+def tagged_calls(name: str, lexemes: Sequence[Lexeme]) -> list[dict[str, Any]]:
+    """The call whose values stand between tags; none if there is other text, or a parameter twice."""
+    arguments: dict[str, str] = {}
+    is_twice = False
+    outside, key, value = "", "", ""
+    for kind, text, match in lexemes:
+        if kind is Kind.OPEN:
+            key, value = match["key"], ""
+            is_twice |= key in arguments
+        elif kind is Kind.TEXT:
+            value += text
+        elif kind is Kind.CLOSE:
+            arguments[key] = value.removeprefix("\n").removesuffix("\n")
+        else:
+            outside += text
+    if is_twice or outside.strip() not in ("", "</function>"):
+        return []
+    return [{"name": name, "arguments": arguments}]
+
+
+def properties_by_function(tools: Iterable[dict[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Schemas of each function's arguments."""
+    return {tool["function"]["name"]: tool["function"]["parameters"]["properties"] for tool in tools}
+
+
+def with_types(function: dict[str, Any], properties: Mapping[str, Any]) -> dict[str, Any]:
+    """A call whose texts are values of the types that the schema says."""
+    arguments = function.get("arguments")
+    if not isinstance(arguments, dict):
+        return function
+    typed = {
+        name: typed_value(value, properties.get(name)) if isinstance(value, str) else value
+        for name, value in arguments.items()
+    }
+    return {**function, "arguments": typed}
+
+
+def typed_value(text: str, schema: Any) -> Any:
+    """The value that a text stands for; the text itself where the schema allows no other value that it may be."""
+    if not isinstance(schema, dict):
+        return text
+    for value in _listed(schema):
+        if value == text or (not isinstance(value, str) and text.strip() in (json.dumps(value), repr(value))):
+            return value
+    for name in _types(schema):
+        found, value = _cast(text, name)
+        if found:
+            return value
+    return text
+
+
+def _options(schema: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    """The schema and its alternatives."""
+    yield schema
+    for union in ("anyOf", "oneOf"):
+        options = schema.get(union)
+        for option in options if isinstance(options, list) else ():
+            if isinstance(option, dict):
+                yield from _options(option)
+
+
+def _listed(schema: dict[str, Any]) -> Iterable[Any]:
+    """Values that the schema lists."""
+    for option in _options(schema):
+        yield from option["enum"] if isinstance(option.get("enum"), list) else ()
+        yield from [option["const"]] if "const" in option else ()
+
+
+def _types(schema: dict[str, Any]) -> Iterable[str]:
+    """Types that the schema has, or that the values have which it lists."""
+    for option in _options(schema):
+        declared = option.get("type")
+        if declared is None:
+            yield from (_TYPES.get(type(value), "") for value in _listed(option))
+        for name in declared if isinstance(declared, list) else [declared]:
+            if isinstance(name, str):
+                yield name
+        if option.get("nullable"):
+            yield "null"
+
+
+def _cast(text: str, name: str) -> tuple[bool, Any]:
+    """Whether a text is a value of a type, and the value."""
+    stripped = text.strip()
+    if name in _CONSTANTS:
+        constants, word = _CONSTANTS[name], stripped.lower()
+        return word in constants, constants.get(word)
+    if name in ("integer", "number"):
+        return _number(stripped, name) if _NUMBER.fullmatch(stripped) else (False, None)
+    if name in ("object", "array"):
+        value = _container(stripped)
+        return isinstance(value, dict if name == "object" else list), value
+    return False, None
+
+
+def _number(text: str, name: str) -> tuple[bool, Any]:
+    try:
+        return True, int(text)
+    except ValueError:  # a fraction, an exponent, or more digits than Python reads
+        value = float(text)
+    if value in (float("inf"), float("-inf")) or (name == "integer" and not value.is_integer()):
+        return False, None
+    return True, int(value) if name == "integer" or (value.is_integer() and "." not in text) else value
+
+
+def _container(text: str) -> Any:
+    """Object or array as JSON, or as a literal of Python."""
+    try:
+        return json.loads(text, strict=False, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        pass
+    if len(text) > _MAX_LITERAL:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            value = ast.literal_eval(text)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
