@@ -181,6 +181,7 @@ _OWN_WORDS = {
         "oneOf is served if its branches exclude each other by their types, by const or enum, or by a property with "
         "const or enum in each of them; use anyOf"
     ),
+    r"regex parse error:\s*(.{0,100})(?s:.*)\nerror: ": r"the pattern \1 cannot be read: ",
     r"; either increase limits\.\w+ or disable limits\.\w+": "; the grammar is too complex",
     r"Unable to determine if regex is empty:(?s:.*)": (
         "pattern, format, minLength and maxLength of a string are too complex together; leave one of them out"

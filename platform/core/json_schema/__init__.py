@@ -61,11 +61,16 @@ def served(text: str, problem_of: Probe | None = None) -> ServedSchema:
     return ServedSchema(root, sorted(ignored))
 
 
+_ANNOTATIONS = ("discriminator", "deprecated", "example")
+"""Keywords that say nothing about a value. `llguidance` takes them for ones that do, and refuses them beside references
+of a schema to itself."""
+
+
 def _rewrite(schema: dict[str, Any], document: Document) -> list[str]:
     """Rewrite one schema in place, without those within it; return the keywords that were left out."""
     check_exact(schema)
     rewrite_bounds(schema)
-    ignored = [*rewrite_pattern(schema), *rewrite_format(schema), *rewrite_lengths(schema, document)]
+    ignored = [*rewrite_pattern(schema), *rewrite_lengths(schema, document), *rewrite_format(schema)]
     if is_set(schema):
         del schema["uniqueItems"]
         if schema.get("maxItems") not in (0, 1):
@@ -75,6 +80,8 @@ def _rewrite(schema: dict[str, Any], document: Document) -> list[str]:
     rewrite_one_of(schema, document)
     rewrite_property_names(schema, document)
     rewrite_pattern_properties(schema, document)
+    for keyword in _ANNOTATIONS:
+        schema.pop(keyword, None)
     return ignored
 
 

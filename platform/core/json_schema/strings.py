@@ -16,6 +16,16 @@ FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid 
 """Formats that `llguidance` holds a string to; "unknown" is any text."""
 _UNDECIDED = "Unable to determine if regex is empty"
 """Beginning of the error of `llguidance` for a string whose keywords together are too complex."""
+_LEAP = r"(?:0[48]|[2468][048]|[13579][26])"
+_DATE = (
+    r"(?:(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|"
+    r"(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))|"
+    rf"(?:[0-9]{{2}}{_LEAP}|{_LEAP}00)-02-29)"
+)
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_CALENDAR = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[tT]{_TIME}$"}
+"""Dates that are in the calendar, without leap seconds: those of `llguidance` have February 29 in each year, the year 0
+and a second 60 in every minute, which no program reads."""
 _UUID = re.compile(r"uuid([1-8])")
 _ATOM = r"(?:\[\^?(?:[^\]\\]|\\.)+\]|\\[dDwWsS]|\\[^\w\s]|[^\\^$.|?*+()\[\]{}])"
 _NOT_FIRST = re.compile(rf"\^?({_ATOM})")
@@ -55,9 +65,12 @@ def rewrite_pattern(schema: dict[str, Any]) -> list[str]:
 def rewrite_format(schema: dict[str, Any]) -> list[str]:
     """Replace a format in place; return ["format"] if it is left out, which the standard allows."""
     name = schema.get("format")
-    if not isinstance(name, str) or name in FORMATS:
+    if not isinstance(name, str) or name in FORMATS - _CALENDAR.keys():
         return []
     del schema["format"]
+    if name in _CALENDAR:
+        _add(schema, [_CALENDAR[name]])
+        return []
     if (uuid := _UUID.fullmatch(name)) is not None:
         schema["format"] = "uuid"
         _add(schema, [f"^.{{14}}{uuid[1]}.{{4}}[89abAB]"])
