@@ -139,6 +139,11 @@ class ConstraintChecker:
         except OSError as error:  # out of processes or memory
             raise ConstraintCheckError(f"the process that checks constraints cannot start: {error.strerror}") from error
 
+    def close(self) -> None:
+        """End the process; the next constraint starts another one."""
+        with self._asking:
+            self._end()
+
     def _end(self) -> None:
         if self._process is not None:
             self._process.kill()

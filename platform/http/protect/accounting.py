@@ -18,6 +18,7 @@ from ...core.logs import current_request_id
 from ...core.outputs import RequestMetrics
 from ...tenancy.ledger.usage_row import Status, UsageRow
 from ..body.lenient import ignore
+from ..observe.request_log import MAX_IGNORED_NAME
 from ..openai.job import Event, Job
 from ..serving_state import Serving, principal_of, serving_of
 
@@ -131,7 +132,9 @@ async def check_params(serving: Serving, job: Job) -> None:
     else:
         ignored = check()
     for place in ignored:
-        ignore(place, strict=serving.config.strict_fields)
+        field = place.split(".", 1)[0]
+        name = place if len(place) <= MAX_IGNORED_NAME else f"{field}...{place[len(field) + 3 - MAX_IGNORED_NAME :]}"
+        ignore(name, strict=serving.config.strict_fields)
 
 
 class Account:
