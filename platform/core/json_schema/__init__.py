@@ -48,6 +48,8 @@ def served(text: str, problem_of: Probe | None = None) -> ServedSchema:
     ignored: list[str] = []
     seen: dict[int, Any] = {}  # by identity; the values keep the identities from being used again
     waiting: list[tuple[Any, str]] = [(root, "")]
+    if isinstance(root, dict) and root.pop("x-guidance", None) is not None:
+        ignored.append("x-guidance")  # options of `llguidance`, which leave out more
     while waiting:
         schema, place = waiting.pop()
         if not isinstance(schema, dict) or id(schema) in seen:

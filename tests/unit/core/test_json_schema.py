@@ -86,7 +86,7 @@ def check_valid(schema, seed=0, count=30):
 
 # --- bounds ---
 
-EDGES = [-10.5, -2, -1, -0.5, 0, 0.05, 0.5, 1, 2, 2.5, 10]
+EDGES = [-2, -0.5, 0, 0.05, 0.5, 2, 2.5]
 
 
 def exact(value):
@@ -465,11 +465,13 @@ def test_places_of_what_is_left_out():
         "$defs": {"tags": {"type": "array", "items": {"format": "x", "type": "string"}, "uniqueItems": True}},
         "properties": {"a": {"$ref": "#/$defs/tags"}, "b": {"anyOf": [{"$ref": "#/other/c"}, {"type": "null"}]}},
         "other": {"c": {"type": "array", "items": True, "uniqueItems": True}},
+        "x-guidance": {"lenient": True},
     }
     assert served(json.dumps(schema)).ignored == [
         "$defs.tags.items.format",
         "$defs.tags.uniqueItems",
         "other.c.uniqueItems",
+        "x-guidance",
     ]
 
 
