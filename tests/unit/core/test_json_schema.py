@@ -5,77 +5,22 @@ Texts are drawn from a grammar by a walk over its masks, one token a byte; `json
 
 from __future__ import annotations
 
-import datetime
-import functools
-import ipaddress
 import itertools
 import json
 import random
 import re
 import time
-import uuid
-from decimal import Decimal
-from enum import StrEnum
 from fractions import Fraction
-from pathlib import Path
-from typing import Annotated, Any, Literal, Optional
 
-import llguidance
-import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
-from pydantic import UUID4, AnyUrl, BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema, conint
 
 from outrider import InvalidRequestError, StructuredOutputsParams
 from outrider.platform.core.constraint_check import CHECKER
 from outrider.platform.core.json_schema import served
-from outrider.platform.core.structured_outputs import MAX_CONSTRAINT_CHARS, parser_limits
+from outrider.platform.core.structured_outputs import MAX_CONSTRAINT_CHARS
 
-BYTES = llguidance.LLTokenizer("byte")
-CLOSING = b'"]}'
-PRINTABLE = range(32, 127)
-
-
-@functools.lru_cache(4)
-def compiled(grammar):
-    matcher = llguidance.LLMatcher(BYTES, grammar, log_level=0, limits=parser_limits())
-    assert not matcher.is_error(), matcher.get_error()
-    return matcher
-
-
-def grammar_of(schema):
-    return StructuredOutputsParams(json=schema, disable_any_whitespace=True).grammar_text()
-
-
-def draw(grammar, rng, limit=300):
-    """A text of the grammar, at random; None where it is longer than `limit` bytes."""
-    matcher, text = compiled(grammar).deep_copy(), bytearray()
-    while len(text) < limit:
-        if matcher.is_stopped() or (matcher.is_accepting() and rng.random() < 0.4):
-            return text.decode()
-        allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little").nonzero()[0]
-        choices = [byte for byte in allowed.tolist() if byte in PRINTABLE]
-        if not choices and matcher.is_accepting():
-            return text.decode()
-        assert choices, f"nothing follows {text!r}: {matcher.get_error()}"
-        closing = [byte for byte in choices if byte in CLOSING]
-        byte = rng.choice(closing if closing and rng.random() < 0.35 else choices)
-        assert matcher.consume_token(byte)
-        text.append(byte)
-    return None
-
-
-def accepts(grammar, text):
-    matcher = compiled(grammar).deep_copy()
-    return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
-
-
-def drawn(schema, seed, count, limit=300):
-    """Texts of the schema, each of which fits it."""
-    grammar, rng = grammar_of(schema), random.Random(seed)
-    texts = [text for _ in range(count) if (text := draw(grammar, rng, limit)) is not None]
-    assert len(texts) > count // 4
-    return texts
+from ...grammar_walk import accepts, compiled, draw, drawn, grammar_of
 
 
 def check_valid(schema, seed=0, count=30):
@@ -345,116 +290,6 @@ def test_dates_are_in_the_calendar(name, right, wrong):
     grammar = grammar_of({"type": "string", "format": name})
     assert [text for text in right.split() if not accepts(grammar, f'"{text}"')] == []
     assert [text for text in wrong.split() if accepts(grammar, f'"{text}"')] == []
-
-
-# --- pydantic ---
-
-
-class Color(StrEnum):
-    RED, BLUE = "red", "blue"
-
-
-class Closed(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class Cat(Closed):
-    kind: Literal["cat"] = "cat"
-    lives: conint(gt=0, lt=10)
-
-
-class Dog(Closed):
-    kind: Literal["dog", "wolf"] = "dog"
-    pups: list[Dog] = []
-
-
-Pet = Annotated[Cat | Dog, Field(discriminator="kind")]
-
-
-class Sum(Closed):
-    op: Literal["sum"]
-    left: Expression
-    right: Expression
-
-
-class Number(Closed):
-    op: Literal["number"]
-    value: Annotated[float, Field(gt=0, le=0.5)]
-
-
-Expression = Annotated[Sum | Number, Field(discriminator="op")]
-Sum.model_rebuild()
-
-
-class Node(Closed):
-    value: int
-    next: Optional[Node] = None  # noqa: UP045 (the old spelling is what many write)
-
-
-EmailStr = Annotated[str, WithJsonSchema({"type": "string", "format": "email"})]
-"""The schema of pydantic's type, whose package is not needed for it."""
-OldDecimal = Annotated[
-    Decimal, WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string", "pattern": next(iter(DECIMALS))}]})
-]
-"""A Decimal as pydantic 2.12 describes it."""
-TYPES: dict[str, tuple[Any, list[str]]] = {
-    "Decimal": (Decimal, ["Decimal"]),
-    "Decimal of 2.12": (OldDecimal, []),
-    "set": (set[int], ["uniqueItems"]),
-    "frozenset": (frozenset[Color], ["uniqueItems"]),
-    "set of one": (Annotated[set[int], Field(max_length=1)], []),
-    "dict of names": (dict[Literal["a", "b"], int], []),
-    "dict of an enum": (dict[Color, set[int]], ["uniqueItems"]),
-    "dict of lengths": (dict[Annotated[str, Field(min_length=2)], int], []),
-    "dict of a pattern": (dict[Annotated[str, Field(pattern="^a")], int], ["dict of a pattern"]),
-    "email": (EmailStr, []),
-    "email of a length": (
-        Annotated[str, WithJsonSchema({"type": "string", "format": "email", "maxLength": 60}), Field(max_length=60)],
-        [],
-    ),
-    "UUID": (uuid.UUID, []),
-    "UUID4": (UUID4, []),
-    "AnyUrl": (AnyUrl, ["AnyUrl"]),
-    "datetime": (datetime.datetime, []),
-    "date": (datetime.date, []),
-    "time": (datetime.time, []),
-    "IPv4Address": (ipaddress.IPv4Address, []),
-    "Path": (Path, ["format"]),
-    "conint": (conint(ge=-5, lt=20, multiple_of=5), []),
-    "float": (Annotated[float, Field(gt=0, lt=1)], []),
-    "negative": (Annotated[float, Field(lt=0, ge=-0.5)], []),
-    "int64": (Annotated[int, Field(ge=-(2**63), le=2**63 - 1)], []),
-    "text": (Annotated[str, Field(pattern=r"^\d+$", min_length=2, max_length=4)], []),
-    "Enum": (Color, []),
-    "Literal": (Literal[1, "a", None, True], []),
-    "Optional": (Optional[Annotated[int, Field(gt=3)]], []),  # noqa: UP045
-    "tuple": (tuple[int, str], []),
-    "union": (Pet, []),
-    "optional union": (Optional[Pet], []),  # noqa: UP045
-    "union in a union": (list[Pet | Annotated[Sum | Number, Field(discriminator="op")]], []),
-    "recursive union": (Expression, []),
-    "recursive": (Node, []),
-}
-"""Types, and the keywords that are left out; a type's own name where its schema says less than pydantic checks."""
-
-
-@pytest.mark.parametrize("name", TYPES)
-def test_types_of_pydantic(name):
-    kind, left_out = TYPES[name]
-    says_less = left_out == [name]
-    adapter = TypeAdapter(kind)
-    inner = adapter.json_schema(ref_template="#/$defs/{model}")
-    schema = {"$defs": inner.pop("$defs", {}), "type": "object", "properties": {"a": inner}, "required": ["a"]}
-    schema["additionalProperties"] = False
-    found = CHECKER.check(StructuredOutputsParams(json=schema))
-    assert [place.rsplit(".", 1)[1] for place in found] == ([] if says_less else left_out)
-    judge = Draft202012Validator(schema)
-    for text in drawn(schema, 5, 24, limit=500):
-        value = json.loads(text)
-        if not left_out or says_less:
-            assert judge.is_valid(value), text
-        if not says_less:
-            adapter.validate_json(json.dumps(value["a"]))
 
 
 # --- places and cost ---
