@@ -37,7 +37,7 @@ _ENDED_BY_LIMITS = (-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV)
 
 
 class Finding(NamedTuple):
-    """What the process has found out about a constraint."""
+    """Result of the check of a constraint."""
 
     problem: str
     """Why it cannot be served; "" if it can."""
