@@ -26,7 +26,7 @@ MAX_TAGS = 16
 def rewrite_one_of(schema: dict[str, Any], document: Document) -> None:
     """Replace `oneOf` in place, if its branches exclude each other; else it stays."""
     branches = schema.get("oneOf")
-    if not isinstance(branches, list) or not branches:
+    if not isinstance(branches, list) or not branches or "anyOf" in schema:
         return
     if isinstance(schema.get("discriminator"), dict):  # only objects have one
         for target in map(document.resolve, branches):
@@ -47,12 +47,7 @@ def rewrite_one_of(schema: dict[str, Any], document: Document) -> None:
             return
         for branch in objects:
             _require(branch, tag, document)
-    options = schema.pop("oneOf")
-    if "anyOf" in schema:
-        also = schema.get("allOf")
-        schema["allOf"] = [*(also if isinstance(also, list) else ()), {"anyOf": options}]
-    else:
-        schema["anyOf"] = options
+    schema["anyOf"] = schema.pop("oneOf")
 
 
 def _are_disjoint(values: list[Values]) -> bool:
