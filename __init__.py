@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         AdapterSourceError,
         AsleepError,
         AuthenticationError,
+        ConstraintCheckError,
         EngineDeadError,
         InvalidRequestError,
         InvalidUserInputError,
@@ -63,9 +64,9 @@ _NAMES_OF = {
     ".platform.core.beam_search": "BeamSearchParams",
     ".platform.core.config": "EngineArgs",
     ".platform.core.errors": """
-        AdapterError AdapterSourceError AsleepError AuthenticationError EngineDeadError InvalidRequestError
-        InvalidUserInputError NotFoundError OutriderError OverloadedError PermissionDeniedError PromptTooLongError
-        RateLimitError ShuttingDownError UnsupportedModelError
+        AdapterError AdapterSourceError AsleepError AuthenticationError ConstraintCheckError EngineDeadError
+        InvalidRequestError InvalidUserInputError NotFoundError OutriderError OverloadedError PermissionDeniedError
+        PromptTooLongError RateLimitError ShuttingDownError UnsupportedModelError
     """,
     ".platform.core.lora_request": "LoRAMix LoRARequest",
     ".platform.core.messages": "AdapterInfo EngineInfo EngineStats",
@@ -93,6 +94,7 @@ __all__ = [
     "BeamSearchParams",
     "ClassificationRequestOutput",
     "CompletionOutput",
+    "ConstraintCheckError",
     "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineDeadError",

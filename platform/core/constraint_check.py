@@ -7,6 +7,7 @@ would work on for hours. What has been checked here costs an engine as little as
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import resource
@@ -17,10 +18,12 @@ import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
-from .errors import InvalidRequestError, OutriderError
+from .errors import ConstraintCheckError, InvalidRequestError
 from .structured_outputs import StructuredOutputsParams, grammar_package, on_deep_stack, parser_limits
+
+logger = logging.getLogger(__name__)
 
 CPU_SECONDS = 1.5
 """Most time for a constraint. A schema of 65,536 characters takes 0.5 s."""
@@ -33,11 +36,20 @@ _ENDED_BY_LIMITS = (-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV)
 """Exit statuses of a process that had no more time, or no more memory."""
 
 
+class Finding(NamedTuple):
+    """Result of the check of a constraint."""
+
+    problem: str
+    """Why it cannot be served; "" if it can."""
+    ignored: list[str] = []  # noqa: RUF012 (never changed)
+    """Places of keywords that do not hold; see `StructuredOutputsParams.compile`."""
+
+
 class ConstraintChecker:
     """The process, started for the first constraint, and what it has found out. Callable from any thread."""
 
     def __init__(self) -> None:
-        self._found: OrderedDict[Any, str] = OrderedDict()  # problem, or ""
+        self._found: OrderedDict[Any, Finding] = OrderedDict()
         self._begin()
         # A process that was forked has another one: two would read each other's answers.
         os.register_at_fork(after_in_child=self._begin)
@@ -53,43 +65,41 @@ class ConstraintChecker:
         """True when a check takes no time."""
         return self._known(params) is not None
 
-    def check(self, params: StructuredOutputsParams) -> None:
-        """Check a constraint, up to 1.5 s of a processor.
+    def check(self, params: StructuredOutputsParams) -> list[str]:
+        """Check a constraint, up to 1.5 s of a processor, and return the places of keywords that do not hold.
 
         Raises:
             InvalidRequestError: it cannot be served; the message names the keyword or the place.
-            OutriderError: the process has ended, or gave no answer in 20 s on a busy machine.
+            ConstraintCheckError: the process has ended, or gave no answer in 20 s on a busy machine.
         """
         grammar_package()
-        problem = self._known(params)
-        if problem is None:
+        found = self._known(params)
+        if found is None:
             with self._asking:
-                problem = self._known(params)  # another thread may have asked meanwhile
-                if problem is None:
-                    problem = self._ask(params) or ""
-                    self._keep(params, problem)
-        if problem:
-            raise InvalidRequestError(problem, param=params.source)
+                found = self._known(params)  # another thread may have asked meanwhile
+                if found is None:
+                    found = self._ask(params)
+                    self._keep(params, found)
+                    if found.ignored:
+                        logger.info("keywords that do not hold: %s", ", ".join(found.ignored)[:500])
+        if found.problem:
+            raise InvalidRequestError(found.problem, param=params.source)
+        return found.ignored
 
-    def _known(self, params: StructuredOutputsParams) -> str | None:
+    def _known(self, params: StructuredOutputsParams) -> Finding | None:
         with self._lock:
-            return self._found.get((params.source, params.key))
+            return self._found.get((params.source, params.ignored, params.key))
 
-    def _keep(self, params: StructuredOutputsParams, problem: str) -> None:
+    def _keep(self, params: StructuredOutputsParams, found: Finding) -> None:
         with self._lock:
-            self._found[params.source, params.key] = problem
+            self._found[params.source, params.ignored, params.key] = found
             if len(self._found) > _MAX_KEPT:
                 self._found.popitem(last=False)
 
-    def _ask(self, params: StructuredOutputsParams) -> str | None:
+    def _ask(self, params: StructuredOutputsParams) -> Finding:
         is_new = self._process is None or self._process.poll() is not None
         if is_new:
-            command = [sys.executable, "-P", "-m", __name__]
-            pipe = subprocess.PIPE
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
-            self._process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, env=environment, text=True, start_new_session=True
-            )
+            self._start()
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -108,14 +118,31 @@ class ConstraintChecker:
             if not answer:  # after KeyboardInterrupt, too: the next constraint must not get this one's answer
                 self._end()
         if answer.endswith("\n"):  # else the process was ended, maybe while it wrote
-            problem: str | None = json.loads(answer)
-            return problem
+            return Finding(*json.loads(answer))
         if process.returncode in _ENDED_BY_LIMITS:
-            return f"{params.source}: {_TOO_COMPLEX}"
+            return Finding(f"{params.source}: {_TOO_COMPLEX}")
         if not is_new:  # it may have been killed before this constraint
             return self._ask(params)
         # Not remembered: it says nothing about the constraint.
-        raise OutriderError(f"the process that checks constraints ended with status {process.returncode}; try again")
+        raise ConstraintCheckError(
+            f"{params.source}: the process that checks constraints ended with status {process.returncode}; try again"
+        )
+
+    def _start(self) -> None:
+        command = [sys.executable, "-P", "-m", __name__]
+        pipe = subprocess.PIPE
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, env=environment, text=True, start_new_session=True
+            )
+        except OSError as error:  # out of processes or memory
+            raise ConstraintCheckError(f"the process that checks constraints cannot start: {error.strerror}") from error
+
+    def close(self) -> None:
+        """End the process; the next constraint starts another one."""
+        with self._asking:
+            self._end()
 
     def _end(self) -> None:
         if self._process is not None:
@@ -127,16 +154,15 @@ class ConstraintChecker:
 CHECKER = ConstraintChecker()
 
 
-def _problem(params: StructuredOutputsParams) -> str | None:
-    """Error of a constraint, in words; None when it can be used."""
+def _finding(params: StructuredOutputsParams) -> Finding:
     package = grammar_package()
     try:
-        text = params.grammar_text()
+        text, ignored = params.compile()
         is_wrong, messages = on_deep_stack(
             lambda: package.LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits()), source=params.source
         )
         if is_wrong:
-            return f"{params.source}: {'; '.join(messages)[:500]}"
+            return Finding(f"{params.source}: {_in_own_words('; '.join(messages))[:500]}")
         # With a vocabulary of bytes it takes as long as with any other one. A token's number stands for no text.
         numbered = re.sub(r"<\[[^]]*\]>", "<[1]>", text)
         bytewise = package.LLTokenizer("byte")
@@ -144,17 +170,37 @@ def _problem(params: StructuredOutputsParams) -> str | None:
             lambda: package.LLMatcher(bytewise, numbered, log_level=0, limits=parser_limits()), source=params.source
         )
     except InvalidRequestError as error:
-        return str(error)
-    return None
+        return Finding(_in_own_words(str(error)))
+    return Finding("", ignored)
+
+
+def _in_own_words(problem: str) -> str:
+    """An error of `llguidance` without the names of its options, which no request has."""
+    for theirs, ours in _OWN_WORDS.items():
+        problem = re.sub(theirs, ours, problem)
+    return problem
+
+
+_OWN_WORDS = {
+    r"oneOf constraints are not supported\. Enable 'coerce_one_of' option to approximate oneOf with anyOf": (
+        "oneOf is served if its branches exclude each other by their types, by const or enum, or by a property with "
+        "const or enum in each of them; use anyOf"
+    ),
+    r"regex parse error:\s*(.{0,100})(?s:.*)\nerror: ": r"the pattern \1 cannot be read: ",
+    r"; either increase limits\.\w+ or disable limits\.\w+": "; the grammar is too complex",
+    r"Unable to determine if regex is empty:(?s:.*)": (
+        "pattern, format, minLength and maxLength of a string are too complex together; leave one of them out"
+    ),
+}
 
 
 def main() -> None:
-    """Answer each constraint, a line of JSON, with its problem or null."""
+    """Answer each constraint, a line of JSON, with its `Finding`."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY if hard < 0 else min(_MEMORY, hard), hard))
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # its signal ends the process
-        print(json.dumps(_problem(StructuredOutputsParams(**json.loads(line)))), flush=True)
+        print(json.dumps(_finding(StructuredOutputsParams(**json.loads(line)))), flush=True)
 
 
 if __name__ == "__main__":

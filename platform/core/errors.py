@@ -153,6 +153,13 @@ class OverloadedError(OutriderError):
     status = 503
 
 
+class ConstraintCheckError(OutriderError):
+    """The process that checks constraints on answers has ended; trying again starts another one."""
+
+    type = "ServiceUnavailableError"
+    status = 503
+
+
 class EngineDeadError(OutriderError):
     """The engine process died while it had this request; it is being restarted."""
 

@@ -17,6 +17,7 @@ from typing import Any
 from .compat.foreign_options import takes_foreign
 from .compat.vllm_python import STRUCTURED
 from .errors import InvalidRequestError
+from .json_schema import Probe, served
 from .text import did_you_mean
 
 MAX_CONSTRAINT_CHARS = 65_536
@@ -70,6 +71,8 @@ class StructuredOutputsParams:
     """Field of the request that it comes from, which errors name."""
     frame: str | None = None
     """Grammar in Lark's syntax in which `@body` is the constraint; the chat API writes it, no client may."""
+    ignored: tuple[str, ...] = ()
+    """Places of keywords that the chat API left out of `grammar` or `frame`."""
 
     def __post_init__(self) -> None:
         if self.json_object is False:
@@ -130,20 +133,29 @@ class StructuredOutputsParams:
         Raises:
             InvalidRequestError: a text is not of its syntax, or the package is not installed.
         """
+        return self.compile()[0]
+
+    def compile(self) -> tuple[str, list[str]]:
+        """Grammar in the form of `llguidance`, and the places of the schema's keywords that it leaves out, such as
+        "response_format.properties.tags.uniqueItems"; errors as of `grammar_text`."""
         package = grammar_package()
+        ignored: list[str] = []
         try:
-            text = self._grammar_text(package)
-            return self._framed(text)
+            text = self._grammar_text(package, ignored)
+            named = dict.fromkeys([f"{self.source}.{place}" for place in ignored] + list(self.ignored))
+            return self._framed(text), list(named)
         except InvalidRequestError:
             raise
         except (ValueError, KeyError, TypeError, AssertionError, AttributeError, RecursionError) as error:
             kind = next(kind for kind in _KINDS if getattr(self, kind) is not None)
             raise self._wrong(f"{kind}: {_shortened(str(error) or type(error).__name__)}") from error
 
-    def _grammar_text(self, package: Any) -> str:
+    def _grammar_text(self, package: Any, ignored: list[str]) -> str:
+        """The grammar without its frame; keywords that are left out are added to `ignored`."""
         matcher = package.LLMatcher
         if self.json is not None or self.json_object:
-            schema: Any = {"type": "object"} if self.json is None else json.loads(str(self.json))
+            schema, places = served(self.json or '{"type": "object"}', _probe(package))
+            ignored += places
             schema = {} if schema is True else schema
             if not isinstance(schema, dict):
                 raise self._wrong("json must be a JSON schema that allows anything")
@@ -157,7 +169,7 @@ class StructuredOutputsParams:
             return str(matcher.grammar_from_lark(f"start: {texts}"))
         if self.grammar is not None:
             return str(package.grammar_from("grammar", self.grammar))
-        return str(matcher.grammar_from_lark(self._tags(package)))
+        return str(matcher.grammar_from_lark(self._tags(package, ignored)))
 
     def _framed(self, text: str) -> str:
         """Grammar with the options of all constraints, whose part `body` is another one if there is a frame."""
@@ -170,19 +182,23 @@ class StructuredOutputsParams:
         first["lark_grammar"] = f"{_OPTIONS}\n{first['lark_grammar']}"
         return json.dumps({"grammars": grammars})
 
-    def _tags(self, package: Any) -> str:
-        """Lark grammar of the structural tag."""
+    def _tags(self, package: Any, ignored: list[str]) -> str:
+        """Lark grammar of the structural tag; keywords that are left out are added to `ignored`."""
         tag = json.loads(str(self.structural_tag))
         structures, triggers = tag.get("structures"), tag.get("triggers")
         if not structures or not triggers:
             raise self._wrong('structural_tag needs "structures" and "triggers"; other forms of it are not served')
         tags = []
         for structure in structures:
-            begin, end = structure["begin"], structure["end"]
+            begin, end, schema = structure["begin"], structure["end"], structure["schema"]
             trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
             if trigger is None:
                 raise self._wrong(f"structural_tag: no trigger begins {begin!r}")
-            tags.append(package.StructTag(trigger=trigger, begin=begin, grammar=structure["schema"], end=end))
+            if isinstance(schema, dict):
+                schema, places = served(json.dumps(schema), _probe(package))
+                ignored += places
+                schema |= {"x-guidance": self._json_options()}
+            tags.append(package.StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
         return str(package.StructTag.to_grammar(tags, assume_special=False))
 
     def _json_options(self) -> dict[str, Any]:
@@ -238,7 +254,7 @@ def parse(value: Any, source: str = "structured_outputs") -> StructuredOutputsPa
     """
     if not isinstance(value, dict):
         raise _wrong(source, "must be an object")
-    known = StructuredOutputsParams.__dataclass_fields__.keys() - {"source", "frame"}
+    known = StructuredOutputsParams.__dataclass_fields__.keys() - {"source", "frame", "ignored"}
     for name in value:
         if name not in known:
             raise _wrong(source, f"has no field {str(name)[:100]!r}{did_you_mean(str(name), known)}")
@@ -257,6 +273,20 @@ def grammar_package() -> Any:
     import llguidance
 
     return llguidance
+
+
+def _probe(package: Any) -> Probe:
+    """See `Probe`."""
+
+    def problem_of(schema: dict[str, Any]) -> str:
+        text = package.LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+        matcher = package.LLMatcher(package.LLTokenizer("byte"), text, log_level=0, limits=parser_limits())
+        if matcher.is_error() or schema["type"] != "object":
+            return str(matcher.get_error())
+        matcher.consume_tokens(list(b'{"'))
+        return "" if any(matcher.compute_bitmask()) and not matcher.is_error() else "no property can follow"
+
+    return problem_of
 
 
 def _wrong(source: str, problem: str) -> InvalidRequestError:

@@ -137,6 +137,14 @@ def test_what_leaves_no_token_is_an_error_of_that_request(llm):
     assert llm.generate("x", params({"choice": ["fine"]}), use_tqdm=False)[0].outputs[0].text == "fine"
 
 
+def test_a_grammar_that_becomes_too_complex_says_so(llm):
+    rules = [f'r{index}: "x" r{index} | "y" r{index} | "w"' for index in range(1000)]
+    grammar = "\n".join([f'start: "z" ({" | ".join(f"r{index}" for index in range(1000))})', *rules])
+    with pytest.raises(InvalidRequestError, match="structured_outputs: the grammar became too complex for its limits"):
+        llm.generate("x", params({"grammar": grammar}), use_tqdm=False)
+    assert llm.generate("x", params({"choice": ["fine"]}), use_tqdm=False)[0].outputs[0].text == "fine"
+
+
 def test_preemption_keeps_the_form():
     engine = LLM(str(demo_model_path()), dtype="float32", max_model_len=256, num_gpu_blocks_override=18, block_size=16)
     wanted = [params(CONSTRAINTS[0], ignore_eos=False) for _ in range(6)]

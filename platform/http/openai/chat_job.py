@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -75,9 +76,11 @@ async def chat_job(
     if choice.tools or parses_reasoning:
         template = await _response_template(serving, choice, tokenizer, accepted.lora)
     opened = _opened(template, tokenizer, prompt)
-    params.structured_outputs = answer_constraint(
-        params.structured_outputs, choice, template, serving.llm.tokenizer, opened
-    )
+    written = params.structured_outputs, choice, template, serving.llm.tokenizer, opened
+    if choice.has_strict:  # long schemas are rewritten in 0.1 s
+        params.structured_outputs = await asyncio.to_thread(answer_constraint, *written)
+    else:
+        params.structured_outputs = answer_constraint(*written)
     if template is not None:
         params.skip_special_tokens = False  # they may be marks of calls and of reasoning
     _check_length(params, serving.llm.info.max_model_len, len(prompt), max_tokens_field)

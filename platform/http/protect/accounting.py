@@ -17,6 +17,8 @@ from ...core.errors import AuthenticationError, OutriderError, OverloadedError
 from ...core.logs import current_request_id
 from ...core.outputs import RequestMetrics
 from ...tenancy.ledger.usage_row import Status, UsageRow
+from ..body.lenient import ignore
+from ..observe.request_log import MAX_IGNORED_NAME
 from ..openai.job import Event, Job
 from ..serving_state import Serving, principal_of, serving_of
 
@@ -104,27 +106,35 @@ async def _admit(serving: Serving, tenancy: Tenancy, job: Job) -> Account:
 
 
 async def check_params(serving: Serving, job: Job) -> None:
-    """Refuse parameters that the engine would refuse. All prompts share them, so the longest stands for all.
+    """Refuse parameters that the engine would refuse. All prompts share them, so the longest stands for all. Keywords
+    of a schema that do not hold are named as ignored.
 
     Raises:
-        InvalidRequestError: as the input processor's.
+        InvalidRequestError: as the input processor's, or a keyword is ignored with --strict-fields.
+        ConstraintCheckError: as the constraint checker's.
     """
+    constraint = job.params.structured_outputs
     longest = max(range(len(job.prompts)), key=lambda i: len(job.prompts[i]))
     prompt = job.prompts[longest]
 
-    def check() -> None:
+    def check() -> list[str]:
         params = job.params_of(longest, serving.llm.info.max_model_len)
         serving.llm.input_processor.process(
             job.request_id, prompt, params, lora=job.lora, priority=job.priority, cache_salt=job.cache_salt
         )
+        return [] if constraint is None else CHECKER.check(constraint)
 
     if has_new_constraint(job.params):
         async with serving.constraint_locks.of(job.principal.tenant):
-            await asyncio.get_running_loop().run_in_executor(CHECKER.thread, check)
+            ignored = await asyncio.get_running_loop().run_in_executor(CHECKER.thread, check)
     elif is_long(prompt, job.params):
-        await asyncio.to_thread(check)
+        ignored = await asyncio.to_thread(check)
     else:
-        check()
+        ignored = check()
+    for place in ignored:
+        field = place.split(".", 1)[0]
+        name = place if len(place) <= MAX_IGNORED_NAME else f"{field}...{place[len(field) + 3 - MAX_IGNORED_NAME :]}"
+        ignore(name, strict=serving.config.strict_fields)
 
 
 class Account:

@@ -5,12 +5,15 @@ A mark that is one token of its own (`<think>`) stands in a grammar as that toke
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
-from ....core.structured_outputs import StructuredOutputsParams
+from ....core.errors import InvalidRequestError
+from ....core.json_schema import served
+from ....core.structured_outputs import MAX_CONSTRAINT_CHARS, StructuredOutputsParams
 from .call_forms import Marks, analysis_rule, begins_as_json, call_rules
-from .choice import ToolChoice
+from .choice import ToolChoice, parameters_of
 from .formats import name_of
 
 
@@ -33,6 +36,7 @@ def answer_constraint(
     """
     if template is None or (asked is None and not choice.has_strict):
         return asked
+    choice, ignored = _served(choice)
     marks = Marks(tokenizer)
     name = name_of(template)
     make = call_rules(name, marks)
@@ -42,27 +46,57 @@ def answer_constraint(
         return None
     calls = [] if make is None else make(choice, marks)
     if name == "openai":
-        return _channels(asked, calls, marks)
+        return _channels(asked, calls, marks, ignored)
     head, rules = _reasoning(template, opened, marks)
     rules += calls
     if asked is None:
-        return StructuredOutputsParams(grammar="\n".join([f"start: {head}free", *rules]), source="tools")
+        text = "\n".join([f"start: {head}free", *rules])
+        return StructuredOutputsParams(grammar=text, source="tools", ignored=ignored)
     if not rules:
         return asked
     body = "(@body | calls)" if calls else "@body"
-    return replace(asked, frame="\n".join([f"start: {head}{body}", *rules]))
+    return replace(asked, frame="\n".join([f"start: {head}{body}", *rules]), ignored=ignored if calls else ())
 
 
-def _channels(asked: StructuredOutputsParams | None, calls: list[str], marks: Marks) -> StructuredOutputsParams | None:
+def _served(choice: ToolChoice) -> tuple[ToolChoice, tuple[str, ...]]:
+    """Tools whose strict schemas are as grammars read them, and the places of the keywords that are left out. Schemas
+    that are too long for a grammar stay.
+
+    Raises:
+        InvalidRequestError: a value in a schema cannot be served.
+    """
+    if choice.is_forced:  # then the schema of all calls is rewritten
+        return choice, ()
+    tools, ignored, room = [], [], MAX_CONSTRAINT_CHARS
+    for index, tool in enumerate(choice.tools):
+        function = tool["function"]
+        if function.get("strict"):
+            place = f"tools[{index}].function.parameters"
+            try:
+                text = json.dumps(parameters_of(function))
+                if (room := room - len(text)) >= 0:
+                    schema, places = served(text)
+                    function = function | {"parameters": schema}
+                    ignored += [f"{place}.{keyword}" for keyword in places]
+            except (ValueError, RecursionError) as error:
+                raise InvalidRequestError(f"{place}: {error}", param=place) from error
+        tools.append(tool | {"function": function})
+    return choice._replace(tools=tuple(tools)), tuple(ignored)
+
+
+def _channels(
+    asked: StructuredOutputsParams | None, calls: list[str], marks: Marks, ignored: tuple[str, ...]
+) -> StructuredOutputsParams | None:
     """Constraint on an answer in harmony: each message has a channel."""
     if asked is None:
-        return StructuredOutputsParams(grammar="\n".join(["start: free", *calls]), source="tools")
+        text = "\n".join(["start: free", *calls])
+        return StructuredOutputsParams(grammar=text, source="tools", ignored=ignored)
     if "<|channel|>" not in marks.tokens:
         return asked
     final = marks.lark("<|channel|>final"), marks.lark(" <|constrain|>json"), marks.lark("<|message|>")
     rules = [f"final: {final[0]} ({final[1]})? {final[2]}", *(calls or [analysis_rule(marks)])]
     head = "start: (analysis | preamble)* (final @body | calls)" if calls else "start: analysis? final @body"
-    return replace(asked, frame="\n".join([head, *rules]))
+    return replace(asked, frame="\n".join([head, *rules]), ignored=ignored if calls else ())
 
 
 def _reasoning(template: dict[str, Any], opened: str, marks: Marks) -> tuple[str, list[str]]:

@@ -350,3 +350,19 @@ def test_values_have_the_types_of_the_schema_where_the_format_has_none(make_http
     assert without_ids(choice["message"]["tool_calls"]) == [
         {"name": "get_weather", "arguments": {"city": "75001", "days": 2}}
     ]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_keywords_of_a_schema_that_do_not_hold_are_named(http, llm, choice):
+    llm.reply = '[{"name": "get_weather", "parameters": {"tags": []}}]'
+    tags = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    function = TOOL["function"] | {"parameters": {"type": "object", "properties": {"tags": tags}}, "strict": True}
+    response = chat(http, tools=[{"type": "function", "function": function}], tool_choice=choice)
+    assert response.status_code == 200, response.text
+    names = response.headers["x-outrider-ignored"].split(",")
+    assert [name.endswith("properties.tags.uniqueItems") for name in names] == [True], names
+    assert all(name.startswith("tools") for name in names)
+    function["parameters"]["properties"]["tags"] = {"type": "integer", "minimum": 10**19}
+    refused = chat(http, tools=[{"type": "function", "function": function}], tool_choice=choice)
+    assert refused.status_code == 400
+    assert "minimum: integers above" in refused.json()["error"]["message"]
