@@ -53,7 +53,9 @@ def gptq(bits: int, *, version: int = 1, shuffled: bool = False, symmetric: bool
         size = inputs if group == -1 else group
         groups = inputs // size
         codes = rng.integers(0, 1 << bits, (outputs, inputs))
-        zeros = rng.integers(1, 1 << bits, (outputs, groups))
+        zeros = rng.integers(0, 1 << bits, (outputs, groups))
+        if version == 1 and not symmetric:
+            zeros[:, 0] = 0  # stored as -1, that is all bits
         if symmetric:
             zeros[:] = 1 << (bits - 1)
         scales = _scales(outputs, groups, rng, 0.3 / (1 << bits))
@@ -62,7 +64,7 @@ def gptq(bits: int, *, version: int = 1, shuffled: bool = False, symmetric: bool
             rng.shuffle(group_of)
         tensors = {
             "qweight": pack(codes, bits).T,
-            "qzeros": pack((zeros - (version == 1)).T, bits),
+            "qzeros": pack(((zeros - (version == 1)) % (1 << bits)).T, bits),
             "scales": scales.T,
             "g_idx": group_of.astype(np.int32),
             "bias": np.zeros(outputs, np.float16),
@@ -203,6 +205,9 @@ CASES: dict[str, Case] = {
     "ct-w8": Case(_PACKED_8, packed_integers(8)),
     "ct-int8": Case(_scheme("int", 8, "channel"), integers),
     "ct-w8a8": Case(_scheme("int", 8, "channel", _INT8_INPUTS), integers, rounds_inputs=True),
+    "ct-w8a8-group": Case(
+        _scheme("int", 8, "group", _INT8_INPUTS, group_size=GROUP) | {"format": "pack-quantized"}, packed_integers(8)
+    ),
     "ct-fp8": Case(_scheme("float", 8, "channel"), floats("row")),
     "ct-fp8-tensor": Case(_scheme("float", 8, "tensor", {"num_bits": 8, "type": "float"}), floats("tensor")),
     "fp8": Case({"quant_method": "fp8", "activation_scheme": "static"}, floats("tensor")),

@@ -216,6 +216,17 @@ def test_damaged_parts_are_named(kind: str, damage: str, make: Callable, tmp_pat
         load_model(tmp_path, "float32")
 
 
+def test_a_zero_point_whose_product_with_the_scale_is_not_finite_is_refused(make: Callable, tmp_path: Path) -> None:
+    source = make("ct-w4-asym")
+    tensors, module = load_file(source / "model.safetensors"), "model.layers.1.mlp.up_proj"
+    tensors[f"{module}.weight_scale"][3, 1] = 3e38  # finite
+    tensors[f"{module}.weight_zero_point"][:] = -1  # 15 everywhere
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    with pytest.raises(InvalidRequestError, match=r"model\.layers\.1\.mlp\.up_proj.*not finite"):
+        load_model(tmp_path, "float32")
+
+
 def test_scales_of_a_cache_beside_packed_weights_are_read(make: Callable, tmp_path: Path) -> None:
     source = make("fp8")
     tensors = load_file(source / "model.safetensors")
