@@ -48,14 +48,22 @@ def awq(outputs: int, inputs: int, rng: np.random.Generator) -> Made:
     return tensors, _dense(codes, zeros, scales, np.arange(inputs) // GROUP)
 
 
-def gptq(bits: int, *, version: int = 1, shuffled: bool = False, symmetric: bool = False, group: int = GROUP) -> Writer:
+def gptq(
+    bits: int,
+    *,
+    version: int = 1,
+    shuffled: bool = False,
+    symmetric: bool = False,
+    group: int = GROUP,
+    least: int = 1,
+) -> Writer:
+    """`least`: zero point. Version 1 stores it less one, a 0 therefore as all bits."""
+
     def make(outputs: int, inputs: int, rng: np.random.Generator) -> Made:
         size = inputs if group == -1 else group
         groups = inputs // size
         codes = rng.integers(0, 1 << bits, (outputs, inputs))
-        zeros = rng.integers(0, 1 << bits, (outputs, groups))
-        if version == 1 and not symmetric:
-            zeros[:, 0] = 0  # stored as -1, that is all bits
+        zeros = rng.integers(least, 1 << bits, (outputs, groups))
         if symmetric:
             zeros[:] = 1 << (bits - 1)
         scales = _scales(outputs, groups, rng, 0.3 / (1 << bits))
@@ -189,6 +197,7 @@ _PACKED_8 = _scheme("int", 8, "group", group_size=GROUP) | {"format": "pack-quan
 CASES: dict[str, Case] = {
     "awq": Case({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, awq),
     "gptq": Case(_gptq(4), gptq(4)),
+    "gptq-zero": Case(_gptq(4), gptq(4, least=0)),
     "gptq-8": Case(_gptq(8, sym=True), gptq(8, symmetric=True)),
     "gptq-v2": Case(_gptq(4, checkpoint_format="gptq_v2"), gptq(4, version=2)),
     "gptq-v2-format": Case(_gptq(4, format="gptq_v2"), gptq(4, version=2)),
