@@ -77,7 +77,7 @@ def test_each_request_has_its_own_lists_and_not_those_of_the_one_before(plain_en
 
 
 def test_min_tokens_holds_off_each_requests_own_stop_tokens(plain_engine, run):
-    fields = {"max_tokens": 4, "temperature": 0, "min_tokens": 2, "logit_bias": {101: 200.0, 102: 100.0}}
+    fields = {"max_tokens": 4, "temperature": 0, "min_tokens": 2, "logit_bias": {101: 100.0, 102: 60.0}}
     jobs = [([5, 9], SamplingParams(stop_token_ids=[stop], **fields)) for stop in (101, 102)]
     found = [(got.token_ids, got.finish_reason) for got in run(plain_engine, jobs)]
     assert found == [([102, 102, 101], "stop"), ([101] * 4, "length")]
