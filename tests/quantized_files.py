@@ -6,6 +6,7 @@ documentation of the format says.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -106,10 +107,12 @@ def packed_integers(bits: int, *, symmetric: bool = True, shuffled: bool = False
     return make
 
 
-def integers(outputs: int, inputs: int, rng: np.random.Generator) -> Made:
+def integers(outputs: int, inputs: int, rng: np.random.Generator, group: int = -1) -> Made:
+    size = inputs if group == -1 else group
     codes = rng.integers(-127, 128, (outputs, inputs)).astype(np.int8)
-    scales = _scales(outputs, 1, rng, 0.001)
-    return {"weight": codes, "weight_scale": scales}, codes * scales.astype(np.float32)
+    scales = _scales(outputs, inputs // size, rng, 0.001)
+    dense = codes * scales.astype(np.float32).repeat(size, axis=1)
+    return {"weight": codes, "weight_scale": scales}, dense
 
 
 def floats(scale: str) -> Writer:
@@ -215,7 +218,7 @@ CASES: dict[str, Case] = {
     "ct-int8": Case(_scheme("int", 8, "channel"), integers),
     "ct-w8a8": Case(_scheme("int", 8, "channel", _INT8_INPUTS), integers, rounds_inputs=True),
     "ct-w8a8-group": Case(
-        _scheme("int", 8, "group", _INT8_INPUTS, group_size=GROUP) | {"format": "pack-quantized"}, packed_integers(8)
+        _scheme("int", 8, "group", _INT8_INPUTS, group_size=GROUP), functools.partial(integers, group=GROUP)
     ),
     "ct-fp8": Case(_scheme("float", 8, "channel"), floats("row")),
     "ct-fp8-tensor": Case(_scheme("float", 8, "tensor", {"num_bits": 8, "type": "float"}), floats("tensor")),
