@@ -76,7 +76,7 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
         ]
         yield from names
         if names == ["__slots__"] and statement.value is not None:
-            yield from (node.value for node in ast.walk(statement.value) if isinstance(node, ast.Constant))
+            yield from (str(node.value) for node in ast.walk(statement.value) if isinstance(node, ast.Constant))
 
 
 def _add_call(facts: Facts, call: ast.Call) -> None:
