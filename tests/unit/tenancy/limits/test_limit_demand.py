@@ -55,6 +55,20 @@ def test_what_will_never_be_allowed_is_an_error_that_names_both(demand, limits, 
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(max_output_tokens=8),
+        Limits(max_context_tokens=18),
+        Limits(tokens_per_minute=34),
+        Limits(max_concurrent_requests=3),
+        Limits(requests_per_minute=3),
+    ],
+)
+def test_what_a_limit_just_allows_is_granted(limits):
+    assert granted(Demand((10,), n=3, max_tokens=8), limits) == [8]
+
+
 def test_a_prompt_that_is_only_scored_may_fill_the_context():
     assert granted(Demand((10,), max_tokens=0), Limits(max_context_tokens=10)) == [0]
     with pytest.raises(PromptTooLongError):
