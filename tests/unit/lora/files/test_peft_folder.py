@@ -229,7 +229,7 @@ def test_a_configuration_has_at_most_a_mebibyte(tmp_path):
     file.write_text(file.read_text().ljust(1 << 20))
     assert read(tmp_path).rows == 4
     file.write_text(file.read_text() + " ")
-    with pytest.raises(AdapterError, match=r"adapter_config\.json is larger than 1048576 bytes"):
+    with pytest.raises(AdapterError, match="1048576"):
         read(tmp_path)
 
 
