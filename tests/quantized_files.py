@@ -6,6 +6,7 @@ documentation of the format says.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -48,12 +49,22 @@ def awq(outputs: int, inputs: int, rng: np.random.Generator) -> Made:
     return tensors, _dense(codes, zeros, scales, np.arange(inputs) // GROUP)
 
 
-def gptq(bits: int, *, version: int = 1, shuffled: bool = False, symmetric: bool = False, group: int = GROUP) -> Writer:
+def gptq(
+    bits: int,
+    *,
+    version: int = 1,
+    shuffled: bool = False,
+    symmetric: bool = False,
+    group: int = GROUP,
+    least: int = 1,
+) -> Writer:
+    """`least`: zero point. Version 1 stores it less one, a 0 therefore as all bits."""
+
     def make(outputs: int, inputs: int, rng: np.random.Generator) -> Made:
         size = inputs if group == -1 else group
         groups = inputs // size
         codes = rng.integers(0, 1 << bits, (outputs, inputs))
-        zeros = rng.integers(1, 1 << bits, (outputs, groups))
+        zeros = rng.integers(least, 1 << bits, (outputs, groups))
         if symmetric:
             zeros[:] = 1 << (bits - 1)
         scales = _scales(outputs, groups, rng, 0.3 / (1 << bits))
@@ -62,7 +73,7 @@ def gptq(bits: int, *, version: int = 1, shuffled: bool = False, symmetric: bool
             rng.shuffle(group_of)
         tensors = {
             "qweight": pack(codes, bits).T,
-            "qzeros": pack((zeros - (version == 1)).T, bits),
+            "qzeros": pack(((zeros - (version == 1)) % (1 << bits)).T, bits),
             "scales": scales.T,
             "g_idx": group_of.astype(np.int32),
             "bias": np.zeros(outputs, np.float16),
@@ -96,10 +107,12 @@ def packed_integers(bits: int, *, symmetric: bool = True, shuffled: bool = False
     return make
 
 
-def integers(outputs: int, inputs: int, rng: np.random.Generator) -> Made:
+def integers(outputs: int, inputs: int, rng: np.random.Generator, group: int = -1) -> Made:
+    size = inputs if group == -1 else group
     codes = rng.integers(-127, 128, (outputs, inputs)).astype(np.int8)
-    scales = _scales(outputs, 1, rng, 0.001)
-    return {"weight": codes, "weight_scale": scales}, codes * scales.astype(np.float32)
+    scales = _scales(outputs, inputs // size, rng, 0.001)
+    dense = codes * scales.astype(np.float32).repeat(size, axis=1)
+    return {"weight": codes, "weight_scale": scales}, dense
 
 
 def floats(scale: str) -> Writer:
@@ -187,6 +200,7 @@ _PACKED_8 = _scheme("int", 8, "group", group_size=GROUP) | {"format": "pack-quan
 CASES: dict[str, Case] = {
     "awq": Case({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, awq),
     "gptq": Case(_gptq(4), gptq(4)),
+    "gptq-zero": Case(_gptq(4), gptq(4, least=0)),
     "gptq-8": Case(_gptq(8, sym=True), gptq(8, symmetric=True)),
     "gptq-v2": Case(_gptq(4, checkpoint_format="gptq_v2"), gptq(4, version=2)),
     "gptq-v2-format": Case(_gptq(4, format="gptq_v2"), gptq(4, version=2)),
@@ -203,6 +217,9 @@ CASES: dict[str, Case] = {
     "ct-w8": Case(_PACKED_8, packed_integers(8)),
     "ct-int8": Case(_scheme("int", 8, "channel"), integers),
     "ct-w8a8": Case(_scheme("int", 8, "channel", _INT8_INPUTS), integers, rounds_inputs=True),
+    "ct-w8a8-group": Case(
+        _scheme("int", 8, "group", _INT8_INPUTS, group_size=GROUP), functools.partial(integers, group=GROUP)
+    ),
     "ct-fp8": Case(_scheme("float", 8, "channel"), floats("row")),
     "ct-fp8-tensor": Case(_scheme("float", 8, "tensor", {"num_bits": 8, "type": "float"}), floats("tensor")),
     "fp8": Case({"quant_method": "fp8", "activation_scheme": "static"}, floats("tensor")),

@@ -144,6 +144,23 @@ def test_labels_of_the_async_engine_and_over_http_are_the_same(classifier, llm):
         assert entry == {"index": index, "label": label, "probs": pytest.approx(probs, abs=1e-5), "num_classes": 3}
 
 
+def test_labels_that_the_model_does_not_name_are_numbered(tmp_path):
+    model = Classifier(tmp_path, "Llama", {}, None)
+    file = tmp_path / "model" / "config.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps({name: value for name, value in values.items() if not name.endswith(("2label", "2id"))}))
+
+    async def classify():
+        async with AsyncLLM(model.folder, **OPTIONS) as engine:
+            app = create_app(engine, ServerConfig(served_model_names=("labels",)))
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as http:
+                return (await http.post("/classify", json={"model": "labels", "input": TEXTS})).json()["data"]
+
+    found = [(entry["label"], max(range(2), key=entry["probs"].__getitem__)) for entry in asyncio.run(classify())]
+    assert [label for label, _ in found] == [f"LABEL_{best}" for _, best in found]
+    assert {best for _, best in found} == {0, 1}
+
+
 def test_score_matrices_change_places(classifier, tmp_path):
     other = shutil.copytree(classifier.scored, tmp_path / "other")
     weights = load_file(other / "adapter_model.safetensors")

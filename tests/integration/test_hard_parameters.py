@@ -60,6 +60,29 @@ def test_a_row_that_is_emptied_ends_the_text_where_it_does_without_drafts(models
         assert [outcome(got) for got in run(drafted, jobs)] == want, k
 
 
+FORCES = {
+    "logit_bias": lambda token: {"logit_bias": {token: 100.0}},
+    "allowed_token_ids": lambda token: {"allowed_token_ids": [token]},
+    "bad_words": lambda token: {"bad_words_token_ids": [[t] for t in range(VOCAB) if t != token]},
+}
+
+
+@pytest.mark.parametrize("field", FORCES)
+def test_each_request_has_its_own_lists_and_not_those_of_the_one_before(plain_engine, run, field):
+    jobs = [
+        ([5, 9], SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, **FORCES[field](token)))
+        for token in (101, 102, 102, 101)
+    ]
+    assert [got.token_ids for got in run(plain_engine, jobs)] == [[101] * 2, [102] * 2, [102] * 2, [101] * 2]
+
+
+def test_min_tokens_holds_off_each_requests_own_stop_tokens(plain_engine, run):
+    fields = {"max_tokens": 4, "temperature": 0, "min_tokens": 2, "logit_bias": {101: 100.0, 102: 60.0}}
+    jobs = [([5, 9], SamplingParams(stop_token_ids=[stop], **fields)) for stop in (101, 102)]
+    found = [(got.token_ids, got.finish_reason) for got in run(plain_engine, jobs)]
+    assert found == [([102, 102, 101], "stop"), ([101] * 4, "length")]
+
+
 @pytest.mark.parametrize("place", [1, 2, 3, 4])
 @pytest.mark.parametrize("manner", ["greedy", "seeded"])
 def test_the_result_is_cut_wherever_the_empty_row_lies_among_accepted_drafts(models, make_engine, run, manner, place):

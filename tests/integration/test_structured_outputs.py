@@ -12,6 +12,9 @@ import pytest
 
 from outrider import LLM, InvalidRequestError, LoRARequest, SamplingParams, StructuredOutputsParams
 from outrider.models.demo import demo_adapters, demo_model_path
+from outrider.platform.core.config import EngineArgs
+from outrider.platform.core.messages import EngineRequest
+from outrider.platform.engine.engine_core import EngineCore
 from outrider.platform.engine.sampling.grammar_state import GrammarState
 from outrider.platform.http.openai.tools.choice import tool_choice_of
 from outrider.platform.http.openai.tools.parser import ForcedCalls
@@ -173,6 +176,19 @@ def test_the_host_asks_no_grammar_that_a_step_under_way_may_read(monkeypatch):
     assert asked
     assert outputs[0].request_id == request_id
     assert outputs[0].outputs[0].text == "yes indeed"
+
+
+def test_each_request_of_one_grammar_has_its_own_end():
+    """End tokens are in the masks: with those of the request before an answer would never end."""
+    engine = EngineCore(EngineArgs(max_model_len=64))
+    wanted, ended = params({"choice": ["yes"]}, max_tokens=9), {}
+    for end in (70, 71, 70):
+        engine.add_request(EngineRequest(f"{end}", [5, 6], wanted, [end]))
+        while engine.has_work():
+            for delta in engine.step():
+                ended[delta.request_id] = (delta.token_ids[-1:], delta.finish_reason)
+        assert ended.pop(f"{end}") == ([end], "stop")
+    engine.shutdown()
 
 
 def test_tokens_without_a_choice_need_fewer_steps():

@@ -62,8 +62,7 @@ def test_adapter_files_broken(server, place, ask, check_served, outcome, fault):
         assert ask(other).status_code == 200
     fault(place / "served/first")
     refused = ask("first")
-    assert refused.status_code in (400, 404), refused.text
-    assert refused.json()["error"]["type"] in ("InvalidAdapter", "NotFoundError")
+    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "InvalidAdapter"), refused.text
     check_served(server)
     assert ask("second").json()["choices"][0]["text"] == whole.json()["choices"][0]["text"]
     shutil.rmtree(place / "served/first", ignore_errors=True)
@@ -89,9 +88,8 @@ def test_disk_full_for_fetched_adapters(server, accounts, place, full_disk, ask,
     with server.http(headers={"Authorization": f"Bearer {accounts.key}"}) as http:
         with full_disk(psutil.Process(server.process.pid), 10_000):
             refused = http.post("/v1/load_lora_adapter", json=load)
-        assert refused.status_code in (400, 503), refused.text
         error = refused.json()["error"]
-        assert error["type"] in ("AdapterSourceError", "InvalidAdapter")
+        assert (refused.status_code, error["type"]) == (503, "AdapterSourceError"), refused.text
         assert [path for path in place.glob("cache/**/*") if path.name == WEIGHTS] == []
         # A source that failed is left alone for a moment.
         server.wait_for(lambda: http.post("/v1/load_lora_adapter", json=load).status_code == 200)

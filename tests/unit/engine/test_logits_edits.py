@@ -91,6 +91,34 @@ def test_bad_words_of_a_sequence_that_grows(words, steps):
             assert torch.equal(edited(logits, (row, drafts)), want)
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"logit_bias": {3: 9.0}}, {"logit_bias": {4: 9.0}}),
+        ({"logit_bias": {3: 9.0}}, {"logit_bias": {3: -9.0}}),
+        ({"allowed_token_ids": [3, 4]}, {"allowed_token_ids": [4, 5]}),
+        ({"bad_words_token_ids": [[3]]}, {"bad_words_token_ids": [[4]]}),
+        ({"min_tokens": 2, "stop_token_ids": [3]}, {"min_tokens": 2, "stop_token_ids": [4]}),
+    ],
+)
+def test_a_request_that_differs_in_one_list_shares_no_table(one, other):
+    first, second = request(SamplingParams(**one)), request(SamplingParams(**other))
+    edit_state(second, edit_state(first).tables)
+    logits = torch.zeros(2, VOCAB)
+    want = torch.tensor([reference(row, item, []) for row, item in zip(logits.tolist(), (first, second), strict=True)])
+    assert torch.equal(edited(logits, (first, []), (second, [])), want)
+    assert not torch.equal(want[0], want[1])
+
+
+def test_a_request_with_another_end_shares_no_table():
+    params = SamplingParams(min_tokens=1)
+    first = request(params)
+    second = Request("s", [1], 1, params, seed_key=0, eos_token_ids=frozenset([EOS - 1]))
+    edit_state(second, edit_state(first).tables)
+    result = edited(torch.zeros(2, VOCAB), (first, []), (second, []))
+    assert torch.equal((result == -math.inf).nonzero(), torch.tensor([[0, EOS], [1, EOS - 1]]))
+
+
 def test_rows_without_edits_are_untouched():
     logits = torch.randn(2, VOCAB)
     result = edited(logits, (request(SamplingParams()), []), (request(SamplingParams(logit_bias={3: 1.0})), []))

@@ -13,6 +13,7 @@ import pytest
 from outrider.platform.client.adapters.sources import AdapterSources
 from outrider.platform.client.input_processor import InputProcessor
 from outrider.platform.client.sampling_defaults import SamplingDefaults
+from outrider.platform.core.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from outrider.platform.core.errors import InvalidUserInputError, NotFoundError, OutriderError
 from outrider.platform.core.lora_request import LoRARequest
 from outrider.platform.core.messages import AdapterInfo, EngineInfo, EngineStats
@@ -120,6 +121,8 @@ class FakeAsyncLLM:
     """Never send another token after the first."""
     running: set[str] = field(default_factory=set)
     calls: list[dict[str, Any]] = field(default_factory=list)
+    searches: list[tuple[list[int], BeamSearchParams, Any]] = field(default_factory=list)
+    """Prompt, parameters and adapter of each beam search."""
     sources: AdapterSources = field(default_factory=AdapterSources)
     in_engine: dict[str, AdapterInfo] = field(default_factory=dict)
     drafted: Callable[[int], bool] = lambda i: i % 2 == 1
@@ -134,6 +137,14 @@ class FakeAsyncLLM:
 
     async def processor_of(self, lora: Any) -> InputProcessor:
         return self.input_processor
+
+    async def beam_search(
+        self, prompt: Any, params: BeamSearchParams, request_id: str, **options: Any
+    ) -> BeamSearchOutput:
+        ids = prompt["prompt_token_ids"]
+        self.searches.append((ids, params, options["lora_request"]))
+        found = [(-1.5 - number, [*ids, *map(ord, "ab"), 2]) for number in range(params.beam_width)]
+        return BeamSearchOutput([BeamSearchSequence(tokens, [], None, score, "", "stop") for score, tokens in found])
 
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, *, request_id: str, **options: Any

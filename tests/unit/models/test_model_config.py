@@ -176,7 +176,11 @@ def test_a_rotation_of_layers_with_a_window_that_the_file_leaves_out_has_a_base_
         {},
         {"attention_factor": 1.2, "beta_fast": 16, "beta_slow": 2},
         {"mscale": 1.0, "mscale_all_dim": 0.8},
+        {"mscale": 0.7},
+        {"mscale_all_dim": 0.7},
         {"truncate": False},
+        {"rope_theta": 100.0},  # the slow bound lies in the upper half of the dimensions
+        {"rope_theta": 20.0, "truncate": False},  # beyond the last one
     ],
 )
 def test_frequencies_of_yarn_are_those_of_transformers(extra: dict[str, Any]) -> None:

@@ -145,6 +145,22 @@ def test_of_overlapping_groups_the_nearest_target_counts(order: tuple[str, ...])
     assert rounded == [8, None, 8]
 
 
+def test_of_several_groups_one_must_have_the_module_as_a_target() -> None:
+    config = CASES["ct-w8a8"].config
+    plain = config["config_groups"]["group_0"]
+    parts = {"weight": torch.ones(2, 4, dtype=torch.int8), "weight_scale": torch.ones(2, 1)}
+    files = {f"fc.{part}": StoredTensor(tuple(tensor.shape), tensor.clone) for part, tensor in parts.items()}
+
+    def read(*targets: str) -> object:
+        groups = {f"group_{index}": plain | {"targets": [target]} for index, target in enumerate(targets)}
+        form = read_format({"quantization_config": config | {"config_groups": groups}})
+        return unpack(files, form, lambda name: True, "model")["fc.weight"].read()
+
+    assert read("Embedding").input_bits == read("k_proj", "fc").input_bits == 8
+    with pytest.raises(InvalidRequestError, match=r"fc cannot be read: no group of the config_groups"):
+        read("k_proj", "q_proj")
+
+
 def test_facts_name_the_format(make: Callable) -> None:
     assert read_facts(make("gptq-act")).quantization == "gptq"
     assert read_facts(make("gptq-act") / "dense").quantization is None
@@ -213,6 +229,17 @@ def test_damaged_parts_are_named(kind: str, damage: str, make: Callable, tmp_pat
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((source / "config.json").read_text())
     with pytest.raises(InvalidRequestError, match=r"model\.layers\.1\.mlp\.up_proj"):
+        load_model(tmp_path, "float32")
+
+
+def test_a_zero_point_whose_product_with_the_scale_is_not_finite_is_refused(make: Callable, tmp_path: Path) -> None:
+    source = make("ct-w4-asym")
+    tensors, module = load_file(source / "model.safetensors"), "model.layers.1.mlp.up_proj"
+    tensors[f"{module}.weight_scale"][3, 1] = 3e38  # finite
+    tensors[f"{module}.weight_zero_point"][:] = -1  # 15 everywhere
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    with pytest.raises(InvalidRequestError, match=r"model\.layers\.1\.mlp\.up_proj.*not finite"):
         load_model(tmp_path, "float32")
 
 

@@ -69,6 +69,19 @@ def test_copies_of_rounded_tables_and_heads_are_known(dtype: str, tied: bool, sa
     assert not embedding.is_head(head[1:])
 
 
+@pytest.mark.parametrize("method", ROUNDINGS)
+def test_what_chooses_and_weighs_experts_keeps_its_bits(method: str, save_tiny: Callable) -> None:
+    """Routers, and the gate of Qwen2-MoE's shared expert."""
+    sizes = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    folder, _ = save_tiny("Qwen2Moe", **sizes, shared_expert_intermediate_size=32, hidden_size=64)
+    inputs, kept = torch.eye(64).bfloat16(), set()
+    plain, rounded = (load_model(folder, "bfloat16", options=ModelOptions(quantization=m)) for m in (None, method))
+    for exact, found in zip(plain.linears(), rounded.linears(), strict=True):
+        if exact.in_features == 64 and torch.equal(exact.project(inputs), found.project(inputs)):
+            kept.add(exact.name.rsplit(".", 1)[-1])
+    assert kept == {"router", "shared_gate"}
+
+
 def test_groups_of_small_models_are_small(save_tiny: Callable) -> None:
     folder, _ = save_tiny("Llama", hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4)
     model = load_model(folder, "bfloat16", options=ModelOptions(quantization="int4"))

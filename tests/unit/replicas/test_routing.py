@@ -18,6 +18,15 @@ def test_a_request_goes_where_its_adapter_is() -> None:
     assert AffinityRouter[int](seed=0).rank(replicas, RoutingKey("sql"))[0] == 2
 
 
+def test_it_goes_there_up_to_eight_requests_above_the_one_that_has_fewest() -> None:
+    for more, is_kept in ((8, True), (9, False)):
+        replicas = views(4)
+        replicas[2].adapters.use("sql")
+        for index in range(4):
+            replicas[index].ongoing = 3 + more * (index == 2)
+        assert (AffinityRouter[int](seed=0).rank(replicas, RoutingKey("sql"))[0] == 2) is is_kept
+
+
 def test_but_not_to_a_replica_that_has_far_more_to_do() -> None:
     replicas = views(4)
     replicas[2].adapters.use("sql")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from outrider.platform.core.errors import RateLimitError
+from outrider.platform.tenancy.accounts.principal import Limits, Principal
 from outrider.platform.tenancy.limits.buckets import SECOND
 
 
@@ -43,6 +44,16 @@ class Usage:
         if self.error is not None:
             raise self.error
         return answer
+
+
+NUM_KEPT = 1000
+"""Scopes that a limiter keeps before it looks for idle ones."""
+
+
+def crowd(limiter, count=NUM_KEPT):
+    """Add the scopes of `count` other tenants, which do nothing."""
+    for number in range(count):
+        limiter.headers(Principal(tenant=f"tenant {number}", key_id="k", tenant_limits=Limits(requests_per_minute=1)))
 
 
 def run(scenario):

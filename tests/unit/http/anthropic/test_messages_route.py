@@ -127,6 +127,13 @@ def test_a_call_and_thinking(http, llm):
     ]  # fmt: skip
 
 
+def test_a_template_variable_that_is_given_counts_more_than_thinking(http, llm):
+    for given in (True, False):
+        kind = {"type": "disabled"} if given else {"type": "enabled", "budget_tokens": 1024}
+        message(create(http, thinking=kind, chat_template_kwargs={"enable_thinking": given, "more": 1}))
+        assert (llm.options["enable_thinking"], llm.options["more"]) == (given, 1)
+
+
 def test_thinking_is_found_without_tools(http, llm):
     llm.reply = "<think>Hm</think>Hello"
     assert [b["type"] for b in message(create(http, thinking={"type": "adaptive"}))["content"]] == ["thinking", "text"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from outrider.platform.core.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from outrider.platform.core.beam_search import BeamSearchParams
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
@@ -39,20 +39,9 @@ def test_fields_of_chats(http, fields):
 
 
 @pytest.fixture
-def searches(http, monkeypatch):
+def searches(llm):
     """What the engine's client is asked for; it finds `n` texts."""
-    asked = []
-
-    async def beam_search(prompt, params, request_id, **options):
-        asked.append((prompt["prompt_token_ids"], params, options["lora_request"]))
-        found = [
-            BeamSearchSequence([*prompt["prompt_token_ids"], *map(ord, "ab"), 2], [], None, -1.5 - i, "", "stop")
-            for i in range(params.beam_width)
-        ]
-        return BeamSearchOutput(found)
-
-    monkeypatch.setattr(http.app.state.serving.llm, "beam_search", beam_search, raising=False)
-    return asked
+    return llm.searches
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])

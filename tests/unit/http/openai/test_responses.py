@@ -247,15 +247,13 @@ def test_items_become_messages():
             {"type": "function_call", "call_id": "c2", "name": "g", "arguments": {"x": 1}},
             {"type": "function_call_output", "call_id": "c1", "output": "rain"},
             {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "sun"}]},
+            {"type": "message", "role": "assistant", "content": "Wet."},
             {"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}]},
             {"type": "function_call", "call_id": "c3", "name": "f", "arguments": "{}"},
         ]
     )
-    system, instructions, user, assistant, *outputs, last = messages_of(items, "Instructions")
-    assert (system, instructions) == (
-        {"role": "system", "content": "Instructions"},
-        {"role": "system", "content": "Be brief."},
-    )
+    system, instructions, user, assistant, *outputs, text, last = messages_of(items, "Instructions")
+    assert [system, instructions] == [{"role": "system", "content": text} for text in ("Instructions", "Be brief.")]
     assert user["content"] == [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert (assistant["content"], assistant["reasoning_content"]) == ("I look.", "hm")
     assert [call["function"]["name"] for call in assistant["tool_calls"]] == ["f", "g"]
@@ -264,7 +262,8 @@ def test_items_become_messages():
         {"role": "tool", "content": "rain", "tool_call_id": "c1"},
         {"role": "tool", "content": "sun", "tool_call_id": "c2"},
     ]
-    assert (last["role"], last["reasoning_content"]) == ("assistant", "so")
+    assert text == {"role": "assistant", "content": "Wet."}
+    assert (last["role"], last["reasoning_content"], len(last["tool_calls"])) == ("assistant", "so", 1)
     assert len({item["id"] for item in items}) == len(items)
 
 

@@ -203,7 +203,7 @@ ORDER = {
 }
 
 
-@pytest.mark.parametrize("kind", [kind for kind in CALLS if kind != "old mistral"])
+@pytest.mark.parametrize("kind", CALLS)
 def test_whatever_is_sampled_fits_the_schema(kind, tokenizer_with):
     """Tokens at random among those that the mask leaves, from the beginning of the arguments on."""
     import jsonschema

@@ -93,6 +93,18 @@ def test_a_call(http, llm):
     assert without_ids(result["tool_calls"]) == [CALL]
 
 
+@pytest.mark.parametrize("extra", [[1], [], [[1], {"a": [2]}], {"a": [1]}, "[", '"]}'])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_other_members_of_a_call_do_not_end_it(http, llm, extra, is_first):
+    name, arguments = CALL["name"], CALL["arguments"]
+    members = {"name": name, "tags": extra, "arguments": arguments}
+    if is_first:
+        members = {"tags": extra, "name": name, "arguments": arguments}
+    llm.reply = f"<tool_call>{json.dumps(members)}</tool_call>"
+    assert without_ids(message(chat(http, tools=[TOOL]))["message"]["tool_calls"]) == [CALL]
+    assert without_ids(streamed(http, tools=[TOOL])[0]["tool_calls"]) == [CALL]
+
+
 def test_parallel_calls(http, llm):
     llm.reply = f"<tool_call>{json.dumps(CALL)}</tool_call>" * 2
     assert without_ids(message(chat(http, tools=[TOOL]))["message"]["tool_calls"]) == [CALL, CALL]
@@ -187,7 +199,8 @@ def test_each_tools_definitions_are_its_own(http, llm):
         assert moved["$defs"]["A"] == {"type": kind}
     CHECKER.check(constraint)
     tools[0]["function"]["parameters"]["$defs"] = "none"
-    assert chat(http, tools=tools, tool_choice="required").status_code < 500
+    response = chat(http, tools=tools, tool_choice="required")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
 
 
 def test_an_answer_that_is_cut_off_keeps_its_reason(http, llm):

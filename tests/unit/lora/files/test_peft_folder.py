@@ -223,6 +223,16 @@ def test_missing_files(tmp_path):
         read(tmp_path)
 
 
+def test_a_configuration_has_at_most_a_mebibyte(tmp_path):
+    write_adapter(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(file.read_text().ljust(1 << 20))
+    assert read(tmp_path).rows == 4
+    file.write_text(file.read_text() + " ")
+    with pytest.raises(AdapterError, match="1048576"):
+        read(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "\ud800", '"r"'])
 def test_a_broken_configuration(tmp_path, text):
     path = write_adapter(tmp_path)

@@ -10,7 +10,7 @@ from outrider.platform.core.batch import RowPlan, RowResult, StepPlan, StepResul
 from outrider.platform.core.request import NO_DRAFTS, Status
 from outrider.platform.core.sampling_params import SamplingParams
 
-from .simulated import CURVES, LOOKUP, MAX_DRAFTS, Costs, World, bound, flat, long, short, stairs
+from .simulated import CURVES, HOST, LOOKUP, MAX_DRAFTS, Costs, World, bound, flat, long, short, stairs
 
 BASE = b""
 NEURAL = Costs(0.05, 2.0)
@@ -103,6 +103,38 @@ def test_noise_does_not_switch_drafting_on_and_off():
     world.run(800)
     drafting = [sum(counts) > 0 for counts in world.counts]
     assert sum(one != other for one, other in itertools.pairwise(drafting)) < 40
+
+
+def drafting_cost(curve, p, gain):
+    """Milliseconds of a draft with which the best number of drafts has this goodput, over that without drafts."""
+
+    def best(each):
+        return max(
+            sum(p**j for j in range(k + 1)) * (curve(1, 1) + HOST) / (curve(1, 1 + k) + HOST + k * each)
+            for k in range(1, MAX_DRAFTS + 1)
+        )
+
+    low, high = -10.0, 1000.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if best(middle) > gain else (low, middle)
+    return low
+
+
+@pytest.mark.parametrize("curve", [long, short], ids=["each row", "a class of batch sizes"])
+def test_drafting_begins_for_three_per_cent_and_goes_on_for_half_a_per_cent(curve):
+    for gain, begins in ((1.02, False), (1.04, True)):  # the acceptance is the one that is expected at first
+        world = World(curve, {(BASE, 0): 0.6}, [BASE], [Costs(0.0, drafting_cost(curve, 0.6, gain))]).warm_up()
+        world.plan()
+        assert (world.counts[-1][0] > 0) is begins, gain
+    for gain, goes_on in ((1.015, True), (0.98, False)):
+        world = World(curve, {(BASE, 0): 1.0}, [BASE], [Costs(0.0, 0.5)], length=100_000).warm_up()
+        world.run(300)
+        world.drafters = [Costs(0.0, drafting_cost(curve, 1.0, gain))]
+        world.run(2500)
+        world.counts.clear()
+        world.run(300)
+        assert {count > 0 for (count,) in world.counts} == {goes_on}, gain
 
 
 def test_noise_does_not_change_the_drafter_back_and_forth():
@@ -203,6 +235,19 @@ def test_drafts_of_a_row_that_was_planned_before_its_request_ended_were_made():
     world.requests, world.planned = [world.fresh(BASE)], None
     world.plan()
     assert world.counts[-1] == chosen, "a new request gets as many"
+
+
+def test_tokens_without_a_choice_say_nothing_of_a_drafter():
+    """A grammar's forced tokens are always right, and no drafter has made them."""
+    world = World(flat, {(BASE, 0): 0.3}, [BASE], [LOOKUP], length=100_000).warm_up()
+    world.run(300)
+    known, [request] = world.policy.snapshot(), world.requests
+    for _ in range(50):
+        rows = [RowPlan(request, len(request.tokens) - 1, 5, 4, True, MAX_DRAFTS, is_forced=True)]
+        world.policy.choose(rows)
+        request.tokens += [0] * 5
+        world.policy.observe(StepPlan(rows), StepResult([RowResult([0] * 5, 4)]), 0.01)
+    assert world.policy.snapshot() == known
 
 
 def test_a_trial_whose_row_has_gone_ends():

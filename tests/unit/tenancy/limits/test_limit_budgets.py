@@ -5,8 +5,12 @@ from datetime import UTC, datetime
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from limit_helpers import Clock, Usage, refused, run, settle
 
+from outrider.platform.tenancy.accounts.principal import Limits, Principal
 from outrider.platform.tenancy.limits.budgets import Budget, period_of
+from outrider.platform.tenancy.limits.demand import Demand
+from outrider.platform.tenancy.limits.limiter import Limiter
 
 
 def at(text: str) -> float:
@@ -53,6 +57,29 @@ def test_what_ends_while_the_ledger_is_read_counts_once():
     for _ in range(2):  # whatever of the last seconds is in the ledger, the answer has nothing of it
         budget.end_reading(reading, 235, 67.0)
         assert budget.used == 243
+
+
+def test_a_request_that_is_released_after_the_reading_that_has_its_row_counts_once():
+    """Its row was written at the end of its answer; the ticket came back only after the ledger had been read."""
+
+    async def scenario():
+        clock, usage = Clock(), Usage()
+        limiter, principal = (
+            Limiter(usage, clock),
+            Principal(tenant="acme", key_id="k1", tenant_limits=Limits(token_budget=100)),
+        )
+        early, late = [await limiter.admit(principal, Demand((10,), max_tokens=10), 1000) for _ in range(2)]
+        ended_at = clock.wall + 20
+        usage.tokens = 15
+        clock.seconds, clock.wall = 61.0, clock.wall + 61.0
+        limiter.release(await limiter.admit(principal, Demand((1,), max_tokens=1), 1000), 0, ran=False)
+        await settle()
+        limiter.release(early, 15, ended_at=ended_at)
+        limiter.release(late, 15)  # now: its row is in no reading yet
+        await refused(limiter.admit(principal, Demand((50,), max_tokens=21), 1000), "token_budget")
+        await limiter.admit(principal, Demand((50,), max_tokens=20), 1000)
+
+    run(scenario())
 
 
 def test_an_answer_that_comes_after_that_of_a_later_reading_is_not_taken():

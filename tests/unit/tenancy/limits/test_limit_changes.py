@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from limit_helpers import NUM_KEPT, crowd
 
 from outrider.platform.core.errors import OverloadedError
 from outrider.platform.tenancy.accounts.principal import Limits, Principal
@@ -67,11 +68,35 @@ def test_limits_that_change_while_a_budget_is_read():
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("limits", "param"),
+    [
+        (Limits(requests_per_minute=1), "requests_per_minute"),
+        (Limits(tokens_per_minute=20), "tokens_per_minute"),
+        (Limits(token_budget=20), "token_budget"),
+        (Limits(max_concurrent_requests=1, max_queued_requests=0), "max_queued_requests"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("of", ["tenant", "key"])
+def test_making_room_forgets_nothing_that_is_in_use(limits, param, of):
+    async def scenario():
+        setting = Setting(**{of: limits})
+        running = await setting.admit()
+        crowd(setting.limiter)
+        await refused(setting.admit(), param)
+        setting.limiter.release(running, 20)
+
+    run(scenario())
+
+
 def test_making_room_never_forgets_the_scope_that_is_being_used():
+    """The tenant's is idle when the next key's scope makes room."""
+
     async def scenario():
         setting = Setting(Limits(requests_per_minute=2), Limits(requests_per_minute=2))
         setting.limiter.headers(setting.principal("k1"))
-        setting.limiter._num_kept = 2  # so that the next key's scope makes room: the tenant's is idle
+        crowd(setting.limiter, NUM_KEPT - 2)
         for key in ("k2", "k3"):
             await setting.admit(key_id=key)
         await refused(setting.admit(key_id="k4"), "requests_per_minute")

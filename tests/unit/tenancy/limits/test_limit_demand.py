@@ -27,6 +27,7 @@ def test_a_missing_max_tokens_is_lowered():
     assert granted(Demand((10,), n=2), Limits(tokens_per_minute=50)) == [20]
     assert granted(Demand((10, 20), n=2), Limits(tokens_per_minute=50)) == [5, 5]
     assert granted(Demand((10,)), most=25) == [15]
+    assert granted(Demand((10, 90)), most=200) == [90, 10], "where all fit, none is lowered to an equal share"
     assert granted(Demand((10,)), most=3) == [1], "the budget's own check refuses it"
 
 
@@ -53,6 +54,20 @@ def test_what_will_never_be_allowed_is_an_error_that_names_both(demand, limits, 
     with pytest.raises(InvalidRequestError, match=words) as caught:
         granted(demand, Limits(), limits)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(max_output_tokens=8),
+        Limits(max_context_tokens=18),
+        Limits(tokens_per_minute=34),
+        Limits(max_concurrent_requests=3),
+        Limits(requests_per_minute=3),
+    ],
+)
+def test_what_a_limit_just_allows_is_granted(limits):
+    assert granted(Demand((10,), n=3, max_tokens=8), limits) == [8]
 
 
 def test_a_prompt_that_is_only_scored_may_fill_the_context():

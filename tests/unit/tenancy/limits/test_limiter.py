@@ -1,11 +1,12 @@
 """Admission: all of what a request needs, or an error that says when."""
 
 import asyncio
+import weakref
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from limit_helpers import Clock, Usage, refused, run, settle
+from limit_helpers import Clock, Usage, crowd, refused, run, settle
 
 from outrider.platform.core.errors import RateLimitError, ShuttingDownError
 from outrider.platform.tenancy.accounts.principal import Limits, Principal
@@ -277,15 +278,19 @@ def test_a_call_that_generates_nothing_counts_as_a_request():
 
 def test_idle_scopes_are_forgotten():
     async def scenario():
-        setting = Setting(key=Limits(requests_per_minute=1))
-        setting.limiter._scopes.num_kept = 3
-        for number in range(3):
-            setting.limiter.release(await setting.admit(key_id=f"k{number}"), 0)
-        running = await setting.admit(key_id="running")
-        setting.clock.seconds = 61.0
-        setting.limiter._scopes.num_kept = 3
+        setting, scopes = Setting(key=Limits(requests_per_minute=1)), {}
+        for key in ("idle", "running", "recent"):
+            setting.clock.seconds = 61.0 if key == "recent" else 0.0
+            ticket = await setting.admit(key_id=key)
+            scopes[key] = weakref.ref(ticket.scopes[0])
+            if key == "running":
+                running = ticket
+            else:
+                setting.limiter.release(ticket, 0)
+        del ticket
+        crowd(setting.limiter)
         await setting.admit(key_id="new")
-        assert {scope.key_id for scope in setting.limiter._scopes.all()} == {"running", "new"}
+        assert [key for key, scope in scopes.items() if scope() is not None] == ["running", "recent"]
         setting.limiter.release(running, 0)
 
     run(scenario())
