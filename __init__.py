@@ -12,9 +12,9 @@ from .platform.core.compat.import_paths import add_paths
 if TYPE_CHECKING:
     from .platform.client.async_llm import AsyncLLM
     from .platform.client.async_llm import AsyncLLM as AsyncLLMEngine
-    from .platform.client.input_processor import TextPrompt, TokensPrompt
     from .platform.client.llm import LLM
     from .platform.client.llm_engine import LLMEngine
+    from .platform.client.prompts import TextPrompt, TokensPrompt
     from .platform.core.beam_search import BeamSearchParams
     from .platform.core.config import EngineArgs
     from .platform.core.config import EngineArgs as AsyncEngineArgs

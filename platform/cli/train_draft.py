@@ -23,8 +23,8 @@ from .options.field_flags import add_field_flag, given_fields
 
 if TYPE_CHECKING:
     from ...spec_decode.training.data import Reader, Sample
-    from ..client.input_processor import Prompt
     from ..client.llm import LLM
+    from ..client.prompts import Prompt
     from ..core.lora_request import LoRARequest
     from ..core.outputs import RequestOutput
 

@@ -24,12 +24,13 @@ from .adapters.spelling import AnyLoRA
 from .beam_search import AsyncBeamSearch
 from .engine_factory import MadeFromArgs, demo_lora_requests, import_text_side, load_text_side
 from .engine_methods import AsyncEngineMethods
-from .input_processor import InputProcessor, Prompt, RequestOptions, check_request_id, take_options, text_of
+from .input_processor import InputProcessor, RequestOptions, check_request_id, take_options
 from .output_processor import OutputProcessor
 from .pooling import AsyncPoolingMethods
 from .process.event_loops import Done, in_event_loop, run_in
 from .process.ipc import Abort, Add
 from .process.supervisor import EngineSpec, Supervisor
+from .prompts import Prompt, text_of
 from .request_maker import RequestMaker
 from .sampling_defaults import SamplingDefaults
 from .sleeping import AsyncSleepMethods

@@ -18,8 +18,9 @@ from ..core.outputs import Logprob, RequestOutput
 from ..core.sampling_params import SamplingParams, shown
 from ..core.tasks import run_all
 from .adapters.spelling import AnyLoRA, lora_of_each
-from .input_processor import Prompt, RequestOptions, as_prompts, take_options
+from .input_processor import RequestOptions, take_options
 from .progress import GenerationProgress
+from .prompts import Prompt, as_prompts
 from .request_maker import Made
 from .sleeping import ADMITTED
 

@@ -19,11 +19,11 @@ from .adapters.spelling import AnyLoRA, for_each, lora_of_each
 from .beam_search import SyncBeamSearch
 from .engine_factory import MadeFromArgs
 from .engine_methods import SyncEngineMethods
-from .input_processor import Prompt, as_prompts
 from .llm_engine import LLMEngine
 from .output_processor import RequestState
 from .pooling import SyncPoolingMethods
 from .progress import GenerationProgress
+from .prompts import Prompt, as_prompts
 from .sleeping import SyncSleepMethods
 from .text.chat_template import ChatOptions
 

@@ -33,8 +33,9 @@ from .engine_factory import (
     load_text_side,
 )
 from .engine_methods import SyncEngineMethods
-from .input_processor import InputProcessor, Prompt, RequestOptions, check_request_id, take_options, text_of
+from .input_processor import InputProcessor, RequestOptions, check_request_id, take_options
 from .output_processor import OutputProcessor, RequestState
+from .prompts import Prompt, text_of
 from .request_maker import Made, RequestMaker
 from .sampling_defaults import SamplingDefaults
 from .sleeping import SyncSleepMethods

@@ -27,7 +27,8 @@ from ..core.pooling import (
 from ..core.sampling_params import SamplingParams
 from ..core.tasks import run_all
 from .adapters.spelling import AnyLoRA, for_each
-from .input_processor import Prompt, as_prompts, take_options
+from .input_processor import take_options
+from .prompts import Prompt, as_prompts
 
 R = TypeVar("R", bound=PoolingRequestOutput[Any])
 

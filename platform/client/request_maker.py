@@ -13,7 +13,8 @@ from ..core.messages import EngineRequest
 from ..core.sampling_params import SamplingParams
 from .adapters.sources import AdapterSources
 from .adapters.spelling import AnyLoRA, resolve_lora
-from .input_processor import Defaults, InputProcessor, Prompt, RequestOptions, has_new_constraint, is_long
+from .input_processor import Defaults, InputProcessor, RequestOptions
+from .prompts import Prompt, has_new_constraint, is_long
 from .sampling_defaults import SamplingDefaults
 from .text.adapter_templates import adapter_chat_template
 from .text.adapter_tokenizers import AdapterTokenizers

@@ -86,7 +86,7 @@ class PromptTable:
         entries = slice(row * self.width, (row + 1) * self.width)
         token_ids, logprobs = memoryview(self.token_ids).cast("i"), memoryview(self.logprobs).cast("d")
         rank = memoryview(self.ranks).cast("i")[row]
-        return TokenLogprobs(token_ids[entries].tolist(), logprobs[entries].tolist(), rank)
+        return TokenLogprobs(token_ids[entries].tolist(), list(map(float, logprobs[entries])), rank)
 
 
 @dataclass(slots=True)

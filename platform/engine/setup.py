@@ -15,7 +15,7 @@ from ...kernels.threads import use_pool
 from ...lora.device.sites import AdapterHooks
 from ...lora.manager import AdapterManager
 from ...lora.reader import reader_client
-from ...models.batch import LayerKV, allocate_kv
+from ...models.batch import KVLayerSpec, LayerKV, allocate_kv
 from ...models.checkpoint.json_files import read_model_config
 from ...models.checkpoint.loader import ModelOptions, load_model, read_facts
 from ...models.checkpoint.paths import resolve_model_path, tokenizer_path
@@ -106,24 +106,21 @@ def _build(
 ) -> EngineParts:
     """Load the weights, allocate the memory and put the parts together. `parallel`: this process is rank 0 of it."""
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    model = _load(config, path, parallel, progress=progress)
     num_local = 1 if parallel is None else parallel.num_local
+    model = _load(config, path, parallel, progress=progress)
     _choose_threads(model, dtype, num_local)
     graphs = _make_graphs(config, parallel)
     speculation = _make_speculation(config, model, graphs, parallel, progress=progress)
     drafter = speculation.drafter
     adapters = _make_adapters(config, model, speculation, parallel)
-    logits = None
-    if graphs is not None and graphs.captures(model):
-        logits = graphs.token_logits(model.config.vocab_size, model.device)
+    captures = graphs is not None and graphs.captures(model)
+    logits = graphs.token_logits(model.config.vocab_size, model.device) if captures and graphs is not None else None
     config = _resolve(args, path, num_local)  # again: the KV cache gets of the memory that all this has left
-    layers, cache = [*model.kv_layers, *drafter.needs.kv_layers], config.cache
-    with memory_for(KV_CACHE):
-        kv = allocate_kv(layers, cache.num_blocks, cache.block_size, dtype, device, cache.dtype)
+    kv = _allocate_kv(config, [*model.kv_layers, *drafter.needs.kv_layers])
     drafter.bind(kv[len(model.kv_layers) :], adapters.prepare_draft)
     moving = None if parallel is None else parallel.move_blocks
     with memory_for(SWAP_SPACE):
-        host = HostStore(kv, cache.num_host_blocks, moving) if cache.num_host_blocks else None
+        host = HostStore(kv, config.cache.num_host_blocks, moving) if config.cache.num_host_blocks else None
     target_kv, preparers, passes = kv[: len(model.kv_layers)], (adapters.prepare, adapters.prepare_head), None
     if graphs is not None and logits is not None:
         passes = TargetPasses(graphs, model, target_kv, preparers, drafter.needs.aux_layers, logits)
@@ -151,13 +148,18 @@ def _build(
     ]
     scheduler = _make_scheduler(config, speculation, gates, host)
     _warm_up(config, scheduler, runner, speculation, adapters, model)
-    if beside_a_server() and has_long_steps(config, model):
-        adapters.start_reader()
-    if beside_a_server():
+    if beside_a_server():  # these would hold up its requests later
         grammars.prepare()
-    others = 0 if parallel is None else parallel.weight_bytes
-    info = describe(args, config, model, time.perf_counter() - started, others)
+        if has_long_steps(config, model):
+            adapters.start_reader()
+    info = describe(args, config, model, time.perf_counter() - started, parallel.weight_bytes if parallel else 0)
     return EngineParts(config, info, scheduler, runner, adapters, grammars, executor, kv, host)
+
+
+@memory_for(KV_CACHE)
+def _allocate_kv(config: EngineConfig, layers: Sequence[KVLayerSpec]) -> list[LayerKV]:
+    cache, dtype = config.cache, getattr(torch, config.dtype)
+    return allocate_kv(layers, cache.num_blocks, cache.block_size, dtype, torch.device(config.device), cache.dtype)
 
 
 def _model_path(args: EngineArgs) -> Path:

@@ -59,7 +59,8 @@ def _fill(rows: Sequence[LogitsRow], masks: np.ndarray) -> list[int]:
         own.sort(key=lambda row: row.num_drafts)
         places += [row.place for row in own]
         asked.append((own[0].request.grammar, _generated(own[0].request), [*chain.from_iterable(own[-1].drafts)]))
-    asked[0][0].threads.run([Job(state, partial(state.fill, *rest)) for state, *rest in asked], STEP_SECONDS)
+    jobs = [Job(state, partial(state.fill, tokens, drafts)) for state, tokens, drafts in asked]
+    asked[0][0].threads.run(jobs, STEP_SECONDS)
     start = 0
     for (state, tokens, drafts), own in zip(asked, of_requests.values(), strict=True):
         ready = [] if state.is_busy else state.masks(tokens, drafts)

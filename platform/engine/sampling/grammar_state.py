@@ -40,10 +40,9 @@ class Vocabulary(NamedTuple):
     """A model's tokens in the package's form."""
 
     tokenizer: Any
-    """`llguidance.LLTokenizer` with a further token behind the model's, which ends an answer: which of the model's
-    tokens do so is up to the request."""
+    """`llguidance.LLTokenizer`, which has the token `end` behind the model's."""
     end: int
-    """That token."""
+    """Token that ends an answer: each request says which of the model's tokens do."""
 
     def text(self, token: int) -> bytes:
         """Bytes of a token; those of a special token begin with 0xFF."""
@@ -55,8 +54,13 @@ class CompiledGrammar:
     """Compiled constraint. The sequences that follow it share its lexer, which grows with what they visit."""
 
     def __init__(self, make: Callable[[], Any], vocabulary: Vocabulary, num_bytes: int, *, is_lexical: bool) -> None:
-        """`make` compiles an `llguidance.LLMatcher` at its start, of `num_bytes`; its errors pass through. `is_lexical`:
-        no rules of a user can make it ambiguous."""
+        """Compile.
+
+        Args:
+            make: Compiles an `llguidance.LLMatcher`; its errors pass through.
+            num_bytes: Its memory.
+            is_lexical: No rules of a user can make it ambiguous.
+        """
         self.vocabulary = vocabulary
         self.is_lexical = is_lexical
         self.lock = threading.Lock()

@@ -181,5 +181,5 @@ def _vocabulary(tokenizer: Any, vocab_size: int) -> Vocabulary:
     backend.no_padding()
     backend.no_truncation()
     backend.add_special_tokens([_END])
-    end = backend.token_to_id(_END)
+    end: int = backend.token_to_id(_END)  # type: ignore[assignment]  # it was just added
     return Vocabulary(LLTokenizer(backend.to_str(), n_vocab=max(vocab_size, end + 1), eos_token=end), end)

@@ -81,6 +81,7 @@ async def count_tokens(request: Request) -> Response:
 
 def _too_long(error: PromptTooLongError) -> PromptTooLongError:
     """The error in Anthropic's words, by which its clients know to shorten a conversation."""
+    assert error.counts is not None
     limit, num_prompt, max_tokens = error.counts
     if num_prompt >= limit:
         message, param = f"prompt is too long: {num_prompt} tokens > {limit - 1} maximum", "messages"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from ...client.input_processor import has_new_constraint, is_long
+from ...client.prompts import has_new_constraint, is_long
 from ...core.adapter_names import label_text
 from ...core.constraint_check import CHECKER
 from ...core.errors import AuthenticationError, OutriderError, OverloadedError

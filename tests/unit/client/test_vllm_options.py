@@ -17,8 +17,9 @@ from fake_engine import VOCAB_SIZE, FakeEngine
 from outrider.models.checkpoint.tokenizer import load_tokenizer
 from outrider.platform.client import engine_factory
 from outrider.platform.client.async_llm import AsyncLLM
-from outrider.platform.client.input_processor import InputProcessor, TokensPrompt
+from outrider.platform.client.input_processor import InputProcessor
 from outrider.platform.client.llm import LLM
+from outrider.platform.client.prompts import TokensPrompt
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import InvalidRequestError, NotFoundError, ShuttingDownError
 from outrider.platform.core.lora_request import LoRARequest
