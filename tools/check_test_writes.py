@@ -30,6 +30,7 @@ EXTERNAL = {
     "init_lora_weights": "PEFT's configuration",
     "normalizer": "a tokenizer of the library tokenizers",
     "pre_tokenizer": "a tokenizer of the library tokenizers",
+    "routes": "Starlette's router",
     "settings": "Hypothesis' test case of a machine",
     "should_exit": "uvicorn's server",
 }
