@@ -17,7 +17,8 @@ from typing import Any
 from .compat.foreign_options import takes_foreign
 from .compat.vllm_python import STRUCTURED
 from .errors import InvalidRequestError
-from .json_schema import Probe, served
+from .json_schema import served
+from .json_schema.document import Probe
 from .text import did_you_mean
 
 MAX_CONSTRAINT_CHARS = 65_536
@@ -154,7 +155,7 @@ class StructuredOutputsParams:
         """The grammar without its frame; keywords that are left out are added to `ignored`."""
         matcher = package.LLMatcher
         if self.json is not None or self.json_object:
-            schema, places = served(self.json or '{"type": "object"}', _probe(package))
+            schema, places = served(str(self.json or '{"type": "object"}'), _probe(package))
             ignored += places
             schema = {} if schema is True else schema
             if not isinstance(schema, dict):

@@ -81,7 +81,7 @@ def rewrite_format(schema: dict[str, Any]) -> list[str]:
 
 def rewrite_lengths(schema: dict[str, Any], document: Document) -> list[str]:
     """Leave out in place, and return, the lengths of a string whose pattern and format are too complex with them."""
-    lengths = [keyword for keyword in ("minLength", "maxLength") if keyword in schema]
+    lengths: list[str] = [keyword for keyword in ("minLength", "maxLength") if keyword in schema]
     if document.problem_of is None or not lengths or "format" not in schema or not {"pattern", "allOf"} & schema.keys():
         return []
     tried = {keyword: schema[keyword] for keyword in ("pattern", "format", *lengths) if keyword in schema}
