@@ -52,7 +52,7 @@ def rewrite_pattern(schema: dict[str, Any]) -> list[str]:
     if not isinstance(pattern, str) or not (groups := _look_around(pattern)):
         return []
     if (known := _DECIMAL.fullmatch(pattern)) is not None:
-        schema["pattern"] = _decimal(int(known[1]), known[2] and int(known[2]))
+        schema["pattern"] = _decimal(int(known[1]), int(known[2]) if known[2] else None)
         return []
     found = _split(pattern, groups)
     if not found.is_exact and schema.get("format") not in FORMATS - {"unknown"}:
