@@ -96,8 +96,8 @@ def test_properties_that_are_not_named():
     open_ended = StructuredOutputsParams(json={"type": "object", "properties": {"a": {}}})
     closed = StructuredOutputsParams(json=open_ended.json, disable_additional_properties=True)
     assert closed.key != open_ended.key
-    assert '"additionalProperties":false' in closed.grammar_text()
-    assert '"additionalProperties":false' not in open_ended.grammar_text()
+    assert '"additionalProperties": false' in closed.grammar_text()
+    assert '"additionalProperties": false' not in open_ended.grammar_text()
 
 
 def test_rules_within_rules_do_not_end_the_process():
