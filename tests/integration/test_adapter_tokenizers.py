@@ -14,6 +14,7 @@ from outrider import LLM, LoRARequest, SamplingParams
 from outrider.models.checkpoint.tokenizer import load_tokenizer
 from outrider.models.demo import demo_adapters, demo_model_path
 from outrider.platform.client.text.adapter_tokenizers import AdapterTokenizers
+from outrider.platform.core.adapter_files import AdapterFolder
 from outrider.platform.core.errors import AdapterError, InvalidRequestError
 
 VOCAB = 2048
@@ -91,15 +92,15 @@ def test_many_adapters_of_one_tokenizer_share_it_and_copies_of_the_models_are_no
     tokenizers = AdapterTokenizers(base, itself)
     for name in ("a", "b"):
         add_chat_tokens(tmp_path / name)
-    found = [tokenizers.read(str(tmp_path / name)) for name in ("a", "b")]
+    found = [tokenizers.read(AdapterFolder(str(tmp_path / name))) for name in ("a", "b")]
     assert found[0].tokenizer is found[1].tokenizer
     assert found[0].eos_token_ids == {END}
     base.save_pretrained(tmp_path / "copy")
     settings = json.loads((tmp_path / "copy" / "tokenizer.json").read_text())
     settings["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
     (tmp_path / "copy" / "tokenizer.json").write_text(json.dumps(settings))
-    assert tokenizers.read(str(tmp_path / "copy")) is None
-    assert tokenizers.read(str(tmp_path)) is None
+    assert tokenizers.read(AdapterFolder(str(tmp_path / "copy"))) is None
+    assert tokenizers.read(AdapterFolder(str(tmp_path))) is None
 
 
 def test_a_renamed_token_of_a_vocabulary_of_the_same_size_counts(tmp_path):
@@ -107,7 +108,7 @@ def test_a_renamed_token_of_a_vocabulary_of_the_same_size_counts(tmp_path):
     base.save_pretrained(tmp_path)
     file = tmp_path / "tokenizer.json"
     file.write_text(file.read_text().replace("<|pad|>", "<|tool|>"))
-    own = AdapterTokenizers(base, itself).read(str(tmp_path)).tokenizer
+    own = AdapterTokenizers(base, itself).read(AdapterFolder(str(tmp_path))).tokenizer
     assert own.encode("a<|tool|>", add_special_tokens=False)[-1] == 0
     assert base.encode("a<|tool|>", add_special_tokens=False)[-1] != 0
     assert own.encode("as <|end|> it was") == base.encode("as <|end|> it was")
@@ -132,7 +133,7 @@ def test_broken_ones_are_typed_errors(tmp_path, change):
     content["added_tokens"].append({**content["added_tokens"][0], "content": "<new>", "id": 2048})
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(AdapterError, match=r"tokenizer\.json of the adapter"):
-        AdapterTokenizers(base, itself).read(str(tmp_path))
+        AdapterTokenizers(base, itself).read(AdapterFolder(str(tmp_path)))
 
 
 A, SPECIAL = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "x", "type_id": 0}}
@@ -157,7 +158,7 @@ def test_what_is_put_around_a_text_is_bounded(tmp_path, processor, why):
     content["post_processor"] = processor
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(AdapterError, match=why):
-        AdapterTokenizers(load_tokenizer(demo_model_path()), itself).read(str(tmp_path))
+        AdapterTokenizers(load_tokenizer(demo_model_path()), itself).read(AdapterFolder(str(tmp_path)))
 
 
 def test_long_tokens_and_unknown_text_are_refused(tmp_path, llm, chatml):
@@ -165,7 +166,7 @@ def test_long_tokens_and_unknown_text_are_refused(tmp_path, llm, chatml):
     tokenizer.add_tokens(["y" * 1025])
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(AdapterError, match="a token of 1025 characters; at most 1024"):
-        AdapterTokenizers(load_tokenizer(demo_model_path()), itself).read(str(tmp_path))
+        AdapterTokenizers(load_tokenizer(demo_model_path()), itself).read(AdapterFolder(str(tmp_path)))
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     content |= {"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": None}, "added_tokens": []}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
@@ -200,6 +201,6 @@ def test_its_programs_are_not_run(tmp_path):
     pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [pattern, content["pre_tokenizer"]]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    own = AdapterTokenizers(load_tokenizer(demo_model_path()), itself).read(str(tmp_path)).tokenizer
+    own = AdapterTokenizers(load_tokenizer(demo_model_path()), itself).read(AdapterFolder(str(tmp_path))).tokenizer
     assert "(a+)+$" not in own.backend_tokenizer.to_str()
     assert own.encode("a" * 40 + "!")

@@ -162,9 +162,9 @@ def test_the_host_asks_no_grammar_that_a_step_under_way_may_read(monkeypatch):
     """A chunk of a prompt is committed while the chunk after it, which samples, runs in a thread."""
     asked, forced = [], GrammarState.forced
 
-    def recorded(state, tokens, deadline):
+    def recorded(state, tokens, most, deadline):
         asked.append(list(tokens))
-        return forced(state, tokens, deadline)
+        return forced(state, tokens, most, deadline)
 
     monkeypatch.setattr(GrammarState, "forced", recorded)
     with LLM(max_model_len=256, max_num_batched_tokens=8, async_scheduling=True) as llm:

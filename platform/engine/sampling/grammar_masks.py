@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ....kernels.staging import to_device
 from ...core.request import Drafts, Request
-from .grammar_state import GrammarState
+from .grammar_state import MAX_FORCED, GrammarState
 from .mask_threads import Job
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ STEP_SECONDS = 0.012
 """Most time of a step that masks may take; one takes 0.02 to 2 ms in usual grammars."""
 FORCED_SECONDS = 0.006
 """Most time of a step that the search for tokens without a choice may take."""
+STEP_FORCED = 64
+"""Most tokens without a choice that a step verifies for all sequences: more would make it longer for the others."""
 
 
 def mask_logits(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
@@ -91,10 +93,11 @@ def _mask_row(logits: Tensor, mask: np.ndarray) -> None:
 def with_forced(requests: Sequence[Request], drafts: Sequence[Drafts]) -> list[Drafts]:
     """Drafts of sequences that follow grammars: those of the drafter, or the tokens without a choice, if the drafter
     has not proposed just these."""
+    most = min(MAX_FORCED, STEP_FORCED // max(1, len(requests)))
     jobs = {
-        index: Job(request.grammar, partial(request.grammar.forced, _generated(request)))
+        index: Job(request.grammar, partial(request.grammar.forced, _generated(request), most))
         for index, request in enumerate(requests)
-        if request.params.max_drafts != 0
+        if most and request.params.max_drafts != 0
     }
     if jobs:
         requests[0].grammar.threads.run([*jobs.values()], FORCED_SECONDS)

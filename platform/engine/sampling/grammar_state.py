@@ -167,11 +167,11 @@ class GrammarState:
                     return
                 self._masks[prefix] = self._mask(prefix)
 
-    def forced(self, tokens: Sequence[int], deadline: float) -> list[int]:
-        """The only tokens that may follow `tokens`, one after the other, but for an end."""
+    def forced(self, tokens: Sequence[int], most: int, deadline: float) -> list[int]:
+        """The only tokens that may follow `tokens`, one after the other, but for an end; at most `most`."""
         self._advance(tokens)
         found: list[int] = []
-        while len(found) < MAX_FORCED and time.perf_counter() < deadline:
+        while len(found) < most and time.perf_counter() < deadline:
             prefix = tuple(found)
             if prefix not in self._masks:
                 self._masks[prefix] = self._mask(prefix)
@@ -252,11 +252,14 @@ class GrammarState:
         new = list(tokens[len(self._tokens) :])
         if not new:
             return
-        fits = self._move(new)
-        self._masks.clear()
-        self._plain.clear()
+        count = len(new)
+        fits = self._ahead[:count] == new or self._move(new)
+        self._ahead = self._ahead[count:]
+        for masks in (self._masks, self._plain):
+            kept = {drafts[count:]: mask for drafts, mask in masks.items() if list(drafts[:count]) == new}
+            masks.clear()
+            masks.update(kept)
         self._tokens += new
-        self._ahead.clear()
         if self._kept is not None:
             for token in new:
                 self._consume_with(self._kept, token)
@@ -286,14 +289,12 @@ class GrammarState:
             self._ahead.clear()
 
     def _consume(self, token: int) -> bool:
-        return self._consume_with(self._matcher, token)
+        mask = self._plain.get(tuple(self._ahead))  # a token that does not fit would be an error in some grammars
+        return (mask is None or _allows(mask, token)) and self._consume_with(self._matcher, token)
 
     def _consume_with(self, matcher: Any, token: int) -> bool:
         """Consume one token; False if it does not fit: then nothing has changed."""
         if matcher.is_stopped():
-            return False
-        mask = self._plain.get(tuple(self._ahead))
-        if mask is not None and not _allows(mask, token):
             return False
         if token in self._ends and matcher.is_accepting():
             token = self.grammar.vocabulary.end
