@@ -75,7 +75,7 @@ def _prompt_logprobs(engine: EngineCore, prompts: Sequence[list[int]], params: S
     while engine.has_work():
         for delta in engine.step():
             if delta.prompt_logprobs is not None:
-                found[delta.request_id] = [entry.logprobs[0] for entry in delta.prompt_logprobs[1:] if entry]
+                found[delta.request_id] = [entry.logprobs[0] for entry in delta.prompt_logprobs if entry]
     return [value for index in range(len(prompts)) for value in found[str(index)]]
 
 

@@ -29,7 +29,6 @@ FLAGS = (
     "-fPIC",
     "-pthread",
     "-fno-math-errno",
-    "-ffp-contract=fast",
     "-Wall",
     "-Wno-psabi",
 )
@@ -93,7 +92,9 @@ def _compiler() -> list[str]:
 
 def _key(compiler: list[str]) -> str:
     """Digest of everything that the library depends on: sources, compiler, flags and the processor's features."""
-    digest = hashlib.sha256(repr((compiler, FLAGS, _run([*compiler, "--version"]), os.uname().machine)).encode())
+    digest = hashlib.sha256(
+        repr((compiler, FLAGS, _contraction(), _run([*compiler, "--version"]), os.uname().machine)).encode()
+    )
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         lines = cpuinfo.read_text(errors="replace").splitlines()
@@ -101,6 +102,14 @@ def _key(compiler: list[str]) -> str:
     for path in (*sources(), *sorted(KERNELS.glob("native/*.h"))):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:24]
+
+
+def _contraction() -> str:
+    """Flag for fused multiply-adds. Without AVX512 the compiler vectorises generic code, and fuses other operations for
+    other numbers of rows, whose bits would then depend on the batch."""
+    cpuinfo = Path("/proc/cpuinfo")
+    has_avx512 = cpuinfo.exists() and "avx512f" in cpuinfo.read_text(errors="replace").split()
+    return f"-ffp-contract={'fast' if has_avx512 else 'off'}"
 
 
 def _compile(compiler: list[str], scratch: Path, library: Path) -> None:
@@ -112,7 +121,7 @@ def _compile(compiler: list[str], scratch: Path, library: Path) -> None:
 
     def compile_one(source: Path) -> Path:
         target = scratch / f"{source.parent.name}.o"
-        _run([*compiler, *FLAGS, openmp, include, "-c", str(source), "-o", str(target)])
+        _run([*compiler, *FLAGS, _contraction(), openmp, include, "-c", str(source), "-o", str(target)])
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:

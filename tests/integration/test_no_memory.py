@@ -26,7 +26,7 @@ def test_weights(tmp_path):
     config |= {"vocab_size": 1 << 24, "hidden_size": 1 << 24}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     message = r"^no memory for the model's weights: a smaller model.*--quantization.*allocate"
-    refused(message, str(tmp_path / "model"), load_format="dummy", num_gpu_blocks_override=128)
+    refused(message, str(tmp_path / "model"), load_format="dummy", max_model_len=256, num_gpu_blocks_override=128)
 
 
 def test_kv_cache():
