@@ -200,8 +200,12 @@ def files_digest(
             if file is None:
                 return None
             with file:
-                digest.update(f"{name}:{os.fstat(file.fileno()).st_size}\n".encode())
+                left = os.fstat(file.fileno()).st_size
+                digest.update(f"{name}:{left}\n".encode())
                 while piece := file.read(_PIECE):
+                    left -= len(piece)
+                    if left < 0:  # it grows while it is read
+                        return None
                     digest.update(piece)
                     give_way()
     except (OSError, ValueError):  # an AdapterError is a ValueError

@@ -88,7 +88,10 @@ class ConstraintChecker:
 
     def _known(self, params: StructuredOutputsParams) -> Finding | None:
         with self._lock:
-            return self._found.get((params.source, params.ignored, params.key))
+            key = params.source, params.ignored, params.key
+            if key in self._found:
+                self._found.move_to_end(key)  # a check that follows at once finds it again
+            return self._found.get(key)
 
     def _keep(self, params: StructuredOutputsParams, found: Finding) -> None:
         with self._lock:

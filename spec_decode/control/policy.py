@@ -300,7 +300,7 @@ class SpeculationPolicy:
                 state.is_right = 0 < row.num_drafts == got.num_accepted
             if row.max_new_drafts:
                 state.proposed_by = row.drafter
-            state.asked = row.max_new_drafts, len(row.request.drafts.token_ids)
+            state.asked = (0, 0) if got.is_deferred else (row.max_new_drafts, len(row.request.drafts.token_ids))
             if state.trial_rounds and row.samples:
                 self._count_trial(state, now)
 

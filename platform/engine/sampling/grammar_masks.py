@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 STEP_SECONDS = 0.012
 """Most time of a step that masks may take; one takes 0.02 to 2 ms in usual grammars."""
+DRAFT_SECONDS = 0.002
+"""Most time that masks may take for one draft of a drafter; without a mask it may draft a token that does not fit."""
 FORCED_SECONDS = 0.006
 """Most time of a step that the search for tokens without a choice may take."""
 STEP_FORCED = 64
@@ -36,7 +38,7 @@ STEP_FORCED = 64
 
 def mask_logits(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
     """Set the logits of tokens that do not fit to -inf, in place, in these rows of `logits` [R, V]; all of them in rows
-    without a mask. Sequences whose first row has none are `GrammarState.is_deferred` then."""
+    of the target without a mask. Sequences whose first row has none are `GrammarState.is_deferred` then."""
     masks = np.zeros((len(rows), -(-logits.shape[1] // 8)), np.uint8)
     places = _fill(rows, masks)
     if logits.device.type == "cpu":
@@ -61,16 +63,22 @@ def _fill(rows: Sequence[LogitsRow], masks: np.ndarray) -> list[int]:
         own.sort(key=lambda row: row.num_drafts)
         places += [row.place for row in own]
         asked.append((own[0].request.grammar, _generated(own[0].request), [*chain.from_iterable(own[-1].drafts)]))
+    is_draft = rows[0].is_draft
     jobs = [Job(state, partial(state.fill, tokens, drafts)) for state, tokens, drafts in asked]
-    asked[0][0].threads.run(jobs, STEP_SECONDS)
+    asked[0][0].threads.run(jobs, DRAFT_SECONDS if is_draft else STEP_SECONDS)
     start = 0
     for (state, tokens, drafts), own in zip(asked, of_requests.values(), strict=True):
         ready = [] if state.is_busy else state.masks(tokens, drafts)
-        for target, mask in zip(masks[start : start + len(own)], ready, strict=False):
-            common = min(len(target), len(mask))
-            target[:common] = mask[:common]
-        state.is_deferred = not ready and not state.problem
-        state.num_deferred = state.num_deferred + 1 if state.is_deferred else 0
+        for target, row in zip(masks[start : start + len(own)], own, strict=True):
+            if row.num_drafts < len(ready):
+                mask = ready[row.num_drafts]
+                common = min(len(target), len(mask))
+                target[:common] = mask[:common]
+            elif is_draft:  # a draft that does not fit is rejected
+                target[:] = 255
+        if not is_draft:
+            state.is_deferred = not ready and not state.problem
+            state.num_deferred = state.num_deferred + 1 if state.is_deferred else 0
         start += len(own)
     return places
 

@@ -33,7 +33,7 @@ _FULL = "too many states"
 _BYTES_PER_STATE, _BYTES_PER_SECOND = 1 << 10, 256 << 20
 """Most memory of a lexer's state, and most that a lexer grows by in a second: 340 bytes and 220 MB were measured."""
 _MAX_RENEWALS = 256
-"""Most lexers of one grammar; a text of letters in all languages fills one in some 70 tokens."""
+"""Most times that a sequence finds a lexer full; a text of letters in all languages fills one in some 70 tokens."""
 
 
 class Vocabulary(NamedTuple):
@@ -72,6 +72,7 @@ class CompiledGrammar:
         self._make = make
         self._num_bytes = num_bytes
         self._seconds = 0.0  # of work with this lexer
+        self._num_slow = 0
         self._matcher = make()
         self.can_roll_back = self._try_rollback()
 
@@ -87,15 +88,13 @@ class CompiledGrammar:
     def renew(self) -> None:
         """Compile again, with an empty lexer."""
         self.num_renewals += 1
-        if self.num_renewals > _MAX_RENEWALS:
-            self.problem = "the grammar is too complex: its lexer becomes full again and again"
-            return
         self._matcher, self._seconds = self._make(), 0.0
 
     def charge(self, wall: float, cpu: float) -> None:
-        """Record the time of a call. If it took too long, nothing is followed any further."""
+        """Record the time of a call. After two that took too long, nothing is followed any further."""
         self._seconds += wall
-        if min(wall, cpu) > _MAX_CALL_SECONDS:  # not if the process was suspended
+        self._num_slow += min(wall, cpu) > _MAX_CALL_SECONDS  # not if the process was suspended
+        if self._num_slow > 1:
             self.problem = f"the grammar is too ambiguous: one token took {wall:.1f} s"
 
     def _try_rollback(self) -> bool:
@@ -104,7 +103,7 @@ class CompiledGrammar:
         allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         if matcher.is_error() or not allowed.any():
             return True
-        matcher.consume_token(int(allowed.argmax()))
+        consume_without_gil(matcher, int(allowed.argmax()))
         return bool(matcher.rollback(1)) and not matcher.is_error()
 
 
@@ -131,6 +130,7 @@ class GrammarState:
         self._masks: dict[tuple[int, ...], np.ndarray] = {}  # by the drafts behind `_tokens`
         self._plain: dict[tuple[int, ...], np.ndarray] = {}  # before tokens are chosen where the text has no choice
         self._num_renewals = grammar.num_renewals
+        self._num_rebuilt = 0
         self._problem = ""
 
     @property
@@ -216,7 +216,8 @@ class GrammarState:
         if _allows(mask, vocabulary.end):
             mask[vocabulary.end >> 3] &= ~(1 << (vocabulary.end & 7)) & 255
             for token in self._ends:
-                mask[token >> 3] |= 1 << (token & 7)
+                if token >> 3 < len(mask):  # a tokenizer may name end tokens that the model does not have
+                    mask[token >> 3] |= 1 << (token & 7)
         self._plain[drafts] = mask
         return mask
 
@@ -304,16 +305,35 @@ class GrammarState:
 
     def _call(self, work: Callable[[], Any]) -> Any:
         """Result of a call to the matcher; again with an empty lexer if it is full."""
+        if self._num_renewals != self.grammar.num_renewals:
+            self._rebuild()
         result = self._timed(work)
-        if self._matcher.is_error() and _FULL in self._matcher.get_error():
+        # A full lexer is an error of a mask, and refuses tokens without one.
+        is_full = self._matcher.is_error() and _FULL in self._matcher.get_error()
+        if is_full or (result is False and not self._matcher.is_stopped()):
+            self._num_rebuilt += 1
+            if self._num_rebuilt > _MAX_RENEWALS:
+                self.fail("the grammar is too complex: its lexer becomes full again and again")
+                return result
             if self._num_renewals == self.grammar.num_renewals:
                 self.grammar.renew()
-            self._num_renewals = self.grammar.num_renewals
-            self._matcher = self.grammar.start()
-            for token in (*self._tokens, *self._ahead):
-                self._consume(token)
+            self._rebuild()
             result = self._timed(work)
         return result
+
+    def _rebuild(self) -> None:
+        """Follow all tokens again with the grammar's present lexer."""
+        self._num_renewals = self.grammar.num_renewals
+        self._matcher = self.grammar.start()
+        self._follow(self._tokens)
+        if self._kept is not None:
+            self._kept = self._matcher.deep_copy()
+        self._follow(self._ahead)
+
+    def _follow(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if not self._consume_with(self._matcher, token):
+                return
 
     def _timed(self, work: Callable[[], Any]) -> Any:
         wall, cpu = time.perf_counter(), time.process_time()

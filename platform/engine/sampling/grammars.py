@@ -6,6 +6,7 @@ for it. `grammar_state.py` follows it.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,13 +22,15 @@ from ..queue.gates import Gate
 from .grammar_state import CompiledGrammar, GrammarState, Vocabulary
 from .mask_threads import MaskThreads
 
+logger = logging.getLogger(__name__)
+
 KEPT_BYTES = 64 << 20
 """Memory of compiled grammars that are kept for the next requests."""
 _BASE_BYTES, _BYTES_PER_CHARACTER = 1 << 18, 512
 """Estimate of a compiled grammar's memory; of 14 forms of up to 65,536 characters each took less than 0.2 MB and 300
 bytes a character."""
-_FAILED_BYTES = 1 << 10
-"""Memory of a grammar that could not be compiled: its error."""
+_FAILED_BYTES = 1 << 16
+"""Most memory of a grammar that could not be compiled: its text, and its error."""
 _END = "<|outrider's end of an answer|>"
 """Special token behind the model's; it is only ever in masks, never in a text."""
 
@@ -40,6 +43,7 @@ class _Entry(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
+        """Estimate of its memory."""
         return _FAILED_BYTES if self.grammar is None else self.grammar.num_bytes
 
 
@@ -57,8 +61,8 @@ class Grammars(Gate):
         self._compiled: OrderedDict[tuple[Any, ...], Future[_Entry]] = OrderedDict()
 
     def prepare(self) -> None:
-        """Make the vocabulary, which would stop other requests later: 0.5 s for 50,000 tokens. Where that fails,
-        requests with structured outputs are told why."""
+        """Make the vocabulary, which would stop other requests later: 0.5 s for 50,000 tokens. If that fails,
+        requests with structured outputs get the reason."""
         if find_spec("llguidance") is not None:
             with suppress(OutriderError):
                 self._load_vocabulary()
@@ -68,13 +72,7 @@ class Grammars(Gate):
         wanted = request.params.structured_outputs
         if wanted is None or request.grammar is not None:
             return None
-        key = wanted.key
-        job = self._compiled.get(key)
-        if job is None:
-            if self._compiler is None:
-                self._compiler, self._masks = ThreadPoolExecutor(1, "grammars"), MaskThreads()
-            job = self._compiled[key] = self._compiler.submit(self._entry, wanted)
-        self._compiled.move_to_end(key)
+        job = self._job(wanted)
         if not job.done():
             return "grammar"
         entry = job.result()
@@ -89,10 +87,21 @@ class Grammars(Gate):
     def prefetch(self, request: Request) -> None:
         """Begin to compile."""
         if request.params.structured_outputs is not None and request.grammar is None:
-            try:
-                self.admit(request)
-            except OutriderError:
-                return  # reported when the request is admitted
+            self._job(request.params.structured_outputs)
+
+    def _job(self, wanted: StructuredOutputsParams) -> Future[_Entry]:
+        """The compiled grammar of a constraint, begun if there is none; anew if the one there cannot be followed."""
+        key = wanted.key
+        job = self._compiled.get(key)
+        if job is not None and job.done():
+            grammar = job.result().grammar
+            job = None if grammar is not None and grammar.problem else job
+        if job is None:
+            if self._compiler is None:
+                self._compiler, self._masks = ThreadPoolExecutor(1, "grammars"), MaskThreads()
+            job = self._compiled[key] = self._compiler.submit(self._entry, wanted)
+        self._compiled.move_to_end(key)
+        return job
 
     def wait(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for a grammar; False when none is being compiled."""
@@ -120,7 +129,7 @@ class Grammars(Gate):
         return sum(job.result().num_bytes for job in self._compiled.values() if job.done())
 
     def _evict(self) -> None:
-        """Forget compiled grammars beyond the memory for them, the least recently used first."""
+        """Evict compiled grammars beyond the memory for them, the least recently used first."""
         excess = self.kept_bytes - KEPT_BYTES
         for key in [key for key, job in self._compiled.items() if job.done()][:-1]:
             if excess <= 0:
@@ -131,7 +140,12 @@ class Grammars(Gate):
         try:
             return _Entry(self._compile(wanted), None)
         except OutriderError as error:
+            error.__cause__ = error.__context__ = None  # with the frames that they hold
             return _Entry(None, error.with_traceback(None))
+        except BaseException:  # a panic of the package, or no memory: a step that raises would end the engine
+            logger.exception("a constraint could not be compiled")
+            problem = f"{wanted.source}: the constraint could not be compiled; the server's log says why"
+            return _Entry(None, InvalidRequestError(problem, param=wanted.source))
 
     def _compile(self, wanted: StructuredOutputsParams) -> CompiledGrammar:
         text, vocabulary = wanted.grammar_text(), self._load_vocabulary()

@@ -52,6 +52,8 @@ class LogitsRow(NamedTuple):
     """Number of the sequence's tokens while the last one is still being sampled; None: `request.tokens` are all."""
     seen: Seen | None = None
     """Its tokens, for penalties; None: those that it has."""
+    is_draft: bool = False
+    """True for a drafter's logits."""
 
     @property
     def num_drafts(self) -> int:
@@ -139,7 +141,10 @@ def apply_edits(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
 
 def edit_draft_logits(logits: Tensor, rows: Sequence[tuple[DraftRow, tuple[Sequence[int], ...]]]) -> None:
     """`apply_edits` for drafters: logits [B, V] after each row's request's tokens and those given with it."""
-    apply_edits(logits, [LogitsRow(i, row.request, drafts, None, row.seen) for i, (row, drafts) in enumerate(rows)])
+    subjects = [
+        LogitsRow(i, row.request, drafts, None, row.seen, is_draft=True) for i, (row, drafts) in enumerate(rows)
+    ]
+    apply_edits(logits, subjects)
 
 
 def _flat(logits: Tensor, pairs: Sequence[tuple[LogitsRow, np.ndarray]]) -> Tensor:

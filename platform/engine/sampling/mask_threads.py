@@ -49,9 +49,10 @@ class MaskThreads:
         idle.sort(key=lambda job: job.state.seconds / (1 + job.state.num_deferred))
         if idle:
             batch = _Batch(idle, time.perf_counter() + seconds)
-            self._pool.submit(batch.run)
+            future = self._pool.submit(batch.run)
             if not batch.finished.wait(seconds):
                 batch.close()
+                future.cancel()  # all threads are busy
 
     def close(self) -> None:
         """Stop the threads after the jobs that run."""
@@ -88,7 +89,7 @@ class _Batch:
     def _result(self, job: Job) -> Any:
         try:
             return job.work(self._deadline)
-        except Exception:  # of the package: the others go on
+        except BaseException:  # of the package, whose panics are no Exception: the others go on
             logger.exception("a grammar could not be followed")
             job.state.fail("the grammar could not be followed; the server's log says why")
             return None

@@ -61,21 +61,30 @@ class AdapterPolicy:
         if draft_path is not None:
             draft_path, folder = await asyncio.to_thread(self._admit_for, tenant, draft_path, "draft_path")
             folders |= {} if folder is None else {"draft_path": folder}
-        roots = self.roots_of((path, draft_path), tenant or body.tenant or "")
+        paths = path, draft_path
+        # A tenant may move its folders about meanwhile: whatever they lead to by now, its own roots hold.
+        roots = self._roots_of_tenant(tenant) if tenant is not None else self.roots_of(paths, body.tenant or "")
         return Admitted(LoRARequest(body.lora_name, path=path, draft_path=draft_path, roots=roots), folders)
 
     def roots_of(self, paths: Iterable[str | None], tenant: str) -> tuple[str, ...]:
         """Folders out of which no file of an adapter in these folders may lie: those of its tenant, else those of the
         server. One that lies elsewhere, such as one of `--lora-modules`, may have files anywhere. `()` for sources that
         are to be fetched."""
-        own = real_roots([os.path.join(root, tenant) for root in self._tenant_roots]) if tenant else ()
+        own = self._roots_of_tenant(tenant) if tenant else ()
         found: dict[str, None] = {}
         for path in paths:
             if path is not None and scheme_of(path) in (None, *LOCAL_SCHEMES):
-                real = os.path.realpath(local_path(path))
+                local = os.path.normpath(local_path(path))
+                if is_inside(local, own):  # wherever links in it lead to by now
+                    found |= dict.fromkeys(own)
+                    continue
+                real = os.path.realpath(local)
                 roots = next((roots for roots in (own, self._server_roots) if is_inside(real, roots)), ANYWHERE)
                 found |= dict.fromkeys(roots)
         return tuple(found)
+
+    def _roots_of_tenant(self, tenant: str) -> tuple[str, ...]:
+        return real_roots([os.path.join(root, tenant) for root in self._tenant_roots])
 
     def _admit_for(self, tenant: str | None, source: str, field: str) -> tuple[str, CheckedFolder | None]:
         return self._admit(source, field) if tenant is None else self._admit_own(tenant, source, field)

@@ -250,10 +250,10 @@ class Batches:
             record = await self.call(self.store.read_own, batch.folder)
             if record is not None and record.status in ENDED:
                 await self.call(self.store.forget, batch)
-            elif record is not None and not self._can_run(record):
+            elif record is None or not self._can_run(record):  # None: its record is damaged
                 self._not_before[batch.batch_id] = time.monotonic() + RETRY_SECONDS
                 return
-            elif record is not None:
+            else:
                 await BatchRun(self, record, batch.folder, app).run()
             self._not_before.pop(batch.batch_id, None)
         except Exception:

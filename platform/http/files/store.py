@@ -251,8 +251,8 @@ class Upload:
         self.num_bytes = 0
         self._is_open = True
         self._lock = threading.Lock()
-        self._path = make_folder(store.files(tenant)) / f"{secrets.token_hex(16)}{TEMPORARY}"
         try:
+            self._path = make_folder(store.files(tenant)) / f"{secrets.token_hex(16)}{TEMPORARY}"
             self._descriptor = create(self._path)
         except BaseException:
             store.ended(tenant)

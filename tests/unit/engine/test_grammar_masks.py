@@ -47,7 +47,7 @@ def threads():
 
 def row_of(state, place, drafts=()):
     request = SimpleNamespace(grammar=state, tokens=[1, 2], num_prompt_tokens=1)
-    return SimpleNamespace(request=request, num_drafts=len(drafts), drafts=(drafts,), place=place)
+    return SimpleNamespace(request=request, num_drafts=len(drafts), drafts=(drafts,), place=place, is_draft=False)
 
 
 @pytest.mark.parametrize("size", [7, 64, 1003])

@@ -120,6 +120,22 @@ def test_a_long_bounded_text_outlives_its_lexer(grammars):
     assert not state.problem
 
 
+@pytest.mark.parametrize("attribute", ["", "[max_tokens=400]"])
+def test_sequences_share_a_lexer_that_becomes_full(grammars, attribute):
+    text = f'start: "q" word\nword{attribute}: /(\\p{{L}}{{1,500}} ){{1,500}}/'
+    states = [state_of(grammars, grammar=text) for _ in range(2)]
+    tokens: list[list[int]] = [[], []]
+    rng = random.Random(5)
+    for _ in range(350):
+        for state, own in zip(states, tokens, strict=True):
+            state.fill(own, [], NEVER)
+            choices = [token for token in allowed(state.masks(own, [])[0]) if token]
+            assert choices, state.problem
+            own.append(rng.choice(choices))
+    assert not any(state.problem for state in states)
+    assert states[0].grammar.num_renewals > 0
+
+
 def test_a_grammar_that_becomes_too_complex_says_so(grammars):
     state = state_of(grammars, grammar='start: a{0,400}\na: b{0,10}\nb: "x"{0,10}')
     tokens = []
