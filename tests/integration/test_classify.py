@@ -120,7 +120,8 @@ def test_two_ranks_give_the_probabilities_of_one(classifier, llm, monkeypatch):
     with LLM(classifier.folder, runner="pooling", tensor_parallel_size=2, **OPTIONS) as two:
         found = two.classify(TEXTS[:1] * 3, lora_request=adapters, use_tqdm=False)
     for one, other in zip(want, found, strict=True):
-        assert other.outputs.probs == pytest.approx(one.outputs.probs, abs=1e-6)
+        # Ranks add float32 partial sums in another order; on a processor without AVX512 the difference is above 1e-6.
+        assert other.outputs.probs == pytest.approx(one.outputs.probs, abs=1e-5)
 
 
 def test_labels_of_the_async_engine_and_over_http_are_the_same(classifier, llm):

@@ -207,7 +207,7 @@ class GrammarState:
         if mask is not None:
             return mask
         packed = b""
-        if self._move(drafts):
+        if self._move(drafts) or self._has_ended():  # after the end the end may come again
             packed = self._call(lambda: self._matcher.compute_bitmask())
         vocabulary = self.grammar.vocabulary
         if self._failed() or not packed:
