@@ -28,6 +28,8 @@ from .options import TrainOptions, wrong
 from .target import Target, load_causal_lm, read_config
 
 _EAGLE3_UNROLL, _EAGLE1_UNROLL = 4, 1
+_LEAST_WINDOW = 2048
+"""Least sliding window of a head, in tokens. Training attends to whole samples, which by default are no longer."""
 _REFUSED = ("norm_before_fc", "fc_norm", "norm_output", "fc_bias", "qkv_bias", "o_bias", "mlp_bias")
 """Variants of heads whose draft weights are not trained here."""
 
@@ -164,8 +166,8 @@ def load_head(stored: StoredHead, target: Target, unroll: int | None = None) -> 
     refused = next((name for name in _REFUSED if getattr(config, name, False) or getattr(layer, name, False)), None)
     if layer.rope.rope_type != "default":
         refused = f"rope_scaling of type {layer.rope.rope_type!r}"
-    elif layer.windows != (None,):
-        refused = "a sliding window"
+    elif any(window is not None and window < _LEAST_WINDOW for window in layer.windows):
+        refused = f"a sliding window below {_LEAST_WINDOW} tokens"
     if refused is not None:
         raise wrong("draft", f"{stored.folder} is a head with {refused}, whose draft weights are not trained")
     head: EagleHead
