@@ -58,7 +58,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 _NAMES_OF = {
     ".platform.client.async_llm": "AsyncLLM",
-    ".platform.client.input_processor": "TextPrompt TokensPrompt",
+    ".platform.client.prompts": "TextPrompt TokensPrompt",
     ".platform.client.llm": "LLM",
     ".platform.client.llm_engine": "LLMEngine",
     ".platform.core.beam_search": "BeamSearchParams",

@@ -89,7 +89,7 @@ def victim(start_server, fixed_drafts, tmp_path_factory) -> Iterator[Victim]:
     the module: a probed event loop never rests."""
     database = tmp_path_factory.mktemp("hostile") / "outrider.db"
     options = ("--database", f"sqlite:///{database}", "--admin-api-key", KEY, "--log-level", "error")
-    options += ("--num-gpu-blocks-override", "512")
+    options += ("--num-gpu-blocks-override", "1024")
     path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
     server = start_server(*options, *fixed_drafts, program="stall_server", PYTHONPATH=path)
     victim = Victim(server)

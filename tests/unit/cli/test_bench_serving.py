@@ -115,7 +115,7 @@ def test_batches_differ_so_that_no_drafter_remembers(tokenizer):
         ("serve --base-url http://me:secret@127.0.0.1:1", "--base-url: must not hold a user or password"),
         ("serve --host 127.0.0.1 --port 1", "--base-url: cannot connect to 127.0.0.1:1"),
         ("serve --save-detailed", "--save-detailed: has no file"),
-        ("throughput --no-speculation --input-len 4000", "--input-len: a prompt of 4000 tokens"),
+        ("throughput --no-speculation --input-len 40000", "--input-len: a prompt of 40000 tokens"),
         ("throughput --lora nobody", "--lora: the adapter 'nobody' needs a path"),
         ("throughput --lora json --lora json", "--lora: there are two"),
         ("throughput --lora json --no-enable-lora", "--lora: needs LoRA"),

@@ -37,7 +37,7 @@ SAMPLES = {
     "generation_config": "none", "override_generation_config": {"temperature": 0.5},
     "dtype": "float32", "device": "cpu", "load_format": "dummy", "seed": 5, "max_model_len": 100,
     "model_impl": "transformers", "quantization": "int8",
-    "max_num_seqs": 3, "max_num_batched_tokens": 200, "max_logprobs": 7, "block_size": 8, "num_gpu_blocks_override": 50,
+    "skip_tokenizer_init": True, "max_num_seqs": 3, "max_num_batched_tokens": 200, "max_logprobs": 7, "block_size": 8, "num_gpu_blocks_override": 50,
     "kv_cache_memory_bytes": 10**6, "gpu_memory_utilization": 0.5, "enable_prefix_caching": False,
     "kv_cache_dtype": "fp8", "swap_space": 0.5, "preemption_mode": "recompute",
     "enable_chunked_prefill": False, "prompt_pacing": False, "scheduling_policy": "priority", "max_num_queued_reqs": 9,

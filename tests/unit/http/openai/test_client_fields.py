@@ -81,7 +81,7 @@ def test_a_format_beside_a_forced_call_is_ignored_and_named(http, make_http, llm
     body = {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required"} | form
     response = http.post("/v1/chat/completions", body)
     assert (response.status_code, response.headers["x-outrider-ignored"]) == (200, "response_format")
-    assert "parameters" in constraint(llm).json
+    assert json.loads(constraint(llm).json) == TOOL["function"]["parameters"]
     plain = http.post("/v1/chat/completions", body | {"response_format": {"type": "text"}})
     assert (plain.status_code, "x-outrider-ignored" in plain.headers) == (200, False)
     strict = make_http(strict_fields=True).post("/v1/chat/completions", body)

@@ -303,7 +303,7 @@ def test_an_adapters_sampling_defaults_come_before_the_models(http, llm, tmp_pat
     (tmp_path / "generation_config.json").write_text('{"temperature": -1}')
     llm.sources.restrict("sql", [str(tmp_path)])
     answer = http.post("/v1/completions", {"model": "sql", "prompt": "x"})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_path")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
 
 
 def test_min_tokens_are_compared_with_the_max_tokens_that_hold(http, llm):

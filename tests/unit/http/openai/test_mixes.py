@@ -61,7 +61,7 @@ def test_adapters(http, llm, path, body, model):
     assert parts_of(llm.calls[-1]["lora_request"]) == [("a", 1.0), ("b", -0.5), ("c+d", 1.0)]
     answer = http.post(path, body | {"adapters": [{"name": "a", "weight": 1}], "model": model}).json()
     assert answer["model"] == "a"
-    assert llm.calls[-1]["lora_request"] == LoRARequest("a", path="/adapters/a")
+    assert llm.calls[-1]["lora_request"] == LoRARequest("a", path="/adapters/a", roots=("/",))
     answer = http.post(path, body | {"adapters": [{"name": "a", "weight": 0}]}).json()
     assert (answer["model"], llm.calls[-1]["lora_request"]) == ("base", None)
 

@@ -159,6 +159,7 @@ def test_new_constraints_of_one_tenant_keep_nobody_from_work(server, llm, monkey
     def check(params):
         checked.append(params.regex)
         assert may_go_on.wait(30)
+        return []
 
     monkeypatch.setattr(CHECKER, "check", check)
     llm.info = llm.input_processor._info = replace(

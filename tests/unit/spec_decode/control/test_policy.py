@@ -114,7 +114,7 @@ def drafting_cost(curve, p, gain):
             for k in range(1, MAX_DRAFTS + 1)
         )
 
-    low, high = -10.0, 1000.0
+    low, high = 0.0, 1000.0
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if best(middle) > gain else (low, middle)
