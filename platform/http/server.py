@@ -81,7 +81,7 @@ async def load_adapters(models: ModelRegistry, config: ServerConfig) -> None:
             roots = policy.roots_of((path, draft_path), "")
             await models.load(LoRARequest(name, path=path, draft_path=draft_path, roots=roots))
         except (InvalidRequestError, AdapterSourceError) as error:
-            raise type(error)(f"{shorten(name)}: {error.message}", param="lora_modules") from error
+            raise type(error)(f"{shorten(name)}={shorten(path)}: {error.message}", param="lora_modules") from error
 
 
 def check_adapters(args: EngineArgs, config: ServerConfig) -> None:
@@ -100,7 +100,7 @@ def check_adapters(args: EngineArgs, config: ServerConfig) -> None:
             try:
                 check_fits(AdapterFolder(local_path(path)), model, args.max_lora_rank)
             except AdapterError as error:
-                raise AdapterError(f"{shorten(name)}: {error.message}", param="lora_modules") from error
+                raise AdapterError(f"{shorten(name)}={shorten(path)}: {error.message}", param="lora_modules") from error
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -24,7 +24,7 @@ MAX_FORCED = 32
 """Most tokens without a choice that are proposed at once."""
 _MAX_SPELLINGS = 64
 """Most tokens that may come next where the text has no choice: the prefixes of that text which are tokens."""
-_WINDOW_TOKENS, _WINDOW_BYTES = 8, 16
+_WINDOW_BYTES = 16
 """Extent of the text without a choice that is tokenized to choose its first token: a word or two."""
 _MAX_CALL_SECONDS = 0.5
 """Longest time for one token or one mask. An ambiguous grammar needs longer with each token, up to minutes."""
@@ -129,6 +129,7 @@ class GrammarState:
         self._ahead: list[int] = []  # drafts behind these that `_matcher` has consumed
         self._masks: dict[tuple[int, ...], np.ndarray] = {}  # by the drafts behind `_tokens`
         self._plain: dict[tuple[int, ...], np.ndarray] = {}  # before tokens are chosen where the text has no choice
+        self._steps: dict[bytes, int | None] = {}  # by the text behind `_tokens`: the least token that is sure to follow
         self._num_renewals = grammar.num_renewals
         self._num_rebuilt = 0
         self._problem = ""
@@ -187,19 +188,31 @@ class GrammarState:
         """Mask after `drafts`. Where the text has no choice, it is written in the tokenizer's own tokens: other ones
         than those confuse models. It depends on the tokens before it alone, not on what was tried."""
         mask = self._plain_mask(drafts)
-        path = list(drafts)
-        text = b""
-        token = self._only_text(mask)
-        while token is not None and len(path) < len(drafts) + _WINDOW_TOKENS and len(text) < _WINDOW_BYTES:
-            path.append(token)
-            text += self.grammar.vocabulary.text(token)
-            token = self._only_text(self._plain_mask(tuple(path)))
-        if text:
+        text = self._sure_text(drafts) if self.grammar.can_roll_back else b""
+        vocabulary = self.grammar.vocabulary
+        # A token that goes on behind that text leaves a choice: " -" beside " ", before a number.
+        if text and all(len(vocabulary.text(token)) <= len(text) for token in _members(mask, _MAX_SPELLINGS)):
             first = self._usual(drafts, text)
             if first is not None and _allows(mask, first):
                 mask = np.zeros_like(mask)
                 mask[first >> 3] = 1 << (first & 7)
         return mask
+
+    def _sure_text(self, drafts: tuple[int, ...]) -> bytes:
+        """Text that must follow `drafts`, at least `_WINDOW_BYTES` of it where it is as long."""
+        text_of = self.grammar.vocabulary.text
+        before, path = b"".join(map(text_of, drafts)), list(drafts)
+        text = b""
+        while len(text) < _WINDOW_BYTES:
+            place = before + text
+            if place not in self._steps:
+                self._steps[place] = self._least_token(self._plain_mask(tuple(path)))
+            token = self._steps[place]
+            if token is None:
+                break
+            path.append(token)
+            text += text_of(token)
+        return text
 
     def _plain_mask(self, drafts: tuple[int, ...]) -> np.ndarray:
         """Mask of all tokens that fit after `drafts`; nothing is allowed after an error."""
@@ -221,16 +234,14 @@ class GrammarState:
         self._plain[drafts] = mask
         return mask
 
-    def _only_text(self, mask: np.ndarray) -> int | None:
-        """The longest of the tokens that may come next, if all others are prefixes of it."""
-        if not self.grammar.can_roll_back:
-            return None
+    def _least_token(self, mask: np.ndarray) -> int | None:
+        """The shortest of the tokens that may come next, if all others begin with it."""
         allowed = _members(mask, _MAX_SPELLINGS)
         if not allowed or self._ends.intersection(allowed):
             return None
         texts = {token: self.grammar.vocabulary.text(token) for token in allowed}
-        longest = max(texts, key=lambda token: len(texts[token]))
-        return longest if all(texts[longest].startswith(text) for text in texts.values()) else None
+        least = min(texts, key=lambda token: len(texts[token]))
+        return least if texts[least] and all(text.startswith(texts[least]) for text in texts.values()) else None
 
     def _usual(self, drafts: tuple[int, ...], text: bytes) -> int | None:
         """First of the tokens as which the tokenizer writes `text` behind the last token; None: it writes another text,
@@ -260,6 +271,8 @@ class GrammarState:
             kept = {drafts[count:]: mask for drafts, mask in masks.items() if list(drafts[:count]) == new}
             masks.clear()
             masks.update(kept)
+        text = b"".join(map(self.grammar.vocabulary.text, new))
+        self._steps = {at[len(text) :]: step for at, step in self._steps.items() if at.startswith(text)}
         self._tokens += new
         if self._kept is not None:
             for token in new:

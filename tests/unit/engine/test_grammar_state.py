@@ -164,3 +164,45 @@ def test_a_long_text_without_a_choice_costs_no_more_than_a_short_one(grammars):
     forced = state.forced([], MAX_FORCED, NEVER)
     assert len(forced) == MAX_FORCED
     assert state.seconds < 0.2
+
+
+@pytest.mark.parametrize(
+    ("regex", "before", "texts"),
+    [('": (-?[0-9]+|true)', '":', {" ", " -", " t", " tr"}), ("a (cat|x)", "a", {" ", " c", " ca"})],
+)
+def test_a_text_that_may_go_on_in_one_token_leaves_a_choice(grammars, tokenizer, regex, before, texts):
+    """After `":` a number may begin with " -", or with " " before a digit: neither is the only one."""
+    state = state_of(grammars, regex=regex)
+    tokens = tokenizer.encode(before, add_special_tokens=False)
+    state.fill(tokens, [], NEVER)
+    found = {tokenizer.decode([token]) for token in allowed(state.masks(tokens, [])[0])}
+    assert {" "} < found
+    assert found & texts >= {" "}
+    assert state.forced(tokens, MAX_FORCED, NEVER) == []
+
+
+@pytest.mark.parametrize("name", [name for name in CONSTRAINTS if name not in ("max_tokens", "stop")])
+def test_masks_allow_all_that_fits_but_other_spellings_of_a_sure_text(grammars, name):
+    """A masked token is one after which the text is still sure: its letters are in the one token that is left."""
+    rng = random.Random(11)
+    state = state_of(grammars, **CONSTRAINTS[name])
+    text_of = state.grammar.vocabulary.text
+    tokens = []
+    for _ in range(30):
+        state.fill(tokens, [], NEVER)
+        mask = allowed(state.masks(tokens, [])[0])
+        plain = allowed(state._plain[()])
+        assert set(mask) <= set(plain)
+        if mask != plain:
+            (only,) = mask
+            least = min((text_of(token) for token in plain), key=len)
+            assert all(text_of(token).startswith(least) for token in plain)
+            other = state_of(grammars, **CONSTRAINTS[name])
+            for token in plain:  # each spelling leads on to the rest of the token that is left, or behind it
+                other.fill([*tokens, token], [], NEVER)
+                following = [text_of(token) + text_of(more) for more in allowed(other._plain[()])]
+                assert all(text[: len(text_of(only))] == text_of(only)[: len(text)] for text in following)
+                other = state_of(grammars, **CONSTRAINTS[name])
+        tokens.append(rng.choice(mask))
+        if tokens[-1] == 0:
+            break

