@@ -103,7 +103,7 @@ def test_the_option_fits_the_checkpoint() -> None:
         assert caught.value.param == "quantization"
 
 
-WORKSPACE = 40 << 20
+WORKSPACE = 56 << 20
 """Memory for the tensors at hand, which does not grow with the model."""
 PEAK = """
 import sys, threading, time
