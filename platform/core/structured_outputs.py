@@ -74,6 +74,8 @@ class StructuredOutputsParams:
     """Grammar in Lark's syntax in which `@body` is the constraint; the chat API writes it, no client may."""
     ignored: tuple[str, ...] = ()
     """Places of keywords that the chat API left out of `grammar` or `frame`."""
+    ends_list: bool = False
+    """True: the list of calls ends when the tokens left cannot hold another one; the chat API sets it, no client may."""
 
     def __post_init__(self) -> None:
         if self.json_object is False:
@@ -255,7 +257,7 @@ def parse(value: Any, source: str = "structured_outputs") -> StructuredOutputsPa
     """
     if not isinstance(value, dict):
         raise _wrong(source, "must be an object")
-    known = StructuredOutputsParams.__dataclass_fields__.keys() - {"source", "frame", "ignored"}
+    known = StructuredOutputsParams.__dataclass_fields__.keys() - {"source", "frame", "ignored", "ends_list"}
     for name in value:
         if name not in known:
             raise _wrong(source, f"has no field {str(name)[:100]!r}{did_you_mean(str(name), known)}")

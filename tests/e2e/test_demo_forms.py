@@ -71,3 +71,14 @@ def test_the_adapter_json_calls_functions_where_it_must(http, choice):
     forced = ask(http, body, model="json", tool_choice=choice, parallel_tool_calls=False)
     [call] = forced["message"]["tool_calls"]
     assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("new_order", ORDER)
+
+
+@pytest.mark.parametrize("max_tokens", [100, 200, 320])
+def test_a_list_of_calls_ends_with_a_whole_call(http, max_tokens):
+    """The model goes on with calls; the next one begins only if it fits."""
+    _, body = BODIES
+    asked = {"tool_choice": "required", "parallel_tool_calls": True, "max_tokens": max_tokens}
+    answer = ask(http, body, model="json", **asked)
+    arguments = [json.loads(call["function"]["arguments"]) for call in answer["message"]["tool_calls"]]
+    assert all(isinstance(each, dict) for each in arguments)
+    assert answer["finish_reason"] == "tool_calls"

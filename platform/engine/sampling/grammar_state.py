@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...core.structured_outputs import MAX_LEXER_STATES
+from .list_end import next_items
 from .mask_threads import MaskThreads, consume_without_gil
 
 MAX_FORCED = 32
@@ -110,8 +111,20 @@ class CompiledGrammar:
 class GrammarState:
     """One sequence's state. No two threads call it at once: see `is_busy`."""
 
-    def __init__(self, grammar: CompiledGrammar, end_token_ids: frozenset[int], threads: MaskThreads) -> None:
-        """`end_token_ids`: tokens that end the answer. `threads`: of the engine."""
+    def __init__(
+        self,
+        grammar: CompiledGrammar,
+        end_token_ids: frozenset[int],
+        threads: MaskThreads,
+        most_of_list: int | None = None,
+    ) -> None:
+        """Start at the grammar's start.
+
+        Args:
+            end_token_ids: Tokens that end the answer.
+            threads: Threads of the engine.
+            most_of_list: Most tokens of the answer if it is a list that must not be cut off.
+        """
         self.threads = threads
         self.is_busy = False
         """True while a thread works on it, under the grammar's lock."""
@@ -125,6 +138,7 @@ class GrammarState:
         self._ends = end_token_ids
         self._matcher = grammar.start()
         self._kept = None if grammar.can_roll_back else grammar.start()  # after `_tokens`, where that can't be undone
+        self._most_of_list = most_of_list
         self._tokens: list[int] = []  # generated ones that it has followed
         self._ahead: list[int] = []  # drafts behind these that `_matcher` has consumed
         self._masks: dict[tuple[int, ...], np.ndarray] = {}  # by the drafts behind `_tokens`
@@ -188,6 +202,8 @@ class GrammarState:
         """Mask after `drafts`. Where the text has no choice, it is written in the tokenizer's own tokens: other ones
         than those confuse models. It depends on the tokens before it alone, not on what was tried."""
         mask = self._plain_mask(drafts)
+        if self._most_of_list is not None:
+            mask = self._list_ended(mask, drafts)
         text = self._sure_text(drafts) if self.grammar.can_roll_back else b""
         vocabulary = self.grammar.vocabulary
         # A token that goes on behind that text leaves a choice: " -" beside " ", before a number.
@@ -196,6 +212,20 @@ class GrammarState:
             if first is not None and _allows(mask, first):
                 mask = np.zeros_like(mask)
                 mask[first >> 3] = 1 << (first & 7)
+        return mask
+
+    def _list_ended(self, mask: np.ndarray, drafts: tuple[int, ...]) -> np.ndarray:
+        """The mask without a next item if the tokens left cannot hold one."""
+        assert self._most_of_list is not None
+        text_of = self.grammar.vocabulary.text
+        texts = {token: text_of(token) for token in _members(mask, _MAX_SPELLINGS)}
+        before = [*self._tokens, *drafts]
+        excess = next_items([*map(text_of, before)], [*texts.values()], self._most_of_list - len(before))
+        if not excess or len(excess) == len(texts):
+            return mask
+        mask = mask.copy()
+        for token in [[*texts][index] for index in excess]:
+            mask[token >> 3] &= ~(1 << (token & 7)) & 255
         return mask
 
     def _sure_text(self, drafts: tuple[int, ...]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 
@@ -31,8 +32,8 @@ def grammars(tokenizer):
     made.close()
 
 
-def state_of(grammars, ends=(0,), **constraint):
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(**constraint))
+def state_of(grammars, ends=(0,), max_tokens=None, **constraint):
+    params = SamplingParams(max_tokens=max_tokens, structured_outputs=StructuredOutputsParams(**constraint))
     request = Request("r", [1], 1, params, seed_key=0, eos_token_ids=frozenset(ends))
     while grammars.admit(request) is not None:
         grammars.wait(1.0)
@@ -206,3 +207,31 @@ def test_masks_allow_all_that_fits_but_other_spellings_of_a_sure_text(grammars, 
         tokens.append(rng.choice(mask))
         if tokens[-1] == 0:
             break
+
+
+CALL = {
+    "type": "object",
+    "properties": {"name": {"const": "f"}, "parameters": {"type": "array", "items": {"enum": ["a", "],[", '\\"}]']}, "maxItems": 1}},
+    "required": ["name", "parameters"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("tries", [0, 4])
+@pytest.mark.parametrize("max_tokens", [80, 150, 400])
+def test_a_list_of_calls_ends_before_its_tokens_do(grammars, tokenizer, max_tokens, tries):
+    """A model that always begins another call, whose arguments look like ends of lists."""
+    options = {"json": {"type": "array", "items": CALL, "minItems": 1}, "disable_any_whitespace": True}
+    for seed in range(4):
+        state = state_of(grammars, max_tokens=max_tokens, ends_list=True, **options)
+        rng, tokens, text = random.Random(seed), [], ""
+        while len(tokens) < max_tokens and tokens[-1:] != [0]:
+            if tries:
+                state.forced(tokens, tries, NEVER)
+            state.fill(tokens, [], NEVER)
+            choices = allowed(state.masks(tokens, [])[0])
+            commas = [token for token in choices if re.match(r"\]?}?,", tokenizer.decode([token]))]
+            tokens.append(rng.choice(commas if text.endswith(("]", "}")) and commas else choices))
+            text = tokenizer.decode(tokens)
+        assert tokens[-1] == 0
+        assert len(json.loads(tokenizer.decode(tokens[:-1]))) >= max_tokens // 50
