@@ -27,8 +27,10 @@ _MAX_SPELLINGS = 64
 """Most tokens that may come next where the text has no choice: the prefixes of that text which are tokens."""
 _WINDOW_BYTES = 16
 """Extent of the text without a choice that is tokenized to choose its first token: a word or two."""
-_MAX_CALL_SECONDS = 0.5
-"""Longest time for one token or one mask. An ambiguous grammar needs longer with each token, up to minutes."""
+_CALL_SECONDS, _MAX_COUNTED, _MAX_EXCESS = 0.05, 1.0, 2.0
+"""Seconds allowed for each token or mask, which usually takes 1 ms; most that one counts; most that a grammar may owe.
+An ambiguous one needs longer with each token, up to minutes; a busy or suspended process makes some slow, never most.
+"""
 _FULL = "too many states"
 """Part of the package's error when a lexer has `max_lexer_states` states."""
 _BYTES_PER_STATE, _BYTES_PER_SECOND = 1 << 10, 256 << 20
@@ -73,7 +75,7 @@ class CompiledGrammar:
         self._make = make
         self._num_bytes = num_bytes
         self._seconds = 0.0  # of work with this lexer
-        self._num_slow = 0
+        self._excess = 0.0  # seconds that its calls took beyond what they may
         self._matcher = make()
         self.can_roll_back = self._try_rollback()
 
@@ -91,12 +93,12 @@ class CompiledGrammar:
         self.num_renewals += 1
         self._matcher, self._seconds = self._make(), 0.0
 
-    def charge(self, wall: float, cpu: float) -> None:
-        """Record the time of a call. After two that took too long, nothing is followed any further."""
-        self._seconds += wall
-        self._num_slow += min(wall, cpu) > _MAX_CALL_SECONDS  # not if the process was suspended
-        if self._num_slow > 1:
-            self.problem = f"the grammar is too ambiguous: one token took {wall:.1f} s"
+    def charge(self, seconds: float) -> None:
+        """Record the time of a call. If its calls take too long, nothing is followed any further."""
+        self._seconds += seconds
+        self._excess = max(0.0, self._excess + min(seconds, _MAX_COUNTED) - _CALL_SECONDS)
+        if self._excess > _MAX_EXCESS:
+            self.problem = f"the grammar is too ambiguous: a token took {seconds:.2f} s"
 
     def _try_rollback(self) -> bool:
         """False for grammars with `max_tokens` or `stop`, which count tokens: the package cannot take these back."""
@@ -219,6 +221,8 @@ class GrammarState:
         assert self._most_of_list is not None
         text_of = self.grammar.vocabulary.text
         texts = {token: text_of(token) for token in _members(mask, _MAX_SPELLINGS)}
+        if not any(b"," in text for text in texts.values()):
+            return mask
         before = [*self._tokens, *drafts]
         excess = next_items([*map(text_of, before)], [*texts.values()], self._most_of_list - len(before))
         if not excess or len(excess) == len(texts):
@@ -379,11 +383,11 @@ class GrammarState:
                 return
 
     def _timed(self, work: Callable[[], Any]) -> Any:
-        wall, cpu = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
         result = work()
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        self.seconds = max(wall, 0.9 * self.seconds)
-        self.grammar.charge(wall, cpu)
+        seconds = time.perf_counter() - began
+        self.seconds = max(seconds, 0.9 * self.seconds)
+        self.grammar.charge(seconds)
         return result
 
     def _has_ended(self) -> bool:

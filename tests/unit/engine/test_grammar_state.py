@@ -211,7 +211,10 @@ def test_masks_allow_all_that_fits_but_other_spellings_of_a_sure_text(grammars, 
 
 CALL = {
     "type": "object",
-    "properties": {"name": {"const": "f"}, "parameters": {"type": "array", "items": {"enum": ["a", "],[", '\\"}]']}, "maxItems": 1}},
+    "properties": {
+        "name": {"const": "f"},
+        "parameters": {"type": "array", "items": {"enum": ["abc", "],[", '\\"}]']}, "minItems": 1, "maxItems": 1},
+    },
     "required": ["name", "parameters"],
     "additionalProperties": False,
 }
