@@ -108,3 +108,11 @@ def test_a_clock_that_goes_back_pays_nothing():
     bucket.charge(60, MINUTE)
     assert bucket.remaining(0) == 0
     assert bucket.remaining(MINUTE + SECOND) == 1
+
+
+def test_neighbours_without_a_key_are_told_as_one():
+    """What nobody can give back is one entry; a charge with a key stays apart from what follows it."""
+    bucket = RateBucket(100, 0)
+    for amount, key in ((2, ""), (3, ""), (1, "k"), (4, ""), (5, "l")):
+        bucket.charge(amount, 0, key)
+    assert bucket.dump(0) == [(5 * MINUTE, ""), (MINUTE, "k"), (4 * MINUTE, ""), (5 * MINUTE, "l")]

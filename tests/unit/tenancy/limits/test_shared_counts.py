@@ -81,6 +81,20 @@ def test_who_is_in_a_turn_when_the_server_stops_does_not_queue():
     run(scenario())
 
 
+def test_who_is_cancelled_in_a_turn_leaves_its_place():
+    async def scenario():
+        async with in_memory(Limits(max_concurrent_requests=1)) as servers:
+            asked = asyncio.create_task(servers.admit(0))
+            await asyncio.sleep(0)
+            asked.cancel()
+            await asyncio.wait([asked], timeout=20)
+            assert asked.cancelled()
+            ticket = await asyncio.wait_for(servers.admit(0), 20)
+            await servers.release(0, ticket, 0)
+
+    run(scenario())
+
+
 def test_a_turn_loads_what_it_needs(monkeypatch):
     async def scenario():
         async with in_memory(key=Limits(requests_per_minute=5)) as servers:
