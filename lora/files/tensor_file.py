@@ -124,7 +124,7 @@ def _open_safetensors(opened: FileIO, limits: FileLimits) -> TensorFile:
     start = _LENGTH_BYTES + size
     if num_bytes < start:
         raise InvalidFileError(f"it has {num_bytes} bytes, fewer than its header claims ({start})")
-    header = _header(descriptor, _content(descriptor, _LENGTH_BYTES, size).tobytes(), num_bytes - start)
+    header = _header(_content(descriptor, _LENGTH_BYTES, size).tobytes(), num_bytes - start)
     entries = header.entries
     limits.check_number(len(entries))
 
@@ -138,20 +138,30 @@ def _open_safetensors(opened: FileIO, limits: FileLimits) -> TensorFile:
     return TensorFile(header.shapes, read, header, lambda buffer, first: _fill(descriptor, buffer, start + first))
 
 
-def _header(descriptor: int, text: bytes, num_bytes: int) -> Header:
+def _header(text: bytes, num_bytes: int) -> Header:
     """Return the header with this text, of a file with `num_bytes` of data; InvalidFileError, SafetensorError.
 
     Most adapters have the same header as an earlier one, byte for byte, which was checked then.
     """
     known = _known(hashlib.sha256(text).digest(), num_bytes) if len(text) <= _CACHED_BYTES else []
     if not known:
-        with safe_open(
-            f"/proc/self/fd/{descriptor}", framework="pt", device="cpu"
-        ) as checked:  # the library checks sizes, gaps and keys
-            del checked
+        _check(text, num_bytes)
         entries = read_header(text, num_bytes)
         known.append(Header(entries, {key: entry.shape for key, entry in entries.items()}))
     return known[0]
+
+
+def _check(text: bytes, num_bytes: int) -> None:
+    """Have the library check sizes, gaps and keys; SafetensorError. It maps the file, and the process would end if
+    somebody made that shorter meanwhile: so it gets one without data."""
+    descriptor = os.memfd_create("header")
+    try:
+        os.pwrite(descriptor, len(text).to_bytes(_LENGTH_BYTES, "little") + text, 0)
+        os.ftruncate(descriptor, _LENGTH_BYTES + len(text) + num_bytes)
+        with safe_open(f"/proc/self/fd/{descriptor}", framework="pt", device="cpu") as checked:
+            del checked
+    finally:
+        os.close(descriptor)
 
 
 @functools.lru_cache(_CACHED)

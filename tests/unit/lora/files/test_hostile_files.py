@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from outrider.lora.device.sites import AdapterSites
+from outrider.lora.files import tensor_file
 from outrider.lora.files.tensor_keys import ModuleShape
 from outrider.platform.core.adapter_files import WEIGHT_FILES
 from outrider.platform.core.errors import AdapterError
@@ -172,6 +173,22 @@ def test_a_sparse_file_is_not_read(tmp_path, read, key):
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + size + 256)
     with pytest.raises(AdapterError):
+        read(path)
+
+
+@TARGET
+def test_a_file_that_becomes_shorter_while_it_is_checked(tmp_path, read, monkeypatch):
+    """A page of a mapped file that is not there any more would end the process."""
+    path, check = write_adapter(tmp_path / "x"), tensor_file.safe_open
+
+    def shortened(*args, **options):
+        with (tmp_path / "x" / WEIGHT_FILES[0]).open("r+b") as file:
+            file.truncate(4)
+        return check(*args, **options)
+
+    monkeypatch.setattr(tensor_file, "safe_open", shortened)
+    tensor_file._known.cache_clear()
+    with pytest.raises(AdapterError, match="has become shorter"):
         read(path)
 
 
