@@ -197,4 +197,8 @@ def _vocabulary(tokenizer: Any, vocab_size: int) -> Vocabulary:
     backend.no_truncation()
     backend.add_special_tokens([_END])
     end: int = backend.token_to_id(_END)  # type: ignore[assignment]  # it was just added
+    if tokenizer.convert_ids_to_tokens(end) is not None:
+        raise InvalidRequestError(
+            "structured_outputs are not served with a tokenizer whose ids have gaps", param="structured_outputs"
+        )
     return Vocabulary(LLTokenizer(backend.to_str(), n_vocab=max(vocab_size, end + 1), eos_token=end), end)

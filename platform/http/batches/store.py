@@ -24,7 +24,7 @@ import msgspec
 
 from ...core.errors import NotFoundError
 from ...core.text import shorten
-from ..files.disk import create, entries, make_folder, open_append, read, replace, sync_folder, write_all
+from ..files.disk import create, entries, make_folder, open_append, read, replace, sync, write_all
 from ..files.store import DEFAULT_EXPIRY, FileStore
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
@@ -127,9 +127,9 @@ class BatchStore:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        sync_folder(self._open)
+        sync(self._open)
         replace(folder / "batch.json", record)
-        sync_folder(folder.parent)
+        sync(folder.parent)
 
     def get(self, tenant: str, batch_id: str) -> BatchRecord:
         """A batch.

@@ -46,9 +46,9 @@ def write_all(descriptor: int, content: bytes | bytearray | memoryview) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def sync_folder(path: Path) -> None:
-    """Make renames in a folder survive a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Make a file's content, or the renames in a folder, survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -75,7 +75,7 @@ def replace(path: Path, value: msgspec.Struct, *, durable: bool = True) -> None:
         temporary.unlink(missing_ok=True)
         raise
     if durable:
-        sync_folder(path.parent)
+        sync(path.parent)
 
 
 def read(path: Path, kind: type[T]) -> T | None:

@@ -27,7 +27,7 @@ import msgspec
 from ...core.errors import InvalidRequestError, NotFoundError, RateLimitError
 from ...core.text import shorten
 from ..protect.error_responses import BodyTooLargeError
-from .disk import TEMPORARY, create, entries, make_folder, read, replace, size_of, sync_folder, write_all
+from .disk import TEMPORARY, create, entries, make_folder, read, replace, size_of, sync, write_all
 
 DEFAULT_EXPIRY = 30 * 86400
 """Seconds that a file is kept unless its `expires_after` says otherwise; OpenAI's figure for batches."""
@@ -213,6 +213,8 @@ class FileStore:
             if not source.stat().st_size:
                 source.unlink()
                 return False
+            sync(source)
+            os.utime(source)  # old data without a record is swept
             source.rename(data)
         if not data.exists():
             return False
@@ -303,7 +305,7 @@ class Upload:
         with store.committing:
             store.check(store.usage(self._tenant), 1, 0)  # its own bytes are among those
             self._path.rename(data)
-            sync_folder(data.parent)
+            sync(data.parent)
             replace(data.with_suffix(".json"), record)
         return record
 
