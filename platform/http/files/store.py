@@ -288,7 +288,9 @@ class Upload:
         """
         with self._lock:
             assert self._is_open
-            return self._finish(filename, purpose, expires_after)
+            record = self._finish(filename, purpose, expires_after)
+            self._end()  # before the client hears of it, who may upload the next one
+            return record
 
     def _finish(self, filename: str, purpose: str, expires_after: int | None) -> FileRecord:
         store, now = self._store, self._store.clock()
@@ -312,8 +314,10 @@ class Upload:
     def close(self) -> None:
         """Delete what was not finished; a second call does nothing."""
         with self._lock:
-            if not self._is_open:
-                return
+            self._end()
+
+    def _end(self) -> None:
+        if self._is_open:
             self._is_open = False
             os.close(self._descriptor)
             self._path.unlink(missing_ok=True)
