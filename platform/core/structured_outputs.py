@@ -75,7 +75,7 @@ class StructuredOutputsParams:
     ignored: tuple[str, ...] = ()
     """Places of keywords that the chat API left out of `grammar` or `frame`."""
     ends_list: bool = False
-    """True: the list of calls ends when the tokens left cannot hold another one; the chat API sets it, no client may."""
+    """True: the list of calls ends when the tokens left cannot hold another; the chat API sets it, no client may."""
 
     def __post_init__(self) -> None:
         if self.json_object is False:

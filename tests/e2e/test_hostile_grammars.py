@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 MAX_GAP_SECONDS = float(os.environ.get("OUTRIDER_TEST_GAP_MS", "1500")) / 1000
-"""Gap of another client's stream: some 100 ms on a machine of its own; it was 36 s. Among other tests steps are long."""
+"""Gap of another client's stream: some 100 ms on a machine of its own (it was 36 s); other tests make steps long."""
 MAX_GROWTH = 160 << 20
 LONG, HALF = "ab " * 20_000, "ab " * 10_000
 AMBIGUOUS = 'start: a{0,400}\na: b{0,10}\nb: "x"{0,10}'

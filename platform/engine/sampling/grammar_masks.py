@@ -1,7 +1,7 @@
 """Token masks of grammars on a step's logits, and drafts of tokens without a choice.
 
 Both are made by `mask_threads.py` in a bounded time. If a sequence's mask is not ready by then, the step brings it
-nothing and its row is computed again; if only those behind its drafts are not, it gets fewer tokens. Its text is the
+nothing and its row is computed again; if only those after its drafts are not, it gets fewer tokens. Its text is the
 same.
 
 R rows of logits, V vocabulary.
@@ -40,16 +40,16 @@ def mask_logits(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
     """Set the logits of tokens that do not fit to -inf, in place, in these rows of `logits` [R, V]; all of them in rows
     of the target without a mask. Sequences whose first row has none are `GrammarState.is_deferred` then."""
     masks = np.zeros((len(rows), -(-logits.shape[1] // 8)), np.uint8)
-    places = _fill(rows, masks)
+    indices = _fill(rows, masks)
     if logits.device.type == "cpu":
-        for place, mask in zip(places, masks, strict=True):
-            _mask_row(logits[place], mask)
+        for index, mask in zip(indices, masks, strict=True):
+            _mask_row(logits[index], mask)
         return
     packed = torch.from_numpy(masks).to(logits.device)
     bits = packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
     forbidden = bits.flatten(1)[:, : logits.shape[1]] == 0
-    index = to_device(np.array(places), logits.device)
-    logits[index] = logits[index].masked_fill_(forbidden, float("-inf"))
+    chosen = to_device(np.array(indices), logits.device)
+    logits[chosen] = logits[chosen].masked_fill_(forbidden, float("-inf"))
 
 
 def _fill(rows: Sequence[LogitsRow], masks: np.ndarray) -> list[int]:
@@ -58,10 +58,10 @@ def _fill(rows: Sequence[LogitsRow], masks: np.ndarray) -> list[int]:
     for row in rows:
         of_requests.setdefault(id(row.request), []).append(row)
     asked: list[tuple[GrammarState, list[int], list[int]]] = []
-    places: list[int] = []
+    indices: list[int] = []
     for own in of_requests.values():
         own.sort(key=lambda row: row.num_drafts)
-        places += [row.place for row in own]
+        indices += [row.place for row in own]
         asked.append((own[0].request.grammar, _generated(own[0].request), [*chain.from_iterable(own[-1].drafts)]))
     is_draft = rows[0].is_draft
     jobs = [Job(state, partial(state.fill, tokens, drafts)) for state, tokens, drafts in asked]
@@ -80,7 +80,7 @@ def _fill(rows: Sequence[LogitsRow], masks: np.ndarray) -> list[int]:
             state.is_deferred = not ready and not state.problem
             state.num_deferred = state.num_deferred + 1 if state.is_deferred else 0
         start += len(own)
-    return places
+    return indices
 
 
 def _generated(request: Request) -> list[int]:

@@ -9,15 +9,14 @@ V vocabulary. A mask is [ceil(V / 8)] uint8, a bit for each token that may come 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ...core.structured_outputs import MAX_LEXER_STATES
+from .compiled_grammar import CompiledGrammar
 from .list_end import next_items
 from .mask_threads import MaskThreads, consume_without_gil
 
@@ -27,87 +26,10 @@ _MAX_SPELLINGS = 64
 """Most tokens that may come next where the text has no choice: the prefixes of that text which are tokens."""
 _WINDOW_BYTES = 16
 """Extent of the text without a choice that is tokenized to choose its first token: a word or two."""
-_CALL_SECONDS, _MAX_COUNTED, _MAX_EXCESS = 0.05, 1.0, 2.0
-"""Seconds allowed for each token or mask, which usually takes 1 ms; most that one counts; most that a grammar may owe.
-An ambiguous one needs longer with each token, up to minutes; a busy or suspended process makes some slow, never most.
-"""
 _FULL = "too many states"
 """Part of the package's error when a lexer has `max_lexer_states` states."""
-_BYTES_PER_STATE, _BYTES_PER_SECOND = 1 << 10, 256 << 20
-"""Most memory of a lexer's state, and most that a lexer grows by in a second: 340 bytes and 220 MB were measured."""
 _MAX_RENEWALS = 256
 """Most times that a sequence finds a lexer full; a text of letters in all languages fills one in some 70 tokens."""
-
-
-class Vocabulary(NamedTuple):
-    """A model's tokens in the package's form."""
-
-    tokenizer: Any
-    """`llguidance.LLTokenizer`, which has the token `end` behind the model's."""
-    end: int
-    """Token that ends an answer: each request says which of the model's tokens do."""
-
-    def text(self, token: int) -> bytes:
-        """Bytes of a token; those of a special token begin with 0xFF."""
-        text: bytes = self.tokenizer.decode_bytes([token])
-        return text
-
-
-class CompiledGrammar:
-    """Compiled constraint. The sequences that follow it share its lexer, which grows with what they visit."""
-
-    def __init__(self, make: Callable[[], Any], vocabulary: Vocabulary, num_bytes: int, *, is_lexical: bool) -> None:
-        """Compile.
-
-        Args:
-            make: Compiles an `llguidance.LLMatcher`; its errors pass through.
-            num_bytes: Its memory.
-            is_lexical: No rules of a user can make it ambiguous.
-        """
-        self.vocabulary = vocabulary
-        self.is_lexical = is_lexical
-        self.lock = threading.Lock()
-        """Held by the thread that follows it: another one would wait in the package, and keep Python's lock."""
-        self.problem = ""
-        """Reason why no sequence is followed any further; "": there is none."""
-        self.num_renewals = 0
-        """Number of lexers that became full."""
-        self._make = make
-        self._num_bytes = num_bytes
-        self._seconds = 0.0  # of work with this lexer
-        self._excess = 0.0  # seconds that its calls took beyond what they may
-        self._matcher = make()
-        self.can_roll_back = self._try_rollback()
-
-    @property
-    def num_bytes(self) -> int:
-        """Estimate of its memory, from above: its lexer has no size that could be asked for."""
-        return self._num_bytes + min(int(self._seconds * _BYTES_PER_SECOND), MAX_LEXER_STATES * _BYTES_PER_STATE)
-
-    def start(self) -> Any:
-        """A matcher at the start."""
-        return self._matcher.deep_copy()
-
-    def renew(self) -> None:
-        """Compile again, with an empty lexer."""
-        self.num_renewals += 1
-        self._matcher, self._seconds = self._make(), 0.0
-
-    def charge(self, seconds: float) -> None:
-        """Record the time of a call. If its calls take too long, nothing is followed any further."""
-        self._seconds += seconds
-        self._excess = max(0.0, self._excess + min(seconds, _MAX_COUNTED) - _CALL_SECONDS)
-        if self._excess > _MAX_EXCESS:
-            self.problem = f"the grammar is too ambiguous: a token took {seconds:.2f} s"
-
-    def _try_rollback(self) -> bool:
-        """False for grammars with `max_tokens` or `stop`, which count tokens: the package cannot take these back."""
-        matcher = self.start()
-        allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-        if matcher.is_error() or not allowed.any():
-            return True
-        consume_without_gil(matcher, int(allowed.argmax()))
-        return bool(matcher.rollback(1)) and not matcher.is_error()
 
 
 class GrammarState:
@@ -139,13 +61,13 @@ class GrammarState:
         self.grammar = grammar
         self._ends = end_token_ids
         self._matcher = grammar.start()
-        self._kept = None if grammar.can_roll_back else grammar.start()  # after `_tokens`, where that can't be undone
+        self._kept = None if grammar.can_roll_back else grammar.start()  # after `_tokens`, if that can't be undone
         self._most_of_list = most_of_list
         self._tokens: list[int] = []  # generated ones that it has followed
-        self._ahead: list[int] = []  # drafts behind these that `_matcher` has consumed
-        self._masks: dict[tuple[int, ...], np.ndarray] = {}  # by the drafts behind `_tokens`
-        self._plain: dict[tuple[int, ...], np.ndarray] = {}  # before tokens are chosen where the text has no choice
-        self._steps: dict[bytes, int | None] = {}  # by the text behind `_tokens`: the least token that is sure to follow
+        self._ahead: list[int] = []  # drafts after these that `_matcher` has consumed
+        self._masks: dict[tuple[int, ...], np.ndarray] = {}  # by the drafts after `_tokens`
+        self._plain: dict[tuple[int, ...], np.ndarray] = {}  # before tokens are chosen if the text has no choice
+        self._steps: dict[bytes, int | None] = {}  # by the text after `_tokens`: the least token that is sure to follow
         self._num_renewals = grammar.num_renewals
         self._num_rebuilt = 0
         self._problem = ""
@@ -160,7 +82,7 @@ class GrammarState:
         self._problem = self._problem or problem
 
     def masks(self, tokens: Sequence[int], drafts: Sequence[int]) -> list[np.ndarray]:
-        """Masks that are ready: after `tokens`, the generated ones, and after each of the first drafts behind them."""
+        """Masks that are ready: after `tokens`, the generated ones, and after each of the first drafts after them."""
         if len(tokens) != len(self._tokens):
             return []
         found = []
@@ -172,8 +94,8 @@ class GrammarState:
         return found
 
     def fill(self, tokens: Sequence[int], drafts: Sequence[int], deadline: float) -> None:
-        """Make the masks after `tokens`, the generated ones, and after each of `drafts`. Rows behind a draft that does
-        not fit, behind the end or behind the `deadline` (`time.perf_counter`) have none."""
+        """Make the masks after `tokens`, the generated ones, and after each of `drafts`. Rows after a draft that does
+        not fit, after the end or after the `deadline` (`time.perf_counter`) have none."""
         self._advance(tokens)
         for count in range(len(drafts) + 1):
             if count and time.perf_counter() > deadline:
@@ -208,7 +130,7 @@ class GrammarState:
             mask = self._list_ended(mask, drafts)
         text = self._sure_text(drafts) if self.grammar.can_roll_back else b""
         vocabulary = self.grammar.vocabulary
-        # A token that goes on behind that text leaves a choice: " -" beside " ", before a number.
+        # A token that goes on after that text leaves a choice: " -" or " ", before a number.
         if text and all(len(vocabulary.text(token)) <= len(text) for token in _members(mask, _MAX_SPELLINGS)):
             first = self._usual(drafts, text)
             if first is not None and _allows(mask, first):
@@ -233,15 +155,15 @@ class GrammarState:
         return mask
 
     def _sure_text(self, drafts: tuple[int, ...]) -> bytes:
-        """Text that must follow `drafts`, at least `_WINDOW_BYTES` of it where it is as long."""
+        """Text that must follow `drafts`, at least `_WINDOW_BYTES` of it if it is as long."""
         text_of = self.grammar.vocabulary.text
         before, path = b"".join(map(text_of, drafts)), list(drafts)
         text = b""
         while len(text) < _WINDOW_BYTES:
-            place = before + text
-            if place not in self._steps:
-                self._steps[place] = self._least_token(self._plain_mask(tuple(path)))
-            token = self._steps[place]
+            prefix = before + text
+            if prefix not in self._steps:
+                self._steps[prefix] = self._least_token(self._plain_mask(tuple(path)))
+            token = self._steps[prefix]
             if token is None:
                 break
             path.append(token)
@@ -278,7 +200,7 @@ class GrammarState:
         return least if texts[least] and all(text.startswith(texts[least]) for text in texts.values()) else None
 
     def _usual(self, drafts: tuple[int, ...], text: bytes) -> int | None:
-        """First of the tokens as which the tokenizer writes `text` behind the last token; None: it writes another text,
+        """First of the tokens as which the tokenizer writes `text` after the last token; None: it writes another text,
         or the text has special tokens."""
         vocabulary = self.grammar.vocabulary
         before = [*(drafts or self._tokens)[-1:]]
@@ -315,7 +237,7 @@ class GrammarState:
             self.fail("a token did not fit the grammar")
 
     def _move(self, drafts: Sequence[int]) -> bool:
-        """Put the matcher behind `drafts`; False if one of them does not fit, or stands behind the end."""
+        """Put the matcher after `drafts`; False if one of them does not fit, or comes after the end."""
         same = 0
         while same < len(self._ahead) and same < len(drafts) and self._ahead[same] == drafts[same]:
             same += 1
@@ -328,7 +250,7 @@ class GrammarState:
         return not self._failed()
 
     def _take_back(self, count: int) -> None:
-        """Take back the last `count` drafts, or more where the grammar cannot take back single ones."""
+        """Take back the last `count` drafts, or more if the grammar cannot take back single ones."""
         if self._kept is None:
             self._matcher.rollback(count)
             del self._ahead[len(self._ahead) - count :]
@@ -408,7 +330,7 @@ def _members(mask: np.ndarray, most: int) -> list[int]:
     """Tokens of a mask, if there are at most `most`."""
     if int.from_bytes(mask.tobytes(), "little").bit_count() > most:
         return []
-    places = np.flatnonzero(mask)
-    byte, bit = np.nonzero(np.unpackbits(mask[places], bitorder="little").reshape(-1, 8))
-    found: list[int] = (places[byte] * 8 + bit).tolist()
+    indices = np.flatnonzero(mask)
+    byte, bit = np.nonzero(np.unpackbits(mask[indices], bitorder="little").reshape(-1, 8))
+    found: list[int] = (indices[byte] * 8 + bit).tolist()
     return found

@@ -19,7 +19,8 @@ from ...core.errors import InvalidRequestError, OutriderError
 from ...core.request import Request
 from ...core.structured_outputs import StructuredOutputsParams, on_deep_stack, parser_limits
 from ..queue.gates import Gate
-from .grammar_state import CompiledGrammar, GrammarState, Vocabulary
+from .compiled_grammar import CompiledGrammar, Vocabulary
+from .grammar_state import GrammarState
 from .mask_threads import MaskThreads
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ bytes a character."""
 _FAILED_BYTES = 1 << 16
 """Most memory of a grammar that could not be compiled: its text, and its error."""
 _END = "<|outrider's end of an answer|>"
-"""Special token behind the model's; it is only ever in masks, never in a text."""
+"""Special token after the model's; it is only ever in masks, never in a text."""
 
 
 class _Entry(NamedTuple):

@@ -66,9 +66,7 @@ class ToolChoice(NamedTuple):
         schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
         if not self.parallel:
             schema["maxItems"] = 1
-        return StructuredOutputsParams(
-            json=schema, source=source, disable_any_whitespace=True, ends_list=self.parallel
-        )
+        return StructuredOutputsParams(json=schema, source=source, disable_any_whitespace=True, ends_list=self.parallel)
 
 
 def parameters_of(function: dict[str, Any]) -> dict[str, Any]:
