@@ -35,8 +35,8 @@ class DeviceWeight:
     form: str
     """Meaning of a code: "int4", "int8", "fp8", or with a table "levels4" and "levels8"."""
     codes: Tensor
-    """[O, S] int8 for "int8", else uint8. Of 4 bits byte s holds codes s, in its lower half, and S + s. Each chunk is in
-    the order of `arranged`."""
+    """[O, S] int8 for "int8", else uint8. Of 4 bits byte s holds codes s, in its lower half, and S + s. Each chunk is
+    in the order of `arranged`."""
     factors: Tensor
     """[O] float32."""
     scales: Tensor | None

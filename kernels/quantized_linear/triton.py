@@ -3,7 +3,9 @@ tile of tokens, and multiplies the sums of a group with its scale. The weight is
 take from registers.
 
 Where outputs and tokens make too few programs, the inputs are split among several; the last one of them to end adds
-their sums, in order. A tile holds up to 128 tokens, so that a code is made a number once for all of them. `torch._int_mm` and `torch._weight_int4pack_mm` would serve some forms, but refuse few tokens or round scales
+their sums, in order. A tile holds up to 128 tokens, so that a code is made a number once for all of them.
+
+`torch._int_mm` and `torch._weight_int4pack_mm` would serve some forms, but refuse few tokens or round scales
 to bfloat16, and would be further paths. `torch._scaled_mm` wants inputs in FP8.
 
 T tokens, I inputs, O outputs, S bytes of a row of codes; see `device_weight.py`.
@@ -15,6 +17,7 @@ import triton
 import triton.language as tl
 
 from ..compile_case import CompileCase, make_case
+from ..split_sums import is_last, sum_of_parts
 from ..tuning.configs import QuantizedLinearConfig
 from .device_weight import WHOLE, chunk_of
 from .triton_codes import in_order, inputs_of, numbers_of, ones_of
@@ -166,17 +169,10 @@ def product_kernel(
         target = sums + tokens[None, :] * OUT + rows[:, None]
         each = num_tokens.to(tl.int64) * OUT
         tl.store(target + mine * each, total, mask=inside)
-        tl.debug_barrier()  # every thread has stored when one of them says that this program has
-        if tl.atomic_add(arrivals + place, 1, sem="acq_rel") == PARTS - 1:
-            tl.store(arrivals + place, 0)
-            total = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
-            # As many loads at a time as leave the product its registers.
-            for part in tl.range(PARTS, loop_unroll_factor=max(1, 128 // BLOCK_T)):
-                # Other multiprocessors wrote them: the own cache is passed over.
-                total += tl.load(target + part * each, mask=inside, other=0.0, cache_modifier=".cg")
+        if is_last(arrivals + place, PARTS):
             _store(
-                total, y, factors, offsets, rounded, bias, residual, rows, wanted, tokens, known,
-                y_stride, residual_stride, HAS_OFFSETS, is_exact, HAS_BIAS, HAS_RESIDUAL,
+                sum_of_parts(target, each, inside, PARTS), y, factors, offsets, rounded, bias, residual, rows, wanted,
+                tokens, known, y_stride, residual_stride, HAS_OFFSETS, is_exact, HAS_BIAS, HAS_RESIDUAL,
             )  # fmt: skip
     else:
         _store(
