@@ -29,6 +29,8 @@ def act_and_mul(x: Tensor, activation: str = "silu") -> Tensor:
 
 
 def act_and_mul_invariant(x: Tensor, activation: str = "silu") -> Tensor:
-    """`act_and_mul` in which a row's result does not depend, bit for bit, on other rows."""
+    """`act_and_mul` in which a row's result does not depend, bit for bit, on other rows, as on a GPU it never does."""
+    if use_triton(x):
+        return act_and_mul(x, activation)
     y = _native(x, activation)
     return _torch.act_and_mul_invariant(x, activation) if y is None else y

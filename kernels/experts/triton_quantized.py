@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..compile_case import CompileCase, make_case
-from ..quantized_linear.device_weight import WHOLE, DeviceWeight, is_alike
+from ..quantized_linear.device_weight import WHOLE, DeviceWeight, chunk_of, is_alike
 from ..quantized_linear.triton import block_size, default_config, tile_product
 from .device_plan import Plan, pairs_of_tile
 
@@ -27,12 +27,14 @@ def grouped_quantized_kernel(
     tile_ends,
     y,  # [P, OUT]
     FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    CHUNK: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, PAIRS: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, STRIDE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """y[p] = W[expert of p] x[p / PAIRS] (+ b[expert of p])"""
     blocks: tl.constexpr = (OUT + BLOCK_O - 1) // BLOCK_O
+    IS_PADDED: tl.constexpr = STRIDE * (2 if FORM == "int4" or FORM == "levels4" else 1) != IN
     tile = tl.program_id(0) // blocks
     expert = tl.load(experts + tile)
     if expert < NUM_EXPERTS:
@@ -46,8 +48,9 @@ def grouped_quantized_kernel(
         offsets = tl.load(addresses + 2 * NUM_EXPERTS + expert).to(tl.pointer_type(scale))
         factors = tl.load(addresses + 3 * NUM_EXPERTS + expert).to(tl.pointer_type(tl.float32))
         sums = tile_product(
-            x + pair // PAIRS * IN, known, codes, scales, offsets, levels, rows, wanted, 0, STRIDE, IN, OUT, STRIDE,
-            FORM, GROUP, ZERO, HAS_SCALES, HAS_OFFSETS, BLOCK_O, BLOCK_T, BLOCK_K,
+            x + tl.where(known, pair, 0) // PAIRS * IN, codes, scales, offsets, levels, tl.minimum(rows, OUT - 1),
+            0, STRIDE, IN, OUT, STRIDE, FORM, GROUP, ZERO, HAS_SCALES, HAS_OFFSETS, CHUNK, IS_PADDED,
+            BLOCK_O, BLOCK_T, BLOCK_K,
         )  # fmt: skip
         sums *= tl.load(factors + rows, mask=wanted, other=0.0)[:, None]
         if HAS_BIAS:
@@ -92,7 +95,7 @@ class QuantizedExperts:
                 HAS_BIAS=self._biases is not None,
                 BLOCK_O=config.block_o,
                 BLOCK_T=plan.tile,
-                BLOCK_K=block_size(config, weight.group),
+                BLOCK_K=block_size(config, weight.group, weight.chunk),
                 num_warps=config.num_warps,
                 num_stages=config.num_stages,
             )
@@ -112,9 +115,9 @@ def compile_cases() -> list[CompileCase]:
         config = default_config(tile, bits, 2)
         constants = {
             "FORM": form, "GROUP": group, "ZERO": 0, "HAS_SCALES": group < WHOLE, "HAS_OFFSETS": form == "int4",
-            "NUM_EXPERTS": experts, "PAIRS": pairs, "IN": inputs, "OUT": outputs,
+            "CHUNK": chunk_of(group), "NUM_EXPERTS": experts, "PAIRS": pairs, "IN": inputs, "OUT": outputs,
             "STRIDE": -(-inputs * bits // 1024) * 128, "HAS_BIAS": experts == 32,
-            "BLOCK_O": config.block_o, "BLOCK_T": tile, "BLOCK_K": block_size(config, group),
+            "BLOCK_O": config.block_o, "BLOCK_T": tile, "BLOCK_K": block_size(config, group, chunk_of(group)),
         }  # fmt: skip
         types = {"x levels biases y": f"*{dtype}", "addresses order experts pair_ends tile_ends": "*i64"}
         name = f"experts {form} {dtype} e{experts} k{pairs} {inputs}x{outputs} tile{tile}"

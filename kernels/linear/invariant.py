@@ -13,12 +13,17 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ..dispatch import use_triton
 from .pieces import multiply_pieces, padded
 from .torch import PackedLinear, pack
+
+if TYPE_CHECKING:
+    from .device_invariant import TritonInvariantLinear
 
 BASE = 8
 """Rows of the piece whose result is the reference."""
@@ -58,8 +63,13 @@ class InvariantLinear:
 
 
 @torch.inference_mode()
-def pack_invariant(weight: Tensor, bias: Tensor | None = None) -> InvariantLinear:
-    """Pack a weight and try out its shape. The trial of a new shape needs memory for one more weight of that shape."""
+def pack_invariant(weight: Tensor, bias: Tensor | None = None) -> InvariantLinear | TritonInvariantLinear:
+    """Pack a weight and try out its shape. The trial of a new shape needs memory for one more weight of that shape. On
+    a GPU nothing is tried: our kernel has one order of sums."""
+    if use_triton(weight):
+        from .device_invariant import TritonInvariantLinear
+
+        return TritonInvariantLinear(weight, bias)
     packed = pack(weight, bias)
     out_features, in_features = weight.shape
     with_bias = bias is not None
@@ -69,6 +79,10 @@ def pack_invariant(weight: Tensor, bias: Tensor | None = None) -> InvariantLinea
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """Product of x [T, in] and the transpose of weight [out, in], invariant and not packed: for weights used once."""
+    if use_triton(x):
+        from .device_invariant import TritonInvariantLinear
+
+        return TritonInvariantLinear(weight, None)(x)
     out_features, in_features = weight.shape
     threads = torch.get_num_threads()
     sizes = trusted_sizes(in_features, out_features, weight.dtype, weight.device, False, threads, prepacked=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,15 +15,14 @@ from ..tuning.configs import QuantizedLinearConfig
 from . import device_weight
 from .device_weight import DeviceWeight, join
 from .triton import (
+    FLOAT32_TILE,
     INVARIANT_TILE,
-    REDUCE_BLOCK,
     ROUND_BLOCK,
     ROUND_WARPS,
     TILES,
     block_size,
     default_config,
     product_kernel,
-    reduce_kernel,
     round_kernel,
 )
 from .triton_dense import dense_rows
@@ -33,8 +32,11 @@ _MAX_PARTS = 16
 """Most parts of the inputs."""
 _LEAST = 256
 """Fewest bytes of a row that a program multiplies."""
-DENSE_TOKENS = 256
-"""Tokens from which on a library multiplies."""
+_NEARLY = 1.1
+"""Quotient of two times of which the shorter is not worth more parts."""
+DENSE_TOKENS = 512
+"""Tokens from which on a library multiplies: below, writing and reading the numbers, four bytes for each, takes longer
+than making them again for each tile of tokens."""
 _DENSE_NUMBERS = 1 << 26
 """Numbers of a weight that are in memory for it at a time."""
 
@@ -119,11 +121,6 @@ class _Operands(NamedTuple):
     bias: Tensor | None
     residual: Tensor | None
 
-    @property
-    def ends(self) -> dict[str, Any]:
-        """Constants of the kernel that stores the result."""
-        return {"HAS_BIAS": self.bias is not None, "HAS_RESIDUAL": self.residual is not None}
-
 
 def _multiply(operands: _Operands, batch_invariant: bool) -> None:
     """Launch the kernels of one product."""
@@ -132,41 +129,46 @@ def _multiply(operands: _Operands, batch_invariant: bool) -> None:
     if num_tokens >= DENSE_TOKENS and not batch_invariant and not weight.rounds_inputs:
         _multiply_dense(operands)
         return
-    tile = INVARIANT_TILE if batch_invariant else next((t for t in TILES if num_tokens <= t), TILES[-1])
+    tile = _tile(num_tokens, x.element_size(), batch_invariant)
     config = config_of(weight, tile, x.device, x.element_size())
-    parts = num_parts(weight, config) if batch_invariant or num_tokens <= tile else 1
-    is_split = parts > 1 and num_tokens <= tile
+    tiles, blocks = triton.cdiv(num_tokens, tile), triton.cdiv(weight.outputs, config.block_o)
+    # The order of a row's sums is that of its parts, which must not depend on the number of tokens.
+    parts = num_parts(weight, config, 1 if batch_invariant else tiles)
+    is_split = parts > 1 and blocks * tiles <= len(weight.arrivals) and not (batch_invariant and tiles > 1)
+    if not is_split and not batch_invariant:
+        parts = 1
     rounded = weight.factors
     if weight.rounds_inputs:
         x, rounded = _round(x)
     added = y if residual is None else residual
-    rest = weight.factors, y if bias is None else bias, added
-    target = torch.empty(parts, *y.shape, dtype=torch.float32, device=x.device) if is_split else y
+    sums = torch.empty(parts, *y.shape, dtype=torch.float32, device=x.device) if is_split else weight.factors
     is_aligned = weight.inputs % 16 == weight.outputs % 16 == 0
-    constants = weight.constants | {"ALIGNMENT": 16 if is_aligned else 1, "PARTS": parts, "IS_SPLIT": is_split}
-    constants |= {"HAS_BIAS": False, "HAS_RESIDUAL": False} if is_split else operands.ends
-    grid = triton.cdiv(weight.outputs, config.block_o) * triton.cdiv(num_tokens, tile) * (parts if is_split else 1)
-    product_kernel[(grid,)](
-        *(x, rounded, weight.codes, *weight.tables, *rest, target),
+    product_kernel[(blocks * tiles * (parts if is_split else 1),)](
+        *(x, rounded, weight.codes, *weight.tables, weight.factors, y if bias is None else bias, added, y),
+        *(sums, weight.arrivals),
         *(num_tokens, weight.inputs, weight.outputs, x.stride(0), weight.codes.stride(0)),
         *(added.stride(0), y.stride(0)),
-        **constants,
+        **weight.constants,
+        IS_PADDED=weight.is_padded,
+        ALIGNMENT=16 if is_aligned else 1,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        PARTS=parts,
+        IS_SPLIT=is_split,
         BLOCK_O=config.block_o,
         BLOCK_T=tile,
-        BLOCK_K=block_size(config, weight.group),
+        BLOCK_K=block_size(config, weight.group, weight.chunk),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    if is_split:
-        reduce_kernel[(triton.cdiv(weight.outputs, REDUCE_BLOCK) * num_tokens,)](
-            *(target, rounded, weight.tables[1], *rest, y),
-            *(num_tokens, weight.outputs, added.stride(0), y.stride(0)),
-            HAS_OFFSETS=weight.offsets is not None and weight.rounds_inputs,
-            IS_ROUNDED=weight.rounds_inputs,
-            **operands.ends,
-            PARTS=parts,
-            BLOCK_O=REDUCE_BLOCK,
-        )
+
+
+def _tile(num_tokens: int, itemsize: int, batch_invariant: bool) -> int:
+    """Tokens of a tile: the least that holds all, or the largest."""
+    if batch_invariant:
+        return INVARIANT_TILE
+    most = FLOAT32_TILE if itemsize == 4 else TILES[-1]
+    return next((tile for tile in TILES if num_tokens <= tile), most) if num_tokens <= most else most
 
 
 def _multiply_dense(operands: _Operands) -> None:
@@ -203,9 +205,10 @@ def shape_of(weight: DeviceWeight, tile: int, itemsize: int) -> tuple[int, int, 
     return tile, bucket(weight.inputs), bucket(weight.outputs), weight.bits, size
 
 
-def num_parts(weight: DeviceWeight, config: QuantizedLinearConfig) -> int:
-    """Number of parts of the inputs: as many as give a launch for one tile enough programs."""
-    programs, parts = triton.cdiv(weight.outputs, config.block_o), 1
-    while programs * parts < config.programs and parts < _MAX_PARTS and weight.codes.shape[1] >= 2 * parts * _LEAST:
-        parts *= 2
-    return parts
+def num_parts(weight: DeviceWeight, config: QuantizedLinearConfig, tiles: int = 1) -> int:
+    """Number of parts of the inputs in a launch for so many tiles of tokens. `config.programs` run at a time, so that
+    a launch takes as long as its rounds of parts; of nearly equal numbers the least writes the fewest sums."""
+    programs = triton.cdiv(weight.outputs, config.block_o) * tiles
+    most = max(1, min(_MAX_PARTS, weight.codes.shape[1] // _LEAST))
+    times = [triton.cdiv(programs * parts, config.programs) / parts for parts in range(1, most + 1)]
+    return next(index + 1 for index, time in enumerate(times) if time <= _NEARLY * min(times))

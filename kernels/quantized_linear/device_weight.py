@@ -22,6 +22,8 @@ ALIGNMENT = 128
 """Bytes to whose multiple a row of codes is padded: the longest block of a kernel."""
 WHOLE = 1 << 30
 """Value of `group` when all inputs share one scale."""
+_OUTPUTS = 16
+"""Fewest outputs of a program."""
 _LARGEST_OFFSET = 256
 """Largest quotient of an offset and its row's factor: float16 goes to 65504."""
 
@@ -33,7 +35,8 @@ class DeviceWeight:
     form: str
     """Meaning of a code: "int4", "int8", "fp8", or with a table "levels4" and "levels8"."""
     codes: Tensor
-    """[O, S] int8 for "int8", else uint8. Of 4 bits byte s holds codes s, in its lower half, and S + s."""
+    """[O, S] int8 for "int8", else uint8. Of 4 bits byte s holds codes s, in its lower half, and S + s. Each chunk is
+    in the order of `arranged`."""
     factors: Tensor
     """[O] float32."""
     scales: Tensor | None
@@ -45,8 +48,13 @@ class DeviceWeight:
     order: Tensor | None
     """[I] int64."""
     group: int
+    chunk: int
+    """Bytes of a row that are arranged together, or 1: they are in the order of the inputs."""
     zero: int
     """Zero point that all groups share."""
+    arrivals: Tensor
+    """[ceil(O / 16)] int32, zeros between launches: how many programs of a launch in parts have ended. Launches with
+    this weight must not run concurrently."""
     inputs: int
     rounds_inputs: bool
     """True: inputs are rounded to int8."""
@@ -62,12 +70,18 @@ class DeviceWeight:
         return 4 if self.form.endswith("4") else 8
 
     @property
+    def is_padded(self) -> bool:
+        """True when rows of codes are longer than the inputs."""
+        return self.codes.shape[1] * 8 // self.bits != self.inputs
+
+    @property
     def constants(self) -> dict[str, Any]:
         """Constants of a kernel that depend on the form."""
         return {
             "FORM": self.form,
             "GROUP": self.group,
             "ZERO": self.zero,
+            "CHUNK": self.chunk,
             "HAS_SCALES": self.scales is not None,
             "HAS_OFFSETS": self.offsets is not None,
         }
@@ -82,12 +96,12 @@ class DeviceWeight:
     @property
     def num_bytes(self) -> int:
         """Bytes that are held."""
-        tensors = (self.codes, self.factors, self.scales, self.offsets, self.levels, self.order)
+        tensors = (self.codes, self.factors, self.scales, self.offsets, self.levels, self.order, self.arrivals)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def dense(self, ids: Tensor) -> Tensor:
         """Rows `ids` [n] of W: [n, I] float32."""
-        codes = self.codes[ids]
+        codes = _rearranged(self.codes[ids], self.chunk, (4, -1, 2, 2), (2, 3, 1, 4))
         if self.bits == 4:
             codes = torch.cat((codes & 15, codes >> 4), 1)
         codes = codes[:, : self.inputs]
@@ -105,6 +119,25 @@ class DeviceWeight:
                     operation(numbers, table.t()[ids][:, groups])
             dense = numbers.mul_(factors)
         return dense if self.order is None else torch.empty_like(dense).index_copy_(1, self.order, dense)
+
+
+def chunk_of(group: int) -> int:
+    """Bytes that are arranged together when so many inputs share a scale: a thread then reads 16 bytes at a time."""
+    return min(64, group & -group)
+
+
+def arranged(codes: Tensor, chunk: int) -> Tensor:
+    """Codes [O, S] in the order in which tensor cores take a row. Of 16 inputs, which one instruction multiplies, a
+    thread has 2t, 2t + 1, 2t + 8 and 2t + 9, for t below 4; a chunk has all bytes of thread 0 first."""
+    return _rearranged(codes, chunk, (-1, 2, 4, 2), (3, 1, 2, 4))
+
+
+def _rearranged(codes: Tensor, chunk: int, shape: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
+    """Each chunk of the rows, as an array of this shape, with its axes (from 1) in another order."""
+    if chunk == 1:
+        return codes
+    whole = codes.reshape(-1, *(chunk // 16 if size < 0 else size for size in shape))
+    return whole.permute(0, *order).reshape(codes.shape)
 
 
 def is_served(weight: QuantizedWeight) -> bool:
@@ -126,7 +159,7 @@ def join(blocks: Sequence[QuantizedWeight], dtype: torch.dtype) -> list[DeviceWe
 
 def is_alike(a: DeviceWeight, b: DeviceWeight) -> bool:
     """True when both have one form, so that one kernel multiplies them."""
-    plain = all(getattr(a, name) == getattr(b, name) for name in ("form", "group", "zero", "rounds_inputs"))
+    plain = all(getattr(a, name) == getattr(b, name) for name in ("form", "group", "chunk", "zero", "rounds_inputs"))
     both = [(getattr(a, name), getattr(b, name)) for name in ("scales", "offsets", "levels", "order")]
     if not plain or any((x is None) is not (y is None) for x, y in both):
         return False
@@ -144,6 +177,7 @@ def _concatenate(parts: Sequence[DeviceWeight]) -> DeviceWeight:
         factors=torch.cat([part.factors for part in parts]),
         scales=columns([part.scales for part in parts]),
         offsets=columns([part.offsets for part in parts]),
+        arrivals=torch.cat([part.arrivals for part in parts]),
     )
 
 
@@ -168,16 +202,20 @@ def _store(weight: QuantizedWeight, dtype: torch.dtype) -> DeviceWeight:
 
         scales = relative(weight.scales)
         offsets = None if offsets is None else relative(offsets)
+    group = WHOLE if groups == 1 else weight.group
+    chunk = 1 if dtype == torch.float32 or weight.input_bits is not None else chunk_of(group)
     return DeviceWeight(
         form=form,
-        codes=codes,
+        codes=arranged(codes, chunk),
         factors=factors,
         scales=scales,
         offsets=offsets,
         levels=None if weight.levels is None else weight.levels.to(dtype),
         order=weight.order,
-        group=WHOLE if groups == 1 else weight.group,
+        group=group,
+        chunk=chunk,
         zero=zero,
+        arrivals=torch.zeros(-(-len(codes) // _OUTPUTS), dtype=torch.int32, device=codes.device),
         inputs=weight.shape[1],
         rounds_inputs=weight.input_bits == 8,
     )

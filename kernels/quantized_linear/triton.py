@@ -2,8 +2,10 @@
 tile of tokens, and multiplies the sums of a group with its scale. The weight is the left operand: that one tensor cores
 take from registers.
 
-For few tokens a launch has few programs, so that the inputs are split among several; a second kernel adds their sums,
-in order. `torch._int_mm` and `torch._weight_int4pack_mm` would serve some forms, but refuse few tokens or round scales
+Where outputs and tokens make too few programs, the inputs are split among several; the last one of them to end adds
+their sums, in order. A tile holds up to 128 tokens, so that a code is made a number once for all of them.
+
+`torch._int_mm` and `torch._weight_int4pack_mm` would serve some forms, but refuse few tokens or round scales
 to bfloat16, and would be further paths. `torch._scaled_mm` wants inputs in FP8.
 
 T tokens, I inputs, O outputs, S bytes of a row of codes; see `device_weight.py`.
@@ -15,36 +17,37 @@ import triton
 import triton.language as tl
 
 from ..compile_case import CompileCase, make_case
+from ..split_sums import is_last, sum_of_parts
 from ..tuning.configs import QuantizedLinearConfig
-from .device_weight import WHOLE
-from .triton_codes import numbers_of, ones_of
+from .device_weight import WHOLE, chunk_of
+from .triton_codes import in_order, inputs_of, numbers_of, ones_of
 
-REDUCE_BLOCK = 256
 ROUND_BLOCK, ROUND_WARPS = 1024, 4
 
 
 @triton.jit
 def _group_values(
-    scales, offsets, rows, wanted, k, OUT, GROUP: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_OFFSETS: tl.constexpr
+    scales, offsets, rows, k, OUT, GROUP: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_OFFSETS: tl.constexpr
 ):
     """Scales and offsets of the outputs `rows` for the group of input k; ones without scales, zeros without offsets."""
     scale, offset = tl.full(rows.shape, 1.0, tl.float32), tl.zeros(rows.shape, tl.float32)
     place = rows.to(tl.int64) + k // GROUP * OUT
     if HAS_SCALES:
-        scale = tl.load(scales + place, mask=wanted, other=0.0).to(tl.float32)
+        scale = tl.load(scales + place).to(tl.float32)
         if HAS_OFFSETS:
-            offset = tl.load(offsets + place, mask=wanted, other=0.0).to(tl.float32)
+            offset = tl.load(offsets + place).to(tl.float32)
     return scale, offset
 
 
 @triton.jit
 def tile_product(
-    x_rows, known, codes, scales, offsets, levels, rows, wanted, first, stop, IN, OUT, codes_stride,
+    x_rows, codes, scales, offsets, levels, rows, first, stop, IN, OUT, codes_stride,
     FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    CHUNK: tl.constexpr, IS_PADDED: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Product [BLOCK_O, BLOCK_T] float32 of the outputs `rows` and the tokens at `x_rows`, over bytes [first, stop) of
-    the codes; `wanted` and `known` are masks of both. A group has whole blocks."""
+    the codes. All of both are read without masks: rows past the end repeat one. A group has whole blocks."""
     dtype: tl.constexpr = x_rows.dtype.element_ty
     is_exact: tl.constexpr = dtype == tl.int8
     halves: tl.constexpr = 2 if FORM == "int4" or FORM == "levels4" else 1
@@ -52,21 +55,30 @@ def tile_product(
     sums = tl.zeros([BLOCK_O, BLOCK_T], tl.int32 if is_exact else tl.float32)
     step = tl.arange(0, BLOCK_K)
     codes += rows.to(tl.int64)[:, None] * codes_stride + step[None, :]
+    # The few inputs of small tiles, which older instructions multiply, are read in the order of the codes.
+    puts_codes_in_order: tl.constexpr = BLOCK_T > 8
+    if not puts_codes_in_order:
+        step = inputs_of(step, CHUNK)
     k = tl.minimum(first, stop - 1)  # a part may be empty, with its end before its beginning
-    scale, offset = _group_values(scales, offsets, rows, wanted, k, OUT, GROUP, HAS_SCALES, HAS_OFFSETS)
-    scale_2, offset_2 = _group_values(scales, offsets, rows, wanted, k + upper, OUT, GROUP, HAS_SCALES, HAS_OFFSETS)
+    scale, offset = _group_values(scales, offsets, rows, k, OUT, GROUP, HAS_SCALES, HAS_OFFSETS)
+    scale_2, offset_2 = _group_values(scales, offsets, rows, k + upper, OUT, GROUP, HAS_SCALES, HAS_OFFSETS)
     for start in tl.range(first, stop, BLOCK_K):
-        packed = tl.load(codes + start, mask=wanted[:, None], other=0)
+        packed = tl.load(codes + start)
+        if puts_codes_in_order:
+            packed = in_order(packed, CHUNK)
         # The next block's, since these few bytes are not copied ahead to shared memory as the codes are.
         k = tl.minimum(start + BLOCK_K, stop - 1)
-        next_scale, next_offset = _group_values(scales, offsets, rows, wanted, k, OUT, GROUP, HAS_SCALES, HAS_OFFSETS)
+        next_scale, next_offset = _group_values(scales, offsets, rows, k, OUT, GROUP, HAS_SCALES, HAS_OFFSETS)
         next_scale_2, next_offset_2 = _group_values(
-            scales, offsets, rows, wanted, k + upper, OUT, GROUP, HAS_SCALES, HAS_OFFSETS
+            scales, offsets, rows, k + upper, OUT, GROUP, HAS_SCALES, HAS_OFFSETS
         )
         for half in tl.static_range(halves):
             k = start + half * codes_stride
-            inside = known[None, :] & (k + step < IN)[:, None]
-            inputs = tl.load(x_rows[None, :] + k + step[:, None], mask=inside, other=0)
+            places = x_rows[None, :] + k + step[:, None]
+            if IS_PADDED:
+                inputs = tl.load(places, mask=(k + step < IN)[:, None], other=0)
+            else:
+                inputs = tl.load(places)
             if is_exact:
                 sums = tl.dot(packed, inputs, sums, out_dtype=tl.int32)
             else:
@@ -117,76 +129,56 @@ def product_kernel(
     factors,  # [OUT]
     bias,  # [OUT]
     residual,  # [T, OUT]
-    y,  # [T, OUT]; of a launch in parts [PARTS, T, OUT] float32, without factors
+    y,  # [T, OUT]
+    sums,  # [PARTS, T, OUT] float32 of a launch in parts, or anything
+    arrivals,  # [programs of a part] int32: zeros before and after a launch in parts
     num_tokens, IN, OUT, x_stride, codes_stride, residual_stride, y_stride,
     FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    IS_PADDED: tl.constexpr,  # the codes of a row are more than IN
     ALIGNMENT: tl.constexpr,  # of IN and OUT
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     PARTS: tl.constexpr,
     IS_SPLIT: tl.constexpr,  # a program has one part; else all
     BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """y = x Wᵀ + b (+ residual), or parts of the sums of x Wᵀ. The order of a sum depends on PARTS and BLOCK_K."""
+    """y = x Wᵀ + b (+ residual). The order of a sum depends on PARTS and BLOCK_K."""
     IN, OUT = IN // ALIGNMENT * ALIGNMENT, OUT // ALIGNMENT * ALIGNMENT  # so that the compiler knows
     tiles = tl.cdiv(num_tokens, BLOCK_T)
-    rest = tl.program_id(0) // tiles
-    tokens = (tl.program_id(0) % tiles * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-    known = tokens < num_tokens
     blocks = tl.cdiv(OUT, BLOCK_O)
-    rows = rest % blocks * BLOCK_O + tl.arange(0, BLOCK_O)
+    place = tl.program_id(0) % (blocks * tiles)
+    tokens = (place % tiles * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    known = tokens < num_tokens
+    rows = place // tiles * BLOCK_O + tl.arange(0, BLOCK_O)
     wanted = rows < OUT
-    x_rows = x + tokens * x_stride
+    x_rows = x + tl.minimum(tokens, num_tokens - 1) * x_stride
     is_exact: tl.constexpr = x.dtype.element_ty == tl.int8
     width = tl.cdiv(codes_stride, PARTS * BLOCK_K) * BLOCK_K
-    if IS_SPLIT:
-        part = rest // blocks
-        total = tile_product(
-            x_rows, known, codes, scales, offsets, levels, rows, wanted,
+    mine = tl.program_id(0) // (blocks * tiles)
+    total = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
+    for index in tl.range(1 if IS_SPLIT else PARTS):
+        part = mine + index
+        total += tile_product(
+            x_rows, codes, scales, offsets, levels, tl.minimum(rows, OUT - 1),
             part * width, tl.minimum(part * width + width, codes_stride), IN, OUT, codes_stride,
-            FORM, GROUP, ZERO, HAS_SCALES, HAS_OFFSETS and not is_exact, BLOCK_O, BLOCK_T, BLOCK_K,
+            FORM, GROUP, ZERO, HAS_SCALES, HAS_OFFSETS and not is_exact, CHUNK, IS_PADDED,
+            BLOCK_O, BLOCK_T, BLOCK_K,
         )  # fmt: skip
-        target = y + (part * num_tokens + tokens)[None, :] * OUT + rows[:, None]
-        tl.store(target, total, mask=wanted[:, None] & known[None, :])
-    else:
-        total = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
-        for part in tl.range(PARTS):
-            total += tile_product(
-                x_rows, known, codes, scales, offsets, levels, rows, wanted,
-                part * width, tl.minimum(part * width + width, codes_stride), IN, OUT, codes_stride,
-                FORM, GROUP, ZERO, HAS_SCALES, HAS_OFFSETS and not is_exact, BLOCK_O, BLOCK_T, BLOCK_K,
+    if IS_SPLIT:
+        inside = wanted[:, None] & known[None, :]
+        target = sums + tokens[None, :] * OUT + rows[:, None]
+        each = num_tokens.to(tl.int64) * OUT
+        tl.store(target + mine * each, total, mask=inside)
+        if is_last(arrivals + place, PARTS):
+            _store(
+                sum_of_parts(target, each, inside, PARTS), y, factors, offsets, rounded, bias, residual, rows, wanted,
+                tokens, known, y_stride, residual_stride, HAS_OFFSETS, is_exact, HAS_BIAS, HAS_RESIDUAL,
             )  # fmt: skip
+    else:
         _store(
             total, y, factors, offsets, rounded, bias, residual, rows, wanted, tokens, known,
             y_stride, residual_stride, HAS_OFFSETS, is_exact, HAS_BIAS, HAS_RESIDUAL,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["num_tokens", "OUT"])
-def reduce_kernel(
-    sums,  # [PARTS, T, OUT] float32
-    rounded,
-    offsets,
-    factors,
-    bias,
-    residual,
-    y,  # [T, OUT]
-    num_tokens, OUT, residual_stride, y_stride,
-    HAS_OFFSETS: tl.constexpr, IS_ROUNDED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_O: tl.constexpr,
-):  # fmt: skip
-    """y = sums of all parts, in order, · factors + b (+ residual)"""
-    blocks = tl.cdiv(OUT, BLOCK_O)
-    rows = tl.program_id(0) % blocks * BLOCK_O + tl.arange(0, BLOCK_O)
-    tokens = (tl.program_id(0) // blocks + tl.arange(0, 1)).to(tl.int64)
-    wanted, known = rows < OUT, tokens < num_tokens
-    places = sums + tokens[None, :] * OUT + rows[:, None]
-    total = tl.load(places, mask=wanted[:, None], other=0.0)
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(places + part * num_tokens.to(tl.int64) * OUT, mask=wanted[:, None], other=0.0)
-    _store(
-        total, y, factors, offsets, rounded, bias, residual, rows, wanted, tokens, known,
-        y_stride, residual_stride, HAS_OFFSETS, IS_ROUNDED, HAS_BIAS, HAS_RESIDUAL,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -228,23 +220,25 @@ def default_config(tile: int, bits: int, itemsize: int) -> QuantizedLinearConfig
         return QuantizedLinearConfig(block_o=outputs, block_k=32, num_warps=4, num_stages=2, programs=256)
     if tile == 8:
         return QuantizedLinearConfig(block_o=32, block_k=128, num_warps=2, num_stages=3, programs=2048)
-    if tile == 16 and bits == 8:
-        # A warp has 16 outputs, so that no two make the same numbers.
-        return QuantizedLinearConfig(block_o=32, block_k=128, num_warps=2, num_stages=4, programs=256)
-    block_k = {16: 128, INVARIANT_TILE: 8 * bits}.get(tile, 64)
-    stages = 4 if bits == 4 or tile == INVARIANT_TILE else 3
-    return QuantizedLinearConfig(block_o=64, block_k=block_k, num_warps=4, num_stages=stages, programs=256)
+    if tile > INVARIANT_TILE:
+        # Each output of a program saves reading the inputs once more, which are more bytes than the codes.
+        stages, programs = (4, 264) if tile == 64 else (3, 132)
+        return QuantizedLinearConfig(block_o=128, block_k=64, num_warps=8, num_stages=stages, programs=programs)
+    block_k = 128 if tile == 16 else 64
+    return QuantizedLinearConfig(block_o=64, block_k=block_k, num_warps=4, num_stages=4, programs=264)
 
 
-TILES = (8, 16, 64)
+TILES = (8, 16, 32, 64, 128)
 """Tokens of a tile: of few tokens, as drafts of a request are, of some, and of more."""
 INVARIANT_TILE = 32
 """Tile of every step where a row must not depend on other rows: it has registers for the sums of all parts too."""
+FLOAT32_TILE = 64
+"""Largest tile of products in float32, whose sums fill the registers sooner."""
 
 
-def block_size(config: QuantizedLinearConfig, group: int) -> int:
-    """Bytes of a block: a group has whole blocks."""
-    return min(config.block_k, group & -group)
+def block_size(config: QuantizedLinearConfig, group: int, chunk: int) -> int:
+    """Bytes of a block: a group has whole blocks, and a block whole chunks."""
+    return min(max(config.block_k, chunk), group & -group)
 
 
 def compile_cases() -> list[CompileCase]:
@@ -269,16 +263,16 @@ def compile_cases() -> list[CompileCase]:
             (TILES[0], 1),
             (TILES[0], 4),
             (TILES[1], 1),
+            (INVARIANT_TILE, 4),
             (INVARIANT_TILE, -4),
-            (TILES[2], 4),
-            (TILES[2], 1),
+            (64, 5),
+            (64, 1),
+            (128, 8),
+            (128, 1),
         )
+        if tile <= FLOAT32_TILE or form[4] != "fp32"
     ]
-    for dtype, is_rounded in (("bf16", False), ("fp16", True)):
-        ends = {"HAS_OFFSETS": is_rounded, "IS_ROUNDED": is_rounded, "HAS_BIAS": is_rounded, "HAS_RESIDUAL": True}
-        types = {"sums rounded factors offsets": "*fp32", "bias residual y": f"*{dtype}"}
-        name = f"quantized_linear reduce {dtype}{' rounded' if is_rounded else ''}"
-        cases.append(make_case(name, reduce_kernel, ends | {"PARTS": 8, "BLOCK_O": REDUCE_BLOCK}, types))
+    for dtype in ("bf16", "fp16"):
         types = {"x": f"*{dtype}", "codes": "*i8", "rounded": "*fp32"}
         name = f"quantized_linear round {dtype}"
         cases.append(make_case(name, round_kernel, {"BLOCK": ROUND_BLOCK}, types, num_warps=ROUND_WARPS))
@@ -287,9 +281,11 @@ def compile_cases() -> list[CompileCase]:
 
 _FEW_REGISTERS = {
     ("levels4", "bf16", 64): (90, 100),
+    ("levels4", "bf16", 128): (90, 100),
     ("int4", "fp16", 32): (90, 100),
+    ("int4", "fp16", 128): (90, 100),
 }
-"""Architectures of cases for which registers are enough; on the third they spill 8 to 96 bytes of a thread, which
+"""Architectures of cases for which registers are enough; on the third they spill 8 to 120 bytes of a thread, which
 costs time."""
 
 
@@ -298,17 +294,18 @@ def _product_case(form: tuple[str, int, int, bool, str], tile: int, parts: int) 
     kind, group, zero, has_offsets, dtype = form
     has_scales = dtype != "i8" and (group < WHOLE or has_offsets)
     config = default_config(tile, 4 if kind.endswith("4") else 8, {"fp32": 4, "i8": 1}.get(dtype, 2))
+    chunk = 1 if dtype in ("fp32", "i8") else chunk_of(group)
     constants = {
         "FORM": kind, "GROUP": group, "ZERO": zero, "HAS_SCALES": has_scales, "HAS_OFFSETS": has_offsets,
-        "ALIGNMENT": 16, "HAS_BIAS": parts == 1 and has_offsets, "HAS_RESIDUAL": parts < 4,
+        "CHUNK": chunk, "IS_PADDED": group == 32, "ALIGNMENT": 16, "HAS_BIAS": has_offsets, "HAS_RESIDUAL": parts < 4,
         "PARTS": abs(parts), "IS_SPLIT": parts > 1,
-        "BLOCK_O": config.block_o, "BLOCK_T": tile, "BLOCK_K": block_size(config, group),
+        "BLOCK_O": config.block_o, "BLOCK_T": tile, "BLOCK_K": block_size(config, group, chunk),
     }  # fmt: skip
     table = "*fp32" if dtype in ("fp32", "i8") or not has_scales else "*fp16"
     own = "*bf16" if dtype == "i8" else f"*{dtype}"
     types = {
         "x": f"*{dtype}", "codes": "*i8" if kind == "int8" else "*u8", "scales offsets": table,
-        "rounded factors": "*fp32", "levels": f"*{dtype}", "bias residual": own, "y": "*fp32" if parts > 1 else own,
+        "rounded factors": "*fp32", "levels": f"*{dtype}", "bias residual y": own, "sums": "*fp32", "arrivals": "*i32",
     }  # fmt: skip
     name = f"quantized_linear {kind} g{0 if group == WHOLE else group} {dtype} tile{tile} parts{parts}"
     archs = _FEW_REGISTERS.get((kind, dtype, tile), (80, 90, 100))

@@ -10,6 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+STEP = tl.constexpr(16)
+"""Numbers that one instruction of a tensor core takes of a row of 16-bit numbers."""
+
 _IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
@@ -105,3 +108,27 @@ def _plain_numbers(packed, levels, dtype: tl.constexpr, HALF: tl.constexpr, FORM
     else:
         numbers = packed.to(dtype)
     return numbers
+
+
+@triton.jit
+def in_order(packed, CHUNK: tl.constexpr):
+    """Codes [rows, bytes] in the order of the inputs. Threads exchange nothing: each has those of Hopper's operand."""
+    if CHUNK > 1:
+        rows: tl.constexpr = packed.shape[0]
+        chunks: tl.constexpr = packed.shape[1] // CHUNK
+        packed = packed.reshape(rows, chunks, 4, CHUNK // STEP, 2, 2).permute(0, 1, 3, 4, 2, 5)
+        packed = packed.reshape(rows, chunks * CHUNK)
+    return packed
+
+
+@triton.jit
+def inputs_of(index, CHUNK: tl.constexpr):
+    """Inputs that the bytes at `index` of a row of codes belong to."""
+    inputs = index
+    if CHUNK > 1:
+        within = index % CHUNK
+        thread = within // (CHUNK // 4)
+        rest = within % (CHUNK // 4)
+        inputs = index - within + rest // 4 * STEP + rest // 2 % 2 * 8 + thread * 2 + rest % 2
+        inputs = tl.max_contiguous(tl.multiple_of(inputs, 2), 2)
+    return inputs

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..compile_case import CompileCase, make_case
-from .device_weight import WHOLE, DeviceWeight
-from .triton_codes import numbers_of
+from .device_weight import WHOLE, DeviceWeight, chunk_of
+from .triton_codes import in_order, numbers_of
 
 BLOCK_O, BLOCK_K, NUM_WARPS = 16, 128, 4
 
@@ -26,7 +26,7 @@ def dense_kernel(
     dense,  # [stop - first, IN]
     first, stop, IN, OUT, codes_stride,
     FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_OFFSETS: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """dense[o - first] = W[o] for the outputs [first, stop); of permuted inputs in the order of the codes."""
     dtype: tl.constexpr = dense.dtype.element_ty
@@ -35,6 +35,7 @@ def dense_kernel(
     wanted = rows < stop
     step = tl.program_id(0) % blocks * BLOCK_K + tl.arange(0, BLOCK_K)
     packed = tl.load(codes + rows.to(tl.int64)[:, None] * codes_stride + step[None, :], mask=wanted[:, None], other=0)
+    packed = in_order(packed, CHUNK)
     factor = tl.load(factors + rows, mask=wanted, other=0.0)[:, None]
     for half in tl.static_range(2 if FORM == "int4" or FORM == "levels4" else 1):
         k = step + half * codes_stride
@@ -79,7 +80,7 @@ def dense_cases() -> list[CompileCase]:
         table = "*fp32" if dtype == "fp32" or group == WHOLE else "*fp16"
         types = {"codes": "*i8" if form == "int8" else "*u8", "scales offsets": table, "factors": "*fp32"}
         types |= {"levels dense": f"*{dtype}"}
-        constants |= {"BLOCK_O": BLOCK_O, "BLOCK_K": BLOCK_K}
+        constants |= {"CHUNK": 1 if dtype == "fp32" else chunk_of(group), "BLOCK_O": BLOCK_O, "BLOCK_K": BLOCK_K}
         name = f"quantized_linear dense {form} g{group % WHOLE} {dtype}"
         cases.append(make_case(name, dense_kernel, constants, types, num_warps=NUM_WARPS))
     return cases

@@ -48,6 +48,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: NormWeight) -> tuple[Tenso
 
 
 def rms_norm_invariant(x: Tensor, weight: NormWeight) -> Tensor:
-    """`rms_norm` in which a row's result does not depend, bit for bit, on other rows."""
+    """`rms_norm` in which a row's result does not depend, bit for bit, on other rows. The Triton kernel is such: one
+    program adds a row's squares, in an order that depends on the width alone."""
+    if use_triton(x):
+        return rms_norm(x, weight)
     y = _native(x, weight)
     return _torch.rms_norm_invariant(x, weight) if y is None else y

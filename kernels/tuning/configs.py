@@ -12,8 +12,13 @@ def _power_of_two(least: int, most: int) -> Any:
     return dataclasses.field(metadata={"least": least, "most": most, "power": True})
 
 
+def _any(least: int, most: int) -> Any:
+    """Field that holds any number from `least` to `most`."""
+    return dataclasses.field(metadata={"least": least, "most": most, "power": False})
+
+
 def _stages() -> Any:
-    return dataclasses.field(metadata={"least": 1, "most": 8, "power": False})
+    return _any(1, 8)
 
 
 def bucket(size: int) -> int:
@@ -99,8 +104,8 @@ class QuantizedLinearConfig(KernelConfig):
     """Bytes of codes in a block; fewer where a group has fewer inputs."""
     num_warps: int = _power_of_two(1, 16)
     num_stages: int = _stages()
-    programs: int = _power_of_two(1, 4096)
-    """Programs in a launch for one tile below which the inputs are split."""
+    programs: int = _any(1, 4096)
+    """Programs that a device runs at a time: the inputs are split so that a launch fills it a whole number of times."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,17 @@ def packed_on(
     return TritonQuantizedLinear(moved, bias, dtype, batch_invariant=batch_invariant)
 
 
+class Launches:
+    """Kernel that writes down the programs of its launches."""
+
+    def __init__(self, kernel: Any, grids: list[int]) -> None:
+        self._kernel, self._grids = kernel, grids
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self._grids.append(grid[0])
+        return self._kernel[grid]
+
+
 def check(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     assert (actual.double().cpu() - expected).abs().max() <= tolerance * expected.abs().max()
 
@@ -147,6 +158,26 @@ def test_parts_of_the_inputs_are_added_in_order(kind: str, device: str) -> None:
         assert torch.equal(packed(x, residual), y)
     check(y, expected.double().cpu(), TOLERANCE[torch.float32])
     assert not torch.equal(y, expected) or kind == "w8a8"  # otherwise nothing was split
+
+
+@pytest.mark.parametrize(("rows", "tile"), [(1, 8), (30, 32), (130, 128)])
+def test_parts_are_one_launch_and_leave_no_trace(
+    rows: int, tile: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last program of a block and a tile adds the parts; the next launch counts from zero again."""
+    weight, bias = make("int4", 150, 1100), torch.randn(150).half()
+    packed = packed_on(device, torch.float16, weight, bias=bias)
+    x, grids, kernel = torch.randn(rows, 1100).half(), [], device_linear.product_kernel
+    with monkeypatch.context() as patch:
+        patch.setattr(device_linear, "product_kernel", Launches(kernel, grids))
+        with using(with_programs(weight, tile, torch.float16, 4096)):
+            y = packed(x.to(device))
+            assert torch.equal(packed(x.to(device)), y)
+    check(y, x.double() @ weight.dequantized().double().t() + bias.double(), TOLERANCE[torch.float16])
+    blocks = -(-150 // default_config(tile, 4, 2).block_o) * -(-rows // tile)
+    assert grids == [grids[0]] * 2
+    assert grids[0] >= 2 * blocks  # otherwise nothing was split
+    assert not packed.device_weights[0].arrivals.any()
 
 
 @pytest.mark.parametrize(("kind", "inputs"), [("int4", 8512), ("block8", 4256)])
@@ -244,7 +275,7 @@ def test_what_is_held_and_what_is_served(device: str) -> None:
     weight = replace(weight, group=128, scales=torch.rand(256, 8))
     weight = replace(weight, offsets=-8 * weight.scales)
     packed = packed_on(device, torch.float16, weight)
-    assert packed.num_bytes == 256 * 1024 // 2 + 2 * 256 * 8 + 4 * 256
+    assert packed.num_bytes == 256 * 1024 // 2 + 2 * 256 * 8 + 4 * 256 + 4 * 16
     assert packed(torch.empty(0, 1024, device=device).half()).shape == (0, 256)
     narrow = replace(weight, group=24, scales=torch.rand(256, 43), offsets=None)
     assert not is_served([weight, narrow], torch.float16)

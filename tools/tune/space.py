@@ -131,7 +131,7 @@ SPACES: dict[str, Space] = {
         (
             {"block_o": (16, 32, 64, 128), "num_warps": (1, 2, 4, 8)},
             {"block_k": (32, 64, 128), "num_stages": (2, 3, 4, 5)},
-            {"programs": (128, 256, 512, 1024)},
+            {"programs": (132, 264, 528, 1056, 2112)},
         ),
         _quantized_fits,
         tolerance=2e-2,

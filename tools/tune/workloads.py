@@ -79,7 +79,7 @@ class WorkSizes(NamedTuple):
     """(tokens, adapters) of large steps."""
     rank: int = 16
     drafts: int = 4
-    products: tuple[tuple[int, int], ...] = ((8, 1), (16, 16), (64, 64))
+    products: tuple[tuple[int, int], ...] = ((8, 1), (16, 16), (32, 32), (64, 64), (128, 256))
     """(tokens of a tile, tokens) of products with quantised weights."""
 
 
