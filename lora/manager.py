@@ -226,12 +226,12 @@ class AdapterManager:
 
     # --- steps ---
 
-    def prepare(self, rows: PlanRows) -> LoraBatch | None:
+    def prepare(self, rows: PlanRows, *, always: bool = False) -> LoraBatch | None:
         """Return the adapters of a step of the target; see `StepAdapters.prepare`. `prepare_head` and `prepare_draft`
         are those for its logits and for the drafter."""
         if self._transfers.reader is not None:
             self._transfers.reader.flag.update(count for _, count in rows)
-        return self._steps.prepare(rows)
+        return self._steps.prepare(rows, always=always)
 
     def start_reader(self) -> None:
         """Start the reader process, if there is to be one, before it is needed: its start disturbs steps."""

@@ -1,121 +1,84 @@
 """Forward passes that are replayed from captured graphs: decodes, verifications, and the passes of drafters.
 
-    rows  --bucket-->  PassShape  --inputs into tensors at fixed addresses-->  replay  -->  outputs
+    rows  --grid-->  PassShape  --inputs into tensors at fixed addresses-->  replay  -->  outputs
 
+Rows may differ in length (drafts that were cut short, parts of prompts between decodes): the attention plan holds each
+row's start, and all else sees tokens only. Padding tokens fill the shape. They have no slot in the cache and belong to
+no row and no adapter, and nothing reads their outputs.
 
-A pass is a graph when it has few tokens. Rows may differ in length (drafts that were cut short, parts of prompts
-between decodes): the attention plan holds each row's start, and all else sees tokens only. Padding tokens fill the
-shape. They have no slot in the cache and belong to no row and no adapter, and nothing reads their outputs.
-
-A shape is captured at its first use, by the same code that a step runs without graphs.
+All shapes are captured before the first request (`PassGraphs.capture_ahead`), by the same code that a step runs without
+graphs. Nothing is captured later: a pass that fits into no captured shape is launched kernel by kernel, and counted.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..kernels.graphs import Captured, GraphBackend
+from ..kernels.paged_attention import RowArrays
 from ..kernels.paged_attention.schedule import TILE_FIELDS, Capacity
 from ..kernels.staging import staged
 from .attention import ReplayableAttention, ReplayablePlan
 from .attention.tables import RowTables
 from .batch import ForwardBatch, LayerKV, PagedModel, SequenceRows
+from .pass_grid import Grid, PassLimits, PassShape, bucket, make_grid
 
 log = logging.getLogger(__name__)
 
-MAX_TOKENS = 512
-"""Most tokens of a captured pass. With more tokens the device has so much to do that the host keeps ahead of it."""
-MAX_GRAPHS = 128
-"""Most graphs of all passes: each takes some megabytes of the driver's memory."""
-PADDED_TOKENS = 128
-"""Most tokens of a pass that is padded in every row: so few take no longer than half of them, and shapes are fewer."""
-_LEAST_PROMPT = 32
-"""Fewest tokens of a pass with long rows."""
-OFTEN = 3
-"""Uses after which a shape gets one of the last quarter of the graphs: rare shapes, as ragged numbers of drafts and
-adapters bring, leave room for common ones."""
 
-Preparer = Callable[[Sequence[tuple[Any, int]]], Any]
-"""Function from each row's (adapter handle, number of tokens) to the input of the adapters' layers, whose `replayable`
-is True when captured launches serve it."""
+class Preparer(Protocol):
+    """Function from each row's (adapter handle, number of tokens) to the input of the adapters' layers, whose
+    `replayable` is True when captured launches serve it; None where no row has an adapter."""
+
+    def __call__(self, rows: Sequence[tuple[Any, int]], *, always: bool = False) -> Any:
+        """`always`: return an input that adds nothing in place of None, if captured launches may serve one."""
 
 
-class PassShape(NamedTuple):
-    """Shape to which a pass is padded."""
+class Capturable(Protocol):
+    """Passes that are captured before the first request."""
 
-    rows: int
-    queries: int
-    """Most queries in a short row."""
-    tokens: int
-    """Tokens of all rows together."""
-    has_long: bool = False
-    """Whether there are rows of more queries, as parts of prompts are."""
+    def captures(self) -> Iterator[tuple[int, Callable[[], None]]]:
+        """Return the number of tokens and a function that captures a pass, for each of the passes."""
 
-
-def bucket(count: int) -> int:
-    """Smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is at least `count`."""
-    power = 1 << (count - 1).bit_length()
-    return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power
-
-
-def shape_of(
-    query_lens: Sequence[int], max_queries: int, max_rows: int, max_tokens: int = MAX_TOKENS
-) -> PassShape | None:
-    """Shape for these rows, of which those with more than `max_queries` are long; None when they are too many. Few
-    shapes serve all rows: of short ones a shape is their number, and their most and (where padding would cost much)
-    average tokens; where there are long ones all is rounded up further."""
-    short = [count for count in query_lens if count <= max_queries]
-    queries = min(bucket(max(short, default=1)), max_queries)
-    if len(short) < len(query_lens):
-        tokens = max(_LEAST_PROMPT, 1 << (sum(query_lens) - 1).bit_length())
-        rows = 1
-        while rows < len(query_lens):
-            rows *= 4
-        return PassShape(min(rows, bucket(max_rows)), queries, tokens, True) if tokens <= max_tokens else None
-    rows = bucket(len(query_lens))
-    tokens = rows * queries
-    if tokens > min(PADDED_TOKENS, max_tokens):
-        tokens = rows * -(-sum(query_lens) // rows)
-    return PassShape(rows, queries, tokens) if tokens <= max_tokens else None
-
-
-class PassLimits(NamedTuple):
-    """Limits that captured passes are sized for."""
-
-    max_rows: int
-    max_positions: int
-    """Most positions of a sequence."""
-    max_tokens: int = MAX_TOKENS
-    max_graphs: int = MAX_GRAPHS
-    max_verified: int = MAX_TOKENS
-    """Most tokens of a pass that gives logits of all of them."""
+    def clear(self) -> None:
+        """Drop the captured passes and their memory."""
 
 
 K = TypeVar("K")
+C = TypeVar("C", bound=Capturable)
 
 
 @dataclass(slots=True)
 class PassGraphs:
-    """Captured passes of an engine: their shared memory and the use of their shapes."""
+    """Captured passes of an engine: their grid, their shared memory and their counts."""
 
     backend: GraphBackend
     limits: PassLimits
     num_captured: int = 0
     num_replayed: int = 0
+    num_single: int = 0
+    """Passes that were launched kernel by kernel, because no captured shape served them."""
     capture_seconds: float = 0.0
     """Seconds spent on capturing so far."""
     disabled: bool = field(default=False)
     """True after a failed capture, or when there are enough graphs: captured ones serve on, and none is added."""
-    _come: dict[tuple[int, Any], int] = field(default_factory=dict)
-    """Uses of shapes that are not captured yet."""
+    sealed: bool = field(default=False)
+    """True after `capture_ahead`: nothing is captured any more."""
+    grid: Grid = field(init=False)
+    _owners: list[Capturable] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.grid = make_grid(self.limits)
 
     def of(
         self,
@@ -129,7 +92,12 @@ class PassGraphs:
         attention = model.attention
         if not isinstance(attention, ReplayableAttention):
             return None
-        return GraphedPass(self, model, attention, kv, compute, preparers, options or PassOptions())
+        return self.add(GraphedPass(self, model, attention, kv, compute, preparers, options or PassOptions()))
+
+    def add(self, owner: C) -> C:
+        """Have `capture_ahead` capture these passes too; returns them."""
+        self._owners.append(owner)
+        return owner
 
     def captures(self, model: PagedModel) -> bool:
         """True when `of` gives passes for the model."""
@@ -141,15 +109,61 @@ class PassGraphs:
         return torch.empty(bucket(self.limits.max_rows), vocab_size, dtype=torch.float32, device=device)
 
     def token_logits(self, vocab_size: int, device: torch.device) -> Tensor:
-        """Memory [tokens of the largest shape, vocab_size] float32 for logits of all tokens, shared by the graphs."""
-        size = min(self.limits.max_tokens, self.limits.max_verified)
-        return torch.empty(size, vocab_size, dtype=torch.float32, device=device)
+        """Memory [tokens of the largest shape of decodes, vocab_size] float32 for logits of all tokens, shared by the
+        graphs."""
+        return torch.empty(self.grid.max_tokens, vocab_size, dtype=torch.float32, device=device)
 
-    def _capture(self, work: Callable[[], tuple[Tensor, ...]]) -> Captured | None:
-        """Capture `work`; None when it cannot be captured, which is logged once."""
+    @torch.inference_mode()
+    def capture_ahead(self, seconds: float = math.inf, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Capture all passes, the largest first, so that the others fit into their memory; after about `seconds` no
+        further ones. Passes whose shape is not captured use the next larger one. Captures nothing afterwards."""
+        ends = clock() + seconds
+        work = [entry for owner in self._owners for entry in owner.captures()]
+        for _, capture in sorted(work, key=lambda entry: -entry[0]):
+            if clock() >= ends:
+                log.warning("%d of %d graphs were captured in %.0f s", self.num_captured, len(work), seconds)
+                break
+            capture()
+        self.sealed = True
+
+    def clear(self) -> None:
+        """Drop all captured passes and their memory, and capture none any more."""
+        self.sealed = True
+        for owner in self._owners:
+            owner.clear()
+        self._owners.clear()
+
+    def can_run(self, kept: Mapping[K, Captured], key: K) -> bool:
+        """True when `run` returns outputs for this key, unless capturing fails."""
+        return key in kept or not (self.sealed or self.disabled)
+
+    def run(
+        self,
+        kept: dict[K, Captured],
+        key: K,
+        work: Callable[[], tuple[Tensor, ...]],
+        begin: Callable[[], None] | None = None,
+    ) -> tuple[Tensor, ...] | None:
+        """Outputs of the graph of `key` in `kept`, which is captured from `work` if it is not there and may be; None
+        when there is none. `begin` is called before that, or before the replay."""
+        captured = kept.get(key)
+        if captured is None and not self._has_room():
+            return None
+        if begin is not None:
+            begin()
+        if captured is None and (captured := self.capture(kept, key, work)) is None:
+            return None
+        captured.replay()
+        self.num_replayed += 1
+        return captured.outputs
+
+    def capture(self, kept: dict[K, Captured], key: K, work: Callable[[], tuple[Tensor, ...]]) -> Captured | None:
+        """Capture `work` as the graph of `key` in `kept`; None when it cannot be captured, which is logged once."""
+        if not self._has_room():
+            return None
         started = time.perf_counter()
         try:
-            captured = self.backend.capture(work)
+            kept[key] = captured = self.backend.capture(work)
         except RuntimeError as error:  # of an OutOfMemoryError too
             self.disabled = True
             log.warning("a graph could not be captured, which costs speed: no more are tried (%s)", error)
@@ -159,63 +173,33 @@ class PassGraphs:
         return captured
 
     def _has_room(self) -> bool:
-        """False when there are enough graphs, which is logged once, or one could not be captured."""
-        if self.disabled:
+        """False when nothing may be captured any more; logged once if there are enough graphs."""
+        if self.sealed or self.disabled:
             return False
         if self.num_captured >= self.limits.max_graphs:
             self.disabled = True
             log.warning(
-                "%d graphs are captured, which is all that may be: steps of further shapes (numbers of requests and of "
-                "drafts, with adapters or without) are launched piece by piece",
-                self.num_captured,
+                "%d graphs are captured, and no more may be: other passes are launched singly", self.num_captured
             )
             return False
         return True
 
-    def _comes_often(self, owner: int, key: Any) -> bool:
-        """Count a use of a shape; True when the shape is worth one of the graphs that are left."""
-        if 4 * self.num_captured < 3 * self.limits.max_graphs or self.disabled:
-            return True
-        self._come[owner, key] = times = self._come.get((owner, key), 0) + 1
-        if times < OFTEN:
-            return False
-        del self._come[owner, key]
-        return True
-
-    def run(
-        self,
-        kept: dict[K, Captured],
-        key: K,
-        work: Callable[[], tuple[Tensor, ...]],
-        begin: Callable[[], None] | None = None,
-    ) -> tuple[Tensor, ...] | None:
-        """Outputs of the graph of `key` in `kept`, which is captured from `work` at first; None when it cannot be.
-        `begin` is called before that, or before the replay."""
-        captured = kept.get(key)
-        if captured is None and not (self._comes_often(id(kept), key) and self._has_room()):
-            return None
-        if begin is not None:
-            begin()
-        if captured is None:
-            captured = self._capture(work)
-            if captured is None:
-                return None
-            kept[key] = captured
-        captured.replay()
-        self.num_replayed += 1
-        return captured.outputs
-
 
 class PassOptions(NamedTuple):
-    """Differences between a decoder's passes and those of a drafter's head."""
+    """Differences between kinds of passes."""
 
     first_key: int = 0
     """First position that holds keys."""
     state_size: int = 0
     """Elements for each token of the states that the pass reads beside tokens; 0: none."""
     state_dtype: torch.dtype = torch.float32
-    verifies: bool = False
-    """Whether it gives logits of all tokens; such passes have at most `PassLimits.max_verified` tokens."""
+    decodes: bool = True
+    """Whether decodes and verifications have shapes."""
+    prompts: bool = True
+    """Whether passes with parts of prompts have shapes."""
+    has_base: bool = False
+    """Whether passes without adapters have graphs of their own, in an engine with adapters. Those of a drafter share
+    one: its kernels for adapters have nothing to do and end at once."""
 
 
 class PassInputs(NamedTuple):
@@ -234,56 +218,16 @@ Compute = Callable[[ForwardBatch, PassInputs], tuple[Tensor, ...]]
 differ the next time."""
 
 
-class GraphedRows:
-    """Work on rows of states alone, captured for each number of rows at its first use, as heads without layers need it.
-    Not thread-safe, and one at a time."""
-
-    def __init__(
-        self,
-        graphs: PassGraphs,
-        states: Tensor,
-        compute: Callable[[Tensor, Any, int], tuple[Tensor, ...]],
-        prepare: Preparer,
-    ) -> None:
-        """Prepare work on up to as many rows as `states` has.
-
-        Args:
-            states: [max rows, H], where the work finds its rows: the first of them.
-            compute: The work, from states [rows, H], their adapters, and how many parts of it are wanted. It reads no
-                host value that may differ the next time.
-            prepare: Preparer of the rows' adapters.
-        """
-        self._graphs, self._states, self._compute, self._prepare = graphs, states, compute, prepare
-        self._captured: dict[tuple[int, int, bool], Captured] = {}
-
-    def run(self, states: Tensor, adapters: Sequence[Any], count: int) -> tuple[Tensor, ...] | None:
-        """Do the work on `states` [B, H] of rows with these adapters, padded. None, and nothing is done, when it must
-        run without a graph.
-
-        Returns:
-            Results of `compute`, valid until the next call. Entries beyond the rows have no meaning.
-        """
-        num_rows, rows = len(states), bucket(len(states))
-        if rows > len(self._states):
-            return None
-        batch = self._prepare([*((adapter, 1) for adapter in adapters), *[(None, 1)] * (rows - num_rows)])
-        if batch is not None and not batch.replayable:
-            return None
-        self._states[:num_rows].copy_(states)
-        key = (rows, count, batch is not None)
-        return self._graphs.run(self._captured, key, lambda: self._compute(self._states[:rows], batch, count))
-
-
 class _Key(NamedTuple):
     """Key of passes that launch the same work."""
 
     shape: PassShape
-    adapted: tuple[bool, ...]
-    """True for each of the preparers that gave a result."""
+    adapted: bool
+    """Whether the kernels of adapters are launched."""
 
 
 class GraphedPass:
-    """Passes of one model, each captured at the first use of its shape. Not thread-safe, and one pass at a time."""
+    """Passes of one model, captured for each shape of the grid. Not thread-safe, and one pass at a time."""
 
     def __init__(
         self,
@@ -299,19 +243,24 @@ class GraphedPass:
         self._graphs, self._model, self._attention, self._kv = graphs, model, attention, kv
         self._compute, self._preparers, self._options = compute, preparers, options
         self._block_size = kv[0].k.shape[2]
-        max_rows = bucket(graphs.limits.max_rows)
-        self._max_tokens = graphs.limits.max_tokens
-        if options.verifies:
-            self._max_tokens = min(self._max_tokens, graphs.limits.max_verified)
+        grid = graphs.grid
+        shapes = [*grid.decodes * options.decodes, *grid.prompts * options.prompts]
+        most = attention.max_queries
+        self._shapes = [
+            shape if shape.queries <= most else shape._replace(queries=most, has_long=True)
+            for shape in sorted(shapes, key=lambda shape: (shape.tokens, shape.rows))
+        ]
+        max_rows = graphs.limits.max_rows
+        max_tokens = max((shape.tokens for shape in shapes), default=0)
         self._blocks_per_row = -(-graphs.limits.max_positions // self._block_size)
         device = model.device
-        self._numbers = torch.zeros(2 * self._max_tokens + max_rows, dtype=torch.int64, device=device)
-        tiles = max_rows + 1 + attention.max_long_tiles(self._max_tokens)
-        entries = tiles * TILE_FIELDS + max_rows * self._blocks_per_row + self._max_tokens
+        self._numbers = torch.zeros(2 * max_tokens + max_rows, dtype=torch.int64, device=device)
+        tiles = max_rows + 1 + attention.max_long_tiles(max_tokens)
+        entries = tiles * TILE_FIELDS + max_rows * self._blocks_per_row + max_tokens
         self._storage = torch.zeros(entries, dtype=torch.int32, device=device)
         self._states: Tensor | None = None
         if options.state_size:
-            self._states = torch.zeros(self._max_tokens, options.state_size, dtype=options.state_dtype, device=device)
+            self._states = torch.zeros(max_tokens, options.state_size, dtype=options.state_dtype, device=device)
         self._plans: dict[PassShape, ReplayablePlan] = {}
         self._captured: dict[_Key, Captured] = {}
 
@@ -322,7 +271,7 @@ class GraphedPass:
         states: Tensor | None = None,
         begin: Callable[[], None] | None = None,
     ) -> tuple[Tensor, ...] | None:
-        """Run the pass over `rows`, padded. None when it must run without a graph.
+        """Run the pass over `rows`, padded. None, which is counted, when it must run without a graph.
 
         Args:
             handles: (adapter, number of tokens) of each row.
@@ -332,27 +281,78 @@ class GraphedPass:
         Returns:
             Results of `Compute`, valid until the next pass. Entries beyond the rows and their tokens have no meaning.
         """
+        found = self.try_run(rows, handles, states, begin)
+        self._graphs.num_single += found is None
+        return found
+
+    def try_run(
+        self,
+        rows: SequenceRows,
+        handles: Sequence[tuple[Any, int]],
+        states: Tensor | None = None,
+        begin: Callable[[], None] | None = None,
+    ) -> tuple[Tensor, ...] | None:
+        """Do as `run` does, for callers with another graph to try: None is not counted."""
         shape = self._shape(rows)
         if shape is None:
             return None
         padding = shape.tokens - len(rows.token_ids)
         padded = [*handles, (None, padding)] if padding else handles
-        adapters = tuple(prepare(padded) for prepare in self._preparers)
+        adapters, adapted = self._adapters(padded, always=self._lacks_base(shape))
         if not all(batch is None or batch.replayable for batch in adapters):
             return None
         self._fill(shape, rows, states)
-        key = _Key(shape, tuple(batch is not None for batch in adapters))
-        return self._graphs.run(self._captured, key, lambda: self._work(shape, adapters), begin)
+        return self._graphs.run(self._captured, _Key(shape, adapted), lambda: self._work(shape, adapters), begin)
+
+    def captures(self) -> Iterator[tuple[int, Callable[[], None]]]:
+        """See `Capturable`."""
+        can_adapt = any(prepare([(None, 1)], always=True) is not None for prepare in self._preparers)
+        for shape in self._shapes:
+            if can_adapt:
+                yield shape.tokens, partial(self._capture, shape, True)
+            if self._options.has_base or not can_adapt:
+                yield shape.tokens, partial(self._capture, shape, False)
+
+    def clear(self) -> None:
+        """See `Capturable`."""
+        self._captured.clear()
+        self._plans.clear()
+
+    def _adapters(self, rows: Sequence[tuple[Any, int]], *, always: bool) -> tuple[tuple[Any, ...], bool]:
+        """Results of the preparers, and whether kernels of adapters are launched. What the first one returns decides
+        about the others: adapters that change logits change tokens too."""
+        adapters = []
+        for prepare in self._preparers:
+            adapters.append(batch := prepare(rows, always=always))
+            always |= batch is not None
+        return tuple(adapters), any(batch is not None for batch in adapters)
+
+    def _lacks_base(self, shape: PassShape) -> bool:
+        return not self._options.has_base or not self._graphs.can_run(self._captured, _Key(shape, False))
+
+    def _capture(self, shape: PassShape, adapted: bool) -> None:
+        """Capture the pass of a shape; without rows all tokens are padding."""
+        adapters, _ = self._adapters([(None, shape.tokens)], always=adapted)
+        self._numbers.zero_()
+        self._numbers[shape.tokens : 2 * shape.tokens] = self._options.first_key
+        self._plan(shape).refill(RowArrays(*[np.empty(0, dtype=np.int64)] * len(RowArrays._fields)))
+        self._graphs.capture(self._captured, _Key(shape, adapted), lambda: self._work(shape, adapters))
 
     def _shape(self, rows: SequenceRows) -> PassShape | None:
-        limits = self._graphs.limits
-        if len(rows.query_lens) > limits.max_rows or rows.first_key != self._options.first_key:
+        """The smallest shape that the rows fit into, of those that are captured or may be."""
+        if rows.first_key != self._options.first_key:
             return None
         if rows.long_prompts(self._model.rope.short_context):  # graphs know positions, not prompts
             return None
-        if max(map(sum, zip(rows.starts, rows.query_lens, strict=True))) > limits.max_positions:
+        if max(map(sum, zip(rows.starts, rows.query_lens, strict=True))) > self._graphs.limits.max_positions:
             return None
-        return shape_of(rows.query_lens, self._attention.max_queries, limits.max_rows, self._max_tokens)
+        most, captured, graphs = self._attention.max_queries, self._captured, self._graphs
+        for shape in self._shapes:
+            if shape.fits(rows.query_lens, most) and (
+                graphs.can_run(captured, _Key(shape, True)) or graphs.can_run(captured, _Key(shape, False))
+            ):
+                return shape
+        return None
 
     def _fill(self, shape: PassShape, rows: SequenceRows, states: Tensor | None) -> None:
         """Copy the rows to where the graphs of this shape read them, in two copies for which the host does not wait."""

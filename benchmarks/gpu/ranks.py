@@ -14,7 +14,8 @@ from outrider.models.batch import SequenceRows, allocate_kv, build_batch
 from outrider.models.checkpoint.loader import ModelOptions, load_model
 from outrider.models.model import LanguageModel
 from outrider.models.parallel import Ranks
-from outrider.models.pass_graphs import PassGraphs, PassLimits
+from outrider.models.pass_graphs import PassGraphs
+from outrider.models.pass_grid import PassLimits
 from outrider.platform.engine.executor.captured import TargetPasses
 from outrider.platform.engine.executor.collectives import ProcessRanks
 from outrider.platform.engine.executor.launch import THIS_MACHINE

@@ -90,22 +90,30 @@ class LoraBatcher:
         self._device = device
         self._is_native = is_native(dtype, device)
         self._is_grouped = is_grouped(dtype, device) and not batch_invariant
-        self._last: tuple[Rows, LoraBatch | None] = ((), None)
+        self._last: tuple[tuple[Rows, bool], LoraBatch | None] = (((), False), None)
 
-    def build(self, rows: Rows, *, is_plain: bool = True, targets_experts: bool = False) -> LoraBatch | None:
-        """Return the batch for a step's rows; None when all are the base model's. `is_plain`:
-        no adapter has more than rank rows. `targets_experts`: an adapter has weights of experts."""
-        if rows != self._last[0]:
-            batch = self._build(rows, is_plain)
+    def build(
+        self, rows: Rows, *, is_plain: bool = True, targets_experts: bool = False, always: bool = False
+    ) -> LoraBatch | None:
+        """Return the batch for a step's rows; None when all are the base model's.
+
+        Args:
+            rows: The rows.
+            is_plain: No adapter has more than rank rows.
+            targets_experts: An adapter has weights of experts.
+            always: Return a batch that adds nothing in place of None, where captured graphs serve batches.
+        """
+        if (rows, always) != self._last[0]:
+            batch = self._build(rows, is_plain, always=always)
             if batch is not None and targets_experts:
                 batch = replace(batch, targets_experts=True, replayable=False)
-            self._last = (rows, batch)
+            self._last = ((rows, always), batch)
         return self._last[1]
 
-    def _build(self, rows: Rows, is_plain: bool) -> LoraBatch | None:
+    def _build(self, rows: Rows, is_plain: bool, *, always: bool) -> LoraBatch | None:
         runs = _runs(rows)
         owned = [run for run in runs if run.owner is not None]
-        if not owned:
+        if not owned and not (always and self._is_grouped):
             return None
         if self._is_grouped:
             ranges = [(run.start, run.stop, run.owner.index) for run in owned if run.owner is not None]
@@ -168,24 +176,28 @@ class StepAdapters:
 
         self._tokens, self._head, self._draft = batcher(batch_invariant), batcher(batch_invariant), batcher(False)
 
-    def prepare(self, rows: PlanRows) -> LoraBatch | None:
-        """Return the batch of the target's pass over rows of tokens; None when all are the base model's."""
-        return self._build(self._tokens, rows, lambda version: True)
+    def prepare(self, rows: PlanRows, *, always: bool = False) -> LoraBatch | None:
+        """Return the batch of the target's pass over rows of tokens; None when all are the base model's. `always`: see
+        `LoraBatcher.build`."""
+        return self._build(self._tokens, rows, lambda version: True, always=always)
 
-    def prepare_head(self, rows: PlanRows) -> LoraBatch | None:
+    def prepare_head(self, rows: PlanRows, *, always: bool = False) -> LoraBatch | None:
         """Return the batch of rows of logits; None when no adapter of theirs targets lm_head."""
-        return self._build(self._head, rows, lambda version: version.targets_head)
+        return self._build(self._head, rows, lambda version: version.targets_head, always=always)
 
-    def prepare_draft(self, rows: PlanRows) -> LoraBatch | None:
+    def prepare_draft(self, rows: PlanRows, *, always: bool = False) -> LoraBatch | None:
         """Return the batch of a drafter's pass over rows of tokens; None when no adapter has draft weights. An adapter
         that was unloaded and left with the commit of its last request counts as the base model."""
-        return self._build(self._draft, rows, lambda version: version.has_draft and version.digest in self._pool)
+        return self._build(
+            self._draft, rows, lambda version: version.has_draft and version.digest in self._pool, always=always
+        )
 
     def _build(
-        self, batcher: LoraBatcher, rows: PlanRows, applies: Callable[[AdapterVersion], bool]
+        self, batcher: LoraBatcher, rows: PlanRows, applies: Callable[[AdapterVersion], bool], *, always: bool
     ) -> LoraBatch | None:
         if not any(version is not None and applies(version) for version, _ in rows):
-            return batcher.build(())  # it keeps the allocations of its last batch no longer
+            # It keeps the allocations of its last batch no longer.
+            return batcher.build([(None, sum(count for _, count in rows))] if always else (), always=always)
         allocations, is_plain, targets_experts = [], True, False
         for version, count in rows:
             allocation = None

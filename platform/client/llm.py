@@ -156,7 +156,8 @@ class LLM(MadeFromArgs, SyncAdapterMethods, SyncPoolingMethods, SyncBeamSearch, 
     # --- the rest -------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Release the engine; further calls do nothing."""
+        """Free the engine's memory, also that of a GPU, whoever holds this object. A further call does nothing; other
+        methods raise ShuttingDownError."""
         self.llm_engine.shutdown()
 
     def __enter__(self) -> Self:

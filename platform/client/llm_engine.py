@@ -172,7 +172,7 @@ class LLMEngine(MadeFromArgs, SyncAdapterMethods, SyncEngineMethods, SyncSleepMe
         return len(self.output_processor)
 
     def shutdown(self) -> None:
-        """Release the engine; further calls do nothing."""
+        """Free the engine's memory, also that of a GPU; see `LLM.shutdown`."""
         if not self._closed:
             self._closed = True
             self.engine_core.shutdown()

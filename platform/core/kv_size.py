@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _ACTIVATION_RESERVE = 1 << 30
 _GRAPH_RESERVE = 512 << 20
-"""Memory reserved for captured graphs: 4 MiB for each of the most that there may be. An estimate, not measured yet."""
+"""Memory reserved for captured graphs: 8 MiB for each of the 60 that there may be. An estimate, not measured yet."""
 _MOST_OF_HOST = 0.7
 """Share of the host's memory that `swap_space` may take."""
 

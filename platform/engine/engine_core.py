@@ -7,12 +7,22 @@ import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
+from typing import TYPE_CHECKING, NoReturn
 from uuid import uuid4
+
+import torch
 
 from ...kernels.memory import release_pages
 from ...models.model import LanguageModel
 from ..core.config import EngineArgs
-from ..core.errors import InvalidRequestError, InvalidUserInputError, OverloadedError, PromptTooLongError, invalid
+from ..core.errors import (
+    InvalidRequestError,
+    InvalidUserInputError,
+    OverloadedError,
+    PromptTooLongError,
+    ShuttingDownError,
+    invalid,
+)
 from ..core.memory_usage import resident_memory_bytes
 from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo, EngineRequest, EngineStats, TokenDelta
 from ..core.model_limits import MAX_TOKEN_IDS, check_params, check_token_ids
@@ -24,6 +34,12 @@ from .runner.pipeline import Pipeline
 from .sampling.logits_edits import EditTables, edit_state
 from .setup import build
 from .speculation_totals import SpeculationTotals
+
+_FREED = (
+    *("scheduler", "adapters", "_runner", "_executor", "_adapters", "_grammars", "_kv", "_host", "_pipeline"),
+    "_edit_tables",
+)
+"""Attributes that hold the engine's memory, which `shutdown` drops."""
 
 
 class EngineCore:
@@ -177,7 +193,11 @@ class EngineCore:
             self._host.release_memory()
 
     def shutdown(self) -> None:
-        """Abort what is left and stop background work."""
+        """Abort what is left, stop background work and free all memory, whoever still holds this object. Every other
+        call raises ShuttingDownError from then on; a second one of this does nothing."""
+        if "_runner" not in vars(self):
+            return
+        device = self.model.device
         self.scheduler.abort([request.request_id for request in (*self.scheduler.running, *self.scheduler.waiting)])
         self._pipeline.abandon()
         self._profiler.close()
@@ -185,6 +205,19 @@ class EngineCore:
         self._adapters.close()
         self._executor.close()
         self._grammars.close()
+        for name in _FREED:
+            delattr(self, name)
+        gc.collect()  # parts refer to each other
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    if not TYPE_CHECKING:  # mypy finds attributes that do not exist
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise ShuttingDownError for what `shutdown` has dropped."""
+            if name in _FREED:
+                raise ShuttingDownError("the engine is shut down")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all allocators agree with what the sequences hold."""

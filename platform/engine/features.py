@@ -34,7 +34,7 @@ class NoAdapters(Gate):
     def wait(self, timeout: float) -> None:
         """Nothing is loading."""
 
-    def prepare(self, rows: Sequence[tuple[Any, int]]) -> None:
+    def prepare(self, rows: Sequence[tuple[Any, int]], *, always: bool = False) -> None:
         """No row has an adapter."""
         return
 

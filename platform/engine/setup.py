@@ -105,10 +105,9 @@ def _build(
     started: float,
 ) -> EngineParts:
     """Load the weights, allocate the memory and put the parts together. `parallel`: this process is rank 0 of it."""
-    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    num_local = 1 if parallel is None else parallel.num_local
+    device, num_local = torch.device(config.device), 1 if parallel is None else parallel.num_local
     model = _load(config, path, parallel, progress=progress)
-    _choose_threads(model, dtype, num_local)
+    _choose_threads(model, getattr(torch, config.dtype), num_local)
     graphs = _make_graphs(config, parallel)
     speculation = _make_speculation(config, model, graphs, parallel, progress=progress)
     drafter = speculation.drafter
@@ -147,7 +146,10 @@ def _build(
         PrefixNamespaces(adapters.namespace, model.rope.short_context),
     ]
     scheduler = _make_scheduler(config, speculation, gates, host)
-    _warm_up(config, scheduler, runner, speculation, adapters, model)
+    with memory_for(WARM_UP):
+        if passes is not None and graphs is not None:
+            capture_ahead(graphs, executor, has_ranks=parallel is not None)
+        _warm_up(config, scheduler, runner, speculation, adapters, model)
     if beside_a_server():  # these would hold up its requests later
         grammars.prepare()
         if has_long_steps(config, model):
@@ -256,7 +258,6 @@ def _choose_threads(model: LanguageModel, dtype: torch.dtype, num_ranks: int) ->
         use_pool(all(linear.is_elsewhere or linear.packed.fuses_adapters for linear in model.linears()))
 
 
-@memory_for(WARM_UP)
 def _warm_up(
     config: EngineConfig,
     scheduler: Scheduler,
@@ -267,15 +268,6 @@ def _warm_up(
 ) -> None:
     """Do before the first request what it would wait for."""
     policy = speculation.policy
-    if runner.captures:
-        if policy is not None:
-            policy.hold(0, 0)  # its drafts are captured when it measures what they take
-        drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
-        try:
-            capture_ahead(scheduler, runner, drafts)
-        finally:
-            if policy is not None:
-                policy.release()
     if config.device != "cpu":
         if policy is not None:  # as many drafts as a step may have
             policy.hold(*max((choice for choice in policy.choices if choice[0] == 0), key=lambda choice: choice[1]))
@@ -315,7 +307,8 @@ def _make_speculation(
         edit_logits=edit_draft_logits,
         graphs=graphs if parallel is None else None,  # embeddings and head are of all ranks
     )
-    return make_speculation(config.speculative, context)
+    padded = graphs.grid.padded if graphs is not None and graphs.captures(target) else None
+    return make_speculation(config.speculative, context, padded)
 
 
 @memory_for(ADAPTERS)

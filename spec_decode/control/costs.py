@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
+from collections.abc import Callable
 
 _REMEMBERED = 5
 """Measurements of a size that are remembered: their median ignores two steps that other programs on the machine made
@@ -117,15 +118,23 @@ class Curve:
         return self._points
 
 
-class StepCosts:
-    """Seconds of a step with a number of rows, each of which computes one token and its drafts."""
+Padded = Callable[[int, float], float]
+"""Function from numbers of rows and of drafts to the number of drafts that the step's shape has room for."""
 
-    def __init__(self) -> None:
+
+class StepCosts:
+    """Seconds of a step with a number of rows, each of which computes one token and its drafts. A padded step has the
+    time of its shape, so that drafts within a shape cost nothing more."""
+
+    def __init__(self, padded: Padded | None = None) -> None:
+        """`padded`: number of drafts that a step is padded to; None: none is padded."""
+        self._padded: Padded = padded or (lambda rows, drafts: drafts)
         self._curves: dict[int, Curve] = {}  # by class of rows: seconds by number of drafts
         self._drift = 1.0
 
     def add(self, rows: int, drafts: int, seconds: float) -> None:
         """Take in a step of `rows` rows that verified `drafts` drafts in all, and took `seconds` > 0."""
+        drafts = int(self._padded(rows, drafts))
         curve = self._curves.get(size_class(rows))
         if curve is None:
             curve = self._curves[size_class(rows)] = Curve()
@@ -142,7 +151,11 @@ class StepCosts:
     def seconds(self, rows: int, drafts: float) -> float:
         """Expected seconds of a step; 0 before any step was measured."""
         curve = self.curve(rows)
-        return 0.0 if curve is None else max(curve.at(drafts), _LEAST_SHARE * curve.least) * self._drift
+        return (
+            0.0
+            if curve is None
+            else max(curve.at(self._padded(rows, drafts)), _LEAST_SHARE * curve.least) * self._drift
+        )
 
 
 class DraftCosts:

@@ -8,6 +8,7 @@ from ...platform.core.speculative_config import MODEL_METHODS, SpeculativeConfig
 from ..drafters.base import Drafter
 from ..drafters.factory import DrafterContext, make_drafter
 from ..drafters.ngram import NgramDrafter
+from .costs import Padded
 from .drafter_group import DrafterGroup
 from .policy import DrafterTraits, SpeculationPolicy
 
@@ -25,9 +26,11 @@ class Speculation(NamedTuple):
     """None: as many drafts as may be, in every step."""
 
 
-def make_speculation(config: SpeculativeConfig | None, context: DrafterContext) -> Speculation:
+def make_speculation(
+    config: SpeculativeConfig | None, context: DrafterContext, padded: Padded | None = None
+) -> Speculation:
     """The drafter that `config` asks for; if it is adaptive, with the policy, and with prompt lookup to fall back on
-    where the drafter is neural.
+    where the drafter is neural. `padded`: see `StepCosts`.
 
     Raises:
         InvalidRequestError, UnsupportedModelError, NotFoundError: see `make_drafter`.
@@ -40,8 +43,8 @@ def make_speculation(config: SpeculativeConfig | None, context: DrafterContext) 
     first_rate = _NEURAL_RATE if is_neural else _LOOKUP_RATE
     traits = [DrafterTraits(config.method, min(most, drafter.needs.max_drafts), first_rate)]
     if not is_neural:
-        return Speculation(drafter, SpeculationPolicy(traits))
+        return Speculation(drafter, SpeculationPolicy(traits, padded=padded))
     least = max(config.prompt_lookup_min, min(_LOOKUP_MIN, config.prompt_lookup_max))
     fallback = NgramDrafter(least, config.prompt_lookup_max, by_match=True)
     traits.append(DrafterTraits("ngram", most, _LOOKUP_RATE))
-    return Speculation(DrafterGroup([drafter, fallback]), SpeculationPolicy(traits))
+    return Speculation(DrafterGroup([drafter, fallback]), SpeculationPolicy(traits, padded=padded))

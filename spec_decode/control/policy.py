@@ -10,7 +10,7 @@ from ...platform.core.batch import RowPlan, StepPlan, StepResult
 from ...platform.core.request import Request, Status
 from .acceptance import AcceptanceRate
 from .adapters import TRIAL_DRAFTS, TRIAL_ROUNDS, TRIAL_ROWS, Adapters, AdapterState, RowState
-from .costs import DraftCosts, StepCosts, size_class
+from .costs import DraftCosts, Padded, StepCosts, size_class
 from .goodput import StepPrices, best_plan
 
 SHORT_STEP = 0.003
@@ -46,11 +46,22 @@ class DrafterTraits(NamedTuple):
 class SpeculationPolicy:
     """Chooses numbers of drafts from measured costs and acceptance. Used by the engine's thread alone."""
 
-    def __init__(self, drafters: Sequence[DrafterTraits], clock: Callable[[], float] = time.perf_counter) -> None:
-        """`drafters`: the one that was asked for, then the fallback if there is one. `clock`: seconds."""
+    def __init__(
+        self,
+        drafters: Sequence[DrafterTraits],
+        clock: Callable[[], float] = time.perf_counter,
+        padded: Padded | None = None,
+    ) -> None:
+        """Start without measurements.
+
+        Args:
+            drafters: The one that was asked for, then the fallback if there is one.
+            clock: Seconds.
+            padded: See `StepCosts`.
+        """
         self._drafters = drafters
         self._clock = clock
-        self._steps, self._drafts = StepCosts(), DraftCosts()
+        self._steps, self._drafts = StepCosts(padded), DraftCosts()
         self._adapters = Adapters([traits.first_rate for traits in drafters])
         self._rows: dict[Request, RowState] = {}
         self._held: tuple[int, int] | None = None
@@ -256,7 +267,7 @@ class SpeculationPolicy:
         asked = _asked(rows)
         gap = None if self._ended is None else now - self._ended - seconds
         self._ended = now
-        # A step may have waited less than what capturing took, and then says nothing.
+        # A step that waited for captures says nothing.
         if seconds > 0.0 and rows and all(row.samples and row.num_tokens == 1 + row.num_drafts for row in rows):
             self._steps.add(len(rows), sum(row.num_drafts for row in rows), seconds)
             # Where the device drafts, what lies between two steps is the drafting after the first of them.

@@ -14,8 +14,8 @@ A new drafter is a file or a folder beside this one, and its name in the lists t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -26,11 +26,15 @@ if TYPE_CHECKING:
     from ...models.batch import KVLayerSpec, LayerKV
     from ...models.layers.linear import Linear
 
-AdapterPreparer = Callable[[Sequence[tuple[Any, int]]], Any]
-"""Function from each row's (adapter handle, number of tokens) to the adapters' inputs of one forward pass."""
+
+class AdapterPreparer(Protocol):
+    """Function from each row's (adapter handle, number of tokens) to the adapters' inputs of one forward pass."""
+
+    def __call__(self, rows: Sequence[tuple[Any, int]], *, always: bool = False) -> Any:
+        """`always`: return an input that adds nothing in place of None, if captured passes may serve one."""
 
 
-def no_adapters(rows: Sequence[tuple[Any, int]]) -> None:
+def no_adapters(rows: Sequence[tuple[Any, int]], *, always: bool = False) -> None:
     """The `AdapterPreparer` of an engine whose adapters bring no draft weights."""
 
 

@@ -11,6 +11,8 @@ from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine.runner import device_queue
 from outrider.platform.engine.runner.device_queue import DeviceQueue, Stopwatch
 
+from .conftest import build_engine
+
 LENGTHS = {"max_tokens": 20, "ignore_eos": True}
 PLAIN = [
     {"temperature": 0.0},
@@ -183,13 +185,14 @@ def test_an_error_in_a_step_under_way_leaves_a_usable_engine(
     assert run_with_failures(engine, prompts, greedy) == [o.token_ids for o in want]
 
 
-def test_an_engine_shuts_down_with_a_step_under_way(make_engine, greedy, prompts):
-    engine = make_engine(async_scheduling=True)
+def test_an_engine_shuts_down_with_a_step_under_way(models, greedy, prompts):
+    engine = build_engine(models, async_scheduling=True)
     engine.add_request(EngineRequest("a", list(prompts[0]), greedy, [1]))
     engine.step()
+    scheduler = engine.scheduler
     engine.shutdown()
-    assert not engine.has_work()
-    engine.check_integrity()
+    assert not scheduler.has_work()
+    scheduler.check_integrity()
 
 
 def test_the_seconds_of_a_step_are_those_of_its_work(make_engine, greedy, prompts, monkeypatch):

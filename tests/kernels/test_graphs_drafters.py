@@ -20,7 +20,9 @@ from outrider.models.attention.triton import TritonAttention
 from outrider.models.batch import LayerKV, allocate_kv
 from outrider.models.config import DecoderConfig
 from outrider.models.decoder import Decoder
-from outrider.models.pass_graphs import GraphedRows, PassGraphs, PassLimits
+from outrider.models.graphed_rows import GraphedRows
+from outrider.models.pass_graphs import PassGraphs
+from outrider.models.pass_grid import PassLimits
 from outrider.models.rope_config import RopeConfig
 from outrider.platform.core.request import Request
 from outrider.platform.core.sampling_params import SamplingParams
@@ -31,7 +33,7 @@ from outrider.spec_decode.drafters.factory import DrafterContext, make_drafter
 from outrider.spec_decode.drafters.medusa import drafter as medusa
 from outrider.spec_decode.verify import draft_sampling as drawing
 
-from .call_tape import CallTape, graph_backend, without_native_kernels
+from .call_tape import graph_backend, without_native_kernels
 
 VOCAB, DRAFT_VOCAB, HIDDEN, BLOCK, NUM_BLOCKS, DRAFTS = 61, 40, 32, 16, 24, 3
 CONFIG = DecoderConfig(
@@ -146,7 +148,7 @@ def make_pair(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> C
     def make(method: str, max_rows: int = 4) -> Pair:
         (tmp_path / "config.json").write_text(json.dumps(FILES[method]))
         plain = Side(method, tmp_path, "cpu", None)
-        graphs = PassGraphs(graph_backend(device), PassLimits(max_rows, 100, max_tokens=24))
+        graphs = PassGraphs(graph_backend(device), PassLimits(max_rows, 100, max_tokens=24, max_drafts=5))
         monkeypatch.setattr(drawing, "stays_on_device", lambda logits: True)
         if device != "cuda":
             monkeypatch.setattr(attention, "best_backend", lambda spec, *, batch_invariant: TritonAttention)
@@ -242,27 +244,29 @@ class Gains:
     replayable = False
 
 
+@torch.inference_mode()
 def test_rows_are_padded_and_what_cannot_be_replayed_is_left_alone(device: str) -> None:
     graphs = PassGraphs(graph_backend(device), PassLimits(6, 64))
     seen: list[list[tuple[Any, int]]] = []
 
-    def prepare(rows: Sequence[tuple[Any, int]]) -> Any:
+    def prepare(rows: Sequence[tuple[Any, int]], *, always: bool = False) -> Any:
         seen.append(list(rows))
         return Gains() if any(adapter == "dora" for adapter, _ in rows) else None
 
     def compute(states: torch.Tensor, adapters: Any, count: int) -> tuple[torch.Tensor, ...]:
-        return (states * count,)
+        return (torch.stack([states * part for part in range(count)]),)
 
-    passes = GraphedRows(graphs, torch.zeros(6, 2, device=device), compute, prepare)
-    for seed, (rows, count) in enumerate([(5, 2), (6, 2), (5, 2), (5, 3), (1, 2)]):
+    passes = GraphedRows(graphs, torch.zeros(6, 2, device=device), compute, prepare, 3)
+    graphs.capture_ahead()
+    assert graphs.num_captured == 5 * 2, "1, 2, 3, 4 or 6 rows, 2 or 3 parts"
+    for seed, (rows, count) in enumerate([(5, 2), (6, 1), (5, 2), (5, 3), (1, 2)]):
         states = torch.randn(rows, 2, generator=torch.Generator().manual_seed(seed)).to(device)
         found = passes.run(states, [None] * rows, count)
         assert found is not None
-        assert torch.equal(found[0][:rows], states * count)
-    assert seen[0] == [(None, 1)] * 6
-    assert (graphs.num_captured, graphs.num_replayed) == (3, 5)
+        assert all(torch.equal(found[0][part, :rows], states * part) for part in range(count))
+    assert seen[-5] == [*[(None, 1)] * 5, (None, 1)]
+    assert (graphs.num_captured, graphs.num_replayed, graphs.num_single) == (10, 5, 0)
     assert passes.run(torch.zeros(2, 2, device=device), ["dora", None], 2) is None
     assert passes.run(torch.zeros(7, 2, device=device), [None] * 7, 2) is None
-    assert graphs.num_replayed == 5
-    if isinstance(graphs.backend, CallTape):
-        assert len(graphs.backend.num_calls) == 3
+    assert passes.run(torch.zeros(2, 2, device=device), [None] * 2, 4) is None
+    assert (graphs.num_replayed, graphs.num_single) == (5, 3)

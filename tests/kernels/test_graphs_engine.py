@@ -30,7 +30,8 @@ from outrider.models import attention, decoder
 from outrider.models.attention import triton as triton_attention
 from outrider.models.attention.triton import TritonAttention
 from outrider.models.batch import SequenceRows
-from outrider.models.pass_graphs import PassGraphs, PassLimits
+from outrider.models.pass_graphs import PassGraphs
+from outrider.models.pass_grid import PassLimits
 from outrider.platform.core.batch import RowPlan, StepPlan
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.messages import EngineRequest
@@ -194,9 +195,9 @@ def plain(files: dict[str, Path]) -> Callable[[], list[list[int]]]:
 @pytest.fixture
 def graphs(device: str, monkeypatch: pytest.MonkeyPatch) -> PassGraphs:
     """The path of a CUDA device, on a CPU too: Triton's kernels, and graphs or their double."""
-    made = PassGraphs(graph_backend(device), PassLimits(4, 64, max_tokens=16))
+    made = PassGraphs(graph_backend(device), PassLimits(4, 64, max_tokens=16, max_drafts=2))
     monkeypatch.setattr(setup, "make_graphs", lambda config: made)
-    monkeypatch.setattr(setup, "capture_ahead", lambda *args: None)
+    monkeypatch.setattr(setup, "capture_ahead", lambda *args, **options: None)
     monkeypatch.setattr(drawing, "stays_on_device", lambda logits: True)
     if device == "cuda":
         return made

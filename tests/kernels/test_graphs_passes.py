@@ -15,8 +15,10 @@ from outrider.models.attention.triton import TritonAttention
 from outrider.models.batch import ForwardBatch, LayerKV, SequenceRows, allocate_kv, build_batch
 from outrider.models.config import DecoderConfig
 from outrider.models.layers.rope import RotaryEmbedding
-from outrider.models.pass_graphs import PassGraphs, PassInputs, PassLimits, bucket, shape_of
+from outrider.models.pass_graphs import PassGraphs, PassInputs
+from outrider.models.pass_grid import PassLimits
 from outrider.models.rope_config import RopeConfig
+from outrider.spec_decode.drafters.base import no_adapters
 
 from .call_tape import graph_backend, without_native_kernels
 
@@ -28,29 +30,6 @@ CONFIG = DecoderConfig(
     **{"windows": (None, 20), "qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": True},
     dtype=torch.float32,
 )
-
-
-def test_buckets_waste_at_most_a_third() -> None:
-    assert [bucket(n) for n in (1, 2, 3, 4, 5, 6, 7, 9, 12, 13, 17, 25, 200, 256)] == [
-        *(1, 2, 3, 4, 6, 6, 8, 12, 12, 16, 24, 32, 256, 256),
-    ]
-    assert all(n <= bucket(n) <= max(n + 1, 1.5 * n) for n in range(1, 600))
-
-
-def test_shapes() -> None:
-    assert shape_of([1, 1, 1], 16, 64) == (3, 1, 3, False)
-    assert shape_of([5] * 64, 16, 64) == (64, 6, 320, False)  # many tokens: none is padded
-    assert shape_of([5] * 64, 16, 64, max_tokens=319) is None
-    assert shape_of([8, 1, 1, 1, 1], 16, 64) == (6, 8, 48, False)  # few: the same for all lengths up to 8
-    assert shape_of([7, 7], 7, 64) == (2, 7, 14, False)
-    assert shape_of([1] * 65, 16, 96, max_tokens=64) is None
-
-
-def test_shapes_with_prompts() -> None:
-    assert shape_of([8, 1], 7, 64) == (4, 1, 32, True)
-    assert shape_of([1, 200, 1, 5, 1], 16, 64) == (16, 6, 256, True)
-    assert shape_of([40] + [1] * 19, 16, 20) == (24, 1, 64, True)  # no more rows than there can be
-    assert shape_of([500, 13], 16, 64) is None
 
 
 class Passes:
@@ -69,8 +48,8 @@ class Passes:
             for ours_part, theirs_part in zip(ours, theirs, strict=True):
                 theirs_part.copy_(torch.randn(ours_part.shape, generator=generator))
                 ours_part.copy_(theirs_part)
-        self.graphs = PassGraphs(graph_backend(device), PassLimits(6, 200, max_tokens=64, max_graphs=5))
-        self.passes = self.graphs.of(self.model, self.kv, self._compute, [lambda rows: None])
+        self.graphs = PassGraphs(graph_backend(device), PassLimits(6, 200, max_tokens=128, max_drafts=3))
+        self.passes = self.graphs.of(self.model, self.kv, self._compute, [no_adapters])
 
     def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[torch.Tensor, ...]:
         hidden = self.model.forward(batch).hidden
@@ -172,35 +151,58 @@ def test_passes_without_a_graph(passes: Passes) -> None:
 
     before = [part.clone() for layer in passes.kv for part in layer]
     assert run(*[(0, 1)] * 7) is None  # too many rows
-    assert run((0, 64), (0, 1)) is None  # too many tokens
+    assert run((0, 120), (0, 9)) is None  # too many tokens
     assert run((0, 16), (0, 16), (0, 16), (0, 16), (0, 16)) is None
     assert run((200, 1)) is None  # too long
+    assert passes.graphs.num_single == 4
     for old, new in zip(before, (part for layer in passes.kv for part in layer), strict=True):
         assert torch.equal(old, new)
     assert passes.graphs.num_captured == 0
 
 
-def test_of_the_last_graphs_rare_shapes_get_none(passes: Passes, caplog: pytest.LogCaptureFixture) -> None:
-    graphs, shapes = passes.graphs, [[(0, 1)] * count for count in (1, 2, 3, 4, 6)]
-    for shape in shapes[:4]:
-        passes.check(passes.rows(*shape))
-    assert graphs.num_captured == 4
+def test_all_shapes_are_captured_before_the_first_pass_and_none_later(passes: Passes) -> None:
+    """Without rows; what is captured then serves any rows."""
+    graphs = passes.graphs
+    graphs.capture_ahead()
+    captured = graphs.num_captured
+    assert captured == len(graphs.grid.decodes) + len(graphs.grid.prompts)
+    for seed, rows in enumerate([[(30, 1)], [(9, 3), (50, 1)], [(7, 4)] * 6, [(20, 1), (0, 33)], [(0, 100), (3, 4)]]):
+        passes.check(passes.rows(*rows, seed=seed))
+    with torch.inference_mode():
+        assert passes.passes.run(passes.rows((0, 129)), [(None, 129)]) is None
+    assert (graphs.num_captured, graphs.num_replayed, graphs.num_single) == (captured, 5, 1)
 
-    def run(shape: list[tuple[int, int]]) -> object:
-        with torch.inference_mode():
-            return passes.passes.run(passes.rows(*shape), [(None, count) for _, count in shape])
 
-    for _ in range(2):
-        assert run(shapes[4]) is None
-        assert run([(0, 2)]) is None
-    assert run(shapes[0]) is not None
-    assert run(shapes[4]) is not None
-    assert caplog.records == []
+def test_a_shape_that_there_was_no_time_for_is_served_by_a_larger_one(
+    passes: Passes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The largest come first."""
+    graphs, clock = passes.graphs, iter(range(100))
+    graphs.capture_ahead(6.0, lambda: float(next(clock)))
     assert graphs.num_captured == 5
-    for _ in range(7):
-        assert run([(0, 2)]) is None  # there are enough
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert all(run(shape) is not None for shape in shapes), "what there is goes on"
+    passes.check(passes.rows((30, 1), (4, 1)))
+    passes.check(passes.rows((9, 30), (4, 1), seed=1))
+    assert (graphs.num_captured, graphs.num_replayed, graphs.num_single) == (5, 2, 0)
+
+
+def test_no_more_graphs_than_there_may_be(device: str, passes: Passes, caplog: pytest.LogCaptureFixture) -> None:
+    graphs = passes.graphs
+    graphs.limits = graphs.limits._replace(max_graphs=2)
+    passes.check(passes.rows((5, 1)))
+    passes.check(passes.rows((5, 4)))
+    with torch.inference_mode():
+        for _ in range(2):
+            assert passes.passes.run(passes.rows((0, 60)), [(None, 60)]) is None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    passes.check(passes.rows((7, 1), seed=1))  # what there is goes on
+
+
+def test_memory_of_graphs_is_dropped(passes: Passes) -> None:
+    passes.check(passes.rows((5, 1)))
+    passes.graphs.clear()
+    with torch.inference_mode():
+        assert passes.passes.run(passes.rows((5, 1)), [(None, 1)]) is None
 
 
 def test_what_cannot_be_captured_is_launched_piece_by_piece(passes: Passes, caplog: pytest.LogCaptureFixture) -> None:

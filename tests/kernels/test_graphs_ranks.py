@@ -15,12 +15,15 @@ pytest.importorskip("triton")
 from outrider import LoRARequest, SamplingParams
 from outrider.kernels.graphs import Captured, Work
 from outrider.models.pass_graphs import PassGraphs
+from outrider.models.pass_grid import make_grid
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import EngineDeadError
 from outrider.platform.core.messages import EngineRequest
+from outrider.platform.engine import setup
 from outrider.platform.engine.engine_core import EngineCore
 from outrider.platform.engine.executor import collectives, rank_process
 from outrider.platform.engine.executor.collectives import ProcessRanks
+from outrider.platform.engine.runner.graphs import capture_ahead
 
 from ..thread_ranks import ranks_as_threads
 from .call_tape import CallTape, _Recorder, record
@@ -82,8 +85,9 @@ def run(
         engine.adapters.load(lora, pinned=True)
     outputs: dict[str, list[int]] = {}
     prompts = [[5, 6, 7, 8] * 2, [9, 3, 9], [40, 41, 40]]
-    for index, (prompt, lora) in enumerate(zip(prompts, [*adapters[:1], None, *adapters[1:]], strict=False)):
-        params = SamplingParams(temperature=0, max_tokens=8 if names else 4, ignore_eos=True)
+    choices = [adapters[0], None, adapters[1]] if names else [None] * 3
+    for index, (prompt, lora) in enumerate(zip(prompts, choices, strict=True)):
+        params = SamplingParams(temperature=0, max_tokens=(8 if names else 4) - index, ignore_eos=True)
         engine.add_request(EngineRequest(str(index), prompt, params, lora=lora))
         outputs[str(index)] = []
     while engine.has_work():
@@ -113,6 +117,23 @@ def test_every_rank_replays_what_rank_0_replays(
     assert found == run(files)  # without ranks, graphs and drafts
 
 
+def test_every_rank_captures_all_shapes_at_the_start(
+    files: dict[str, Path],  # noqa: F811
+    graphs: PassGraphs,  # noqa: F811
+    tapes: list[CallTape],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And none later."""
+    graphs.limits = graphs.limits._replace(max_drafts=0, max_graphs=4)
+    graphs.grid = make_grid(graphs.limits)
+    monkeypatch.setattr(setup, "capture_ahead", capture_ahead)
+    found = run(files, names=(), tensor_parallel_size=2)
+    assert graphs.num_captured == len(tapes[0].num_calls) == 4
+    assert graphs.num_replayed > 2
+    monkeypatch.undo()
+    assert found == run(files, names=())
+
+
 @pytest.mark.parametrize("fails", [0, 1])
 def test_a_pass_that_one_rank_cannot_capture(
     fails: int,
@@ -122,7 +143,7 @@ def test_a_pass_that_one_rank_cannot_capture(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """All ranks launch it piece by piece."""
+    """All ranks use the one that they have captured before it."""
     first, capture = graphs.backend, CallTape.capture
 
     def refuse(tape: CallTape, work: Work) -> Captured:
@@ -133,7 +154,7 @@ def test_a_pass_that_one_rank_cannot_capture(
 
     monkeypatch.setattr(CallTape, "capture", refuse)
     found = run(files, names=(), tensor_parallel_size=2)
-    assert graphs.num_captured == graphs.num_replayed == 1
+    assert graphs.num_captured == 1 < graphs.num_replayed
     assert len(tapes[0].num_calls) == 2
     assert [caplog.text.count(f"no more are tried ({why})") for why in ("no memory", "another rank could not")] == [
         1,
@@ -172,4 +193,4 @@ def test_a_rank_that_dies_within_a_replay(
     monkeypatch.setattr(EngineCore, "step", lambda engine: told.append(step(engine)) or told[-1])
     with pytest.raises(EngineDeadError, match="rank 1 of 2 is gone"):
         run(files, names=(), tensor_parallel_size=2)
-    assert (len(tapes), len(told)) == (1, 1)
+    assert (len(tapes), len(told)) == (1, 2)

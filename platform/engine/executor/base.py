@@ -39,6 +39,9 @@ class Executor(Protocol):
             float32. Valid until the next pass; entries beyond the rows' tokens have no meaning.
         """
 
+    def announce_captures(self) -> None:
+        """Have the other ranks capture their shares of all passes, as this process does from now on."""
+
     def logits(self, hidden: Tensor, handles: Handles) -> Tensor:
         """Logits [R, V] float32 of hidden [R, H]."""
 
@@ -85,6 +88,9 @@ class LocalExecutor:
     def replay(self, rows: SequenceRows, handles: Handles, *, verifies: bool) -> tuple[Tensor, ...] | None:
         """See `Executor`."""
         return None if self._passes is None else self._passes.run(rows, handles, verifies=verifies)
+
+    def announce_captures(self) -> None:
+        """See `Executor`."""
 
     def logits(self, hidden: Tensor, handles: Handles) -> Tensor:
         """See `Executor`."""

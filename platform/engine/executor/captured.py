@@ -1,7 +1,7 @@
 """Passes of the target that are replayed from captured graphs; see `models.pass_graphs`.
 
 With several ranks each captures its own share, sums over ranks included. Rank 0 decides whether a pass is captured,
-replayed or launched piece by piece, and the others do the same: they hold the same graphs.
+replayed or launched kernel by kernel, and the others do the same: they hold the same graphs.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ class TargetPasses:
         self.aux_layers = aux_layers
         self._model = model
         self._logits = logits
-        self._verifying = graphs.of(model, kv, self._compute, preparers, PassOptions(verifies=True))
-        self._others = graphs.of(model, kv, self._compute_hidden, preparers[:1])
+        self._prepare_head = preparers[1]
+        verifying, others = PassOptions(prompts=False, has_base=True), PassOptions(decodes=False, has_base=True)
+        self._verifying = graphs.of(model, kv, self._compute, preparers, verifying)
+        self._others = graphs.of(model, kv, self._compute_hidden, preparers[:1], others)
 
     def run(
         self,
@@ -53,9 +55,17 @@ class TargetPasses:
         verifies: bool,
         begin: Callable[[], None] | None = None,
     ) -> tuple[Tensor, ...] | None:
-        """See `Executor.replay`; for `begin` see `GraphedPass.run`."""
-        passes = self._verifying if verifies else self._others
-        return None if passes is None else passes.run(rows, handles, begin=begin)
+        """See `Executor.replay`; for `begin` see `GraphedPass.run`. Verifications that fit into no shape of their own,
+        as of many tokens that a grammar leaves no choice about, take one of prompts; their logits are launched singly.
+        """
+        assert self._verifying is not None, "the attention can be captured"
+        assert self._others is not None, "the attention can be captured"
+        if verifies and (found := self._verifying.try_run(rows, handles, begin=begin)) is not None:
+            return found
+        found = self._others.run(rows, handles, begin=begin)
+        if found is None or not verifies:
+            return found
+        return self._model.compute_logits(found[0][: len(rows.token_ids)], self._prepare_head(handles)), *found
 
     def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
         hidden, *aux = self._compute_hidden(batch, inputs)

@@ -219,6 +219,8 @@ class ParallelExecutor:
 
         def begin() -> None:
             nonlocal has_begun
+            if has_begun:
+                return
             has_begun = True
             lengths, array = encode_rows(rows, rows.known_tokens(self._model.device))
             self._announce(Message("replay", [lengths, _plain(handles), verifies], [array]))
@@ -229,6 +231,10 @@ class ParallelExecutor:
             if has_begun:
                 self._end_after(error)
             raise
+
+    def announce_captures(self) -> None:
+        """See `Executor`."""
+        self._announce(Message("capture"))
 
     def logits(self, hidden: Tensor, handles: Handles) -> Tensor:
         """See `Executor`."""

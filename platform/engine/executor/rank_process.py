@@ -27,7 +27,8 @@ from ....lora.reader.reader_messages import receive, send
 from ....models.batch import LayerKV, allocate_kv
 from ....models.checkpoint.loader import ModelOptions, load_model
 from ....models.model import LanguageModel
-from ....models.pass_graphs import PassGraphs, PassLimits
+from ....models.pass_graphs import PassGraphs
+from ....models.pass_grid import PassLimits
 from ....spec_decode.drafters.base import AdapterPreparer, no_adapters
 from ...core.batch import Move
 from ...core.errors import OutriderError
@@ -111,6 +112,9 @@ class Rank:
                 raise RuntimeError(
                     "this rank does not capture a pass that rank 0 captures; enforce_eager captures none"
                 )
+        elif verb == "capture":
+            assert self._graphs is not None
+            self._graphs.capture_ahead()
         elif verb == "logits":
             count, handles = arguments
             config = self._model.config
@@ -156,7 +160,7 @@ class Rank:
         if graphs is not None:
             aux_layers, *limits = graphs
             backend = AgreedGraphs(CudaGraphs(device), self._ranks.agree)
-            self._graphs = PassGraphs(backend, PassLimits(*limits)._replace(max_graphs=sys.maxsize))
+            self._graphs = PassGraphs(backend, PassLimits(*limits))
             # As rank 0 does, whose cache is as large.
             logits = self._graphs.token_logits(model.config.vocab_size, device)
         self._kv = allocate_kv(model.kv_layers, num_blocks, block_size, dtype, device, kv_cache_dtype)

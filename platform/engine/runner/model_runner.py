@@ -130,11 +130,6 @@ class ModelRunner:
         return self._model
 
     @property
-    def captures(self) -> bool:
-        """True when passes are captured in graphs."""
-        return self._graphs is not None and self._graphs.captures(self._model)
-
-    @property
     def overlaps(self) -> bool:
         """True when a step may be launched while another one runs."""
         return self._queue.overlaps
@@ -203,8 +198,10 @@ class ModelRunner:
         self._queue.drain()
 
     def close(self) -> None:
-        """Wait, and stop the thread that computes, if there is one. No step comes after this."""
+        """Wait, stop the thread that computes, if there is one, and drop the graphs. No step comes after this."""
         self._queue.close()
+        if self._graphs is not None:
+            self._graphs.clear()
 
     @property
     def _capture_seconds(self) -> float:

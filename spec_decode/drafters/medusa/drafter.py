@@ -14,7 +14,8 @@ from ....kernels.staging import to_device
 from ....models.batch import LayerKV
 from ....models.checkpoint.json_files import read_json
 from ....models.checkpoint.paths import resolve_model_path
-from ....models.pass_graphs import GraphedRows, bucket
+from ....models.graphed_rows import GraphedRows
+from ....models.pass_grid import bucket
 from ....platform.core.speculative_config import SpeculativeConfig
 from ...verify.draft_sampling import Drafting, EditLogits, append_best, draw, join_drafts, most_likely_ids, takes_best
 from ...verify.verification import choose_rule
@@ -105,7 +106,8 @@ class MedusaDrafter(Drafter):
         """Nothing of the cache."""
         self._prepare_adapters = prepare_adapters
         if self._graphs is not None:
-            self._passes = GraphedRows(self._graphs, self._states, self._compute, prepare_adapters)
+            most = self._heads.config.num_heads
+            self._passes = GraphedRows(self._graphs, self._states, self._compute, prepare_adapters, most)
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:

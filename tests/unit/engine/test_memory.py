@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.models.pass_graphs import PassGraphs, PassLimits
+from outrider.models.pass_graphs import PassGraphs
+from outrider.models.pass_grid import PassLimits
 from outrider.platform.core import kv_size
 from outrider.platform.core.config import EngineArgs, Hardware
 from outrider.platform.engine import setup
@@ -30,7 +31,7 @@ FILES = {
     "eagle3": SHAPE | EAGLE3 | {"num_hidden_layers": 1, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
     "medusa": {"medusa_num_heads": 2, "medusa_num_layers": 1},
 }
-TOTAL, SHARE = 24 << 20, 0.5
+TOTAL, SHARE = 20 << 20, 0.5
 SMALL = 128 << 10
 """What is not counted: indices of captured passes, and such."""
 
@@ -86,11 +87,11 @@ def test_the_cache_gets_what_all_buffers_leave(
     )
     monkeypatch.setattr(kv_size, "_ACTIVATION_RESERVE", 0)
     monkeypatch.setattr(kv_size, "_GRAPH_RESERVE", 0)
-    graphs = PassGraphs(None, PassLimits(256, 128, 512))  # type: ignore[arg-type]  # nothing is captured
+    graphs = PassGraphs(None, PassLimits(256, 128, 512, max_drafts=2))  # type: ignore[arg-type]  # nothing is captured
     monkeypatch.setattr(setup, "make_graphs", lambda config: graphs)
     monkeypatch.setattr(PassGraphs, "captures", lambda *args: True)
     monkeypatch.setattr(PassGraphs, "of", lambda *args: NotCaptured())
-    monkeypatch.setattr(setup, "capture_ahead", lambda *args: None)
+    monkeypatch.setattr(setup, "capture_ahead", lambda *args, **options: None)
     speculative = None
     if method is not None:
         speculative = {"method": method, "model": files[method], "num_speculative_tokens": 2}

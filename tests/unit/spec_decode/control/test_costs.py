@@ -2,7 +2,9 @@
 
 import pytest
 
+from outrider.models.pass_grid import PassLimits, make_grid
 from outrider.spec_decode.control.costs import DraftCosts, StepCosts, size_class
+from outrider.spec_decode.control.goodput import Offer, StepPrices, best_plan
 
 
 def test_classes_of_sizes_grow_by_steps_of_a_half_at_most():
@@ -92,3 +94,20 @@ def test_a_round_without_drafts_has_its_own_time():
     assert costs.seconds(0, 2, 0) == costs.seconds(1, 2, 0) == pytest.approx(0.0003)
     assert costs.seconds(0, 2, 4) == pytest.approx(0.004)
     assert costs.seconds(1, 2, 4) == pytest.approx(0.0005)
+
+
+def test_drafts_within_a_shape_cost_nothing_more():
+    """Eight rows are computed with 1, 2 or 5 tokens a row: the price rises from shape to shape alone."""
+    costs = StepCosts(make_grid(PassLimits(8, 64, max_drafts=4)).padded)
+    for _ in range(5):
+        costs.add(8, 0, 0.010)
+        costs.add(8, 3, 0.011)
+        costs.add(8, 30, 0.020)
+    assert costs.seconds(8, 0) == pytest.approx(0.010)
+    assert {round(costs.seconds(8, count), 6) for count in range(1, 9)} == {0.011}
+    assert {round(costs.seconds(8, count), 6) for count in range(9, 33)} == {0.020}
+    sure = [Offer(0, [0.99**at for at in range(1, 5)]) for _ in range(8)]
+    doubtful = [Offer(0, [0.5**at for at in range(1, 5)]) for _ in range(8)]
+    prices = StepPrices(lambda drafts: costs.seconds(8, drafts), lambda drafter, count: 0.0)
+    assert best_plan(sure, prices, 8, fair=False).num_drafts == [4] * 8
+    assert best_plan(doubtful, prices, 8, fair=False).num_drafts == [1] * 8

@@ -57,7 +57,7 @@ def wrap_parts(core: EngineCore, wrap: Wrap) -> contextlib.ExitStack:
     around("collect", ModelRunner, "collect")
     around("draft", ModelRunner, "draft")
     around("sample", Sampler, "begin")
-    around("replay", GraphedPass, "run")
+    around("replay", GraphedPass, "try_run")
     around("forward", model, "forward")
     around("logits", model, "compute_logits")
     around("attention", model.attention, "forward_qkv")
