@@ -82,3 +82,18 @@ def test_a_list_of_calls_ends_with_a_whole_call(http, max_tokens):
     arguments = [json.loads(call["function"]["arguments"]) for call in answer["message"]["tool_calls"]]
     assert all(isinstance(each, dict) for each in arguments)
     assert answer["finish_reason"] == "tool_calls"
+
+
+def test_the_tokens_of_a_chunk_are_its_text(http):
+    """Forced text and drafts bring several tokens at once, the one that ends the answer among them."""
+    form = {"messages": [{"role": "user", "content": "Hello"}], "structured_outputs": {"regex": "green lamps for Anna"}}
+    pieces = []
+    with http.stream("POST", "/v1/chat/completions", json=form | {"stream": True, "logprobs": True}) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                [choice] = json.loads(line[6:])["choices"]
+                tokens = [item["token"] for item in (choice["logprobs"] or {"content": []})["content"]]
+                pieces.append((choice["delta"].get("content") or "", tokens, choice["finish_reason"]))
+    assert max(len(tokens) for _, tokens, _ in pieces) > 1
+    assert all(text == "".join(tokens) for text, tokens, _ in pieces if text)
+    assert pieces[-1] == ("", ["<|end|>"], "stop")

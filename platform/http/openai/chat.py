@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -102,7 +103,9 @@ class _ChatChunks:
             if output.index not in self._started:
                 self._started.add(output.index)
                 chunks.append(self._first(output.index, event, {"content": ""}))
-            if not self._plain or output.finish_reason is not None:
+            if self._body.logprobs:
+                chunks += map(self._full, self._without_end(output))
+            elif not self._plain or output.finish_reason is not None:
                 chunks.append(self._full(output))
             elif output.text:
                 chunks.append(
@@ -110,6 +113,21 @@ class _ChatChunks:
                     '"logprobs":null,"finish_reason":null}'
                 )
         return chunks
+
+    def _without_end(self, output: CompletionOutput) -> list[CompletionOutput]:
+        """The output without the token that ended it, and that token, which has no text: clients (guidance) join the
+        tokens of a chunk that has content, and take them for it."""
+        has_end = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
+        shows_end = self._body.skip_special_tokens is False or self._body.include_stop_str_in_output
+        if not has_end or shows_end or not output.text or len(output.token_ids) < 2:
+            return [output]
+
+        def part(tokens: slice) -> dict[str, Any]:
+            fields = {name: getattr(output, name) for name in ("token_ids", "logprobs", "drafted", "rejected_drafts")}
+            return {name: value and value[tokens] for name, value in fields.items()}
+
+        before = replace(output, finish_reason=None, stop_reason=None, **part(slice(None, -1)))
+        return [before, replace(output, text="", **part(slice(-1, None)))]
 
     def _first(self, index: int, event: Event, delta: Delta) -> dict[str, Any]:
         choice: dict[str, Any] = {
