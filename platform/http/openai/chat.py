@@ -141,8 +141,9 @@ class _ChatChunks:
         return choice
 
     def _parsed(self, event: Event, output: CompletionOutput, make_parser: MakeParser) -> list[Chunk]:
-        """Chunks of an answer with calls or reasoning; what comes with tokens is in the last one of them. A choice that
-        begins with a call has no content in its first chunk either."""
+        """Chunks of an answer with calls or reasoning; what comes with tokens is in the last one of them, which has a
+        content only if that is the tokens' text. A choice that begins with a call has no content in its first chunk
+        either."""
         deltas, parser = chunk_deltas(output, self._parsers, make_parser)
         reason = finish_reason(output.finish_reason, parser)
         deltas = [_with_null(delta) for delta in deltas]
@@ -156,7 +157,8 @@ class _ChatChunks:
             begins_with_call = bool(deltas) and deltas[0].get("content", "") is None
             chunks.append(self._first(output.index, event, deltas.pop(0) if begins_with_call else {"content": ""}))
         *first, last = deltas or [{}]
-        if reason is not None and last:
+        is_other_text = self._body.logprobs and last.get("content") != output.text  # some was held back
+        if last and (reason is not None or is_other_text):
             first, last = [*first, last], {}
         chunks += [{"index": output.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in first]
         return [*chunks, self._full(output, last) | {"finish_reason": reason}]

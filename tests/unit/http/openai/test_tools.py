@@ -105,6 +105,19 @@ def test_other_members_of_a_call_do_not_end_it(http, llm, extra, is_first):
     assert without_ids(streamed(http, tools=[TOOL])[0]["tool_calls"]) == [CALL]
 
 
+def test_the_tokens_of_a_streamed_content_are_its_text(make_http, llm):
+    """White space is held back: it may stand before a call. Clients join the tokens that come with a content."""
+    llm.reply = "a  b c "
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL], "stream": True, "logprobs": True}
+    response = make_http(tool_call_parser="hermes").post("/v1/chat/completions", body)
+    choices = [json.loads(line[6:])["choices"][0] for line in response.text.splitlines() if line.startswith("data: {")]
+    texts = [choice["delta"].get("content") or "" for choice in choices]
+    tokens = [[item["token"] for item in (choice["logprobs"] or {"content": []})["content"]] for choice in choices]
+    assert "".join(texts).rstrip() == "a  b c"
+    assert "".join(token for own in tokens for token in own) == llm.reply
+    assert all(text == "".join(own) for text, own in zip(texts, tokens, strict=True) if text and own)
+
+
 def test_parallel_calls(http, llm):
     llm.reply = f"<tool_call>{json.dumps(CALL)}</tool_call>" * 2
     assert without_ids(message(chat(http, tools=[TOOL]))["message"]["tool_calls"]) == [CALL, CALL]
