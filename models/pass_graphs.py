@@ -31,7 +31,7 @@ from ..kernels.staging import staged
 from .attention import ReplayableAttention, ReplayablePlan
 from .attention.tables import RowTables
 from .batch import ForwardBatch, LayerKV, PagedModel, SequenceRows
-from .pass_grid import Grid, PassLimits, PassShape, bucket, make_grid
+from .pass_grid import Grid, PassLimits, PassShape, bucket, make_grid, spread
 
 log = logging.getLogger(__name__)
 
@@ -115,11 +115,11 @@ class PassGraphs:
 
     @torch.inference_mode()
     def capture_ahead(self, seconds: float = math.inf, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Capture all passes, the largest first, so that the others fit into their memory; after about `seconds` no
+        """Capture all passes, the largest first, so that the others fit into its memory; after about `seconds` no
         further ones. Passes whose shape is not captured use the next larger one. Captures nothing afterwards."""
         ends = clock() + seconds
         work = [entry for owner in self._owners for entry in owner.captures()]
-        for _, capture in sorted(work, key=lambda entry: -entry[0]):
+        for _, capture in spread(sorted(work, key=lambda entry: -entry[0])):
             if clock() >= ends:
                 log.warning("%d of %d graphs were captured in %.0f s", self.num_captured, len(work), seconds)
                 break

@@ -11,8 +11,11 @@ own. A pass takes the smallest shape that it fits into.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 MAX_TOKENS = 1024
 """Most tokens of a captured pass, as many as the adapters' kernels have room for in captured passes."""
@@ -155,3 +158,17 @@ def _loss(shape: PassShape, shapes: Sequence[PassShape]) -> float:
 
 def _work(shape: PassShape) -> float:
     return _WEIGHT_TOKENS + shape.tokens + shape.rows / 2
+
+
+def spread(items: Sequence[T]) -> list[T]:
+    """The items in another order: the first, the last, and then the middle of each gap, so that the first few of them
+    are spread over all."""
+    order = dict.fromkeys([0, len(items) - 1] if items else [])
+    gaps = deque([(0, len(items) - 1)])
+    while gaps:
+        low, high = gaps.popleft()
+        if high - low > 1:
+            middle = (low + high) // 2
+            order[middle] = None
+            gaps += [(low, middle), (middle, high)]
+    return [items[index] for index in order]

@@ -156,8 +156,8 @@ class LLM(MadeFromArgs, SyncAdapterMethods, SyncPoolingMethods, SyncBeamSearch, 
     # --- the rest -------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Free the engine's memory, also that of a GPU, whoever holds this object. A further call does nothing; other
-        methods raise ShuttingDownError."""
+        """Free the engine's memory, also that of a GPU, whoever holds this object. A further call does nothing;
+        methods that need the engine raise ShuttingDownError."""
         self.llm_engine.shutdown()
 
     def __enter__(self) -> Self:

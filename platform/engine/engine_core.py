@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NoReturn
 from uuid import uuid4
@@ -35,9 +35,8 @@ from .sampling.logits_edits import EditTables, edit_state
 from .setup import build
 from .speculation_totals import SpeculationTotals
 
-_FREED = (
-    *("scheduler", "adapters", "_runner", "_executor", "_adapters", "_grammars", "_kv", "_host", "_pipeline"),
-    "_edit_tables",
+_FREED = tuple(
+    "scheduler adapters _runner _executor _adapters _grammars _kv _host _pipeline _profiler _edit_tables".split()
 )
 """Attributes that hold the engine's memory, which `shutdown` drops."""
 
@@ -193,18 +192,20 @@ class EngineCore:
             self._host.release_memory()
 
     def shutdown(self) -> None:
-        """Abort what is left, stop background work and free all memory, whoever still holds this object. Every other
-        call raises ShuttingDownError from then on; a second one of this does nothing."""
+        """Abort what is left, stop background work and free all memory, whoever still holds this object. Calls that
+        need the engine raise ShuttingDownError from then on; a second one of this does nothing."""
         if "_runner" not in vars(self):
             return
         device = self.model.device
         self.scheduler.abort([request.request_id for request in (*self.scheduler.running, *self.scheduler.waiting)])
-        self._pipeline.abandon()
-        self._profiler.close()
-        self._runner.close()
-        self._adapters.close()
-        self._executor.close()
-        self._grammars.close()
+        with ExitStack() as last_first:  # all of it, also if one fails
+            last_first.callback(self._free, device)
+            for part in (self._grammars, self._executor, self._adapters, self._runner, self._profiler):
+                last_first.callback(part.close)
+            last_first.callback(self._pipeline.abandon)
+
+    def _free(self, device: torch.device) -> None:
+        """Drop what `_FREED` names."""
         for name in _FREED:
             delattr(self, name)
         gc.collect()  # parts refer to each other

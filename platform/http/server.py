@@ -70,9 +70,10 @@ async def load_adapters(models: ModelRegistry, config: ServerConfig) -> None:
     Raises:
         InvalidRequestError, AdapterSourceError: one of them cannot be loaded; the message begins with its name.
     """
-    from .adapters.source_policy import (
-        AdapterPolicy,
-    )  # needs the web stack, which is imported beside the engine's start
+    from ..client.adapters.sources.resolver import shown_source
+
+    # It needs the web stack, which is imported while the engine starts.
+    from .adapters.source_policy import AdapterPolicy
 
     policy = AdapterPolicy(config)
     for name, path in config.lora_modules.items():
@@ -81,7 +82,7 @@ async def load_adapters(models: ModelRegistry, config: ServerConfig) -> None:
             roots = policy.roots_of((path, draft_path), "")
             await models.load(LoRARequest(name, path=path, draft_path=draft_path, roots=roots))
         except (InvalidRequestError, AdapterSourceError) as error:
-            raise type(error)(f"{shorten(name)}={shorten(path)}: {error.message}", param="lora_modules") from error
+            raise type(error)(f"{shorten(name)}={shown_source(path)}: {error.message}", param="lora_modules") from error
 
 
 def check_adapters(args: EngineArgs, config: ServerConfig) -> None:
@@ -91,7 +92,7 @@ def check_adapters(args: EngineArgs, config: ServerConfig) -> None:
         InvalidRequestError: one of them does not; the message begins with its name.
     """
     from ...models.demo import demo_model_path
-    from ..client.adapters.sources.resolver import LOCAL_SCHEMES, local_path, scheme_of
+    from ..client.adapters.sources.resolver import LOCAL_SCHEMES, local_path, scheme_of, shown_source
     from ..client.adapters.start_check import check_fits
 
     model = demo_model_path() if args.model is None else Path(args.model).expanduser()
@@ -100,7 +101,9 @@ def check_adapters(args: EngineArgs, config: ServerConfig) -> None:
             try:
                 check_fits(AdapterFolder(local_path(path)), model, args.max_lora_rank)
             except AdapterError as error:
-                raise AdapterError(f"{shorten(name)}={shorten(path)}: {error.message}", param="lora_modules") from error
+                raise AdapterError(
+                    f"{shorten(name)}={shown_source(path)}: {error.message}", param="lora_modules"
+                ) from error
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -31,6 +31,7 @@ CALLS: dict[str, Callable[[LLM], Any]] = {
     "sleep": lambda llm: llm.sleep(),
     "reset_prefix_cache": lambda llm: llm.reset_prefix_cache(),
     "adapters": lambda llm: llm.list_loras(),
+    "profiler": lambda llm: llm.llm_engine.engine_core.start_profile("/nowhere", "x"),
     "engine": lambda llm: llm.llm_engine.engine_core.has_work(),
 }
 
@@ -94,3 +95,18 @@ def closed() -> LLM:
     llm = LLM(max_num_seqs=2, max_model_len=64, device="cpu", enable_lora=True)
     llm.shutdown()
     return llm
+
+
+def test_a_part_that_cannot_close_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(max_num_seqs=2, max_model_len=64, device="cpu")
+    engine = llm.llm_engine.engine_core
+    model = weakref.ref(engine.model)
+
+    def fail() -> None:
+        raise RuntimeError("the disk is full")
+
+    monkeypatch.setattr(engine._profiler, "close", fail)
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        llm.shutdown()
+    gc.collect()
+    assert model() is None

@@ -35,7 +35,8 @@ def pass_limits(config: EngineConfig) -> PassLimits:
     about take a shape of prompts."""
     speculative, graphs_per_shape = config.speculative, 1 if config.lora is None else 2
     if speculative is not None and speculative.method in MODEL_METHODS and config.num_ranks == 1:
-        graphs_per_shape += 1  # with several ranks the drafter's passes are not captured
+        # With several ranks the drafter's passes are not captured. Medusa's have two graphs.
+        graphs_per_shape += 2 if speculative.method == "medusa" else 1
     return PassLimits(
         config.scheduler.max_num_seqs,
         config.scheduler.max_model_len,

@@ -11,10 +11,13 @@ import numpy as np
 from ...core.structured_outputs import MAX_LEXER_STATES
 from .mask_threads import consume_without_gil
 
-_CALL_SECONDS, _MAX_COUNTED, _MAX_EXCESS = 0.05, 1.0, 2.0
-"""Seconds allowed for each token or mask, which usually takes 1 ms; most that one counts; most that a grammar may owe.
-An ambiguous one needs longer with each token, up to minutes; a busy or suspended process makes some slow, never most.
-"""
+_CALL_SECONDS = 0.05
+"""Time allowed for one token or one mask, which usually takes 1 ms. An ambiguous grammar needs longer with each token,
+up to minutes; a busy or suspended process makes some calls slow, never most."""
+_MAX_COUNTED = 1.0
+"""Most seconds that one call counts."""
+_MAX_EXCESS = 2.0
+"""Most seconds that a grammar's calls may take beyond what is allowed."""
 _BYTES_PER_STATE, _BYTES_PER_SECOND = 1 << 10, 256 << 20
 """Most memory of a lexer's state, and most that a lexer grows by in a second: 340 bytes and 220 MB were measured."""
 
@@ -26,6 +29,8 @@ class Vocabulary(NamedTuple):
     """`llguidance.LLTokenizer`, which has the token `end` after the model's."""
     end: int
     """Token that ends an answer: each request says which of the model's tokens do."""
+    separators: np.ndarray
+    """Tokens [N] int64 that may begin the next item of a list of objects."""
 
     def text(self, token: int) -> bytes:
         """Bytes of a token; those of a special token begin with 0xFF."""

@@ -9,6 +9,7 @@ V vocabulary. A mask is [ceil(V / 8)] uint8, a bit for each token that may come 
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from .compiled_grammar import CompiledGrammar
-from .list_end import next_items
+from .list_end import ListProgress
 from .mask_threads import MaskThreads, consume_without_gil
 
 MAX_FORCED = 32
 """Most tokens without a choice that are proposed at once."""
 _MAX_SPELLINGS = 64
-"""Most tokens that may come next where the text has no choice: the prefixes of that text which are tokens."""
+"""Most tokens that may come next if the text has no choice: the prefixes of that text which are tokens."""
 _WINDOW_BYTES = 16
 """Extent of the text without a choice that is tokenized to choose its first token: a word or two."""
 _FULL = "too many states"
@@ -63,6 +64,7 @@ class GrammarState:
         self._matcher = grammar.start()
         self._kept = None if grammar.can_roll_back else grammar.start()  # after `_tokens`, if that can't be undone
         self._most_of_list = most_of_list
+        self._list = ListProgress()  # of `_tokens`
         self._tokens: list[int] = []  # generated ones that it has followed
         self._ahead: list[int] = []  # drafts after these that `_matcher` has consumed
         self._masks: dict[tuple[int, ...], np.ndarray] = {}  # by the drafts after `_tokens`
@@ -128,10 +130,12 @@ class GrammarState:
         mask = self._plain_mask(drafts)
         if self._most_of_list is not None:
             mask = self._list_ended(mask, drafts)
-        text = self._sure_text(drafts) if self.grammar.can_roll_back else b""
-        vocabulary = self.grammar.vocabulary
+        if not self.grammar.can_roll_back:
+            return mask
+        longest = max((len(self.grammar.vocabulary.text(token)) for token in _members(mask, _MAX_SPELLINGS)), default=0)
+        text = self._sure_text(drafts, max(longest, _WINDOW_BYTES)) if longest else b""
         # A token that goes on after that text leaves a choice: " -" or " ", before a number.
-        if text and all(len(vocabulary.text(token)) <= len(text) for token in _members(mask, _MAX_SPELLINGS)):
+        if text and longest <= len(text):
             first = self._usual(drafts, text)
             if first is not None and _allows(mask, first):
                 mask = np.zeros_like(mask)
@@ -139,27 +143,33 @@ class GrammarState:
         return mask
 
     def _list_ended(self, mask: np.ndarray, drafts: tuple[int, ...]) -> np.ndarray:
-        """The mask without a next item if the tokens left cannot hold one."""
-        assert self._most_of_list is not None
-        text_of = self.grammar.vocabulary.text
-        texts = {token: text_of(token) for token in _members(mask, _MAX_SPELLINGS)}
-        if not any(b"," in text for text in texts.values()):
+        """The mask without the tokens that begin a next item of the list, if the tokens left cannot hold one."""
+        num_tokens = len(self._tokens) + len(drafts)
+        num_left = self._most_of_list - num_tokens if self._most_of_list is not None else 2 * num_tokens
+        if num_left >= 2 * num_tokens:  # no item is as long
             return mask
-        before = [*self._tokens, *drafts]
-        excess = next_items([*map(text_of, before)], [*texts.values()], self._most_of_list - len(before))
-        if not excess or len(excess) == len(texts):
+        vocabulary = self.grammar.vocabulary
+        separators = vocabulary.separators
+        separators = separators[mask[separators >> 3] >> (separators & 7) & 1 > 0]
+        if not len(separators):
             return mask
-        mask = mask.copy()
-        for token in [[*texts][index] for index in excess]:
-            mask[token >> 3] &= ~(1 << (token & 7)) & 255
+        progress = copy.copy(self._list)
+        for token in drafts:
+            progress.feed(vocabulary.text(token))
+        excess = progress.excess(((token, vocabulary.text(token)) for token in separators.tolist()), num_left)
+        if excess:
+            ended = mask.copy()
+            for token in excess:
+                ended[token >> 3] &= ~(1 << (token & 7)) & 255
+            mask = ended if ended.any() else mask
         return mask
 
-    def _sure_text(self, drafts: tuple[int, ...]) -> bytes:
-        """Text that must follow `drafts`, at least `_WINDOW_BYTES` of it if it is as long."""
+    def _sure_text(self, drafts: tuple[int, ...], num_bytes: int) -> bytes:
+        """Text that must follow `drafts`, at least `num_bytes` of it if it is as long."""
         text_of = self.grammar.vocabulary.text
         before, path = b"".join(map(text_of, drafts)), list(drafts)
         text = b""
-        while len(text) < _WINDOW_BYTES:
+        while len(text) < num_bytes:
             prefix = before + text
             if prefix not in self._steps:
                 self._steps[prefix] = self._least_token(self._plain_mask(tuple(path)))
@@ -227,7 +237,11 @@ class GrammarState:
             kept = {drafts[count:]: mask for drafts, mask in masks.items() if list(drafts[:count]) == new}
             masks.clear()
             masks.update(kept)
-        text = b"".join(map(self.grammar.vocabulary.text, new))
+        texts = [*map(self.grammar.vocabulary.text, new)]
+        if self._most_of_list is not None:
+            for each in texts:
+                self._list.feed(each)
+        text = b"".join(texts)
         self._steps = {at[len(text) :]: step for at, step in self._steps.items() if at.startswith(text)}
         self._tokens += new
         if self._kept is not None:

@@ -15,6 +15,8 @@ from copy import copy
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ...core.errors import InvalidRequestError, OutriderError
 from ...core.request import Request
 from ...core.structured_outputs import StructuredOutputsParams, on_deep_stack, parser_limits
@@ -202,4 +204,9 @@ def _vocabulary(tokenizer: Any, vocab_size: int) -> Vocabulary:
         raise InvalidRequestError(
             "structured_outputs are not served with a tokenizer whose ids have gaps", param="structured_outputs"
         )
-    return Vocabulary(LLTokenizer(backend.to_str(), n_vocab=max(vocab_size, end + 1), eos_token=end), end)
+    separators = [token for text, token in backend.get_vocab().items() if text[:1] == "," or "}," in text]
+    return Vocabulary(
+        LLTokenizer(backend.to_str(), n_vocab=max(vocab_size, end + 1), eos_token=end),
+        end,
+        np.array(sorted(separators)),
+    )

@@ -1,61 +1,79 @@
 """End of a list of calls before its tokens are used up: a list that is cut off inside a call is no answer.
 
-A model may go on with calls that nobody asked for. It may add one if the tokens that are left can hold another as long
-as the longest so far, and a quarter more.
+A model may go on with calls that nobody asked for. It may begin another one if the tokens that are left can hold one as
+long as the longest so far, and a quarter more.
 """
 
 from __future__ import annotations
 
-import re
-from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import accumulate
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 _BEGIN = b'[{"name"'
 """Beginning of a list of calls; reasoning may stand before it."""
-_PARTS = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[\]{},]', re.DOTALL)
-"""Strings, in which brackets mean nothing, brackets, and commas."""
+_BEGIN_DEPTH = 2
+"""Brackets that are open after it."""
 _AFTER_LIST = 2
 """Tokens that follow the last item: "]", and the one that ends the answer."""
+ITEM_END = b"},"
+"""Text of a token that ends an item and begins the next one."""
 
 
-def next_items(texts: Sequence[bytes], choices: Sequence[bytes], num_left: int) -> list[int]:
-    """Indices of the choices that begin another item for which there are too few tokens.
+@dataclass(slots=True)
+class ListProgress:
+    """Progress of an answer through its list, token by token."""
 
-    Args:
-        texts: Texts of the tokens so far.
-        choices: Texts of all tokens that may come next.
-        num_left: Number of tokens that may still come.
-    """
-    whole = b"".join(texts)
-    begin = whole.find(_BEGIN)
-    if begin < 0:
-        return []
-    found = []
-    for index, choice in enumerate(choices):
-        if not (b"}," in choice or (choice[:1] == b"," and whole[-1:] == b"}")):
-            continue
-        lengths = _lengths_before_comma([*texts, choice], begin)
-        longest = max(lengths, default=0)
-        if lengths and num_left < longest + longest // 4 + _AFTER_LIST:
-            found.append(index)
-    return found
+    longest: int = 0
+    """Tokens of the longest item so far; 0: none has ended."""
+    last: bytes = b""
+    """End of the text so far."""
+    _depth: int = 0  # 0: the list has not begun
+    _length: int = 0  # tokens of the item
+    _in_string: bool = False
+    _is_escaped: bool = False
 
+    def feed(self, token: bytes) -> bool:
+        """Take the text of a token; True if another item begins in it."""
+        self._length += 1
+        text, begun = token, self._depth > 0
+        self.last = (self.last + token)[-len(_BEGIN) - len(token) :]
+        if not begun:
+            index = self.last.find(_BEGIN)
+            if index < 0:
+                return False
+            text = self.last[index + len(_BEGIN) :]
+            self._depth, self._length = _BEGIN_DEPTH, 1
+        begins_next = False
+        for byte in text:
+            begins_next |= self._take(byte)
+        return begins_next
 
-def _lengths_before_comma(texts: Sequence[bytes], begin: int) -> list[int]:
-    """Number of tokens of each item of the list that begins at `begin`; empty if the last one of `texts`, those of the
-    tokens, does not begin another one."""
-    whole = b"".join(texts)
-    ends = [*accumulate(map(len, texts))]
-    depth, first = 0, bisect_left(ends, begin + 1)
-    lengths: list[int] = []
-    is_next = False
-    for part in _PARTS.finditer(whole, begin):
-        depth += (part[0] in b"[{") - (part[0] in b"]}")
-        if depth == 1 and part[0] == b"," and bisect_left(ends, part.end()) == len(texts) - 1:
-            is_next = True
-        if depth == 1 and part[0] == b"}":
-            index = bisect_left(ends, part.end())
-            lengths.append(index - first)
-            first = index
-    return lengths if is_next else []
+    def _take(self, byte: int) -> bool:
+        if self._in_string:
+            self._in_string = self._is_escaped or byte != 0x22
+            self._is_escaped = byte == 0x5C and not self._is_escaped
+        elif byte == 0x22:
+            self._in_string = True
+        elif byte in b"[{":
+            self._depth += 1
+        elif byte in b"]}":
+            self._depth -= 1
+            if self._depth == 1 and byte == 0x7D:
+                self.longest, self._length = max(self.longest, self._length), 0
+        return byte == 0x2C and self._depth == 1 and not self._in_string
+
+    def excess(self, choices: Iterable[tuple[int, bytes]], num_left: int) -> list[int]:
+        """Tokens, of the next ones given with their texts, that begin another item for which there are too few left.
+
+        Args:
+            num_left: Number of tokens that may still come.
+        """
+        found = []
+        for token, text in choices:
+            if ITEM_END in text or (text[:1] == b"," and self.last[-1:] == b"}"):
+                after = copy.copy(self)
+                needed = (ITEM_END in text) + _AFTER_LIST
+                if after.feed(text) and num_left < after.longest + after.longest // 4 + needed:
+                    found.append(token)
+        return found

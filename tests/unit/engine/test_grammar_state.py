@@ -15,6 +15,7 @@ from outrider.models.demo import demo_model_path
 from outrider.platform.core.request import Request
 from outrider.platform.engine.sampling.grammar_state import MAX_FORCED
 from outrider.platform.engine.sampling.grammars import KEPT_BYTES, Grammars
+from outrider.platform.engine.sampling.list_end import ListProgress
 
 NEVER = float("inf")
 
@@ -238,3 +239,33 @@ def test_a_list_of_calls_ends_before_its_tokens_do(grammars, tokenizer, max_toke
             text = tokenizer.decode(tokens)
         assert tokens[-1] == 0
         assert len(json.loads(tokenizer.decode(tokens[:-1]))) >= max_tokens // 50
+
+
+def test_a_word_longer_than_the_window_is_one_token(grammars, tokenizer):
+    long = max((text for text in tokenizer.get_vocab() if text.isascii() and text.isalpha()), key=len)
+    spaces = " " * 40
+    for text in (f"so {long}{long} ends", f"so{spaces}ends"):
+        forced = state_of(grammars, regex=re.escape(text)).forced([], MAX_FORCED, NEVER)
+        assert forced == tokenizer.encode(text, add_special_tokens=False)[: len(forced)]
+        assert len(forced) >= len(tokenizer.encode(text, add_special_tokens=False)) - 1
+
+
+ITEM = b'{"name": "f", "parameters": {"a": "x},y\\"}},"}}'
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 7])
+@pytest.mark.parametrize("end", [b"}},", b"},", b","])
+def test_an_item_begins_in_any_token(pieces, end):
+    """A string may hold what looks like an item's end, and a token may end a string and an item and begin the next."""
+    whole = b'I think [1, "a"]. [' + ITEM
+    before = whole[: len(whole) - len(end) + 1] if end != b"," else whole
+    progress = ListProgress()
+    tokens = [before[at : at + pieces] for at in range(0, len(before), pieces)]
+    assert not any(progress.feed(token) for token in tokens)
+    size = -(-len(ITEM) // pieces)
+    assert progress.excess([(1, end), (2, b"]"), (3, b" ")], size // 2) == [1]
+    assert progress.excess([(1, end)], 2 * size + 9) == []
+    inside = ListProgress()
+    for token in (b'[{"name"', b': "f", "parameters": {"a": "'):
+        inside.feed(token)
+    assert inside.excess([(1, b"}},"), (2, b'"}},')], 3) == [2]

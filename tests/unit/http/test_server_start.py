@@ -1,5 +1,6 @@
 """What happens around the application: the address, the summary."""
 
+import asyncio
 import dataclasses
 import io
 import socket
@@ -7,7 +8,7 @@ import socket
 import pytest
 from rich.console import Console
 
-from outrider.platform.core.errors import InvalidRequestError
+from outrider.platform.core.errors import AdapterSourceError, InvalidRequestError
 from outrider.platform.core.messages import AdapterInfo
 from outrider.platform.http.observe.startup_summary import (
     DatabaseFacts,
@@ -17,7 +18,7 @@ from outrider.platform.http.observe.startup_summary import (
     print_summary,
     reachable_address,
 )
-from outrider.platform.http.server import bind
+from outrider.platform.http.server import bind, load_adapters
 from outrider.platform.http.server_config import ServerConfig
 
 
@@ -116,3 +117,14 @@ def test_addresses():
     assert address("::1", 80) == "http://[::1]:80"
     assert reachable_address("0.0.0.0", 80) == "http://127.0.0.1:80"
     assert reachable_address("example.org", 80) == "http://example.org:80"
+
+
+def test_an_adapter_that_cannot_be_loaded_is_named_without_its_password():
+    class Models:
+        async def load(self, request):
+            raise AdapterSourceError("cannot be reached", param="lora_path")
+
+    config = ServerConfig(lora_modules={"mine": "https://me:s3cret@host/mine?token=hidden"})
+    with pytest.raises(AdapterSourceError) as caught:
+        asyncio.run(load_adapters(Models(), config))
+    assert caught.value.message == "mine=https://host/mine: cannot be reached"

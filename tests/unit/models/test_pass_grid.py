@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from outrider.models.pass_grid import Grid, PassLimits, PassShape, bucket, make_grid
+from outrider.models.pass_grid import Grid, PassLimits, PassShape, bucket, make_grid, spread
 
 
 def grid_of(rows: int, drafts: int, each: int = 1, **more: int) -> Grid:
@@ -71,3 +71,13 @@ def test_price_is_that_of_the_shape() -> None:
     assert {grid.padded(8, drafts) for drafts in range(1, 9)} == {8}
     assert {grid.padded(8, drafts) for drafts in range(9, 33)} == {32}
     assert grid.padded(9, 3.5) == 3.5, "there is no shape"
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 60])
+def test_the_first_of_a_spread_order_are_spread_over_all(count: int) -> None:
+    order = spread(range(count))
+    assert sorted(order) == list(range(count))
+    assert order[:2] == [0, count - 1][:count]
+    for taken in (5, 9, 17, 33):
+        gaps = [high - low for low, high in itertools.pairwise(sorted(order[:taken]))]
+        assert max(gaps, default=0) <= -(-count // (taken - 1)) + 1
