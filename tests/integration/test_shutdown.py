@@ -49,7 +49,7 @@ def device_bytes(device: str) -> int:
     if device == "cuda":
         return torch.cuda.memory_allocated()
     gc.collect()
-    tensors = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
+    tensors = [found for found in gc.get_objects() if isinstance(found, torch.Tensor) and not found.is_mkldnn]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(size for size in storages.values() if size >= 4096)
 

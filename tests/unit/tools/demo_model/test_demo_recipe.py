@@ -91,10 +91,12 @@ def test_a_student_learns_its_teachers_guesses(tmp_path):
     assert training.mean_loss(student, batch_of(0), teacher) < before
 
 
+@pytest.mark.timeout(900)
 def test_every_stage_in_small(tmp_path, monkeypatch, repo_root):
     for name in ("json", "support", "tools"):
         monkeypatch.delitem(config.RANKS, name)
-    monkeypatch.setattr(training, "BATCH_TOKENS", 2048)
+    monkeypatch.setattr(training, "BATCH_TOKENS", 512)
+    monkeypatch.setattr(training, "ROW_LENGTHS", (256, 512))
     output, work = tmp_path / "models", tmp_path / "work"
     main = runpy.run_path(str(repo_root / "tools" / "demo_model" / "__main__.py"))["main"]
     main(["--scale", "0.001", "--output", str(output), "--work", str(work), "--threads", "1"])
