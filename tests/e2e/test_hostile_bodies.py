@@ -21,7 +21,7 @@ from .hostile_bodies import SIZE, SMALL, Case, cases, long_texts, named, repeate
 
 KEY = "operator"
 MAX_GAP_SECONDS = float(os.environ.get("OUTRIDER_TEST_GAP_MS", "600")) / 1000
-"""Gap of another client: 100 ms on a machine of its own, 170 ms on one without AVX512; other tests make steps longer."""
+"""Gap of another client: 100 ms on a machine of its own, 170 ms without AVX512; other tests make steps longer."""
 MAX_ANSWER_SECONDS = 2.0
 MAX_GROWTH = 96 << 20
 
