@@ -118,6 +118,7 @@ def test_an_unloaded_adapter_leaves_all_ranks(
     options = {"r": 4, "target_modules": ["q_proj"], "modules_to_save": [*ENDS]}
     train(tmp_path / "base", 1, **options).save_pretrained(tmp_path / "saved")
     engine = make_engine(model=str(tmp_path / "base"), tensor_parallel_size=2, **LORA)
+    run(engine, [([3, 4], GREEDY)])  # the other rank may still be starting
     gc.collect()  # engines of other tests
     sites = [found for found in gc.get_objects() if isinstance(found, OwnRowSites)]
     num_before = sum(map(len, sites))

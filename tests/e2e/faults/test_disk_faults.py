@@ -53,8 +53,16 @@ def flip(folder):
     file.write_bytes(b"\xff" * 64 + file.read_bytes()[64:])
 
 
-@pytest.mark.parametrize("fault", [cut, flip, shutil.rmtree], ids=["cut short", "overwritten", "deleted"])
-def test_adapter_files_broken(server, place, ask, check_served, outcome, fault):
+INVALID, UNKNOWN = (400, "InvalidAdapter"), (404, "NotFoundError")
+
+
+@pytest.mark.parametrize(
+    ("fault", "answers"),
+    # A folder that has gone is still known for a moment, until the directory is looked at again.
+    [(cut, [INVALID]), (flip, [INVALID]), (shutil.rmtree, [INVALID, UNKNOWN])],
+    ids=["cut short", "overwritten", "deleted"],
+)
+def test_adapter_files_broken(server, place, ask, check_served, outcome, fault, answers):
     """Not in memory any more when its files break: a typed error to its requests alone; whole again, it is served."""
     whole = ask("first")
     assert whole.status_code == 200
@@ -62,7 +70,7 @@ def test_adapter_files_broken(server, place, ask, check_served, outcome, fault):
         assert ask(other).status_code == 200
     fault(place / "served/first")
     refused = ask("first")
-    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "InvalidAdapter"), refused.text
+    assert (refused.status_code, refused.json()["error"]["type"]) in answers, refused.text
     check_served(server)
     assert ask("second").json()["choices"][0]["text"] == whole.json()["choices"][0]["text"]
     shutil.rmtree(place / "served/first", ignore_errors=True)

@@ -1,6 +1,7 @@
 """Batches whose server is killed, and several servers with one folder."""
 
 import asyncio
+import contextlib
 import shutil
 
 import pytest
@@ -15,6 +16,11 @@ COUNT = 40
 
 def lines() -> str:
     return "\n".join(line(str(i), prompt="ab", max_tokens=-1 if i % 5 == 0 else 3) for i in range(COUNT))
+
+
+def stats(folder):
+    """What changes when anything in a folder does."""
+    return {path: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for path in folder.rglob("*") for stat in [path.stat()]}
 
 
 async def check_all(api, batch_id: str) -> None:
@@ -39,12 +45,14 @@ def test_a_copy_of_any_moment_goes_on(site, tmp_path):
         async def copy() -> None:
             while True:
                 target = tmp_path / f"copy{len(copies)}"
-                try:
-                    await asyncio.to_thread(shutil.copytree, site.folder, target)
-                    copies.append(target)
-                except shutil.Error:  # a file was renamed meanwhile: no moment of any disk
-                    shutil.rmtree(target)
-                await asyncio.sleep(0.02)
+                with contextlib.suppress(shutil.Error, FileNotFoundError):
+                    state = stats(site.folder)
+                    shutil.copytree(site.folder, target)  # here: no new work on the folder begins meanwhile
+                    if stats(site.folder) == state:
+                        copies.append(target)
+                if target not in copies:  # the folder has changed meanwhile: no moment of any disk
+                    shutil.rmtree(target, ignore_errors=True)
+                await asyncio.sleep(0.01)
 
         copying = asyncio.create_task(copy())
         await check_all(api, batch["id"])

@@ -183,6 +183,7 @@ def test_new_constraints_of_one_tenant_keep_nobody_from_work(server, llm, monkey
             tasks.append(asyncio.create_task(post("one", structured_outputs={"regex": "b"})))
             async with asyncio.timeout(30):
                 assert (await post("one", prompt="ab" * 4000)).status_code == 200  # checked in a thread, as it is long
+                await until(lambda: CHECKER.thread._work_queue.qsize())  # with b, behind the first a
             may_go_on.set()
             answers = await asyncio.gather(*tasks)
             assert {answer.status_code for answer in answers} == {200}
