@@ -68,8 +68,6 @@ class PassGraphs:
     num_replayed: int = 0
     num_single: int = 0
     """Passes that were launched kernel by kernel, because no captured shape served them."""
-    capture_seconds: float = 0.0
-    """Seconds spent on capturing so far."""
     disabled: bool = field(default=False)
     """True after a failed capture, or when there are enough graphs: captured ones serve on, and none is added."""
     sealed: bool = field(default=False)
@@ -161,7 +159,6 @@ class PassGraphs:
         """Capture `work` as the graph of `key` in `kept`; None when it cannot be captured, which is logged once."""
         if not self._has_room():
             return None
-        started = time.perf_counter()
         try:
             kept[key] = captured = self.backend.capture(work)
         except RuntimeError as error:  # of an OutOfMemoryError too
@@ -169,7 +166,6 @@ class PassGraphs:
             log.warning("a graph could not be captured, which costs speed: no more are tried (%s)", error)
             return None
         self.num_captured += 1
-        self.capture_seconds += time.perf_counter() - started
         return captured
 
     def _has_room(self) -> bool:

@@ -267,7 +267,6 @@ class SpeculationPolicy:
         asked = _asked(rows)
         gap = None if self._ended is None else now - self._ended - seconds
         self._ended = now
-        # A step that waited for captures says nothing.
         if seconds > 0.0 and rows and all(row.samples and row.num_tokens == 1 + row.num_drafts for row in rows):
             self._steps.add(len(rows), sum(row.num_drafts for row in rows), seconds)
             # Where the device drafts, what lies between two steps is the drafting after the first of them.

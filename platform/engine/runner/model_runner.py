@@ -88,8 +88,6 @@ class _Queued(NamedTuple):
     """Proposal of each row, where the device drafted without the host."""
     stopwatch: Stopwatch
     """Time of the forward pass, sampling and verification."""
-    capture_seconds: float
-    """Seconds of that time that were spent on captures, which only first steps pay for."""
 
 
 @dataclass(slots=True)
@@ -156,14 +154,14 @@ class ModelRunner:
             rows = [next(sampled) if row.samples else RowResult([]) for row in plan.rows]
         for index, prompt in queued.prompts.items():
             rows[index] = _with_prompt(plan.rows[index].request, rows[index], prompt)
-        return StepResult(rows, queued.stopwatch.seconds() - queued.capture_seconds)
+        return StepResult(rows, queued.stopwatch.seconds())
 
     @torch.inference_mode()
     def draft(self, launched: Launched, result: StepResult) -> float:
         """Give the sequences of a committed step their drafts for the next one: the device's, where it has drafted
         without the host. Returns the seconds of the step and of drafting."""
         plan, queued = launched.plan, launched.work.result()
-        started = time.perf_counter() - self._capture_seconds
+        started = time.perf_counter()
         proposals = queued.proposals
         if self._has_drafter:
             if proposals is None:
@@ -182,7 +180,7 @@ class ModelRunner:
             return result.seconds
         if self._policy is not None:
             self._policy.observe(plan, result, result.seconds)
-        return result.seconds + time.perf_counter() - self._capture_seconds - started
+        return result.seconds + time.perf_counter() - started
 
     def _draft(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Drafts for the next step, made by the host or for it."""
@@ -203,11 +201,6 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.clear()
 
-    @property
-    def _capture_seconds(self) -> float:
-        """Seconds spent so far on captures, which only first steps pay for."""
-        return 0.0 if self._graphs is None else self._graphs.capture_seconds
-
     @torch.inference_mode()
     def _work(
         self,
@@ -225,7 +218,7 @@ class ModelRunner:
         """
         if self._host is not None and moves:
             self._host.run(moves)
-        stopwatch, captured = Stopwatch(self._model.device), self._capture_seconds
+        stopwatch = Stopwatch(self._model.device)
         if before is not None:
             queued = before.result()
             assert queued.outcome is not None, "no step was to follow before the host knew the outcome"
@@ -242,10 +235,9 @@ class ModelRunner:
             for index, (row, first) in prepared.prompts.items()
         }
         stopwatch.stop()  # tokens are delivered while the device drafts
-        seconds = self._capture_seconds - captured
         if prepared.drafting:
             proposals = self._draft_on_device(prepared, computed.output, outcome)
-        return _Queued(computed.output, sampling, prompts, outcome, proposals, stopwatch, seconds)
+        return _Queued(computed.output, sampling, prompts, outcome, proposals, stopwatch)
 
     def _draft_on_device(
         self, prepared: Prepared, output: DecoderOutput, outcome: DeviceOutcome | None
