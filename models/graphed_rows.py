@@ -73,9 +73,8 @@ class GraphedRows:
             if batch is not None and not batch.replayable:
                 return None
             for parts in (parts for parts in self._counts if parts >= count):
-                key = (rows, parts, batch is not None)
-                if self._graphs.can_run(self._captured, key):
+                captured = self._captured.get((rows, parts, batch is not None))
+                if captured is not None:
                     self._states[: len(states)].copy_(states)
-                    work = partial(self._compute, self._states[:rows], batch, parts)
-                    return self._graphs.run(self._captured, key, work)
+                    return self._graphs.run(captured)
         return None

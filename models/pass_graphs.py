@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -68,10 +68,8 @@ class PassGraphs:
     num_replayed: int = 0
     num_single: int = 0
     """Passes that were launched kernel by kernel, because no captured shape served them."""
-    disabled: bool = field(default=False)
-    """True after a failed capture, or when there are enough graphs: captured ones serve on, and none is added."""
-    sealed: bool = field(default=False)
-    """True after `capture_ahead`: nothing is captured any more."""
+    sealed: bool = False
+    """True when nothing is captured any more: after `capture_ahead`, a failed capture, or as many graphs as may be."""
     grid: Grid = field(init=False)
     _owners: list[Capturable] = field(default_factory=list)
 
@@ -118,6 +116,8 @@ class PassGraphs:
         ends = clock() + seconds
         work = [entry for owner in self._owners for entry in owner.captures()]
         for _, capture in spread(sorted(work, key=lambda entry: -entry[0])):
+            if self.sealed:
+                break
             if clock() >= ends:
                 log.warning("%d of %d graphs were captured in %.0f s", self.num_captured, len(work), seconds)
                 break
@@ -131,54 +131,32 @@ class PassGraphs:
             owner.clear()
         self._owners.clear()
 
-    def can_run(self, kept: Mapping[K, Captured], key: K) -> bool:
-        """True when `run` returns outputs for this key, unless capturing fails."""
-        return key in kept or not (self.sealed or self.disabled)
-
-    def run(
-        self,
-        kept: dict[K, Captured],
-        key: K,
-        work: Callable[[], tuple[Tensor, ...]],
-        begin: Callable[[], None] | None = None,
-    ) -> tuple[Tensor, ...] | None:
-        """Outputs of the graph of `key` in `kept`, which is captured from `work` if it is not there and may be; None
-        when there is none. `begin` is called before that, or before the replay."""
-        captured = kept.get(key)
-        if captured is None and not self._has_room():
-            return None
+    def run(self, captured: Captured, begin: Callable[[], None] | None = None) -> tuple[Tensor, ...]:
+        """Replay a graph; returns its outputs. `begin` is called first."""
         if begin is not None:
             begin()
-        if captured is None and (captured := self.capture(kept, key, work)) is None:
-            return None
         captured.replay()
         self.num_replayed += 1
         return captured.outputs
 
-    def capture(self, kept: dict[K, Captured], key: K, work: Callable[[], tuple[Tensor, ...]]) -> Captured | None:
-        """Capture `work` as the graph of `key` in `kept`; None when it cannot be captured, which is logged once."""
-        if not self._has_room():
-            return None
-        try:
-            kept[key] = captured = self.backend.capture(work)
-        except RuntimeError as error:  # of an OutOfMemoryError too
-            self.disabled = True
-            log.warning("a graph could not be captured, which costs speed: no more are tried (%s)", error)
-            return None
-        self.num_captured += 1
-        return captured
-
-    def _has_room(self) -> bool:
-        """False when nothing may be captured any more; logged once if there are enough graphs."""
-        if self.sealed or self.disabled:
-            return False
+    def capture(self, kept: dict[K, Captured], key: K, work: Callable[[], tuple[Tensor, ...]]) -> None:
+        """Capture `work` as the graph of `key` in `kept`. If that fails, or there are as many graphs as may be, a
+        warning is logged and nothing is captured any more."""
+        if self.sealed:
+            return
         if self.num_captured >= self.limits.max_graphs:
-            self.disabled = True
+            self.sealed = True
             log.warning(
                 "%d graphs are captured, and no more may be: other passes are launched singly", self.num_captured
             )
-            return False
-        return True
+            return
+        try:
+            kept[key] = self.backend.capture(work)
+        except RuntimeError as error:  # of an OutOfMemoryError too
+            self.sealed = True
+            log.warning("a graph could not be captured, which costs speed: no more are tried (%s)", error)
+            return
+        self.num_captured += 1
 
 
 class PassOptions(NamedTuple):
@@ -272,7 +250,7 @@ class GraphedPass:
         Args:
             handles: (adapter, number of tokens) of each row.
             states: [T, state_size], for passes that read states.
-            begin: Called before a graph is captured or replayed; capturing it may still fail.
+            begin: Called before the replay, if there is one.
 
         Returns:
             Results of `Compute`, valid until the next pass. Entries beyond the rows and their tokens have no meaning.
@@ -294,11 +272,12 @@ class GraphedPass:
             return None
         padding = shape.tokens - len(rows.token_ids)
         padded = [*handles, (None, padding)] if padding else handles
-        adapters, adapted = self._adapters(padded, always=self._lacks_base(shape))
-        if not all(batch is None or batch.replayable for batch in adapters):
+        adapters, adapted = self._adapters(padded, always=_Key(shape, False) not in self._captured)
+        captured = self._captured.get(_Key(shape, adapted))
+        if captured is None or not all(batch is None or batch.replayable for batch in adapters):
             return None
         self._fill(shape, rows, states)
-        return self._graphs.run(self._captured, _Key(shape, adapted), lambda: self._work(shape, adapters), begin)
+        return self._graphs.run(captured, begin)
 
     def captures(self) -> Iterator[tuple[int, Callable[[], None]]]:
         """See `Capturable`."""
@@ -323,9 +302,6 @@ class GraphedPass:
             always |= batch is not None
         return tuple(adapters), any(batch is not None for batch in adapters)
 
-    def _lacks_base(self, shape: PassShape) -> bool:
-        return not self._options.has_base or not self._graphs.can_run(self._captured, _Key(shape, False))
-
     def _capture(self, shape: PassShape, adapted: bool) -> None:
         """Capture the pass of a shape; without rows all tokens are padding."""
         adapters, _ = self._adapters([(None, shape.tokens)], always=adapted)
@@ -335,18 +311,17 @@ class GraphedPass:
         self._graphs.capture(self._captured, _Key(shape, adapted), lambda: self._work(shape, adapters))
 
     def _shape(self, rows: SequenceRows) -> PassShape | None:
-        """The smallest shape that the rows fit into, of those that are captured or may be."""
+        """The smallest captured shape that the rows fit into."""
         if rows.first_key != self._options.first_key:
             return None
         if rows.long_prompts(self._model.rope.short_context):  # graphs know positions, not prompts
             return None
         if max(map(sum, zip(rows.starts, rows.query_lens, strict=True))) > self._graphs.limits.max_positions:
             return None
-        most, captured, graphs = self._attention.max_queries, self._captured, self._graphs
+        most, captured = self._attention.max_queries, self._captured
         for shape in self._shapes:
-            if shape.fits(rows.query_lens, most) and (
-                graphs.can_run(captured, _Key(shape, True)) or graphs.can_run(captured, _Key(shape, False))
-            ):
+            is_captured = _Key(shape, True) in captured or _Key(shape, False) in captured
+            if is_captured and shape.fits(rows.query_lens, most):
                 return shape
         return None
 

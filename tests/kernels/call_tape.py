@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock, get_ident
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -114,15 +114,40 @@ def record(call: Callable[[], Any]) -> None:
         recorder.work(call)
 
 
+class _LateRecording:
+    """A `Captured` that is recorded at its first replay."""
+
+    def __init__(self, tape: CallTape, work: Work) -> None:
+        self._tape, self._work = tape, work
+        self._captured: Captured | None = None
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """Valid after a replay."""
+        assert self._captured is not None
+        return self._captured.outputs
+
+    def replay(self) -> None:
+        if self._captured is None:
+            self._captured = self._tape.record(self._work)
+        self._captured.replay()
+
+
 class CallTape:
     """A GraphBackend."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, lazily: bool = False) -> None:
+        """`lazily`: record each capture at its first replay: the interpreter is slow, and many shapes are unused."""
         self.num_calls: list[int] = []
-        """Of each capture."""
+        """Number of calls of each recording."""
+        self.lazily = lazily
 
     def capture(self, work: Work) -> Captured:
         """See GraphBackend. The outputs hold NaN, or numbers that are no ids, until the first replay."""
+        return cast(Captured, _LateRecording(self, work)) if self.lazily else self.record(work)
+
+    def record(self, work: Work) -> Captured:
+        """Record `work` now."""
         work()
         recorder = _Recorder()
         with _launches_of(recorder), recorder:
@@ -139,10 +164,10 @@ def without_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "_function", lambda: None)
 
 
-def graph_backend(device: str) -> GraphBackend:
-    """CUDA's where there is one."""
+def graph_backend(device: str, *, lazily: bool = False) -> GraphBackend:
+    """CUDA's if there is one; else a `CallTape`, see there."""
     if device == "cuda":
         from outrider.kernels.graphs import CudaGraphs
 
         return CudaGraphs(torch.device(device))
-    return CallTape()
+    return CallTape(lazily=lazily)

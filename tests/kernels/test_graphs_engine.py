@@ -195,9 +195,10 @@ def plain(files: dict[str, Path]) -> Callable[[], list[list[int]]]:
 @pytest.fixture
 def graphs(device: str, monkeypatch: pytest.MonkeyPatch) -> PassGraphs:
     """The path of a CUDA device, on a CPU too: Triton's kernels, and graphs or their double."""
-    made = PassGraphs(graph_backend(device), PassLimits(4, 64, max_tokens=16, max_drafts=2))
+    made = PassGraphs(
+        graph_backend(device, lazily=True), PassLimits(4, 64, max_tokens=16, max_drafts=2, graphs_per_shape=3)
+    )
     monkeypatch.setattr(setup, "make_graphs", lambda config: made)
-    monkeypatch.setattr(setup, "capture_ahead", lambda *args, **options: None)
     monkeypatch.setattr(drawing, "stays_on_device", lambda logits: True)
     if device == "cuda":
         return made
@@ -244,8 +245,8 @@ def test_text_is_the_same(
         as_on_a_gpu(monkeypatch)
     found, drafted = run(files, device, method, adapted=True, overlapping=overlapping)
     assert graphs.num_replayed >= 4
-    assert graphs.num_captured < graphs.num_replayed
     if isinstance(graphs.backend, CallTape):
+        assert len(graphs.backend.num_calls) < graphs.num_replayed
         assert min(graphs.backend.num_calls) > 10, "whole passes"
     monkeypatch.undo()
     assert found == plain()

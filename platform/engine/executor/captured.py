@@ -1,7 +1,7 @@
 """Passes of the target that are replayed from captured graphs; see `models.pass_graphs`.
 
-With several ranks each captures its own share, sums over ranks included. Rank 0 decides whether a pass is captured,
-replayed or launched kernel by kernel, and the others do the same: they hold the same graphs.
+With several ranks each captures its own share, sums over ranks included. Rank 0 decides whether a pass is replayed
+or launched kernel by kernel, and the others do the same: they hold the same graphs.
 """
 
 from __future__ import annotations

@@ -211,26 +211,18 @@ class ParallelExecutor:
             return self._model.forward(batch, aux_layers)
 
     def replay(self, rows: SequenceRows, handles: Handles, *, verifies: bool) -> tuple[Tensor, ...] | None:
-        """See `Executor`. None, too, where a rank could not capture the pass: the ranks have agreed on that."""
+        """See `Executor`. All ranks hold the same graphs: they have agreed on each capture."""
         if self._passes is None:
             return None
         assert rows.overshoot is None, "steps do not overlap"
-        has_begun = False
+        with contextlib.ExitStack() as replaying:
 
-        def begin() -> None:
-            nonlocal has_begun
-            if has_begun:
-                return
-            has_begun = True
-            lengths, array = encode_rows(rows, rows.known_tokens(self._model.device))
-            self._announce(Message("replay", [lengths, _plain(handles), verifies], [array]))
+            def begin() -> None:
+                lengths, array = encode_rows(rows, rows.known_tokens(self._model.device))
+                message = Message("replay", [lengths, _plain(handles), verifies], [array])
+                replaying.enter_context(self._together(message))
 
-        try:
             return self._passes.run(rows, handles, verifies=verifies, begin=begin)
-        except BaseException as error:
-            if has_begun:
-                self._end_after(error)
-            raise
 
     def announce_captures(self) -> None:
         """See `Executor`."""
@@ -287,14 +279,10 @@ class ParallelExecutor:
         try:
             yield
         except BaseException as error:
-            self._end_after(error)
+            ended = self._fail(error)
+            if isinstance(error, Exception):
+                raise ended from error
             raise
-
-    def _end_after(self, error: BaseException) -> None:
-        """End all ranks, since this process failed in its share; raises what an `Exception` becomes."""
-        ended = self._fail(error)
-        if isinstance(error, Exception):
-            raise ended from error
 
     def _announce(self, message: Message) -> None:
         with self._lock:

@@ -108,10 +108,8 @@ class Rank:
             lengths, handles, verifies = arguments
             rows = decode_rows(lengths, message.arrays[0])
             found = self._local.replay(rows, _handles(handles), verifies=verifies)
-            if found is None and not (self._graphs is not None and self._graphs.disabled):  # else all ranks agreed
-                raise RuntimeError(
-                    "this rank does not capture a pass that rank 0 captures; enforce_eager captures none"
-                )
+            if found is None:
+                raise RuntimeError("this rank has no graph of a pass that rank 0 replays; enforce_eager captures none")
         elif verb == "capture":
             assert self._graphs is not None
             self._graphs.capture_ahead()
