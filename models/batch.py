@@ -38,6 +38,14 @@ READY_BYTES = 1 << 26
 machine must get the memory first."""
 
 
+class AdapterPreparer(Protocol):
+    """Function from each row's (adapter handle, number of tokens) to the adapters' inputs of one forward pass, whose
+    `replayable` is True if captured passes can read them; None if no row has an adapter."""
+
+    def __call__(self, rows: Sequence[tuple[Any, int]], *, always: bool = False) -> Any:
+        """`always`: return inputs that add nothing instead of None, if captured passes may read any."""
+
+
 class KVLayerSpec(NamedTuple):
     """Cache of one layer for a token: a key and, if they are not `shared`, a value of `head_dim` for each KV head."""
 

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from ..kernels.graphs import Captured
-from .pass_graphs import PassGraphs, Preparer
+from .batch import AdapterPreparer
+from .pass_graphs import PassGraphs
 
 
 class GraphedRows:
@@ -20,14 +21,14 @@ class GraphedRows:
         graphs: PassGraphs,
         states: Tensor,
         compute: Callable[[Tensor, Any, int], tuple[Tensor, ...]],
-        prepare: Preparer,
+        prepare: AdapterPreparer,
         most: int,
     ) -> None:
         """Prepare work on up to as many rows as `states` has.
 
         Args:
             graphs: Holder of the graphs.
-            states: [max rows, H], where the work finds its rows: the first of them.
+            states: [max rows, H]. The work reads its rows from the first of them.
             compute: The work, from states [rows, H], their adapters, and how many parts of it are wanted. It reads no
                 host value that may differ the next time.
             prepare: Preparer of the rows' adapters.

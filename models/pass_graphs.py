@@ -30,18 +30,10 @@ from ..kernels.paged_attention.schedule import TILE_FIELDS, Capacity
 from ..kernels.staging import staged
 from .attention import ReplayableAttention, ReplayablePlan
 from .attention.tables import RowTables
-from .batch import ForwardBatch, LayerKV, PagedModel, SequenceRows
+from .batch import AdapterPreparer, ForwardBatch, LayerKV, PagedModel, SequenceRows
 from .pass_grid import Grid, PassLimits, PassShape, bucket, make_grid, spread
 
 log = logging.getLogger(__name__)
-
-
-class Preparer(Protocol):
-    """Function from each row's (adapter handle, number of tokens) to the input of the adapters' layers, whose
-    `replayable` is True when captured launches serve it; None where no row has an adapter."""
-
-    def __call__(self, rows: Sequence[tuple[Any, int]], *, always: bool = False) -> Any:
-        """`always`: return an input that adds nothing in place of None, if captured launches may serve one."""
 
 
 class Capturable(Protocol):
@@ -81,7 +73,7 @@ class PassGraphs:
         model: PagedModel,
         kv: Sequence[LayerKV],
         compute: Compute,
-        preparers: Sequence[Preparer],
+        preparers: Sequence[AdapterPreparer],
         options: PassOptions | None = None,
     ) -> GraphedPass | None:
         """Passes of a model over its layers `kv`; None when its attention cannot be captured."""
@@ -165,7 +157,7 @@ class PassOptions(NamedTuple):
     first_key: int = 0
     """First position that holds keys."""
     state_size: int = 0
-    """Elements for each token of the states that the pass reads beside tokens; 0: none."""
+    """Elements for each token of the states that the pass reads in addition to tokens; 0: none."""
     state_dtype: torch.dtype = torch.float32
     decodes: bool = True
     """Whether decodes and verifications have shapes."""
@@ -177,7 +169,7 @@ class PassOptions(NamedTuple):
 
 
 class PassInputs(NamedTuple):
-    """Inputs of `Compute` beside the batch, in tensors at fixed addresses."""
+    """Inputs of `Compute` in addition to the batch, in tensors at fixed addresses."""
 
     last: Tensor
     """[rows] int64: last token of each row."""
@@ -210,7 +202,7 @@ class GraphedPass:
         attention: ReplayableAttention,
         kv: Sequence[LayerKV],
         compute: Compute,
-        preparers: Sequence[Preparer],
+        preparers: Sequence[AdapterPreparer],
         options: PassOptions,
     ) -> None:
         """See `PassGraphs.of`."""
@@ -326,7 +318,7 @@ class GraphedPass:
         return None
 
     def _fill(self, shape: PassShape, rows: SequenceRows, states: Tensor | None) -> None:
-        """Copy the rows to where the graphs of this shape read them, in two copies for which the host does not wait."""
+        """Copy the rows to the tensors that the graphs of this shape read, in two copies that nothing waits for."""
         num_tokens, tokens = len(rows.token_ids), shape.tokens
         tables = RowTables(rows, self._block_size)
         positions = np.arange(num_tokens) + np.repeat(tables.starts - tables.token_starts, tables.query_lens)

@@ -95,8 +95,8 @@ class Grid(NamedTuple):
         return [shape.rows for shape in self.decodes if shape.queries == 1]
 
     def padded(self, rows: int, drafts: float) -> float:
-        """Number of drafts that `rows` rows have room for in the shape of a step with `drafts` drafts together; the
-        same number where there is no shape, or without drafts."""
+        """Number of drafts that `rows` rows have room for in the shape of a step with `drafts` drafts together;
+        `drafts` itself if no shape fits, or if it is 0."""
         tokens = rows + math.ceil(drafts)
         for shape in (*self.decodes, *self.prompts) if drafts > 0 else ():
             if shape.rows >= rows and shape.tokens >= tokens and shape.queries > 1:

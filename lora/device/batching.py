@@ -82,7 +82,7 @@ class LoraBatcher:
             dtype: Dtype of the rows.
             device: Device of the rows.
             batch_invariant: True when no bit of a token's delta may depend on the other tokens.
-            buffer: Memory of this batcher alone, where captured graphs find the groups of small steps.
+            buffer: Memory of this batcher alone, from which captured graphs read the groups of small steps.
         """
         self._buffer = buffer
         self._batch_invariant = batch_invariant
@@ -101,7 +101,7 @@ class LoraBatcher:
             rows: The rows.
             is_plain: No adapter has more than rank rows.
             targets_experts: An adapter has weights of experts.
-            always: Return a batch that adds nothing in place of None, where captured graphs serve batches.
+            always: Return a batch that adds nothing instead of None, if captured graphs serve batches.
         """
         if (rows, always) != self._last[0]:
             batch = self._build(rows, is_plain, always=always)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ...platform.core.request import NO_DRAFTS
-from ..drafters.base import AdapterPreparer, Drafter, DrafterNeeds, DraftRow, Proposal, TargetOutput
+from ..drafters.base import Drafter, DrafterNeeds, DraftRow, Proposal, TargetOutput
 
 if TYPE_CHECKING:
-    from ...models.batch import LayerKV
+    from ...models.batch import AdapterPreparer, LayerKV
 
 
 class DrafterGroup(Drafter):

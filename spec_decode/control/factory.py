@@ -13,7 +13,7 @@ from .drafter_group import DrafterGroup
 from .policy import DrafterTraits, SpeculationPolicy
 
 _LOOKUP_MIN = 2
-"""Tokens that must repeat for the fallback to draft: after one alone it is hardly ever right where a network is not."""
+"""Tokens that must repeat for the fallback to draft: a match of one token is rarely right if the network is wrong."""
 _NEURAL_RATE, _LOOKUP_RATE = 0.7, 0.5
 """Acceptance that is expected before any draft was verified: high enough that each drafter is tried at once."""
 
@@ -30,7 +30,7 @@ def make_speculation(
     config: SpeculativeConfig | None, context: DrafterContext, padded: Padded | None = None
 ) -> Speculation:
     """The drafter that `config` asks for; if it is adaptive, with the policy, and with prompt lookup to fall back on
-    where the drafter is neural. `padded`: see `StepCosts`.
+    if the drafter is neural. `padded`: see `StepCosts`.
 
     Raises:
         InvalidRequestError, UnsupportedModelError, NotFoundError: see `make_drafter`.

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from ...kernels.device_outcome import DeviceOutcome, DeviceTokens
 from ...kernels.staging import to_device
-from ...models.batch import ForwardBatch, LayerKV, SequenceRows
+from ...models.batch import AdapterPreparer, ForwardBatch, LayerKV, SequenceRows
 from ...platform.core.request import NO_DRAFTS, Status
 from ...platform.core.speculative_config import SpeculativeConfig
 from ..verify.draft_sampling import Drafting, DraftVocabulary, EditLogits, PassOutput, draw, join_drafts, last_drafts
 from ..verify.verification import choose_rule
-from .base import AdapterPreparer, DeviceStep, Drafter, DraftRow, Proposal, TargetOutput, no_adapters
+from .base import DeviceStep, Drafter, DraftRow, Proposal, TargetOutput, no_adapters
 from .factory import DrafterContext
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -23,15 +23,8 @@ from ...platform.core.request import NO_DRAFTS, Drafts, Request
 
 if TYPE_CHECKING:
     from ...kernels.device_outcome import DeviceOutcome
-    from ...models.batch import KVLayerSpec, LayerKV
+    from ...models.batch import AdapterPreparer, KVLayerSpec, LayerKV
     from ...models.layers.linear import Linear
-
-
-class AdapterPreparer(Protocol):
-    """Function from each row's (adapter handle, number of tokens) to the adapters' inputs of one forward pass."""
-
-    def __call__(self, rows: Sequence[tuple[Any, int]], *, always: bool = False) -> Any:
-        """`always`: return an input that adds nothing in place of None, if captured passes may serve one."""
 
 
 def no_adapters(rows: Sequence[tuple[Any, int]], *, always: bool = False) -> None:

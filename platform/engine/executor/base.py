@@ -7,9 +7,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ....models.batch import LayerKV, SequenceRows, build_batch
+from ....models.batch import AdapterPreparer, LayerKV, SequenceRows, build_batch
 from ....models.model import DecoderOutput, LanguageModel
-from ....spec_decode.drafters.base import AdapterPreparer
 from ...core.errors import EngineDeadError
 from .captured import TargetPasses
 

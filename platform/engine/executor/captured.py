@@ -12,10 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from ....kernels.graphs import Captured, GraphBackend, Work
-from ....models.batch import ForwardBatch, LayerKV, SequenceRows
+from ....models.batch import AdapterPreparer, ForwardBatch, LayerKV, SequenceRows
 from ....models.model import LanguageModel
 from ....models.pass_graphs import PassGraphs, PassInputs, PassOptions
-from ....spec_decode.drafters.base import AdapterPreparer
 from ...core.errors import EngineDeadError
 
 
@@ -78,7 +77,7 @@ class TargetPasses:
 
 
 class AgreedGraphs:
-    """Graphs that all ranks have captured. Implements `GraphBackend`: a rank cannot record where another one cannot."""
+    """Graphs that all ranks have captured. Implements `GraphBackend`: no rank has a recording that another lacks."""
 
     def __init__(self, backend: GraphBackend, agree: Callable[[bool], bool]) -> None:
         """`agree`: `ProcessRanks.agree`."""

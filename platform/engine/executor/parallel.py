@@ -19,9 +19,8 @@ from torch import Tensor
 from ....lora.device.layout import PackedModules
 from ....lora.device.pool import Allocation
 from ....lora.reader.reader_messages import receive, send
-from ....models.batch import LayerKV, SequenceRows, build_batch
+from ....models.batch import AdapterPreparer, LayerKV, SequenceRows, build_batch
 from ....models.model import DecoderOutput, LanguageModel
-from ....spec_decode.drafters.base import AdapterPreparer
 from ...core.batch import Move
 from ...core.config import EngineConfig
 from ...core.errors import EngineDeadError, ErrorInfo, InvalidRequestError, error_from_info

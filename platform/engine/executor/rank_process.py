@@ -24,12 +24,12 @@ from ....lora.device.layout import ModelLayout
 from ....lora.device.pool import Allocation, RowPool
 from ....lora.device.sites import AdapterSites
 from ....lora.reader.reader_messages import receive, send
-from ....models.batch import LayerKV, allocate_kv
+from ....models.batch import AdapterPreparer, LayerKV, allocate_kv
 from ....models.checkpoint.loader import ModelOptions, load_model
 from ....models.model import LanguageModel
 from ....models.pass_graphs import PassGraphs
 from ....models.pass_grid import PassLimits
-from ....spec_decode.drafters.base import AdapterPreparer, no_adapters
+from ....spec_decode.drafters.base import no_adapters
 from ...core.batch import Move
 from ...core.errors import OutriderError
 from ..description import weight_bytes

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from ....kernels.device_outcome import DeviceOutcome
 from ....kernels.staging import to_device
-from ....models.batch import LayerKV
+from ....models.batch import AdapterPreparer, LayerKV
 from ....models.model import DecoderOutput, LanguageModel
 from ....models.pass_graphs import PassGraphs
 from ....spec_decode.control.policy import SpeculationPolicy
 from ....spec_decode.drafters.base import (
-    AdapterPreparer,
     DeviceStep,
     Drafter,
     DraftRow,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ....models.batch import AdapterPreparer
 from ....models.layers.score_head import ScoreHead
-from ....spec_decode.drafters.base import AdapterPreparer
 from ...core.batch import RowPlan
 from ...core.sampling_params import CLASSIFY
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.staging import to_device
-from ....models.batch import ForwardBatch, LayerKV, SequenceRows, build_batch
+from ....models.batch import AdapterPreparer, ForwardBatch, LayerKV, SequenceRows, build_batch
 from ....models.checkpoint.json_files import read_json
 from ....models.checkpoint.paths import resolve_model_path
 from ....models.pass_graphs import PassOptions
@@ -33,7 +33,7 @@ from ....models.quantization import unpack
 from ....platform.core.speculative_config import SpeculativeConfig
 from ...verify.draft_sampling import Drafting, DraftVocabulary, PassOutput, most_likely_ids
 from ..autoregressive import TokenDrafter, TokenDrafterOptions, token_drafter_options, warn_of_short_reach
-from ..base import AdapterPreparer, DrafterNeeds, DraftRow, TargetOutput
+from ..base import DrafterNeeds, DraftRow, TargetOutput
 from ..checkpoint import PARAM, fill, fill_randomly, quantise
 from ..factory import DrafterContext
 from .config import EagleConfig, eagle_kv_bytes_per_token, head_tensors, read_eagle_config, with_tensors

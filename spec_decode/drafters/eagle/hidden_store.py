@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ....kernels.device_outcome import device_slots
-from ....models.batch import KVLayerSpec, LayerKV
+from ....models.batch import AdapterPreparer, KVLayerSpec, LayerKV
 from ....platform.core.speculative_config import MAX_DRAFTS
-from ..base import AdapterPreparer, DraftRow, no_adapters
+from ..base import DraftRow, no_adapters
 
 Fuse = Callable[[Sequence[Tensor], Any], Tensor]
 """From hidden states [T, H] each, and their tokens' adapters, to the vectors that are kept: [T, width]."""

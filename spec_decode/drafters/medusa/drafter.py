@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.staging import to_device
-from ....models.batch import LayerKV
+from ....models.batch import AdapterPreparer, LayerKV
 from ....models.checkpoint.json_files import read_json
 from ....models.checkpoint.paths import resolve_model_path
 from ....models.graphed_rows import GraphedRows
@@ -19,7 +19,7 @@ from ....models.pass_grid import bucket
 from ....platform.core.speculative_config import SpeculativeConfig
 from ...verify.draft_sampling import Drafting, EditLogits, append_best, draw, join_drafts, most_likely_ids, takes_best
 from ...verify.verification import choose_rule
-from ..base import AdapterPreparer, Drafter, DrafterNeeds, DraftRow, Proposal, TargetOutput, no_adapters
+from ..base import Drafter, DrafterNeeds, DraftRow, Proposal, TargetOutput, no_adapters
 from ..checkpoint import fill, fill_randomly, quantise, read_tensors, refuse
 from ..factory import DrafterContext
 from .heads import MedusaHeads, canonical_names, read_medusa_config, with_tensors
