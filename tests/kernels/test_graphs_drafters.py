@@ -88,6 +88,11 @@ class Side:
         return self.proposer.propose(rows, TargetOutput(there, aux))
 
 
+def _positions(cache: torch.Tensor, block_table: list[int], count: int) -> torch.Tensor:
+    """Keys or values of a sequence's first positions, but of the first one: EAGLE heads have none there."""
+    return cache[:, block_table].flatten(1, 2)[:, 1:count]
+
+
 @dataclasses.dataclass
 class Running:
     """One request as the engine drives it."""
@@ -136,6 +141,11 @@ class Pair:
             assert (ours.drafts.probs is None) == (theirs.drafts.probs is None)
             if ours.drafts.probs is not None:
                 torch.testing.assert_close(ours.drafts.probs.cpu(), theirs.drafts.probs, atol=1e-4, rtol=1e-3)
+        for sequence, proposal in zip(sequences, graphed, strict=True):
+            for ours, theirs in zip(self.graphed.kv, self.plain.kv, strict=True):
+                for mine, other in zip(ours[:2], theirs[:2], strict=True):
+                    keys = [_positions(of, sequence.block_table, proposal.num_draft_computed) for of in (mine, other)]
+                    torch.testing.assert_close(keys[0].cpu(), keys[1], atol=1e-4, rtol=1e-3)
         for sequence, proposal, ids in zip(sequences, graphed, drafted, strict=True):
             tokens = sequence.request.tokens + ids[: rng.randint(0, len(ids))]
             sequence.num_draft_computed = min(proposal.num_draft_computed, len(tokens))
