@@ -175,7 +175,8 @@ class PassChain(GraphedPass):
         """Compute the passes and draws over the inputs that were copied."""
         num_rows, plan = key.shape.rows, self._next_plans[key.shape.rows]
         first, left = self._draws[_POSITION, :num_rows], self._draws[_LEFT, :num_rows]
-        tokens, probs = [], []
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
         outputs = self._work(key.shape, (None,) * len(self._preparers))
         for step in range(key.num_tokens):
             if step:
