@@ -4,15 +4,16 @@ outputs of the one before.
     rows  --pass 0-->  outputs  --draw-->  token 0  --pass 1-->  outputs  --draw-->  token 1  ...
 
 The host copies the rows, the block tables of all passes and the parameters of the draws, and launches the graph once.
-A row that wants fewer tokens than others stays at its last position: its later passes write no keys, and nobody reads
-what is drawn.
+A row that wants fewer tokens than the loop draws stays at its last position: its later passes write no keys, and nobody
+reads what is drawn. So a loop serves whatever fits into its shape.
 
 R rows of a shape, B of them real, V tokens of the vocabulary, K tokens drawn for each row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,11 +28,12 @@ from ..kernels.staging import staged
 from .attention import ReplayablePlan
 from .attention.tables import RowTables
 from .batch import ForwardBatch, SequenceRows
-from .pass_graphs import GraphedPass, PassInputs, PassShape, bucket
+from .pass_graphs import GraphedPass, PassInputs
+from .pass_grid import LoopShape, bucket
 
 MAX_PROBS_BYTES = 64 << 20
-"""Most bytes of the distributions [K, R, V] that a graph keeps for rejection sampling. Larger loops are launched pass
-by pass: graphs must fit into the memory that is left beside the KV cache."""
+"""Most bytes of the distributions [K, R, V] that loops keep for rejection sampling; all share this memory. Larger loops
+are launched pass by pass: graphs must fit into the memory that the KV cache leaves."""
 
 
 class Draws(NamedTuple):
@@ -60,16 +62,6 @@ class Drawn(NamedTuple):
     """[K, R, V] float32: the distributions, if they are kept."""
 
 
-class _Key(NamedTuple):
-    """Key of loops that launch the same work."""
-
-    shape: PassShape
-    num_tokens: int
-    """K"""
-    sampled: bool
-    keeps_probs: bool
-
-
 _POSITION, _LEFT, _SALT, _NOISY, _TOP_K, _HEAT, _TOP_P, _LOG_MIN_P = range(8)
 """Rows of the array of a loop's numbers: int64, the last three with the bits of float64."""
 
@@ -91,7 +83,11 @@ class PassChain(GraphedPass):
         self._next_storage = torch.zeros(entries, dtype=torch.int32, device=device)
         self._each = torch.arange(max_rows, device=device)
         self._next_plans: dict[int, ReplayablePlan] = {}
-        self._loops: dict[_Key, Captured] = {}
+        self._loops: dict[LoopShape, Captured] = {}
+        loops = self._graphs.grid.loops if self._shapes else ()
+        self._loop_shapes = [loop for loop in loops if self._can_hold(loop)]
+        sizes = [loop.num_drafts * loop.first.rows for loop in self._loop_shapes if loop.sampled]
+        self._probs = torch.empty(max(sizes, default=0) * vocab_size, dtype=torch.float32, device=device)
 
     def loop(
         self,
@@ -107,23 +103,63 @@ class PassChain(GraphedPass):
             rows: B rows, with KV blocks for all positions but that of the last token drawn.
             handles, states: see `run`.
         """
-        shape, num_tokens = self._shape(rows), max(draws.num_wanted)
-        if shape is None or shape.has_long:
-            return None
         last = np.array(rows.starts) + np.array(rows.query_lens) - 1
         left = np.maximum(np.array(draws.num_wanted) - 1, 0)
-        if (last + left).max() >= self._graphs.limits.max_positions:
+        if (last + left).max() >= self._graphs.limits.max_positions or self._shape(rows) is None:
             return None
-        if draws.keeps_probs and num_tokens * shape.rows * self._vocab_size * 4 > MAX_PROBS_BYTES:
+        loop = self._loop_shape(rows, draws)
+        # Rows of adapters that have weights here lie in another order, and there is memory for one order of them.
+        if loop is None or any(prepare([*handles]) is not None for prepare in self._preparers):
             return None
-        if any(prepare([*handles]) is not None for prepare in self._preparers):
-            return None  # the passes' tokens lie differently, and there is memory for one order of them
-        self._fill(shape, rows, states)
-        self._fill_next(shape.rows, rows, last, left)
+        self._fill(loop.first, rows, states)
+        self._fill_next(loop.first.rows, rows, last, left)
         self._fill_draws(rows, last, left, draws)
-        key = _Key(shape, num_tokens, bool(draws.seed_keys), draws.keeps_probs)
-        found = self._graphs.run(self._loops, key, lambda: self._compute_loop(key))
+        found = self._graphs.run(self._loops, loop, lambda: self._compute_loop(loop))
         return None if found is None else Drawn(found[0], found[1] if draws.keeps_probs else None)
+
+    def captures(self) -> Iterator[tuple[int, Callable[[], None]]]:
+        """See `Capturable`."""
+        yield from super().captures()
+        for loop in self._loop_shapes:
+            yield loop.first.tokens, partial(self._capture_loop, loop)
+
+    def clear(self) -> None:
+        """See `Capturable`."""
+        super().clear()
+        self._loops.clear()
+        self._next_plans.clear()
+
+    def _can_hold(self, loop: LoopShape) -> bool:
+        """True when there is memory for the loop's inputs and outputs."""
+        tokens = max(shape.tokens for shape in self._shapes)
+        num_bytes = 4 * loop.num_drafts * loop.first.rows * self._vocab_size if loop.sampled else 0
+        return (
+            loop.first.tokens <= tokens
+            and loop.first.queries <= self._attention.max_queries
+            and num_bytes <= MAX_PROBS_BYTES
+        )
+
+    def _loop_shape(self, rows: SequenceRows, draws: Draws) -> LoopShape | None:
+        """The cheapest loop that serves the rows, of those that are captured or may be."""
+        num_drafts, sampled = max(draws.num_wanted), bool(draws.seed_keys)
+        for loop in self._loop_shapes:
+            if (
+                loop.num_drafts >= num_drafts
+                and loop.sampled == sampled
+                and loop.first.fits(rows.query_lens, self._attention.max_queries)
+                and self._graphs.can_run(self._loops, loop)
+            ):
+                return loop
+        return None
+
+    def _capture_loop(self, loop: LoopShape) -> None:
+        """Capture a loop; without rows all tokens are padding."""
+        empty = RowArrays(*[np.empty(0, dtype=np.int64)] * len(RowArrays._fields))
+        rows = SequenceRows([], [], [], [], self._options.first_key)
+        self._fill_padding(loop.first)
+        self._next_plan(loop.first.rows).refill(empty)
+        self._fill_draws(rows, np.empty(0), np.empty(0), Draws([]))
+        self._graphs.capture(self._loops, loop, lambda: self._compute_loop(loop))
 
     def _fill_next(self, num_rows: int, rows: SequenceRows, last: np.ndarray, left: np.ndarray) -> None:
         """Copy the tables of the passes of one token, for which the host does not wait."""
@@ -171,14 +207,16 @@ class PassChain(GraphedPass):
             )
         return self._next_plans[num_rows]
 
-    def _compute_loop(self, key: _Key) -> tuple[Tensor, ...]:
+    def _compute_loop(self, loop: LoopShape) -> tuple[Tensor, ...]:
         """Compute the passes and draws over the inputs that were copied."""
-        num_rows, plan = key.shape.rows, self._next_plans[key.shape.rows]
+        num_rows = loop.first.rows
+        plan = self._next_plans[num_rows]
         first, left = self._draws[_POSITION, :num_rows], self._draws[_LEFT, :num_rows]
         tokens: list[Tensor] = []
-        probs: list[Tensor] = []
-        outputs = self._work(key.shape, (None,) * len(self._preparers))
-        for step in range(key.num_tokens):
+        probs = self._probs[: loop.num_drafts * num_rows * self._vocab_size if loop.sampled else 0]
+        probs = probs.view(loop.num_drafts if loop.sampled else 0, num_rows, self._vocab_size)
+        outputs = self._work(loop.first, (None,) * len(self._preparers))
+        for step in range(loop.num_drafts):
             if step:
                 positions = first.clone()
                 plan.advance(first, left, positions, step)
@@ -187,13 +225,12 @@ class PassChain(GraphedPass):
                 states = outputs[0] if self._states is not None else None
                 outputs = self._compute(batch, PassInputs(self._each[:num_rows], states, (None,)))
             token = outputs[2]
-            if key.sampled:
+            if loop.sampled:
                 noisy, filtered = self._draw(self._widen(outputs[1]), first + (1 + step))
                 token = torch.where(self._draws[_NOISY, :num_rows] > 0, noisy, token)
-                if key.keeps_probs:
-                    probs.append(filtered.softmax(dim=-1))
+                torch.softmax(filtered, dim=-1, out=probs[step])
             tokens.append(token)
-        return torch.stack(tokens), *([torch.stack(probs)] if probs else [])
+        return torch.stack(tokens), probs
 
     def _draw(self, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [R] at these positions by the rows' parameters, and the filtered logits [R, V]."""

@@ -118,10 +118,12 @@ class TokenDrafter(Drafter):
 
             network, options = self._network, self.pass_options or PassOptions()
             columns = self._widened(torch.zeros(1, self._vocab_size, device=network.device)).shape[1]
-            self._passes = PassChain(
-                *(self._graphs, network, network.attention, kv, self._compute, [prepare_adapters], options),
-                widen=self._widened,
-                vocab_size=columns,
+            self._passes = self._graphs.add(
+                PassChain(
+                    *(self._graphs, network, network.attention, kv, self._compute, [prepare_adapters], options),
+                    widen=self._widened,
+                    vocab_size=columns,
+                )
             )
 
     # --- the network's part ---

@@ -158,7 +158,8 @@ def make_pair(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> C
     def make(method: str, max_rows: int = 4) -> Pair:
         (tmp_path / "config.json").write_text(json.dumps(FILES[method]))
         plain = Side(method, tmp_path, "cpu", None)
-        graphs = PassGraphs(graph_backend(device), PassLimits(max_rows, 100, max_tokens=24, max_drafts=5))
+        limits = PassLimits(max_rows, 100, max_tokens=24, max_drafts=5, has_loops=True)
+        graphs = PassGraphs(graph_backend(device), limits)
         monkeypatch.setattr(drawing, "stays_on_device", lambda logits: True)
         if device != "cuda":
             monkeypatch.setattr(attention, "best_backend", lambda spec, *, batch_invariant: TritonAttention)
