@@ -297,10 +297,14 @@ class GraphedPass:
     def _capture(self, shape: PassShape, adapted: bool) -> None:
         """Capture the pass of a shape; without rows all tokens are padding."""
         adapters, _ = self._adapters([(None, shape.tokens)], always=adapted)
+        self._fill_padding(shape)
+        self._graphs.capture(self._captured, _Key(shape, adapted), lambda: self._work(shape, adapters))
+
+    def _fill_padding(self, shape: PassShape) -> None:
+        """Have the graphs of this shape read padding tokens alone."""
         self._numbers.zero_()
         self._numbers[shape.tokens : 2 * shape.tokens] = self._options.first_key
         self._plan(shape).refill(RowArrays(*[np.empty(0, dtype=np.int64)] * len(RowArrays._fields)))
-        self._graphs.capture(self._captured, _Key(shape, adapted), lambda: self._work(shape, adapters))
 
     def _shape(self, rows: SequenceRows) -> PassShape | None:
         """The smallest captured shape that the rows fit into."""

@@ -2,6 +2,7 @@
 
     decodes    R rows x c tokens a row, for a few R and for c in 1, 2, 4, 8, ..., 1 + k:   R * c tokens
     prompts    parts of prompts alongside decodes and verifications:                       128, 256, 512, 1024 tokens
+    loops      R rows x (1 + k) tokens and then n drafts of each, for R in 1, 2, 4, 8, ... and n in k, k / 2
 
 k is the most drafts of a row. Rows of a pass lie one after the other, and padding tokens follow the last row. So what
 counts is the number of rows and their tokens together: rows that have more drafts than others need no shape of their
@@ -24,6 +25,8 @@ MAX_GRAPHS = 60
 MAX_DECODE_TOKENS = 320
 """Most tokens of a shape of decodes with drafts, as 64 rows of 5 have: each has a row of logits, 4 bytes for each token
 of the vocabulary. Steps with more take a shape of prompts, and their logits are launched singly."""
+MAX_LOOP_ROWS = 32
+"""Most rows of a draft loop in one graph: passes of more rows take long enough to be launched ahead one by one."""
 _PROMPT_TOKENS = (128, 256, 512, 1024)
 """Tokens of the shapes of prompts. Launches of longer passes are ahead of the device: 2,048 tokens take an 8B model 50
 ms on an H100, and launching that model's kernels singly takes less."""
@@ -46,6 +49,8 @@ class PassLimits(NamedTuple):
     """Most drafts of a row that a drafter makes."""
     graphs_per_shape: int = 1
     """Graphs of a shape: with and without adapters, and of the drafter."""
+    has_loops: bool = False
+    """Whether the drafter makes drafts one after the other."""
 
 
 class PassShape(NamedTuple):
@@ -78,11 +83,23 @@ class PassShape(NamedTuple):
         )
 
 
+class LoopShape(NamedTuple):
+    """Shape of a draft loop."""
+
+    first: PassShape
+    """Shape of the pass over tokens that are known."""
+    num_drafts: int
+    """Drafts of a row."""
+    sampled: bool
+    """Whether rows may be sampled; greedy ones cost less."""
+
+
 class Grid(NamedTuple):
     """Shapes in ascending order of their tokens and rows."""
 
     decodes: tuple[PassShape, ...]
     prompts: tuple[PassShape, ...]
+    loops: tuple[LoopShape, ...] = ()
 
     @property
     def max_tokens(self) -> int:
@@ -113,7 +130,8 @@ def bucket(count: int) -> int:
 def make_grid(limits: PassLimits) -> Grid:
     """The finest grid of as many shapes as the limits allow."""
     max_rows, max_tokens = limits.max_rows, limits.max_tokens
-    max_shapes = limits.max_graphs // limits.graphs_per_shape
+    loops = _make_loops(limits)
+    max_shapes = (limits.max_graphs - len(loops)) // limits.graphs_per_shape
     most = min(max_tokens, max(MAX_DECODE_TOKENS, max_rows))
     sizes = (bucket(count) if count <= 64 else -(-count // 32) * 32 for count in range(1, max_rows + 1))
     numbers = sorted({min(size, max_rows) for size in sizes})
@@ -131,7 +149,22 @@ def make_grid(limits: PassLimits) -> Grid:
         shapes.remove(min(shapes, key=lambda shape: _loss(shape, shapes)))
     shapes.sort(key=lambda shape: (shape.tokens, shape.rows))
     decodes = tuple(shape for shape in shapes if not shape.has_long)
-    return Grid(decodes, tuple(shape for shape in shapes if shape.has_long))
+    return Grid(decodes, tuple(shape for shape in shapes if shape.has_long), loops)
+
+
+def _make_loops(limits: PassLimits) -> tuple[LoopShape, ...]:
+    """Draft loops, the cheapest first. Their first pass has room for all drafts, as padding tokens are almost free."""
+    most, queries = limits.max_drafts, 1 + limits.max_drafts
+    if not limits.has_loops or not most:
+        return ()
+    room = min(limits.max_rows, MAX_LOOP_ROWS, limits.max_tokens // queries)
+    numbers = sorted({min(1 << power, room) for power in range(room.bit_length() + 1)}) if room else []
+    return tuple(
+        LoopShape(PassShape(rows, queries, rows * queries), num_drafts, sampled)
+        for rows in numbers
+        for num_drafts in sorted({-(-most // 2), most})
+        for sampled in (False, True)
+    )
 
 
 def _columns(max_drafts: int) -> list[int]:

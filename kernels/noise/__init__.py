@@ -72,6 +72,16 @@ def device_row_keys(seed_keys: Sequence[int], positions: Tensor, stream: Stream)
     return _reference.device_row_keys(_seeds(seed_keys), positions, int(stream))
 
 
+def row_salts(seed_keys: Sequence[int], streams: Sequence[int]) -> np.ndarray:
+    """The part of R rows' keys that does not depend on positions: [R] int64 on the host, for `salted_row_keys`."""
+    return _reference.row_salts(_seeds(seed_keys), np.asarray(streams))
+
+
+def salted_row_keys(salts: Tensor, positions: Tensor) -> Tensor:
+    """Keys of R rows from `row_salts` and positions ([R] int64 each, on one device), with the bits of `row_keys`."""
+    return _reference.salted_row_keys(salts, positions)
+
+
 def _seeds(seed_keys: Sequence[int]) -> np.ndarray:
     """Low 64 bits of each key."""
     return np.fromiter((seed & 0xFFFFFFFFFFFFFFFF for seed in seed_keys), np.uint64, len(seed_keys))
@@ -111,4 +121,4 @@ def uniform(row_keys: Tensor) -> Tensor:
     return _reference.uniform(row_keys)
 
 
-__all__ = ["Stream", "device_row_keys", "gumbel_argmax", "row_keys", "uniform"]
+__all__ = ["Stream", "device_row_keys", "gumbel_argmax", "row_keys", "row_salts", "salted_row_keys", "uniform"]

@@ -44,9 +44,18 @@ def row_keys(seeds: np.ndarray, positions: np.ndarray, stream: int) -> Tensor:
 
 def device_row_keys(seeds: np.ndarray, positions: Tensor, stream: int) -> Tensor:
     """`row_keys` with positions [R] int64 on a device. The first round is the host's; the second one wraps there."""
-    stream_key = _splitmix64(np.full(1, stream, dtype=np.uint64))
-    x = upload(positions.device, _splitmix64(seeds ^ stream_key).view(np.int64))[0] ^ positions
-    x = x + int(_GOLDEN.view(np.int64))
+    salts = row_salts(seeds, np.full(1, stream))
+    return salted_row_keys(upload(positions.device, salts)[0], positions)
+
+
+def row_salts(seeds: np.ndarray, streams: np.ndarray) -> np.ndarray:
+    """First round of `row_keys`, with a stream for each row: int64 [R]."""
+    return _splitmix64(seeds ^ _splitmix64(streams.astype(np.uint64))).view(np.int64)
+
+
+def salted_row_keys(salts: Tensor, positions: Tensor) -> Tensor:
+    """Second round of `row_keys`: keys [R] int64 of salts and positions on one device."""
+    x = (salts ^ positions) + int(_GOLDEN.view(np.int64))
     for shift, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ _shifted(x, shift)) * (multiplier - (1 << 64))
     return x ^ _shifted(x, 31)

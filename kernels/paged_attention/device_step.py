@@ -12,7 +12,7 @@ from ..rope import Rotation
 from ..staging import staged, to_device
 from .native import RowArrays
 from .schedule import TILE_FIELDS, Capacity, Layout, Planner, TileGroup, padded_dim
-from .settle import BLOCK, settle_kernel
+from .settle import BLOCK, advance_kernel, settle_kernel
 from .torch import LayerKV
 from .triton import Features, attention_constants, attention_kernel, reduce_kernel
 from .write import write_constants, write_kernel
@@ -95,6 +95,17 @@ class DeviceStep:
         """
         arrays = self._data, self._table, self._slots, positions, overshoot
         settle_kernel[(self._layout.num_tiles,)](*arrays, BLOCK_SIZE=self._block_size, BLOCK=BLOCK, num_warps=1)
+
+    def advance(self, first: Tensor, left: Tensor, positions: Tensor, step: int) -> None:
+        """Put rows of one query `step` positions after their `first`, or `left` if that is less; in one launch.
+
+        Args:
+            first, left: [R] int64.
+            positions: [R] int64 of the tokens; mutated. Those of padding rows stay.
+            step: at least 1. A row whose `left` is smaller has no slot: nothing is written for it.
+        """
+        arrays = self._data, self._table, self._slots, first, left, positions
+        advance_kernel[(self._layout.num_tiles,)](*arrays, step, BLOCK_SIZE=self._block_size, num_warps=1)
 
     def attend_qkv(
         self,

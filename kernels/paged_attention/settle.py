@@ -1,4 +1,5 @@
-"""Correction of rows that start earlier than planned, by a number that only the device knows. Needs Triton."""
+"""Moves of planned rows by numbers that only the device knows: rows that start earlier than planned, and rows of one
+query that go on to the next position. Needs Triton."""
 
 from __future__ import annotations
 
@@ -40,14 +41,37 @@ def settle_kernel(tiles, table, slots, positions, overshoot, BLOCK_SIZE: tl.cons
         tl.store(positions + token + query, place.to(tl.int64), mask=real)
 
 
+@triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=["first", "left", "positions"])
+def advance_kernel(tiles, table, slots, first, left, positions, step, BLOCK_SIZE: tl.constexpr):
+    """Put rows of one query at position min(first + step, first + left): `first` and `left` are [R] int64; tiles, slots
+    [R] and positions [R] int64 are mutated. A row whose `left` is smaller than `step` gets no slot. One program a row.
+    """
+    record = tiles + tl.program_id(0) * _TILE_FIELDS
+    if tl.load(record + 1) == 0:
+        return
+    row = tl.load(record + 5)
+    steps = tl.load(left + row)
+    place = tl.load(first + row) + tl.minimum(steps, step)
+    tl.store(record + 2, place.to(tl.int32))
+    tl.store(record + 4, place.to(tl.int32))
+    tl.store(positions + row, place)
+    block = tl.load(table + tl.load(record + 3) + place // BLOCK_SIZE)
+    tl.store(slots + row, tl.where(steps < step, -1, block * BLOCK_SIZE + place % BLOCK_SIZE).to(tl.int32))
+
+
 def settle_cases() -> list[CompileCase]:
-    """Cases of the kernel: blocks of a power of two, and of another size."""
+    """Cases of the kernels: blocks of a power of two, and of another size."""
     signature = {
         **dict.fromkeys(("tiles", "table", "slots"), "*i32"),
         **dict.fromkeys(("positions", "overshoot"), "*i64"),
         **dict.fromkeys(("BLOCK_SIZE", "BLOCK"), "constexpr"),
     }
+    moves = signature | dict.fromkeys(("first", "left"), "*i64") | {"step": "i32"}
+    advance = {name: moves[name] for name in advance_kernel.arg_names}
     return [
+        CompileCase(f"paged_attention advance b{size}", advance_kernel, advance, {"BLOCK_SIZE": size}, num_warps=1)
+        for size in (16, 20)
+    ] + [
         CompileCase(
             f"paged_attention settle b{size}",
             settle_kernel,

@@ -107,6 +107,10 @@ class ReplayablePlan(Protocol):
         """Move the rows `overshoot` [B] int64 positions back; `positions` [T] int64 of their tokens are mutated. The
         host does not wait for the device."""
 
+    def advance(self, first: Tensor, left: Tensor, positions: Tensor, step: int) -> None:
+        """Put rows of one query min(step, left) positions after their `first`, [R] int64 each; `positions` [R] int64 of
+        their tokens are mutated. Rows whose `left` is smaller than `step` write no keys."""
+
 
 @runtime_checkable
 class ReplayableAttention(Protocol):

@@ -3,6 +3,9 @@
     tokens   t0 t1 ... tn             one ragged catch-up pass over all rows: KV up to tn, and the first draft d0
     drafts                d0 d1 d2    then one token a pass, for the rows that want more: KV of d0, d1; d2 has none
 
+All passes and draws are one graph where the device allows it (`models/pass_chain`); else each pass is one, or its
+kernels are launched singly.
+
 A row may lag (no drafts asked for, a prefix-cache hit without draft KV, a long prompt): the catch-up pass has a budget
 of tokens, shortest lag first, and a row that does not get through drafts nothing in this step and goes on in the next.
 """
@@ -22,13 +25,24 @@ from ...kernels.staging import to_device
 from ...models.batch import AdapterPreparer, ForwardBatch, LayerKV, SequenceRows
 from ...platform.core.request import NO_DRAFTS, Status
 from ...platform.core.speculative_config import SpeculativeConfig
-from ..verify.draft_sampling import Drafting, DraftVocabulary, EditLogits, PassOutput, draw, join_drafts, last_drafts
+from ..verify.draft_sampling import (
+    Drafting,
+    DraftVocabulary,
+    EditLogits,
+    PassOutput,
+    append_drawn,
+    chain_draws,
+    draw,
+    join_drafts,
+    last_drafts,
+)
 from ..verify.verification import choose_rule
 from .base import DeviceStep, Drafter, DraftRow, Proposal, TargetOutput, no_adapters
 from .factory import DrafterContext
 
 if TYPE_CHECKING:
-    from ...models.pass_graphs import GraphedPass, PassGraphs, PassInputs, PassOptions
+    from ...models.pass_chain import PassChain
+    from ...models.pass_graphs import PassGraphs, PassInputs, PassOptions
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +89,8 @@ class TokenDrafter(Drafter):
     """Positions before it need no computing, and hold no keys."""
     drafts_count = True
     """True when the KV of drafts stays valid once they are accepted; else it is computed again."""
+    reads_states = False
+    """True when a pass over a token reads a hidden state of the token before it."""
     pass_options: PassOptions | None = None
 
     def __init__(self, network: Any, vocab_size: int, **options: Unpack[TokenDrafterOptions]) -> None:
@@ -83,10 +99,10 @@ class TokenDrafter(Drafter):
         self._max_num_batched_tokens = options.get("max_num_batched_tokens", 2048)
         self._edit_logits = options.get("edit_logits")
         self._graphs = graphs = options.get("graphs")
-        self._network = network
+        self._network, self._vocab_size = network, vocab_size
         if graphs is not None and graphs.captures(network):
             self._logits = graphs.row_logits(vocab_size, network.device)
-        self._passes: GraphedPass | None = None
+        self._passes: PassChain | None = None
         self._kv: Sequence[LayerKV] = ()
         self._block_size = self._num_positions = 0
         self._prepare_adapters: AdapterPreparer = no_adapters
@@ -96,27 +112,39 @@ class TokenDrafter(Drafter):
         self._kv = kv
         self._block_size, self._num_positions = kv[0].k.shape[2], self.needs.max_positions
         self._prepare_adapters = prepare_adapters
-        if self._graphs is not None:
-            self._passes = self._graphs.of(self._network, kv, self._compute, [prepare_adapters], self.pass_options)
+        if self._graphs is not None and self._graphs.captures(self._network):
+            from ...models.pass_chain import PassChain
+            from ...models.pass_graphs import PassOptions
+
+            network, options = self._network, self.pass_options or PassOptions()
+            columns = self._widened(torch.zeros(1, self._vocab_size, device=network.device)).shape[1]
+            self._passes = self._graphs.add(
+                PassChain(
+                    *(self._graphs, network, network.attention, kv, self._compute, [prepare_adapters], options),
+                    widen=self._widened,
+                    vocab_size=columns,
+                )
+            )
 
     # --- the network's part ---
 
-    def _begin(self, sequences: Sequence[Drafting], rows: SequenceRows) -> PassOutput:
-        """Compute the pass of `_known_rows`."""
-        raise NotImplementedError
+    def _known_states(self, rows: SequenceRows) -> Tensor | None:
+        """States [T, H] before the tokens of `_known_rows`; None when the network reads none."""
+        return None
 
-    def _begin_on_device(self, sequences: Sequence[Drafting], rows: SequenceRows, kept: Any) -> PassOutput:
-        """Compute the pass of `_sampled_rows`; what comes after the last token of each row counts for nothing, and is
-        overwritten. `kept` is what `_keep` returned."""
-        raise NotImplementedError
-
-    def _go_on(self, sequences: Sequence[Drafting], rows: SequenceRows, output: PassOutput) -> PassOutput:
-        """Compute the last draft of each of B sequences, which was made of `output`."""
-        raise NotImplementedError
+    def _sampled_states(self, rows: SequenceRows, kept: Any) -> Tensor | None:
+        """States [T, H] before the tokens of `_sampled_rows`, from what `_keep` returned. What comes after the last
+        token of each row counts for nothing, and is overwritten."""
+        return None
 
     def _draw_from(self, output: PassOutput) -> tuple[Tensor, DraftVocabulary | None]:
         """Logits [B, V] of the next draft, and the vocabulary that they are of."""
         raise NotImplementedError
+
+    def _widened(self, logits: Tensor) -> Tensor:
+        """Logits [B, V] of the target's vocabulary from those of a pass."""
+        logits, vocabulary = self._draw_from(PassOutput(logits, logits))
+        return logits if vocabulary is None else vocabulary.widen(logits)
 
     def _run(self, rows: SequenceRows, handles: list[tuple[Any, int]], states: Tensor | None) -> PassOutput:
         """Compute a pass without a graph; `states` [T, H] where the network reads them."""
@@ -134,7 +162,7 @@ class TokenDrafter(Drafter):
 
     def _forward(self, sequences: Sequence[Drafting], rows: SequenceRows, states: Tensor | None = None) -> PassOutput:
         """Compute the `rows` of B sequences, in a graph where there is one."""
-        handles = [(s.row.request.adapter, count) for s, count in zip(sequences, rows.query_lens, strict=True)]
+        handles = self._handles(sequences, rows)
         found = None if self._passes is None else self._passes.run(rows, handles, states)
         if found is not None:
             return PassOutput(*(part[: len(sequences)] for part in found))
@@ -152,10 +180,8 @@ class TokenDrafter(Drafter):
         sequences = [self._drafting(row) for row in rows]
         # Parts of prompts are fed along with others, never for their own sake.
         if any(s.num_wanted for s in sequences):
-            behind = self._catch_up(sequences)
-            if behind is not None:
-                self._draft(*behind, drafts_count=self.drafts_count)
-                join_drafts(sequences)
+            self._catch_up(sequences)
+            join_drafts(sequences)
         return [Proposal(s.drafts, s.start) for s in sequences]
 
     def _propose_on_device(self, rows: Sequence[DraftRow], step: DeviceStep, kept: Any) -> list[Proposal]:
@@ -165,9 +191,12 @@ class TokenDrafter(Drafter):
         asking = [i for i, sequence in enumerate(sequences) if sequence.num_wanted]
         if asking:
             drafting, of_them = [sequences[i] for i in asking], step.outcome.of(asking)
-            output = self._begin_on_device(drafting, _sampled_rows(drafting, of_them, self.first_position), kept)
-            self._draft(drafting, output._replace(overshoot=of_them.total), drafts_count=False)
-            join_drafts(drafting)
+            known = _sampled_rows(drafting, of_them, self.first_position)
+            states = self._sampled_states(known, kept)
+            if not self._loop(drafting, known, states):
+                output = self._forward(drafting, known, states)
+                self._draft(drafting, output._replace(overshoot=of_them.total))
+                join_drafts(drafting)
         return [Proposal(s.drafts, len(s.row.tokens) if s.num_wanted else 0) for s in sequences]
 
     def _drafting(self, row: DraftRow) -> Drafting:
@@ -190,9 +219,9 @@ class TokenDrafter(Drafter):
         # The last token's logits are needed even where its KV should be there already.
         return Drafting(row, rule, num_wanted, start=min(start, num_tokens - 1), end=num_tokens)
 
-    def _catch_up(self, sequences: list[Drafting]) -> tuple[list[Drafting], PassOutput] | None:
-        """One pass over what `sequences` lag, as far as the budget reaches: those that got through and want drafts,
-        with what it left of them."""
+    def _catch_up(self, sequences: list[Drafting]) -> None:
+        """One pass over what `sequences` lag, as far as the budget reaches; drafts of those that got through and want
+        some."""
         budget = self._max_num_batched_tokens
         behind: list[Drafting] = []
         chunks: list[list[int]] = []
@@ -203,13 +232,37 @@ class TokenDrafter(Drafter):
                 behind.append(sequence)
                 chunks.append([*sequence.row.tokens[sequence.start : sequence.start + count]])
         if not behind:
-            return None
-        output = self._begin(behind, _known_rows(behind, chunks, self.first_position))
+            return
+        rows = _known_rows(behind, chunks, self.first_position)
+        states = self._known_states(rows)
         for sequence, chunk in zip(behind, chunks, strict=True):
             sequence.start += len(chunk)
-        return _select(behind, output, [i for i, s in enumerate(behind) if s.start == s.end and s.num_wanted])
+        drafting = [i for i, s in enumerate(behind) if s.start == s.end and s.num_wanted]
+        if not self._loop(behind, rows, states):
+            output = self._forward(behind, rows, states)
+            self._draft(*_select(behind, output, drafting))
+        for i in drafting if self.drafts_count else ():
+            behind[i].start += behind[i].num_wanted - 1
 
-    def _draft(self, drafting: list[Drafting], output: PassOutput, drafts_count: bool) -> None:
+    def _loop(self, sequences: Sequence[Drafting], rows: SequenceRows, states: Tensor | None) -> bool:
+        """Compute the `rows` of B sequences and draft for those that they bring to their end, in one graph; False, and
+        nothing is done, when there is none."""
+        if self._passes is None:
+            return False
+        draws = chain_draws(sequences, self._edit_logits)
+        if draws is None:
+            return False
+        drawn = self._passes.loop(rows, self._handles(sequences, rows), states, draws)
+        if drawn is None:
+            return False
+        append_drawn(sequences, draws, drawn)
+        return True
+
+    def _handles(self, sequences: Sequence[Drafting], rows: SequenceRows) -> list[tuple[Any, int]]:
+        return [(s.row.request.adapter, count) for s, count in zip(sequences, rows.query_lens, strict=True)]
+
+    def _draft(self, drafting: list[Drafting], output: PassOutput) -> None:
+        """Make all drafts after the first pass, one pass a draft."""
         overshoot = output.overshoot
         while drafting:
             logits, vocabulary = self._draw_from(output)
@@ -220,9 +273,8 @@ class TokenDrafter(Drafter):
             drafting, output = _select(drafting, PassOutput(output.hidden, overshoot=overshoot), more)
             overshoot = output.overshoot
             rows = _draft_rows(drafting, output, self.first_position)
-            output = self._go_on(drafting, rows, output)._replace(overshoot=overshoot)
-            for sequence in drafting:
-                sequence.start += drafts_count
+            states = output.hidden if self.reads_states else None
+            output = self._forward(drafting, rows, states)._replace(overshoot=overshoot)
 
 
 def _known_rows(sequences: Sequence[Drafting], chunks: list[list[int]], first_key: int) -> SequenceRows:

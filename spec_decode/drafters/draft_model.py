@@ -7,7 +7,6 @@ draft model. So blocks, prefix cache and preemption hold for both. `autoregressi
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -20,7 +19,7 @@ from ...models.checkpoint.paths import resolve_model_path
 from ...models.checkpoint.vocabulary import agreement
 from ...platform.core.errors import InvalidRequestError
 from ...platform.core.speculative_config import SpeculativeConfig
-from ..verify.draft_sampling import Drafting, DraftVocabulary, PassOutput, most_likely_ids
+from ..verify.draft_sampling import DraftVocabulary, PassOutput, most_likely_ids
 from .autoregressive import TokenDrafter, TokenDrafterOptions, token_drafter_options, warn_of_short_reach
 from .base import DrafterNeeds
 from .checkpoint import draft_rounding
@@ -127,15 +126,6 @@ class DraftModelDrafter(TokenDrafter):
             max_positions=self._model.config.max_position_embeddings,
             drafts_on_device=True,
         )
-
-    def _begin(self, sequences: Sequence[Drafting], rows: SequenceRows) -> PassOutput:
-        return self._forward(sequences, rows)
-
-    def _begin_on_device(self, sequences: Sequence[Drafting], rows: SequenceRows, kept: Any) -> PassOutput:
-        return self._forward(sequences, rows)
-
-    def _go_on(self, sequences: Sequence[Drafting], rows: SequenceRows, output: PassOutput) -> PassOutput:
-        return self._forward(sequences, rows)  # all that the model remembers is in its KV
 
     def _draw_from(self, output: PassOutput) -> tuple[Tensor, DraftVocabulary | None]:
         """Logits without those of tokens that the target lacks."""

@@ -14,6 +14,7 @@ from ...kernels.device_outcome import DeviceIds, DeviceTokens, OnDevice, device_
 from ...kernels.noise import Stream, device_row_keys, gumbel_argmax, row_keys
 from ...kernels.sampling import filter_logits, most_likely
 from ...kernels.staging import to_device
+from ...models.pass_chain import Drawn, Draws
 from ...platform.core.request import NO_DRAFTS, Drafts
 from ..drafters.base import DraftRow
 from .verification import Rule, target_tokens
@@ -166,6 +167,39 @@ def append_best(sequences: Sequence[Drafting], best: Tensor) -> None:
     source = OnDevice(best.flatten().clone())
     for place, sequence in enumerate(sequences):
         sequence.device_ids += [(source, draft * best.shape[1] + place) for draft in range(sequence.num_wanted)]
+
+
+def chain_draws(sequences: Sequence[Drafting], edit: EditLogits | None) -> Draws | None:
+    """Parameters by which a loop draws all drafts of B sequences; a sequence that lags gets none (its `start` is before
+    its `end`). None when no sequence gets drafts, or edits that depend on the drafts before need the host."""
+    wanted = [s.num_wanted if s.start >= s.end else 0 for s in sequences]
+    requests = [s.row.request for s in sequences]
+    if not any(wanted) or (edit is not None and any(request.edits_logits for request in requests)):
+        return None
+    rules = [s.rule for s in sequences]
+    if all(rule is Rule.GREEDY for rule in rules):
+        return Draws(wanted)
+    streams = {Rule.GREEDY: None, Rule.INVARIANT: Stream.TARGET, Rule.REJECTION: Stream.DRAFT}
+    params = [request.params for request in requests]
+    return Draws(
+        wanted,
+        [request.seed_key for request in requests],
+        [streams[rule] for rule in rules],
+        heat=[p.temperature for p in params],
+        top_k=[p.top_k for p in params],
+        top_p=[p.top_p for p in params],
+        min_p=[p.min_p for p in params],
+        keeps_probs=Rule.REJECTION in rules,
+    )
+
+
+def append_drawn(sequences: Sequence[Drafting], draws: Draws, drawn: Drawn) -> None:
+    """Append the drafts of a loop to its B sequences."""
+    source = OnDevice(drawn.tokens.flatten().clone())
+    for place, (sequence, count) in enumerate(zip(sequences, draws.num_wanted, strict=True)):
+        sequence.device_ids += [(source, draft * drawn.tokens.shape[1] + place) for draft in range(count)]
+        if drawn.probs is not None and sequence.rule is Rule.REJECTION and count:
+            sequence.draft_probs = [*drawn.probs[:count, place].clone()]
 
 
 def _append_from(sequences: Sequence[Drafting], source: OnDevice) -> None:

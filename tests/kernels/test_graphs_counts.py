@@ -58,6 +58,9 @@ class IdlePlan:
     def settle(self, overshoot: Tensor, positions: Tensor) -> None:
         """Positions make no difference."""
 
+    def advance(self, first: Tensor, left: Tensor, positions: Tensor, step: int) -> None:
+        """Positions make no difference."""
+
     def attend_qkv(self, qkv: Tensor, rotation: Any, norm: Any, kv: Any, window: Any, sinks: Any = None) -> Tensor:
         """Nothing is found."""
         return qkv.new_zeros(len(qkv), self.width)

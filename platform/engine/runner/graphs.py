@@ -33,15 +33,17 @@ def make_graphs(config: EngineConfig) -> PassGraphs | None:
 def pass_limits(config: EngineConfig) -> PassLimits:
     """Limits of the captured passes. Without drafts a row has one token: the tokens that a grammar leaves no choice
     about take a shape of prompts."""
-    speculative, graphs_per_shape = config.speculative, 1 if config.lora is None else 2
+    speculative, graphs_per_shape, has_loops = config.speculative, 1 if config.lora is None else 2, False
     if speculative is not None and speculative.method in MODEL_METHODS and config.num_ranks == 1:
         # With several ranks the drafter's passes are not captured. Medusa's have two graphs.
-        graphs_per_shape += 2 if speculative.method == "medusa" else 1
+        has_loops = speculative.method != "medusa"
+        graphs_per_shape += 1 if has_loops else 2
     return PassLimits(
         config.scheduler.max_num_seqs,
         config.scheduler.max_model_len,
         max_drafts=0 if speculative is None else speculative.num_speculative_tokens,
         graphs_per_shape=graphs_per_shape,
+        has_loops=has_loops,
     )
 
 

@@ -31,7 +31,7 @@ from ....models.checkpoint.paths import resolve_model_path
 from ....models.pass_graphs import PassOptions
 from ....models.quantization import unpack
 from ....platform.core.speculative_config import SpeculativeConfig
-from ...verify.draft_sampling import Drafting, DraftVocabulary, PassOutput, most_likely_ids
+from ...verify.draft_sampling import DraftVocabulary, PassOutput, most_likely_ids
 from ..autoregressive import TokenDrafter, TokenDrafterOptions, token_drafter_options, warn_of_short_reach
 from ..base import DrafterNeeds, DraftRow, TargetOutput
 from ..checkpoint import PARAM, fill, fill_randomly, quantise
@@ -99,6 +99,7 @@ class EagleDrafter(TokenDrafter):
 
     first_position = 1
     drafts_count = False
+    reads_states = True
 
     def __init__(self, head: EagleHead, **options: Unpack[TokenDrafterOptions]) -> None:
         """`head` belongs to the drafter."""
@@ -141,18 +142,14 @@ class EagleDrafter(TokenDrafter):
         assert target.hidden is not None
         return (target.hidden,)
 
-    def _begin(self, sequences: Sequence[Drafting], rows: SequenceRows) -> PassOutput:
-        hidden = self._store.read(rows.block_tables, [start - 1 for start in rows.starts], rows.query_lens)
-        return self._forward(sequences, rows, hidden)
+    def _known_states(self, rows: SequenceRows) -> Tensor:
+        return self._store.read(rows.block_tables, [start - 1 for start in rows.starts], rows.query_lens)
 
-    def _begin_on_device(self, sequences: Sequence[Drafting], rows: SequenceRows, kept: Tensor) -> PassOutput:
+    def _sampled_states(self, rows: SequenceRows, kept: Tensor) -> Tensor:
         # The states before a row's new tokens are the step's, in the same order.
         if len(rows.token_ids) != len(kept):
             kept = kept.index_select(0, to_device(np.asarray(rows.device_tokens[0].origins), kept.device))
-        return self._forward(sequences, rows, kept)
-
-    def _go_on(self, sequences: Sequence[Drafting], rows: SequenceRows, output: PassOutput) -> PassOutput:
-        return self._forward(sequences, rows, output.hidden)
+        return kept
 
     def _draw_from(self, output: PassOutput) -> tuple[Tensor, DraftVocabulary | None]:
         logits = self._head.logits(output.hidden) if output.logits is None else output.logits
