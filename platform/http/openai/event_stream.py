@@ -35,7 +35,7 @@ DONE = "data: [DONE]\n\n"
 
 def dumps(value: Any) -> str:
     """Compact JSON."""
-    return json.dumps(value, separators=(",", ":"))
+    return ascii_json(value)  # an encoder that is there already; `json.dumps` makes one for each call
 
 
 async def _disconnected(receive: Receive) -> None:
