@@ -45,7 +45,7 @@ def measure_model(context: Context, root: Path, shape: ModelShape) -> None:
     steps = 3 if context.quick else 40
     started = time.perf_counter()
     with running(shape.write(root), context.device, **_options(context, sizes)) as engine:
-        context.row(f"{shape.name} ready", seconds=time.perf_counter() - started, captured=_captured(engine))
+        context.row(f"{shape.name} ready", seconds=time.perf_counter() - started, captured=load.captured(engine))
         for rows in sizes:
             if not context.has_time(f"{shape.name} decode x {rows}", 3):
                 continue
@@ -64,11 +64,6 @@ def measure_model(context: Context, root: Path, shape: ModelShape) -> None:
                 context.row(
                     f"{shape.name} host gap x {rows}", microseconds=(seconds - busy) * 1e6, step_ms=seconds * 1e3
                 )
-
-
-def _captured(engine: Any) -> int:
-    graphs = engine._runner._graphs
-    return 0 if graphs is None else int(graphs.num_captured)
 
 
 def _measure_prompts(context: Context, shape: ModelShape, engine: Any) -> None:
@@ -142,7 +137,7 @@ def measure_graphs(context: Context, root: Path, shape: ModelShape) -> None:
         options = _options(context, [8], dtype="float32", **options)
         with running(shape.write(root), context.device, **options) as engine:
             texts[name] = load.generate(engine, prompts, load.greedy(tokens))
-            context.row(f"{shape.name} {name}", captured=_captured(engine), passed=texts[name] == texts["eager"])
+            context.row(f"{shape.name} {name}", captured=load.captured(engine), passed=texts[name] == texts["eager"])
     for rows in (1, 8, 64):
         if not context.has_time(f"{shape.name} eager x {rows}", 15):
             return

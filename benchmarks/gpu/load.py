@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -109,6 +110,12 @@ def device_seconds(engine: EngineCore, prompts: Sequence[Sequence[int]], steps: 
     run.abort()
     busy = sum(event.self_device_time_total for event in profile.key_averages()) / 1e6
     return seconds, busy / steps
+
+
+def captured(engine: Any) -> int:
+    """Number of captured graphs."""
+    graphs = engine._runner._graphs
+    return 0 if graphs is None else int(graphs.num_captured)
 
 
 def synchronize() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,10 @@ from .models import running
 from .report import Context
 
 SIZES = ("--hidden-size", "1024", "--layers", "28", "--intermediate-size", "4864", "--dtype", "bfloat16")
-"""Sizes of the large model: four times the demo's hidden size, so that no weight is rounded; 0.5B parameters."""
+"""Sizes of the grown model: four times the demo's hidden size, so that no weight is rounded; 0.5B parameters."""
+LARGE_SIZES = ("--hidden-size", "4096", "--layers", "16", "--intermediate-size", "14336", "--dtype", "bfloat16")
+LARGE_SIZES += ("--draft-hidden-size", "512", "--draft-layers", "2", "--draft-intermediate-size", "1024")
+"""Sizes of the large model: layers of Llama-3-8B, half as many; 2.9B parameters, as no vocabulary is grown."""
 MODES: dict[str, dict[str, Any] | None] = {
     "off": None,
     "ngram": {"method": "ngram", "num_speculative_tokens": 4},
@@ -30,32 +36,46 @@ MODES: dict[str, dict[str, Any] | None] = {
     "eagle3": {"method": "eagle3", "num_speculative_tokens": 4},
     "adaptive": {"method": "eagle3"},
 }
+LARGE_MODES: dict[str, dict[str, Any]] = {
+    "eagle3, adaptive": {"method": "eagle3"},
+    "eagle3, k = 4": {"method": "eagle3", "num_speculative_tokens": 4},
+    "prompt lookup, adaptive": {"method": "ngram"},
+    "prompt lookup, k = 4": {"method": "ngram", "num_speculative_tokens": 4},
+    "draft model, adaptive": {"method": "draft_model"},
+    "draft model, k = 4": {"method": "draft_model", "num_speculative_tokens": 4},
+}
+"""Modes on the large model, the most wanted first."""
+TURNS = 2
+"""Measured rounds of a mode, each after one without speculation on the same requests."""
+
+Task = tuple[list[int], LoRARequest | None]
+"""A prompt, and its adapter."""
 
 
-def grow(root: Path) -> Path:
+def grow(root: Path, sizes: Sequence[str]) -> Path:
     """Grow the demo model, its drafters and adapters into a new folder."""
     folder = root / "inflated"
     adapters = [str(path) for path in demo_adapters().values()]
     script = Path(__file__).resolve().parent.parent / "inflate.py"
     heads = ["--draft", str(demo_draft_path()), "--eagle3", str(demo_eagle3_path())]
-    command = [sys.executable, str(script), str(demo_model_path()), str(folder), *SIZES, *heads]
+    command = [sys.executable, str(script), str(demo_model_path()), str(folder), *sizes, *heads]
     done = subprocess.run([*command, "--adapters", *adapters], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"inflate.py failed: {done.stdout}{done.stderr}")
     return folder
 
 
-def demo_folders(context: Context, root: Path) -> dict[str, Path]:
-    """Folders of the target, its drafters and its adapters; for a quick run the demo's own."""
+def demo_folders(context: Context, root: Path, sizes: Sequence[str] = SIZES) -> dict[str, Path]:
+    """Folders of the grown target, its drafters and its adapters; for a quick run the demo's own."""
     if context.quick:
         found = {"base": demo_model_path(), "draft_model": demo_draft_path(), "eagle3": demo_eagle3_path()}
         return found | {f"adapters/{name}": path for name, path in demo_adapters().items()}
-    folder = grow(root)
+    folder = grow(root, sizes)
     found = {"base": folder / "base", "draft_model": folder / "draft", "eagle3": folder / "eagle3"}
     return found | {f"adapters/{name}": folder / "adapters" / name for name in demo_adapters()}
 
 
-def _tasks(folders: dict[str, Path]) -> list[tuple[list[int], LoRARequest | None]]:
+def _tasks(folders: dict[str, Path]) -> list[Task]:
     """Prompts of the base model and of each adapter in turn, in the chat template, with their adapters."""
     tokenizer = load_tokenizer(demo_model_path())
     names = [name for name in demo_adapters() if name in DEMO_PROMPTS]
@@ -77,13 +97,7 @@ def measure_speculation(context: Context, root: Path) -> None:
     for mode, config in MODES.items():
         if not context.has_time(mode, 8):
             continue
-        speculative = None
-        if config is not None:
-            name = "eagle3" if mode == "adaptive" else mode
-            speculative = config | ({"model": str(folders[name])} if name in folders else {})
-        options = {"load_format": "auto", "max_model_len": 512, "max_num_seqs": 8, "speculative_config": speculative}
-        options |= {"enable_lora": True, "max_lora_rank": 64}
-        with running(str(folders["base"]), context.device, **options) as engine:
+        with _engine(context, folders, config, 8) as engine:
             for rows in (1, 8):
                 batch = tasks[: 4 if context.quick else 8 if rows == 1 else 32]
                 _complete(engine, batch, params, rows)
@@ -101,9 +115,73 @@ def measure_speculation(context: Context, root: Path) -> None:
                 context.row(f"{mode} x {rows}", **values)
 
 
-def _complete(
-    engine: EngineCore, tasks: Sequence[tuple[list[int], LoRARequest | None]], params: SamplingParams, concurrency: int
-) -> Round:
+def measure_large(context: Context, root: Path) -> None:
+    """Measure output tokens a second of each drafter over those without one, on a model of 2.9B parameters with 1, 8
+    and 32 requests. Both engines are there at once, and their rounds alternate."""
+    started = time.perf_counter()
+    folders = demo_folders(context, root, LARGE_SIZES)
+    context.row("grown", seconds=time.perf_counter() - started)
+    sizes = (1, 2) if context.quick else (1, 8, 32)
+    tasks = _tasks(folders)
+    params = SamplingParams(temperature=0.0, max_tokens=8 if context.quick else 64)
+    with _engine(context, folders, None, max(sizes)) as off:
+        for mode, config in LARGE_MODES.items():
+            if not context.has_time(mode, 0.0 if context.quick else 20.0):
+                continue
+            started = time.perf_counter()
+            with _engine(context, folders, config, max(sizes)) as engine:
+                context.row(f"{mode} ready", seconds=time.perf_counter() - started, captured=load.captured(engine))
+                for rows in sizes:
+                    if context.has_time(f"{mode} x {rows}", 4):
+                        count = 4 if rows == 1 else 2 * rows
+                        batch = list(itertools.islice(itertools.cycle(tasks), count))
+                        _compare(context, f"{mode} x {rows}", off, engine, batch, params, rows)
+
+
+def _compare(
+    context: Context,
+    name: str,
+    off: EngineCore,
+    engine: EngineCore,
+    tasks: Sequence[Task],
+    params: SamplingParams,
+    rows: int,
+) -> None:
+    """Measure a cell in turns with the engine without speculation."""
+    for one in (off, engine):  # compiles, captures, loads adapters
+        _complete(one, tasks, params, rows)
+    before, captured = _counts(engine), load.captured(engine)
+    turns = [
+        [_complete(one, tasks, params, rows) for one in (off, engine)] for _ in range(1 if context.quick else TURNS)
+    ]
+    base, ours = (Round.joined(rounds) for rounds in zip(*turns, strict=True))
+    drafted, accepted = (now - then for now, then in zip(_counts(engine), before, strict=True))
+    equal = [a.token_ids == b.token_ids for a, b in zip(base.requests, ours.requests, strict=True)]
+    context.row(
+        name,
+        times_faster=ours.speed / base.speed,
+        tokens_per_second=ours.speed,
+        off_tokens_per_second=base.speed,
+        accepted=accepted / drafted if drafted else float("nan"),
+        drafts_per_token=drafted / ours.output_tokens,
+        equal_texts=sum(equal) / len(equal),
+        captured=load.captured(engine) - captured,
+    )
+
+
+def _engine(
+    context: Context, folders: dict[str, Path], config: dict[str, Any] | None, rows: int
+) -> AbstractContextManager[EngineCore]:
+    """An engine with adapters and this drafter, for at most `rows` requests."""
+    options: dict[str, Any] = {"load_format": "auto", "max_model_len": 512, "max_num_seqs": rows}
+    options |= {"enable_lora": True, "max_lora_rank": 64, "num_gpu_blocks_override": rows * 36}
+    if config is not None:
+        folder = folders.get(config["method"])
+        options["speculative_config"] = config if folder is None else config | {"model": str(folder)}
+    return running(str(folders["base"]), context.device, **options)
+
+
+def _complete(engine: EngineCore, tasks: Sequence[Task], params: SamplingParams, concurrency: int) -> Round:
     requests = [load.make_requests([prompt], params, [lora])[0] for prompt, lora in tasks]
     return Run(engine, "speculation").complete(requests, concurrency)
 

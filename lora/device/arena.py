@@ -1,9 +1,16 @@
 """Memory of the rank rows: one tensor [R, width] with the columns of a `RowLayout`.
 
 All weights of a rank row are side by side, so a thread copies a row at once, while steps read other rows.
+
+Of pinned memory a GPU copies only what is contiguous by itself: any other copy goes through memory that is not pinned,
+and the thread waits for it. So each packed row goes to the device whole, into memory that is always there, and from
+there its columns go to their positions. Nothing is allocated, and nothing waits.
 """
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -12,20 +19,26 @@ from torch import Tensor
 
 from ...kernels.lora.groups import is_grouped
 from ...kernels.memory import lazy_zeros
+from ...kernels.staging import to_device
 from ..step_yield import yield_to_steps
 from .layout import ALIGNMENT, PackedRows, RowLayout
 from .pool import Allocation
 
 _PAGE = 4096
+_STAGED_BYTES = 16 << 20
+"""Device memory for packed rows on their way, in bytes: three rows of an adapter on all projections of Llama-3-8B."""
 
 
 class RowArena:
     """Rank rows of one layout on a device."""
 
-    def __init__(self, layout: RowLayout, device: torch.device) -> None:
-        """Make an arena without rows; call `allocate` when all sites have their columns in the layout."""
+    def __init__(self, layout: RowLayout, device: torch.device, *, is_apart: bool | None = None) -> None:
+        """Make an arena without rows; call `allocate` when all sites have their columns in the layout. `is_apart`: the
+        rows are in another memory than packed ones; by default they are unless the device is a CPU."""
         self.layout = layout
         self._device = device
+        self._is_apart = device.type != "cpu" if is_apart is None else is_apart
+        self._on_their_way = torch.empty(0, dtype=layout.dtype, device=device)
         self.rows = torch.empty(0, 0, dtype=layout.dtype, device=device)
         """[R, width]; only `write` changes them."""
         self.live: NDArray[np.uint8] = np.zeros((0, 0), np.uint8)
@@ -47,6 +60,9 @@ class RowArena:
             stride += 5 * ALIGNMENT // dtype.itemsize
         self.rows = lazy_zeros((num_rows, stride), dtype, self._device)[:, :width]
         self.live = np.zeros((num_rows, len(self.layout.pieces)), np.uint8, order="F")  # as the kernel reads it
+        if self._is_apart:
+            size = min(num_rows * width, max(width, _STAGED_BYTES // dtype.itemsize))
+            self._on_their_way = torch.empty(size, dtype=dtype, device=self._device)
         if is_grouped(dtype, self._device):
             self.live_on_device = torch.zeros(self.live.shape, dtype=torch.uint8, device=self._device)
 
@@ -60,22 +76,44 @@ class RowArena:
         stale = (self.live[owned] & ~live).any(0)
         for index in np.flatnonzero(stale):
             for columns in self.layout.pieces[index]:
-                self.rows[_where(owned), columns] = 0
-        column = 0
-        for start, stop in packed.spans:
-            yield_to_steps()
-            here = min(stop, self.rows.shape[1])
-            if here > start:
-                part = packed.data[:, column : column + here - start]
-                self.rows[_where(owned[:num_rows]), start:here] = part.to(self._device, non_blocking=True)
-            column += stop - start
+                for _, rows in _runs(owned):
+                    self.rows[rows, columns] = 0
+        width = self.rows.shape[1]
+        spans = [(start, min(stop, width)) for start, stop in packed.spans if start < width]
+        for here, rows in self._pieces(owned[:num_rows], sum(stop - start for start, stop in spans)):
+            data, column = self._there(packed.data[here], spans), 0
+            for start, stop in spans:
+                yield_to_steps()
+                self.rows[rows, start:stop] = data[:, column : column + stop - start]
+                column += stop - start
         self.live[owned] = live
         if self.live_on_device is not None:
-            self.live_on_device[_where(owned)] = torch.from_numpy(live).to(self._device)
+            there = to_device(live, self._device)
+            for here, rows in _runs(owned):
+                self.live_on_device[rows] = there[here]
+
+    def _pieces(self, owned: NDArray[np.int32], num_columns: int) -> Iterator[tuple[slice, slice]]:
+        """Yield (packed rows, rows of the arena) that are copied together: neighbours that have room on their way."""
+        most = max(1, self._on_their_way.numel() // max(1, num_columns)) if self._is_apart else max(1, len(owned))
+        for here, rows in _runs(owned):
+            for start in range(here.start, here.stop, most):
+                stop, first = min(start + most, here.stop), rows.start + start - here.start
+                yield slice(start, stop), slice(first, first + stop - start)
+
+    def _there(self, data: Tensor, spans: list[tuple[int, int]]) -> Tensor:
+        """Return the columns of `spans` of packed rows [n, packed width] in the device's memory, side by side."""
+        if not self._is_apart:
+            return data
+        num_columns = sum(stop - start for start, stop in spans)
+        there = self._on_their_way[: len(data) * num_columns].view(len(data), num_columns)
+        for row, packed in zip(there, data, strict=True):
+            row.copy_(packed[:num_columns], non_blocking=True)
+        return there
 
 
-def _where(index: NDArray[np.int32]) -> slice | Tensor:
-    """Return rows as an index: a slice for neighbours, which copies several times faster."""
-    if len(index) and int(index[-1]) - int(index[0]) + 1 == len(index):
-        return slice(int(index[0]), int(index[-1]) + 1)
-    return torch.from_numpy(index.astype(np.int64))
+def _runs(index: NDArray[np.int32]) -> Iterator[tuple[slice, slice]]:
+    """Yield (positions in `index`, rows) of each run of neighbours among ascending rows. A slice is copied several
+    times faster than single rows, and needs no index on the device."""
+    starts = np.flatnonzero(np.diff(index, prepend=-2) != 1).tolist()
+    for start, stop in itertools.pairwise([*starts, len(index)]):
+        yield slice(start, stop), slice(int(index[start]), int(index[start]) + stop - start)

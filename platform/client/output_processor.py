@@ -138,7 +138,11 @@ class RequestState:
     @property
     def finished(self) -> bool:
         """True when nothing more will come: every sequence is complete, or the request failed."""
-        return self.error is not None or all(sequence.finish_reason is not None for sequence in self.sequences)
+        if self.error is None:
+            for sequence in self.sequences:  # asked several times a token, so without a generator
+                if sequence.finish_reason is None:
+                    return False
+        return True
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -34,9 +34,12 @@ class TokenDecoder:
         decode: Callable[[list[int]], str],
         prompt_tail: list[int],
         unspaced: Mapping[int, str] = MappingProxyType({}),
+        alone: dict[int, str] | None = None,
     ) -> None:
-        """`unspaced` are special tokens that get no space between them where they follow each other."""
+        """`unspaced` are special tokens that get no space between them where they follow each other. `alone` is filled
+        with what `decode` gives for one token."""
         self._decode = decode
+        self._alone = {} if alone is None else alone
         self._context = prompt_tail
         self._held: list[int] = []
         self._before = decode(prompt_tail) if prompt_tail else ""
@@ -55,11 +58,20 @@ class TokenDecoder:
         if len(after) > len(self._before) and not after.endswith(REPLACEMENT):
             text = self._new_in(after)
             self._context, self._held = self._held, []
-            self._before = self._decode(self._context)
+            self._before = self._text_before()
         content = self._unspaced.get(token_id)
         if content is not None and self._after_special and text.strip() == content.strip():
             text = content
         self._after_special = content is not None
+        return text
+
+    def _text_before(self) -> str:
+        """The context's text. Mostly it is one token, and the same ones come again and again."""
+        if len(self._context) > 1:
+            return self._decode(self._context)
+        text = self._alone.get(self._context[0])
+        if text is None:
+            text = self._alone[self._context[0]] = self._decode(self._context)
         return text
 
     def flush(self) -> str:
@@ -85,7 +97,8 @@ def make_decoder(tokenizer: Any, params: SamplingParams, prompt_token_ids: Seque
     unspaced: dict[int, str] = {}
     if not (skip or spaces):
         unspaced = {index: token.content for index, token in tokenizer.added_tokens_decoder.items()}
-    return TokenDecoder(lambda token_ids: backend.decode(token_ids, skip_special_tokens=skip), tail, unspaced)
+    alone = vocabulary_of(tokenizer).decoded[bool(skip)]
+    return TokenDecoder(lambda token_ids: backend.decode(token_ids, skip_special_tokens=skip), tail, unspaced, alone)
 
 
 class StopMatch(NamedTuple):

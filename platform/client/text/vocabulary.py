@@ -31,6 +31,9 @@ class Vocabulary:
         # At most one entry a token of the vocabulary each.
         self._bytes: dict[int, bytes] = {}
         self._alone: tuple[dict[int, TextAndBytes], dict[int, TextAndBytes]] = ({}, {})
+        self.decoded: tuple[dict[int, str], dict[int, str]] = ({}, {})
+        """Texts that the decoder gives for one token by itself, by whether special tokens are skipped; filled by those
+        who decode."""
         self.specials: Mapping[int, str] = _special_tokens(tokenizer)
         """The tokens that `skip_special_tokens` leaves out of a text."""
         steps = _decoder_steps(tokenizer)

@@ -44,7 +44,9 @@ _LORA_LOAD = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30)
 class RequestRecorder:
     """Recorder of one prompt's generation."""
 
-    __slots__ = ("_arrived", "_first", "_labels", "_last", "_metrics", "_num_tokens", "_record", "_waited")
+    __slots__ = (
+        "_arrived", "_first", "_gaps", "_labels", "_last", "_metrics", "_num_tokens", "_record", "_tokens", "_waited"
+    )  # fmt: skip
 
     def __init__(self, metrics: Metrics, labels: Labels, record: PromptNote | None, arrived: float) -> None:
         self._metrics = metrics
@@ -54,6 +56,9 @@ class RequestRecorder:
         self._waited = max(0.0, time.monotonic() - arrived)  # for one of its tenant's places, before the engine's queue
         self._first = self._last = 0.0  # when the first and the previous output came; 0 before the first
         self._num_tokens: dict[int, int] = {}  # generated so far, by sequence
+        # Series that every output counts in: to find one by its labels costs as much as to count. Made at first use.
+        self._tokens: Counter | None = None
+        self._gaps: Histogram | None = None
 
     def on_output(self, output: RequestOutput) -> None:
         """Count an output that holds only what is new."""
@@ -70,12 +75,17 @@ class RequestRecorder:
                 metrics.queue_time.labels(*labels).observe(queued)
                 metrics.prefill_time.labels(*labels).observe(max(0.0, now - self._arrived - queued))
         else:
-            metrics.inter_token_latency.labels(*labels).observe(now - self._last)
+            if self._gaps is None:
+                self._gaps = metrics.inter_token_latency.labels(*labels)
+            self._gaps.observe(now - self._last)
         self._last = now
         if self._record is not None:
             self._record.on_output(output, now)
+        if self._tokens is None and output.outputs:
+            self._tokens = metrics.generation_tokens.labels(*labels)
         for completion in output.outputs:
-            metrics.generation_tokens.labels(*labels).inc(len(completion.token_ids))
+            assert self._tokens is not None
+            self._tokens.inc(len(completion.token_ids))
             count = self._num_tokens.get(completion.index, 0) + len(completion.token_ids)
             self._num_tokens[completion.index] = count
             if completion.finish_reason is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -35,7 +35,7 @@ DONE = "data: [DONE]\n\n"
 
 def dumps(value: Any) -> str:
     """Compact JSON."""
-    return json.dumps(value, separators=(",", ":"))
+    return ascii_json(value)  # an encoder that is there already; `json.dumps` makes one for each call
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -137,26 +137,24 @@ class ChunkWriter:
         """See StreamWriter."""
 
 
+def _is_large(event: Event) -> bool:
+    """True for an event whose JSON is written in blocks, with pauses."""
+    output = event.output
+    return len(output.prompt_token_ids) > SCALARS or sum([len(new.token_ids) for new in output.outputs]) > OBJECTS
+
+
 async def events_to_sse(first: Event, events: AsyncGenerator[Event], writer: StreamWriter) -> AsyncGenerator[bytes]:
     """Body of a stream. An error ends it with an error event."""
 
-    async def encode(event: Event) -> AsyncIterator[bytes]:
-        new, prompt = event.output.outputs, event.output.prompt_token_ids
-        pieces = writer.events(event)
-        if sum(len(output.token_ids) for output in new) > OBJECTS or len(prompt) > SCALARS:
-            async for data in in_blocks(paused(pieces)):
-                yield data
-        else:
-            data = "".join(pieces).encode()
-            if data:
-                yield data
-
     try:
-        async for data in encode(first):
-            yield data
-        async for event in events:
-            async for data in encode(event):
-                yield data
+        event: Event | None = first
+        while event is not None:
+            if _is_large(event):
+                async for data in in_blocks(paused(writer.events(event))):
+                    yield data
+            elif text := "".join(writer.events(event)):
+                yield text.encode()
+            event = await anext(events, None)
         async for data in in_blocks(paused(await writer.last())):
             yield data
     except OutriderError as error:

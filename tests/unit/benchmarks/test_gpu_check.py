@@ -201,6 +201,21 @@ def test_a_bare_checkout_is_checked(check, tmp_path):
     assert all(row["tokens_per_second"] > 0 and row["adapters_over_base"] > 0 for row in rows)
 
 
+def test_the_large_model_needs_no_packages_of_a_server(check, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(BARE)
+    process = check("--device", "cpu", "--quick", "--sections", "spec-large,http")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    sections = json.loads((tmp_path / "out" / "gpu_check.json").read_text())["sections"]
+    assert sections["http"]["rows"] == [{"name": "server", "skipped": "fastapi is not installed"}]
+    assert "http       server: skipped (fastapi is not installed)" in output
+    rows = {row["name"]: row for row in sections["spec-large"]["rows"]}
+    modes = ["eagle3", "prompt lookup", "draft model"]
+    cells = [f"{mode}, {k} x {size}" for mode in modes for k in ("adaptive", "k = 4") for size in (1, 2)]
+    assert all(rows[cell]["times_faster"] > 0 and rows[cell]["equal_texts"] == 1.0 for cell in cells)
+    assert all(rows[f"{mode}, k = 4 x 1"]["drafts_per_token"] > 0 for mode in modes)
+
+
 # --- Sections -----------------------------------------------------------------------------------------------
 
 
@@ -275,3 +290,16 @@ def test_engines_of_a_shape(gpu, run, tmp_path, shape):
     assert names == [" ready", " decode x 1", " decode x 2", " prompts 1 x 64"]
     assert [len(entry["rows"]) for entry in sections.values()] == [4, 2, 1]
     assert "skipped" in sections["graphs"]["rows"][0]
+
+
+def test_a_server_under_load_beside_its_engine(gpu, run, tmp_path):
+    shape = gpu("models").TINY
+    entry = run("http", lambda context: gpu("serving").measure_serving(context, tmp_path, shape), 300.0)
+    assert not gpu("report").has_failed(entry), entry
+    rows = {row["name"]: row for row in entry["rows"]}
+    cells = ["no adapters x 2 streams", "2 adapters x 2 streams"]
+    names = ["server ready", "first requests of 2 adapters", *(f"HTTP, {cell}" for cell in cells)]
+    assert list(rows) == [*names, "engine, first requests of 2 adapters", *(f"engine, {cell}" for cell in cells)]
+    assert all(rows[f"HTTP, {cell}"]["ttft_p50_ms"] > 0 and rows[f"HTTP, {cell}"]["itl_p50_ms"] > 0 for cell in cells)
+    assert all(rows[f"HTTP, {cell}"].keys() >= {"api_cores", "engine_cores"} for cell in cells)
+    assert all(rows[f"engine, {cell}"]["http_over_engine"] > 0 for cell in cells)

@@ -102,6 +102,30 @@ def test_bytes_that_break_what_was_given_out_do_not_stop_the_stream() -> None:
     assert texts == ["", "", "€", "", "\ufffda", " world"]
 
 
+class Counting:
+    """A tokenizer that counts how often its decoder decodes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.num_decoded = tokenizer, 0
+        self.backend_tokenizer = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        self.num_decoded += 1
+        return str(self._tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+
+def test_a_token_alone_is_decoded_once_for_all_sequences(tokenizer: Any) -> None:
+    counting, ids = Counting(tokenizer), tokenizer.encode("abcabcabc", add_special_tokens=False)
+    for _ in range(3):
+        before = counting.num_decoded
+        decoder = make_decoder(counting, SamplingParams(), [])
+        assert "".join(map(decoder.step, ids)) + decoder.flush() == "abcabcabc"
+    assert counting.num_decoded - before == len(ids)
+
+
 class WithSpecialTokens:
     """A tokenizer with two special tokens."""
 

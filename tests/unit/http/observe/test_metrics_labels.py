@@ -108,6 +108,22 @@ def test_the_engines_numbers_have_the_same_labels():
     assert MARK not in metrics.render().decode()
 
 
+def test_a_stream_finds_its_series_once(monkeypatch):
+    """To find them by their labels takes as long as to count."""
+    metrics, found = Metrics(), []
+    for series in (metrics.generation_tokens, metrics.inter_token_latency):
+        labels = series.labels
+        monkeypatch.setattr(series, "labels", lambda *names, labels=labels: found.append(names) or labels(*names))
+    recorder = metrics.recorder("sql", "acme")
+    for index in range(5):
+        output = CompletionOutput(0, "x", [index], finish_reason="stop" if index == 4 else None)
+        recorder.on_output(RequestOutput("r", None, [1, 2], [output], index == 4, RequestMetrics()))
+    assert found == [("sql", "acme")] * 2
+    both = (("adapter", "sql"), ("tenant", "acme"))
+    assert samples(metrics)["generation_tokens_total", both] == 5
+    assert samples(metrics)["inter_token_latency_seconds_count", both] == 4
+
+
 class Ledger:
     status = LedgerStatus(
         num_pending=3, lag_seconds=1.5, database_is_away=True, journal_bytes=100, journal_max_bytes=1000,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.lora.device.arena import RowArena
 from outrider.lora.device.layout import LoraWeights, RowLayout
@@ -20,8 +21,8 @@ MODULES = {name: (inputs, size) for sizes, inputs in SITES for name, size in siz
 NUM_ROWS = 10
 
 
-def make(dtype=torch.float32):
-    arena = RowArena(RowLayout(dtype), CPU)
+def make(dtype=torch.float32, is_apart=None):
+    arena = RowArena(RowLayout(dtype), CPU, is_apart=is_apart)
     for sizes, inputs in SITES:
         arena.layout.reserve(list(sizes), inputs, list(sizes.values()))
     arena.allocate(NUM_ROWS)
@@ -73,9 +74,9 @@ RANKS = st.dictionaries(st.sampled_from(sorted(MODULES)), st.integers(1, 4))
 
 
 @settings(max_examples=60)
-@given(RANKS, RANKS, st.permutations(range(NUM_ROWS)))
-def test_rows_hold_what_was_written_last(first, second, order):
-    arena = make()
+@given(RANKS, RANKS, st.permutations(range(NUM_ROWS)), st.booleans())
+def test_rows_hold_what_was_written_last(first, second, order, is_apart):
+    arena = make(is_apart=is_apart)
     for seed, ranks in enumerate((first, second)):
         modules = weights(ranks, seed)
         rows = tuple(sorted(order[seed : seed + 4]))
@@ -170,3 +171,43 @@ def test_live_is_what_a_kernel_can_read_module_by_module():
     arena = make()
     assert arena.live.dtype == np.uint8
     assert arena.live.strides[0] == 1
+
+
+class Copies(TorchDispatchMode):
+    """Copies from packed rows, and memory that is made, while an adapter is written."""
+
+    def __init__(self, packed):
+        super().__init__()
+        self._packed = packed.data.untyped_storage().data_ptr()
+        self.copies, self.num_made = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        if name == "copy_" and args[1].untyped_storage().data_ptr() == self._packed:
+            waits = not (args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking", False))
+            self.copies.append((args[1].is_contiguous() and args[0].is_contiguous(), waits, args[1].nbytes))
+        held = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+        self.num_made += isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in held
+        return made
+
+
+@pytest.mark.parametrize("names", [list(MODULES), ["q", "v"], ["k", "down"]])
+@pytest.mark.parametrize("rows", [(0, 1, 2, 3), (1, 2, 5, 9)])
+def test_a_gpu_copies_each_row_once_without_waiting(names, rows):
+    """From pinned memory it can only where both sides are contiguous; and a step waits where device memory is made."""
+    arena = make(is_apart=True)
+    packed = arena.layout.pack(weights(dict.fromkeys(names, len(rows))))
+    with Copies(packed) as seen:
+        arena.write(Allocation(b"x", rows), packed)
+    assert seen.copies == [(True, False, packed.data.nbytes // len(rows))] * len(rows)
+    assert seen.num_made == 0
+    check(arena, rows, weights(dict.fromkeys(names, len(rows))))
+
+
+def test_rows_that_find_no_room_on_their_way_go_one_after_the_other(monkeypatch):
+    monkeypatch.setattr("outrider.lora.device.arena._STAGED_BYTES", 1)
+    arena = make(is_apart=True)
+    modules = weights(dict.fromkeys(MODULES, 4))
+    arena.write(Allocation(b"x", (2, 3, 4, 8)), arena.layout.pack(modules))
+    check(arena, (2, 3, 4, 8), modules)
