@@ -152,11 +152,21 @@ class Catalog:
         return version
 
     def _info_after_write(self, version: AdapterVersion, *, wait: bool) -> AdapterInfo:
-        """Describe a version; with `wait` after its rows are written."""
-        while wait and version.error is None and not self._residency.pool.is_ready(version.digest):
+        """Describe a version; with `wait` after its rows are written.
+
+        Raises:
+            AdapterError: they cannot be written. InvalidUserInputError: a request that names another folder has
+                replaced the version meanwhile.
+        """
+        while wait and version.current and version.error is None and not self._residency.pool.is_ready(version.digest):
             self._wait(1.0)
         if version.error is not None:
             raise error_from_info(version.error)
+        if not version.current:
+            raise InvalidUserInputError(
+                f"a request with another folder has replaced the adapter '{version.name}' meanwhile; try again",
+                param="lora_name",
+            )
         return self._info(version)
 
     def register(self, requests: Sequence[LoRARequest]) -> None:

@@ -351,3 +351,17 @@ MACHINES = [ManagerMachine, TightMachine, FewRowsMachine, FewBytesMachine]
 for machine in MACHINES:
     machine.TestCase.settings = settings(max_examples=30, stateful_step_count=30, database=None)
 TestManagerMachine, TestTightMachine, TestFewRowsMachine, TestFewBytesMachine = (m.TestCase for m in MACHINES)
+
+
+def test_a_pin_ends_when_a_request_replaces_the_adapter():
+    machine = ManagerMachine()
+    catalog, request = machine.manager.catalog, make_request("a", machine._path("a"))
+    catalog.load(LoRARequest("a", path=machine._path("b")))
+    machine.manager.resolve(request)
+    machine.waiting.append(request)
+    machine.manager.prefetch(request)
+    machine.loader._last = True  # the read ends before the write of what is pinned
+    with pytest.raises(InvalidUserInputError, match="has replaced the adapter 'a'"):
+        catalog.pin("a")
+    assert [(info.path, info.pinned) for info in catalog.list()] == [(machine._path("a"), False)]
+    machine.teardown()
