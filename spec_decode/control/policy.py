@@ -27,8 +27,8 @@ cent (SmolLM2-135M, 494M model), and a switch costs a round of drafts that come 
 OTHER_DRAFTER = 1.05
 """Least ratio of gains for which an adapter changes its drafter: the other one's gain is known from a few trials."""
 LONGEST_GAP = 0.05
-"""Seconds between two steps beside the target's own time beyond which the engine waited for requests, if no drafts were
-made: making them may take as long."""
+"""Longest gap between two steps, in seconds, that counts if nothing was drafted in it: in longer ones the engine waited
+for requests. Drafting may take as long."""
 SAMPLED_STEPS = 4
 """Number of short steps of which one counts for acceptance: observing takes 0.02 ms for one row and 0.1 ms for 32."""
 
@@ -70,8 +70,7 @@ class SpeculationPolicy:
         self._class_due: dict[int, tuple[float, float]] = {}  # by class of rows: due time, interval
         self._is_drafting = False
         self._nothing_chosen = False
-        self._ended: float | None = None  # when the step before was observed
-        self._asked: tuple[int, int] | None = (0, 0)  # after the step before: drafter and most drafts of a row
+        self._asked: _Asked | None = None  # of the step before
         self._num_steps = 0
 
     # ------------------------------------------------------------------ choice
@@ -255,26 +254,20 @@ class SpeculationPolicy:
 
     # ------------------------------------------------------------------ observation
 
-    def observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        """Take in what a step brought, after the drafts for the next one were made. Steps come in their order.
-
-        Args:
-            seconds: The target's forward pass, sampling and verification.
-        """
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """Update the estimates from a step, after the drafts for the next one were made. Call it for each step, in
+        their order."""
         now = self._clock()
         self._num_steps += 1
-        rows = plan.rows
-        asked = _asked(rows)
-        gap = None if self._ended is None else now - self._ended - seconds
-        self._ended = now
+        rows, seconds = plan.rows, result.seconds
+        before, self._asked = self._asked, None
         if seconds > 0.0 and rows and all(row.samples and row.num_tokens == 1 + row.num_drafts for row in rows):
             self._steps.add(len(rows), sum(row.num_drafts for row in rows), seconds)
-            # Where the device drafts, what lies between two steps is the drafting after the first of them.
-            about = self._asked if plan.is_followed else asked
-            if about is not None and gap is not None and (gap < LONGEST_GAP or about[1]):
-                self._drafts.add(about[0], len(rows), about[1], gap)
+            # The time since the step before belongs to what was drafted after that one.
+            if before is not None and result.gap is not None and (result.gap < LONGEST_GAP or before.num_drafts):
+                self._drafts.add(before.drafter, before.num_rows, before.num_drafts, result.gap)
             self._charge_trials(rows, seconds)
-        self._asked = asked
+            self._asked = _asked(rows)
         if self._held is None:
             self._count(rows, result, now)
 
@@ -335,7 +328,7 @@ class SpeculationPolicy:
 
     def release(self) -> None:
         """Choose again; nothing of the requests since `hold` is remembered."""
-        self._held, self._asked, self._ended = None, None, None
+        self._held, self._asked = None, None
         self._rows.clear()
         self._adapters = Adapters([traits.first_rate for traits in self._drafters])
 
@@ -356,12 +349,21 @@ def _counts_of(state: RowState, drafter: int) -> tuple[AcceptanceRate, ...]:
     return state.counts[drafter][is_right], adapter.counts[drafter], adapter.after[drafter][is_right]
 
 
-def _asked(rows: Sequence[RowPlan]) -> tuple[int, int] | None:
-    """(drafter, most drafts of a row) after a step; None where two drafters were asked."""
+class _Asked(NamedTuple):
+    """Drafts that are asked for after a step."""
+
+    drafter: int
+    num_drafts: int
+    """Most drafts of a row."""
+    num_rows: int
+
+
+def _asked(rows: Sequence[RowPlan]) -> _Asked | None:
+    """Drafts that are asked for after a step of these rows; None if two drafters are asked."""
     asked: dict[int, int] = {}
     for row in rows:
         if row.max_new_drafts > asked.get(row.drafter, 0):
             asked[row.drafter] = row.max_new_drafts
     if not asked:
-        return 0, 0
-    return next(iter(asked.items())) if len(asked) == 1 else None
+        return _Asked(0, 0, len(rows))
+    return _Asked(*next(iter(asked.items())), len(rows)) if len(asked) == 1 else None
