@@ -236,29 +236,30 @@ class GraphedPass:
         handles: Sequence[tuple[Any, int]],
         states: Tensor | None = None,
         begin: Callable[[], None] | None = None,
+        *,
+        counts: bool = True,
     ) -> tuple[Tensor, ...] | None:
-        """Run the pass over `rows`, padded. None, which is counted, when it must run without a graph.
+        """Run the pass over `rows`, padded. None when it must run without a graph.
 
         Args:
             handles: (adapter, number of tokens) of each row.
             states: [T, state_size], for passes that read states.
             begin: Called before the replay, if there is one.
+            counts: Whether a pass without a graph is counted. False for callers that have another graph to try.
 
         Returns:
             Results of `Compute`, valid until the next pass. Entries beyond the rows and their tokens have no meaning.
         """
-        found = self.try_run(rows, handles, states, begin)
-        self._graphs.num_single += found is None
-        return found
+        found = self._find(rows, handles)
+        if found is None:
+            self._graphs.num_single += counts
+            return None
+        shape, captured = found
+        self._fill(shape, rows, states)
+        return self._graphs.run(captured, begin)
 
-    def try_run(
-        self,
-        rows: SequenceRows,
-        handles: Sequence[tuple[Any, int]],
-        states: Tensor | None = None,
-        begin: Callable[[], None] | None = None,
-    ) -> tuple[Tensor, ...] | None:
-        """Do as `run` does, for callers with another graph to try: None is not counted."""
+    def _find(self, rows: SequenceRows, handles: Sequence[tuple[Any, int]]) -> tuple[PassShape, Captured] | None:
+        """The shape and the graph that serve the rows; the inputs of their adapters are filled in."""
         shape = self._shape(rows)
         if shape is None:
             return None
@@ -268,8 +269,7 @@ class GraphedPass:
         captured = self._captured.get(_Key(shape, adapted))
         if captured is None or not all(batch is None or batch.replayable for batch in adapters):
             return None
-        self._fill(shape, rows, states)
-        return self._graphs.run(captured, begin)
+        return shape, captured
 
     def captures(self) -> Iterator[tuple[int, Callable[[], None]]]:
         """See `Capturable`."""

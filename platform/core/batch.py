@@ -98,4 +98,6 @@ class StepResult(NamedTuple):
     rows: list[RowResult]
     """Aligned with the plan's."""
     seconds: float = 0.0
-    """Duration of the target's forward pass, sampling and verification; 0 where nobody measured."""
+    """Duration of the target's forward pass, sampling and verification; 0 if it was not measured."""
+    gap: float | None = None
+    """Seconds since the target's work of the step before: drafting, and host time that is not hidden; None: unknown."""

@@ -11,7 +11,7 @@ from ...platform.core.request import Request, Status
 from .acceptance import AcceptanceRate
 from .adapters import TRIAL_DRAFTS, TRIAL_ROUNDS, TRIAL_ROWS, Adapters, AdapterState, RowState
 from .costs import DraftCosts, Padded, StepCosts, size_class
-from .goodput import StepPrices, best_plan
+from .goodput import Offer, StepPrices, best_plan
 
 SHORT_STEP = 0.003
 """Seconds of a step below which nothing is chosen per step: a choice for one row takes 0.13 ms and one for 16 rows 1.5
@@ -27,8 +27,8 @@ cent (SmolLM2-135M, 494M model), and a switch costs a round of drafts that come 
 OTHER_DRAFTER = 1.05
 """Least ratio of gains for which an adapter changes its drafter: the other one's gain is known from a few trials."""
 LONGEST_GAP = 0.05
-"""Seconds between two steps beside the target's own time beyond which the engine waited for requests, if no drafts were
-made: making them may take as long."""
+"""Longest gap between two steps, in seconds, that counts if nothing was drafted in it: in longer ones the engine waited
+for requests. Drafting may take as long."""
 SAMPLED_STEPS = 4
 """Number of short steps of which one counts for acceptance: observing takes 0.02 ms for one row and 0.1 ms for 32."""
 
@@ -70,8 +70,7 @@ class SpeculationPolicy:
         self._class_due: dict[int, tuple[float, float]] = {}  # by class of rows: due time, interval
         self._is_drafting = False
         self._nothing_chosen = False
-        self._ended: float | None = None  # when the step before was observed
-        self._asked: tuple[int, int] | None = (0, 0)  # after the step before: drafter and most drafts of a row
+        self._asked: _Asked | None = None  # of the step before
         self._num_steps = 0
 
     # ------------------------------------------------------------------ choice
@@ -141,7 +140,7 @@ class SpeculationPolicy:
             self._is_drafting = plan.gain >= (GO_ON if self._is_drafting else BEGIN)
         for state, count in zip(rated, plan.num_drafts, strict=True):
             state.num_drafts = count if self._is_drafting else 0
-        self._begin_trials(offering, now)
+        self._begin_trials(offering, num_rows, now)
 
     def _choose_for_class(
         self, offering: Sequence[tuple[RowState, int]], num_rows: int, now: float, *, requests_wait: bool
@@ -164,7 +163,7 @@ class SpeculationPolicy:
             is_drafting = plan.gain >= (GO_ON if any(a.num_drafts.get(rows) for a in by_adapter) else BEGIN)
             for adapter, count in zip(by_adapter, plan.num_drafts, strict=True):
                 adapter.num_drafts[rows] = count if is_drafting else 0
-            self._begin_trials(offering, now)
+            self._begin_trials(offering, num_rows, now)
         for adapter, states in by_adapter.items():
             for state in states:
                 if not state.trial_rounds:
@@ -205,8 +204,8 @@ class SpeculationPolicy:
             adapter.drafter = best
             adapter.num_drafts.clear()
 
-    def _begin_trials(self, offering: Sequence[tuple[RowState, int]], now: float) -> None:
-        """Let some rows of an adapter try a drafter that the adapter does not use, where that is due."""
+    def _begin_trials(self, offering: Sequence[tuple[RowState, int]], num_rows: int, now: float) -> None:
+        """Let some rows of an adapter try a drafter that the adapter does not use, if that is due and could pay."""
         by_adapter: dict[AdapterState, list[tuple[RowState, int]]] = {}
         for state, limit in offering:
             by_adapter.setdefault(state.adapter, []).append((state, limit))
@@ -214,11 +213,19 @@ class SpeculationPolicy:
             drafter = adapter.due_trial(now, is_drafting=any(state.num_drafts for state, _ in rows))
             if drafter < 0:
                 continue
+            if not self._can_pay(drafter, num_rows):
+                adapter.put_off_trial(drafter, now)
+                continue
             rows = sorted(rows, key=lambda entry: entry[0].counts[drafter][False].tried[0])[:TRIAL_ROWS]
             adapter.begin_trial(drafter, len(rows))
             for state, limit in rows:
                 state.trial_rounds, state.drafter = TRIAL_ROUNDS, drafter
                 state.num_drafts = min(limit, TRIAL_DRAFTS, self._drafters[drafter].max_drafts)
+
+    def _can_pay(self, drafter: int, num_rows: int) -> bool:
+        """False if drafting loses in a batch of this size even when all drafts are right."""
+        certain = Offer(drafter, [1.0] * self._drafters[drafter].max_drafts, rows=num_rows)
+        return best_plan([certain], self._prices(num_rows), num_rows, fair=False).gain >= BEGIN
 
     def _count_trial(self, state: RowState, now: float) -> None:
         """Count one round of a row on trial."""
@@ -255,26 +262,20 @@ class SpeculationPolicy:
 
     # ------------------------------------------------------------------ observation
 
-    def observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        """Take in what a step brought, after the drafts for the next one were made. Steps come in their order.
-
-        Args:
-            seconds: The target's forward pass, sampling and verification.
-        """
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """Update the estimates from a step, after the drafts for the next one were made. Call it for each step, in
+        their order."""
         now = self._clock()
         self._num_steps += 1
-        rows = plan.rows
-        asked = _asked(rows)
-        gap = None if self._ended is None else now - self._ended - seconds
-        self._ended = now
+        rows, seconds = plan.rows, result.seconds
+        before, self._asked = self._asked, None
         if seconds > 0.0 and rows and all(row.samples and row.num_tokens == 1 + row.num_drafts for row in rows):
             self._steps.add(len(rows), sum(row.num_drafts for row in rows), seconds)
-            # Where the device drafts, what lies between two steps is the drafting after the first of them.
-            about = self._asked if plan.is_followed else asked
-            if about is not None and gap is not None and (gap < LONGEST_GAP or about[1]):
-                self._drafts.add(about[0], len(rows), about[1], gap)
+            # The time since the step before belongs to what was drafted after that one.
+            if before is not None and result.gap is not None and (result.gap < LONGEST_GAP or before.num_drafts):
+                self._drafts.add(before.drafter, before.num_rows, before.num_drafts, result.gap)
             self._charge_trials(rows, seconds)
-        self._asked = asked
+            self._asked = _asked(rows)
         if self._held is None:
             self._count(rows, result, now)
 
@@ -335,7 +336,7 @@ class SpeculationPolicy:
 
     def release(self) -> None:
         """Choose again; nothing of the requests since `hold` is remembered."""
-        self._held, self._asked, self._ended = None, None, None
+        self._held, self._asked = None, None
         self._rows.clear()
         self._adapters = Adapters([traits.first_rate for traits in self._drafters])
 
@@ -356,12 +357,21 @@ def _counts_of(state: RowState, drafter: int) -> tuple[AcceptanceRate, ...]:
     return state.counts[drafter][is_right], adapter.counts[drafter], adapter.after[drafter][is_right]
 
 
-def _asked(rows: Sequence[RowPlan]) -> tuple[int, int] | None:
-    """(drafter, most drafts of a row) after a step; None where two drafters were asked."""
+class _Asked(NamedTuple):
+    """Drafts that are asked for after a step."""
+
+    drafter: int
+    num_drafts: int
+    """Most drafts of a row."""
+    num_rows: int
+
+
+def _asked(rows: Sequence[RowPlan]) -> _Asked | None:
+    """Drafts that are asked for after a step of these rows; None if two drafters are asked."""
     asked: dict[int, int] = {}
     for row in rows:
         if row.max_new_drafts > asked.get(row.drafter, 0):
             asked[row.drafter] = row.max_new_drafts
     if not asked:
-        return 0, 0
-    return next(iter(asked.items())) if len(asked) == 1 else None
+        return _Asked(0, 0, len(rows))
+    return _Asked(*next(iter(asked.items())), len(rows)) if len(asked) == 1 else None

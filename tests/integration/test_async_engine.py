@@ -213,6 +213,22 @@ def test_the_seconds_of_a_step_are_those_of_its_work(make_engine, greedy, prompt
     engine.abort(["a"])
 
 
+def test_the_gap_of_a_step_is_the_time_since_the_work_of_the_one_before(make_engine, greedy, prompts, monkeypatch):
+    engine = make_engine(async_scheduling=False)
+    clock, results = Clock(), []
+    monkeypatch.setattr(device_queue, "time", clock)
+    forward, collect = engine._runner._model.forward, engine._runner.collect
+    engine._runner._model.forward = lambda *args: (forward(*args), clock.move(3.0))[0]
+    monkeypatch.setattr(engine._runner, "collect", lambda launched: results.append(collect(launched)) or results[-1])
+    engine.add_request(EngineRequest("a", list(prompts[0]), greedy, [1]))
+    for _ in range(3):
+        engine.step()
+        clock.move(5.0)
+    engine.abort(["a"])
+    assert [result.seconds for result in results] == [3.0] * 3
+    assert [result.gap for result in results[1:]] == [5.0] * 2
+
+
 def test_a_stopwatch_ends_once(monkeypatch):
     """What work does after its first `stop` is not in its seconds."""
     import torch

@@ -59,7 +59,7 @@ class TargetPasses:
         """
         assert self._verifying is not None, "the attention can be captured"
         assert self._others is not None, "the attention can be captured"
-        if verifies and (found := self._verifying.try_run(rows, handles, begin=begin)) is not None:
+        if verifies and (found := self._verifying.run(rows, handles, begin=begin, counts=False)) is not None:
             return found
         found = self._others.run(rows, handles, begin=begin)
         if found is None or not verifies:

@@ -14,13 +14,15 @@ T = TypeVar("T")
 
 
 class Stopwatch:
-    """Time of a device from the making of the watch to its first `stop`. On a GPU both are events of the current
-    stream, and the host waits in `seconds` alone."""
+    """Time of a device from the making of the watch to its first `stop`, and the gap before it. On a GPU the times are
+    those of events of the current stream, and the host waits in `seconds` alone."""
 
-    __slots__ = ("_begin", "_device", "_end")
+    __slots__ = ("_before", "_begin", "_device", "_end")
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, before: Stopwatch | None = None) -> None:
+        """`before`: watch of the step before, which has ended unless the step failed."""
         self._device = device
+        self._before = None if before is None else before._end
         self._begin = self._now()
         self._end: Any = None
 
@@ -31,6 +33,11 @@ class Stopwatch:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
+    def _between(self, first: Any, last: Any) -> float:
+        if self._device.type != "cuda":
+            return float(last - first)
+        return float(first.elapsed_time(last)) / 1000.0  # from milliseconds
+
     def stop(self) -> None:
         """End the time, unless it has ended."""
         if self._end is None:
@@ -38,10 +45,14 @@ class Stopwatch:
 
     def seconds(self) -> float:
         """Seconds from the beginning to the end."""
-        if self._device.type != "cuda":
-            return float(self._end - self._begin)
-        self._end.synchronize()
-        return float(self._begin.elapsed_time(self._end)) / 1000.0  # from milliseconds
+        if self._device.type == "cuda":
+            self._end.synchronize()
+        return self._between(self._begin, self._end)
+
+    def gap(self) -> float | None:
+        """Seconds between the end of the watch before and the beginning of this one: drafting, and time in which the
+        device waits for the host. None without a watch before. Call it after `seconds`."""
+        return None if self._before is None else self._between(self._before, self._begin)
 
 
 class Done(Generic[T]):
@@ -75,6 +86,7 @@ class DeviceQueue:
         self.overlaps = asynchronous
         self._device = device
         self._last: Future[Any] | None = None
+        self._stopwatch: Stopwatch | None = None
         self._thread: ThreadPoolExecutor | None = None
         if asynchronous and device.type != "cuda":
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="steps")
@@ -86,6 +98,11 @@ class DeviceQueue:
             return Done(work)
         self._last = future = self._thread.submit(work)
         return future
+
+    def stopwatch(self) -> Stopwatch:
+        """Begin to time a step, in its work; its gap is that after the step that was timed before."""
+        self._stopwatch = Stopwatch(self._device, self._stopwatch)
+        return self._stopwatch
 
     def drain(self) -> None:
         """Wait until all is done."""

@@ -153,7 +153,7 @@ class ModelRunner:
             rows = [next(sampled) if row.samples else RowResult([]) for row in plan.rows]
         for index, prompt in queued.prompts.items():
             rows[index] = _with_prompt(plan.rows[index].request, rows[index], prompt)
-        return StepResult(rows, queued.stopwatch.seconds())
+        return StepResult(rows, queued.stopwatch.seconds(), queued.stopwatch.gap())
 
     @torch.inference_mode()
     def draft(self, launched: Launched, result: StepResult) -> float:
@@ -178,7 +178,7 @@ class ModelRunner:
         if not self._has_drafter:
             return result.seconds
         if self._policy is not None:
-            self._policy.observe(plan, result, result.seconds)
+            self._policy.observe(plan, result)
         return result.seconds + time.perf_counter() - started
 
     def _draft(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
@@ -217,7 +217,7 @@ class ModelRunner:
         """
         if self._host is not None and moves:
             self._host.run(moves)
-        stopwatch = Stopwatch(self._model.device)
+        stopwatch = self._queue.stopwatch()
         if before is not None:
             queued = before.result()
             assert queued.outcome is not None, "no step was to follow before the host knew the outcome"

@@ -83,6 +83,8 @@ class World:
     waiting: bool = False
     params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
     now: float = 0.0
+    ended: float | None = None
+    """When the target's work of the last step ended."""
     tokens: float = 0.0
     counts: list[list[int]] = field(default_factory=list)
     """Drafts chosen for each row after each step."""
@@ -146,14 +148,16 @@ class World:
         self.planned = plan
         following = self.plan() if self.overlaps else None
         size = sum(row.num_tokens for row in plan.rows)
+        gap = None if self.ended is None else (self.now - self.ended) / 1000
         seconds = self.spend(self.curve(len(plan.rows), size)) / 1000
+        self.ended = self.now
         results = [self.verify(row) for row in plan.rows]
         for drafter, costs in enumerate(self.drafters):
             most = max((row.max_new_drafts for row in plan.rows if row.drafter == drafter), default=0)
             if most:
                 self.spend(costs.base + costs.each * most)
         self.spend(HOST)
-        self.policy.observe(plan, StepResult(results), seconds)
+        self.policy.observe(plan, StepResult(results, seconds, gap))
         self.planned = following
         for index, request in enumerate(self.requests):
             if request.num_output_tokens >= self.length:

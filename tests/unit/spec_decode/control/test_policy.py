@@ -231,7 +231,7 @@ def test_drafts_of_a_row_that_was_planned_before_its_request_ended_were_made():
     chosen = world.counts[-1]
     request.status, request.drafts = Status.FINISHED, NO_DRAFTS
     for _ in range(100):
-        policy.observe(StepPlan(rows, is_followed=True), StepResult([RowResult([], rows[0].num_drafts)]), 0.05)
+        policy.observe(StepPlan(rows, is_followed=True), StepResult([RowResult([], rows[0].num_drafts)], 0.05))
     world.requests, world.planned = [world.fresh(BASE)], None
     world.plan()
     assert world.counts[-1] == chosen, "a new request gets as many"
@@ -246,7 +246,7 @@ def test_tokens_without_a_choice_say_nothing_of_a_drafter():
         rows = [RowPlan(request, len(request.tokens) - 1, 5, 4, True, MAX_DRAFTS, is_forced=True)]
         world.policy.choose(rows)
         request.tokens += [0] * 5
-        world.policy.observe(StepPlan(rows), StepResult([RowResult([0] * 5, 4)]), 0.01)
+        world.policy.observe(StepPlan(rows), StepResult([RowResult([0] * 5, 4)], 0.01))
     assert world.policy.snapshot() == known
 
 
@@ -286,6 +286,19 @@ def test_a_step_without_a_time_is_not_measured():
     world = World(long, {(BASE, 0): 0.5}, [BASE]).warm_up()
     for seconds in (*[0.05] * 6, 0.0, 0.0, 0.05, 0.05):
         plan = world.plan()
-        world.policy.observe(plan, StepResult([world.verify(row) for row in plan.rows]), seconds)
+        world.policy.observe(plan, StepResult([world.verify(row) for row in plan.rows], seconds))
     world.run(50)
     assert world.run(400) > 0.97 * world.best_fixed()
+
+
+@pytest.mark.parametrize(
+    ("curve", "tries"),
+    [(lambda rows, tokens: 4.0 * tokens, False), (lambda rows, tokens: 30.0 + 0.5 * tokens, True)],
+    ids=["every token costs", "drafts may pay"],
+)
+def test_nothing_is_tried_in_batches_where_right_drafts_would_not_pay(curve, tries):
+    world = World(curve, {(BASE, 0): 0.02}, [BASE] * 8, [NEURAL]).warm_up()
+    world.run(300)
+    world.counts.clear()
+    world.run(600)
+    assert any(map(any, world.counts)) is tries
