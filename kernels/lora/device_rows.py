@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from ..tuning import bucket, tuned
+from ..tuning.configs import LoRAExpandConfig, LoRAShrinkConfig
 from .groups import BLOCK_ROWS, RowGroups
 from .triton import (
     EXPAND_CONFIGS,
+    EXPAND_SPLITS,
     GAIN_BLOCK,
     GAIN_WARPS,
     MAX_SPLITS,
+    MIN_SPLIT_INPUTS,
     SHRINK_CONFIGS,
     expand_kernel,
     gain_kernel,
     shrink_kernel,
 )
-
-_MIN_CHUNK = 256
-"""Fewest inputs in a part of a shrink's sums."""
-
 
 @functools.cache
 def _num_programs(device: torch.device, per_processor: int) -> int:
@@ -34,26 +34,30 @@ def _num_programs(device: torch.device, per_processor: int) -> int:
     return per_processor * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _output_blocks(slice_sizes: Sequence[int], block: int, device: torch.device) -> Tensor:
-    """Table of output blocks [num_blocks, 4] int32: slice, first output, output after the slice's last, 0."""
+def _output_blocks(slice_sizes: Sequence[int], block: int) -> list[tuple[int, int, int, int]]:
+    """Blocks of outputs: slice, first output, output after the block's last, 0."""
     table = []
     first = 0
     for index, size in enumerate(slice_sizes):
-        table += [(index, n, first + size, 0) for n in range(first, first + size, block)]
+        table += [(index, n, min(n + block, first + size), 0) for n in range(first, first + size, block)]
         first += size
-    return torch.tensor(table, dtype=torch.int32, device=device)
+    return table
 
 
-def split_inputs(
-    num_tokens: int, num_slices: int, in_features: int, wanted_units: int, unit: int = _MIN_CHUNK
-) -> tuple[int, int]:
-    """(parts of a shrink's sums, inputs of a part): parts enough for `wanted_units` units of work, none too short,
-    fixed by the step's size. A part is a multiple of `unit` inputs, and none is empty: a loop that Triton unrolls runs
-    when it should not if it starts behind its end."""
-    wanted = triton.next_power_of_2(-(-wanted_units // max(1, num_tokens * num_slices)))
-    splits = max(1, min(wanted, MAX_SPLITS, in_features // _MIN_CHUNK))
-    chunk = triton.cdiv(triton.cdiv(in_features, splits), unit) * unit
-    return triton.cdiv(in_features, chunk), chunk
+class _Blocks(NamedTuple):
+    """Blocks of outputs of both sizes, [num_large + num_small, 4] int32."""
+
+    table: Tensor
+    num_large: int
+    num_small: int
+
+
+class _Splits(NamedTuple):
+    """What a shrink's splits depend on in addition to the number of items, which the device knows."""
+
+    units: int
+    most: int
+    block: int
 
 
 class TritonRows:
@@ -89,9 +93,12 @@ class TritonRows:
             tile: tuned(a.device, config, tile, bucket(self._out_features), size)
             for tile, config in EXPAND_CONFIGS.items()
         }
-        self._output_blocks = {
-            tile: _output_blocks(slice_sizes, config.block, a.device) for tile, config in self._expand_configs.items()
-        }
+        self._output_blocks = {}
+        for tile, config in self._expand_configs.items():
+            small_block = _dot_block(config) if tile == 16 else config.block  # larger steps have tiles enough
+            large, small = (_output_blocks(slice_sizes, size) for size in (config.block, small_block))
+            table = torch.tensor(large + small, dtype=torch.int32, device=a.device)
+            self._output_blocks[tile] = _Blocks(table, len(large), len(small))
 
     def add(self, y: Tensor, x: Tensor, groups: RowGroups) -> None:
         """y[:, s] += (x a[rows, s]ᵀ) b[rows, s] for the tokens of each group and each slice s; y is mutated.
@@ -115,14 +122,12 @@ class TritonRows:
         if x.stride(1) != 1:
             x = x.contiguous()
         config = self._shrink_configs[groups.tile]
-        unit = max(config.block, config.dot_block)
-        units = config.units if groups.tile == 16 else 1  # the expand of larger tiles adds up no parts
-        splits, chunk = split_inputs(groups.num_tokens, self._num_slices, self._in_features, units, unit)
-        h = torch.empty(self._num_slices * splits, groups.h_size, dtype=torch.float32, device=x.device)
-        units = groups.max_items * self._num_slices * splits
+        splits = self._splits(config, groups)
+        h = torch.empty(self._num_slices * splits.most, groups.h_size, dtype=torch.float32, device=x.device)
+        units = groups.max_items * self._num_slices * splits.most
         shrink_kernel[(min(units, _num_programs(x.device, config.programs)),)](
             *(x, self._a, self._live, groups.data, h),
-            *(x.stride(0), self._a.stride(0), self._live.stride(0), groups.h_size, splits, chunk),
+            *(x.stride(0), self._a.stride(0), self._live.stride(0), groups.h_size, splits.units, splits.most),
             FEATURES=self._in_features,
             SLICES=self._num_slices,
             TILE=groups.tile,
@@ -134,6 +139,13 @@ class TritonRows:
         )
         self._expand(y, groups, h, None, splits)
 
+    def _splits(self, config: LoRAShrinkConfig, groups: RowGroups) -> _Splits:
+        """Bounds of the parts of a shrink's sums. Captured launches serve steps with fewer items."""
+        most = max(1, min(MAX_SPLITS, self._in_features // MIN_SPLIT_INPUTS))
+        if not groups.replayable:
+            most = min(most, triton.cdiv(config.units, groups.max_items * self._num_slices))
+        return _Splits(config.units, most, max(config.block, config.dot_block))
+
     def add_embeddings(self, y: Tensor, ids: Tensor, groups: RowGroups) -> None:
         """y[t] += a[rows, 0, ids[t]] b[rows] for the tokens of each group: one slice, ids [T]; y [T, out] is mutated.
 
@@ -144,7 +156,7 @@ class TritonRows:
         if self._num_slices != 1 or ids.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{self._num_slices} slices and ids of {ids.dtype}: one slice and integers are embedded")
         if groups.max_tiles:
-            self._expand(y, groups, self._a, ids.contiguous(), 1)
+            self._expand(y, groups, self._a, ids.contiguous(), _Splits(1, 1, 1))
 
     def _check(self, y: Tensor, num_tokens: int, groups: RowGroups) -> None:
         if y.dtype != self._a.dtype or y.stride(1) != 1:
@@ -152,23 +164,29 @@ class TritonRows:
         if num_tokens < groups.stop or y.shape != (num_tokens, self._out_features):
             raise ValueError(f"y {tuple(y.shape)} does not fit {num_tokens} tokens or the step's {groups.stop}")
 
-    def _expand(self, y: Tensor, groups: RowGroups, h: Tensor, ids: Tensor | None, splits: int) -> None:
-        output_blocks = self._output_blocks[groups.tile]
-        num_blocks = len(output_blocks)
-        config = self._expand_configs[groups.tile]
-        expand_kernel[(min(groups.max_tiles * num_blocks, _num_programs(y.device, config.programs)),)](
-            *(y, self._b, self._live, groups.data, h, groups.data if ids is None else ids, output_blocks),
-            *(y.stride(0), self._b.stride(0), self._live.stride(0), groups.h_size, splits, num_blocks),
+    def _expand(self, y: Tensor, groups: RowGroups, h: Tensor, ids: Tensor | None, splits: _Splits) -> None:
+        blocks, config = self._output_blocks[groups.tile], self._expand_configs[groups.tile]
+        units = groups.max_tiles * blocks.num_small
+        expand_kernel[(min(units, _num_programs(y.device, config.programs)),)](
+            *(y, self._b, self._live, groups.data, h, groups.data if ids is None else ids, blocks.table),
+            *(y.stride(0), self._b.stride(0), self._live.stride(0), groups.h_size, blocks.num_large, blocks.num_small),
+            *(self._in_features, self._num_slices, *splits),
             ALIGNMENT=self._alignment,
             TILE=groups.tile,
             ROWS=BLOCK_ROWS,
             BLOCK=config.block,
-            DOT_BLOCK=min(config.block, config.dot_block),
-            SPLITS=MAX_SPLITS if groups.tile == 16 and ids is None else 1,
+            DOT_BLOCK=_dot_block(config),
+            SPLITS=EXPAND_SPLITS[groups.tile],
+            ONE_SPLITS=EXPAND_SPLITS[1],
             EMBEDDING=ids is not None,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
+
+
+def _dot_block(config: LoRAExpandConfig) -> int:
+    """Outputs of a block at a time, for several tokens."""
+    return min(config.block, config.dot_block)
 
 
 def apply_gains(y: Tensor, excess: Tensor, slots: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
