@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..side_stream import Join, prepare, run_alongside
 from ..tuning import bucket, tuned
 from ..tuning.configs import LoRAExpandConfig, LoRAShrinkConfig
 from .groups import BLOCK_ROWS, RowGroups
@@ -25,6 +26,7 @@ from .triton import (
     gain_kernel,
     shrink_kernel,
 )
+
 
 @functools.cache
 def _num_programs(device: torch.device, per_processor: int) -> int:
@@ -60,6 +62,14 @@ class _Splits(NamedTuple):
     block: int
 
 
+class Shrunk(NamedTuple):
+    """Values between shrink and expand, which another stream may still compute."""
+
+    h: Tensor
+    splits: _Splits
+    join: Join
+
+
 class TritonRows:
     """Rank rows of one projection or of the token embeddings, as the kernels read them; views of the pool's tensors."""
 
@@ -82,6 +92,7 @@ class TritonRows:
             raise ValueError("the rows of a and b must be contiguous and equally far apart")
         if a.dtype != b.dtype or live.dtype != torch.uint8 or len({a.device, b.device, live.device}) > 1:
             raise ValueError(f"a {a.dtype} and b {b.dtype} must be alike, live uint8, and all on one device")
+        prepare(a.device)
         self._a, self._b, self._live = a, b, live
         self._in_features, self._out_features, self._num_slices = in_features, b.shape[1], num_slices
         self._alignment = 16 if all(size % 16 == 0 for size in slice_sizes) else 1
@@ -100,7 +111,31 @@ class TritonRows:
             table = torch.tensor(large + small, dtype=torch.int32, device=a.device)
             self._output_blocks[tile] = _Blocks(table, len(large), len(small))
 
-    def add(self, y: Tensor, x: Tensor, groups: RowGroups) -> None:
+    def shrink(self, x: Tensor, groups: RowGroups) -> Shrunk | None:
+        """Start x a[rows, s]ᵀ for the tokens of each group and each slice s, alongside what is launched until `add`
+        joins it; None when no token has an adapter.
+
+        Args:
+            x: [T, in].
+            groups: Groups of these T tokens.
+
+        Raises:
+            ValueError: shapes or dtypes that do not go together.
+        """
+        if x.dtype != self._a.dtype or x.shape[1] != self._in_features or len(x) < groups.stop:
+            raise ValueError(
+                f"x {tuple(x.shape)} {x.dtype} must be [T, {self._in_features}] of {self._a.dtype}, T >= {groups.stop}"
+            )
+        if not groups.max_tiles:
+            return None
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        splits = self._splits(self._shrink_configs[groups.tile], groups)
+        h = torch.empty(self._num_slices * splits.most, groups.h_size, dtype=torch.float32, device=x.device)
+        join = run_alongside(lambda: self._shrink(x, h, groups, splits), x.device)
+        return Shrunk(h, splits, join)
+
+    def add(self, y: Tensor, x: Tensor, groups: RowGroups, shrunk: Shrunk | None = None) -> None:
         """y[:, s] += (x a[rows, s]ᵀ) b[rows, s] for the tokens of each group and each slice s; y is mutated.
 
         Products of several tokens round the values between shrink and expand to the rows' dtype, as two separate
@@ -110,20 +145,19 @@ class TritonRows:
             y: [T, out], rows contiguous; mutated.
             x: [T, in].
             groups: Groups of these T tokens.
+            shrunk: Result of `shrink` for the same x and groups, if it was called.
 
         Raises:
             ValueError: shapes or dtypes that do not go together.
         """
         self._check(y, len(x), groups)
-        if x.dtype != y.dtype or x.shape[1] != self._in_features:
-            raise ValueError(f"x {tuple(x.shape)} {x.dtype} must be [T, {self._in_features}] of {y.dtype}")
-        if not groups.max_tiles:
-            return
-        if x.stride(1) != 1:
-            x = x.contiguous()
+        shrunk = shrunk or self.shrink(x, groups)
+        if shrunk is not None:
+            shrunk.join()
+            self._expand(y, groups, shrunk.h, None, shrunk.splits)
+
+    def _shrink(self, x: Tensor, h: Tensor, groups: RowGroups, splits: _Splits) -> None:
         config = self._shrink_configs[groups.tile]
-        splits = self._splits(config, groups)
-        h = torch.empty(self._num_slices * splits.most, groups.h_size, dtype=torch.float32, device=x.device)
         units = groups.max_items * self._num_slices * splits.most
         shrink_kernel[(min(units, _num_programs(x.device, config.programs)),)](
             *(x, self._a, self._live, groups.data, h),
@@ -137,7 +171,6 @@ class TritonRows:
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-        self._expand(y, groups, h, None, splits)
 
     def _splits(self, config: LoRAShrinkConfig, groups: RowGroups) -> _Splits:
         """Bounds of the parts of a shrink's sums. Captured launches serve steps with fewer items."""
