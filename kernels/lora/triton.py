@@ -29,8 +29,8 @@ EXPAND_CONFIGS = {
 }
 """Default launch configs by the number of tokens in a tile (`groups.tile_tokens`). Where the warps of a program lie
 side by side along the outputs, as 2 do along 512, a thread adds up all rank rows of its outputs: on an H200 64 adapters
-at 28,672 outputs take 44 µs, and with 4 warps at 256 outputs 120 µs. 128 units are one for each multiprocessor of an H100:
-2,048 tokens of 4 adapters have 32 tiles, which without splits would leave three quarters of it idle."""
+at 28,672 outputs take 44 µs, and with 4 warps at 256 outputs 120 µs. 128 units are one for each multiprocessor of an
+H100: 2,048 tokens of 4 adapters have 32 tiles, which without splits would leave three quarters of it idle."""
 EXPAND_SPLITS = {1: MAX_SPLITS, 16: 4, 64: 2}
 """Parts of the shrink's sums that an expand loads at once, by the number of tokens: as many as registers hold."""
 
@@ -214,17 +214,10 @@ def expand_kernel(
     h,  # as the shrink left it; of an embedding A itself, row r: h + r * row_stride
     ids,  # [T] of an embedding
     blocks,  # [num_blocks + num_small_blocks, 4]: slice, first output, output after the last
-    y_stride,
-    row_stride,
-    live_stride,
-    h_stride,
+    y_stride, row_stride, live_stride, h_stride,
     num_blocks,  # of BLOCK outputs
     num_small_blocks,  # of DOT_BLOCK outputs, for steps whose tiles hold several tokens
-    features,  # as the shrink had them: inputs, slices, units, max_splits, and the larger of its blocks
-    num_slices,
-    units,
-    max_splits,
-    split_block,
+    features, num_slices, units, max_splits, split_block,  # as the shrink had them; the last is its larger block
     ALIGNMENT: tl.constexpr,  # of the slices, in elements
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -233,7 +226,7 @@ def expand_kernel(
     SPLITS: tl.constexpr,  # parts of the shrink's sums that are loaded at once for several tokens
     ONE_SPLITS: tl.constexpr,  # and for one
     EMBEDDING: tl.constexpr,
-):
+):  # fmt: skip
     """y[t, n] += sum of h[s, :, place] B[row, n] over all rank rows of the token's adapter; y [T, out] is mutated."""
     order = groups + tl.load(groups + 3)
     pool_rows = groups + tl.load(groups + 4)

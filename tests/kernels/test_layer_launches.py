@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -107,7 +106,7 @@ def _config(num_layers: int) -> DecoderConfig:
 
 
 @pytest.fixture
-def launches(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+def launches(device: str, monkeypatch: pytest.MonkeyPatch) -> Launches:
     if device == "cuda":
         pytest.skip("counted without a GPU")
     for module in (arena, batching, vectors):
@@ -118,7 +117,7 @@ def launches(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]
     monkeypatch.setattr(decoder, "make_attention", lambda spec, *, batch_invariant: TritonAttention(spec))
     monkeypatch.setattr(linear, "_prepacks", lambda weight: False)
     without_native_kernels(monkeypatch)
-    yield Launches(monkeypatch)
+    return Launches(monkeypatch)
 
 
 @pytest.mark.parametrize("num_adapters", [0, 1, 64])
