@@ -25,6 +25,9 @@ _MAX_HEAD_DIM = 256
 _MIN_SPLITS, _MAX_SPLITS = 4, 64
 MIN_SPLIT_KEYS = 256
 """Fewest keys of a split: below, a split costs more than it gains."""
+WHOLE_KEYS = 1024
+"""Most keys of a tile that one program attends to, whatever the number of splits: 16 chunks of 64 keys, several of
+which are in flight, take about as long as writing the parts of splits, waiting for the last one and adding them."""
 # Programs for each multiprocessor: for short rows, and for long ones.
 _SHORT_PROGRAMS, _LONG_PROGRAMS = 4, 2
 DEFAULT_WRITE = KVWriteConfig(block_heads=8, num_warps=2)
@@ -192,8 +195,7 @@ class Planner:
         default = default_config(block_m, dim, self.itemsize, self.gpu.arch, is_long)
         config = self.configs.get(default, *self.tuned_shape(block_m, is_long=is_long))
         splits, wanted = 1 if is_long else _MIN_SPLITS, config.programs * self.gpu.num_processors
-        # The reduction can hold only so many values at once.
-        most = min(_MAX_SPLITS, 8192 // dim)
+        most = max_splits(dim)
         while splits < most and splits * num_tiles * self.shape.num_kv_heads < wanted:
             splits *= 2
         return TileGroup(num_tiles, num_queries, self.num_splits or splits, block_m, config)
@@ -237,6 +239,11 @@ class Planner:
 def is_supported(shape: Shape, dtype: torch.dtype) -> bool:
     """True when the kernels serve these heads for queries of this dtype."""
     return dtype in _DTYPES and shape.head_dim % 2 == 0 and shape.head_dim <= _MAX_HEAD_DIM
+
+
+def max_splits(head_dim: int) -> int:
+    """Most splits of a tile: registers hold as many parts of a head at once."""
+    return min(_MAX_SPLITS, 8192 // padded_dim(head_dim))
 
 
 def padded_dim(head_dim: int) -> int:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from outrider.kernels.paged_attention import AttentionOptions, LayerKV, RowArrays, Shape, write_kv
+from outrider.kernels.paged_attention import AttentionOptions, LayerKV, RowArrays, Shape, device_step, write_kv
+from outrider.kernels.paged_attention import triton as kernels
 from outrider.kernels.paged_attention.device_step import DeviceStep
 from outrider.kernels.paged_attention.schedule import TILE_FIELDS, Capacity, Gpu, Planner
 from outrider.kernels.rope import Rotation
@@ -141,14 +142,56 @@ def test_block_sizes(device: str, block_size: int) -> None:
     check([(150, 1), (20, 70)], Shape(2, 1, 16), device, block_size=block_size)
 
 
+@pytest.fixture
+def split_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are split from 256 on."""
+    monkeypatch.setattr(kernels, "WHOLE_KEYS", 0)
+
+
 @pytest.mark.parametrize(("num_splits", "window"), [(2, None), (4, 300), (16, None)])
-def test_split_keys(device: str, num_splits: int, window: int | None) -> None:
+def test_split_keys(device: str, num_splits: int, window: int | None, split_early: None) -> None:
     rows = [(1030, 1), (0, 1), (255, 2), (600, 5), (300, 70)]
     check(rows, Shape(2, 1, 16), device, num_splits=num_splits, window=window)
 
 
+@pytest.mark.parametrize("queries", [1, 9])
+def test_new_keys_in_several_splits(device: str, queries: int, split_early: None) -> None:
+    """A program writes the new keys of its own chunks; the last one to finish adds the parts, and the next layer's
+    launches find the counts as they were."""
+    shape = Shape(4, 2, 16)
+    inputs = make_inputs([(508, queries), (5, 1), (767, queries)], shape, torch.float32, device)
+    step = make_step(inputs, shape, 4)
+    for _ in range(2):
+        close(attend(step, inputs), dense(inputs))
+
+
+@pytest.mark.parametrize(("context", "is_split"), [(1000, False), (1024, False), (1100, True)])
+def test_short_contexts_are_not_split(
+    device: str, context: int, is_split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many programs a launch has for a tile, up to 1,024 keys one of them attends to all."""
+    found = []
+
+    class Spy:
+        def __getitem__(self, grid: tuple[int, int]) -> object:
+            def launch(*args: object, **constants: object) -> None:
+                parts = args[kernels.attention_kernel.arg_names.index("parts")]
+                parts.fill_(-77.0)  # type: ignore[attr-defined]
+                kernels.attention_kernel[grid](*args, **constants)
+                found.append((grid[1], bool((parts != -77.0).any())))  # type: ignore[attr-defined]
+
+            return launch
+
+    monkeypatch.setattr(device_step, "attention_kernel", Spy())
+    inputs = make_inputs([(context - 1, 1)], Shape(2, 1, 16), torch.float32, device)
+    close(attend(make_step(inputs, Shape(2, 1, 16), 4), inputs), dense(inputs))
+    assert found == [(4, is_split)]
+
+
 @pytest.mark.parametrize(("dtype", "window", "num_splits"), [(torch.float32, None, 4), (torch.float16, 20, 1)])
-def test_sinks_count_once(device: str, dtype: torch.dtype, window: int | None, num_splits: int) -> None:
+def test_sinks_count_once(
+    device: str, dtype: torch.dtype, window: int | None, num_splits: int, split_early: None
+) -> None:
     inputs = make_inputs([*MIXED, (700, 1)], LLAMA, dtype, device)
     sinks = torch.linspace(-3, 6, LLAMA.num_heads)
     got = attend(make_step(inputs, LLAMA, num_splits), inputs, window, sinks.to(device))
@@ -231,23 +274,39 @@ class Projection(NamedTuple):
     rotation: Rotation
 
 
-def make_projection(num_tokens: int, shape: Shape, dtype: torch.dtype) -> Projection:
+def make_projection(num_tokens: int, shape: Shape, dtype: torch.dtype, rotary_dim: int | None = None) -> Projection:
     heads, kv_heads, dim = shape
     qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * dim).to(dtype)
-    angles = torch.rand(num_tokens, 1, dim // 2) * 6
+    angles = torch.rand(num_tokens, 1, (rotary_dim or dim) // 2) * 6
     cos, sin = angles.cos(), angles.sin()
     both = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).to(dtype)
     return Projection(qkv, Rotation(both[:, 0], both[:, 1]))
 
 
+PART = AttentionOptions(rotary_dim=20)
+NEIGHBOURS = AttentionOptions(rotary_dim=20, interleaved=True)
+
+
+@pytest.mark.parametrize("rows", [MIXED, [(0, 1), (63, 3), (64, 1), (14, 4), (130, 1)]], ids=["mixed", "short"])
 @pytest.mark.parametrize(
-    ("shape", "dtype", "qk_norm"), [(LLAMA, torch.float32, True), (Shape(9, 1, 80), torch.float16, False)]
+    ("shape", "dtype", "qk_norm", "options"),
+    [
+        (LLAMA, torch.float32, True, AttentionOptions()),
+        (Shape(9, 1, 80), torch.float16, False, AttentionOptions()),
+        (LLAMA, torch.float32, False, PART),
+        (LLAMA, torch.float32, True, NEIGHBOURS),
+    ],
 )
 def test_attention_of_a_projection_is_that_of_torch(
-    device: str, shape: Shape, dtype: torch.dtype, qk_norm: bool
+    device: str,
+    rows: list[tuple[int, int]],
+    shape: Shape,
+    dtype: torch.dtype,
+    qk_norm: bool,
+    options: AttentionOptions,
 ) -> None:
-    inputs = make_inputs(MIXED, shape, dtype, "cpu")
-    qkv, rotation = make_projection(len(inputs.positions), shape, dtype)
+    inputs = make_inputs(rows, shape, dtype, "cpu")
+    qkv, rotation = make_projection(len(inputs.positions), shape, dtype, options.rotary_dim)
     results = []
     for name, place in (("torch", "cpu"), ("triton", device)):
         norm = None
@@ -257,7 +316,7 @@ def test_attention_of_a_projection_is_that_of_torch(
             norm = RMSNorm(["q", "k"], shape.head_dim, 1e-6, repeats=repeats, dtype=dtype, device=where)
             for index, slot in enumerate(norm.weight_slots().values()):
                 slot.load(torch.rand(shape.head_dim, generator=torch.Generator().manual_seed(index)) + 0.5)
-        backend = make_backend(name, AttentionSpec(*shape, frozenset({None}), dtype, torch.device(place)))
+        backend = make_backend(name, AttentionSpec(*shape, frozenset({None}), dtype, torch.device(place), options))
         plan = backend.plan(inputs.sequences, inputs.positions, inputs.block_size)
         kv = LayerKV(*(cache.clone().to(place) for cache in inputs.kv))
         angles = Rotation(rotation.cos.to(place), rotation.sin.to(place))
