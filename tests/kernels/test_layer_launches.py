@@ -27,8 +27,7 @@ from outrider.models.rope_config import RopeConfig
 from .call_tape import _Recorder, without_native_kernels
 
 ROWS, BLOCK = 64, 16
-BASE = Counter({"linear": 4, "_rms_norm_kernel": 2, "_act_and_mul_kernel": 1, "write_kernel": 1, "attention_kernel": 1})
-BASE["reduce_kernel"] = 1
+BASE = Counter({"linear": 4, "_rms_norm_kernel": 2, "_act_and_mul_kernel": 1, "attention_kernel": 1})
 """Launches of a layer without adapters."""
 ADAPTERS = Counter({"shrink_kernel": 4, "expand_kernel": 4})
 """Launches that adapters add, however many there are: two for each of qkv, o, gate_up and down."""
