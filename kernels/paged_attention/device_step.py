@@ -67,7 +67,9 @@ class DeviceStep:
             self._data = to_device(planner.pack(rows, self._layout), device)
             self._parts = self._make_parts()
         # How many programs of each tile and KV head have written their part; 0 between launches.
-        self._arrived = torch.zeros(self._layout.num_tiles * planner.shape.num_kv_heads, dtype=torch.int32, device=device)
+        self._arrived = torch.zeros(
+            self._layout.num_tiles * planner.shape.num_kv_heads, dtype=torch.int32, device=device
+        )
         self._slots = self._data[self._layout.first_slot :]
         self._table = self._data[self._layout.first_block :]
 
@@ -123,7 +125,7 @@ class DeviceStep:
         Values that are not finite are written as 0, and keys are limited: see `write_kv`. `sinks` [H] are float32.
         """
         prologue = None
-        if self._layout.long is None and not self._planner.options.shared:
+        if self._layout.writes and not self._planner.options.shared:
             self._check(qkv, rotation, kv)
             prologue = _Prologue(rotation, norm)
         else:

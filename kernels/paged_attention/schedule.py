@@ -25,6 +25,8 @@ _MAX_HEAD_DIM = 256
 _MIN_SPLITS, _MAX_SPLITS = 4, 64
 MIN_SPLIT_KEYS = 256
 """Fewest keys of a split: below, a split costs more than it gains."""
+MAX_WRITING = 32
+"""Most queries times heads of a tile whose program rotates and writes: registers of more would spill."""
 WHOLE_KEYS = 1024
 """Most keys of a tile that one program attends to, whatever the number of splits: 16 chunks of 64 keys, several of
 which are in flight, take about as long as writing the parts of splits, waiting for the last one and adding them."""
@@ -79,6 +81,11 @@ class Layout(NamedTuple):
     def groups(self) -> list[TileGroup]:
         """Groups that are present, in the order of their tiles."""
         return [group for group in (self.short, self.long) if group is not None]
+
+    @property
+    def writes(self) -> bool:
+        """True when the launch of attention can rotate queries and write keys: each row is one small tile."""
+        return self.long is None and self.short is not None and self.short.block_m <= MAX_WRITING
 
     @property
     def num_tiles(self) -> int:
@@ -195,7 +202,8 @@ class Planner:
         default = default_config(block_m, dim, self.itemsize, self.gpu.arch, is_long)
         config = self.configs.get(default, *self.tuned_shape(block_m, is_long=is_long))
         splits, wanted = 1 if is_long else _MIN_SPLITS, config.programs * self.gpu.num_processors
-        most = max_splits(dim)
+        # Parts of a head in a sum are read in a few loads.
+        most = min(_MAX_SPLITS, 8192 // dim)
         while splits < most and splits * num_tiles * self.shape.num_kv_heads < wanted:
             splits *= 2
         return TileGroup(num_tiles, num_queries, self.num_splits or splits, block_m, config)
@@ -239,11 +247,6 @@ class Planner:
 def is_supported(shape: Shape, dtype: torch.dtype) -> bool:
     """True when the kernels serve these heads for queries of this dtype."""
     return dtype in _DTYPES and shape.head_dim % 2 == 0 and shape.head_dim <= _MAX_HEAD_DIM
-
-
-def max_splits(head_dim: int) -> int:
-    """Most splits of a tile: registers hold as many parts of a head at once."""
-    return min(_MAX_SPLITS, 8192 // padded_dim(head_dim))
 
 
 def padded_dim(head_dim: int) -> int:

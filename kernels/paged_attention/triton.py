@@ -19,8 +19,9 @@ import triton.language as tl
 from ..compile_case import CompileCase, make_case
 from .native import Shape
 from .options import DEFAULT_OPTIONS, AttentionOptions
-from .schedule import MIN_SPLIT_KEYS, TILE_FIELDS, WHOLE_KEYS, default_config, max_splits, padded_dim
+from .schedule import MAX_WRITING, MIN_SPLIT_KEYS, TILE_FIELDS, WHOLE_KEYS, default_config, padded_dim
 from .settle import settle_cases
+from .splits import add_parts, is_last
 from .write import rotated, write_cases, write_rotated
 
 # Maximum before the first key: finite, so that a difference is never NaN.
@@ -130,51 +131,6 @@ def _chunk_range(
 
 
 @triton.jit
-def _add_parts_of_rows(
-    out, parts, part_sums, first, token, num_rows, head, num_splits, used_splits,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MAX_SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Sum of the parts of a tile's queries and heads, one after the other, with all splits at once. `first` is the
-    index of the tile's first query, `token` its token."""
-    columns = tl.arange(0, BLOCK_D)
-    split = tl.arange(0, MAX_SPLITS)
-    for row in tl.range(0, num_rows):
-        query_head = head * GROUP + row % GROUP
-        part = ((first + row // GROUP) * HEADS + query_head) * num_splits + split
-        sums = tl.load(part_sums + part, mask=split < used_splits, other=float("-inf"), cache_modifier=".cg")
-        weights = tl.exp2(sums - tl.maximum(tl.max(sums, 0), _LEAST))
-        mask = (sums > float("-inf"))[:, None] & (columns < HEAD_DIM)[None, :]
-        values = tl.load(
-            parts + part[:, None] * HEAD_DIM + columns[None, :], mask=mask, other=0.0, cache_modifier=".cg"
-        )
-        total = tl.sum(weights, 0)
-        result = tl.sum(values * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-        place = ((token + row // GROUP) * HEADS + query_head) * HEAD_DIM + columns
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=columns < HEAD_DIM)
-
-
-@triton.jit
-def _add_parts(parts, part_sums, part, inside, real, columns, used_splits, HEAD_DIM: tl.constexpr):
-    """Sum [BLOCK_M, BLOCK_D] of the parts from `part` [BLOCK_M] on, one split after the other."""
-    acc = tl.zeros([inside.shape[0], inside.shape[1]], tl.float32)
-    top = tl.full([inside.shape[0]], _LEAST, tl.float32)
-    total = tl.zeros([inside.shape[0]], tl.float32)
-    for split in tl.range(0, used_splits):
-        sums = tl.load(part_sums + part + split, mask=real, other=float("-inf"), cache_modifier=".cg")
-        values = tl.load(
-            parts + (part + split)[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0, cache_modifier=".cg"
-        )
-        new_top = tl.maximum(top, sums)
-        fading, weights = tl.exp2(top - new_top), tl.exp2(sums - new_top)
-        # A part without keys for a query is not read: what it holds has no meaning.
-        values = tl.where((sums > float("-inf"))[:, None], values, 0.0)
-        acc = acc * fading[:, None] + values * weights[:, None]
-        total = total * fading + weights
-        top = new_top
-    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
-
-
-@triton.jit
 def _attend(
     q, keys, values, table, sinks, split, begin, end, whole_begin, whole_end, num_keys,
     scale, soft_cap, positions, first_key, window,
@@ -200,6 +156,32 @@ def _attend(
     )  # fmt: skip
 
 
+@triton.jit
+def _queries(
+    vectors, query_head, inside, cos, sin, angles, norm, root_squared, is_mine, keys, values, slots, head,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    WRITES: tl.constexpr, ROTARY_HALF: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Queries [BLOCK_M, BLOCK_D] of a tile, whose tokens' heads are at `vectors` [BLOCK_M]. With WRITES they are
+    rotated first, and so are the new keys of the tokens that are `is_mine`, which are written with their values."""
+    columns = tl.arange(0, BLOCK_D)
+    if WRITES:
+        tile = rotated(
+            vectors + query_head * HEAD_DIM, inside, cos + angles, sin + angles, norm + query_head * HEAD_DIM,
+            root_squared, HEAD_DIM, BLOCK_D, ROTARY_HALF, NORM, INTERLEAVED,
+        ).to(vectors.dtype.element_ty)  # fmt: skip
+        first_of_token = tl.arange(0, BLOCK_M) % GROUP == 0  # one of its rows writes
+        write_rotated(
+            vectors + (KV_HEADS * GROUP + head) * HEAD_DIM, KV_HEADS * HEAD_DIM, first_of_token & is_mine,
+            cos + angles, sin + angles, norm + (KV_HEADS * GROUP + head) * HEAD_DIM, root_squared, keys, values, slots,
+            HEAD_DIM, BLOCK_M, BLOCK_D, ROTARY_HALF, NORM, INTERLEAVED,
+        )  # fmt: skip
+        tl.debug_barrier()  # other threads of the program read these keys
+    else:
+        tile = tl.load(vectors[:, None] + query_head[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0)
+    return tile
+
+
 @triton.jit(do_not_specialize=["max_queries", "num_splits"])
 def attention_kernel(
     q, q_token_stride, keys, values, key_head_stride, value_head_stride,
@@ -207,7 +189,7 @@ def attention_kernel(
     tiles, table, out, parts, part_sums, arrived, sinks, scale, soft_cap, first_key, window, max_queries, num_splits,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    MIN_CHUNKS: tl.constexpr, WHOLE_CHUNKS: tl.constexpr, MAX_SPLITS: tl.constexpr, HAS_SPLITS: tl.constexpr,
+    MIN_CHUNKS: tl.constexpr, WHOLE_CHUNKS: tl.constexpr, SPLITS: tl.constexpr, HAS_SPLITS: tl.constexpr,
     TWO_LOOPS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr, WRITES: tl.constexpr, ROTARY_HALF: tl.constexpr, NORM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -241,23 +223,11 @@ def attention_kernel(
     table += tl.load(record + 3)
     keys += head.to(tl.int64) * key_head_stride
     values += head.to(tl.int64) * value_head_stride
-    vectors = q + token * q_token_stride
-    if WRITES:
-        angles = token * angle_stride
-        q_tile = rotated(
-            vectors + query_head * HEAD_DIM, inside, cos + angles, sin + angles, norm + query_head * HEAD_DIM,
-            root_squared, HEAD_DIM, BLOCK_D, ROTARY_HALF, NORM, INTERLEAVED,
-        ).to(q.dtype.element_ty)  # fmt: skip
-        first_of_query = real & (tl.arange(0, BLOCK_M) % GROUP == 0)
-        here = first_of_query & (position + query >= begin * BLOCK_N) & (position + query < end * BLOCK_N)
-        write_rotated(
-            vectors + (KV_HEADS * GROUP + head) * HEAD_DIM, KV_HEADS * HEAD_DIM, here, cos + angles, sin + angles,
-            norm + (KV_HEADS * GROUP + head) * HEAD_DIM, root_squared, keys, values, slots + token,
-            HEAD_DIM, BLOCK_M, BLOCK_D, ROTARY_HALF, NORM, INTERLEAVED,
-        )  # fmt: skip
-        tl.debug_barrier()  # other threads of the program read these keys
-    else:
-        q_tile = tl.load(vectors[:, None] + query_head[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0)
+    q_tile = _queries(
+        q + token * q_token_stride, query_head, inside, cos, sin, token * angle_stride, norm, root_squared,
+        real & (position + query >= begin * BLOCK_N) & (position + query < end * BLOCK_N),
+        keys, values, slots + token, head, GROUP, KV_HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, WRITES, ROTARY_HALF, NORM, INTERLEAVED,
+    )  # fmt: skip
     acc, top, total = _attend(
         q_tile, keys, values, table, sinks + query_head, split, begin, end, whole_begin, whole_end, num_keys,
         scale, soft_cap, position + query, first_key, window,
@@ -274,17 +244,11 @@ def attention_kernel(
         part = ((first + query) * (KV_HEADS * GROUP) + query_head) * num_splits
         tl.store(parts + (part + split)[:, None] * HEAD_DIM + columns[None, :], result, mask=inside)
         tl.store(part_sums + part + split, tl.where(total == 0.0, float("-inf"), top + tl.log2(divisor)), mask=real)
-        tl.debug_barrier()  # the parts are written before the program is counted
-        if tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel") == used_splits - 1:
-            tl.store(arrived + tl.program_id(0), 0)
-            if BLOCK_M == 16:
-                _add_parts_of_rows(
-                    out, parts, part_sums, first, tl.load(record).to(tl.int64), num_queries * GROUP, head, num_splits,
-                    used_splits, GROUP, KV_HEADS * GROUP, HEAD_DIM, BLOCK_D, MAX_SPLITS,
-                )  # fmt: skip
-            else:
-                added = _add_parts(parts, part_sums, part, inside, real, columns, used_splits, HEAD_DIM)
-                tl.store(out + place, added.to(out.dtype.element_ty), mask=inside)
+        if is_last(arrived + tl.program_id(0), used_splits):
+            add_parts(
+                out, parts, part_sums, first, tl.load(record).to(tl.int64), num_queries, head, num_splits, used_splits,
+                GROUP, KV_HEADS * GROUP, HEAD_DIM, BLOCK_M, BLOCK_D, SPLITS,
+            )  # fmt: skip
 
 
 class Features(NamedTuple):
@@ -319,7 +283,7 @@ def attention_constants(
         "BLOCK_D": padded_dim(shape.head_dim),
         "MIN_CHUNKS": MIN_SPLIT_KEYS // block_n,
         "WHOLE_CHUNKS": max(1, WHOLE_KEYS // block_n),
-        "MAX_SPLITS": max_splits(shape.head_dim),
+        "SPLITS": min(64, 4096 // padded_dim(shape.head_dim)),  # as many as registers hold
         "HAS_SPLITS": features.splits,
         # Masks are cheap beside loads from memory, but not beside matrix products.
         "TWO_LOOPS": block_m > 64,
@@ -342,10 +306,11 @@ def _attention_case(
     the cache, if it is another."""
     is_float32, is_split = dtype == "fp32", block_m <= 64
     config = default_config(block_m, shape.head_dim, 4 if is_float32 else 2, arch, not is_split)
+    writes = block_m <= MAX_WRITING
     constants = attention_constants(
         *(shape, block_size, block_m, config.block_n),
         is_float32=is_float32,
-        features=Features(is_split, "window" in name, "cap" in name, "sinks" in name, is_split, "norm" in name),
+        features=Features(is_split, "window" in name, "cap" in name, "sinks" in name, writes, "norm" in name),
     )
     full = f"paged_attention {name}{dtype} d{shape.head_dim} m{block_m}{' ampere' if arch < 90 else ''}"
     return make_case(
@@ -379,7 +344,7 @@ def compile_cases() -> list[CompileCase]:
     ]
     for arch in (80, 90):
         cases += [_attention_case("", "bf16", common, 16, block_m, arch) for block_m in (16, 128)]
-        cases += [_attention_case("norm ", "bf16", common, 16, m, arch) for m in (16, 64)]
+        cases += [_attention_case("norm ", "bf16", common, 16, m, arch) for m in (16, 32)]
         cases += [_attention_case("window ", "bf16", common, 16, m, arch) for m in (16, 32, 64, 128)]
         cases += [_attention_case("window cap ", "bf16", wide, 16, m, arch) for m in (16, 32, 64)]
         cases += [_attention_case("window cap ", "bf16", common, 16, m, arch) for m in (16, 128)]
