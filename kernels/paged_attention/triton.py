@@ -226,7 +226,8 @@ def attention_kernel(
     q_tile = _queries(
         q + token * q_token_stride, query_head, inside, cos, sin, token * angle_stride, norm, root_squared,
         real & (position + query >= begin * BLOCK_N) & (position + query < end * BLOCK_N),
-        keys, values, slots + token, head, GROUP, KV_HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, WRITES, ROTARY_HALF, NORM, INTERLEAVED,
+        keys, values, slots + token, head, GROUP, KV_HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, WRITES, ROTARY_HALF, NORM,
+        INTERLEAVED,
     )  # fmt: skip
     acc, top, total = _attend(
         q_tile, keys, values, table, sinks + query_head, split, begin, end, whole_begin, whole_end, num_keys,
