@@ -200,8 +200,7 @@ def attention_kernel(
     With splits, programs write parts [tiles, max_queries, H, num_splits, D] float32 and part_sums [tiles, max_queries,
     H, num_splits], the log2 of a part's sum of weights, and count themselves in `arrived` [tiles * KV_HEADS], which is
     0 before and after a launch."""
-    tile, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
-    split = tl.program_id(1)
+    tile, head, split = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS, tl.program_id(1)
     record = tiles + tile * _TILE_FIELDS
     num_queries = tl.load(record + 1)
     if num_queries == 0:
