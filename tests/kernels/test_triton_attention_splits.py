@@ -30,8 +30,9 @@ def test_new_keys_in_several_splits(device: str, queries: int, split_early: None
     shape = Shape(4, 2, 16)
     inputs = make_inputs([(508, queries), (5, 1), (767, queries)], shape, torch.float32, device)
     step = make_step(inputs, shape, 4)
-    for _ in range(2):
-        close(attend(step, inputs), dense(inputs))
+    for q in (inputs.q, -inputs.q):
+        layer = inputs._replace(q=q)
+        close(attend(step, layer), dense(layer))
 
 
 @pytest.mark.parametrize(("context", "is_split"), [(1000, False), (1024, False), (1100, True)])
