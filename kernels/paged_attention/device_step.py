@@ -212,7 +212,7 @@ class DeviceStep:
         cos, sin = (qkv, qkv) if prologue is None else prologue.rotation[:2]
         scale, root = (qkv, 0.0) if norm is None else (norm.scale, norm.root_value)
         attention_kernel[(group.num_tiles * shape.num_kv_heads, group.num_splits)](
-            *(qkv, qkv.stride(0), kv.k, kv.v, kv.k.stride(0), kv.v.stride(0)),
+            *(qkv, qkv.stride(0), shape.head_dim, kv.k, kv.v, kv.k.stride(0), kv.v.stride(0)),
             *(cos, sin, cos.stride(0), scale, root * root, self._slots),
             *(tiles, self._table, out, parts, part_sums, self._arrived, part_sums if sinks is None else sinks),
             *((options.scale or shape.head_dim**-0.5) * _LOG2_E, (options.soft_cap or 1.0) * _LOG2_E),

@@ -264,13 +264,14 @@ def default_config(block_m: int, head_dim: int, itemsize: int, arch: int, is_lon
     if itemsize == 4:
         blocks = 16 if is_wide else 32, 8 if is_wide or block_m > 16 else 4, 2
     elif is_wide:
-        blocks = 32, 8 if block_m >= 64 else 4, 2 if block_m > 64 else 3
+        blocks = 32, 8 if block_m > 16 else 4, 2 if block_m > 64 else 3
     elif block_m > 32:
         # Before Hopper the operands of a product are held in registers.
         blocks = 32 if arch < 90 else 64, 4 if block_m == 64 else 8, 5 if arch >= 90 and block_m > 64 else 3
     else:
-        # Five stages keep two chunks in flight from memory: one stage loads the block table.
-        blocks = 64 if block_m == 16 else 32, 4, 5
+        # Five stages keep two chunks in flight from memory: one stage loads the block table. Before Hopper 64 keys at a
+        # time would spill with them.
+        blocks = (64, 4, 4 if arch < 90 else 5) if block_m == 16 else (32, 8, 5)
     return AttentionConfig(*blocks, programs=_LONG_PROGRAMS if is_long else _SHORT_PROGRAMS)
 
 

@@ -158,7 +158,7 @@ def _attend(
 
 @triton.jit
 def _queries(
-    vectors, query_head, inside, cos, sin, angles, norm, root_squared, is_mine, keys, values, slots, head,
+    vectors, head_stride, query_head, inside, cos, sin, angles, norm, root_squared, is_mine, keys, values, slots, head,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     WRITES: tl.constexpr, ROTARY_HALF: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
@@ -178,13 +178,14 @@ def _queries(
         )  # fmt: skip
         tl.debug_barrier()  # other threads of the program read these keys
     else:
-        tile = tl.load(vectors[:, None] + query_head[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0)
+        # With a constant stride, addresses would share terms with the output's, which would stay in registers.
+        tile = tl.load(vectors[:, None] + query_head[:, None] * head_stride + columns[None, :], mask=inside, other=0.0)
     return tile
 
 
 @triton.jit(do_not_specialize=["max_queries", "num_splits"])
 def attention_kernel(
-    q, q_token_stride, keys, values, key_head_stride, value_head_stride,
+    q, q_token_stride, q_head_stride, keys, values, key_head_stride, value_head_stride,
     cos, sin, angle_stride, norm, root_squared, slots,
     tiles, table, out, parts, part_sums, arrived, sinks, scale, soft_cap, first_key, window, max_queries, num_splits,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -223,8 +224,8 @@ def attention_kernel(
     keys += head.to(tl.int64) * key_head_stride
     values += head.to(tl.int64) * value_head_stride
     q_tile = _queries(
-        q + token * q_token_stride, query_head, inside, cos, sin, token * angle_stride, norm, root_squared,
-        real & (position + query >= begin * BLOCK_N) & (position + query < end * BLOCK_N),
+        q + token * q_token_stride, q_head_stride, query_head, inside, cos, sin, token * angle_stride, norm,
+        root_squared, real & (position + query >= begin * BLOCK_N) & (position + query < end * BLOCK_N),
         keys, values, slots + token, head, GROUP, KV_HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, WRITES, ROTARY_HALF, NORM,
         INTERLEAVED,
     )  # fmt: skip
@@ -325,7 +326,7 @@ def _attention_case(
             "tiles table slots arrived": "*i32",
             "parts part_sums sinks": "*fp32",
         }
-        | {"q_token_stride key_head_stride value_head_stride angle_stride": "i64"}
+        | {"q_token_stride q_head_stride key_head_stride value_head_stride angle_stride": "i64"}
         | {"scale soft_cap root_squared": "fp32"},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
