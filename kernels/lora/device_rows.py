@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from ..side_stream import Join, prepare, run_alongside
 from ..tuning import bucket, tuned
+from ..tuning.configs import LoRAExpandConfig, LoRAShrinkConfig
 from .groups import BLOCK_ROWS, RowGroups
 from .triton import (
     EXPAND_CONFIGS,
+    EXPAND_SPLITS,
     GAIN_BLOCK,
     GAIN_WARPS,
     MAX_SPLITS,
+    MIN_SPLIT_INPUTS,
     SHRINK_CONFIGS,
     expand_kernel,
     gain_kernel,
     shrink_kernel,
 )
-
-_MIN_CHUNK = 256
-"""Fewest inputs in a part of a shrink's sums."""
 
 
 @functools.cache
@@ -34,26 +36,38 @@ def _num_programs(device: torch.device, per_processor: int) -> int:
     return per_processor * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _output_blocks(slice_sizes: Sequence[int], block: int, device: torch.device) -> Tensor:
-    """Table of output blocks [num_blocks, 4] int32: slice, first output, output after the slice's last, 0."""
+def _output_blocks(slice_sizes: Sequence[int], block: int) -> list[tuple[int, int, int, int]]:
+    """Blocks of outputs: slice, first output, output after the block's last, 0."""
     table = []
     first = 0
     for index, size in enumerate(slice_sizes):
-        table += [(index, n, first + size, 0) for n in range(first, first + size, block)]
+        table += [(index, n, min(n + block, first + size), 0) for n in range(first, first + size, block)]
         first += size
-    return torch.tensor(table, dtype=torch.int32, device=device)
+    return table
 
 
-def split_inputs(
-    num_tokens: int, num_slices: int, in_features: int, wanted_units: int, unit: int = _MIN_CHUNK
-) -> tuple[int, int]:
-    """(parts of a shrink's sums, inputs of a part): parts enough for `wanted_units` units of work, none too short,
-    fixed by the step's size. A part is a multiple of `unit` inputs, and none is empty: a loop that Triton unrolls runs
-    when it should not if it starts behind its end."""
-    wanted = triton.next_power_of_2(-(-wanted_units // max(1, num_tokens * num_slices)))
-    splits = max(1, min(wanted, MAX_SPLITS, in_features // _MIN_CHUNK))
-    chunk = triton.cdiv(triton.cdiv(in_features, splits), unit) * unit
-    return triton.cdiv(in_features, chunk), chunk
+class _Blocks(NamedTuple):
+    """Blocks of outputs of both sizes, [num_large + num_small, 4] int32."""
+
+    table: Tensor
+    num_large: int
+    num_small: int
+
+
+class _Splits(NamedTuple):
+    """What a shrink's splits depend on in addition to the number of items, which the device knows."""
+
+    units: int
+    most: int
+    block: int
+
+
+class Shrunk(NamedTuple):
+    """Values between shrink and expand, which another stream may still compute."""
+
+    h: Tensor
+    splits: _Splits
+    join: Join
 
 
 class TritonRows:
@@ -78,6 +92,7 @@ class TritonRows:
             raise ValueError("the rows of a and b must be contiguous and equally far apart")
         if a.dtype != b.dtype or live.dtype != torch.uint8 or len({a.device, b.device, live.device}) > 1:
             raise ValueError(f"a {a.dtype} and b {b.dtype} must be alike, live uint8, and all on one device")
+        prepare(a.device)
         self._a, self._b, self._live = a, b, live
         self._in_features, self._out_features, self._num_slices = in_features, b.shape[1], num_slices
         self._alignment = 16 if all(size % 16 == 0 for size in slice_sizes) else 1
@@ -89,11 +104,38 @@ class TritonRows:
             tile: tuned(a.device, config, tile, bucket(self._out_features), size)
             for tile, config in EXPAND_CONFIGS.items()
         }
-        self._output_blocks = {
-            tile: _output_blocks(slice_sizes, config.block, a.device) for tile, config in self._expand_configs.items()
-        }
+        self._output_blocks = {}
+        for tile, config in self._expand_configs.items():
+            small_block = _dot_block(config) if tile == 16 else config.block  # larger steps have tiles enough
+            large, small = (_output_blocks(slice_sizes, size) for size in (config.block, small_block))
+            table = torch.tensor(large + small, dtype=torch.int32, device=a.device)
+            self._output_blocks[tile] = _Blocks(table, len(large), len(small))
 
-    def add(self, y: Tensor, x: Tensor, groups: RowGroups) -> None:
+    def shrink(self, x: Tensor, groups: RowGroups) -> Shrunk | None:
+        """Start x a[rows, s]ᵀ for the tokens of each group and each slice s, alongside what is launched until `add`
+        joins it; None when no token has an adapter.
+
+        Args:
+            x: [T, in].
+            groups: Groups of these T tokens.
+
+        Raises:
+            ValueError: shapes or dtypes that do not go together.
+        """
+        if x.dtype != self._a.dtype or x.shape[1] != self._in_features or len(x) < groups.stop:
+            raise ValueError(
+                f"x {tuple(x.shape)} {x.dtype} must be [T, {self._in_features}] of {self._a.dtype}, T >= {groups.stop}"
+            )
+        if not groups.max_tiles:
+            return None
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        splits = self._splits(self._shrink_configs[groups.tile], groups)
+        h = torch.empty(self._num_slices * splits.most, groups.h_size, dtype=torch.float32, device=x.device)
+        join = run_alongside(lambda: self._shrink(x, h, groups, splits), x.device)
+        return Shrunk(h, splits, join)
+
+    def add(self, y: Tensor, x: Tensor, groups: RowGroups, shrunk: Shrunk | None = None) -> None:
         """y[:, s] += (x a[rows, s]ᵀ) b[rows, s] for the tokens of each group and each slice s; y is mutated.
 
         Products of several tokens round the values between shrink and expand to the rows' dtype, as two separate
@@ -103,26 +145,23 @@ class TritonRows:
             y: [T, out], rows contiguous; mutated.
             x: [T, in].
             groups: Groups of these T tokens.
+            shrunk: Result of `shrink` for the same x and groups, if it was called.
 
         Raises:
             ValueError: shapes or dtypes that do not go together.
         """
         self._check(y, len(x), groups)
-        if x.dtype != y.dtype or x.shape[1] != self._in_features:
-            raise ValueError(f"x {tuple(x.shape)} {x.dtype} must be [T, {self._in_features}] of {y.dtype}")
-        if not groups.max_tiles:
-            return
-        if x.stride(1) != 1:
-            x = x.contiguous()
+        shrunk = shrunk or self.shrink(x, groups)
+        if shrunk is not None:
+            shrunk.join()
+            self._expand(y, groups, shrunk.h, None, shrunk.splits)
+
+    def _shrink(self, x: Tensor, h: Tensor, groups: RowGroups, splits: _Splits) -> None:
         config = self._shrink_configs[groups.tile]
-        unit = max(config.block, config.dot_block)
-        units = config.units if groups.tile == 16 else 1  # the expand of larger tiles adds up no parts
-        splits, chunk = split_inputs(groups.num_tokens, self._num_slices, self._in_features, units, unit)
-        h = torch.empty(self._num_slices * splits, groups.h_size, dtype=torch.float32, device=x.device)
-        units = groups.max_items * self._num_slices * splits
+        units = groups.max_items * self._num_slices * splits.most
         shrink_kernel[(min(units, _num_programs(x.device, config.programs)),)](
             *(x, self._a, self._live, groups.data, h),
-            *(x.stride(0), self._a.stride(0), self._live.stride(0), groups.h_size, splits, chunk),
+            *(x.stride(0), self._a.stride(0), self._live.stride(0), groups.h_size, splits.units, splits.most),
             FEATURES=self._in_features,
             SLICES=self._num_slices,
             TILE=groups.tile,
@@ -132,7 +171,13 @@ class TritonRows:
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-        self._expand(y, groups, h, None, splits)
+
+    def _splits(self, config: LoRAShrinkConfig, groups: RowGroups) -> _Splits:
+        """Bounds of the parts of a shrink's sums. Captured launches serve steps with fewer items."""
+        most = max(1, min(MAX_SPLITS, self._in_features // MIN_SPLIT_INPUTS))
+        if not groups.replayable:
+            most = min(most, triton.cdiv(config.units, groups.max_items * self._num_slices))
+        return _Splits(config.units, most, max(config.block, config.dot_block))
 
     def add_embeddings(self, y: Tensor, ids: Tensor, groups: RowGroups) -> None:
         """y[t] += a[rows, 0, ids[t]] b[rows] for the tokens of each group: one slice, ids [T]; y [T, out] is mutated.
@@ -144,7 +189,7 @@ class TritonRows:
         if self._num_slices != 1 or ids.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{self._num_slices} slices and ids of {ids.dtype}: one slice and integers are embedded")
         if groups.max_tiles:
-            self._expand(y, groups, self._a, ids.contiguous(), 1)
+            self._expand(y, groups, self._a, ids.contiguous(), _Splits(1, 1, 1))
 
     def _check(self, y: Tensor, num_tokens: int, groups: RowGroups) -> None:
         if y.dtype != self._a.dtype or y.stride(1) != 1:
@@ -152,23 +197,29 @@ class TritonRows:
         if num_tokens < groups.stop or y.shape != (num_tokens, self._out_features):
             raise ValueError(f"y {tuple(y.shape)} does not fit {num_tokens} tokens or the step's {groups.stop}")
 
-    def _expand(self, y: Tensor, groups: RowGroups, h: Tensor, ids: Tensor | None, splits: int) -> None:
-        output_blocks = self._output_blocks[groups.tile]
-        num_blocks = len(output_blocks)
-        config = self._expand_configs[groups.tile]
-        expand_kernel[(min(groups.max_tiles * num_blocks, _num_programs(y.device, config.programs)),)](
-            *(y, self._b, self._live, groups.data, h, groups.data if ids is None else ids, output_blocks),
-            *(y.stride(0), self._b.stride(0), self._live.stride(0), groups.h_size, splits, num_blocks),
+    def _expand(self, y: Tensor, groups: RowGroups, h: Tensor, ids: Tensor | None, splits: _Splits) -> None:
+        blocks, config = self._output_blocks[groups.tile], self._expand_configs[groups.tile]
+        units = groups.max_tiles * blocks.num_small
+        expand_kernel[(min(units, _num_programs(y.device, config.programs)),)](
+            *(y, self._b, self._live, groups.data, h, groups.data if ids is None else ids, blocks.table),
+            *(y.stride(0), self._b.stride(0), self._live.stride(0), groups.h_size, blocks.num_large, blocks.num_small),
+            *(self._in_features, self._num_slices, *splits),
             ALIGNMENT=self._alignment,
             TILE=groups.tile,
             ROWS=BLOCK_ROWS,
             BLOCK=config.block,
-            DOT_BLOCK=min(config.block, config.dot_block),
-            SPLITS=MAX_SPLITS if groups.tile == 16 and ids is None else 1,
+            DOT_BLOCK=_dot_block(config),
+            SPLITS=EXPAND_SPLITS[groups.tile],
+            ONE_SPLITS=EXPAND_SPLITS[1],
             EMBEDDING=ids is not None,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
+
+
+def _dot_block(config: LoRAExpandConfig) -> int:
+    """Outputs of a block at a time, for several tokens."""
+    return min(config.block, config.dot_block)
 
 
 def apply_gains(y: Tensor, excess: Tensor, slots: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:

@@ -1,14 +1,16 @@
 """Tokens of a step grouped by adapter, as the Triton kernels read them: one int32 array, copied once a step.
 
-    header  | tiles | items | order | rows          offsets of the last three, and the counts, are in the header
+    header  | tiles | items | order | rows          offsets of the last three, and the counts, are in the header, and
+                                                    whether the tiles are mostly shared
 
 A *group* is all tokens of one adapter, wherever they stand: `order` lists the step's adapter tokens group by group, so
 that decode rows of one adapter share loads of its weights. A *tile* is up to `tile` tokens of a group with all its
 rank rows, an *item* a tile with up to 16 of these rows. The float32 values between shrink and expand lie group by group
 too, `tokens * rank` of each: ranks are ragged and nothing is padded.
 
-The kernels take counts and offsets from the array alone, and their grids from the number of tokens alone. So a captured
-CUDA graph replays for any adapters when the array at the same address has been overwritten.
+The kernels take counts and offsets from the array alone, and divide the work by them: a step with one adapter has
+fewer and shorter units than one with 64, in the same launches. Grids depend on the number of tokens alone. So a
+captured CUDA graph replays for any adapters when the array at the same address has been overwritten.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ BLOCK_ROWS = 16
 """Rank rows of an item: the fewest that a tensor core takes."""
 HEADER = ENTRY = 8
 """Numbers of int32 in the header, and in a tile or an item."""
+SHARED_TOKENS = 2
+"""Average tokens of a tile from which the expand takes small blocks of outputs: there are fewer tiles, and each takes
+longer."""
 SMALL_STEP = 1024
 """Most tokens of a step that is cut into small tiles, as decodes and verifications are."""
 
@@ -118,7 +123,8 @@ def _array(segments: Sequence[Segment], tile: int) -> tuple[NDArray[np.int32], t
     items = _items(tiles)
     first_item = HEADER + tiles.size
     first_token = first_item + items.size
-    header = [len(tiles), len(items), first_item, first_token, first_token + len(order), 0, 0, 0]
+    is_shared = int(len(order) >= SHARED_TOKENS * len(tiles))
+    header = [len(tiles), len(items), first_item, first_token, first_token + len(order), is_shared, 0, 0]
     array = np.concatenate([header, tiles.ravel(), items.ravel(), order, *group_rows]).astype(np.int32)
     return array, (len(tiles), len(items), int((counts * ranks).sum()))
 

@@ -16,18 +16,33 @@ from .groups import BLOCK_ROWS
 
 MAX_SPLITS = 16
 """Most parts of a shrink's sums; the expand adds them up."""
+MIN_SPLIT_INPUTS = 256
+"""Fewest inputs in a part of a shrink's sums: fewer are read in less time than the part takes to start."""
 GAIN_BLOCK, GAIN_WARPS = 1024, 4
 SHRINK_CONFIGS = {
-    16: LoRAShrinkConfig(block=256, dot_block=128, num_warps=8, num_stages=3, units=512, programs=8),
-    64: LoRAShrinkConfig(block=128, dot_block=64, num_warps=4, num_stages=3, units=1, programs=8),
+    16: LoRAShrinkConfig(block=256, dot_block=256, num_warps=8, num_stages=3, units=512, programs=8),
+    64: LoRAShrinkConfig(block=128, dot_block=64, num_warps=4, num_stages=4, units=128, programs=8),
 }
 EXPAND_CONFIGS = {
     16: LoRAExpandConfig(block=512, dot_block=128, num_warps=2, num_stages=2, programs=8),
-    64: LoRAExpandConfig(block=128, dot_block=128, num_warps=4, num_stages=2, programs=8),
+    64: LoRAExpandConfig(block=256, dot_block=64, num_warps=8, num_stages=2, programs=8),
 }
 """Default launch configs by the number of tokens in a tile (`groups.tile_tokens`). Where the warps of a program lie
 side by side along the outputs, as 2 do along 512, a thread adds up all rank rows of its outputs: on an H200 64 adapters
-at 28,672 outputs take 44 µs, and with 4 warps at 256 outputs 120 µs."""
+at 28,672 outputs take 44 µs, and with 4 warps at 256 outputs 120 µs. 128 units are one for each multiprocessor of an
+H100: 2,048 tokens of 4 adapters have 32 tiles, which without splits would leave three quarters of it idle."""
+EXPAND_SPLITS = {1: MAX_SPLITS, 16: 4, 64: 2}
+"""Parts of the shrink's sums that an expand loads at once, by the number of tokens: as many as registers hold."""
+
+
+@triton.jit
+def split_inputs(features, num_units, wanted, most, block):
+    """(parts, inputs of a part) of the sums over `features` inputs: parts enough for `wanted` units of work in a launch
+    that has `num_units` without splits, at most `most`. Parts are multiples of `block`, and none is empty: a loop that
+    Triton unrolls runs when it should not if it starts behind its end."""
+    splits = tl.maximum(1, tl.minimum(tl.cdiv(wanted, tl.maximum(num_units, 1)), most))
+    chunk = tl.cdiv(tl.cdiv(features, splits), block) * block
+    return tl.cdiv(features, chunk), chunk
 
 
 @triton.jit
@@ -79,7 +94,7 @@ def _shrink_tile(
 
 # Arguments that change with the batch are not specialised: a GPU would compile a kernel in the step that needs it. Nor
 # is `live`, a few columns of a table of all sites.
-@triton.jit(do_not_specialize=["h_stride", "splits", "chunk_stride"], do_not_specialize_on_alignment=["live"])
+@triton.jit(do_not_specialize=["h_stride", "units", "max_splits"], do_not_specialize_on_alignment=["live"])
 def shrink_kernel(
     x,  # [T, FEATURES]
     a,  # row r, slice s: a + r * row_stride + s * FEATURES
@@ -90,8 +105,8 @@ def shrink_kernel(
     row_stride,
     live_stride,
     h_stride,
-    splits,
-    chunk_stride,  # inputs of a split, a multiple of both blocks
+    units,  # units of work below which the inputs are split
+    max_splits,
     FEATURES: tl.constexpr,
     SLICES: tl.constexpr,
     TILE: tl.constexpr,
@@ -103,13 +118,16 @@ def shrink_kernel(
     items = groups + tl.load(groups + 2)
     order = groups + tl.load(groups + 3)
     pool_rows = groups + tl.load(groups + 4)
+    num_items = tl.load(groups + 1)
+    unit_size: tl.constexpr = BLOCK if BLOCK > DOT_BLOCK else DOT_BLOCK
+    splits, chunk = split_inputs(FEATURES, num_items * SLICES, units, max_splits, unit_size)
     parts = SLICES * splits
-    for unit in tl.range(tl.program_id(0), tl.load(groups + 1) * parts, tl.num_programs(0)):
+    for unit in tl.range(tl.program_id(0), num_items * parts, tl.num_programs(0)):
         item = items + unit // parts * 8
         part = unit % parts
         part_slice = part // splits
-        start = tl.multiple_of(part % splits * chunk_stride, BLOCK)
-        stop = tl.minimum(start + chunk_stride, FEATURES)
+        start = tl.multiple_of(part % splits * chunk, BLOCK)
+        stop = tl.minimum(start + chunk, FEATURES)
         num_tokens = tl.load(item + 1)
         num_rows = tl.load(item + 3)
         r, row, alive = _rows_of(pool_rows + tl.load(item + 2), 0, num_rows, live, live_stride, part_slice, ROWS)
@@ -131,19 +149,15 @@ def shrink_kernel(
 
 
 @triton.jit
-def _sum_splits(h, mask, h_stride, splits, TILE: tl.constexpr, SPLITS: tl.constexpr):
-    """Values between shrink and expand at `h` [TILE, ROWS], summed over the splits. The parts of one token are loaded
-    at once; for several tokens that would take registers from the products."""
-    if SPLITS == 1:
-        total = tl.load(h, mask=mask, other=0.0)
-    elif TILE == 1:
-        split = tl.arange(0, SPLITS)
-        places = h + split[:, None] * h_stride
-        total = tl.sum(tl.load(places, mask=(split < splits)[:, None] & mask, other=0.0), axis=0)[None, :]
-    else:
-        total = tl.load(h, mask=mask, other=0.0)
-        for split in tl.range(1, splits, loop_unroll_factor=4):
-            total += tl.load(h + split * h_stride, mask=mask, other=0.0)
+def _sum_splits(h, mask, h_stride, splits, SPLITS: tl.constexpr):
+    """Values between shrink and expand at `h` [TILE, ROWS], summed over the splits, SPLITS of which are loaded at
+    once."""
+    split = tl.arange(0, SPLITS)[:, None, None]
+    total = tl.zeros([h.shape[0], h.shape[1]], tl.float32)
+    for first in tl.range(0, splits, SPLITS):
+        inside = (first + split < splits) & mask[None, :, :]
+        places = h[None, :, :] + (first + split).to(tl.int64) * h_stride
+        total += tl.sum(tl.load(places, mask=inside, other=0.0), axis=0)
     return total
 
 
@@ -170,7 +184,7 @@ def _expand_tile(
             column = tl.load(ids + token, mask=known, other=0)
             factors = tl.load(h + row[None, :] * row_stride + column[:, None], mask=mask, other=0.0)
         else:
-            factors = _sum_splits(h + m[:, None] * values_stride + r[None, :], mask, h_stride, splits, TILE, SPLITS)
+            factors = _sum_splits(h + m[:, None] * values_stride + r[None, :], mask, h_stride, splits, SPLITS)
         inside = alive[:, None] & wanted[None, :]
         weights = tl.load(b + row[:, None] * row_stride + n[None, :], mask=inside, other=0.0)
         if TILE == 1:
@@ -185,7 +199,13 @@ def _expand_tile(
         tl.store(target, (before.to(tl.float32) + totals).to(y.dtype.element_ty), mask=here)
 
 
-@triton.jit(do_not_specialize=["h_stride", "splits", "num_blocks"], do_not_specialize_on_alignment=["live"])
+@triton.jit(
+    do_not_specialize=[
+        *("h_stride", "num_blocks", "num_small_blocks"),
+        *("features", "num_slices", "units", "max_splits", "split_block"),
+    ],
+    do_not_specialize_on_alignment=["live"],
+)
 def expand_kernel(
     y,  # [T, out], added to
     b,  # row r: b + r * row_stride, the slices side by side
@@ -193,24 +213,29 @@ def expand_kernel(
     groups,
     h,  # as the shrink left it; of an embedding A itself, row r: h + r * row_stride
     ids,  # [T] of an embedding
-    blocks,  # [num_blocks, 4]: slice, first output, output after the last
-    y_stride,
-    row_stride,
-    live_stride,
-    h_stride,
-    splits,
-    num_blocks,
+    blocks,  # [num_blocks + num_small_blocks, 4]: slice, first output, output after the last
+    y_stride, row_stride, live_stride, h_stride,
+    num_blocks,  # of BLOCK outputs
+    num_small_blocks,  # of DOT_BLOCK outputs, for steps whose tiles hold several tokens
+    features, num_slices, units, max_splits, split_block,  # as the shrink had them; the last is its larger block
     ALIGNMENT: tl.constexpr,  # of the slices, in elements
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # outputs at a time for one token
     DOT_BLOCK: tl.constexpr,  # and for several
-    SPLITS: tl.constexpr,  # at least `splits`, a power of two
+    SPLITS: tl.constexpr,  # parts of the shrink's sums that are loaded at once for several tokens
+    ONE_SPLITS: tl.constexpr,  # and for one
     EMBEDDING: tl.constexpr,
-):
+):  # fmt: skip
     """y[t, n] += sum of h[s, :, place] B[row, n] over all rank rows of the token's adapter; y [T, out] is mutated."""
     order = groups + tl.load(groups + 3)
     pool_rows = groups + tl.load(groups + 4)
+    if tl.load(groups + 5) != 0:
+        blocks += num_blocks * 4
+        num_blocks = num_small_blocks
+    splits = 1
+    if not EMBEDDING:
+        splits, _ = split_inputs(features, tl.load(groups + 1) * num_slices, units, max_splits, split_block)
     for unit in tl.range(tl.program_id(0), tl.load(groups) * num_blocks, tl.num_programs(0)):
         tile = groups + 8 + unit // num_blocks * 8
         block = blocks + unit % num_blocks * 4
@@ -228,10 +253,10 @@ def expand_kernel(
             n = first + tl.arange(0, BLOCK)
             _expand_tile(
                 y, b, live, rows, values, ids, token_ids, n, n < stop, num_tokens, num_rows, tl.load(tile + 5),
-                part_slice, y_stride, row_stride, live_stride, h_stride, splits, 1, ROWS, BLOCK, SPLITS, EMBEDDING,
+                part_slice, y_stride, row_stride, live_stride, h_stride, splits, 1, ROWS, BLOCK, ONE_SPLITS, EMBEDDING,
             )  # fmt: skip
         else:
-            for part in tl.range(first, tl.minimum(first + BLOCK, stop), DOT_BLOCK):
+            for part in tl.range(first, stop, DOT_BLOCK):
                 n = tl.multiple_of(part, ALIGNMENT) + tl.arange(0, DOT_BLOCK)
                 _expand_tile(
                     y, b, live, rows, values, ids, token_ids, n, n < stop, num_tokens, num_rows, tl.load(tile + 5),
@@ -292,13 +317,13 @@ def compile_cases() -> list[CompileCase]:
             cases.append(_one_slice(cases[-1]))
         expand = common | {"ALIGNMENT": 16 if features % 16 == 0 else 1, "EMBEDDING": False}
         expand |= {"BLOCK": expands.block, "DOT_BLOCK": expands.dot_block}
-        expand["SPLITS"] = MAX_SPLITS if tile == 16 else 1
+        expand |= {"SPLITS": EXPAND_SPLITS[tile], "ONE_SPLITS": EXPAND_SPLITS[1]}
         types = pool | {"y b": f"*{dtype}", "h": "*fp32", "ids": "*i64", "blocks": "*i32"}
         name = f"lora expand {label} a{expand['ALIGNMENT']}"
         cases.append(make_case(name, expand_kernel, expand, types, **_launch(expands)))
         if one_slice:
             cases.append(_one_slice(cases[-1]))
-            embedding, types = expand | {"EMBEDDING": True, "SPLITS": 1}, types | {"h": f"*{dtype}"}
+            embedding, types = expand | {"EMBEDDING": True}, types | {"h": f"*{dtype}"}
             case = make_case(f"lora embedding {label}", expand_kernel, embedding, types, **_launch(expands))
             cases.append(case._replace(ones=("live_stride",)))
         gains = {"OUT": features, "BLOCK": GAIN_BLOCK, "HAS_BIAS": tile == 16, "HAS_RESIDUAL": True}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 import triton
@@ -11,15 +13,22 @@ from ..rms_norm import NormWeight
 from ..rope import Rotation
 from ..staging import staged, to_device
 from .native import RowArrays
-from .schedule import TILE_FIELDS, Capacity, Layout, Planner, TileGroup, padded_dim
+from .schedule import TILE_FIELDS, Capacity, Layout, Planner, TileGroup
 from .settle import BLOCK, advance_kernel, settle_kernel
 from .torch import LayerKV
-from .triton import Features, attention_constants, attention_kernel, reduce_kernel
+from .triton import Features, attention_constants, attention_kernel
 from .write import write_constants, write_kernel
 
 _LOG2_E = 1.4426950408889634
 # Largest window: a larger one hides nothing, and 32 bits hold this one.
 _MAX_WINDOW = 1 << 30
+
+
+class _Prologue(NamedTuple):
+    """What a launch of attention does first: rotate, normalise and write."""
+
+    rotation: Rotation
+    norm: NormWeight | None
 
 
 class DeviceStep:
@@ -57,6 +66,10 @@ class DeviceStep:
         else:
             self._data = to_device(planner.pack(rows, self._layout), device)
             self._parts = self._make_parts()
+        # How many programs of each tile and KV head have written their part; 0 between launches.
+        self._arrived = torch.zeros(
+            self._layout.num_tiles * planner.shape.num_kv_heads, dtype=torch.int32, device=device
+        )
         self._slots = self._data[self._layout.first_slot :]
         self._table = self._data[self._layout.first_block :]
 
@@ -116,23 +129,25 @@ class DeviceStep:
         window: int | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend with a projection's output, heads side by side: qkv [T, (H + 2 Hk) · D], whose queries are mutated;
+        """Attend with a projection's output, heads side by side: qkv [T, (H + 2 Hk) · D], whose queries may be mutated;
         return [T, H · D]. With a window a query at position p sees (p - window, p].
 
         Queries and keys are first normalised, if there is a `norm` (of scale [H + Hk, D]), and rotated, in float32.
         Values that are not finite are written as 0, and keys are limited: see `write_kv`. `sinks` [H] are float32.
         """
-        return self._attend(self.write_qkv(qkv, rotation, norm, kv), kv, window, sinks)
+        prologue = None
+        if self._layout.writes and not self._planner.options.shared:
+            self._check(qkv, rotation, kv)
+            prologue = _Prologue(rotation, norm)
+        else:
+            self.write_qkv(qkv, rotation, norm, kv)
+        return self._attend(qkv, prologue, kv, window, sinks)
 
     def write_qkv(self, qkv: Tensor, rotation: Rotation, norm: NormWeight | None, kv: LayerKV) -> Tensor:
         """Normalise, rotate and write as `attend_qkv` does; return the queries [T, H, D], a view of `qkv`."""
         num_heads, num_kv_heads, dim = self._planner.shape
-        kinds = 1 if self._planner.options.shared else 2  # of a KV head's vectors
-        shape = (self._layout.num_tokens, (num_heads + kinds * num_kv_heads) * dim)
-        if qkv.shape != shape or qkv.dtype != self._dtype or qkv.stride(1) != 1:
-            raise ValueError(f"qkv must be {self._dtype} {shape} with contiguous rows; got {qkv.dtype} {qkv.shape}")
-        self._check_cache(kv)
-        assert rotation.rows is None, "it does not look up angles"
+        self._check(qkv, rotation, kv)
+        kinds = self._kinds
         heads = qkv.view(len(qkv), -1, dim)
         q, k, v = heads[:, :num_heads], heads[:, num_heads:][:, :num_kv_heads], heads[:, -num_kv_heads:]
         config = self._planner.write_config
@@ -147,8 +162,17 @@ class DeviceStep:
         )
         return q
 
-    def _check_cache(self, kv: LayerKV) -> None:
-        _, num_kv_heads, dim = self._planner.shape
+    @property
+    def _kinds(self) -> int:
+        """Number of vectors of a KV head in a projection's output."""
+        return 1 if self._planner.options.shared else 2
+
+    def _check(self, qkv: Tensor, rotation: Rotation, kv: LayerKV) -> None:
+        num_heads, num_kv_heads, dim = self._planner.shape
+        shape = (self._layout.num_tokens, (num_heads + self._kinds * num_kv_heads) * dim)
+        if qkv.shape != shape or qkv.dtype != self._dtype or qkv.stride(1) != 1:
+            raise ValueError(f"qkv must be {self._dtype} {shape} with contiguous rows; got {qkv.dtype} {qkv.shape}")
+        assert rotation.rows is None, "it does not look up angles"
         for cache in kv:
             inner = (num_kv_heads, cache.shape[1], self._block_size, dim)
             if cache.shape != inner or cache.stride()[1:] != (self._block_size * dim, dim, 1):
@@ -158,20 +182,23 @@ class DeviceStep:
             if cache.dtype not in (self._dtype, torch.float8_e4m3fn):
                 raise ValueError(f"a cache must be {self._dtype} or torch.float8_e4m3fn; got {cache.dtype}")
 
-    def _attend(self, q: Tensor, kv: LayerKV, window: int | None, sinks: Tensor | None) -> Tensor:
+    def _attend(
+        self, qkv: Tensor, prologue: _Prologue | None, kv: LayerKV, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
         num_heads, _, dim = self._planner.shape
-        out = torch.empty(q.shape[0], num_heads * dim, dtype=q.dtype, device=q.device)
+        out = torch.empty(len(qkv), num_heads * dim, dtype=qkv.dtype, device=qkv.device)
         parts = self._parts or self._make_parts()
         tiles = self._data
         for group in self._layout.groups:
             of_splits = parts if group.num_splits > 1 else (out, out)
-            self._attend_group(q, kv, group, tiles, (out, *of_splits), window, sinks)
+            self._attend_group(qkv, prologue, kv, group, tiles, (out, *of_splits), window, sinks)
             tiles = tiles[group.num_tiles * TILE_FIELDS :]
         return out
 
     def _attend_group(
         self,
-        q: Tensor,
+        qkv: Tensor,
+        prologue: _Prologue | None,
         kv: LayerKV,
         group: TileGroup,
         tiles: Tensor,
@@ -179,19 +206,26 @@ class DeviceStep:
         window: int | None,
         sinks: Tensor | None,
     ) -> None:
-        """Attend for one group of tiles; `results` are out and, with splits, their parts and sums."""
+        """Attend for one group of tiles; `results` are out and, with splits, their parts and sums. Without a prologue
+        the queries are rotated and the keys are written."""
         shape, options = self._planner.shape, self._planner.options
         config = group.config
-        is_split = group.num_splits > 1
         out, parts, part_sums = results
+        norm = None if prologue is None else prologue.norm
+        is_there = window is not None, options.soft_cap is not None, sinks is not None
+        features = Features(group.num_splits > 1, *is_there, prologue is not None, norm is not None)
         constants = attention_constants(
             *(shape, self._block_size, group.block_m, config.block_n),
-            is_float32=q.dtype == torch.float32,
-            features=Features(is_split, window is not None, options.soft_cap is not None, sinks is not None),
+            is_float32=qkv.dtype == torch.float32,
+            features=features,
+            options=options,
         )
+        cos, sin = (qkv, qkv) if prologue is None else prologue.rotation[:2]
+        scale, root = (qkv, 0.0) if norm is None else (norm.scale, norm.root_value)
         attention_kernel[(group.num_tiles * shape.num_kv_heads, group.num_splits)](
-            *(q, q.stride(0), q.stride(1), kv.k, kv.v, kv.k.stride(0), kv.v.stride(0)),
-            *(tiles, self._table, out, parts, part_sums, part_sums if sinks is None else sinks),
+            *(qkv, qkv.stride(0), shape.head_dim, kv.k, kv.v, kv.k.stride(0), kv.v.stride(0)),
+            *(cos, sin, cos.stride(0), scale, root * root, self._slots),
+            *(tiles, self._table, out, parts, part_sums, self._arrived, part_sums if sinks is None else sinks),
             *((options.scale or shape.head_dim**-0.5) * _LOG2_E, (options.soft_cap or 1.0) * _LOG2_E),
             *(self._first_key, min(window or 0, _MAX_WINDOW)),
             *(group.num_queries, group.num_splits),
@@ -199,11 +233,3 @@ class DeviceStep:
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-        if is_split:
-            reduce_kernel[(group.num_tiles * group.num_queries, shape.num_heads)](
-                *(parts, part_sums, tiles, out, group.num_queries),
-                HEADS=shape.num_heads,
-                HEAD_DIM=shape.head_dim,
-                BLOCK_D=padded_dim(shape.head_dim),
-                NUM_SPLITS=group.num_splits,
-            )

@@ -25,6 +25,11 @@ _MAX_HEAD_DIM = 256
 _MIN_SPLITS, _MAX_SPLITS = 4, 64
 MIN_SPLIT_KEYS = 256
 """Fewest keys of a split: below, a split costs more than it gains."""
+MAX_WRITING = 32
+"""Most queries times heads of a tile whose program rotates and writes: registers of more would spill."""
+WHOLE_KEYS = 1024
+"""Most keys of a tile that one program attends to, whatever the number of splits: 16 chunks of 64 keys, several of
+which are in flight, take about as long as writing the parts of splits, waiting for the last one and adding them."""
 # Programs for each multiprocessor: for short rows, and for long ones.
 _SHORT_PROGRAMS, _LONG_PROGRAMS = 4, 2
 DEFAULT_WRITE = KVWriteConfig(block_heads=8, num_warps=2)
@@ -76,6 +81,11 @@ class Layout(NamedTuple):
     def groups(self) -> list[TileGroup]:
         """Groups that are present, in the order of their tiles."""
         return [group for group in (self.short, self.long) if group is not None]
+
+    @property
+    def writes(self) -> bool:
+        """True when the launch of attention can rotate queries and write keys: each row is one small tile."""
+        return self.long is None and self.short is not None and self.short.block_m <= MAX_WRITING
 
     @property
     def num_tiles(self) -> int:
@@ -192,7 +202,7 @@ class Planner:
         default = default_config(block_m, dim, self.itemsize, self.gpu.arch, is_long)
         config = self.configs.get(default, *self.tuned_shape(block_m, is_long=is_long))
         splits, wanted = 1 if is_long else _MIN_SPLITS, config.programs * self.gpu.num_processors
-        # The reduction can hold only so many values at once.
+        # Parts of a head in a sum are read in a few loads.
         most = min(_MAX_SPLITS, 8192 // dim)
         while splits < most and splits * num_tiles * self.shape.num_kv_heads < wanted:
             splits *= 2
@@ -254,13 +264,14 @@ def default_config(block_m: int, head_dim: int, itemsize: int, arch: int, is_lon
     if itemsize == 4:
         blocks = 16 if is_wide else 32, 8 if is_wide or block_m > 16 else 4, 2
     elif is_wide:
-        blocks = 32, 8 if block_m >= 64 else 4, 2 if block_m > 64 else 3
+        blocks = 32, 8 if block_m > 16 else 4, 2 if block_m > 64 else 3
     elif block_m > 32:
         # Before Hopper the operands of a product are held in registers.
         blocks = 32 if arch < 90 else 64, 4 if block_m == 64 else 8, 5 if arch >= 90 and block_m > 64 else 3
     else:
-        # Five stages keep two chunks in flight from memory: one stage loads the block table.
-        blocks = 64 if block_m == 16 else 32, 4, 5
+        # Five stages keep two chunks in flight from memory: one stage loads the block table. Before Hopper 64 keys at a
+        # time would spill with them.
+        blocks = (64, 4, 4 if arch < 90 else 5) if block_m == 16 else (32, 8, 5)
     return AttentionConfig(*blocks, programs=_LONG_PROGRAMS if is_long else _SHORT_PROGRAMS)
 
 

@@ -2,8 +2,11 @@
 
 A program streams a tile's keys and values through the online softmax (Milakov and Gimelshein 2018; Dao et al. 2022), in
 chunks of BLOCK_N keys at absolute positions, so that a byte of the cache is read once for all of the tile's queries and
-heads. For small batches several programs share the chunks of a tile, and another kernel adds their results
-(Flash-Decoding, Dao et al. 2023). The grid does not depend on the rows' lengths, which are in device memory.
+heads. For small batches several programs share the chunks of a tile that has many (Flash-Decoding, Dao et al. 2023);
+the last one to finish adds their results. The grid does not depend on the rows' lengths, which are in device memory.
+
+Where every row is one tile, a program rotates its queries itself, and writes the new keys and values of its chunks
+before it reads them: nothing else reads them in that step.
 """
 
 from __future__ import annotations
@@ -15,9 +18,11 @@ import triton.language as tl
 
 from ..compile_case import CompileCase, make_case
 from .native import Shape
-from .schedule import MIN_SPLIT_KEYS, TILE_FIELDS, default_config, padded_dim
+from .options import DEFAULT_OPTIONS, AttentionOptions
+from .schedule import MAX_WRITING, MIN_SPLIT_KEYS, TILE_FIELDS, WHOLE_KEYS, default_config, padded_dim
 from .settle import settle_cases
-from .write import write_cases
+from .splits import add_parts, is_last
+from .write import rotated, write_cases, write_rotated
 
 # Maximum before the first key: finite, so that a difference is never NaN.
 _LEAST = tl.constexpr(-3e38)
@@ -96,11 +101,12 @@ def _attend_chunks(
 @triton.jit
 def _chunk_range(
     position, num_keys, first_key, window, split, num_splits,
-    BLOCK_N: tl.constexpr, MIN_CHUNKS: tl.constexpr, HAS_SPLITS: tl.constexpr, TWO_LOOPS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, MIN_CHUNKS: tl.constexpr, WHOLE_CHUNKS: tl.constexpr, HAS_SPLITS: tl.constexpr,
+    TWO_LOOPS: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Chunks of a program: (begin, end, whole_begin, whole_end). With TWO_LOOPS every query of the tile sees all of the
-    chunks from whole_begin to whole_end. `position` is the first query's; the last query sees `num_keys` keys."""
+    """Chunks of a program: (begin, end, whole_begin, whole_end), and the number of splits that have chunks, at least 1.
+    With TWO_LOOPS every query of the tile sees all of the chunks from whole_begin to whole_end. `position` is the first
+    query's; the last query sees `num_keys` keys."""
     least = first_key
     most = first_key
     if HAS_WINDOW:
@@ -108,8 +114,12 @@ def _chunk_range(
         most = tl.maximum(first_key, num_keys - window)
     begin = least // BLOCK_N
     end = tl.cdiv(num_keys, BLOCK_N)
+    used_splits = 1
     if HAS_SPLITS:
-        count = tl.maximum(tl.cdiv(end - begin, num_splits), MIN_CHUNKS)
+        total = end - begin
+        count = tl.maximum(tl.cdiv(total, num_splits), MIN_CHUNKS)
+        count = tl.where(total <= WHOLE_CHUNKS, WHOLE_CHUNKS, count)
+        used_splits = tl.maximum(tl.cdiv(total, count), 1)
         begin += split * count
         end = tl.minimum(begin + count, end)
     whole_begin = end
@@ -117,94 +127,129 @@ def _chunk_range(
     if TWO_LOOPS:
         whole_begin = tl.minimum(tl.maximum(begin, tl.cdiv(most, BLOCK_N)), end)
         whole_end = tl.maximum(tl.minimum(end, (position + 1) // BLOCK_N), whole_begin)
-    return begin, end, whole_begin, whole_end
+    return begin, end, whole_begin, whole_end, used_splits
+
+
+@triton.jit
+def _attend(
+    q, keys, values, table, sinks, split, begin, end, whole_begin, whole_end, num_keys,
+    scale, soft_cap, positions, first_key, window,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, TWO_LOOPS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Online softmax of the queries q [BLOCK_M, BLOCK_D] over a program's chunks; returns its state."""
+    columns = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    top, total = _first_state(sinks, split, BLOCK_M, HAS_SINKS)
+    if TWO_LOOPS:
+        acc, top, total = _attend_chunks(
+            acc, top, total, q, keys, values, table, whole_begin, whole_end, whole_end, 0, num_keys, columns,
+            scale, soft_cap, positions, first_key, window,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, False, PRECISION,
+        )  # fmt: skip
+    gap = whole_end - whole_begin
+    return _attend_chunks(
+        acc, top, total, q, keys, values, table, begin, end - gap, whole_begin, gap, num_keys, columns,
+        scale, soft_cap, positions, first_key, window,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, True, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def _queries(
+    vectors, head_stride, query_head, inside, cos, sin, angles, norm, root_squared, is_mine, keys, values, slots, head,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    WRITES: tl.constexpr, ROTARY_HALF: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Queries [BLOCK_M, BLOCK_D] of a tile, whose tokens' heads are at `vectors` [BLOCK_M]. With WRITES they are
+    rotated first, and so are the new keys of the tokens that are `is_mine`, which are written with their values."""
+    columns = tl.arange(0, BLOCK_D)
+    if WRITES:
+        tile = rotated(
+            vectors + query_head * HEAD_DIM, inside, cos + angles, sin + angles, norm + query_head * HEAD_DIM,
+            root_squared, HEAD_DIM, BLOCK_D, ROTARY_HALF, NORM, INTERLEAVED,
+        ).to(vectors.dtype.element_ty)  # fmt: skip
+        first_of_token = tl.arange(0, BLOCK_M) % GROUP == 0  # one of its rows writes
+        write_rotated(
+            vectors + (KV_HEADS * GROUP + head) * HEAD_DIM, KV_HEADS * HEAD_DIM, first_of_token & is_mine,
+            cos + angles, sin + angles, norm + (KV_HEADS * GROUP + head) * HEAD_DIM, root_squared, keys, values, slots,
+            HEAD_DIM, BLOCK_M, BLOCK_D, ROTARY_HALF, NORM, INTERLEAVED,
+        )  # fmt: skip
+        tl.debug_barrier()  # other threads of the program read these keys
+    else:
+        # With a constant stride, addresses would share terms with the output's, which would stay in registers.
+        tile = tl.load(vectors[:, None] + query_head[:, None] * head_stride + columns[None, :], mask=inside, other=0.0)
+    return tile
 
 
 @triton.jit(do_not_specialize=["max_queries", "num_splits"])
 def attention_kernel(
     q, q_token_stride, q_head_stride, keys, values, key_head_stride, value_head_stride,
-    tiles, table, out, parts, part_sums, sinks, scale, soft_cap, first_key, window, max_queries, num_splits,
+    cos, sin, angle_stride, norm, root_squared, slots,
+    tiles, table, out, parts, part_sums, arrived, sinks, scale, soft_cap, first_key, window, max_queries, num_splits,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    MIN_CHUNKS: tl.constexpr, HAS_SPLITS: tl.constexpr, TWO_LOOPS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    MIN_CHUNKS: tl.constexpr, WHOLE_CHUNKS: tl.constexpr, SPLITS: tl.constexpr, HAS_SPLITS: tl.constexpr,
+    TWO_LOOPS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    PRECISION: tl.constexpr, WRITES: tl.constexpr, ROTARY_HALF: tl.constexpr, NORM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile. Writes out [T, H, D] or, with splits, parts [tiles, max_queries, H, num_splits, D] float32
-    and part_sums [tiles, max_queries, H, num_splits], the log2 of a part's sum of weights, -inf for an empty part."""
-    tile, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
-    split = tl.program_id(1)
+    """Attention of a tile: out [T, H, D]. q [T, H, D] lies in a projection's output, followed by the token's keys and
+    values; with WRITES it is not rotated yet, and neither are the keys, which are written to the cache.
+
+    With splits, programs write parts [tiles, max_queries, H, num_splits, D] float32 and part_sums [tiles, max_queries,
+    H, num_splits], the log2 of a part's sum of weights, and count themselves in `arrived` [tiles * KV_HEADS], which is
+    0 before and after a launch."""
+    tile, head, split = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS, tl.program_id(1)
     record = tiles + tile * _TILE_FIELDS
     num_queries = tl.load(record + 1)
     if num_queries == 0:
         return
     position = tl.load(record + 2)
     num_keys = position + num_queries
-    begin, end, whole_begin, whole_end = _chunk_range(
-        position, num_keys, first_key, window, split, num_splits, BLOCK_N, MIN_CHUNKS, HAS_SPLITS, TWO_LOOPS, HAS_WINDOW
-    )
+    begin, end, whole_begin, whole_end, used_splits = _chunk_range(
+        position, num_keys, first_key, window, split, num_splits, BLOCK_N, MIN_CHUNKS, WHOLE_CHUNKS, HAS_SPLITS,
+        TWO_LOOPS, HAS_WINDOW,
+    )  # fmt: skip
+    if split >= used_splits:
+        return
     query = tl.arange(0, BLOCK_M) // GROUP
     query_head = head * GROUP + tl.arange(0, BLOCK_M) % GROUP
     real = query < num_queries
-    part = ((tile.to(tl.int64) * max_queries + query) * (KV_HEADS * GROUP) + query_head) * num_splits + split
-    if (begin >= end) & HAS_SPLITS:
-        tl.store(part_sums + part, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=real)
-        return
-
     token = (tl.load(record) + query).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
     inside = real[:, None] & (columns < HEAD_DIM)[None, :]
-    place = token[:, None] * q_token_stride + query_head[:, None] * q_head_stride + columns[None, :]
-    q_tile = tl.load(q + place, mask=inside, other=0.0)
     table += tl.load(record + 3)
     keys += head.to(tl.int64) * key_head_stride
     values += head.to(tl.int64) * value_head_stride
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    top, total = _first_state(sinks + query_head, split, BLOCK_M, HAS_SINKS)
-    if TWO_LOOPS:
-        acc, top, total = _attend_chunks(
-            acc, top, total, q_tile, keys, values, table, whole_begin, whole_end, whole_end, 0, num_keys, columns,
-            scale, soft_cap, position + query, first_key, window,
-            HEAD_DIM, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, False, PRECISION,
-        )  # fmt: skip
-    gap = whole_end - whole_begin
-    acc, top, total = _attend_chunks(
-        acc, top, total, q_tile, keys, values, table, begin, end - gap, whole_begin, gap, num_keys, columns,
+    q_tile = _queries(
+        q + token * q_token_stride, q_head_stride, query_head, inside, cos, sin, token * angle_stride, norm,
+        root_squared, real & (position + query >= begin * BLOCK_N) & (position + query < end * BLOCK_N),
+        keys, values, slots + token, head, GROUP, KV_HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, WRITES, ROTARY_HALF, NORM,
+        INTERLEAVED,
+    )  # fmt: skip
+    acc, top, total = _attend(
+        q_tile, keys, values, table, sinks + query_head, split, begin, end, whole_begin, whole_end, num_keys,
         scale, soft_cap, position + query, first_key, window,
-        HEAD_DIM, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, True, PRECISION,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, TWO_LOOPS, HAS_WINDOW, HAS_CAP, HAS_SINKS, PRECISION,
     )  # fmt: skip
     divisor = tl.where(total == 0.0, 1.0, total)  # 0: no key is for this query
     result = acc * (1.0 / divisor)[:, None]
-    if HAS_SPLITS:
-        tl.store(parts + part[:, None] * HEAD_DIM + columns[None, :], result, mask=inside)
-        tl.store(part_sums + part, tl.where(total == 0.0, float("-inf"), top + tl.log2(divisor)), mask=real)
-    else:
-        place = (token * (KV_HEADS * GROUP) + query_head)[:, None] * HEAD_DIM + columns[None, :]
+    place = (token * (KV_HEADS * GROUP) + query_head)[:, None] * HEAD_DIM + columns[None, :]
+    if used_splits == 1:
         tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["max_queries"])
-def reduce_kernel(
-    parts, part_sums, tiles, out, max_queries,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, NUM_SPLITS: tl.constexpr,
-):  # fmt: skip
-    """out [T, HEADS, D] = the sum of `attention_kernel`'s parts, weighted by their sums; a program takes a head of a
-    query."""
-    tile = tl.program_id(0) // max_queries
-    query = tl.program_id(0) % max_queries
-    head = tl.program_id(1)
-    if query >= tl.load(tiles + tile * _TILE_FIELDS + 1):
         return
-    token = (tl.load(tiles + tile * _TILE_FIELDS) + query).to(tl.int64)
-    columns = tl.arange(0, BLOCK_D)
-    part = (tl.program_id(0).to(tl.int64) * HEADS + head) * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
-    sums = tl.load(part_sums + part)
-    weights = tl.exp2(sums - tl.maximum(tl.max(sums, 0), _LEAST))
-    mask = (sums > float("-inf"))[:, None] & (columns < HEAD_DIM)[None, :]
-    values = tl.load(parts + part[:, None] * HEAD_DIM + columns[None, :], mask=mask, other=0.0)
-    total = tl.sum(weights, 0)
-    result = tl.sum(values * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    place = (token * HEADS + head) * HEAD_DIM + columns
-    tl.store(out + place, result.to(out.dtype.element_ty), mask=columns < HEAD_DIM)
+    if HAS_SPLITS:
+        first = tile.to(tl.int64) * max_queries
+        part = ((first + query) * (KV_HEADS * GROUP) + query_head) * num_splits
+        tl.store(parts + (part + split)[:, None] * HEAD_DIM + columns[None, :], result, mask=inside)
+        tl.store(part_sums + part + split, tl.where(total == 0.0, float("-inf"), top + tl.log2(divisor)), mask=real)
+        if is_last(arrived + tl.program_id(0), used_splits):
+            add_parts(
+                out, parts, part_sums, first, tl.load(record).to(tl.int64), num_queries, head, num_splits, used_splits,
+                GROUP, KV_HEADS * GROUP, HEAD_DIM, BLOCK_M, BLOCK_D, SPLITS,
+            )  # fmt: skip
 
 
 class Features(NamedTuple):
@@ -214,6 +259,8 @@ class Features(NamedTuple):
     window: bool
     cap: bool
     sinks: bool
+    writes: bool = False
+    norm: bool = False
 
 
 def attention_constants(
@@ -224,6 +271,7 @@ def attention_constants(
     *,
     is_float32: bool,
     features: Features,
+    options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> dict[str, Any]:
     """Constants of `attention_kernel`."""
     return {
@@ -235,6 +283,8 @@ def attention_constants(
         "BLOCK_N": block_n,
         "BLOCK_D": padded_dim(shape.head_dim),
         "MIN_CHUNKS": MIN_SPLIT_KEYS // block_n,
+        "WHOLE_CHUNKS": max(1, WHOLE_KEYS // block_n),
+        "SPLITS": min(64, 4096 // padded_dim(shape.head_dim)),  # as many as registers hold
         "HAS_SPLITS": features.splits,
         # Masks are cheap beside loads from memory, but not beside matrix products.
         "TWO_LOOPS": block_m > 64,
@@ -242,6 +292,11 @@ def attention_constants(
         "HAS_CAP": features.cap,
         "HAS_SINKS": features.sinks,
         "PRECISION": "tf32x3" if is_float32 else "tf32",
+        "WRITES": features.writes,
+        # Constants of what is not launched are the same for all.
+        "ROTARY_HALF": (options.rotary_dim or shape.head_dim) // 2 if features.writes else 0,
+        "NORM": features.norm,
+        "INTERLEAVED": options.interleaved and features.writes,
     }
 
 
@@ -252,10 +307,11 @@ def _attention_case(
     the cache, if it is another."""
     is_float32, is_split = dtype == "fp32", block_m <= 64
     config = default_config(block_m, shape.head_dim, 4 if is_float32 else 2, arch, not is_split)
+    writes = block_m <= MAX_WRITING
     constants = attention_constants(
         *(shape, block_size, block_m, config.block_n),
         is_float32=is_float32,
-        features=Features(is_split, "window" in name, "cap" in name, "sinks" in name),
+        features=Features(is_split, "window" in name, "cap" in name, "sinks" in name, writes, "norm" in name),
     )
     full = f"paged_attention {name}{dtype} d{shape.head_dim} m{block_m}{' ampere' if arch < 90 else ''}"
     return make_case(
@@ -265,20 +321,17 @@ def _attention_case(
         {
             "q out": f"*{dtype}",
             "keys values": f"*{cache or dtype}",
-            "tiles table": "*i32",
+            "cos sin": f"*{dtype}",
+            "norm": "*fp32" if "norm" in name else f"*{dtype}",
+            "tiles table slots arrived": "*i32",
             "parts part_sums sinks": "*fp32",
         }
-        | {"q_token_stride q_head_stride key_head_stride value_head_stride": "i64", "scale soft_cap": "fp32"},
+        | {"q_token_stride q_head_stride key_head_stride value_head_stride angle_stride": "i64"}
+        | {"scale soft_cap root_squared": "fp32"},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         archs=(80,) if arch < 90 else (90, 100),
     )
-
-
-def _reduce_case(dtype: str, head_dim: int, num_splits: int) -> CompileCase:
-    constants = {"HEADS": 32, "HEAD_DIM": head_dim, "BLOCK_D": padded_dim(head_dim), "NUM_SPLITS": num_splits}
-    types = {"parts part_sums": "*fp32", "tiles": "*i32", "out": f"*{dtype}"}
-    return make_case(f"paged_attention reduce {dtype} d{head_dim} s{num_splits}", reduce_kernel, constants, types)
 
 
 def compile_cases() -> list[CompileCase]:
@@ -287,14 +340,12 @@ def compile_cases() -> list[CompileCase]:
     cases = [
         _attention_case("fp8 ", "bf16", common, 16, 16, cache="fp8e4nv"),
         _attention_case("fp8 ", "bf16", common, 16, 128, cache="fp8e4nv"),
-        _reduce_case("bf16", 128, 4),
-        _reduce_case("bf16", 128, 64),
-        _reduce_case("fp16", 256, 32),
         *write_cases(),
         *settle_cases(),
     ]
     for arch in (80, 90):
         cases += [_attention_case("", "bf16", common, 16, block_m, arch) for block_m in (16, 128)]
+        cases += [_attention_case("norm ", "bf16", common, 16, m, arch) for m in (16, 32)]
         cases += [_attention_case("window ", "bf16", common, 16, m, arch) for m in (16, 32, 64, 128)]
         cases += [_attention_case("window cap ", "bf16", wide, 16, m, arch) for m in (16, 32, 64)]
         cases += [_attention_case("window cap ", "bf16", common, 16, m, arch) for m in (16, 128)]

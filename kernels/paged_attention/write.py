@@ -74,6 +74,56 @@ def _prepared(
 
 
 @triton.jit
+def rotated(
+    source, inside, cos, sin, scale, root_squared,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY_HALF: tl.constexpr, NORM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Vectors [M, BLOCK_D] float32 at `source` [M], normalised if NORM and rotated, as `_prepared` does, but whole: as
+    a matrix product takes them. `cos` and `sin` [M] point to each one's angles, `scale` [M] to its weights."""
+    columns = tl.arange(0, BLOCK_D)
+    turned = columns < 2 * ROTARY_HALF
+    if INTERLEAVED:
+        partner = tl.where(turned, columns ^ 1, columns)
+        angle = columns // 2 + columns % 2 * ROTARY_HALF
+    else:
+        partner = tl.where(columns < ROTARY_HALF, columns + ROTARY_HALF, columns - ROTARY_HALF)
+        partner = tl.where(turned, partner, columns)
+        angle = columns
+    own = tl.load(source[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(source[:, None] + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        inverse = 1.0 / tl.sqrt(tl.sum(own * own, 1) + root_squared)
+        own = own * inverse[:, None] * tl.load(scale[:, None] + columns[None, :], mask=inside, other=0.0)
+        other = other * inverse[:, None] * tl.load(scale[:, None] + partner[None, :], mask=inside, other=0.0)
+    there = inside & turned[None, :]
+    cosines = tl.load(cos[:, None] + angle[None, :], mask=there, other=1.0).to(tl.float32)
+    sines = tl.load(sin[:, None] + angle[None, :], mask=there, other=0.0).to(tl.float32)
+    return own * cosines + other * sines
+
+
+@triton.jit
+def write_rotated(
+    source, value_offset, here, cos, sin, scale, root_squared, keys, values, slots,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY_HALF: tl.constexpr,
+    NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Write the keys at `source` [BLOCK_M], rotated, and the values `value_offset` behind them to a head's part of the
+    cache, at the slots at `slots` [BLOCK_M] (negative: nowhere); only those that are `here`."""
+    slot = tl.load(slots, mask=here, other=-1).to(tl.int64)
+    columns = tl.arange(0, BLOCK_D)
+    mask = (here & (slot >= 0))[:, None] & (columns < HEAD_DIM)[None, :]
+    k = rotated(
+        source, mask, cos, sin, scale + tl.zeros([BLOCK_M], tl.int64), root_squared,
+        HEAD_DIM, BLOCK_D, ROTARY_HALF, NORM, INTERLEAVED,
+    )  # fmt: skip
+    place = slot[:, None] * HEAD_DIM + columns[None, :]
+    tl.store(keys + place, _storable(k, keys.dtype.element_ty, True), mask=mask)
+    v = tl.load(source[:, None] + value_offset + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(values + place, _storable(v, values.dtype.element_ty, False), mask=mask)
+
+
+@triton.jit
 def write_kernel(
     q, q_token_stride, q_head_stride, k, k_token_stride, k_head_stride, v, v_token_stride, v_head_stride,
     cos, sin, angle_stride, scale, root_squared,

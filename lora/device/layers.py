@@ -27,7 +27,7 @@ from ...kernels.lora.native import NativeRows, RowSegments, is_native
 from .pool import Allocation
 
 if TYPE_CHECKING:
-    from ...kernels.lora.device_rows import TritonRows
+    from ...kernels.lora.device_rows import Shrunk, TritonRows
 
 Live = NDArray[np.uint8]
 """[R, modules]: 0 where a rank row has no weights of a module."""
@@ -157,14 +157,23 @@ class LoraSite:
                 found.append((start, stop, selection.gather(self._a).squeeze(1), selection.gather(self._b[0])))
         return found
 
-    def add(self, y: Tensor, x: Tensor, adapters: LoraBatch) -> None:
-        """Add the adapters' deltas for inputs `x` [T, in] to `y` [T, out] in place; both are contiguous."""
+    def start(self, x: Tensor, adapters: LoraBatch) -> Shrunk | None:
+        """Start what `add` needs of the inputs `x` [T, in] alone, alongside what is launched until then; None where
+        nothing can run alongside."""
+        if adapters.groups is None:
+            return None
+        assert self._grouped is not None
+        return self._grouped.shrink(x, adapters.groups)
+
+    def add(self, y: Tensor, x: Tensor, adapters: LoraBatch, started: Shrunk | None = None) -> None:
+        """Add the adapters' deltas for inputs `x` [T, in] to `y` [T, out] in place; both are contiguous. `started` is
+        the result of `start` for them, if it was called."""
         if adapters.native is not None and self._native is not None:
             self._native.add(y, x, adapters.native)
             return
         if adapters.groups is not None:
             assert self._grouped is not None
-            self._grouped.add(y, x, adapters.groups)
+            self._grouped.add(y, x, adapters.groups, started)
             return
         for segment in adapters.segments:
             selection = segment.selection

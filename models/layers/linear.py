@@ -31,8 +31,11 @@ class AdapterRows(Protocol):
 class LoraSite(Protocol):
     """Rank rows of the adapters for one linear layer."""
 
-    def add(self, y: Tensor, x: Tensor, adapters: Any) -> None:
-        """y [T, out] += each token's adapter applied to x [T, in]; y is mutated."""
+    def start(self, x: Tensor, adapters: Any) -> Any:
+        """Start what `add` needs of x [T, in] alone, alongside what is launched until then; None when nothing can."""
+
+    def add(self, y: Tensor, x: Tensor, adapters: Any, started: Any = None) -> None:
+        """y [T, out] += each token's adapter applied to x [T, in]; y is mutated. `started` is the result of `start`."""
 
     def fused(self, adapters: Any) -> tuple[int, Any] | None:
         """Arguments with which a packed weight that fuses adapters does `add` in its own call; None when it cannot."""
@@ -126,10 +129,11 @@ class Linear:
         has_gains = self.gains is not None and self.gains.written
         if self._fusing is not None and not has_gains and (fused := self.lora.fused(adapters)) is not None:
             return self._fusing(x, residual, *fused)
+        started = self.lora.start(x, adapters)
         y = packed(x, residual)  # type: ignore[misc]
         if self.gains is not None and has_gains:
             self.gains.scale(y, adapters, self.bias, residual)
-        self.lora.add(y, x, adapters)
+        self.lora.add(y, x, adapters, started)
         return y
 
     @property

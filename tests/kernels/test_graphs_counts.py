@@ -103,7 +103,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[PassGraphs]:
     monkeypatch.setattr(attention, "best_backend", lambda spec, *, batch_invariant: IdleAttention)
     for module in (arena, batching, vectors):
         monkeypatch.setattr(module, "is_grouped", lambda dtype, device: True)
-    monkeypatch.setattr(TritonRows, "add", lambda *args: None)
+    for name in ("shrink", "add"):
+        monkeypatch.setattr(TritonRows, name, lambda *args: None)
     return made
 
 

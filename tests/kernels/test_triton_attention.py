@@ -141,20 +141,6 @@ def test_block_sizes(device: str, block_size: int) -> None:
     check([(150, 1), (20, 70)], Shape(2, 1, 16), device, block_size=block_size)
 
 
-@pytest.mark.parametrize(("num_splits", "window"), [(2, None), (4, 300), (16, None)])
-def test_split_keys(device: str, num_splits: int, window: int | None) -> None:
-    rows = [(1030, 1), (0, 1), (255, 2), (600, 5), (300, 70)]
-    check(rows, Shape(2, 1, 16), device, num_splits=num_splits, window=window)
-
-
-@pytest.mark.parametrize(("dtype", "window", "num_splits"), [(torch.float32, None, 4), (torch.float16, 20, 1)])
-def test_sinks_count_once(device: str, dtype: torch.dtype, window: int | None, num_splits: int) -> None:
-    inputs = make_inputs([*MIXED, (700, 1)], LLAMA, dtype, device)
-    sinks = torch.linspace(-3, 6, LLAMA.num_heads)
-    got = attend(make_step(inputs, LLAMA, num_splits), inputs, window, sinks.to(device))
-    close(got, dense(inputs, window, sinks=sinks))
-
-
 def test_keys_that_are_the_values_too(device: str) -> None:
     shape = Shape(16, 1, 48)
     inputs = make_inputs(MIXED, shape, torch.float16, device)
@@ -231,23 +217,39 @@ class Projection(NamedTuple):
     rotation: Rotation
 
 
-def make_projection(num_tokens: int, shape: Shape, dtype: torch.dtype) -> Projection:
+def make_projection(num_tokens: int, shape: Shape, dtype: torch.dtype, rotary_dim: int | None = None) -> Projection:
     heads, kv_heads, dim = shape
     qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * dim).to(dtype)
-    angles = torch.rand(num_tokens, 1, dim // 2) * 6
+    angles = torch.rand(num_tokens, 1, (rotary_dim or dim) // 2) * 6
     cos, sin = angles.cos(), angles.sin()
     both = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).to(dtype)
     return Projection(qkv, Rotation(both[:, 0], both[:, 1]))
 
 
+PART = AttentionOptions(rotary_dim=20)
+NEIGHBOURS = AttentionOptions(rotary_dim=20, interleaved=True)
+
+
+@pytest.mark.parametrize("rows", [MIXED, [(0, 1), (63, 3), (64, 1), (14, 4), (130, 1)]], ids=["mixed", "short"])
 @pytest.mark.parametrize(
-    ("shape", "dtype", "qk_norm"), [(LLAMA, torch.float32, True), (Shape(9, 1, 80), torch.float16, False)]
+    ("shape", "dtype", "qk_norm", "options"),
+    [
+        (LLAMA, torch.float32, True, AttentionOptions()),
+        (Shape(9, 1, 80), torch.float16, False, AttentionOptions()),
+        (LLAMA, torch.float32, False, PART),
+        (LLAMA, torch.float32, True, NEIGHBOURS),
+    ],
 )
 def test_attention_of_a_projection_is_that_of_torch(
-    device: str, shape: Shape, dtype: torch.dtype, qk_norm: bool
+    device: str,
+    rows: list[tuple[int, int]],
+    shape: Shape,
+    dtype: torch.dtype,
+    qk_norm: bool,
+    options: AttentionOptions,
 ) -> None:
-    inputs = make_inputs(MIXED, shape, dtype, "cpu")
-    qkv, rotation = make_projection(len(inputs.positions), shape, dtype)
+    inputs = make_inputs(rows, shape, dtype, "cpu")
+    qkv, rotation = make_projection(len(inputs.positions), shape, dtype, options.rotary_dim)
     results = []
     for name, place in (("torch", "cpu"), ("triton", device)):
         norm = None
@@ -257,7 +259,7 @@ def test_attention_of_a_projection_is_that_of_torch(
             norm = RMSNorm(["q", "k"], shape.head_dim, 1e-6, repeats=repeats, dtype=dtype, device=where)
             for index, slot in enumerate(norm.weight_slots().values()):
                 slot.load(torch.rand(shape.head_dim, generator=torch.Generator().manual_seed(index)) + 0.5)
-        backend = make_backend(name, AttentionSpec(*shape, frozenset({None}), dtype, torch.device(place)))
+        backend = make_backend(name, AttentionSpec(*shape, frozenset({None}), dtype, torch.device(place), options))
         plan = backend.plan(inputs.sequences, inputs.positions, inputs.block_size)
         kv = LayerKV(*(cache.clone().to(place) for cache in inputs.kv))
         angles = Rotation(rotation.cos.to(place), rotation.sin.to(place))

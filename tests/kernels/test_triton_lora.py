@@ -7,8 +7,12 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from outrider.kernels.lora import device_rows as kernel
 from outrider.kernels.lora.groups import ENTRY, HEADER, SMALL_STEP, GroupBuffer, RowGroups, Segment
+from outrider.kernels.lora.triton import MAX_SPLITS, split_inputs
 
 # float16: values between shrink and expand, and the result, are rounded to eleven bits; sums of some ten of them.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
@@ -317,17 +321,51 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
         kernel.TritonRows(pool.a, pool.b, [8], pool.live.bool())
 
 
-def test_splits_keep_large_devices_busy_and_sums_long() -> None:
-    assert kernel.split_inputs(1, 3, 4096, 512) == (kernel.MAX_SPLITS, 256)
-    assert kernel.split_inputs(64, 1, 4096, 512) == (8, 512)
-    assert kernel.split_inputs(512, 1, 4096, 512) == (1, 4096)
-    assert kernel.split_inputs(1, 1, 512, 512) == (2, 256)
-    assert kernel.split_inputs(1, 1, 100, 512) == (1, 256)
+@triton.jit
+def _splits_kernel(out, features, num_units, units, most, block):
+    splits, chunk = split_inputs(features, num_units, units, most, block)
+    tl.store(out, splits)
+    tl.store(out + 1, chunk)
+
+
+def splits_of(features: int, num_units: int, device: str) -> tuple[int, int]:
+    """(parts of the sums, inputs of a part) of a shrink with so many units of work before they are split."""
+    out = torch.zeros(2, dtype=torch.int32, device=device)
+    _splits_kernel[(1,)](out, features, num_units, 512, max(1, min(MAX_SPLITS, features // 256)), 256)
+    return tuple(out.tolist())
+
+
+def test_splits_keep_large_devices_busy_and_sums_long(device: str) -> None:
+    assert splits_of(4096, 3, device) == (MAX_SPLITS, 256)
+    assert splits_of(4096, 4, device) == (MAX_SPLITS, 256)  # one adapter with 64 tokens
+    assert splits_of(4096, 64, device) == (8, 512)  # 64 adapters with one token each
+    assert splits_of(4096, 512, device) == (1, 4096)
+    assert splits_of(512, 1, device) == (2, 256)
+    assert splits_of(100, 1, device) == (1, 256)
 
 
 @pytest.mark.parametrize("in_features", [100, 896, 1100, 8960, 11008, 14336, 18944])
-@pytest.mark.parametrize("num_tokens", [1, 8, 64, 500])
-def test_no_split_is_empty(in_features: int, num_tokens: int) -> None:
+@pytest.mark.parametrize("num_units", [1, 8, 64, 500])
+def test_no_split_is_empty(in_features: int, num_units: int, device: str) -> None:
     """An unrolled loop that starts behind its end runs once too often on a GPU; the interpreter does not show it."""
-    splits, chunk = kernel.split_inputs(num_tokens, 1, in_features, 512)
+    splits, chunk = splits_of(in_features, num_units, device)
     assert (splits - 1) * chunk < in_features <= splits * chunk
+
+
+@pytest.mark.parametrize("adapters", [1, 4, 64])
+def test_a_captured_step_divides_the_work_of_its_adapters(adapters: int, device: str) -> None:
+    """The same launch splits the sums of one adapter for 64 tokens further than those of 64 adapters: the values
+    between shrink and expand that it writes show how far."""
+    pool = Pool(64, 4096, [32], torch.float32, device)
+    buffer = GroupBuffer(64, 1, pool.device)
+    each = 64 // adapters
+    segments: list[Segment] = [(index * each, (index + 1) * each, [index]) for index in range(adapters)]
+    groups = RowGroups(segments, 64, pool.device, buffer)
+    h = torch.full((MAX_SPLITS, groups.h_size), torch.nan, device=device)
+    x, y = torch.randn(64, 4096, device=device), torch.zeros(64, 32, device=device)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(kernel.torch, "empty", lambda *shape, **_: h)
+        pool.kernel().add(y, x, groups)
+    written = int(h.isfinite().all(1).sum())
+    assert written == {1: 16, 4: 16, 64: 8}[adapters]
+    torch.testing.assert_close(y, pool.expected(torch.zeros_like(y), x, segments), rtol=1e-4, atol=1e-4)

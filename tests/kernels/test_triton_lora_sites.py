@@ -1,13 +1,15 @@
 """A model's projections, embeddings and gains with the kernels of a CUDA device, against the torch path on the CPU."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from outrider.kernels.lora import device_rows
 from outrider.lora.adapter import AdapterSource
 from outrider.lora.device import arena, batching, layers, vectors
 from outrider.lora.device.batching import LoraBatcher, StepAdapters
@@ -143,3 +145,56 @@ def test_a_batch_invariant_step_keeps_to_the_paths_that_are(grouped: None, devic
     batch = LoraBatcher(torch.float32, model.device, batch_invariant=True).build(model.rows((b"plain", 2)))
     assert batch.groups is None
     assert batch.invariant
+
+
+class Sides:
+    """Records what a step launches, in order, while a graph is captured."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        for name in ("shrink_kernel", "expand_kernel"):
+            monkeypatch.setattr(device_rows, name, self._noting(name, getattr(device_rows, name)))
+        monkeypatch.setattr(device_rows, "run_alongside", self._run)
+
+    def _noting(self, name: str, kernel: Any) -> Any:
+        class Noting:
+            def __getitem__(_, grid: Any) -> Any:
+                return lambda *args, **options: (self.events.append(name), kernel[grid](*args, **options))
+
+        return Noting()
+
+    def _run(self, work: Callable[[], None], device: torch.device) -> Callable[[], None]:
+        self.events.append("fork")
+        work()
+        return lambda: self.events.append("join")
+
+    def product(self, linear: Linear) -> None:
+        packed = linear.packed
+        linear._packed = lambda *args: (self.events.append("product"), packed(*args))[1]
+
+
+def test_the_shrink_runs_alongside_the_product(grouped: None, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between fork and join there is the product alone, so that the expand alone is on the path."""
+    model = Model(torch.device(device))
+    sides = Sides(monkeypatch)
+    sides.product(model.down)
+    batch = LoraBatcher(torch.float32, model.device).build(model.rows((b"plain", 3)))
+    model.down.forward(torch.randn(3, HIDDEN, device=device), SimpleNamespace(adapters=batch))
+    assert sides.events == ["fork", "shrink_kernel", "product", "join", "expand_kernel"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures a CUDA graph")
+def test_a_captured_step_with_two_streams_is_replayed(grouped: None) -> None:
+    model = Model(torch.device("cuda"))
+    steps = StepAdapters(model.pool, torch.float32, model.device, 8)
+    batch = steps._tokens.build(model.rows((b"plain", 3)))
+    x = torch.randn(3, HIDDEN, device="cuda")
+    step = SimpleNamespace(adapters=batch)
+    expected = model.qkv.forward(x, step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = model.qkv.forward(x, step)
+    for _ in range(20):
+        found.fill_(torch.nan)
+        graph.replay()
+        torch.testing.assert_close(found, expected)

@@ -81,10 +81,9 @@ def _quantized_fits(shape: Shape, config: QuantizedLinearConfig) -> bool:
 
 def _shrink_fits(shape: Shape, config: LoRAShrinkConfig) -> bool:
     tile, _, itemsize = shape
-    splits_inputs = (config.units > 1) == (tile == 16)
     loaded = config.num_stages * config.dot_block * (tile + 16) * itemsize
     # 16 rows of a tile for one token are in registers twice, because the loop is unrolled.
-    return splits_inputs and loaded <= 160 << 10 and _a_thread(16 * config.block, config.num_warps) <= 64
+    return loaded <= 160 << 10 and _a_thread(16 * config.block, config.num_warps) <= 64
 
 
 def _expand_fits(shape: Shape, config: LoRAExpandConfig) -> bool:
@@ -139,8 +138,8 @@ SPACES: dict[str, Space] = {
     "lora_shrink": Space(
         lambda shape, arch: SHRINK_CONFIGS[shape[0]],
         (
-            {"block": (128, 256, 512), "dot_block": (64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)},
-            {"units": (1, 256, 512, 1024, 2048), **_PROGRAMS},
+            {"block": (128, 256, 512), "dot_block": (64, 128, 256), "num_warps": (4, 8), "num_stages": (2, 3, 4)},
+            {"units": (128, 256, 512, 1024, 2048), **_PROGRAMS},
         ),
         _shrink_fits,
         tolerance=5e-2,

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....kernels.act_and_mul import act_and_mul
+from ....kernels.rms_norm import adds_residuals
 from ....kernels.rope import Rotation
 from ....models.attention import attention_spec, make_attention
 from ....models.batch import ForwardBatch, KVLayerSpec, SequenceRows
@@ -207,10 +208,13 @@ class EagleHead:
         if last is not None:
             attended, residual = last.rows.last_of(attended, residual)
             rows = Adapters(last.adapters())
-        x = self._o.forward(attended, rows, residual=residual)
-        x = self._down.forward(
-            act_and_mul(self._gate_up.forward(self._post_norm(x), rows), self.config.layer.hidden_act), rows, residual=x
-        )
+        if adds_residuals(self.device):
+            normed, x = self._post_norm.add(self._o.forward(attended, rows), residual)
+        else:
+            x = self._o.forward(attended, rows, residual=residual)
+            normed = self._post_norm(x)
+        inner = act_and_mul(self._gate_up.forward(normed, rows), self.config.layer.hidden_act)
+        x = self._down.forward(inner, rows, residual=x)
         return self._final_norm(x) if self.config.norm_output else x
 
     def logits(self, state: Tensor, out: Tensor | None = None) -> Tensor:

@@ -189,7 +189,10 @@ def test_an_adapter_site_adds_to_the_output_beside_the_residual(tiny: Path) -> N
     linear = load_model(tiny).linears()[1]
 
     class Site:
-        def add(self, y: torch.Tensor, x: torch.Tensor, adapters: float) -> None:
+        def start(self, x: torch.Tensor, adapters: float) -> None:
+            return None
+
+        def add(self, y: torch.Tensor, x: torch.Tensor, adapters: float, started: None) -> None:
             y += adapters * x.sum(-1, keepdim=True)
 
     class Batch:

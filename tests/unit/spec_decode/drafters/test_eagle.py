@@ -7,10 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.kernels import rms_norm
 from outrider.kernels.noise import Stream, row_keys
 from outrider.kernels.noise.torch import gumbel
 from outrider.kernels.sampling import filter_logits
+from outrider.models.layers import norm
 from outrider.platform.core.sampling_params import SamplingParams
+from outrider.spec_decode.drafters.eagle import head as eagle_head
 from outrider.spec_decode.drafters.eagle.config import read_eagle_config
 
 from ..schedules import BLOCK, Engine, random_schedule
@@ -75,6 +78,24 @@ def test_drafts_are_those_of_a_plain_forward_pass(target, make_head, load_head, 
         assert drafts.probs is None
         head.check_greedy(sequence.request.tokens, drafts.token_ids)
         assert sequence.num_draft_computed == len(sequence.request.tokens)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_on_a_gpu_the_norm_adds_the_residual(target, make_head, load_head, method, monkeypatch):
+    sums = []
+
+    def add(x, residual, weight):
+        sums.append(x.shape)
+        return rms_norm.add_rms_norm(x, residual, weight)
+
+    monkeypatch.setattr(eagle_head, "adds_residuals", lambda device: True)
+    monkeypatch.setattr(norm, "add_rms_norm", add)
+    head = make_head(method)
+    engine = Engine(target, load_head(head))
+    sequence = engine.sequence(9)
+    (drafts,) = engine.step((sequence, 4, None, 0))
+    head.check_greedy(sequence.request.tokens, drafts.token_ids)
+    assert len(sums) >= 4  # once a pass
 
 
 @pytest.mark.parametrize(("method", "name"), PUBLIC_NAMES)

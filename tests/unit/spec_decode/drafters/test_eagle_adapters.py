@@ -21,7 +21,10 @@ class Site:
     def __init__(self, deltas: list[torch.Tensor]) -> None:
         self.delta = torch.cat(deltas)
 
-    def add(self, y, x, adapters) -> None:
+    def start(self, x, adapters) -> None:
+        return None
+
+    def add(self, y, x, adapters, started=None) -> None:
         mask = torch.tensor([float(handle == "a") for handle in adapters])
         assert len(mask) == len(x)
         y += mask[:, None] * (x @ self.delta.T)
