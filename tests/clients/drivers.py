@@ -137,7 +137,8 @@ class Guidance(Client):
         import guidance
         from guidance.models.experimental import VLLMModel
 
-        state = VLLMModel(model, base_url=self.url, api_key="none", echo=False)
+        # The form admits further members, whose text a client that samples may go on with until it is cut off.
+        state = VLLMModel(model, sampling_params={"top_k": 1}, base_url=self.url, api_key="none", echo=False)
         with guidance.user():
             state += QUESTION
         with guidance.assistant():

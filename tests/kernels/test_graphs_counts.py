@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from outrider.platform.core.config import EngineArgs, EngineConfig
 from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine import setup
 from outrider.platform.engine.engine_core import EngineCore
+from outrider.platform.engine.runner import graphs as runner_graphs
 from outrider.platform.engine.runner.graphs import pass_limits
 from outrider.platform.engine.runner.model_runner import ModelRunner
 from outrider.spec_decode.control.policy import SpeculationPolicy
@@ -151,6 +153,7 @@ def test_nothing_is_captured_while_requests_are_served(
     graphs: list[PassGraphs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(0)
+    monkeypatch.setattr(runner_graphs, "SECONDS", math.inf)  # the interpreter is slow
     engine = make_engine()
     (made,) = graphs
     captured = made.num_captured
