@@ -189,12 +189,12 @@ def test_every_step_is_observed_once(models, make_engine, run, prompts, method, 
     seen, steps = Counter(), []
     observe = SpeculationPolicy.observe
 
-    def noted(self, plan, result, seconds):
+    def noted(self, plan, result):
         steps.append(plan)
         for row, got in zip(plan.rows, result.rows, strict=True):
             seen["drafts"] += row.num_drafts
             seen["accepted"] += got.num_accepted
-        observe(self, plan, result, seconds)
+        observe(self, plan, result)
 
     monkeypatch.setattr(SpeculationPolicy, "observe", noted)
     plans = watch(engine, monkeypatch)

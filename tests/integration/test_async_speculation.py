@@ -228,7 +228,8 @@ def note_drafts(engine):
     def noted(launched, result):
         seconds = draft(launched, result)
         for row in launched.plan.rows:
-            drafted[row.request.seed_key, (*row.request.tokens,)] = list(row.request.drafts.token_ids)
+            if row.request.drafts.token_ids:  # a step may bring a part of a prompt alone
+                drafted[row.request.seed_key, (*row.request.tokens,)] = list(row.request.drafts.token_ids)
         return seconds
 
     engine._runner.draft = noted
