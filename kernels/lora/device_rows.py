@@ -23,6 +23,7 @@ from .triton import (
     MIN_SPLIT_INPUTS,
     SHRINK_CONFIGS,
     expand_kernel,
+    fit_registers,
     gain_kernel,
     shrink_kernel,
 )
@@ -101,7 +102,9 @@ class TritonRows:
             tile: tuned(a.device, config, tile, bucket(in_features), size) for tile, config in SHRINK_CONFIGS.items()
         }
         self._expand_configs = {
-            tile: tuned(a.device, config, tile, bucket(self._out_features), size)
+            tile: fit_registers(
+                tuned(a.device, config, tile, bucket(self._out_features), size), self._alignment, embeds=False
+            )
             for tile, config in EXPAND_CONFIGS.items()
         }
         self._output_blocks = {}
@@ -198,7 +201,8 @@ class TritonRows:
             raise ValueError(f"y {tuple(y.shape)} does not fit {num_tokens} tokens or the step's {groups.stop}")
 
     def _expand(self, y: Tensor, groups: RowGroups, h: Tensor, ids: Tensor | None, splits: _Splits) -> None:
-        blocks, config = self._output_blocks[groups.tile], self._expand_configs[groups.tile]
+        blocks = self._output_blocks[groups.tile]
+        config = fit_registers(self._expand_configs[groups.tile], self._alignment, embeds=ids is not None)
         units = groups.max_tiles * blocks.num_small
         expand_kernel[(min(units, _num_programs(y.device, config.programs)),)](
             *(y, self._b, self._live, groups.data, h, groups.data if ids is None else ids, blocks.table),

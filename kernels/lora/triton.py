@@ -7,6 +7,8 @@ and uses multiply-adds; a unit with several tokens uses tensor cores and reads i
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import triton
 import triton.language as tl
 
@@ -33,6 +35,14 @@ at 28,672 outputs take 44 µs, and with 4 warps at 256 outputs 120 µs. 128 unit
 H100: 2,048 tokens of 4 adapters have 32 tiles, which without splits would leave three quarters of it idle."""
 EXPAND_SPLITS = {1: MAX_SPLITS, 16: 4, 64: 2}
 """Parts of the shrink's sums that an expand loads at once, by the number of tokens: as many as registers hold."""
+
+
+def fit_registers(config: LoRAExpandConfig, alignment: int, *, embeds: bool) -> LoRAExpandConfig:
+    """Config of an expand that keeps all values in registers: loads of outputs that are not aligned need more of them,
+    and so does a loop in stages over the rows of an embedding."""
+    if alignment == 1:
+        config = replace(config, dot_block=min(config.dot_block, 64))
+    return replace(config, num_stages=1) if embeds else config
 
 
 @triton.jit
@@ -315,16 +325,19 @@ def compile_cases() -> list[CompileCase]:
         cases.append(make_case(name, shrink_kernel, shrink, types, **_launch(shrinks)))
         if one_slice:
             cases.append(_one_slice(cases[-1]))
-        expand = common | {"ALIGNMENT": 16 if features % 16 == 0 else 1, "EMBEDDING": False}
+        alignment = 16 if features % 16 == 0 else 1
+        expands = fit_registers(expands, alignment, embeds=False)
+        expand = common | {"ALIGNMENT": alignment, "EMBEDDING": False}
         expand |= {"BLOCK": expands.block, "DOT_BLOCK": expands.dot_block}
         expand |= {"SPLITS": EXPAND_SPLITS[tile], "ONE_SPLITS": EXPAND_SPLITS[1]}
         types = pool | {"y b": f"*{dtype}", "h": "*fp32", "ids": "*i64", "blocks": "*i32"}
-        name = f"lora expand {label} a{expand['ALIGNMENT']}"
+        name = f"lora expand {label} a{alignment}"
         cases.append(make_case(name, expand_kernel, expand, types, **_launch(expands)))
         if one_slice:
             cases.append(_one_slice(cases[-1]))
             embedding, types = expand | {"EMBEDDING": True}, types | {"h": f"*{dtype}"}
-            case = make_case(f"lora embedding {label}", expand_kernel, embedding, types, **_launch(expands))
+            launch = _launch(fit_registers(expands, alignment, embeds=True))
+            case = make_case(f"lora embedding {label}", expand_kernel, embedding, types, **launch)
             cases.append(case._replace(ones=("live_stride",)))
         gains = {"OUT": features, "BLOCK": GAIN_BLOCK, "HAS_BIAS": tile == 16, "HAS_RESIDUAL": True}
         types = {"slots": "*i32", "y excess bias residual": f"*{dtype}"}
