@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.models import pass_chain
 from outrider.models.pass_graphs import PassGraphs
 from outrider.models.pass_grid import PassLimits
 from outrider.platform.core import kv_size
@@ -65,6 +66,12 @@ class NotCaptured:
     def run(self, *args: Any) -> None:
         """There is none."""
 
+    def loop(self, *args: Any) -> None:
+        """There is none."""
+
+    def clear(self) -> None:
+        """Nothing is there."""
+
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
@@ -91,6 +98,7 @@ def test_the_cache_gets_what_all_buffers_leave(
     monkeypatch.setattr(setup, "make_graphs", lambda config: graphs)
     monkeypatch.setattr(PassGraphs, "captures", lambda *args: True)
     monkeypatch.setattr(PassGraphs, "of", lambda *args: NotCaptured())
+    monkeypatch.setattr(pass_chain, "PassChain", lambda *args, **options: NotCaptured())
     monkeypatch.setattr(setup, "capture_ahead", lambda *args, **options: None)
     speculative = None
     if method is not None:

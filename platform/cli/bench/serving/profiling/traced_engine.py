@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ......models.pass_chain import PassChain
 from ......models.pass_graphs import GraphedPass
 from .....core.config import EngineArgs
 from .....core.messages import TokenDelta
@@ -40,7 +41,7 @@ def wrap_parts(core: EngineCore, wrap: Wrap) -> contextlib.ExitStack:
 
     Names: schedule, prepare, forward, replay, attention, LoRA, logits, sample, collect, commit, draft. They nest:
     attention and LoRA lie inside forward, and forward inside prepare, whose own time is that of building the batch.
-    `replay` is a captured pass of the target or the drafter; `collect` waits for the outcome.
+    `replay` is a captured pass of the target or the drafter, or a draft loop; `collect` waits for the outcome.
     """
 
     undo = contextlib.ExitStack()
@@ -57,7 +58,8 @@ def wrap_parts(core: EngineCore, wrap: Wrap) -> contextlib.ExitStack:
     around("collect", ModelRunner, "collect")
     around("draft", ModelRunner, "draft")
     around("sample", Sampler, "begin")
-    around("replay", GraphedPass, "try_run")
+    around("replay", GraphedPass, "run")
+    around("replay", PassChain, "loop")
     around("forward", model, "forward")
     around("logits", model, "compute_logits")
     around("attention", model.attention, "forward_qkv")
