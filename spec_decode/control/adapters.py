@@ -116,10 +116,6 @@ class AdapterState:
         ]
         return min(due)[1] if due else -1
 
-    def put_off_trial(self, drafter: int, now: float) -> None:
-        """Ask again after the interval between two trials."""
-        self.trials[drafter].due_at = now + self.trials[drafter].interval
-
     def begin_trial(self, drafter: int, num_rows: int) -> None:
         """Some rows draft with `drafter` for `TRIAL_ROUNDS` rounds."""
         self.trial_drafter, self.trial_rows, self.trial_cost = drafter, num_rows, 0.0

@@ -159,25 +159,21 @@ class StepCosts:
 
 
 class DraftCosts:
-    """Seconds between two steps: a round without drafting, and what drafting adds to it. The first part is common to
-    all rounds. So when the machine becomes slower, drafting does not look cheaper than a round without it."""
+    """Seconds that a round adds to the target's own: drafting, and whatever else passes until the next step."""
 
     def __init__(self) -> None:
-        self._plain: dict[int, Curve] = {}  # by class of rows
-        self._added: dict[int, dict[int, Curve]] = {}  # by drafter and class of rows: seconds by drafts of a row
+        self._curves: dict[tuple[int, bool], dict[int, Curve]] = {}
 
     def add(self, drafter: int, rows: int, drafts: int, seconds: float) -> None:
-        """Update the estimate from a round in which `drafter` made at most `drafts` drafts for each of some of `rows`
-        rows."""
-        by_rows = self._added.setdefault(drafter, {}) if drafts else self._plain
-        added = seconds - self.seconds(drafter, rows, 0) if drafts else seconds
-        by_rows.setdefault(size_class(rows), Curve()).add(drafts, max(0.0, added))
+        """Take in a round: `drafter` made at most `drafts` drafts for each of some of `rows` rows; with 0 drafts it is
+        what a round without drafting adds."""
+        by_rows = self._curves.setdefault((drafter if drafts else -1, drafts > 0), {})
+        by_rows.setdefault(size_class(rows), Curve()).add(drafts, max(0.0, seconds))
 
     def seconds(self, drafter: int, rows: int, drafts: int) -> float:
-        """Expected seconds; 0 if nothing like it was measured."""
-        plain = _nearest(self._plain, rows)
-        added = _nearest(self._added.get(drafter, {}), rows) if drafts else None
-        return (0.0 if plain is None else plain.at(0)) + (0.0 if added is None else added.at(drafts))
+        """Expected seconds; 0 where nothing like it was measured."""
+        curve = _nearest(self._curves.get((drafter if drafts else -1, drafts > 0), {}), rows)
+        return 0.0 if curve is None else curve.at(drafts)
 
 
 def _nearest(curves: dict[int, Curve], rows: int) -> Curve | None:

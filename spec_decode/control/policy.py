@@ -11,7 +11,7 @@ from ...platform.core.request import Request, Status
 from .acceptance import AcceptanceRate
 from .adapters import TRIAL_DRAFTS, TRIAL_ROUNDS, TRIAL_ROWS, Adapters, AdapterState, RowState
 from .costs import DraftCosts, Padded, StepCosts, size_class
-from .goodput import Offer, StepPrices, best_plan
+from .goodput import StepPrices, best_plan
 
 SHORT_STEP = 0.003
 """Seconds of a step below which nothing is chosen per step: a choice for one row takes 0.13 ms and one for 16 rows 1.5
@@ -140,7 +140,7 @@ class SpeculationPolicy:
             self._is_drafting = plan.gain >= (GO_ON if self._is_drafting else BEGIN)
         for state, count in zip(rated, plan.num_drafts, strict=True):
             state.num_drafts = count if self._is_drafting else 0
-        self._begin_trials(offering, num_rows, now)
+        self._begin_trials(offering, now)
 
     def _choose_for_class(
         self, offering: Sequence[tuple[RowState, int]], num_rows: int, now: float, *, requests_wait: bool
@@ -163,7 +163,7 @@ class SpeculationPolicy:
             is_drafting = plan.gain >= (GO_ON if any(a.num_drafts.get(rows) for a in by_adapter) else BEGIN)
             for adapter, count in zip(by_adapter, plan.num_drafts, strict=True):
                 adapter.num_drafts[rows] = count if is_drafting else 0
-            self._begin_trials(offering, num_rows, now)
+            self._begin_trials(offering, now)
         for adapter, states in by_adapter.items():
             for state in states:
                 if not state.trial_rounds:
@@ -204,8 +204,8 @@ class SpeculationPolicy:
             adapter.drafter = best
             adapter.num_drafts.clear()
 
-    def _begin_trials(self, offering: Sequence[tuple[RowState, int]], num_rows: int, now: float) -> None:
-        """Let some rows of an adapter try a drafter that the adapter does not use, if that is due and could pay."""
+    def _begin_trials(self, offering: Sequence[tuple[RowState, int]], now: float) -> None:
+        """Let some rows of an adapter try a drafter that the adapter does not use, where that is due."""
         by_adapter: dict[AdapterState, list[tuple[RowState, int]]] = {}
         for state, limit in offering:
             by_adapter.setdefault(state.adapter, []).append((state, limit))
@@ -213,19 +213,11 @@ class SpeculationPolicy:
             drafter = adapter.due_trial(now, is_drafting=any(state.num_drafts for state, _ in rows))
             if drafter < 0:
                 continue
-            if not self._can_pay(drafter, num_rows):
-                adapter.put_off_trial(drafter, now)
-                continue
             rows = sorted(rows, key=lambda entry: entry[0].counts[drafter][False].tried[0])[:TRIAL_ROWS]
             adapter.begin_trial(drafter, len(rows))
             for state, limit in rows:
                 state.trial_rounds, state.drafter = TRIAL_ROUNDS, drafter
                 state.num_drafts = min(limit, TRIAL_DRAFTS, self._drafters[drafter].max_drafts)
-
-    def _can_pay(self, drafter: int, num_rows: int) -> bool:
-        """False if drafting loses in a batch of this size even when all drafts are right."""
-        certain = Offer(drafter, [1.0] * self._drafters[drafter].max_drafts, rows=num_rows)
-        return best_plan([certain], self._prices(num_rows), num_rows, fair=False).gain >= BEGIN
 
     def _count_trial(self, state: RowState, now: float) -> None:
         """Count one round of a row on trial."""

@@ -111,15 +111,3 @@ def test_drafts_within_a_shape_cost_nothing_more():
     prices = StepPrices(lambda drafts: costs.seconds(8, drafts), lambda drafter, count: 0.0)
     assert best_plan(sure, prices, 8, fair=False).num_drafts == [4] * 8
     assert best_plan(doubtful, prices, 8, fair=False).num_drafts == [1] * 8
-
-
-def test_a_slower_machine_does_not_make_drafting_look_cheap():
-    """A round with drafts is never priced below one without, which was measured later."""
-    costs = DraftCosts()
-    for _ in range(6):
-        costs.add(0, 4, 0, 0.001)
-        costs.add(0, 4, 2, 0.003)
-    assert costs.seconds(0, 4, 2) == pytest.approx(0.003)
-    for _ in range(6):
-        costs.add(0, 4, 0, 0.010)
-    assert costs.seconds(0, 4, 2) == pytest.approx(0.012)

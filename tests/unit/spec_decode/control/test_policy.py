@@ -289,16 +289,3 @@ def test_a_step_without_a_time_is_not_measured():
         world.policy.observe(plan, StepResult([world.verify(row) for row in plan.rows], seconds))
     world.run(50)
     assert world.run(400) > 0.97 * world.best_fixed()
-
-
-@pytest.mark.parametrize(
-    ("curve", "tries"),
-    [(lambda rows, tokens: 4.0 * tokens, False), (lambda rows, tokens: 30.0 + 0.5 * tokens, True)],
-    ids=["every token costs", "drafts may pay"],
-)
-def test_nothing_is_tried_in_batches_where_right_drafts_would_not_pay(curve, tries):
-    world = World(curve, {(BASE, 0): 0.02}, [BASE] * 8, [NEURAL]).warm_up()
-    world.run(300)
-    world.counts.clear()
-    world.run(600)
-    assert any(map(any, world.counts)) is tries
