@@ -9,15 +9,9 @@ One that waits for its first token counts as eight that wait for their next. Whe
 their time between tokens stays within twice the usual, and most of the prompt is computed in the shadow of the
 weights, which a decode reads anyway. Where many wait for few, it is computed as fast as it goes. Chunked prefill:
 Agrawal et al. 2024 (Sarathi-Serve, OSDI 2024), whose budget is found here by measuring.
-
-Some of a prompt's time does not depend on its number of tokens: on a GPU decodes are one graph, and a step with prompts
-is launched kernel by kernel. Fewer tokens would not shorten such a step, and there would be more such steps. So this
-part, which two numbers of prompt tokens show, counts as time of the decodes.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from ...core.batch import StepPlan
 from .step_budget import StepBudget
@@ -34,34 +28,6 @@ _IMPATIENCE = 8.0
 _SMOOTHING = 0.2
 _LARGEST_CHANGE = 1.25
 """Largest change of the number of tokens after one step: a step that another process held up says little."""
-_APART = 2
-"""Least difference of the bit lengths of two numbers of prompt tokens whose times are compared."""
-_KNOWN = 3
-"""Steps after which the time of a number of prompt tokens is known: one alone may have been held up."""
-_TRIALS = 8
-"""Steps with prompts before the number of tokens follows the times: every other one has a quarter, to compare with."""
-_DOUBT = 0.15
-"""Share of both times, against the part that does not depend on the tokens: noise alone must not show one."""
-
-
-@dataclass(slots=True)
-class _Added:
-    """Seconds that so many prompt tokens add to a step, smoothed."""
-
-    tokens: float
-    seconds: float
-    num_steps: int = 0
-
-    def learn(self, tokens: int, seconds: float) -> None:
-        """Update the means from a step. Of the first few the shortest counts, and later ones at most at twice the mean:
-        a step may have been held up."""
-        self.num_steps += 1
-        if seconds < self.seconds:
-            weight = 1.0 if self.num_steps <= _KNOWN else _SMOOTHING
-        else:
-            weight = 0.0 if self.num_steps <= _KNOWN else _SMOOTHING / 4
-        self.tokens += weight * (tokens - self.tokens)
-        self.seconds += weight * (min(seconds, 2 * self.seconds) - self.seconds)
 
 
 class PromptThrottle:
@@ -70,8 +36,6 @@ class PromptThrottle:
     def __init__(self) -> None:
         self._alone: dict[int, float] = {}  # seconds of steps without prompts, by the bit length of their tokens
         self._unmeasured: dict[int, int] = {}  # steps with some, of those lengths that are not known
-        self._added: dict[int, _Added] = {}  # by the bit length of the number of prompt tokens
-        self._num_trials = 0
         self._tokens = float(START)  # that take as long as the decodes beside them
 
     def apply(self, step: StepBudget, num_prompts: int) -> None:
@@ -96,8 +60,6 @@ class PromptThrottle:
         if num_decoding == 0 or num_decode_tokens == 0:
             return None
         share = max(1.0, _IMPATIENCE * num_prompts / num_decoding)
-        if self._num_trials < _TRIALS and self._num_trials % 2:
-            share /= 1 << _APART
         return max(FEWEST, int(self._tokens * share))
 
     def learn(self, num_decode_tokens: int, num_prompt_tokens: int, seconds: float) -> None:
@@ -116,29 +78,9 @@ class PromptThrottle:
         alone = self._seconds_alone(kind)
         if alone is None or num_prompt_tokens < FEWEST // 2:
             return
-        added = max(seconds - alone, 0.05 * alone)
-        fixed = self._fixed_seconds(num_prompt_tokens, added)
-        least = alone + fixed
-        if self._num_trials < _TRIALS:
-            self._num_trials += 1
-            return
-        wanted = least * num_prompt_tokens / max(added - fixed, 0.05 * least)
+        each = max(seconds - alone, 0.05 * alone) / num_prompt_tokens
+        wanted = alone / each
         self._tokens *= min(max(wanted / self._tokens, 1 / _LARGEST_CHANGE), _LARGEST_CHANGE)
-
-    def _fixed_seconds(self, num_tokens: int, added: float) -> float:
-        """Record the seconds that prompt tokens have added to a step. Return the part of them that any number adds: a
-        line through the times of the smallest number and of this one, or of a larger one, begins there."""
-        size = num_tokens.bit_length()
-        self._added.setdefault(size, _Added(num_tokens, added)).learn(num_tokens, added)
-        known = {size: some for size, some in self._added.items() if some.num_steps >= _KNOWN}
-        smallest = min(known, default=size)
-        other = size if size - smallest >= _APART else min((n for n in known if n - smallest >= _APART), default=0)
-        if other not in known:
-            return 0.0
-        few, many = known[smallest], known[other]
-        first, last = (1 - _DOUBT) * few.seconds, (1 + _DOUBT) * many.seconds
-        each = (last - first) / (many.tokens - few.tokens)
-        return max(0.0, first - each * few.tokens)
 
     def _seconds_alone(self, kind: int) -> float | None:
         if kind in self._alone:

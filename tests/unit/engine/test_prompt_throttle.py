@@ -8,13 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import SamplingParams
-from outrider.platform.core.batch import RowPlan, RowResult, StepResult
-from outrider.platform.core.config import SchedulerConfig
+from outrider.platform.core.batch import RowPlan
 from outrider.platform.core.request import Request
-from outrider.platform.engine.memory.block_pool import BlockPool
-from outrider.platform.engine.memory.prefix_cache import PrefixCache
 from outrider.platform.engine.queue.prompt_throttle import FEWEST, START, UNMEASURED, PromptThrottle
-from outrider.platform.engine.queue.scheduler import Scheduler
 from outrider.platform.engine.queue.step_budget import StepBudget
 
 Machine = Callable[[int], float]
@@ -52,69 +48,6 @@ def test_a_step_takes_about_twice_a_decode(name: str, streams: int, noisy: bool)
     least = MACHINES[name](streams + FEWEST) / MACHINES[name](streams)
     assert max(late) < max(2.5, 1.05 * least)
     assert sum(late) / len(late) > 1.5  # and no less: prompts must get on
-
-
-def launched_by_kernel(num_decodes: int, num_prompt_tokens: int) -> float:
-    """Seconds of a step on a GPU whose decodes are one graph: the host takes 20 ms to launch one with prompts."""
-    decodes = 0.0062 + 0.000018 * num_decodes
-    return max(0.020, decodes + 0.000023 * num_prompt_tokens) if num_prompt_tokens else decodes
-
-
-@pytest.mark.parametrize("streams", [1, 8, 64])
-@pytest.mark.parametrize("noisy", [False, True])
-def test_a_part_that_does_not_depend_on_the_tokens_holds_no_prompt_back(streams: int, noisy: bool) -> None:
-    """Else each step would get fewer tokens than the one before, down to the fewest, and take as long all the same."""
-    pace, random = PromptThrottle(), Random(streams)
-    late = []
-    for step in range(400):
-        tokens = pace.limit(streams, streams, max(1, streams // 8)) if step % 4 else 0
-        assert tokens is not None
-        seconds = launched_by_kernel(streams, tokens)
-        pace.learn(streams, tokens, seconds * (random.uniform(0.9, 1.1) if noisy else 1.0))
-        if tokens and step > 200:
-            late.append((tokens, seconds))
-    assert min(tokens for tokens, _ in late) > 300
-    assert max(seconds for _, seconds in late) < 2.2 * 0.020 * (8.0 / streams if streams < 8 else 1.0)
-
-
-def served(paced: bool, streams: int = 64, rounds: int = 6, prompt: int = 128, output: int = 128) -> float:
-    """Output tokens a second of a closed loop on that GPU, whose requests begin at different times, without its first
-    quarter. A request ends, and the next comes a little later: each takes the API process a millisecond."""
-    config = SchedulerConfig(
-        max_num_seqs=streams, max_num_batched_tokens=8192, max_model_len=512, policy="fcfs", prompt_pacing=paced
-    )
-    pool = BlockPool(streams * 20)
-    scheduler = Scheduler(config, pool, PrefixCache(pool, 16, None, keeps_finished=False))
-    params = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
-    arrivals = [0.02 * index for index in range(streams)]
-    now, free, num_left, began = 0.0, 0.0, rounds * streams, 0.0
-    num_measured, num_steps = rounds * streams * 3 // 4, 0
-    while num_left:
-        num_steps += 1
-        assert num_steps < 4 * rounds * output, "prompts hardly get on"
-        while arrivals and arrivals[0] <= now:
-            arrivals.pop(0)
-            scheduler.add(Request(f"{num_left}-{len(arrivals)}-{now}", [7] * prompt, prompt, params, seed_key=0))
-        plan = scheduler.schedule()
-        if not plan.rows:
-            now = max(now, arrivals[0])
-            continue
-        num_decodes = sum(row.num_tokens == 1 for row in plan.rows)
-        seconds = launched_by_kernel(num_decodes, plan.num_tokens - num_decodes)
-        now += seconds
-        result = StepResult([RowResult([9] if row.samples else []) for row in plan.rows])
-        for delta in scheduler.commit(plan, result):
-            if delta.finish_reason is not None:
-                free = max(free, now) + 0.001
-                arrivals.append(free)
-                num_left -= 1
-                began = began or now * (num_left == num_measured)
-        scheduler.observe(plan, seconds)
-    return num_measured * output / (now - began)
-
-
-def test_a_closed_loop_loses_next_to_nothing_by_pacing() -> None:
-    assert served(True) > 0.95 * served(False)
 
 
 def test_nothing_is_held_back_where_nobody_decodes() -> None:
