@@ -100,4 +100,4 @@ class StepResult(NamedTuple):
     seconds: float = 0.0
     """Duration of the target's forward pass, sampling and verification; 0 if it was not measured."""
     gap: float | None = None
-    """Seconds between the target's work of the step before and this one's: drafting, and host time that is not hidden."""
+    """Seconds between the target's work of the step before and this one's: drafting, and host time not hidden."""

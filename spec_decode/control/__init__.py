@@ -7,7 +7,7 @@
 3. `SpeculationPolicy.choose` sets each row's drafter and number of drafts so that expected tokens over expected seconds
    is largest (`goodput`); where that is not better than no drafts by a margin, nothing is drafted.
 4. An adapter whose requests get no drafts, or whose fallback is better, tries a drafter again now and then, and pays at
-   most one per cent of the time for it (`adapters`). Nothing is tried if even right drafts would not pay.
+   most one per cent of the time for it (`adapters`).
 5. Where steps take less than 3 ms the choice is made about once a second for all rows of an adapter in a class of batch
    sizes, since a choice in each step would cost more than it gains.
 
