@@ -1,4 +1,4 @@
-"""Sums of products whose inputs are split among programs: the last program to end adds the parts, in order."""
+"""Sums that are split among programs: the last program to end adds the parts, in order."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import triton.language as tl
 
 
 @triton.jit
-def is_last(arrival, PARTS: tl.constexpr):
-    """True in the last of PARTS programs that arrive, which sees what the others stored and sets the count to zero."""
+def is_last(arrival, num_programs):
+    """True in the last of the programs that arrive, which sees what the others stored and sets the count to zero."""
     tl.debug_barrier()  # every thread has stored when one of them says that this program has
-    last = tl.atomic_add(arrival, 1, sem="acq_rel") == PARTS - 1
+    last = tl.atomic_add(arrival, 1, sem="acq_rel") == num_programs - 1
     if last:
         tl.store(arrival, 0)
     return last

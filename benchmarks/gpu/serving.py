@@ -161,7 +161,7 @@ def _server(context: Context, root: Path, work: Load, num_streams: int) -> Itera
 def _over_http(context: Context, url: str, pid: int, work: Load, cells: Sequence[Cell]) -> dict[Cell, float]:
     """Measure each cell; returns its output tokens a second."""
     most, found = max(cell.num_streams for cell in cells), {}
-    _stream(url, work, work.prompts(90, most), [], most, 4)  # compiles, and captures what was not captured yet
+    _stream(url, work, work.prompts(90, most), [], most, 4)  # compiles what was not compiled yet
     count = len(work.adapters)
     first = _stream(url, work, work.prompts(91, count), work.adapters, count, 4)
     again = _stream(url, work, work.prompts(92, count), work.adapters, count, 4)

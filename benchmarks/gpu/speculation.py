@@ -148,7 +148,7 @@ def _compare(
     rows: int,
 ) -> None:
     """Measure a cell in turns with the engine without speculation."""
-    for one in (off, engine):  # compiles, captures, loads adapters
+    for one in (off, engine):  # compiles, loads adapters
         _complete(one, tasks, params, rows)
     before, captured = _counts(engine), load.captured(engine)
     turns = [

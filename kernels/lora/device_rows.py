@@ -66,6 +66,8 @@ class _Splits(NamedTuple):
 class Shrunk(NamedTuple):
     """Values between shrink and expand, which another stream may still compute."""
 
+    x: Tensor
+    """The inputs, which must not be freed before the join."""
     h: Tensor
     splits: _Splits
     join: Join
@@ -136,7 +138,7 @@ class TritonRows:
         splits = self._splits(self._shrink_configs[groups.tile], groups)
         h = torch.empty(self._num_slices * splits.most, groups.h_size, dtype=torch.float32, device=x.device)
         join = run_alongside(lambda: self._shrink(x, h, groups, splits), x.device)
-        return Shrunk(h, splits, join)
+        return Shrunk(x, h, splits, join)
 
     def add(self, y: Tensor, x: Tensor, groups: RowGroups, shrunk: Shrunk | None = None) -> None:
         """y[:, s] += (x a[rows, s]ᵀ) b[rows, s] for the tokens of each group and each slice s; y is mutated.

@@ -10,17 +10,6 @@ _LEAST = tl.constexpr(-3e38)
 
 
 @triton.jit
-def is_last(arrived, used_splits):
-    """True for the last of the `used_splits` programs that call this with a counter, which is 0 again then. What each
-    has written before is visible to the last one."""
-    tl.debug_barrier()  # all threads of the program have written
-    last = tl.atomic_add(arrived, 1, sem="acq_rel") == used_splits - 1
-    if last:
-        tl.store(arrived, 0)
-    return last
-
-
-@triton.jit
 def _add_rows(
     out, parts, part_sums, first, token, num_rows, head, num_splits, used_splits,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,

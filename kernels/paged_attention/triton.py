@@ -17,11 +17,12 @@ import triton
 import triton.language as tl
 
 from ..compile_case import CompileCase, make_case
+from ..split_sums import is_last
 from .native import Shape
 from .options import DEFAULT_OPTIONS, AttentionOptions
 from .schedule import MAX_WRITING, MIN_SPLIT_KEYS, TILE_FIELDS, WHOLE_KEYS, default_config, padded_dim
 from .settle import settle_cases
-from .splits import add_parts, is_last
+from .splits import add_parts
 from .write import rotated, write_cases, write_rotated
 
 # Maximum before the first key: finite, so that a difference is never NaN.

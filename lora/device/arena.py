@@ -38,7 +38,7 @@ class RowArena:
         self.layout = layout
         self._device = device
         self._is_apart = device.type != "cpu" if is_apart is None else is_apart
-        self._on_their_way = torch.empty(0, dtype=layout.dtype, device=device)
+        self._staging = torch.empty(0, dtype=layout.dtype, device=device)
         self.rows = torch.empty(0, 0, dtype=layout.dtype, device=device)
         """[R, width]; only `write` changes them."""
         self.live: NDArray[np.uint8] = np.zeros((0, 0), np.uint8)
@@ -62,13 +62,13 @@ class RowArena:
         self.live = np.zeros((num_rows, len(self.layout.pieces)), np.uint8, order="F")  # as the kernel reads it
         if self._is_apart:
             size = min(num_rows * width, max(width, _STAGED_BYTES // dtype.itemsize))
-            self._on_their_way = torch.empty(size, dtype=dtype, device=self._device)
+            self._staging = torch.empty(size, dtype=dtype, device=self._device)
         if is_grouped(dtype, self._device):
             self.live_on_device = torch.zeros(self.live.shape, dtype=torch.uint8, device=self._device)
 
     def write(self, allocation: Allocation, packed: PackedRows) -> None:
-        """Write an adapter's rows, and clear the weights of a former owner. Thread-safe while no step reads these rows;
-        lets steps run between two spans."""
+        """Write an adapter's rows, and clear the weights of a former owner, while no step reads these rows. One thread
+        writes at a time; steps may run between two spans."""
         num_rows = len(packed.data)
         owned = allocation.index
         live = np.zeros((len(owned), len(self.layout.pieces)), np.uint8)
@@ -81,7 +81,7 @@ class RowArena:
         width = self.rows.shape[1]
         spans = [(start, min(stop, width)) for start, stop in packed.spans if start < width]
         for here, rows in self._pieces(owned[:num_rows], sum(stop - start for start, stop in spans)):
-            data, column = self._there(packed.data[here], spans), 0
+            data, column = self._staged(packed.data[here], spans), 0
             for start, stop in spans:
                 yield_to_steps()
                 self.rows[rows, start:stop] = data[:, column : column + stop - start]
@@ -94,21 +94,21 @@ class RowArena:
 
     def _pieces(self, owned: NDArray[np.int32], num_columns: int) -> Iterator[tuple[slice, slice]]:
         """Yield (packed rows, rows of the arena) that are copied together: neighbours that have room on their way."""
-        most = max(1, self._on_their_way.numel() // max(1, num_columns)) if self._is_apart else max(1, len(owned))
+        most = max(1, self._staging.numel() // max(1, num_columns)) if self._is_apart else max(1, len(owned))
         for here, rows in _runs(owned):
             for start in range(here.start, here.stop, most):
                 stop, first = min(start + most, here.stop), rows.start + start - here.start
                 yield slice(start, stop), slice(first, first + stop - start)
 
-    def _there(self, data: Tensor, spans: list[tuple[int, int]]) -> Tensor:
+    def _staged(self, data: Tensor, spans: list[tuple[int, int]]) -> Tensor:
         """Return the columns of `spans` of packed rows [n, packed width] in the device's memory, side by side."""
         if not self._is_apart:
             return data
         num_columns = sum(stop - start for start, stop in spans)
-        there = self._on_their_way[: len(data) * num_columns].view(len(data), num_columns)
-        for row, packed in zip(there, data, strict=True):
+        staged = self._staging[: len(data) * num_columns].view(len(data), num_columns)
+        for row, packed in zip(staged, data, strict=True):
             row.copy_(packed[:num_columns], non_blocking=True)
-        return there
+        return staged
 
 
 def _runs(index: NDArray[np.int32]) -> Iterator[tuple[slice, slice]]:
