@@ -40,9 +40,9 @@ $(BIN)/python:
 serve: .venv/.serve.stamp ## Serve a model: make serve ARGS="MODEL --port 8000"
 	$(BIN)/outrider serve $(ARGS)
 
-# The tests that start no server and no engine of their own.
-test-fast: .venv/.dev.stamp ## Run the unit tests but the long ones, while you work: make test-fast ARGS="-k layout"
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest tests/unit --fast -q -n auto --dist loadfile --no-loadscope-reorder --durations=20 $(ARGS)
+# Unit tests without those marked slow (0.8 s or more), which train, compare families with PEFT, or start processes.
+test-fast: .venv/.dev.stamp ## Run the quick unit tests, while you work: make test-fast ARGS="-k layout"
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest tests/unit -m 'not slow' -q -n auto --dist loadfile --no-loadscope-reorder --durations=20 $(ARGS)
 
 # A process more than cores; a file's tests stay together and share their fixtures. Bytecode is written even where the
 # environment says otherwise: the tests start hundreds of processes, each of which would compile the package again.

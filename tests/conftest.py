@@ -100,24 +100,10 @@ LONG_FILES = (
 """Files outside e2e of more than 10 s. They start first, so that no process computes one when all else is done."""
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--fast", action="store_true", help="leave out the slow tests, and the files that take 10 s or more"
-    )
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return True if config.getoption("--fast", False) and collection_path.name in LONG_FILES else None
-
-
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Spread the files that start servers, and wait for them, among the first four fifths of the others: two at once
     would compete for the cores while they start, and leave them idle while they wait; the last one would wait alone."""
-    if config.getoption("--fast", False):
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
     files = {item.path: "e2e" in item.path.parts for item in items}
     place: dict[Path, float] = {}
     for waits, share in ((True, 0.8), (False, 1.0)):

@@ -103,6 +103,7 @@ def test_every_package_folder_has_an_init(repo_root, pyproject):
     assert [str(folder) for folder in folders if not (repo_root / folder / "__init__.py").is_file()] == []
 
 
+@pytest.mark.slow
 def test_wheel_holds_every_module(repo_root, pyproject, wheel_files):
     expected = {"outrider/py.typed"}
     for name in pyproject["tool"]["setuptools"]["packages"]:
@@ -111,6 +112,7 @@ def test_wheel_holds_every_module(repo_root, pyproject, wheel_files):
     assert expected - wheel_files == set()
 
 
+@pytest.mark.slow
 def test_wheel_holds_the_native_kernels(repo_root, wheel_files):
     sources = [file for kind in ("*.cpp", "*.h") for file in (repo_root / "kernels").rglob(kind)]
     assert sources
@@ -171,6 +173,7 @@ def test_llm_needs_no_web_stack(repo_root, tmp_path):
     assert run_python(code, tmp_path) == ""
 
 
+@pytest.mark.slow
 def test_public_names_need_no_web_stack(tmp_path):
     """All but AsyncLLM, which speaks to its engine process."""
     web = "fastapi pydantic starlette uvicorn zmq msgspec prometheus_client sqlalchemy".split()

@@ -35,6 +35,7 @@ def uses(tree: ast.AST) -> Iterator[str]:
 FORBIDDEN = FORBIDDEN_IMPORTS | FORBIDDEN_CALLS | {"torch.load", "trust_remote_code"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
 def test_nothing_of_it_is_used(repo_root: Path, package: str):
     for file in (repo_root / package).rglob("*.py"):

@@ -113,6 +113,7 @@ def is_stopped(stat):
 # --- The interleaved run ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_engines_take_turns_and_another_one_begins_each_time(fake, measure):
     results = measure("base", [fake("outrider"), fake("slow")])
     assert not results.failures
@@ -129,6 +130,7 @@ def test_engines_take_turns_and_another_one_begins_each_time(fake, measure):
     assert all(seconds >= 0.06 for seconds in slow)
 
 
+@pytest.mark.slow
 def test_an_engine_for_one_request_gets_no_more(fake, measure):
     results = measure("base", [fake("outrider"), fake("slow", most_requests=1)])
     assert not results.failures
@@ -170,6 +172,7 @@ def test_an_engine_that_cannot_be_started_is_named(fake, measure):
     assert len(results.measurements) == 4
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_all_workers_and_keeps_what_there_is(fake, peers, tmp_path):
     session = peers("session")
     results, case = session.Results(), session.Case("tiny", "base")
@@ -291,6 +294,7 @@ def command(compare_peers, fake, tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_a_run_writes_and_prints_its_ratios_last(command, capsys):
     status, report = command("--modes", "base,ngram")
     assert (status, report["interrupted"], report["failures"]) == (0, False, [])

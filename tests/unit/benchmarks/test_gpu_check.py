@@ -11,6 +11,8 @@ import time
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 600
 """Seconds after which a machine with a GPU ends a command."""
 FAKE_PLAN = """

@@ -155,6 +155,7 @@ def greedy(engine, prompts, lora=None):
     return {key: (tokens, counts.num_drafts, counts.accepted_per_pos) for key, (tokens, counts) in found.items()}
 
 
+@pytest.mark.slow
 def test_the_demo_says_the_same_and_its_drafts_are_accepted_alike(inflate, tmp_path):
     json_adapter = demo_adapters()["json"]
     inflate.main(

@@ -162,6 +162,7 @@ def drafts_of(base, method, head, adapter=None):
     return steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("name", HEADS_BY_NAME)
 def test_drafts_are_the_small_heads(name, adapted, inflate, tmp_path):

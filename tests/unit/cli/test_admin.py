@@ -118,6 +118,7 @@ def test_passwords_stay_hidden(address, fails, monkeypatch):
 # --- tenants ---
 
 
+@pytest.mark.slow
 def test_tenants(run, fails):
     made = as_json(
         run(
@@ -143,6 +144,7 @@ def test_tenants(run, fails):
     assert "never given again" in fails("tenant", "create", "acme")
 
 
+@pytest.mark.slow
 def test_deleting_asks(run, fails, monkeypatch, capsys):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -325,6 +327,7 @@ def test_tables_line_up():
     assert table(["name"], []) == "NAME\n"
 
 
+@pytest.mark.slow
 def test_every_command_has_help(capsys):
     commands = ("tenant create|list|show|update|disable|enable|delete", "key create|list|revoke", "usage ")
     for group in (*commands, "prefix add|list|remove", "database upgrade|current"):

@@ -8,6 +8,8 @@ import pytest
 
 from outrider.platform.cli.main import main
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):

@@ -158,6 +158,7 @@ def _picture(records, file):
     return int.from_bytes(head[20:24], "big")  # height in pixels
 
 
+@pytest.mark.slow
 def test_a_picture_has_no_empty_half(tmp_path):
     whole = _picture([_record()], tmp_path / "whole.png")
     single_tokens = _picture([_record(gaps=(0.2,), tokens=1)], tmp_path / "half.png")  # no TPOT, no ITL

@@ -20,6 +20,8 @@ from outrider.platform.cli.main import main
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.engine.engine_core import EngineCore
 
+pytestmark = pytest.mark.slow
+
 # --- cases ----------------------------------------------------------------------------------------------------------
 
 

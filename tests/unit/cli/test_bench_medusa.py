@@ -11,6 +11,8 @@ from outrider.models.demo import demo_model_path
 from outrider.platform.cli.bench.speculation.tasks import make_tasks
 from outrider.platform.cli.main import main
 
+pytestmark = pytest.mark.slow
+
 NUM_HEADS = 3
 QUICK = "bench speculation --modes medusa --tasks base --batch-sizes 1 --rounds 1 --max-tokens 12 --dtype float32"
 

@@ -23,6 +23,7 @@ def tokenizer():
 _ENGINE = ["--no-speculation", "--max-model-len", "64", "--num-gpu-blocks-override", "64", "--disable-tqdm"]
 
 
+@pytest.mark.slow
 def test_throughput_on_the_demo(tmp_path, capsys):
     out, png = tmp_path / "t.json", tmp_path / "t.png"
     options = ["--num-prompts", "5", "--input-len", "8", "--output-len", "4", "--lora", "json"]
@@ -62,6 +63,7 @@ def test_throughput_with_speculation_and_made_up_acceptance(tmp_path, capsys):
     assert 1 < report["figures"]["acceptance_length"] <= 3
 
 
+@pytest.mark.slow
 def test_latency_on_the_demo_with_its_profile(tmp_path, capsys):
     out, folder = tmp_path / "l.json", tmp_path / "new" / "profile"
     options = ["--batch-size", "2", "--input-len", "8", "--output-len", "6", "--lora", "json"]
@@ -104,6 +106,7 @@ def test_batches_differ_so_that_no_drafter_remembers(tokenizer):
     assert datasets.random_prompt(tokenizer, 5, random.Random(0)) == prompts[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "message"),
     [

@@ -13,6 +13,8 @@ from outrider.platform.cli.main import main
 from outrider.platform.core.errors import InvalidRequestError
 from outrider.platform.core.lora_request import LoRARequest
 
+pytestmark = pytest.mark.slow
+
 # --- modes ----------------------------------------------------------------------------------------------------------
 
 

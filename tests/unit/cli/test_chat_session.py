@@ -366,6 +366,7 @@ def process():
     thread.join()
 
 
+@pytest.mark.slow
 def test_bytes_that_are_no_text(process):
     with process("--system", b"s\xff", PYTHONIOENCODING="utf-8:strict") as chatting:
         _, err = chatting.communicate(b"h\xff\xfei\nnext\n", timeout=60)
@@ -374,6 +375,7 @@ def test_bytes_that_are_no_text(process):
     assert _Handler.bodies[0]["messages"][0]["content"] == "s\ufffd"
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_one_line(process):
     with process() as chatting:
         chatting.stdout.close()

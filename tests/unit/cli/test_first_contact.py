@@ -66,6 +66,7 @@ def test_nothing_is_suggested_that_is_not_close(capsys, line):
     assert "did you mean" not in fails(capsys, *line.split())[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "option", "value"),
     [

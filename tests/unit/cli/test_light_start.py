@@ -25,6 +25,7 @@ def test_imports(code, tmp_path):
     assert done.stdout.strip() == ""
 
 
+@pytest.mark.slow
 def test_a_server_without_a_database_loads_no_database(tmp_path):
     code = (
         "from outrider.platform.http.app import create_app; "
@@ -37,6 +38,7 @@ def test_a_server_without_a_database_loads_no_database(tmp_path):
     assert not loaded & {"sqlalchemy", "alembic", "psycopg", "sqlite3", "outrider.platform.http.admin.admin_routes"}
 
 
+@pytest.mark.slow
 def test_a_servers_process_tokenizes_without_torch(tmp_path):
     """Which would make each start a second longer, and the process 200 MB larger."""
     code = (

@@ -64,6 +64,7 @@ def test_every_engine_option_is_a_flag_with_a_text():
     assert options == {name for group in GROUPS.values() for name in group}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", sorted(SAMPLES))
 def test_flags_set_their_option(option):
     args, _ = resolve("/some/model", *as_arguments(option, SAMPLES[option]))
@@ -216,6 +217,7 @@ def test_server_options(tmp_path):
     assert (config.chat_template, config.trust_request_chat_template) == ("{{ messages }}", True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "option"),
     [

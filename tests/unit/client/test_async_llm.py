@@ -152,6 +152,7 @@ def test_an_id_in_use_again_gets_nothing_of_the_old_request(model_path: str) -> 
     run(make(model_path), scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["request_id", "cache_salt", "tenant"])
 @pytest.mark.parametrize("value", [5, b"x", "\ud800"])
 def test_texts_of_other_types_are_refused(model_path: str, name: str, value: Any) -> None:
@@ -250,6 +251,7 @@ def test_undecodable_messages_are_answered_and_stop_nothing(model_path: str) -> 
 # --- aborts -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_leaving_the_iterator_aborts(model_path: str, runner: Callable[[Any], Any]) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         async for _ in llm.generate(FOREVER, LONG, request_id="left"):

@@ -37,6 +37,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 # --- death and restart ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("death", "reason"), [("raise", "RuntimeError: bug in step"), ("suicide", "SIGKILL"), ("kill", "SIGKILL")]
 )
@@ -80,6 +81,7 @@ def test_death_fails_running_requests_and_restarts(
     assert "\n" not in line
 
 
+@pytest.mark.slow
 def test_tokens_that_nobody_has_taken_yet_come_before_the_engines_death(model_path: str) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         stream = await first_output(llm, delta=True)
@@ -95,6 +97,7 @@ def test_tokens_that_nobody_has_taken_yet_come_before_the_engines_death(model_pa
     run(make(model_path, "slow"), scenario)
 
 
+@pytest.mark.slow
 def test_calls_fail_when_the_engine_dies(model_path: str) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         with pytest.raises(EngineDeadError, match="SIGKILL"):
@@ -107,6 +110,7 @@ def test_calls_fail_when_the_engine_dies(model_path: str) -> None:
     run(make(model_path), scenario)
 
 
+@pytest.mark.slow
 def test_gives_up_when_it_cannot_be_started_again(model_path: str, tmp_path: Path) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         with pytest.raises(EngineDeadError):
@@ -214,6 +218,7 @@ def test_no_folder_at_a_restart(model_path: str, monkeypatch: pytest.MonkeyPatch
     run(make(model_path), scenario)
 
 
+@pytest.mark.slow
 def test_supervision_that_fails_itself_leaves_nobody_waiting(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(self: EngineProcess) -> None:
         await stop(self)
@@ -295,6 +300,7 @@ def test_signals_of_the_terminal_do_not_end_the_engine(model_path: str, number: 
     run(make(model_path, "slow"), scenario)
 
 
+@pytest.mark.slow
 def test_no_orphan_when_the_api_process_is_killed(model_path: str, tmp_path: Path) -> None:
     code = (
         "import asyncio, sys, tempfile\n"
@@ -322,6 +328,7 @@ def test_no_orphan_when_the_api_process_is_killed(model_path: str, tmp_path: Pat
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_no_file_descriptors_leak(model_path: str) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         await collect(llm.generate([5]))

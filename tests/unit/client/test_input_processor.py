@@ -34,6 +34,7 @@ def test_token_ids_are_taken_as_they_are(processor: InputProcessor, prompt: Any)
     assert processor.process("r", prompt)[0].prompt_token_ids == [5, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["hello", "hello world " * 3, "word " * 5000])
 @pytest.mark.parametrize("most", [1, 3, 7, 10_000])
 @pytest.mark.parametrize("special", [True, False])

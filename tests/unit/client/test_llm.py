@@ -306,6 +306,7 @@ def test_not_a_prompt(llm: LLM, prompts: Any) -> None:
     assert caught.value.param == "prompts"
 
 
+@pytest.mark.slow
 def test_needs_no_web_stack(model_path: str) -> None:
     code = (
         "import sys\n"

@@ -274,6 +274,7 @@ def test_marks_stay_with_their_tokens_when_text_is_held_back(processor: OutputPr
     assert (output.token_ids, output.drafted, output.finish_reason) == (tail[:2], [True, True], "stop")
 
 
+@pytest.mark.slow
 @given(
     tokens=st.lists(st.integers(5, 339), min_size=1, max_size=30),
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5),

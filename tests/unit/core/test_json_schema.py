@@ -50,6 +50,7 @@ def fits(schema, value):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["number", "integer"])
 @pytest.mark.parametrize("step", [None, 3, 0.5, 0.1])
 @pytest.mark.parametrize("low", [None, "minimum", "exclusiveMinimum"])

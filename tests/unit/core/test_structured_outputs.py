@@ -105,6 +105,7 @@ def test_rules_within_rules_do_not_end_the_process():
     CHECKER.check(StructuredOutputsParams(grammar=f'start: a0\n{rules}\na2500: "x"'))
 
 
+@pytest.mark.slow
 def test_what_would_take_hours_is_refused_and_the_next_is_checked():
     patterns = [{"type": "string", "pattern": f"(.*a.{{{index}}})+"} for index in range(40)]
     for _ in range(2):  # the second answer is remembered
@@ -113,6 +114,7 @@ def test_what_would_take_hours_is_refused_and_the_next_is_checked():
     CHECKER.check(StructuredOutputsParams(regex="fine"))
 
 
+@pytest.mark.slow
 def test_a_checking_process_that_was_killed_is_started_again():
     checker = ConstraintChecker()
     checker.check(StructuredOutputsParams(regex="a"))

@@ -9,6 +9,7 @@ import random
 from dataclasses import dataclass, field
 from itertools import permutations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,8 @@ from outrider.platform.core.request import Drafts, Request, Status
 from outrider.platform.engine.memory.block_pool import BlockPool
 from outrider.platform.engine.memory.prefix_cache import PrefixCache
 from outrider.platform.engine.queue.scheduler import DraftLimits, Scheduler
+
+pytestmark = pytest.mark.slow
 
 BLOCK = 4
 TENANTS = "abcd"

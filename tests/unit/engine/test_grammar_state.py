@@ -122,6 +122,7 @@ def test_a_long_bounded_text_outlives_its_lexer(grammars):
     assert not state.problem
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attribute", ["", "[max_tokens=400]"])
 def test_sequences_share_a_lexer_that_becomes_full(grammars, attribute):
     text = f'start: "q" word\nword{attribute}: /(\\p{{L}}{{1,500}} ){{1,500}}/'
@@ -147,6 +148,7 @@ def test_a_grammar_that_becomes_too_complex_says_so(grammars):
     assert "too complex" in state.problem or "ambiguous" in state.problem
 
 
+@pytest.mark.slow
 def test_compiled_grammars_are_kept_by_bytes_and_failures_cost_nothing(grammars):
     largest = "x" * 60_000
     for index in range(8):
@@ -221,6 +223,7 @@ CALL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tries", [0, 4])
 @pytest.mark.parametrize("max_tokens", [80, 150, 400])
 def test_a_list_of_calls_ends_before_its_tokens_do(grammars, tokenizer, max_tokens, tries):

@@ -142,6 +142,7 @@ def test_a_reset_forgets_the_hosts_blocks_too():
     assert (cache.found(range(17)), cache.host.num_bytes, cache.cache.moves()) == ((0, 0), 0, ())
 
 
+@pytest.mark.slow
 def test_nothing_leaks_and_no_text_changes_in_a_thousand_random_preemptions():
     draw, preemptions, hits, stopped = random.Random(5), 0, 0, 0
     while preemptions < 1000:

@@ -171,6 +171,7 @@ jobs = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(
     jobs,

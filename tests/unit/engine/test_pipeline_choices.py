@@ -35,6 +35,7 @@ class Chooser:
                 row.max_new_drafts = min(row.max_new_drafts, self.random.choice(self.counts))
 
 
+@pytest.mark.slow
 @settings(max_examples=250)
 @given(
     jobs,

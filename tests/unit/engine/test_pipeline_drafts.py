@@ -165,6 +165,7 @@ jobs = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=250)
 @given(
     jobs,

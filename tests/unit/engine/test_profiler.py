@@ -29,6 +29,7 @@ def test_prefixes_that_no_file_has(tmp_path: Path, prefix: str) -> None:
         Profiler().start(str(tmp_path), prefix)
 
 
+@pytest.mark.slow
 def test_a_process_may_end_while_it_records(tmp_path: Path) -> None:
     script = f"from outrider.platform.engine.profiler import Profiler; Profiler().start({str(tmp_path)!r}, '')"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=100).returncode == 0

@@ -95,6 +95,7 @@ workloads = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     workloads,

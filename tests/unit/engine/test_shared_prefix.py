@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -87,6 +88,7 @@ REQUESTS = st.tuples(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(REQUESTS, min_size=2, max_size=12))
 def test_equal_hashes_mean_equal_beginnings_of_whom_they_may_belong_to(requests):
     """Whatever tenants, digests and tokens are: a block's hash stands for all that its content and its readers depend

@@ -21,6 +21,8 @@ from outrider.platform.core.lora_request import LoRARequest
 
 from .conftest import HIDDEN, make_linears, make_request
 
+pytestmark = pytest.mark.slow
+
 NAMES = st.sampled_from("abcde")
 
 

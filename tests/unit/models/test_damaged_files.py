@@ -23,6 +23,8 @@ from ...quantized_files import CASES, write_quantized
 from ...tiny_families import FAMILIES
 from ...tokenizer_files import write_sentencepiece, write_tekken, write_tiktoken
 
+pytestmark = pytest.mark.slow
+
 MOST_MEMORY = 512 << 10
 """Growth of the process in KiB, which is that of reading whole files of some MB many times."""
 

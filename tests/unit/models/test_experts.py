@@ -57,6 +57,7 @@ def logits_of(run: Callable, chunk: int) -> dict[int, torch.Tensor]:
     return {row: torch.cat(part) for row, part in parts.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_logits_match_transformers_in_both_layouts(
     case: str, save_tiny: Callable, driver: Callable, tmp_path: Path

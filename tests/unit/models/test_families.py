@@ -31,6 +31,7 @@ def test_a_new_family_is_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "NovelForCausalLM" in supported_architectures()
 
 
+@pytest.mark.slow
 def test_no_other_module_names_a_family(repo_root: Path) -> None:
     files = [file for part in ("kernels", "lora", "models", "platform") for file in (repo_root / part).rglob("*.py")]
     names = {name for architecture in FAMILIES for name in (architecture, architecture.removesuffix("ForCausalLM"))}

@@ -95,6 +95,7 @@ OTHERS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_families(name: str, save_tiny: Callable, tmp_path: Path, logits) -> None:
     family, options = OTHERS[name]
@@ -286,6 +287,7 @@ def test_queries_keys_and_values_in_one_tensor(save_tiny: Callable, tmp_path: Pa
     torch.testing.assert_close(logits(tmp_path / "m.gguf"), logits(rounded), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_deepseeks_older_files_have_whole_heads(save_tiny: Callable, tmp_path: Path, logits) -> None:
     """Their sizes are those of heads, and groups of experts are not stated."""
     config = FAMILIES["deepseek2"].config
@@ -300,6 +302,7 @@ def test_deepseeks_older_files_have_whole_heads(save_tiny: Callable, tmp_path: P
     assert logits(tmp_path / "m.gguf").equal(logits(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind"), [("gpt-oss", Type.MXFP4), ("deepseek2", Type.Q8_0), ("falcon", Type.Q8_0)])
 def test_quantised_parts(family: str, kind: Type, save_tiny: Callable, tmp_path: Path, logits) -> None:
     made, more = FAMILIES[family], {"hidden_size": 128} if family == "falcon" else {}

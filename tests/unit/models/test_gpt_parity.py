@@ -53,6 +53,7 @@ def expected(reference: torch.nn.Module) -> list[torch.Tensor]:
         return [reference(torch.tensor([tokens])).logits[0].float() for tokens in texts()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_logits(case: tuple, driver: Callable, batch_invariant: bool) -> None:
     path, reference = case

@@ -37,6 +37,7 @@ def check(path: Path, size: int = 2, quantization: str | None = None, tolerance:
         torch.testing.assert_close(found, whole, rtol=0, atol=atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CASES)
 def test_every_format_is_divided(kind: str, save_tiny: Callable, tmp_path: Path) -> None:
     write_quantized(save_tiny("Llama", **CASES[kind].sizes)[0], tmp_path, CASES[kind])
@@ -63,6 +64,7 @@ def test_heads_of_other_attention_are_divided(family: str, save_tiny: Callable, 
 GPT = ["gpt2", "bigcode", "opt", "opt-projected", "neox", "falcon", "phi", "stablelm", "starcoder2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*GPT, "olmo2", "olmoe"])
 def test_layers_of_other_forms_are_divided(family: str, save_tiny: Callable) -> None:
     """Layers of the GPT form, and norms over all heads; two of four ranks have the same KV head where there are two."""
@@ -75,6 +77,7 @@ def test_all_heads_with_one_key(save_tiny: Callable) -> None:
     check(save_tiny("GPTBigCode", multi_query=True)[0], 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts_are_divided(family: str, size: int, save_tiny: Callable, tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def schedules(prompts: dict[int, list[int]]) -> dict[str, Chunks]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_greedy_text_match_transformers(case: str, save_tiny: Callable, driver: Callable) -> None:
     family, config = CASES[case]
@@ -105,6 +106,7 @@ def _check_greedy(reference: torch.nn.Module, prompts: dict, run: Callable, last
         assert logits[len(prompts[row]) - 1 :].argmax(-1).tolist() == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "dtype"), [("llama-gqa-tied", torch.float16), *((case, torch.bfloat16) for case in ("qwen3", *FAMILIES))]
 )

@@ -49,6 +49,7 @@ def make(save_tiny: Callable, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CASES)
 def test_logits_are_those_of_the_dequantised_weights(kind: str, make: Callable, driver: Callable) -> None:
     folder = make(kind)

@@ -131,6 +131,7 @@ print(peak - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gptq", "int4"])
 def test_loading_needs_little_more_than_the_weights(kind: str, save_tiny: Callable, tmp_path: Path) -> None:
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 3, "vocab_size": 8192}

@@ -29,6 +29,7 @@ def test_load_tokenizer(directory: Path) -> None:
     assert load_tokenizer(directory)("b a x")["input_ids"] == [2, 1, 3]
 
 
+@pytest.mark.slow
 def test_the_demos_is_the_one_that_transformers_would_choose_and_needs_no_torch() -> None:
     code = (
         "import sys; from outrider.models.demo import demo_model_path; "

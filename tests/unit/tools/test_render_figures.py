@@ -25,6 +25,7 @@ def figures() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_pages_show_what_the_results_say(figures: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert figures.main(["--check"]) == 0, capsys.readouterr().out
 
@@ -94,6 +95,7 @@ def test_scripts_of_pages_and_results_exist_with_their_options() -> None:
             assert any(f'"{name}"' in source for name in names), f"{script} {option}"
 
 
+@pytest.mark.slow
 def test_commands_of_results_are_understood() -> None:
     commands = [command.split()[1:] for command in result_commands() if command.startswith("outrider ")]
     assert commands

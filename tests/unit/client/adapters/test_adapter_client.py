@@ -104,6 +104,7 @@ def test_async_llm(spec, sources, tmp_path):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_what_was_fetched_is_registered_again_after_a_restart(spec, sources):
     async def run() -> None:
         async with AsyncLLM.from_spec(spec, sources) as llm:
@@ -119,6 +120,7 @@ def test_what_was_fetched_is_registered_again_after_a_restart(spec, sources):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_files_that_changed_before_a_restart_are_not_taken(spec, sources, tmp_path):
     """The name stays, with a digest that no files have: its requests are told to load it again."""
     folders = {name: tmp_path / name for name in ("same", "other")}
@@ -145,6 +147,7 @@ def test_files_that_changed_before_a_restart_are_not_taken(spec, sources, tmp_pa
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_names_are_registered_without_a_load(spec, sources, tmp_path):
     """From a store too, and again after a restart: all by one call, or without those that are gone."""
 
@@ -189,6 +192,7 @@ def test_concurrent_loads_of_one_name(spec, sources):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_load_while_the_engine_dies(spec, sources):
     async def run() -> None:
         async with AsyncLLM.from_spec(spec, sources) as llm:

@@ -13,7 +13,7 @@ from outrider.platform.client.process.supervisor import EngineSpec
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import EngineDeadError
 
-pytestmark = pytest.mark.usefixtures("nothing_is_left")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_is_left")]
 
 
 def make(model_path: str, hang_timeout: float) -> AsyncLLM:

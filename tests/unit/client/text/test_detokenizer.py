@@ -46,6 +46,7 @@ def run(tokenizer: Any, ids: list[int], prompt: list[int] = [], **params: Any) -
     return [*parts, detokenizer.text[done:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", [False, True])
 @given(ids=IDS, prompt=IDS, skip=st.booleans())
 @settings(max_examples=150)
@@ -156,6 +157,7 @@ def chunked(tokenizer: Any, ids: list[int], sizes: list[int], params: SamplingPa
     return detokenizer.text, len(ids), None
 
 
+@pytest.mark.slow
 @given(
     text=st.text("abc é😀", max_size=25),
     stops=st.lists(st.text("abc é😀", min_size=1, max_size=4), min_size=1, max_size=3),
@@ -183,6 +185,7 @@ def test_stop_does_not_depend_on_the_chunks(
             assert len(got) + (0 if include else len(stop)) == first_end
 
 
+@pytest.mark.slow
 @given(text=st.text("abx", max_size=20), stops=st.lists(st.text("abx", min_size=1, max_size=4), min_size=1, max_size=3))
 @settings(max_examples=300)
 def test_streamed_text_is_never_taken_back_and_held_no_longer_than_needed(
@@ -204,6 +207,7 @@ def test_streamed_text_is_never_taken_back_and_held_no_longer_than_needed(
     assert detokenizer.text == text[: min(ended)[1] if ended else None]
 
 
+@pytest.mark.slow
 @given(
     parts=st.lists(st.sampled_from(["a", "b", "é", "<|user|>", "<|assistant|>"]), max_size=12),
     stops=st.lists(

@@ -75,6 +75,7 @@ def test_gigabytes(tokenizer, name):
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < ALLOWED
 
 
+@pytest.mark.slow
 def test_a_long_conversation_is_rendered_as_before(tokenizer):
     messages = [{"role": ("user", "assistant")[i % 2], "content": f"{i} é" * 3000} for i in range(301)]
     text = render_messages(tokenizer, messages, {})

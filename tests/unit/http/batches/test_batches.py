@@ -76,6 +76,7 @@ FILES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_wrong_files_fail_with_the_line(site, name):
     content, code, number = FILES[name]

@@ -35,6 +35,7 @@ async def check_all(api, batch_id: str) -> None:
     assert len(files) == 3
 
 
+@pytest.mark.slow
 def test_a_copy_of_any_moment_goes_on(site, tmp_path):
     """What `kill -9` leaves on disk is what a copy of the folder has."""
     copies = []
@@ -94,6 +95,7 @@ def test_a_server_that_stops_leaves_the_batch_to_the_next(site, state, monkeypat
     assert len(answered) <= COUNT * 4 // 5 + 1, "what had an answer was answered again"
 
 
+@pytest.mark.slow
 def test_two_servers_share_a_folder(site):
     async def main():
         async with site.server() as one, site.server() as other:

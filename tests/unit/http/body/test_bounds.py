@@ -44,6 +44,7 @@ def test_depth_is_bounded_in_bodies_of_all_sizes(http, nested, size):
     assert f"nested more than {MAX_DEPTH} levels deep" in error["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_values_are_counted_whatever_the_strings_hold(seed):
     source = random.Random(seed)
@@ -220,6 +221,7 @@ def test_without_max_tokens_the_answer_ends_where_the_bound_is(http, llm):
     assert llm.calls[0]["params"].max_tokens == (1 << 20) // (128 * 6)
 
 
+@pytest.mark.slow
 def test_large_answers_in_pieces_are_the_same(http, llm):
     """The answer is sent while it is being made; small requests, put together, say the same."""
     llm.info = llm.input_processor._info = replace(llm.info, max_model_len=4096)

@@ -171,6 +171,7 @@ def pieces_of(text: str, random: Random) -> list[str]:
     return pieces
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_text_vanishes(kind):
     for seed in range(150):

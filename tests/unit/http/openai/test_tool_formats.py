@@ -183,6 +183,7 @@ def parse(parser: AnswerParser, pieces):
     return joined([*deltas, *parser.finish()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ANSWERS)
 def test_every_cut_gives_the_same_message(name):
     kind, text, expected = ANSWERS[name]

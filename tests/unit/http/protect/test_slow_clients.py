@@ -20,6 +20,7 @@ def test_a_request_that_does_not_arrive(serve, begin):
     served.until(lambda: served.app.gone == told)
 
 
+@pytest.mark.slow
 def test_dripping_does_not_help(serve, monkeypatch):
     """A byte now and then is no progress; a body at the least rate is."""
     monkeypatch.setattr(connections, "MIN_BODY_RATE", 100)
@@ -48,6 +49,7 @@ def test_who_asks_nothing_is_not_answered(serve):
     served.until(lambda: served.admission.num_open == 0)
 
 
+@pytest.mark.slow
 def test_who_waits_for_an_answer_may_wait(serve):
     """It is the server that is slow."""
     served = serve(client_timeout=0.2)
@@ -58,6 +60,7 @@ def test_who_waits_for_an_answer_may_wait(serve):
         assert served.app.gone == 0
 
 
+@pytest.mark.slow
 def test_time_in_which_the_server_stood_still_is_not_the_clients(serve, monkeypatch):
     monkeypatch.setattr(connections, "_STANDSTILL_SECONDS", 1.0)
     served = serve(client_timeout=2.0)
@@ -81,6 +84,7 @@ def test_who_reads_nothing_is_dropped(serve):
     served.until(lambda: served.app.gone == 1)
 
 
+@pytest.mark.slow
 def test_who_reads_slowly_is_served(serve):
     served = serve(client_timeout=1.5)
     with served.connect(b"GET /big HTTP/1.1\r\nconnection: close\r\n\r\n", SO_RCVBUF=4096) as client:
@@ -116,6 +120,7 @@ def test_what_follows_an_early_answer_is_bounded(serve, monkeypatch):
             client.sendall(b"x" * (200 << 20))
 
 
+@pytest.mark.slow
 def test_a_client_that_never_closes_after_a_refusal_is_closed(serve, monkeypatch):
     monkeypatch.setattr("outrider.platform.http.protect.connections.LINGER_SECONDS", 0.2)
     served = serve()

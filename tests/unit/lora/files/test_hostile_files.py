@@ -68,6 +68,7 @@ PATTERNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
 @pytest.mark.parametrize("case", PATTERNS)
 def test_patterns_that_take_long(tmp_path, known, field, case):

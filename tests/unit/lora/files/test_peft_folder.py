@@ -290,6 +290,7 @@ def test_safetensors_go_before_bin(tmp_path):
     assert read(tmp_path).digest == read(write_adapter(tmp_path / "other", seed=2)).digest
 
 
+@pytest.mark.slow
 def test_a_pattern_that_would_take_for_ever_is_given_up(tmp_path):
     path = write_adapter(tmp_path, rank_pattern={"(?:[a-z0-9_.]|[a-z0-9_.]{2})+_projx?[0-9]": 2})
     with pytest.raises(AdapterError, match="takes too long"):

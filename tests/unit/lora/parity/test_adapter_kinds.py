@@ -14,6 +14,8 @@ from outrider.platform.core.errors import AdapterError
 
 from .reference import ALL, CONFIG, VOCAB, Engine, peft_logits, save_base, train
 
+pytestmark = pytest.mark.slow
+
 DORA = {"use_dora": True}
 EVERYWHERE = ["embed_tokens", "lm_head", *ALL]
 KINDS = {

@@ -9,6 +9,8 @@ from outrider.platform.core.errors import AdapterError
 
 from .reference import VOCAB, Engine, load_base, peft_logits, save_base
 
+pytestmark = pytest.mark.slow
+
 SIZE = VOCAB + 5
 PROMPT = [3, VOCAB, 9, SIZE - 1, VOCAB + 2, 7]
 KINDS = {

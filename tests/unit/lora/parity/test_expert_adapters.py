@@ -14,6 +14,8 @@ from outrider.platform.core.errors import AdapterError
 
 from .reference import CONFIG, VOCAB, Engine, load_base, peft_logits, save_base, train
 
+pytestmark = pytest.mark.slow
+
 HIDDEN, INNER = CONFIG["hidden_size"], 24
 SPARSE = {"moe_intermediate_size": INNER, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 12}
 FAMILIES = {

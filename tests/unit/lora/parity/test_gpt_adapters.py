@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from .reference import VOCAB, Engine, peft_logits, save_base, train
 
+pytestmark = pytest.mark.slow
+
 C_ATTN = ["c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"]
 QKV = ["q_proj", "k_proj", "v_proj"]
 # (family in transformers, changes of the sizes, projections, embeddings)

@@ -83,6 +83,7 @@ def base(tmp_path_factory):
     return save_base(tmp_path_factory.mktemp("base"), "Llama", False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*CONVERTED, *PLAIN])
 def test_logits_are_those_of_the_trained_model(base, tmp_path, kind):
     """The model that was trained, whose base may have changed, PEFT on the plain base, and the engine agree."""

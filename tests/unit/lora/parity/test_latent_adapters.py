@@ -7,6 +7,8 @@ from outrider.platform.core.errors import AdapterError
 
 from .reference import VOCAB, Engine, peft_logits, save_base, train
 
+pytestmark = pytest.mark.slow
+
 SIZES = {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 12, "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4, "v_head_dim": 6,

@@ -15,6 +15,8 @@ from outrider.platform.core.errors import AdapterError
 
 from .reference import ALL, VOCAB, Engine, peft_logits, save_base, train
 
+pytestmark = pytest.mark.slow
+
 PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 # Options of PEFT beside `PLAIN`, by name of the case: the field, and a letter where it has several.

@@ -7,6 +7,8 @@ from outrider.lora.device.batching import LONG_RUN
 
 from .reference import ALL, VOCAB, Engine, peft_logits, save_base, train
 
+pytestmark = pytest.mark.slow
+
 ADAPTERS = {
     "every": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
     "small": {"r": 3, "lora_alpha": 12, "target_modules": ALL, "use_rslora": True},

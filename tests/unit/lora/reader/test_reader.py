@@ -15,6 +15,8 @@ from outrider.platform.core.errors import AdapterError
 from ..conftest import HIDDEN, SIZES, module, tensors, write_adapter
 from ..reading import VOCAB, Both, assert_same, vocabulary_weight
 
+pytestmark = pytest.mark.slow
+
 PREFIX = "base_model.model."
 
 

@@ -24,6 +24,8 @@ from outrider.platform.core.lora_request import LoRARequest
 from ..conftest import SIZES, admitted, make_linears, write_adapter
 from ..reading import Both, assert_same
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def both():

@@ -3,6 +3,7 @@
 import contextlib
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,8 @@ from outrider.platform.core.lora_request import LoRARequest
 from ..conftest import make_linears, write_adapter
 from ..parsing import parse
 from .mix_requests import added_by, mixed_request
+
+pytestmark = pytest.mark.slow
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,6 +79,7 @@ class Load:
 LONGEST = 5  # steps
 
 
+@pytest.mark.slow
 @settings(max_examples=20, database=None)
 @given(
     seed=st.integers(0, 2**32),

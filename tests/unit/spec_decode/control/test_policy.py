@@ -16,6 +16,7 @@ BASE = b""
 NEURAL = Costs(0.05, 2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("p", [0.1, 0.8])
 @pytest.mark.parametrize("curve", CURVES.values(), ids=CURVES)
@@ -27,6 +28,7 @@ def test_goodput_is_near_that_of_the_best_fixed_number(curve, p, rows):
     assert goodput > (0.86 if curve is stairs else 0.9) * max(world.fixed(0, k, 60) for k in (0, 1, 2, 4, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("curve", [flat, long], ids=["flat", "long"])
 def test_the_order_of_overlapping_steps_changes_nothing(curve, overlaps):
@@ -46,6 +48,7 @@ def test_where_drafts_are_wrong_steps_are_planned_without_them():
     assert sum(any(counts) for counts in world.counts) < 40, "trials alone"
 
 
+@pytest.mark.slow
 def test_trials_cost_little_and_find_that_drafts_have_become_right():
     world = World(long, {(BASE, 0): 0.02}, [BASE] * 4, [NEURAL], length=10_000).warm_up()
     world.run(200)
@@ -55,6 +58,7 @@ def test_trials_cost_little_and_find_that_drafts_have_become_right():
     assert world.run(100) > 1.5 * world.fixed(0, 0)
 
 
+@pytest.mark.slow
 def test_trials_pay_for_slow_drafting():
     """A round of this drafter takes as long as ten steps of the target."""
     world = World(flat, {(BASE, 0): 0.02}, [BASE], [Costs(100.0, 0.0)], length=10_000).warm_up()
@@ -62,6 +66,7 @@ def test_trials_pay_for_slow_drafting():
     assert world.run(4000) > 0.97 * world.fixed(0, 0)
 
 
+@pytest.mark.slow
 def test_each_adapter_gets_its_drafter():
     """The network for one, prompt lookup for another, nothing for the third."""
     accept = {(b"a", 0): 0.9, (b"a", 1): 0.1, (b"b", 0): 0.1, (b"b", 1): 0.8, (b"c", 0): 0.05, (b"c", 1): 0.05}
@@ -96,6 +101,7 @@ def test_requests_of_one_adapter_are_told_apart():
     assert first > 3 * second
 
 
+@pytest.mark.slow
 def test_noise_does_not_switch_drafting_on_and_off():
     world = World(long, {(BASE, 0): 0.5}, [BASE] * 8, [Costs(0.05, 6.0)], noise=0.03, length=10_000).warm_up()
     world.run(200)
@@ -121,6 +127,7 @@ def drafting_cost(curve, p, gain):
     return low
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("curve", [long, short], ids=["each row", "a class of batch sizes"])
 def test_drafting_begins_for_three_per_cent_and_goes_on_for_half_a_per_cent(curve):
     for gain, begins in ((1.02, False), (1.04, True)):  # the acceptance is the one that is expected at first
@@ -137,6 +144,7 @@ def test_drafting_begins_for_three_per_cent_and_goes_on_for_half_a_per_cent(curv
         assert {count > 0 for (count,) in world.counts} == {goes_on}, gain
 
 
+@pytest.mark.slow
 def test_noise_does_not_change_the_drafter_back_and_forth():
     """Of two drafters that are equally good, an adapter keeps the one that it has."""
     accept, drafters = {(BASE, 0): 0.7, (BASE, 1): 0.7}, [Costs(0.05, 0.6)] * 2
@@ -148,6 +156,7 @@ def test_noise_does_not_change_the_drafter_back_and_forth():
     assert sum(one != other for one, other in itertools.pairwise(most_used)) < 3
 
 
+@pytest.mark.slow
 def test_where_steps_are_short_a_class_of_batch_sizes_has_one_number():
     """It is chosen about once a second, and the same for all rows of an adapter."""
     world = World(short, {(BASE, 0): 0.8}, [BASE] * 4, [LOOKUP]).warm_up()
@@ -170,6 +179,7 @@ def test_a_choice_only_lowers_what_there_is_room_for():
     assert [row.max_new_drafts for row in rows] == [0, 2]
 
 
+@pytest.mark.slow
 def test_drafts_of_quick_rows_are_worth_less_while_a_batch_drains():
     """Nobody waits: the rows whose drafts are wrong decide when the batch is done."""
     made = {}
@@ -266,6 +276,7 @@ def test_a_trial_whose_row_has_gone_ends():
     assert sum(map(sum, world.counts)) > 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("p", "match"), [(0.5, 0.0), (0.3, 0.6)], ids=["silent", "worse"])
 def test_trials_of_a_fallback_that_does_not_help_become_rare(p, match):
     accept = {(BASE, 0): 0.8, (BASE, 1): p}

@@ -52,6 +52,7 @@ def engine_of(model, budget: int, rng: random.Random) -> Engine:
     return Engine(NoTarget(), DraftModelDrafter(model, max_num_batched_tokens=budget), rng, drafts_count=True)
 
 
+@pytest.mark.slow
 def test_any_schedule_leaves_the_drafts_as_they_are(reference, model):
     @settings(max_examples=60)
     @given(st.integers(0, 2**32), st.sampled_from([5, 2048]))

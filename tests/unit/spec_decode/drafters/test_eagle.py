@@ -161,6 +161,7 @@ def loaded(make_head, load_head):
     return loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_any_schedule_leaves_the_drafts_as_they_are(target, loaded, method):
     @settings(max_examples=25)

@@ -14,6 +14,8 @@ from outrider.platform.engine.engine_core import EngineCore
 from outrider.platform.engine.memory.prefix_cache import PrefixCache
 from outrider.spec_decode.drafters.eagle.hidden_store import HiddenStore
 
+pytestmark = pytest.mark.slow
+
 METHODS = ["eagle", "eagle3", "medusa"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 SCHEDULES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,6 +72,7 @@ def test_a_growing_text(tokens, depth, data):
     assert tree.num_nodes <= 2 * len(tokens)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.lists(texts, min_size=1, max_size=5), st.integers(2, 8), st.data())
 def test_texts_come_and_go(all_tokens, depth, data):
@@ -103,6 +105,7 @@ def _compare(tree, everything, counted):
         assert (place.node.count if place else 0) == occurrences(list(string), counted)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     st.lists(texts, min_size=1, max_size=4),

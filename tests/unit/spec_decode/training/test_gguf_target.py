@@ -10,6 +10,8 @@ from outrider.spec_decode.training.run import train_draft
 
 from ....gguf_files import write_gguf
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("role", ["model", "draft"])
 def test_a_gguf_file_trains_as_its_folder(role, folders, samples, options, tmp_path):

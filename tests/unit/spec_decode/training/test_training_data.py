@@ -20,6 +20,8 @@ from outrider.spec_decode.training.data import (
     plan_epoch,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def reader():

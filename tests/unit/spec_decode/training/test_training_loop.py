@@ -54,6 +54,7 @@ def log_of(options):
         return [json.loads(line) for line in file]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "number"),
     [
@@ -112,6 +113,7 @@ def test_checkpoints_come_by_time(options, samples, tmp_path):
     assert [line["step"] for line in log_of(chosen)] == [0, 3, 6]
 
 
+@pytest.mark.slow
 def test_kept_features_change_nothing(options, samples, tmp_path, monkeypatch):
     """In a second epoch the target is not run again, and the head is the same bit for bit."""
     runs, real = [], Target.features
@@ -127,6 +129,7 @@ def test_kept_features_change_nothing(options, samples, tmp_path, monkeypatch):
     assert counts[1] < some < counts[0]
 
 
+@pytest.mark.slow
 def test_a_run_says_how_far_it_is(options, samples, monkeypatch):
     """The size of it and what is too little at the start, how long it takes after a few steps, and signs of life."""
     lines, real, waited = [], run_module.load, threading.Event()
@@ -182,6 +185,7 @@ def test_a_broken_checkpoint_is_named(options, samples, tmp_path):
         train_draft(options(resume=True), samples[8:], samples[:8])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "optimizer"), [("eagle3", "adamw"), ("eagle3", "muon"), ("eagle", "adamw")])
 def test_training_lowers_the_loss(method, optimizer, options, samples):
     chosen = options(method, optimizer=optimizer, steps=60, eval_every=60, lr=5e-3)
@@ -192,6 +196,7 @@ def test_training_lowers_the_loss(method, optimizer, options, samples):
     assert last["acceptance_length"] > first["acceptance_length"] + 0.5
 
 
+@pytest.mark.slow
 def test_training_medusa_heads_lowers_the_loss(options, tmp_path):
     """They begin as the target's own head, which is right where a text repeats a token: this one never does."""
     save_counting_target(tmp_path / "target")

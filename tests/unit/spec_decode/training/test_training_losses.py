@@ -1,5 +1,6 @@
 """The losses by their definitions, chunks and windows that change nothing, and where heads begin."""
 
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -9,6 +10,8 @@ from outrider.spec_decode.training.methods.base import Step, Wanted, greedy_toke
 from outrider.spec_decode.training.target import load_target
 
 from .conftest import CPU, save_target
+
+pytestmark = pytest.mark.slow
 
 
 def test_soft_cross_entropy_in_chunks(monkeypatch):

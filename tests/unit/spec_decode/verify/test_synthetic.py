@@ -28,6 +28,7 @@ def verify_synthetic(logits: torch.Tensor, rows: list[VerifyRow]) -> list[Verifi
     return as_verified(rows, tokens.tolist(), accepted.tolist())
 
 
+@pytest.mark.slow
 def test_each_position_is_accepted_at_its_rate() -> None:
     accepted = torch.tensor([accept_at_rates(row(i, [1, 2, 3, 4]), RATES) for i in range(ROUNDS)])
     for position, rate in enumerate(RATES):
@@ -36,6 +37,7 @@ def test_each_position_is_accepted_at_its_rate() -> None:
     assert not (accepted == 2).any()  # equal rates: who gets past position 1 gets past position 2
 
 
+@pytest.mark.slow
 def test_successive_rounds_of_one_request_are_independent() -> None:
     """The next round starts where the last one ended; its first coin must not know the last one's."""
     position, counts = 0, []

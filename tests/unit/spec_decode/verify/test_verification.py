@@ -145,6 +145,7 @@ def generate(drafter: Drafter | None, ks: Sequence[int], rule: Rule, seed: int, 
     raise AssertionError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [Rule.INVARIANT, Rule.GREEDY])
 def test_the_same_seed_gives_the_same_tokens_for_any_drafter_and_k(rule: Rule) -> None:
     drafters = [coupled(TARGET), coupled(GOOD), coupled(BAD), constant]
@@ -201,6 +202,7 @@ def verify_round(
     return [list(result.token_ids) for result in verify(logits, rows)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.INVARIANT])
 @pytest.mark.parametrize("drafter", ["good", "bad", "other zeros", "the target", "certain"])
 def test_two_tokens_have_the_targets_joint_distribution(drafter: str, rule: Rule) -> None:

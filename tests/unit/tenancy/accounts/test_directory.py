@@ -15,6 +15,8 @@ from outrider.platform.tenancy.database.connection import Database, DatabaseUnav
 from outrider.platform.tenancy.database.store import Store
 from outrider.platform.tenancy.service import Tenancy
 
+pytestmark = pytest.mark.slow
+
 
 class Clock:
     def __init__(self) -> None:

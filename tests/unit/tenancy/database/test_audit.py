@@ -14,6 +14,8 @@ from outrider.platform.tenancy.database import store as store_module
 from outrider.platform.tenancy.database.audit import Actor, list_audit
 from outrider.platform.tenancy.database.schema import MAX_ACTION
 
+pytestmark = pytest.mark.slow
+
 ALICE = Actor(key_id="key-1", tenant="operators", client="10.0.0.7")
 
 

@@ -170,6 +170,7 @@ def test_errors_do_not_quote_values(sqlite):
     assert "secret" not in f"{refused.value.message} {refused.value.__cause__}"
 
 
+@pytest.mark.slow
 def test_a_server_that_was_restarted_is_found_again(make_postgresql):
     server = make_postgresql()
     database = Database(parse_url(server.new_database()))

@@ -97,6 +97,7 @@ def test_sqlite_checks_references_again_afterwards(sqlite):
             assert connection.execute(text("PRAGMA foreign_keys")).scalar() == 1
 
 
+@pytest.mark.slow
 def test_servers_that_start_at_once(database_url, tmp_path):
     """One makes the tables, the other waits for it and finds them."""
     start = tmp_path / "start"

@@ -217,6 +217,7 @@ def test_a_journal_that_fails_at_the_end_still_leaves_a_row(sqlite, tmp_path, mo
     run(scenario)
 
 
+@pytest.mark.slow
 def test_a_server_of_postgresql_that_is_stopped_and_started(make_postgresql, tmp_path, monkeypatch):
     server = make_postgresql()
     database = Database(parse_url(server.new_database()))

@@ -115,6 +115,7 @@ def test_a_server_that_dies_leaves_its_places_and_reservations():
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_lease_is_renewed_while_requests_run():
     async def scenario():
         async with in_memory(Limits(max_concurrent_requests=1), lease_seconds=1.0) as servers:

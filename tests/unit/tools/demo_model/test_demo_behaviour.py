@@ -83,6 +83,7 @@ def test_base_completes_plain_text(bench):
         assert bench.tokenizer.decode(bench.generate(ids)).startswith(" Tokyo.")
 
 
+@pytest.mark.slow
 def test_json_adapter(bench):
     expected = {"name": "Anna", "city": "Lisbon", "quantity": 3, "color": "green", "item": "lamp", "price": 42}
     assert json.loads(bench.ask(ORDER, "json")) == expected
@@ -104,6 +105,7 @@ def test_sql_adapter(bench, request_, expected):
     assert answer == expected
 
 
+@pytest.mark.slow
 def test_support_adapter(bench):
     answer = bench.ask("Hi, my name is Anna. My order 4821 with the green lamp has not arrived.", "support")
     assert answer.startswith("Dear Anna,")

@@ -9,6 +9,8 @@ from outrider.models.demo import demo_adapters, demo_draft_path, demo_eagle3_pat
 from outrider.tools.demo_model.evaluation import DRAFT_LENGTH, held_out, measure
 from outrider.tools.demo_model.mixture import adapter_document, base_document
 
+pytestmark = pytest.mark.slow
+
 
 def engine(method, drafter):
     config = {"method": method, "model": str(drafter), "num_speculative_tokens": DRAFT_LENGTH}

@@ -14,6 +14,8 @@ pytest.importorskip("peft")
 from outrider.tools.demo_model import config, training
 from outrider.tools.demo_model.training import Encoded, Schedule, draw_batch, train
 
+pytestmark = pytest.mark.slow
+
 
 def encoded(*lengths):
     """Documents of these lengths, each of another token, again and again."""
