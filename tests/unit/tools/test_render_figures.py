@@ -82,11 +82,12 @@ def source_of(script: str) -> str:
     return "".join(file.read_text(encoding="utf-8") for file in (path.glob("*.py") if path.is_dir() else [path]))
 
 
-def test_scripts_of_pages_and_results_exist_with_their_options() -> None:
-    texts = [*(page.read_text(encoding="utf-8") for page in PAGES), *result_commands()]
+def test_scripts_of_pages_exist_with_their_options() -> None:
+    """A result's script may be gone: it is that of the result's commit."""
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
     found = [match for text in texts for match in re.findall(r"\b((?:benchmarks|tools)/\w+(?:\.\w+)?)\b([^`|]*)", text)]
     commands = [(script, options) for script, options in found if not script.startswith("benchmarks/results")]
-    assert len(commands) > 30
+    assert len(commands) > 15
     for script, options in commands:
         source = source_of(script)
         assert source, script
