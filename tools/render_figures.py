@@ -188,7 +188,7 @@ def neighbours() -> list[str]:
     for case, name in NEIGHBOUR_CASES.items():
         found = [cells[case].get(way) for way in NEIGHBOUR_WAYS]
         rows.append([name, *(f"{c['alone']:.2f}, {c['beside neighbours']:.2f}" if c else "" for c in found)])
-    head = ["seconds alone, beside", "pool", "OpenMP", "it with 10,000 spins", "it passive", "one thread"]
+    head = ["seconds alone, with loops", "pool", "OpenMP", "it with 10,000 spins", "it passive", "one thread"]
     return [*table(head, rows), "", *source("serving")]
 
 
