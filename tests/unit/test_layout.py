@@ -119,6 +119,7 @@ def test_wheel_holds_the_native_kernels(repo_root, wheel_files):
     assert {f"outrider/{file.relative_to(repo_root).as_posix()}" for file in sources} - wheel_files == set()
 
 
+@pytest.mark.slow
 def test_wheel_holds_the_demo_model(repo_root, wheel_files):
     demo = repo_root / "models" / "demo"
     folders = [demo / name for name in ("base", "draft", "eagle3", "adapters")]

@@ -155,6 +155,7 @@ def test_exported_heads_guess_the_same(case, options, samples, read_batch, tmp_p
     assert torch.equal(again.guesses(features, K), drafter.guesses(features, K))
 
 
+@pytest.mark.slow
 def test_draft_vocabulary_is_written_as_offsets(options, samples, read_batch, tmp_path):
     target, _ = read_batch(samples[:2], None)
     drafter = new_drafter(options(draft_vocab_size=50), target, samples)

@@ -98,6 +98,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(method, number, options, s
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow
 def test_checkpoints_come_by_time(options, samples, tmp_path):
     """A run that is killed goes on from the last one; without a number of steps between them."""
 
