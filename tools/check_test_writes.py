@@ -23,6 +23,7 @@ EXTERNAL = {
     "__cause__": "an exception",
     "__dict__": "an object",
     "architectures": "transformers' configuration",
+    "create_or_update_model_card": "PEFT's model",
     "eos_token": "transformers' tokenizer",
     "eos_token_id": "transformers' generation config",
     "exitstatus": "pytest's session",

@@ -14,6 +14,8 @@ from outrider.platform.core.errors import InvalidRequestError
 
 from ...gguf_files import write_gguf
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
@@ -66,7 +68,6 @@ def test_wrong_usage(command, capsys, more, words):
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_errors_are_one_line(command, tmp_path, capsys):
     for arguments, words in (
         (command("--steps", "0"), "--steps must be in"),
@@ -82,7 +83,6 @@ def test_errors_are_one_line(command, tmp_path, capsys):
         assert [line for line in error.splitlines() if line.startswith("outrider: error:")] == error.splitlines()[-1:]
 
 
-@pytest.mark.slow
 def test_training_writes_a_head_a_log_and_a_checkpoint(command, tmp_path, capsys):
     assert main(command("--intermediate-size", 24, "--draft-vocab-size", 40)) == 0
     out = tmp_path / "out"
@@ -116,14 +116,12 @@ def test_training_writes_a_head_a_log_and_a_checkpoint(command, tmp_path, capsys
     assert (out / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.slow
 def test_a_gguf_file_is_a_target(command, target, tmp_path):
     write_gguf(target, tmp_path / "m.gguf")
     assert main(command("--model", tmp_path / "m.gguf", "--intermediate-size", 24)) == 0
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-@pytest.mark.slow
 def test_generated_completions_are_the_engines_and_are_kept(command, target, tmp_path, monkeypatch, capsys):
     from outrider import LLM, SamplingParams
 
@@ -264,7 +262,6 @@ def test_a_start_that_fails_generates_nothing_and_locks_nothing(more, words, com
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
 def test_generated_completions_outlive_other_options_of_the_head(command, tmp_path, monkeypatch, capsys):
     from outrider import LLM
 
@@ -291,7 +288,6 @@ def test_generated_completions_outlive_other_options_of_the_head(command, tmp_pa
     assert (tmp_path / "out" / "generated.jsonl").read_text().count("\n") == 2
 
 
-@pytest.mark.slow
 def test_resuming_with_other_data_is_refused(command, tmp_path, capsys):
     evaluated = tmp_path / "eval.jsonl"
     evaluated.write_text((tmp_path / "data.jsonl").read_text())
@@ -367,7 +363,6 @@ def texts_of(target, prompts, lora=None, **options):
         return [list(output.outputs[0].token_ids) for output in outputs], llm.list_lora_adapters(), num_drafts
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
 def test_draft_weights_are_trained_on_what_the_adapter_says(kind, command, target, adapter, tmp_path, capsys):
     from outrider import LoRARequest

@@ -101,7 +101,6 @@ def test_others_cannot_read_it(journal):
 # --- damage ---
 
 
-@pytest.mark.slow
 def test_cut_at_every_byte(journal, tmp_path):
     """Whatever part of a segment is left, each request's last whole line counts."""
     states = [row("a"), row("b"), ended("b"), ended("a")]
@@ -128,7 +127,6 @@ def test_cut_at_every_byte(journal, tmp_path):
             shutil.rmtree(folder)
 
 
-@pytest.mark.slow
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_byte_costs_its_line_alone(tmp_path_factory, data):
@@ -170,7 +168,6 @@ def test_lines_of_another_version(journal):
             row_from_json(content)
 
 
-@pytest.mark.slow
 @given(st.text(max_size=300), st.integers(0, 2**31 - 1), st.none() | st.floats(0, 4e9))
 def test_rows_survive_json(text, number, time):
     original = row(client_request_id=text, model=text, output_tokens=number, first_token_at=time)
@@ -246,7 +243,6 @@ def test_one_silent_request_does_not_keep_the_journal_from_shrinking(journal):
     assert found(reopened(journal))["silent"] == row("silent")
 
 
-@pytest.mark.slow
 def test_what_is_left_of_an_outage_is_compacted(journal):
     """Rows that wait for the database take their last line alone; several of each would fill the journal sooner."""
     count = written = 0
@@ -361,7 +357,6 @@ def test_a_sync_that_fails_is_due_again(journal, monkeypatch):
 STEPS = st.lists(st.tuples(st.sampled_from(["begin", "update", "end", "forget", "drop", "crash"]), st.integers(0, 9)))
 
 
-@pytest.mark.slow
 @settings(max_examples=80)
 @given(steps=STEPS)
 def test_any_life(tmp_path_factory, steps):
