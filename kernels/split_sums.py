@@ -1,4 +1,5 @@
-"""Sums that are split among programs: the last program to end adds the parts, in order."""
+"""Sums of products [outputs, tokens]: those split among programs, of which the last to end adds the parts, in order;
+and their end, the addition of bias and residual."""
 
 from __future__ import annotations
 
@@ -25,3 +26,19 @@ def sum_of_parts(first, each, inside, PARTS: tl.constexpr):
         # Other multiprocessors wrote them: the own cache is passed over.
         total += tl.load(first + part * each, mask=inside, other=0.0, cache_modifier=".cg")
     return total
+
+
+@triton.jit
+def store_sums(
+    total, y, bias, residual, rows, wanted, tokens, known, y_stride, residual_stride,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """y[tokens, rows] = total [rows, tokens] with bias and residual, of the rows that are `wanted` and the tokens that
+    are `known`; y is mutated."""
+    inside = wanted[:, None] & known[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + rows, mask=wanted, other=0.0).to(tl.float32)[:, None]
+    if HAS_RESIDUAL:
+        added = tl.load(residual + tokens[None, :] * residual_stride + rows[:, None], mask=inside, other=0.0)
+        total += added.to(tl.float32)
+    tl.store(y + tokens[None, :] * y_stride + rows[:, None], total.to(y.dtype.element_ty), mask=inside)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..compile_case import CompileCase, make_case
-from ..split_sums import is_last, sum_of_parts
+from ..split_sums import is_last, store_sums, sum_of_parts
 
 BLOCK_T = 64
 """Tokens of every tile. Up to so many, products take about the time of reading the weight."""
@@ -39,20 +39,6 @@ def _product_of(
     return sums
 
 
-@triton.jit
-def _store(
-    total, y, bias, residual, rows, tokens, inside, y_stride, residual_stride,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    """y[tokens, rows] = total [rows, tokens] with bias and residual; y is mutated."""
-    if HAS_BIAS:
-        total += tl.load(bias + rows[:, None], mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        added = tl.load(residual + tokens[None, :] * residual_stride + rows[:, None], mask=inside, other=0.0)
-        total += added.to(tl.float32)
-    tl.store(y + tokens[None, :] * y_stride + rows[:, None], total.to(y.dtype.element_ty), mask=inside)
-
-
 @triton.jit(do_not_specialize=["num_tokens", "IN", "OUT"])
 def invariant_kernel(
     x,  # [T, IN]
@@ -75,7 +61,7 @@ def invariant_kernel(
     mine = tl.program_id(0) // (blocks * tiles)
     tokens = (place % tiles * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     rows = (place // tiles * BLOCK_O + tl.arange(0, BLOCK_O)).to(tl.int64)
-    inside = (rows < OUT)[:, None] & (tokens < num_tokens)[None, :]
+    wanted, known = rows < OUT, tokens < num_tokens
     # Rows past the end repeat one.
     x_rows = x + tl.minimum(tokens, num_tokens - 1) * x_stride
     weight_rows = weight + tl.minimum(rows, OUT - 1) * weight_stride
@@ -87,15 +73,18 @@ def invariant_kernel(
         total += _product_of(x_rows, weight_rows, first, stop, IN, IS_PADDED, BLOCK_O, BLOCK_T, BLOCK_K)
     if IS_SPLIT:
         each = num_tokens.to(tl.int64) * OUT
+        inside = wanted[:, None] & known[None, :]
         target = sums + tokens[None, :] * OUT + rows[:, None]
         tl.store(target + mine * each, total, mask=inside)
         if is_last(arrivals + place, PARTS):
-            total = sum_of_parts(target, each, inside, PARTS)
-            _store(
-                total, y, bias, residual, rows, tokens, inside, y_stride, residual_stride, HAS_BIAS, HAS_RESIDUAL
+            store_sums(
+                sum_of_parts(target, each, inside, PARTS), y, bias, residual, rows, wanted, tokens, known,
+                y_stride, residual_stride, HAS_BIAS, HAS_RESIDUAL,
             )  # fmt: skip
     else:
-        _store(total, y, bias, residual, rows, tokens, inside, y_stride, residual_stride, HAS_BIAS, HAS_RESIDUAL)
+        store_sums(
+            total, y, bias, residual, rows, wanted, tokens, known, y_stride, residual_stride, HAS_BIAS, HAS_RESIDUAL
+        )
 
 
 def compile_cases() -> list[CompileCase]:

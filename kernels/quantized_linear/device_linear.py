@@ -14,6 +14,7 @@ from ..tuning import bucket, tuned
 from ..tuning.configs import QuantizedLinearConfig
 from . import device_weight
 from .device_weight import DeviceWeight, join
+from .float8 import SCALED_TOKENS, multiply_scaled, round_inputs
 from .triton import (
     FLOAT32_TILE,
     INVARIANT_TILE,
@@ -126,6 +127,10 @@ def _multiply(operands: _Operands, batch_invariant: bool) -> None:
     """Launch the kernels of one product."""
     x, weight, y, bias, residual = operands
     num_tokens = len(x)
+    is_float8 = weight.float8_scale is not None
+    if is_float8 and num_tokens >= SCALED_TOKENS and not batch_invariant:
+        multiply_scaled(*operands)
+        return
     if num_tokens >= DENSE_TOKENS and not batch_invariant and not weight.rounds_inputs:
         _multiply_dense(operands)
         return
@@ -140,6 +145,8 @@ def _multiply(operands: _Operands, batch_invariant: bool) -> None:
     rounded = weight.factors
     if weight.rounds_inputs:
         x, rounded = _round(x)
+    elif is_float8:
+        x, rounded = round_inputs(x, weight, as_codes=False)
     added = y if residual is None else residual
     sums = torch.empty(parts, *y.shape, dtype=torch.float32, device=x.device) if is_split else weight.factors
     is_aligned = weight.inputs % 16 == weight.outputs % 16 == 0
@@ -153,6 +160,7 @@ def _multiply(operands: _Operands, batch_invariant: bool) -> None:
         ALIGNMENT=16 if is_aligned else 1,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
+        ROUNDED=2 if weight.rounds_inputs else int(is_float8),
         PARTS=parts,
         IS_SPLIT=is_split,
         BLOCK_O=config.block_o,

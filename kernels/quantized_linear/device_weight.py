@@ -58,6 +58,10 @@ class DeviceWeight:
     inputs: int
     rounds_inputs: bool
     """True: inputs are rounded to int8."""
+    float8_scale: float | None = None
+    """Scale with which inputs are rounded to float8; 0: each row has its own; None: they are not rounded."""
+    has_one_factor: bool = False
+    """True when all factors are equal."""
 
     @property
     def outputs(self) -> int:
@@ -121,6 +125,20 @@ class DeviceWeight:
         return dense if self.order is None else torch.empty_like(dense).index_copy_(1, self.order, dense)
 
 
+def rounds_to_float8(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
+    """True when inputs of this weight are rounded to float8: the checkpoint says so, and tensor cores multiply it, which
+    they do from compute capability 8.9 on. `torch._scaled_mm` has results in bfloat16 on all of them, and shapes of
+    multiples of 16; rows of codes are padded to them."""
+    if weight.float8_scale is None or weight.codes.dtype != torch.float8_e4m3fn or weight.scales.shape[1] > 1:
+        return False
+    return dtype == torch.bfloat16 and len(weight.codes) % 16 == 0 and multiplies_float8(weight.codes.device)
+
+
+def multiplies_float8(device: torch.device) -> bool:
+    """True on a device whose tensor cores multiply float8."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def chunk_of(group: int) -> int:
     """Bytes that are arranged together when so many inputs share a scale: a thread then reads 16 bytes at a time."""
     return min(64, group & -group)
@@ -160,6 +178,7 @@ def join(blocks: Sequence[QuantizedWeight], dtype: torch.dtype) -> list[DeviceWe
 def is_alike(a: DeviceWeight, b: DeviceWeight) -> bool:
     """True when both have one form, so that one kernel multiplies them."""
     plain = all(getattr(a, name) == getattr(b, name) for name in ("form", "group", "chunk", "zero", "rounds_inputs"))
+    plain = plain and (a.float8_scale is None) is (b.float8_scale is None)
     both = [(getattr(a, name), getattr(b, name)) for name in ("scales", "offsets", "levels", "order")]
     if not plain or any((x is None) is not (y is None) for x, y in both):
         return False
@@ -171,8 +190,12 @@ def _concatenate(parts: Sequence[DeviceWeight]) -> DeviceWeight:
         found = [table for table in tables if table is not None]
         return torch.cat(found, 1) if found else None
 
+    float8_scales = [part.float8_scale for part in parts if part.float8_scale is not None]
     return replace(
         parts[0],
+        # One rounding serves all parts: the largest scale cuts nothing off.
+        float8_scale=(max(float8_scales) if all(float8_scales) else 0.0) if float8_scales else None,
+        has_one_factor=all(part.has_one_factor for part in parts) and len({float(p.factors[0]) for p in parts}) == 1,
         codes=torch.cat([part.codes for part in parts]),
         factors=torch.cat([part.factors for part in parts]),
         scales=columns([part.scales for part in parts]),
@@ -204,6 +227,7 @@ def _store(weight: QuantizedWeight, dtype: torch.dtype) -> DeviceWeight:
         offsets = None if offsets is None else relative(offsets)
     group = WHOLE if groups == 1 else weight.group
     chunk = 1 if dtype == torch.float32 or weight.input_bits is not None else chunk_of(group)
+    rounds_float8 = rounds_to_float8(weight, dtype)
     return DeviceWeight(
         form=form,
         codes=arranged(codes, chunk),
@@ -218,6 +242,8 @@ def _store(weight: QuantizedWeight, dtype: torch.dtype) -> DeviceWeight:
         arrivals=torch.zeros(-(-len(codes) // _OUTPUTS), dtype=torch.int32, device=codes.device),
         inputs=weight.shape[1],
         rounds_inputs=weight.input_bits == 8,
+        float8_scale=weight.float8_scale if rounds_float8 else None,
+        has_one_factor=rounds_float8 and bool((factors == factors[0]).all()),
     )
 
 

@@ -6,7 +6,7 @@ Where outputs and tokens make too few programs, the inputs are split among sever
 their sums, in order. A tile holds up to 128 tokens, so that a code is made a number once for all of them.
 
 `torch._int_mm` and `torch._weight_int4pack_mm` would serve some forms, but refuse few tokens or round scales
-to bfloat16, and would be further paths. `torch._scaled_mm` wants inputs in FP8.
+to bfloat16, and would be further paths. `torch._scaled_mm` multiplies float8 with inputs in float8 (`float8.py`).
 
 T tokens, I inputs, O outputs, S bytes of a row of codes; see `device_weight.py`.
 """
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..compile_case import CompileCase, make_case
-from ..split_sums import is_last, sum_of_parts
+from ..split_sums import is_last, store_sums, sum_of_parts
 from ..tuning.configs import QuantizedLinearConfig
 from .device_weight import WHOLE, chunk_of
 from .triton_codes import in_order, inputs_of, numbers_of, ones_of
@@ -98,30 +98,23 @@ def tile_product(
 
 
 @triton.jit
-def _store(
-    total, y, factors, offsets, rounded, bias, residual, rows, wanted, tokens, known, y_stride, residual_stride,
-    HAS_OFFSETS: tl.constexpr, IS_ROUNDED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    """y[tokens, rows] = total [rows, tokens] · factors, with bias and residual; y is mutated."""
-    inside = wanted[:, None] & known[None, :]
+def _scaled(
+    total, factors, offsets, rounded, rows, wanted, tokens, known, HAS_OFFSETS: tl.constexpr, ROUNDED: tl.constexpr
+):
+    """total [rows, tokens] times the factors of outputs and, with ROUNDED, the scales of inputs."""
     total *= tl.load(factors + rows, mask=wanted, other=0.0)[:, None]
-    if IS_ROUNDED:
-        if HAS_OFFSETS:
+    if ROUNDED > 0:
+        if ROUNDED == 2 and HAS_OFFSETS:
             codes = tl.load(rounded + 2 * tokens + 1, mask=known, other=0.0)
             total += tl.load(offsets + rows, mask=wanted, other=0.0)[:, None] * codes[None, :]
-        total *= tl.load(rounded + 2 * tokens, mask=known, other=0.0)[None, :]
-    if HAS_BIAS:
-        total += tl.load(bias + rows, mask=wanted, other=0.0).to(tl.float32)[:, None]
-    if HAS_RESIDUAL:
-        added = tl.load(residual + tokens[None, :] * residual_stride + rows[:, None], mask=inside, other=0.0)
-        total += added.to(tl.float32)
-    tl.store(y + tokens[None, :] * y_stride + rows[:, None], total.to(y.dtype.element_ty), mask=inside)
+        total *= tl.load(rounded + ROUNDED * tokens, mask=known, other=0.0)[None, :]
+    return total
 
 
 @triton.jit(do_not_specialize=["num_tokens", "IN", "OUT"])
 def product_kernel(
-    x,  # [T, IN], of the dtype, or int8 where inputs are rounded
-    rounded,  # [T, 2] float32: scale of the rounded inputs, and sum of their codes
+    x,  # [T, IN], of the dtype, or int8
+    rounded,  # [T, ROUNDED] float32: scale of rounded inputs and, if they are int8, sum of their codes
     codes,  # [OUT, codes_stride]
     scales,  # [G, OUT]
     offsets,  # [G, OUT]
@@ -138,6 +131,7 @@ def product_kernel(
     IS_PADDED: tl.constexpr,  # the codes of a row are more than IN
     ALIGNMENT: tl.constexpr,  # of IN and OUT
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    ROUNDED: tl.constexpr,  # numbers of a token in `rounded`: 2 of int8, 1 of float8, whose numbers x holds, or 0
     PARTS: tl.constexpr,
     IS_SPLIT: tl.constexpr,  # a program has one part; else all
     BLOCK_O: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -170,15 +164,18 @@ def product_kernel(
         each = num_tokens.to(tl.int64) * OUT
         tl.store(target + mine * each, total, mask=inside)
         if is_last(arrivals + place, PARTS):
-            _store(
-                sum_of_parts(target, each, inside, PARTS), y, factors, offsets, rounded, bias, residual, rows, wanted,
-                tokens, known, y_stride, residual_stride, HAS_OFFSETS, is_exact, HAS_BIAS, HAS_RESIDUAL,
+            total = _scaled(
+                sum_of_parts(target, each, inside, PARTS), factors, offsets, rounded, rows, wanted, tokens, known,
+                HAS_OFFSETS, ROUNDED,
+            )  # fmt: skip
+            store_sums(
+                total, y, bias, residual, rows, wanted, tokens, known, y_stride, residual_stride, HAS_BIAS, HAS_RESIDUAL
             )  # fmt: skip
     else:
-        _store(
-            total, y, factors, offsets, rounded, bias, residual, rows, wanted, tokens, known,
-            y_stride, residual_stride, HAS_OFFSETS, is_exact, HAS_BIAS, HAS_RESIDUAL,
-        )  # fmt: skip
+        total = _scaled(total, factors, offsets, rounded, rows, wanted, tokens, known, HAS_OFFSETS, ROUNDED)
+        store_sums(
+            total, y, bias, residual, rows, wanted, tokens, known, y_stride, residual_stride, HAS_BIAS, HAS_RESIDUAL
+        )
 
 
 @triton.jit
@@ -243,6 +240,7 @@ def block_size(config: QuantizedLinearConfig, group: int, chunk: int) -> int:
 
 def compile_cases() -> list[CompileCase]:
     """Cases of the kernels: forms of each format, with groups longer and shorter than a block, and every tile."""
+    from .float8 import float8_cases
     from .triton_dense import dense_cases  # which imports from here
 
     forms = [
@@ -272,11 +270,13 @@ def compile_cases() -> list[CompileCase]:
         )
         if tile <= FLOAT32_TILE or form[4] != "fp32"
     ]
+    of_few_tokens = (TILES[0], 1), (TILES[0], 4), (TILES[1], 1), (INVARIANT_TILE, 4), (INVARIANT_TILE, -4)
+    cases += [_product_case(("fp8", WHOLE, 0, False, "bf16"), tile, parts) for tile, parts in of_few_tokens]
     for dtype in ("bf16", "fp16"):
         types = {"x": f"*{dtype}", "codes": "*i8", "rounded": "*fp32"}
         name = f"quantized_linear round {dtype}"
         cases.append(make_case(name, round_kernel, {"BLOCK": ROUND_BLOCK}, types, num_warps=ROUND_WARPS))
-    return [*cases, *dense_cases()]
+    return [*cases, *dense_cases(), *float8_cases()]
 
 
 _FEW_REGISTERS = {
@@ -298,6 +298,7 @@ def _product_case(form: tuple[str, int, int, bool, str], tile: int, parts: int) 
     constants = {
         "FORM": kind, "GROUP": group, "ZERO": zero, "HAS_SCALES": has_scales, "HAS_OFFSETS": has_offsets,
         "CHUNK": chunk, "IS_PADDED": group == 32, "ALIGNMENT": 16, "HAS_BIAS": has_offsets, "HAS_RESIDUAL": parts < 4,
+        "ROUNDED": 2 if dtype == "i8" else int((kind, dtype, group) == ("fp8", "bf16", WHOLE)),
         "PARTS": abs(parts), "IS_SPLIT": parts > 1,
         "BLOCK_O": config.block_o, "BLOCK_T": tile, "BLOCK_K": block_size(config, group, chunk),
     }  # fmt: skip

@@ -42,6 +42,9 @@ class QuantizedWeight:
     input_bits: int | None = None
     """8: inputs are rounded to int8 with one scale for each row (W8A8), codes are int8 and `group` is I; None: inputs
     stay as they are."""
+    float8_scale: float | None = None
+    """Scale with which the checkpoint's inputs are rounded to float8 e4m3, as its weights are; 0: each row has its own;
+    None: they are not rounded. Devices that do not multiply float8 leave inputs as they are."""
     coarse_inputs: bool = False
     """True: kernels may round inputs to int8 where that is faster, with one scale for each group of a row."""
 

@@ -6,7 +6,8 @@ int-quantized    weight int8 [O, I], weight_scale [1], [O, 1] or [O, G], maybe w
 float-quantized  weight float8 [O, I], weight_scale of a tensor, rows or blocks
 
 Inputs are rounded to int8 where the config says so for an int8 weight with one scale for each row (W8A8), with a scale
-of their own for each token, also where the file has fixed ones. All other inputs stay as they are.
+of their own for each token, also where the file has fixed ones. Inputs of float8 weights are rounded as `fp8.py` says.
+All other inputs stay as they are.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ class _Scheme(NamedTuple):
     """Inputs that share a scale; -1: all."""
     block: tuple[int, int] | None
     rounds_inputs: bool
+    """True: inputs are rounded to the weight's type."""
+    has_input_scale: bool
+    """True: the file has the scale of inputs."""
 
     def match(self, module: str) -> tuple[int, str] | None:
         """Rank of the target that is nearest to a module: its name, an expression, its class; None: none is it."""
@@ -78,7 +82,9 @@ def parse(values: Mapping[str, Any]) -> Format:
         # Without a rank the only scheme is that of a class such as Embedding.
         scheme = min(ranked, key=itemgetter(0))[1] if ranked else schemes[0]
         if scheme.is_float:
-            return fp8.describe(parts, scheme.block)
+            return fp8.describe(
+                parts, scheme.block, rounds_inputs=scheme.rounds_inputs, is_static=scheme.has_input_scale
+            )
         return _packed(parts, scheme) if "weight_packed" in parts else _plain(parts, scheme)
 
     kinds = sorted({"float8" if s.is_float else f"W{s.bits}A{8 if s.rounds_inputs else 16}" for s in schemes})
@@ -109,13 +115,15 @@ def _scheme(field: str, group: object, whole: str) -> _Scheme:
     if (strategy == "block") != (block is not None) or (strategy == "block" and kind == "int"):
         raise unsupported(f"{option}strategy", strategy, "blocks of float8 with a block_structure")
     inputs = group.get("input_activations")
-    rounds = False
-    if isinstance(inputs, Mapping) and kind == "int" and bits == 8 and inputs.get("type", "int") == "int":
-        rounds = True
+    rounds = isinstance(inputs, Mapping) and bits == 8 and inputs.get("type", "int") == kind
+    if rounds and kind == "float":  # not with scales for parts of a token, which are finer
+        rounds = inputs.get("num_bits", 8) == 8 and inputs.get("strategy", "token") in ("token", "tensor", None)
+    has_scale = rounds and inputs.get("dynamic", False) is False
+    if rounds and kind == "int":
         option_of_inputs = f"{field}.input_activations.num_bits"
         choice({option_of_inputs: inputs.get("num_bits", 8)}, option_of_inputs, (8,), 8)
     size = group_size(weights, f"{option}group_size", -1) if strategy == "group" else -1
-    return _Scheme(tuple(targets), bits, kind == "float", size, block, rounds and strategy != "group")
+    return _Scheme(tuple(targets), bits, kind == "float", size, block, rounds and strategy != "group", has_scale)
 
 
 def _packed(parts: Parts, scheme: _Scheme) -> StoredTensor:

@@ -1,7 +1,8 @@
 """Weights of float8_e4m3fn: each with a scale for blocks, rows or the whole tensor.
 
 weight float8 [O, I]; weight_scale_inv [O / 128, I / 128] of blocks, or weight_scale [], [1], [O] or [O, 1];  W = w · s
-Activations are not rounded: scales that files have for them are not read.
+Inputs are rounded to float8 too, on devices that multiply it, if the config says so: with a scale for each token
+("dynamic"), or with the file's input_scale ("static"). Weights in blocks keep inputs as they are.
 """
 
 from __future__ import annotations
@@ -27,14 +28,19 @@ def parse(values: Mapping[str, Any]) -> Format:
     Raises:
         UnsupportedModelError: an option is not served; `param` names it.
     """
-    choice(values, "activation_scheme", ("dynamic", "static", None), "dynamic")
+    scheme = choice(values, "activation_scheme", ("dynamic", "static", None), None)
     choice(values, "fmt", ("e4m3", None), "e4m3")
     choice(values, "quant_algo", ("FP8", None), None)
     block = block_size(values.get("weight_block_size"), "weight_block_size")
     name = "fp8" if block is None else f"fp8 in blocks of {block[0]} x {block[1]}"
-    return Format(
-        "fp8", name, PARTS, lambda parts: describe(parts, block), markers=("weight_scale_inv", "weight_scale")
-    )
+    method = values.get("quant_method")
+    rounds_inputs = scheme is not None or method in ("fbgemm_fp8", "modelopt")
+    is_static = scheme == "static" or (scheme is None and method == "modelopt")
+
+    def read(parts: Parts) -> StoredTensor:
+        return describe(parts, block, rounds_inputs=rounds_inputs, is_static=is_static)
+
+    return Format("fp8", name, PARTS, read, markers=("weight_scale_inv", "weight_scale"))
 
 
 def block_size(value: object, option: str) -> tuple[int, int] | None:
@@ -46,14 +52,25 @@ def block_size(value: object, option: str) -> tuple[int, int] | None:
     return value[0], value[1]
 
 
-def describe(parts: Parts, block: tuple[int, int] | None) -> StoredTensor:
-    """Weight with the scales that it has; see `Format`."""
+def describe(
+    parts: Parts, block: tuple[int, int] | None, *, rounds_inputs: bool = False, is_static: bool = False
+) -> StoredTensor:
+    """Weight with the scales that it has; see `Format`.
+
+    Args:
+        rounds_inputs: True when the config says that inputs are float8 too.
+        is_static: True when their scale is in the file; one that is missing is replaced by a scale for each token.
+    """
     outputs, inputs = parts.shape("weight", 2)
     name = "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
     per_block: list[tuple[int, ...]] = []
     if block is not None:
         per_block = [(-(-outputs // block[0]), -(-inputs // block[1]))]
     shape = parts.check(name, *per_block, (), (1,), (outputs,), (outputs, 1))
+    rounds_inputs = rounds_inputs and shape not in per_block
+    is_static = rounds_inputs and is_static and "input_scale" in parts
+    if is_static:
+        parts.check("input_scale", (), (1,))
 
     def read() -> Any:
         codes = parts.read("weight", torch.float8_e4m3fn)
@@ -64,7 +81,12 @@ def describe(parts: Parts, block: tuple[int, int] | None) -> StoredTensor:
             scales, group = scales.repeat_interleave(block[0], 0)[:outputs], min(block[1], inputs)
         else:
             scales = channel_scales(scales, outputs)
-        return QuantizedWeight(bits=8, codes=codes, scales=scales, group=group)
+        input_scale = float(parts.floats("input_scale").max()) if is_static else 0.0
+        if input_scale < 0 or (is_static and input_scale == 0):
+            raise ValueError(f"input_scale is {input_scale}, it must be positive")
+        return QuantizedWeight(
+            bits=8, codes=codes, scales=scales, group=group, float8_scale=input_scale if rounds_inputs else None
+        )
 
     return StoredTensor((outputs, inputs), read)
 

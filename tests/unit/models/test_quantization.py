@@ -162,6 +162,56 @@ def test_of_several_groups_one_must_have_the_module_as_a_target() -> None:
         read("k_proj", "q_proj")
 
 
+_CT_FLOAT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"type": "float", "num_bits": 8}}},
+}
+
+
+def _ct_float8(**inputs: object) -> dict[str, object]:
+    (group,) = _CT_FLOAT8["config_groups"].values()
+    inputs = {"type": "float", "num_bits": 8} | inputs
+    return _CT_FLOAT8 | {"config_groups": {"group_0": group | {"input_activations": inputs}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "input_scale", "expected"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, None, 0.0),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, 0.25, 0.0),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, 0.25, 0.25),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, None, 0.0),
+        ({"quant_method": "fp8", "activation_scheme": None}, 0.25, None),
+        ({"quant_method": "fp8"}, None, None),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, 0.25, 0.25),
+        ({"quant_method": "fbgemm_fp8"}, None, 0.0),
+        (_ct_float8(strategy="token", dynamic=True), None, 0.0),
+        (_ct_float8(strategy="tensor", dynamic=False), 0.25, 0.25),
+        (_ct_float8(strategy="group", group_size=128, dynamic=True), None, None),
+        (_ct_float8(num_bits=4), None, None),
+        (_CT_FLOAT8, None, None),
+    ],
+)
+def test_float8_inputs_as_the_config_says(
+    config: dict[str, object], input_scale: float | None, expected: float | None
+) -> None:
+    form = read_format({"quantization_config": config})
+    parts = {"weight": torch.ones(2, 4).to(torch.float8_e4m3fn), "weight_scale": torch.ones(())}
+    if input_scale is not None:
+        parts["input_scale"] = torch.tensor(input_scale)
+
+    def read() -> object:
+        stored = {f"fc.{name}": StoredTensor(tuple(part.shape), part.clone) for name, part in parts.items()}
+        return unpack(stored, form, lambda name: True, "model")["fc.weight"].read()
+
+    assert read().float8_scale == expected
+    if expected:
+        parts["input_scale"] = torch.zeros(())
+        with pytest.raises(InvalidRequestError, match=r"fc cannot be read: input_scale is 0.0, it must be positive"):
+            read()
+
+
 def test_facts_name_the_format(make: Callable) -> None:
     assert read_facts(make("gptq-act")).quantization == "gptq"
     assert read_facts(make("gptq-act") / "dense").quantization is None
