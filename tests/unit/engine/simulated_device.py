@@ -18,6 +18,16 @@ def next_token(tokens):
     return blake2b(bytes(tokens), digest_size=1).digest()[0] % VOCAB
 
 
+def check_apart(plan):
+    """No row reads a block that another one writes: rows of a step run at the same time, and the GPU kernel that attends
+    also writes its row's new keys."""
+    written = [set(row.request.blocks[row.start // BLOCK : -(-row.end // BLOCK)]) for row in plan.rows]
+    for reader in plan.rows:
+        read = set(reader.request.blocks[: -(-reader.end // BLOCK)])
+        for writer, blocks in zip(plan.rows, written, strict=True):
+            assert writer is reader or not read & blocks, "a row reads a block that another row writes in the same step"
+
+
 class Device:
     """Checks that a step reads exactly the tokens it should from its blocks, then answers like a model with a
     proposer."""
@@ -38,6 +48,7 @@ class Device:
                         kept[offset] = layer.get(place)
                     else:
                         layer[place] = kept[offset]
+        check_apart(plan)
         return StepResult([self._row(row) for row in plan.rows])
 
     def _row(self, row):

@@ -354,3 +354,33 @@ def test_gates_are_told_whether_a_request_comes_back():
     assert ("release", "second") in calls
     assert ("release", "first") not in calls
     assert [name for call, name in calls if call == "forget"] == ["aborted", "first", "second"]
+
+
+@pytest.mark.parametrize("is_early", [False, True], ids=["after the step", "before"])
+def test_blocks_are_published_after_the_step_that_writes_them(is_early, monkeypatch):
+    """Equal prompts in one step each write blocks of their own; the next ones find those of the step before."""
+    match, admitted = PrefixCache.match, []
+
+    def publish_first(cache, request):
+        for other in admitted if is_early else ():
+            before, other.num_computed = other.num_computed, len(other.tokens)
+            cache.publish(other)
+            other.num_computed = before
+        admitted.append(request)
+        return match(cache, request)
+
+    monkeypatch.setattr(PrefixCache, "match", publish_first)
+    scheduler, device = make(32), Device(32)
+    for name in "ab":
+        scheduler.add(request(name, range(7), 2))
+    plan = scheduler.schedule()
+    assert [row.request.request_id for row in plan.rows] == ["a", "b"]
+    if is_early:
+        with pytest.raises(AssertionError, match="reads a block that another row writes"):
+            compute(scheduler, device, plan)
+        return
+    compute(scheduler, device, plan)
+    scheduler.add(request("c", range(7), 2))
+    rows = scheduler.schedule().rows
+    assert [(row.request.request_id, row.start) for row in rows] == [("a", 7), ("b", 7), ("c", 4)]
+    assert rows[2].request.blocks[0] in (rows[0].request.blocks[0], rows[1].request.blocks[0])
