@@ -105,7 +105,7 @@ class TritonRows:
         }
         self._expand_configs = {
             tile: fit_registers(
-                tuned(a.device, config, tile, bucket(self._out_features), size), self._alignment, embeds=False
+                tuned(a.device, config, tile, bucket(self._out_features), size), self._alignment, size, embeds=False
             )
             for tile, config in EXPAND_CONFIGS.items()
         }
@@ -204,7 +204,8 @@ class TritonRows:
 
     def _expand(self, y: Tensor, groups: RowGroups, h: Tensor, ids: Tensor | None, splits: _Splits) -> None:
         blocks = self._output_blocks[groups.tile]
-        config = fit_registers(self._expand_configs[groups.tile], self._alignment, embeds=ids is not None)
+        config = self._expand_configs[groups.tile]
+        config = fit_registers(config, self._alignment, self._b.element_size(), embeds=ids is not None)
         units = groups.max_tiles * blocks.num_small
         expand_kernel[(min(units, _num_programs(y.device, config.programs)),)](
             *(y, self._b, self._live, groups.data, h, groups.data if ids is None else ids, blocks.table),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +33,7 @@ which are in flight, take about as long as writing the parts of splits, waiting 
 # Programs for each multiprocessor: for short rows, and for long ones.
 _SHORT_PROGRAMS, _LONG_PROGRAMS = 4, 2
 DEFAULT_WRITE = KVWriteConfig(block_heads=8, num_warps=2)
-"""Launch config of the write for every shape."""
+"""Launch config of the write for heads of a power of two."""
 
 
 class Gpu(NamedTuple):
@@ -139,7 +139,9 @@ class Planner:
     @property
     def write_config(self) -> KVWriteConfig:
         """Launch config of the kernel that writes keys and values."""
-        return self.configs.get(DEFAULT_WRITE, padded_dim(self.shape.head_dim), self.itemsize)
+        return self.configs.get(
+            default_write(self.shape.head_dim), padded_dim(self.shape.head_dim), self.itemsize
+        )
 
     def tuned_shape(self, block_m: int, *, is_long: bool) -> tuple[int, ...]:
         """Shape by which a tuned AttentionConfig is found."""
@@ -252,6 +254,11 @@ def is_supported(shape: Shape, dtype: torch.dtype) -> bool:
 def padded_dim(head_dim: int) -> int:
     """Smallest power of two, at least 16, that holds a head."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def default_write(head_dim: int) -> KVWriteConfig:
+    """Launch config of the write. Loads of padded heads are narrower, and fill the registers of more threads."""
+    return DEFAULT_WRITE if head_dim == padded_dim(head_dim) else replace(DEFAULT_WRITE, num_warps=4)
 
 
 def default_config(block_m: int, head_dim: int, itemsize: int, arch: int, is_long: bool) -> AttentionConfig:

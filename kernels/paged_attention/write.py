@@ -11,7 +11,7 @@ from ..compile_case import CompileCase, make_case
 from ..tuning.configs import KVWriteConfig
 from .native import Shape
 from .options import DEFAULT_OPTIONS, AttentionOptions
-from .schedule import DEFAULT_WRITE
+from .schedule import default_write
 
 # The limit of keys, KEY_LIMIT in torch.py, and the largest number of float8 e4m3.
 _KEY_LIMIT = tl.constexpr(1e30)
@@ -201,15 +201,16 @@ def write_constants(
 def _write_case(
     name: str, dtype: str, shape: Shape, cache: str, *, norm: bool, options: AttentionOptions = DEFAULT_OPTIONS
 ) -> CompileCase:
+    config = default_write(shape.head_dim)
     strides = "q_token_stride q_head_stride k_token_stride k_head_stride v_token_stride v_head_stride"
     return make_case(
         f"paged_attention write {name}{dtype} d{shape.head_dim}",
         write_kernel,
-        write_constants(shape, DEFAULT_WRITE, options, norm=norm),
+        write_constants(shape, config, options, norm=norm),
         {"q k v cos sin": f"*{dtype}", "keys values": f"*{cache}", "slots": "*i32", "root_squared": "fp32"}
         | {"scale": "*fp32" if norm else f"*{dtype}", f"{strides} angle_stride": "i64"}
         | {"key_head_stride value_head_stride": "i64"},
-        num_warps=DEFAULT_WRITE.num_warps,
+        num_warps=config.num_warps,
     )
 
 
