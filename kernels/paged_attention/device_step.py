@@ -25,10 +25,12 @@ _MAX_WINDOW = 1 << 30
 
 
 class _Prologue(NamedTuple):
-    """What a launch of attention does first: rotate, normalise and write."""
+    """What a launch of attention does first: normalise and rotate queries."""
 
     rotation: Rotation
     norm: NormWeight | None
+    writes: bool
+    """True: and write the tile's new keys and values."""
 
 
 class DeviceStep:
@@ -129,35 +131,47 @@ class DeviceStep:
         window: int | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend with a projection's output, heads side by side: qkv [T, (H + 2 Hk) · D], whose queries may be mutated;
-        return [T, H · D]. With a window a query at position p sees (p - window, p].
+        """Attend with a projection's output, heads side by side: qkv [T, (H + 2 Hk) · D], whose queries may be mutated
+        (they are if keys are the values too); return [T, H · D]. With a window a query at position p sees
+        (p - window, p].
 
         Queries and keys are first normalised, if there is a `norm` (of scale [H + Hk, D]), and rotated, in float32.
         Values that are not finite are written as 0, and keys are limited: see `write_kv`. `sinks` [H] are float32.
         """
         prologue = None
-        if self._layout.writes and not self._planner.options.shared:
-            self._check(qkv, rotation, kv)
-            prologue = _Prologue(rotation, norm)
-        else:
+        if self._planner.options.shared:
             self.write_qkv(qkv, rotation, norm, kv)
+        else:
+            prologue = _Prologue(rotation, norm, self._layout.writes)
+            if prologue.writes:
+                self._check(qkv, rotation, kv)
+            else:  # queries, most of what would be read and written, are rotated when they are attended with
+                self.write_qkv(qkv, rotation, norm, kv, queries=False)
         return self._attend(qkv, prologue, kv, window, sinks)
 
-    def write_qkv(self, qkv: Tensor, rotation: Rotation, norm: NormWeight | None, kv: LayerKV) -> Tensor:
-        """Normalise, rotate and write as `attend_qkv` does; return the queries [T, H, D], a view of `qkv`."""
+    def write_qkv(
+        self, qkv: Tensor, rotation: Rotation, norm: NormWeight | None, kv: LayerKV, *, queries: bool = True
+    ) -> Tensor:
+        """Normalise, rotate and write as `attend_qkv` does; return the queries [T, H, D], a view of `qkv`. Without
+        `queries` they stay as they are."""
         num_heads, num_kv_heads, dim = self._planner.shape
         self._check(qkv, rotation, kv)
         kinds = self._kinds
         heads = qkv.view(len(qkv), -1, dim)
         q, k, v = heads[:, :num_heads], heads[:, num_heads:][:, :num_kv_heads], heads[:, -num_kv_heads:]
         config = self._planner.write_config
-        parts = triton.cdiv(num_heads, config.block_heads) + kinds * triton.cdiv(num_kv_heads, config.block_heads)
+        parts = kinds * triton.cdiv(num_kv_heads, config.block_heads)
+        if queries:
+            parts += triton.cdiv(num_heads, config.block_heads)
+        constants = write_constants(
+            self._planner.shape, config, self._planner.options, norm=norm is not None, queries=queries
+        )
         scale, root = (norm.scale, norm.root_value) if norm is not None else (q, 0.0)
         write_kernel[(len(q), parts)](
             *(q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1)),
             *(rotation.cos, rotation.sin, rotation.cos.stride(0), scale, root * root),
             *(kv.k, kv.v, kv.k.stride(0), kv.v.stride(0), self._slots),
-            **write_constants(self._planner.shape, config, self._planner.options, norm=norm is not None),
+            **constants,
             num_warps=config.num_warps,
         )
         return q
@@ -207,13 +221,14 @@ class DeviceStep:
         sinks: Tensor | None,
     ) -> None:
         """Attend for one group of tiles; `results` are out and, with splits, their parts and sums. Without a prologue
-        the queries are rotated and the keys are written."""
+        the queries are rotated."""
         shape, options = self._planner.shape, self._planner.options
         config = group.config
         out, parts, part_sums = results
         norm = None if prologue is None else prologue.norm
         is_there = window is not None, options.soft_cap is not None, sinks is not None
-        features = Features(group.num_splits > 1, *is_there, prologue is not None, norm is not None)
+        writes = prologue is not None and prologue.writes
+        features = Features(group.num_splits > 1, *is_there, prologue is not None, writes, norm is not None)
         constants = attention_constants(
             *(shape, self._block_size, group.block_m, config.block_n),
             is_float32=qkv.dtype == torch.float32,

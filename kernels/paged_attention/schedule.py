@@ -139,9 +139,7 @@ class Planner:
     @property
     def write_config(self) -> KVWriteConfig:
         """Launch config of the kernel that writes keys and values."""
-        return self.configs.get(
-            default_write(self.shape.head_dim), padded_dim(self.shape.head_dim), self.itemsize
-        )
+        return self.configs.get(default_write(self.shape.head_dim), padded_dim(self.shape.head_dim), self.itemsize)
 
     def tuned_shape(self, block_m: int, *, is_long: bool) -> tuple[int, ...]:
         """Shape by which a tuned AttentionConfig is found."""

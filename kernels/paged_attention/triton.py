@@ -5,8 +5,9 @@ chunks of BLOCK_N keys at absolute positions, so that a byte of the cache is rea
 heads. For small batches several programs share the chunks of a tile that has many (Flash-Decoding, Dao et al. 2023);
 the last one to finish adds their results. The grid does not depend on the rows' lengths, which are in device memory.
 
-Where every row is one tile, a program rotates its queries itself, and writes the new keys and values of its chunks
-before it reads them: nothing else reads them in that step.
+A program rotates its queries itself: of 32 heads and 8 KV heads, rotating them in memory would move three times the
+bytes of writing keys and values. Where every row is one tile it writes the new keys and values of its chunks, too,
+before it reads them: nothing else reads them in that step. Else a launch before writes them.
 """
 
 from __future__ import annotations
@@ -161,16 +162,22 @@ def _attend(
 def _queries(
     vectors, head_stride, query_head, inside, cos, sin, angles, norm, root_squared, is_mine, keys, values, slots, head,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-    WRITES: tl.constexpr, ROTARY_HALF: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ROTATES: tl.constexpr, WRITES: tl.constexpr, ROTARY_HALF: tl.constexpr, NORM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Queries [BLOCK_M, BLOCK_D] of a tile, whose tokens' heads are at `vectors` [BLOCK_M]. With WRITES they are
-    rotated first, and so are the new keys of the tokens that are `is_mine`, which are written with their values."""
+    """Queries [BLOCK_M, BLOCK_D] of a tile, whose tokens' heads are at `vectors` [BLOCK_M]. With ROTATES they are
+    rotated first; with WRITES so are the new keys of the tokens that are `is_mine`, which are written with their
+    values."""
     columns = tl.arange(0, BLOCK_D)
-    if WRITES:
+    if ROTATES:
         tile = rotated(
             vectors + query_head * HEAD_DIM, inside, cos + angles, sin + angles, norm + query_head * HEAD_DIM,
             root_squared, HEAD_DIM, BLOCK_D, ROTARY_HALF, NORM, INTERLEAVED,
         ).to(vectors.dtype.element_ty)  # fmt: skip
+    else:
+        # With a constant stride, addresses would share terms with the output's, which would stay in registers.
+        tile = tl.load(vectors[:, None] + query_head[:, None] * head_stride + columns[None, :], mask=inside, other=0.0)
+    if WRITES:
         first_of_token = tl.arange(0, BLOCK_M) % GROUP == 0  # one of its rows writes
         write_rotated(
             vectors + (KV_HEADS * GROUP + head) * HEAD_DIM, KV_HEADS * HEAD_DIM, first_of_token & is_mine,
@@ -178,9 +185,6 @@ def _queries(
             HEAD_DIM, BLOCK_M, BLOCK_D, ROTARY_HALF, NORM, INTERLEAVED,
         )  # fmt: skip
         tl.debug_barrier()  # other threads of the program read these keys
-    else:
-        # With a constant stride, addresses would share terms with the output's, which would stay in registers.
-        tile = tl.load(vectors[:, None] + query_head[:, None] * head_stride + columns[None, :], mask=inside, other=0.0)
     return tile
 
 
@@ -193,11 +197,11 @@ def attention_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     MIN_CHUNKS: tl.constexpr, WHOLE_CHUNKS: tl.constexpr, SPLITS: tl.constexpr, HAS_SPLITS: tl.constexpr,
     TWO_LOOPS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr, WRITES: tl.constexpr, ROTARY_HALF: tl.constexpr, NORM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    PRECISION: tl.constexpr, ROTATES: tl.constexpr, WRITES: tl.constexpr, ROTARY_HALF: tl.constexpr,
+    NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile: out [T, H, D]. q [T, H, D] lies in a projection's output, followed by the token's keys and
-    values; with WRITES it is not rotated yet, and neither are the keys, which are written to the cache.
+    values; with ROTATES it is not rotated yet, and with WRITES neither are the keys, which are written to the cache.
 
     With splits, programs write parts [tiles, max_queries, H, num_splits, D] float32 and part_sums [tiles, max_queries,
     H, num_splits], the log2 of a part's sum of weights, and count themselves in `arrived` [tiles * KV_HEADS], which is
@@ -227,8 +231,8 @@ def attention_kernel(
     q_tile = _queries(
         q + token * q_token_stride, q_head_stride, query_head, inside, cos, sin, token * angle_stride, norm,
         root_squared, real & (position + query >= begin * BLOCK_N) & (position + query < end * BLOCK_N),
-        keys, values, slots + token, head, GROUP, KV_HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, WRITES, ROTARY_HALF, NORM,
-        INTERLEAVED,
+        keys, values, slots + token, head, GROUP, KV_HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, ROTATES, WRITES,
+        ROTARY_HALF, NORM, INTERLEAVED,
     )  # fmt: skip
     acc, top, total = _attend(
         q_tile, keys, values, table, sinks + query_head, split, begin, end, whole_begin, whole_end, num_keys,
@@ -260,6 +264,7 @@ class Features(NamedTuple):
     window: bool
     cap: bool
     sinks: bool
+    rotates: bool = False
     writes: bool = False
     norm: bool = False
 
@@ -293,11 +298,12 @@ def attention_constants(
         "HAS_CAP": features.cap,
         "HAS_SINKS": features.sinks,
         "PRECISION": "tf32x3" if is_float32 else "tf32",
+        "ROTATES": features.rotates,
         "WRITES": features.writes,
         # Constants of what is not launched are the same for all.
-        "ROTARY_HALF": (options.rotary_dim or shape.head_dim) // 2 if features.writes else 0,
+        "ROTARY_HALF": (options.rotary_dim or shape.head_dim) // 2 if features.rotates else 0,
         "NORM": features.norm,
-        "INTERLEAVED": options.interleaved and features.writes,
+        "INTERLEAVED": options.interleaved and features.rotates,
     }
 
 
@@ -312,7 +318,7 @@ def _attention_case(
     constants = attention_constants(
         *(shape, block_size, block_m, config.block_n),
         is_float32=is_float32,
-        features=Features(is_split, "window" in name, "cap" in name, "sinks" in name, writes, "norm" in name),
+        features=Features(is_split, "window" in name, "cap" in name, "sinks" in name, True, writes, "norm" in name),
     )
     full = f"paged_attention {name}{dtype} d{shape.head_dim} m{block_m}{' ampere' if arch < 90 else ''}"
     return make_case(
@@ -346,7 +352,7 @@ def compile_cases() -> list[CompileCase]:
     ]
     for arch in (80, 90):
         cases += [_attention_case("", "bf16", common, 16, block_m, arch) for block_m in (16, 128)]
-        cases += [_attention_case("norm ", "bf16", common, 16, m, arch) for m in (16, 32)]
+        cases += [_attention_case("norm ", "bf16", common, 16, m, arch) for m in (16, 32, 128)]
         cases += [_attention_case("window ", "bf16", common, 16, m, arch) for m in (16, 32, 64, 128)]
         cases += [_attention_case("window cap ", "bf16", wide, 16, m, arch) for m in (16, 32, 64)]
         cases += [_attention_case("window cap ", "bf16", common, 16, m, arch) for m in (16, 128)]

@@ -130,14 +130,15 @@ def write_kernel(
     keys, values, key_head_stride, value_head_stride, slots,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, ROTARY_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Normalise, if NORM, and rotate q [T, HEADS, D] (mutated) and k; write k and v [T, KV_HEADS, D] to `slots` [T]
-    (negative: nowhere) of the cache; keys and values are mutated. A program takes some heads of a token."""
+    """Normalise, if NORM, and rotate k and, with QUERIES, q [T, HEADS, D] (mutated); write k and v [T, KV_HEADS, D] to
+    `slots` [T] (negative: nowhere) of the cache; keys and values are mutated. A program takes some heads of a token."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     there = tl.arange(0, BLOCK_HALF) < HALF
     first, second = _columns(HALF, ROTARY_HALF, BLOCK_HALF, INTERLEAVED)
-    query_parts: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    query_parts: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS if QUERIES else 0
     key_parts: tl.constexpr = (KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     angles = token * angle_stride
     slot = tl.load(slots + token).to(tl.int64)
@@ -182,7 +183,7 @@ def write_kernel(
 
 
 def write_constants(
-    shape: Shape, config: KVWriteConfig, options: AttentionOptions = DEFAULT_OPTIONS, *, norm: bool
+    shape: Shape, config: KVWriteConfig, options: AttentionOptions = DEFAULT_OPTIONS, *, norm: bool, queries: bool
 ) -> dict[str, Any]:
     """Constants of `write_kernel`."""
     half = shape.head_dim // 2
@@ -195,6 +196,7 @@ def write_constants(
         "BLOCK_HALF": triton.next_power_of_2(half),
         "NORM": norm,
         "INTERLEAVED": options.interleaved,
+        "QUERIES": queries,
     }
 
 
@@ -206,7 +208,7 @@ def _write_case(
     return make_case(
         f"paged_attention write {name}{dtype} d{shape.head_dim}",
         write_kernel,
-        write_constants(shape, config, options, norm=norm),
+        write_constants(shape, config, options, norm=norm, queries="queries" in name),
         {"q k v cos sin": f"*{dtype}", "keys values": f"*{cache}", "slots": "*i32", "root_squared": "fp32"}
         | {"scale": "*fp32" if norm else f"*{dtype}", f"{strides} angle_stride": "i64"}
         | {"key_head_stride value_head_stride": "i64"},
@@ -218,9 +220,10 @@ def write_cases() -> list[CompileCase]:
     """Cases of the kernel: with and without norms, caches, and rotations of a part of a head."""
     common, wide, odd = Shape(32, 8, 128), Shape(16, 8, 256), Shape(24, 8, 80)
     return [
+        _write_case("queries ", "bf16", common, "bf16", norm=False),
         _write_case("", "bf16", common, "bf16", norm=False),
         _write_case("norm ", "bf16", common, "bf16", norm=True),
-        _write_case("norm ", "fp32", wide, "fp32", norm=True),
+        _write_case("norm queries ", "fp32", wide, "fp32", norm=True),
         _write_case("", "fp16", odd, "fp16", norm=False),
         _write_case("part ", "bf16", common, "bf16", norm=False, options=AttentionOptions(rotary_dim=96)),
         _write_case(

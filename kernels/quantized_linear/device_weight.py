@@ -126,16 +126,16 @@ class DeviceWeight:
 
 
 def rounds_to_float8(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
-    """True when inputs of this weight are rounded to float8: the checkpoint says so, and tensor cores multiply it, which
-    they do from compute capability 8.9 on. `torch._scaled_mm` has results in bfloat16 on all of them, and shapes of
-    multiples of 16; rows of codes are padded to them."""
+    """True when inputs of this weight are rounded to float8: the checkpoint says so, and tensor cores multiply it.
+    `torch._scaled_mm` has results in bfloat16 on all devices, and shapes of multiples of 16, to which rows of codes are
+    padded."""
     if weight.float8_scale is None or weight.codes.dtype != torch.float8_e4m3fn or weight.scales.shape[1] > 1:
         return False
     return dtype == torch.bfloat16 and len(weight.codes) % 16 == 0 and multiplies_float8(weight.codes.device)
 
 
 def multiplies_float8(device: torch.device) -> bool:
-    """True on a device whose tensor cores multiply float8."""
+    """True on a device whose tensor cores multiply float8: from compute capability 8.9 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 

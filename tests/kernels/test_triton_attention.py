@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from outrider.kernels.paged_attention import AttentionOptions, LayerKV, RowArrays, Shape, write_kv
+from outrider.kernels.paged_attention import AttentionOptions, LayerKV, RowArrays, Shape, device_step, write_kv
 from outrider.kernels.paged_attention.device_step import DeviceStep
 from outrider.kernels.paged_attention.schedule import TILE_FIELDS, Capacity, Gpu, Planner
 from outrider.kernels.rope import Rotation
@@ -267,6 +267,26 @@ def test_attention_of_a_projection_is_that_of_torch(
         results.append((out, kv.k, kv.v))
     for got, expected in zip(results[1], results[0], strict=True):
         close(got, expected)
+
+
+def test_queries_of_prompts_are_rotated_on_the_way(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory they stay as they are: the write before moves keys and values alone, a third of a projection here."""
+    grids, kernel = [], device_step.write_kernel
+
+    class Launches:
+        def __getitem__(self, grid: tuple[int, int]) -> object:
+            grids.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(device_step, "write_kernel", Launches())
+    inputs = make_inputs(MIXED, LLAMA, torch.float32, device)
+    qkv, rotation = make_projection(len(inputs.positions), LLAMA, torch.float32)
+    given, angles = qkv.clone().to(device), Rotation(*(x.to(device) for x in rotation[:2]))
+    step = make_step(inputs, LLAMA)
+    assert step.layout.long is not None
+    step.attend_qkv(given, angles, None, inputs.kv, None)
+    assert torch.equal(given.cpu(), qkv)
+    assert grids == [(len(qkv), 2)]  # keys and values of 2 heads
 
 
 def test_a_float8_cache(device: str) -> None:

@@ -1,8 +1,8 @@
-"""Products of float8 weights with inputs that are rounded to float8, against float64, and what a device is asked for."""
+"""Products of float8 weights with inputs rounded to float8, against float64, and what a device is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -60,7 +60,7 @@ def any_dtype(on_a_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def calls(on_a_device: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Tensor, ...]]]:
+def calls(on_a_device: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
     """Operands of each `torch._scaled_mm`. torch checks them as it does on a GPU: types, layouts, sizes, scales."""
     multiply, found = torch._scaled_mm, []
 
@@ -74,7 +74,7 @@ def calls(on_a_device: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[t
         return multiply(*operands, bias=bias, out_dtype=out_dtype, **rest)
 
     monkeypatch.setattr(torch, "_scaled_mm", recorded)
-    yield found
+    return found
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.013])

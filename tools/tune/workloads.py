@@ -151,10 +151,10 @@ def attention(inputs: Inputs, num_rows: int, num_queries: int, context: int, cac
 
 
 def kv_write(inputs: Inputs, num_rows: int) -> Run:
-    """Rotation of queries and keys, and the write of keys and values."""
+    """Rotation of keys, and the write of keys and values, as before attention of prompts."""
     step, kv = inputs.step(num_rows, 1, 1)
     qkv, rotation = inputs.projection(num_rows)
-    return lambda: (step.write_qkv(qkv, rotation, None, kv), kv.k, kv.v)
+    return lambda: (step.write_qkv(qkv, rotation, None, kv, queries=False), kv.k, kv.v)
 
 
 def norm(inputs: Inputs, num_rows: int) -> Run:

@@ -19,8 +19,8 @@ def next_token(tokens):
 
 
 def check_apart(plan):
-    """No row reads a block that another one writes: rows of a step run at the same time, and the GPU kernel that attends
-    also writes its row's new keys."""
+    """Check that no row reads a block that another one writes: rows of a step run at the same time, and the GPU kernel
+    that attends also writes its row's new keys."""
     written = [set(row.request.blocks[row.start // BLOCK : -(-row.end // BLOCK)]) for row in plan.rows]
     for reader in plan.rows:
         read = set(reader.request.blocks[: -(-reader.end // BLOCK)])
