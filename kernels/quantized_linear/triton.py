@@ -138,13 +138,11 @@ def product_kernel(
 ):  # fmt: skip
     """y = x Wᵀ + b (+ residual). The order of a sum depends on PARTS and BLOCK_K."""
     IN, OUT = IN // ALIGNMENT * ALIGNMENT, OUT // ALIGNMENT * ALIGNMENT  # so that the compiler knows
-    tiles = tl.cdiv(num_tokens, BLOCK_T)
-    blocks = tl.cdiv(OUT, BLOCK_O)
+    tiles, blocks = tl.cdiv(num_tokens, BLOCK_T), tl.cdiv(OUT, BLOCK_O)
     place = tl.program_id(0) % (blocks * tiles)
     tokens = (place % tiles * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-    known = tokens < num_tokens
     rows = place // tiles * BLOCK_O + tl.arange(0, BLOCK_O)
-    wanted = rows < OUT
+    wanted, known = rows < OUT, tokens < num_tokens
     x_rows = x + tl.minimum(tokens, num_tokens - 1) * x_stride
     is_exact: tl.constexpr = x.dtype.element_ty == tl.int8
     width = tl.cdiv(codes_stride, PARTS * BLOCK_K) * BLOCK_K
@@ -155,8 +153,7 @@ def product_kernel(
         total += tile_product(
             x_rows, codes, scales, offsets, levels, tl.minimum(rows, OUT - 1),
             part * width, tl.minimum(part * width + width, codes_stride), IN, OUT, codes_stride,
-            FORM, GROUP, ZERO, HAS_SCALES, HAS_OFFSETS and not is_exact, CHUNK, IS_PADDED,
-            BLOCK_O, BLOCK_T, BLOCK_K,
+            FORM, GROUP, ZERO, HAS_SCALES, HAS_OFFSETS and not is_exact, CHUNK, IS_PADDED, BLOCK_O, BLOCK_T, BLOCK_K,
         )  # fmt: skip
     if IS_SPLIT:
         inside = wanted[:, None] & known[None, :]

@@ -114,8 +114,9 @@ def _scheme(field: str, group: object, whole: str) -> _Scheme:
         block = fp8.block_size(weights.get(f"{option}block_structure"), f"{option}block_structure")
     if (strategy == "block") != (block is not None) or (strategy == "block" and kind == "int"):
         raise unsupported(f"{option}strategy", strategy, "blocks of float8 with a block_structure")
-    inputs = group.get("input_activations")
-    rounds = isinstance(inputs, Mapping) and bits == 8 and inputs.get("type", "int") == kind
+    activations = group.get("input_activations")
+    inputs: Mapping[str, Any] = activations if isinstance(activations, Mapping) else {}
+    rounds = inputs is activations and bits == 8 and inputs.get("type", "int") == kind
     if rounds and kind == "float":  # not with scales for parts of a token, which are finer
         rounds = inputs.get("num_bits", 8) == 8 and inputs.get("strategy", "token") in ("token", "tensor", None)
     has_scale = rounds and inputs.get("dynamic", False) is False
