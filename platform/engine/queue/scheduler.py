@@ -359,7 +359,7 @@ class Scheduler:
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learn from the time of a step, drafting included."""
         if self._throttle is not None:
-            self._throttle.took(plan, seconds)
+            self._throttle.observe(plan, seconds)
         self.prefix_cache.observe(plan, seconds)
 
     def _finish(self, request: Request) -> None:
