@@ -3,11 +3,11 @@
 1. Each request has an estimate of how likely a draft at each position is right, which starts from the estimate of its
    adapter and follows the request's own verified drafts (`acceptance`).
 2. Step times are measured by number of rows and of drafts, and what a round of drafting adds is measured by drafter and
-   number of drafts (`costs`).
+   number of drafts; a drafter's catching up with a request is priced by the token (`costs`). Old times are forgotten.
 3. `SpeculationPolicy.choose` sets each row's drafter and number of drafts so that expected tokens over expected seconds
    is largest (`goodput`); where that is not better than no drafts by a margin, nothing is drafted.
-4. An adapter whose requests get no drafts, or whose fallback is better, tries a drafter again now and then, and pays at
-   most one per cent of the time for it (`adapters`).
+4. An adapter whose requests get no drafts, or whose fallback is better, tries a drafter again now and then; all trials
+   together take at most about one per cent of the time (`adapters`).
 5. Where steps take less than 3 ms the choice is made about once a second for all rows of an adapter in a class of batch
    sizes, since a choice in each step would cost more than it gains.
 

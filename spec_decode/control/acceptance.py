@@ -19,13 +19,16 @@ _POOLS = (0, 1, 2, 3, 3, 4, 4, 4, 5)
 """Pool of each position from 0; later positions belong to the last pool."""
 REQUEST_MEMORY = 12.0
 """Rounds after which a request's counts have faded to 1/e: text changes between free and copied within a paragraph."""
-ADAPTER_MEMORY = 400.0
-"""Rounds after which an adapter's counts have faded to 1/e."""
+ADAPTER_MEMORY = 100.0
+"""Rounds after which an adapter's counts have faded to 1/e: a second of one request of the demo model, one round of
+which in four counts."""
 _PRIOR_ROUNDS = 3.0
 """Rounds that a request's prior counts for: after three rounds of its own a request is judged by itself as much as by
 its adapter."""
 _FIRST_ROUNDS = 4.0
 """Rounds that the prior of an adapter without requests counts for."""
+_FIRST_FADES = 10.0
+"""Rounds of an adapter with which that prior counts for one round less, down to one: a good drafter is believed."""
 _CARRIED = 0.7
 """Share of a pool's surprise, in log odds, that moves the prior of the next pool."""
 _LEAST, _MOST = 0.02, 0.98
@@ -95,7 +98,8 @@ class AcceptanceRate:
 
 def adapter_rates(counts: AcceptanceRate, first: float) -> list[float]:
     """[NUM_POOLS] acceptance of an adapter's requests; `first`: what is expected before any draft was verified."""
-    return counts.rates([first] * NUM_POOLS, _FIRST_ROUNDS)
+    strength = max(1.0, _FIRST_ROUNDS - counts.tried[0] / _FIRST_FADES)
+    return counts.rates([first] * NUM_POOLS, strength)
 
 
 def survival(rates: Sequence[float], count: int) -> list[float]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ...platform.core.batch import RowPlan
 from ...platform.core.request import Request
+from ...platform.core.speculative_config import MAX_DRAFTS
 from .acceptance import (
     ADAPTER_MEMORY,
     NUM_POOLS,
@@ -27,7 +30,11 @@ TRIAL_ROWS = 2
 TRIAL_DRAFTS = 4
 """Most drafts of a row in a trial: later positions follow the first ones' acceptance."""
 TRIAL_SHARE = 0.01
-"""Share of the time that the trials of one adapter may cost: the least that a measurement can tell from noise."""
+"""Share of the time that the trials of all adapters may cost: the least that a measurement can tell from noise."""
+LEAST_LAG = MAX_DRAFTS + 1
+"""Tokens from which on a row lags behind: fewer may be drafts that a step in flight verifies."""
+TRIAL_STEPS = 16.0
+"""Most steps that a round of a trial is charged for drafting, and for verifying."""
 FIRST_TRIAL_SECONDS, MOST_TRIAL_SECONDS = 0.5, 60.0
 """Least and most seconds between two trials of a drafter; a trial that changes nothing doubles them. A text changes
 within seconds, the requests of an adapter within minutes."""
@@ -59,10 +66,10 @@ class TrialSchedule:
         self.interval = FIRST_TRIAL_SECONDS
         self.due_at = now + self.interval
 
-    def ended(self, now: float, cost: float, *, has_helped: bool) -> None:
-        """A trial that cost `cost` seconds is over."""
+    def ended(self, now: float, *, has_helped: bool) -> None:
+        """A trial is over."""
         self.interval = FIRST_TRIAL_SECONDS if has_helped else min(2 * self.interval, MOST_TRIAL_SECONDS)
-        self.due_at = now + max(self.interval, cost / TRIAL_SHARE)
+        self.due_at = now + self.interval
 
 
 class AdapterState:
@@ -105,16 +112,15 @@ class AdapterState:
         shares = self.counts[drafter].made_shares(_ALL_MADE)
         return Offer(drafter, survival(self.rates(drafter), count), expected_drafts(shares, count), rows)
 
-    def due_trial(self, now: float, *, is_drafting: bool) -> int:
-        """The drafter whose trial is due longest, or -1; the one that drafts now needs none."""
-        if self.trial_drafter >= 0:
-            return -1
+    def due_trial(self, now: float, *, is_drafting: bool) -> tuple[float, int]:
+        """(time it was due, drafter) of the trial that is due longest; (inf, -1) if none is. The drafter that drafts
+        now needs none."""
         due = [
             (trial.due_at, index)
             for index, trial in enumerate(self.trials)
             if trial.due_at <= now and not (is_drafting and index == self.drafter)
         ]
-        return min(due)[1] if due else -1
+        return min(due, default=(math.inf, -1))
 
     def begin_trial(self, drafter: int, num_rows: int) -> None:
         """Some rows draft with `drafter` for `TRIAL_ROUNDS` rounds."""
@@ -122,14 +128,25 @@ class AdapterState:
 
     def end_trial(self, now: float, *, has_helped: bool) -> None:
         """The rows have finished, or are gone."""
-        self.trials[self.trial_drafter].ended(now, self.trial_cost, has_helped=has_helped)
+        self.trials[self.trial_drafter].ended(now, has_helped=has_helped)
         self.trial_drafter, self.trial_rows = -1, 0
 
 
 class RowState:
     """One running request."""
 
-    __slots__ = ("adapter", "asked", "counts", "drafter", "is_right", "num_drafts", "proposed_by", "trial_rounds")
+    __slots__ = (
+        "adapter",
+        "asked",
+        "counts",
+        "drafter",
+        "is_right",
+        "lag",
+        "num_drafts",
+        "num_unseen",
+        "proposed_by",
+        "trial_rounds",
+    )
 
     def __init__(self, adapter: AdapterState, num_drafters: int) -> None:
         self.adapter = adapter
@@ -145,6 +162,16 @@ class RowState:
         """Numbers of these drafts: asked for, and made."""
         self.trial_rounds = 0
         """Rounds that are left of its trial."""
+        self.lag = 0
+        """Tokens that the first drafter had not seen when its row was planned."""
+        self.num_unseen = 0
+        """Tokens that the first drafter has to catch up with once: the prompt, or more if nothing was drafted since."""
+
+    def see(self, row: RowPlan) -> None:
+        """Read from a row that is planned how far the first drafter lags behind."""
+        lag = row.end - row.num_drafts - row.request.num_draft_computed
+        self.lag = lag if lag >= LEAST_LAG else 0
+        self.num_unseen = max(self.lag, row.request.num_prompt_tokens)
 
     def offer(self, count: int) -> Offer:
         """Offer of at most `count` drafts by its drafter."""

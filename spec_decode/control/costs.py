@@ -1,8 +1,9 @@
 """Costs: seconds of a target step by its rows and drafts, and what a round of drafting adds.
 
 Both are tables of medians of recent measurements over classes of sizes (1, 2, 3, 4, 6, 8, 12, 16, ...), linear
-between them. All step times share one drift factor, so that a machine that becomes slower or faster does not make the
-sizes that were measured lately look worse than the others.
+between them. All times share one drift factor, so that a machine that becomes slower or faster does not make the sizes
+that were measured lately look worse than the others. Sizes with drafts age with each round that drafts: an old time
+counts less than new ones of its neighbours, and is then forgotten, so that a slow start does not last.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ _LEAST_SHARE = 0.5
 """Least time of a step, as a share of that with the fewest drafts that were measured: a line through two noisy points
 may lead to zero where nothing was measured, and no step takes no time."""
 
+_HALF_LIFE = 8
+"""Rounds with drafts after which the time of another size counts half: two trials of four rounds."""
+_FORGOTTEN = 256
+"""Rounds with drafts after which the time of a larger size is forgotten; that of a smaller one is bounded by theirs."""
+
 
 def size_class(size: int) -> int:
     """Index of the class that a number of rows or drafts belongs to: 0, 1, 2, 3, 4, 5-6, 7-8, 9-12, 13-16, ..."""
@@ -40,13 +46,15 @@ def size_class(size: int) -> int:
 class RecentTimes:
     """The last measurements at about one size."""
 
-    __slots__ = ("_seconds", "count", "size")
+    __slots__ = ("_seconds", "count", "measured_at", "size")
 
     def __init__(self) -> None:
         self.size = 0.0
         """Mean of the sizes at which it was measured."""
         self.count = -1
         """Measurements. The first one of a size is left out: kernels are prepared and memory is taken for it."""
+        self.measured_at = 0
+        """Number of the round that measured it last, counted by the curve."""
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
 
     def add(self, size: float, seconds: float) -> None:
@@ -70,14 +78,23 @@ class Curve:
     def __init__(self) -> None:
         self._sizes: dict[int, RecentTimes] = {}
         self._points: tuple[list[float], list[float]] | None = None
+        self._rounds = 0
+        self._last = 0
 
     def add(self, size: int, seconds: float) -> None:
         """Take in one measurement."""
+        self._rounds += size > 0
+        self._last = size or self._last
         known = self._sizes.get(size_class(size))
         if known is None:
             known = self._sizes[size_class(size)] = RecentTimes()
         known.add(size, seconds)
+        known.measured_at = self._rounds
         self._points = None
+
+    def _age(self, recent: RecentTimes) -> int:
+        """Rounds with drafts since a size with drafts was measured."""
+        return self._rounds - recent.measured_at if recent.size else 0
 
     def is_known(self, size: int) -> bool:
         """Return whether this class of sizes was measured often enough."""
@@ -98,6 +115,11 @@ class Curve:
         return max(0.0, seconds[after - 1] + slope * (size - left))
 
     @property
+    def has_slope(self) -> bool:
+        """True when more than one size was measured."""
+        return len(self._sizes) > 1
+
+    @property
     def least(self) -> float:
         """Seconds of the smallest measured size."""
         return (self._points or self._fit())[1][0]
@@ -105,9 +127,12 @@ class Curve:
     def _fit(self) -> tuple[list[float], list[float]]:
         """Points whose seconds do not fall: neighbours that do are averaged (pool adjacent violators)."""
         pooled: list[tuple[float, float, int]] = []  # (seconds, weight, number of points)
+        sizes = self._sizes.items()
+        self._sizes = {key: it for key, it in sizes if it.size <= self._last or self._age(it) < _FORGOTTEN}
         known = sorted(self._sizes.values(), key=lambda recent: recent.size)
         for recent in known:
-            value, weight, points = recent.seconds, float(min(max(recent.count, 1), _REMEMBERED)), 1
+            weight = min(max(recent.count, 1), _REMEMBERED) * 0.5 ** (self._age(recent) / _HALF_LIFE)
+            value, points = recent.seconds, 1
             while pooled and pooled[-1][0] > value:
                 other, other_weight, other_points = pooled.pop()
                 value = (value * weight + other * other_weight) / (weight + other_weight)
@@ -132,6 +157,11 @@ class StepCosts:
         self._curves: dict[int, Curve] = {}  # by class of rows: seconds by number of drafts
         self._drift = 1.0
 
+    @property
+    def drift(self) -> float:
+        """Ratio of the times of now to those that the curves hold."""
+        return self._drift
+
     def add(self, rows: int, drafts: int, seconds: float) -> None:
         """Take in a step of `rows` rows that verified `drafts` drafts in all, and took `seconds` > 0."""
         drafts = int(self._padded(rows, drafts))
@@ -149,31 +179,54 @@ class StepCosts:
         return _nearest(self._curves, rows)
 
     def seconds(self, rows: int, drafts: float) -> float:
-        """Expected seconds of a step; 0 before any step was measured."""
+        """Expected seconds of a step; 0 before any step was measured. A class of rows whose steps have had no drafts
+        yet has the slope of the nearest one whose steps have."""
         curve = self.curve(rows)
-        return (
-            0.0
-            if curve is None
-            else max(curve.at(self._padded(rows, drafts)), _LEAST_SHARE * curve.least) * self._drift
-        )
+        if curve is None:
+            return 0.0
+        drafts = self._padded(rows, drafts)
+        found = curve.at(drafts)
+        if not curve.has_slope:
+            sloped = _nearest({key: other for key, other in self._curves.items() if other.has_slope}, rows)
+            if sloped is not None:
+                found = curve.least + max(0.0, sloped.at(drafts) - sloped.at(0))
+        return max(found, _LEAST_SHARE * curve.least) * self._drift
 
 
 class DraftCosts:
-    """Seconds that a round adds to the target's own: drafting, and whatever else passes until the next step."""
+    """Seconds that a round adds to the target's own: drafting, and whatever else passes until the next step. The first
+    drafts of a request take longer, since the drafter computes the tokens that it has not seen."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: StepCosts) -> None:
+        """`steps` know how fast the machine is now."""
+        self._steps = steps
         self._curves: dict[tuple[int, bool], dict[int, Curve]] = {}
+        self._catch_up = RecentTimes()  # seconds a token
 
-    def add(self, drafter: int, rows: int, drafts: int, seconds: float) -> None:
+    def add(self, drafter: int, rows: int, drafts: int, seconds: float, lag: int = 0) -> None:
         """Take in a round: `drafter` made at most `drafts` drafts for each of some of `rows` rows; with 0 drafts it is
-        what a round without drafting adds."""
+        what a round without drafting adds.
+
+        Args:
+            lag: Tokens that the drafter computed first.
+        """
+        seconds = max(0.0, seconds) / self._steps.drift
         by_rows = self._curves.setdefault((drafter if drafts else -1, drafts > 0), {})
-        by_rows.setdefault(size_class(rows), Curve()).add(drafts, max(0.0, seconds))
+        if lag and by_rows:
+            known = _nearest(by_rows, rows)
+            assert known is not None, "there are curves"
+            self._catch_up.add(1, max(0.0, seconds - known.at(drafts)) / lag)
+            return
+        by_rows.setdefault(size_class(rows), Curve()).add(drafts, seconds)
 
     def seconds(self, drafter: int, rows: int, drafts: int) -> float:
         """Expected seconds; 0 where nothing like it was measured."""
         curve = _nearest(self._curves.get((drafter if drafts else -1, drafts > 0), {}), rows)
-        return 0.0 if curve is None else curve.at(drafts)
+        return 0.0 if curve is None else curve.at(drafts) * self._steps.drift
+
+    def catch_up_seconds(self, num_tokens: float) -> float:
+        """Expected seconds that the drafter takes for tokens that it has not seen; 0 before it was measured."""
+        return self._catch_up.seconds * num_tokens * self._steps.drift if self._catch_up.count >= 0 else 0.0
 
 
 def _nearest(curves: dict[int, Curve], rows: int) -> Curve | None:

@@ -58,6 +58,10 @@ class DrafterGroup(Drafter):
         for drafter in self._drafters if target.on_device is None else self._drafters[:1]:
             drafter.watch(rows, target)
 
+    def flush(self) -> None:
+        """See `Drafter`."""
+        self._first.flush()
+
     def forget_adapter(self, digest: bytes) -> None:
         """See `Drafter`."""
         for drafter in self._drafters:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from ...platform.core.batch import RowPlan, StepPlan, StepResult
 from ...platform.core.request import Request, Status
 from .acceptance import AcceptanceRate
-from .adapters import TRIAL_DRAFTS, TRIAL_ROUNDS, TRIAL_ROWS, Adapters, AdapterState, RowState
+from .adapters import TRIAL_DRAFTS, TRIAL_ROUNDS, TRIAL_ROWS, TRIAL_SHARE, TRIAL_STEPS, Adapters, AdapterState, RowState
+from .asked import Asked, asked_after, is_decode
 from .costs import DraftCosts, Padded, StepCosts, size_class
 from .goodput import StepPrices, best_plan
 
@@ -31,6 +32,16 @@ LONGEST_GAP = 0.05
 for requests. Drafting may take as long."""
 SAMPLED_STEPS = 4
 """Number of short steps of which one counts for acceptance: observing takes 0.02 ms for one row and 0.1 ms for 32."""
+FEW_ROUNDS = 32
+"""Rounds of an adapter up to which each one counts: a drafter that does not pay is found out within a tenth of a
+second."""
+QUIET_STEPS = 16
+"""Number of short steps without drafts of which two in a row are observed, so that the gap between them is too: 0.05 ms
+for one row of the demo model of 3.5M parameters, whose steps take 2 ms."""
+ANSWER_TOKENS = 128.0
+"""Tokens of an answer before any has ended, over which a drafter's catching up with the request is spread."""
+ANSWER_MEMORY = 16.0
+"""Answers after which the length of one has faded to 1/e."""
 
 
 class DrafterTraits(NamedTuple):
@@ -61,16 +72,20 @@ class SpeculationPolicy:
         """
         self._drafters = drafters
         self._clock = clock
-        self._steps, self._drafts = StepCosts(padded), DraftCosts()
+        self._steps = StepCosts(padded)
+        self._drafts = DraftCosts(self._steps)
         self._adapters = Adapters([traits.first_rate for traits in drafters])
         self._rows: dict[Request, RowState] = {}
         self._held: tuple[int, int] | None = None
         self._decide_at = 0.0
         self._compare_at = 0.0
+        self._trial: AdapterState | None = None  # the adapter on trial: one at a time
+        self._try_at = 0.0
+        self._answer_tokens = ANSWER_TOKENS
         self._class_due: dict[int, tuple[float, float]] = {}  # by class of rows: due time, interval
         self._is_drafting = False
         self._nothing_chosen = False
-        self._asked: _Asked | None = None  # of the step before
+        self._asked: Asked | None = None  # of the step before
         self._num_steps = 0
 
     # ------------------------------------------------------------------ choice
@@ -88,6 +103,8 @@ class SpeculationPolicy:
         """
         now = self._clock()
         states = [self._rows.get(row.request) or self._new_row(row.request, now) for row in rows]
+        for row, state in zip(rows, states, strict=True):
+            state.see(row)
         if self._held is not None:
             for state in states:
                 state.drafter, state.num_drafts = self._held
@@ -113,6 +130,7 @@ class SpeculationPolicy:
     def _new_row(self, request: Request, now: float) -> RowState:
         for gone in [known for known in self._rows if known.status is Status.FINISHED]:
             self._leave(self._rows.pop(gone), now)
+            self._answer_tokens += (gone.num_output_tokens - self._answer_tokens) / ANSWER_MEMORY
         state = self._rows[request] = RowState(self._adapters.of(request, now), len(self._drafters))
         self._decide_at = now
         return state
@@ -134,7 +152,7 @@ class SpeculationPolicy:
             state.drafter = state.adapter.drafter
             offers.append(state.offer(min(limit, self._drafters[state.drafter].max_drafts)))
             rated.append(state)
-        prices = self._prices(num_rows)
+        prices = self._prices(num_rows, offering)
         plan = best_plan(offers, prices, num_rows, fair=not requests_wait)
         if rated:  # else all are on trial
             self._is_drafting = plan.gain >= (GO_ON if self._is_drafting else BEGIN)
@@ -159,7 +177,7 @@ class SpeculationPolicy:
             for adapter, states in by_adapter.items():
                 most = self._drafters[adapter.drafter].max_drafts
                 offers.append(adapter.offer(adapter.drafter, most, len(states)))
-            plan = best_plan(offers, self._prices(num_rows), num_rows, fair=not requests_wait)
+            plan = best_plan(offers, self._prices(num_rows, offering), num_rows, fair=not requests_wait)
             is_drafting = plan.gain >= (GO_ON if any(a.num_drafts.get(rows) for a in by_adapter) else BEGIN)
             for adapter, count in zip(by_adapter, plan.num_drafts, strict=True):
                 adapter.num_drafts[rows] = count if is_drafting else 0
@@ -170,14 +188,18 @@ class SpeculationPolicy:
                     state.drafter, state.num_drafts = adapter.drafter, adapter.num_drafts[rows]
         self._decide_at = self._class_due[rows][0]
 
-    def _prices(self, num_rows: int) -> StepPrices:
+    def _prices(self, num_rows: int, offering: Sequence[tuple[RowState, int]]) -> StepPrices:
+        """Prices of rounds. The first drafter catches up with each request once, which its rounds share."""
         steps, drafts = self._steps, self._drafts
+        unseen = drafts.catch_up_seconds(sum(state.num_unseen for state, _ in offering))
+        unseen /= max(1.0, self._answer_tokens)
         known: dict[tuple[int, int], float] = {}
 
         def draft(drafter: int, count: int) -> float:
             found = known.get((drafter, count))
             if found is None:
-                found = known[drafter, count] = drafts.seconds(drafter, num_rows, count)
+                found = drafts.seconds(drafter, num_rows, count) + (unseen if count and drafter == 0 else 0.0)
+                known[drafter, count] = found
             return found
 
         return StepPrices(lambda count: steps.seconds(num_rows, count), draft)
@@ -190,10 +212,10 @@ class SpeculationPolicy:
             return
         self._compare_at = now + SHORT_INTERVAL
         for adapter in {id(state.adapter): state.adapter for state, _ in offering}.values():
-            self._compare(adapter, num_rows)
+            self._compare(adapter, num_rows, offering)
 
-    def _compare(self, adapter: AdapterState, num_rows: int) -> None:
-        prices = self._prices(num_rows)
+    def _compare(self, adapter: AdapterState, num_rows: int, offering: Sequence[tuple[RowState, int]]) -> None:
+        prices = self._prices(num_rows, offering)
         gains = []
         for index, traits in enumerate(self._drafters):
             offer = adapter.offer(index, traits.max_drafts, num_rows)
@@ -205,19 +227,25 @@ class SpeculationPolicy:
             adapter.num_drafts.clear()
 
     def _begin_trials(self, offering: Sequence[tuple[RowState, int]], now: float) -> None:
-        """Let some rows of an adapter try a drafter that the adapter does not use, where that is due."""
+        """Let some rows of one adapter try a drafter that the adapter does not use, if that is due."""
+        if self._trial is not None or now < self._try_at:
+            return
         by_adapter: dict[AdapterState, list[tuple[RowState, int]]] = {}
         for state, limit in offering:
             by_adapter.setdefault(state.adapter, []).append((state, limit))
-        for adapter, rows in by_adapter.items():
-            drafter = adapter.due_trial(now, is_drafting=any(state.num_drafts for state, _ in rows))
-            if drafter < 0:
-                continue
-            rows = sorted(rows, key=lambda entry: entry[0].counts[drafter][False].tried[0])[:TRIAL_ROWS]
-            adapter.begin_trial(drafter, len(rows))
-            for state, limit in rows:
-                state.trial_rounds, state.drafter = TRIAL_ROUNDS, drafter
-                state.num_drafts = min(limit, TRIAL_DRAFTS, self._drafters[drafter].max_drafts)
+        due = [
+            (*adapter.due_trial(now, is_drafting=any(state.num_drafts for state, _ in rows)), index)
+            for index, (adapter, rows) in enumerate(by_adapter.items())
+        ]
+        _, drafter, index = min(due)
+        if drafter < 0:
+            return
+        self._trial, rows = list(by_adapter.items())[index]
+        rows = sorted(rows, key=lambda entry: (entry[0].counts[drafter][False].tried[0], entry[0].num_unseen))
+        self._trial.begin_trial(drafter, len(rows[:TRIAL_ROWS]))
+        for state, limit in rows[:TRIAL_ROWS]:
+            state.trial_rounds, state.drafter = TRIAL_ROUNDS, drafter
+            state.num_drafts = min(limit, TRIAL_DRAFTS, self._drafters[drafter].max_drafts)
 
     def _count_trial(self, state: RowState, now: float) -> None:
         """Count one round of a row on trial."""
@@ -241,6 +269,7 @@ class SpeculationPolicy:
         adapter.trial_rows -= 1
         if adapter.trial_rows > 0:
             return
+        self._trial, self._try_at = None, now + adapter.trial_cost / TRIAL_SHARE
         gain = self._gain(adapter, adapter.trial_drafter)
         in_use = 1.0 if adapter.trial_drafter == adapter.drafter else self._gain(adapter, adapter.drafter)
         adapter.end_trial(now, has_helped=gain >= BEGIN * in_use)
@@ -250,7 +279,7 @@ class SpeculationPolicy:
     def _gain(self, adapter: AdapterState, drafter: int) -> float:
         """Goodput of one request of an adapter with a drafter, over that without drafts."""
         offer = adapter.offer(drafter, self._drafters[drafter].max_drafts)
-        return best_plan([offer], self._prices(1), 1, fair=False).gain
+        return best_plan([offer], self._prices(1, ()), 1, fair=False).gain
 
     # ------------------------------------------------------------------ observation
 
@@ -260,29 +289,38 @@ class SpeculationPolicy:
         now = self._clock()
         self._num_steps += 1
         rows, seconds = plan.rows, result.seconds
+        if self._is_quiet(rows):
+            return
         before, self._asked = self._asked, None
-        if seconds > 0.0 and rows and all(row.samples and row.num_tokens == 1 + row.num_drafts for row in rows):
+        if seconds > 0.0 and rows and all(is_decode(row) for row in rows):
             self._steps.add(len(rows), sum(row.num_drafts for row in rows), seconds)
             # The time since the step before belongs to what was drafted after that one.
             if before is not None and result.gap is not None and (result.gap < LONGEST_GAP or before.num_drafts):
-                self._drafts.add(before.drafter, before.num_rows, before.num_drafts, result.gap)
-            self._charge_trials(rows, seconds)
-            self._asked = _asked(rows)
+                self._drafts.add(before.drafter, before.num_rows, before.num_drafts, result.gap, before.lag)
+            self._charge_trial(len(rows), seconds, result.gap or 0.0)
+            self._asked = asked_after(rows, self._rows)
+        elif (asked := asked_after(rows, self._rows)) is not None and asked.lag:
+            self._asked = asked  # drafters catch up with prompts
         if self._held is None:
             self._count(rows, result, now)
 
-    def _charge_trials(self, rows: Sequence[RowPlan], seconds: float) -> None:
-        """Charge adapters on trial what the step took beyond one without drafts, at most as much as that one (what
-        takes longer is the work of other programs), and what drafting takes."""
-        trying = {id(s.adapter): s.adapter for row in rows if (s := self._rows.get(row.request)) and s.trial_rounds}
-        if not trying:
+    def _is_quiet(self, rows: Sequence[RowPlan]) -> bool:
+        """True if a short step without drafts says nothing that others do not: of those most are left out."""
+        if self._held is not None or self._num_steps % QUIET_STEPS < 2 or not self._is_short(len(rows)):
+            return False
+        if any(row.num_drafts or row.max_new_drafts for row in rows):
+            return False
+        self._asked = None
+        return True
+
+    def _charge_trial(self, num_rows: int, seconds: float, gap: float) -> None:
+        """Charge the adapter on trial what step and drafting took beyond those without drafts, of each at most some
+        steps (what takes longer is the work of other programs)."""
+        if self._trial is None:
             return
-        num_rows = len(rows)
-        base = self._steps.seconds(num_rows, 0)
-        longer = min(max(seconds - base, 0.0), base) / len(trying)
-        for adapter in trying.values():
-            drafting = self._drafts.seconds(adapter.trial_drafter, num_rows, TRIAL_DRAFTS)
-            adapter.trial_cost += longer + max(0.0, drafting - self._drafts.seconds(0, num_rows, 0))
+        base, drafting = self._steps.seconds(num_rows, 0), gap - self._drafts.seconds(0, num_rows, 0)
+        for longer in (seconds - base, drafting):
+            self._trial.trial_cost += min(max(longer, 0.0), TRIAL_STEPS * base)
 
     def _count(self, rows: Sequence[RowPlan], result: StepResult, now: float) -> None:
         """Count right and wrong drafts."""
@@ -291,7 +329,7 @@ class SpeculationPolicy:
             state = self._rows.get(row.request)
             if state is None or got.error is not None:
                 continue
-            if counts_all or state.trial_rounds:
+            if counts_all or state.trial_rounds or state.adapter.counts[state.drafter].tried[0] < FEW_ROUNDS:
                 asked, made = state.asked
                 if row.is_forced or got.is_deferred:  # no drafter made them, or nothing was sampled
                     asked = made = 0
@@ -328,7 +366,7 @@ class SpeculationPolicy:
 
     def release(self) -> None:
         """Choose again; nothing of the requests since `hold` is remembered."""
-        self._held, self._asked = None, None
+        self._held, self._asked, self._trial = None, None, None
         self._rows.clear()
         self._adapters = Adapters([traits.first_rate for traits in self._drafters])
 
@@ -347,23 +385,3 @@ def _counts_of(state: RowState, drafter: int) -> tuple[AcceptanceRate, ...]:
     """Counts that a round of a request belongs to: its own and its adapter's."""
     adapter, is_right = state.adapter, state.is_right
     return state.counts[drafter][is_right], adapter.counts[drafter], adapter.after[drafter][is_right]
-
-
-class _Asked(NamedTuple):
-    """Drafts that are asked for after a step."""
-
-    drafter: int
-    num_drafts: int
-    """Most drafts of a row."""
-    num_rows: int
-
-
-def _asked(rows: Sequence[RowPlan]) -> _Asked | None:
-    """Drafts that are asked for after a step of these rows; None if two drafters are asked."""
-    asked: dict[int, int] = {}
-    for row in rows:
-        if row.max_new_drafts > asked.get(row.drafter, 0):
-            asked[row.drafter] = row.max_new_drafts
-    if not asked:
-        return _Asked(0, 0, len(rows))
-    return _Asked(*next(iter(asked.items())), len(rows)) if len(asked) == 1 else None

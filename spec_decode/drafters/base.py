@@ -144,6 +144,9 @@ class Drafter:
         """See a step after which nothing is drafted, to keep what would be lost otherwise; cheap. By default nothing
         is kept."""
 
+    def flush(self) -> None:
+        """Write to its layers what `watch` has put off; called before KV blocks are copied. By default nothing is."""
+
     def forget_adapter(self, digest: bytes) -> None:
         """Drop everything learned from requests of an adapter whose content is gone from the engine. By default
         nothing outlives a request."""

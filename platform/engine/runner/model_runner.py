@@ -216,6 +216,7 @@ class ModelRunner:
             moves: Copies of KV blocks that are made first.
         """
         if self._host is not None and moves:
+            self._drafter.flush()
             self._host.run(moves)
         stopwatch = self._queue.stopwatch()
         if before is not None:

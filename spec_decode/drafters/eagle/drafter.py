@@ -129,7 +129,13 @@ class EagleDrafter(TokenDrafter):
     @torch.inference_mode()
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
         """Keep the step's hidden states."""
-        self._keep(rows, target)
+        step = target.on_device
+        self._store.defer(rows, self._states(target), None if step is None else step.overshoot)
+
+    @torch.inference_mode()
+    def flush(self) -> None:
+        """Write the hidden states of earlier steps."""
+        self._store.flush()
 
     def _keep(self, rows: Sequence[DraftRow], target: TargetOutput) -> Tensor:
         """Write the step's hidden states; returns them as they are kept, [T, H]."""

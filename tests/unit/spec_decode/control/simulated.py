@@ -59,6 +59,8 @@ class Costs:
     base: float = 0.05
     each: float = 0.5
     match: float = 1.0
+    catch_up: float = 0.0
+    """Milliseconds for each token that the drafter has not seen when it drafts for a row."""
 
 
 LOOKUP = Costs(0.02, 0.0)
@@ -78,9 +80,13 @@ class World:
     seed: int = 0
     length: int = 200
     """Output tokens of a request; another with the same adapter follows it."""
+    prompt: int = 8
+    """Tokens of a prompt."""
     overlaps: bool = False
     """True when the next step is planned before a step is observed."""
     waiting: bool = False
+    slowness: Callable[[float], float] = lambda now: 1.0
+    """Factor of all times, by milliseconds from the start: other programs on the machine."""
     params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
     now: float = 0.0
     ended: float | None = None
@@ -100,7 +106,7 @@ class World:
 
     def fresh(self, adapter: bytes, length: int = 0) -> Request:
         """Make a running request that has `length` output tokens."""
-        request = Request("r", [0] * (8 + length), 8, self.params, seed_key=1)
+        request = Request("r", [0] * (self.prompt + length), self.prompt, self.params, seed_key=1)
         request.text_namespace, request.status = (b"", adapter), Status.RUNNING
         return request
 
@@ -116,7 +122,7 @@ class World:
 
     def spend(self, milliseconds: float) -> float:
         """Let time pass."""
-        taken = milliseconds * (1.0 + self.noise * self.random.uniform(-1, 1))
+        taken = milliseconds * self.slowness(self.now) * (1.0 + self.noise * self.random.uniform(-1, 1))
         self.now += taken
         return taken
 
@@ -155,7 +161,11 @@ class World:
         for drafter, costs in enumerate(self.drafters):
             most = max((row.max_new_drafts for row in plan.rows if row.drafter == drafter), default=0)
             if most:
-                self.spend(costs.base + costs.each * most)
+                asking = [row.request for row in plan.rows if row.max_new_drafts and row.drafter == drafter]
+                lag = sum(len(request.tokens) - request.num_draft_computed for request in asking)
+                self.spend(costs.base + costs.each * most + costs.catch_up * lag)
+                for request in asking:
+                    request.num_draft_computed = len(request.tokens)
         self.spend(HOST)
         self.policy.observe(plan, StepResult(results, seconds, gap))
         self.planned = following

@@ -19,7 +19,7 @@ def test_nothing_is_known_before_a_step_was_measured():
     costs = StepCosts()
     assert costs.seconds(4, 0) == 0.0
     assert costs.curve(4) is None
-    assert DraftCosts().seconds(0, 4, 2) == 0.0
+    assert DraftCosts(StepCosts()).seconds(0, 4, 2) == 0.0
 
 
 def test_times_lie_on_a_line_between_measured_sizes_and_beyond_them():
@@ -86,7 +86,7 @@ def test_a_slower_machine_makes_all_sizes_slower():
 
 
 def test_a_round_without_drafts_has_its_own_time():
-    costs = DraftCosts()
+    costs = DraftCosts(StepCosts())
     for _ in range(4):
         costs.add(0, 2, 0, 0.0003)
         costs.add(0, 2, 4, 0.004)
@@ -94,6 +94,52 @@ def test_a_round_without_drafts_has_its_own_time():
     assert costs.seconds(0, 2, 0) == costs.seconds(1, 2, 0) == pytest.approx(0.0003)
     assert costs.seconds(0, 2, 4) == pytest.approx(0.004)
     assert costs.seconds(1, 2, 4) == pytest.approx(0.0005)
+
+
+def test_slow_first_rounds_of_other_sizes_are_forgotten():
+    costs = DraftCosts(StepCosts())
+    for _ in range(5):
+        for count in (1, 4, 8):
+            costs.add(0, 2, count, 0.010 + 0.01 * count)
+    for _ in range(24):
+        costs.add(0, 2, 4, 0.004)
+    assert costs.seconds(0, 2, 4) < 0.006
+    assert costs.seconds(0, 2, 1) < 0.006, "no more than what more drafts take"
+    for _ in range(260):
+        costs.add(0, 2, 4, 0.004)
+    assert costs.seconds(0, 2, 8) < 0.01
+
+
+def test_catching_up_has_a_price_for_each_token():
+    costs = DraftCosts(StepCosts())
+    assert costs.catch_up_seconds(100) == 0.0
+    for _ in range(4):
+        costs.add(0, 1, 4, 0.004)
+        costs.add(0, 1, 4, 0.024, lag=200)
+    assert costs.seconds(0, 1, 4) == pytest.approx(0.004)
+    assert costs.catch_up_seconds(100) == pytest.approx(0.010)
+
+
+def test_drafts_cost_a_batch_that_had_none_what_they_cost_another():
+    costs = StepCosts()
+    for _ in range(5):
+        costs.add(16, 0, 0.012)
+        costs.add(16, 32, 0.044)
+        costs.add(32, 0, 0.026)
+    assert costs.seconds(32, 0) == pytest.approx(0.026)
+    assert costs.seconds(32, 32) == pytest.approx(0.058)
+
+
+def test_drafting_becomes_slower_and_faster_with_the_steps():
+    """Another program takes half of the machine, while nothing is drafted."""
+    steps = StepCosts()
+    costs = DraftCosts(steps)
+    for _ in range(5):
+        steps.add(1, 0, 0.010)
+        costs.add(0, 1, 4, 0.004)
+    for _ in range(50):
+        steps.add(1, 0, 0.015)
+    assert costs.seconds(0, 1, 4) > 0.005
 
 
 def test_drafts_within_a_shape_cost_nothing_more():

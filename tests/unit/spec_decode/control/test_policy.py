@@ -141,7 +141,8 @@ def test_drafting_begins_for_three_per_cent_and_goes_on_for_half_a_per_cent(curv
         world.run(2500)
         world.counts.clear()
         world.run(300)
-        assert {count > 0 for (count,) in world.counts} == {goes_on}, gain
+        drafting = sum(count > 0 for (count,) in world.counts)
+        assert drafting == 300 if goes_on else drafting <= 8, gain  # a trial or two
 
 
 @pytest.mark.slow

@@ -192,10 +192,13 @@ def test_blocks_that_may_be_found_have_all_their_states(make_engine, folders, pr
     its commit, and before anybody looks for blocks."""
     kept, published, lacking = set(), set(), set()
 
-    def write(self, rows, states, overshoot, of=HiddenStore.write):
-        for row in rows:
-            kept.update((row.block_table[at // 4], at % 4) for at in range(row.start, row.num_valid))
-        return of(self, rows, states, overshoot)
+    def kept_by(of):
+        def keep(self, rows, states, overshoot):
+            for row in rows:
+                kept.update((row.block_table[at // 4], at % 4) for at in range(row.start, row.num_valid))
+            return of(self, rows, states, overshoot)
+
+        return keep
 
     def publish(cache, request, of=PrefixCache.publish):
         of(cache, request)
@@ -206,7 +209,8 @@ def test_blocks_that_may_be_found_have_all_their_states(make_engine, folders, pr
         lacking.update(published - kept)
         return of(cache, request)
 
-    monkeypatch.setattr(HiddenStore, "write", write)
+    monkeypatch.setattr(HiddenStore, "write", kept_by(HiddenStore.write))
+    monkeypatch.setattr(HiddenStore, "defer", kept_by(HiddenStore.defer))
     monkeypatch.setattr(PrefixCache, "publish", publish)
     monkeypatch.setattr(PrefixCache, "match", match)
     for prompt, text in zip(prompts[:4], texts, strict=False):
