@@ -92,7 +92,7 @@ class HiddenStore:
         pending = self._deferred_slots
         if len(pending) + num_tokens > _MOST_DEFERRED or any(slot in pending for slot in slots):
             self.flush()  # a slot is written once in a product: of two writes either may be the last
-        self._deferred.append(states)
+        self._deferred.append(tuple(state.clone() for state in states))  # graphs write the next step's over them
         self._deferred_slots.update(dict.fromkeys(slots))
 
     def flush(self) -> None:

@@ -91,3 +91,12 @@ def test_a_step_with_an_adapter_or_an_unknown_beginning_is_not_put_off():
     assert fused.sizes == [2, 2]
     found = fused.store.read(TABLES, [1, 2], [1, 1])
     assert found[:, 0].tolist() == [1, 2]
+
+
+def test_what_is_put_off_outlives_the_buffers_of_its_step():
+    """Those of a captured pass are written again by the next one."""
+    fused, (buffer,) = Fused(), vectors(1.0, 101.0)
+    fused.store.defer(rows_at(0), (buffer,), None)
+    buffer.fill_(9.0)
+    fused.store.defer(rows_at(1), (buffer,), None)
+    assert read(fused.store, 2) == [[1, 9], [101, 9]]
