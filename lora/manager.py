@@ -144,7 +144,7 @@ class AdapterManager:
         return None
 
     def prefetch(self, request: Request) -> None:
-        """Load the adapter of a waiting request before its turn, where nothing more urgent has to make way."""
+        """Load the adapter of a waiting request before its turn, if nothing more urgent has to be evicted."""
         version: AdapterVersion | None = request.adapter
         if version is None or version.error is not None or version in self._refusals or request not in version.waiting:
             return

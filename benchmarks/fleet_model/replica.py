@@ -58,7 +58,7 @@ class Replica:
         self._slots: LruSet = LruSet(self._limits.slots + 1)  # _load makes room itself
         self._holds: Counter[int] = Counter()
         self._loading: int | None = None
-        self._pause = 0.0  # seconds for which the load under way still has to make way
+        self._pause = 0.0  # seconds for which the load in flight still has to make way
         self._unwritten: set[int] = set()  # adapters that were read since the last step began
         self._prefixes = LruSet(self._prefixes_kept)
         self._wake = self._env.event()

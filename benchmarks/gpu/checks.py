@@ -111,7 +111,7 @@ def check_demo(context: Context, root: Path) -> None:
 
 
 def _note_overlaps(engine: EngineCore) -> list[bool]:
-    """List that gets, for each step launched from now on, True when another step was under way."""
+    """List that gets, for each step launched from now on, True when another step was in flight."""
     overlaps: list[bool] = []
     launch = engine._runner.launch
 

@@ -65,7 +65,7 @@ class _Table:
             grown[: len(self.rows)] = self.rows
             if grown.is_cuda:
                 torch.cuda.current_stream(grown.device).synchronize()
-            self.rows = grown  # a step under way keeps the old tensor, which has its slots
+            self.rows = grown  # a step in flight keeps the old tensor, which has its slots
         for mine, part in zip(self.rows[slot].split(self._sizes), parts, strict=True):
             if part is None:
                 mine.zero_()

@@ -284,7 +284,7 @@ class Catalog:
         return self._info_after_write(version, wait=read is None)
 
     def unpin(self, name: str) -> AdapterInfo:
-        """Let a registered adapter make way for others again; NotFoundError when the name is unknown."""
+        """Let a registered adapter be evicted again; NotFoundError when the name is unknown."""
         self._wait(0)
         version = self._registry.get(name)
         self._set_pinned(version, False)

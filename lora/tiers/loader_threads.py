@@ -61,7 +61,7 @@ class LoaderThreads(Generic[T]):
         return [first, *self.poll()]
 
     def close(self) -> None:
-        """Stop the threads after the jobs under way; jobs not begun are dropped."""
+        """Stop the threads after the jobs in flight; jobs not begun are dropped."""
         for jobs in self._jobs.values():
             while not jobs.empty():
                 try:

@@ -46,7 +46,7 @@ class RowWriter:
         """
         if not self.on_gpu:
             return lambda: self._write(allocation, adapter)
-        # Steps under way may still read these rows for their former owner.
+        # Steps in flight may still read these rows for their former owner.
         before = torch.cuda.Event()
         before.record(torch.cuda.current_stream(self._device))
 

@@ -28,7 +28,7 @@ class AttentionCall(NamedTuple):
 
 
 class PassState:
-    """Batch of the pass that is under way: modules of transformers cannot be given one."""
+    """Batch of the pass that is in flight: modules of transformers cannot be given one."""
 
     __slots__ = ("batch", "head_adapters", "noted")
 

@@ -242,7 +242,7 @@ class LLMEngine(MadeFromArgs, SyncAdapterMethods, SyncEngineMethods, SyncSleepMe
         return processed.touched
 
     def _settle(self) -> None:
-        """Once all requests are finished, end the step that is under way for one of them: it holds KV blocks and the
+        """Once all requests are finished, end the step that is in flight for one of them: it holds KV blocks and the
         adapter. Its error is nobody's: an engine that is broken raises on the next call."""
         while not len(self.output_processor) and self.engine_core.has_work():
             try:

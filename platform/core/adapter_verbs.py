@@ -63,7 +63,7 @@ class Adapters(Protocol[Info, Infos, Nothing]):
         """
 
     def unpin(self, name: str) -> Info:
-        """Let a registered adapter make way for others again; NotFoundError when no adapter has that name."""
+        """Let a registered adapter be evicted again; NotFoundError when no adapter has that name."""
 
     def list(self) -> Infos:
         """The registered adapters, in the order of registration."""

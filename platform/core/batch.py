@@ -39,7 +39,7 @@ class RowPlan:
     is_forced: bool = False
     """True: its drafts are tokens that a grammar leaves no choice about."""
     awaits_token: bool = False
-    """True when its first token is sampled by the sequence's row in the step under way, which also makes its drafts."""
+    """True when its first token is sampled by the sequence's row in the step in flight, which also makes its drafts."""
 
     @property
     def end(self) -> int:

@@ -108,7 +108,7 @@ class Request:
     """(account, rank, arrival), set when it is queued: the smallest runs first. Accounts are compared as they stand
     now: requests with different ones change places, those with the same never do."""
     status: Status = Status.WAITING
-    under_way: list[Any] = field(default_factory=list)
+    in_flight: list[Any] = field(default_factory=list)
     """Its rows (`batch.RowPlan`) that were launched and are not committed, oldest first: at most one while a step is
     planned, two between the launch of a step and the commit of the one before."""
     drafts: Drafts = NO_DRAFTS
@@ -182,38 +182,38 @@ class Request:
 
     @property
     def num_planned(self) -> int:
-        """`num_computed` once what is under way is committed, if all of its drafts are right."""
-        return self.under_way[-1].end if self.under_way else self.num_computed
+        """`num_computed` once what is in flight is committed, if all of its drafts are right."""
+        return self.in_flight[-1].end if self.in_flight else self.num_computed
 
     @property
     def awaits_token(self) -> bool:
-        """True when a step under way samples a token that is not in `tokens` yet."""
-        return bool(self.under_way) and self.under_way[-1].samples
+        """True when a step in flight samples a token that is not in `tokens` yet."""
+        return bool(self.in_flight) and self.in_flight[-1].samples
 
     @property
     def num_pending(self) -> int:
-        """Most tokens that the rows under way bring: one, and all their drafts if these are right."""
-        return self.under_way[-1].end + 1 - len(self.tokens) if self.awaits_token else 0
+        """Most tokens that the rows in flight bring: one, and all their drafts if these are right."""
+        return self.in_flight[-1].end + 1 - len(self.tokens) if self.awaits_token else 0
 
     @property
     def num_unplanned(self) -> int:
         """Number of tokens that no step computes yet; one that is being sampled counts."""
-        if not self.under_way:
+        if not self.in_flight:
             return len(self.tokens) - self.num_computed
-        row = self.under_way[-1]
+        row = self.in_flight[-1]
         return 1 if row.samples else len(self.tokens) - row.end
 
     def land(self, row: Any) -> None:
-        """Remove `row`, which is committed and was the oldest, from those under way; a row that was never launched
+        """Remove `row`, which is committed and was the oldest, from those in flight; a row that was never launched
         beside others is not among them."""
-        if self.under_way:
-            oldest = self.under_way.pop(0)
+        if self.in_flight:
+            oldest = self.in_flight.pop(0)
             assert oldest is row, "steps are committed in the order of their launch"
 
     def settle(self) -> None:
         """Correct the rows that were planned beside a step that is now committed: they were planned as if all drafts
         were right, and begin where the computed tokens end."""
-        for row in self.under_way:
+        for row in self.in_flight:
             row.start = self.num_computed
 
     @property

@@ -1,4 +1,4 @@
-"""Facts about a built engine: the bytes of its weights, and what clients are told."""
+"""Facts about a built engine: the bytes of its weights, and what is reported to clients."""
 
 from __future__ import annotations
 

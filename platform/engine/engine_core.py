@@ -73,7 +73,7 @@ class EngineCore:
 
     def step(self) -> list[TokenDelta]:
         """Compute one step of whatever is due. Errors of single sequences come as deltas; others go on. With
-        `async_scheduling` the next step is under way when this returns.
+        `async_scheduling` the next step is in flight when this returns.
 
         Raises:
             EngineDeadError: another rank is gone; every further step raises it too.

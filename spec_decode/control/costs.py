@@ -58,7 +58,7 @@ class RecentTimes:
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
 
     def add(self, size: float, seconds: float) -> None:
-        """Take in one measurement."""
+        """Record one measurement."""
         self.count += 1
         if self.count <= 1:
             self._seconds.clear()
@@ -82,7 +82,7 @@ class Curve:
         self._last = 0
 
     def add(self, size: int, seconds: float) -> None:
-        """Take in one measurement."""
+        """Record one measurement."""
         self._rounds += size > 0
         self._last = size or self._last
         known = self._sizes.get(size_class(size))
@@ -163,7 +163,7 @@ class StepCosts:
         return self._drift
 
     def add(self, rows: int, drafts: int, seconds: float) -> None:
-        """Take in a step of `rows` rows that verified `drafts` drafts in all, and took `seconds` > 0."""
+        """Record a step of `rows` rows that verified `drafts` drafts in all, and took `seconds` > 0."""
         drafts = int(self._padded(rows, drafts))
         curve = self._curves.get(size_class(rows))
         if curve is None:
@@ -204,7 +204,7 @@ class DraftCosts:
         self._catch_up = RecentTimes()  # seconds a token
 
     def add(self, drafter: int, rows: int, drafts: int, seconds: float, lag: int = 0) -> None:
-        """Take in a round: `drafter` made at most `drafts` drafts for each of some of `rows` rows; with 0 drafts it is
+        """Record a round: `drafter` made at most `drafts` drafts for each of some of `rows` rows; with 0 drafts it is
         what a round without drafting adds.
 
         Args:

@@ -96,7 +96,7 @@ class Proposal(NamedTuple):
     drafts: Drafts
     num_draft_computed: int
     """Leading positions of `tokens` and then the drafts, as proposed, whose KV is valid in the drafter's own layers;
-    whoever accepts fewer drafts clips it. A drafter without layers says: all of `tokens`.
+    the engine clips it to the accepted drafts. A drafter without layers says: all of `tokens`.
     With `TargetOutput.on_device`: the number of `tokens`, which stands for that of the true ones, or 0 where nothing
     was computed, so that nothing changes."""
 

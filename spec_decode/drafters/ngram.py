@@ -64,7 +64,7 @@ class _History:
         self._array = np.empty(0, dtype=np.int32)  # made when it is needed
 
     def update(self, new: Sequence[int]) -> None:
-        """Take in what `new` has beyond the tokens of the call before, which it extends."""
+        """Record what `new` has beyond the tokens of the call before, which it extends."""
         tokens, last, before, n = self.tokens, self._last, self._before, self._min_n
         tokens += new[len(tokens) :]
         for end in range(len(before), len(tokens)):

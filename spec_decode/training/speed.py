@@ -26,7 +26,7 @@ class Speed:
         """A line about the steps done, the speed and the time that is left."""
         window = list(self._window)
         if not window:
-            return f"step {self._done + 1} of {self._steps} is under way"
+            return f"step {self._done + 1} of {self._steps} is in flight"
         tokens, seconds = (sum(column) for column in zip(*window, strict=True))
         left = (self._steps - self._done) * seconds / len(window)
         return (

@@ -72,7 +72,7 @@ def tokens(outcomes):
 
 
 def watch(engine, monkeypatch):
-    """(plan, whether another step was under way) of every step launched."""
+    """(plan, whether another step was in flight) of every step launched."""
     plans, launch = [], engine._runner.launch
 
     def noted(plan, before=None):

@@ -177,7 +177,7 @@ def test_bad_words_are_given_the_token_before(make_engine, run, prompts, monkeyp
         assert sum(row.awaits_token for plan in plans for row in plan.rows) == 19
 
 
-def test_an_error_in_a_step_under_way_leaves_a_usable_engine(
+def test_an_error_in_a_step_in_flight_leaves_a_usable_engine(
     make_engine, run, greedy, prompts, plain_engine, run_with_failures
 ):
     want = run(plain_engine, [(p, greedy) for p in prompts])
@@ -185,7 +185,7 @@ def test_an_error_in_a_step_under_way_leaves_a_usable_engine(
     assert run_with_failures(engine, prompts, greedy) == [o.token_ids for o in want]
 
 
-def test_an_engine_shuts_down_with_a_step_under_way(models, greedy, prompts):
+def test_an_engine_shuts_down_with_a_step_in_flight(models, greedy, prompts):
     engine = build_engine(models, async_scheduling=True)
     engine.add_request(EngineRequest("a", list(prompts[0]), greedy, [1]))
     engine.step()

@@ -122,7 +122,7 @@ def test_in_batches_that_come_and_go(
         for plan in plans
         if any(row.awaits_token for row in plan.rows) and any(not row.awaits_token for row in plan.rows)
     ]
-    assert mixed, "requests join while others are under way"
+    assert mixed, "requests join while others are in flight"
     if options == "few blocks":
         assert engine.stats().num_preemptions > 0
 
@@ -203,7 +203,7 @@ def test_a_step_is_launched_before_the_host_knows_what_the_one_before_accepted(
     assert len(outcomes[0].token_ids) == 24
 
 
-def test_an_error_in_a_step_under_way_leaves_a_usable_engine(
+def test_an_error_in_a_step_in_flight_leaves_a_usable_engine(
     models, make_engine, run, greedy, prompts, plain_engine, run_with_failures
 ):
     want = run(plain_engine, [(p, greedy) for p in prompts])

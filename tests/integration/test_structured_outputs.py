@@ -158,7 +158,7 @@ def test_preemption_keeps_the_form():
     engine.shutdown()
 
 
-def test_the_host_asks_no_grammar_that_a_step_under_way_may_read(monkeypatch):
+def test_the_host_asks_no_grammar_that_a_step_in_flight_may_read(monkeypatch):
     """A chunk of a prompt is committed while the chunk after it, which samples, runs in a thread."""
     asked, forced = [], GrammarState.forced
 

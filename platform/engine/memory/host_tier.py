@@ -39,7 +39,7 @@ class SwapCost:
         self._bytes_per_second = bytes_per_second
         self._prompt_token_seconds: float | None = None
 
-    def took(self, plan: StepPlan, seconds: float) -> None:
+    def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learn the time of a prompt token from a step that computed mostly such."""
         prompts = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1 + row.num_drafts)
         if prompts < _FEWEST_PROMPT_TOKENS or 2 * prompts < plan.num_tokens or seconds <= 0:

@@ -184,7 +184,7 @@ class PrefixCache:
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learn from the time of a step."""
         if self.host is not None:
-            self.host.cost.took(plan, seconds)
+            self.host.cost.observe(plan, seconds)
 
     def reset(self) -> bool:
         """Forget all blocks that no sequence uses, and all of the host's; True when nothing is cached any more."""

@@ -68,11 +68,11 @@ def _with_facts(delta: TokenDelta, request: Request) -> TokenDelta:
 
 
 def ends_after(request: Request, max_model_len: int) -> bool:
-    """Return whether the rows under way of `request`, of which there is one at least, bring the last token that it may
+    """Return whether the rows in flight of `request`, of which there is one at least, bring the last token that it may
     have if all their drafts are right, whichever tokens they are."""
     if request.params.pooling is not None:
         return request.num_planned >= request.num_prompt_tokens
-    row = request.under_way[-1]
+    row = request.in_flight[-1]
     return (row.end + 1 if row.samples else len(request.tokens)) >= min(request.most_tokens, max_model_len)
 
 

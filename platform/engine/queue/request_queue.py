@@ -9,7 +9,7 @@ The order is that of virtual token counters, after Sheng et al., "Fairness in Se
 
 The account with the smallest counter is next; nothing waits while there is room, whatever the counters. One that comes
 to the queue with nothing queued is lifted to the smallest counter among those queued, or, when there are none, to that
-of the account that left the queue last, so that who was away cannot catch up on it. It is lifted to S less than the
+of the account that left the queue last, so that an idle tenant gains no credit. It is lifted to S less than the
 paper has it, S what the tokens of one full step cost as output: without this credit whoever uses less than its share
 would stand behind a flood again right after each of its requests.
 

@@ -13,7 +13,7 @@ def row_choices(
     request: Request, budget: int, share: int, limits: DraftLimits, longest: int
 ) -> Iterator[tuple[RowPlan, int]]:
     """The next rows of a sequence that `budget` allows, the largest first: with room for new drafts, without, without
-    drafts at all. What is under way is taken to be right wholly: a row that follows is never longer than that.
+    drafts at all. What is in flight is taken to be right wholly: a row that follows is never longer than that.
 
     Args:
         share: Most drafts to verify now, and to propose for the next step.
@@ -26,7 +26,7 @@ def row_choices(
     known = request.num_unplanned
     num_drafts = 0
     if share or is_forced:
-        there = request.under_way[-1].max_new_drafts if awaits_token else len(request.drafts.token_ids)
+        there = request.in_flight[-1].max_new_drafts if awaits_token else len(request.drafts.token_ids)
         if there:
             most = there if is_forced else min(there, share)
             num_drafts = max(0, min(most, budget - known, limits.room(request, num_pending, num_pending, longest)))
@@ -95,7 +95,7 @@ def may_draft_on_device(row: RowPlan, limits: DraftLimits) -> bool:
     if not limits.extra_slots:
         return True
     if row.awaits_token:  # a drafter that was not asked has fallen behind: nobody knows how far before the commit
-        return bool(request.under_way[-1].max_new_drafts)
+        return bool(request.in_flight[-1].max_new_drafts)
     return request.num_draft_computed >= len(request.tokens)
 
 

@@ -5,7 +5,7 @@ each. A prompt chunk, a decode and the verification of k drafts differ only in t
 
 A step may be planned while another one runs (`launched`): a token that is being sampled has its place, and the device
 knows it (`RowPlan.awaits_token`). Drafts that are being verified count as right: blocks are there for that case.
-Whatever depends on the token, or takes from a sequence under way, waits for the commit.
+Whatever depends on the token, or takes from a sequence in flight, waits for the commit.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Scheduler:
         self._running_siblings: Counter[str] = Counter()  # by group; of "", which is none, never asked
         self._reasons: dict[str, str] = {}
         self._failed: list[TokenDelta] = []
-        self._leaving: set[Request] = set()  # finished, with rows under way that write their blocks
-        self._needs_commit = False  # the last plan is short of something that a sequence under way holds
+        self._leaving: set[Request] = set()  # finished, with rows in flight that write their blocks
+        self._needs_commit = False  # the last plan is short of something that a sequence in flight holds
 
     # ------------------------------------------------------------------ queue
 
@@ -93,7 +93,7 @@ class Scheduler:
         return reasons
 
     def has_work(self) -> bool:
-        """Return whether any sequence is unfinished, or an error is still to be told."""
+        """Return whether any sequence is unfinished, or an error is still to be returned."""
         return bool(self._requests or self._failed or self._leaving)
 
     def __contains__(self, request_id: str) -> bool:
@@ -124,20 +124,20 @@ class Scheduler:
     # --------------------------------------------------------------- schedule
 
     def launched(self, plan: StepPlan) -> None:
-        """`plan` is under way: the next step may be planned before it is committed."""
+        """`plan` is in flight: the next step may be planned before it is committed."""
         for row in plan.rows:
-            row.request.under_way.append(row)
+            row.request.in_flight.append(row)
 
     def may_plan_beside(self, plan: StepPlan) -> bool:
-        """Return whether the next step can be planned while `plan` is under way: not where a sequence under way has to
-        make way."""
+        """Return whether the next step can be planned while `plan` is in flight: not if a sequence in flight must be
+        preempted first."""
         return plan.is_followed and not self._needs_commit
 
     def abandon(self) -> None:
-        """Take in that what is under way brings nothing: its rows will be planned again. Where its copies of KV blocks
+        """Discard what is in flight: its rows will be planned again. If its copies of KV blocks
         may be missing, nothing computed is left."""
         for request in self._queue.running:
-            request.under_way.clear()
+            request.in_flight.clear()
         while self._leaving:
             self._let_go(self._leaving.pop())
         if self.prefix_cache.host is not None:
@@ -152,7 +152,7 @@ class Scheduler:
         prompts: deque[Request] = deque()
         self._needs_commit = False
         for request in list(self._queue.running):
-            if request.under_way and ends_after(request, self.config.max_model_len):
+            if request.in_flight and ends_after(request, self.config.max_model_len):
                 continue
             if request.num_unplanned > 1:
                 prompts.append(request)
@@ -191,7 +191,7 @@ class Scheduler:
                 return
             step.was_short = True
             victim = self._queue.least_urgent()
-            if self._is_under_way(victim):
+            if self._is_in_flight(victim):
                 step.num_left = 0  # nobody less urgent comes first
                 return
             self._preempt(victim, step)
@@ -209,10 +209,10 @@ class Scheduler:
                 return row
         return None
 
-    def _is_under_way(self, victim: Request) -> bool:
-        """True when this sequence cannot make way now: a step under way computes it. It can in the next step."""
-        self._needs_commit |= bool(victim.under_way)
-        return bool(victim.under_way)
+    def _is_in_flight(self, victim: Request) -> bool:
+        """True when this sequence cannot be preempted now: a step in flight computes it. It can in the next step."""
+        self._needs_commit |= bool(victim.in_flight)
+        return bool(victim.in_flight)
 
     def _preempt(self, request: Request, step: StepBudget | None = None) -> None:
         """Take a running sequence's blocks; it is computed again later, unless the prefix cache still has them."""
@@ -254,7 +254,7 @@ class Scheduler:
             if step.num_left <= held or (is_full and victim is None):
                 self._prefetch()
                 return
-            if victim is not None and self._is_under_way(victim):
+            if victim is not None and self._is_in_flight(victim):
                 return
             try:
                 reason = self._blocked(request)
@@ -314,7 +314,7 @@ class Scheduler:
         whole = -(-(len(request.tokens) + 1) // self.prefix_cache.block_size) - len(request.blocks)
         while whole > self.pool.num_free and self._queue.num_running:
             victim = self._queue.displaced_by(request)
-            if victim is None or self._is_under_way(victim):
+            if victim is None or self._is_in_flight(victim):
                 return None
             self._preempt(victim, step)
         self.prefix_cache.bring_back(request)
@@ -340,11 +340,11 @@ class Scheduler:
             request = row.request
             request.land(row)
             if request.status is not Status.RUNNING:  # aborted meanwhile, or ended by the step before
-                if request in self._leaving and not request.under_way:
+                if request in self._leaving and not request.in_flight:
                     self._let_go(request)
                 continue
             delta = accept(row, got, self.config.max_model_len)
-            if got.error is None:  # else what is under way is dropped, and may still be read
+            if got.error is None:  # else what is in flight is dropped, and may still be read
                 request.settle()
             self.prefix_cache.publish(request)
             if delta is None:
@@ -373,7 +373,7 @@ class Scheduler:
             siblings.remove(request)
             if not siblings:
                 del self._siblings[request.group], self._running_siblings[request.group]
-        if request.under_way:
+        if request.in_flight:
             self._leaving.add(request)
         else:
             self._let_go(request)
@@ -381,7 +381,7 @@ class Scheduler:
     def _let_go(self, request: Request) -> None:
         """Free what a finished sequence holds: no step writes it any more."""
         self._leaving.discard(request)
-        request.under_way.clear()
+        request.in_flight.clear()
         self.prefix_cache.finish(request, has_siblings=request.group in self._siblings)
         for gate in self._gates:
             gate.forget(request)
@@ -391,8 +391,8 @@ class Scheduler:
         running, waiting = self._queue.running, self._queue.waiting
         self.pool.check_integrity(request.blocks for request in (*running, *self._leaving))
         self.prefix_cache.check_integrity()
-        assert not any(request.blocks or request.under_way for request in waiting), "a waiting sequence holds blocks"
-        assert all(request.under_way for request in self._leaving), "a finished sequence holds blocks"
+        assert not any(request.blocks or request.in_flight for request in waiting), "a waiting sequence holds blocks"
+        assert all(request.in_flight for request in self._leaving), "a finished sequence holds blocks"
         assert set(self._requests.values()) == {*waiting, *running}
         assert +self._running_siblings == Counter(request.group or "" for request in running), "siblings are miscounted"
         self._queue.check_integrity()

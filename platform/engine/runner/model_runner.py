@@ -91,7 +91,7 @@ class _Queued(NamedTuple):
 
 @dataclass(slots=True)
 class Launched:
-    """A step under way."""
+    """A step in flight."""
 
     plan: StepPlan
     work: Future[_Queued] | Done[_Queued]
@@ -135,7 +135,7 @@ class ModelRunner:
         """Have a step computed after those launched before; `plan` has rows. Errors come out of `collect`.
 
         Args:
-            before: The step under way, whose tokens the rows of `plan` continue.
+            before: The step in flight, whose tokens the rows of `plan` continue.
         """
         drafts = plan.is_followed and self._drafts_on_device
         prepared = prepare(plan, {} if before is None else before.places, drafts=drafts)
@@ -191,7 +191,7 @@ class ModelRunner:
         return [Proposal(NO_DRAFTS, len(row.tokens)) for row in rows]
 
     def drain(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until nothing is in flight."""
         self._queue.drain()
 
     def close(self) -> None:

@@ -4,7 +4,7 @@
     host    1  2                 |1| 3             |2| 4            n: plan and launch; |n|: commit
 
 So the device need not wait for the host, which learns a step late what was sampled, and how many drafts were right. At
-most one step is under way when the next is launched. Where that cannot be planned yet (`Scheduler.may_plan_beside`) it
+most one step is in flight when the next is launched. Where that cannot be planned yet (`Scheduler.may_plan_beside`) it
 is launched right after the commit, and the host delivers tokens while it runs.
 """
 
@@ -23,36 +23,36 @@ IDLE_WAIT_SECONDS = 0.05
 
 
 class Pipeline:
-    """Runs steps. Between two calls of `step` at most one is under way."""
+    """Runs steps. Between two calls of `step` at most one is in flight."""
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, wait: Callable[[float], None]) -> None:
         """`wait(seconds)` waits at most so long for what queued sequences wait for."""
         self._scheduler = scheduler
         self._runner = runner
         self._wait = wait
-        self._under_way: deque[Launched] = deque()  # oldest first
+        self._in_flight: deque[Launched] = deque()  # oldest first
         self._deltas: list[TokenDelta] = []  # of committed steps, for the caller of `step`
         self.num_steps = 0
         """Number of steps that computed anything."""
 
     @property
     def is_idle(self) -> bool:
-        """True when nothing is under way, and all deltas are told."""
-        return not self._under_way and not self._deltas
+        """True when nothing is in flight, and all deltas have been returned."""
+        return not self._in_flight and not self._deltas
 
     def step(self) -> list[TokenDelta]:
-        """Run one step and return its deltas. An error in a step, or in the launch of one, ends all that are under way:
-        their sequences are as they were before, and will be computed again. What was committed is told by the next
+        """Run one step and return its deltas. An error in a step, or in the launch of one, ends all that are in flight:
+        their sequences are as they were before, and will be computed again. What was committed is returned by the next
         call."""
         try:
-            if not self._under_way:
+            if not self._in_flight:
                 self._launch()
-            if not self._under_way and self._scheduler.num_waiting:
+            if not self._in_flight and self._scheduler.num_waiting:
                 self._wait(IDLE_WAIT_SECONDS)
-            if self._under_way and self._scheduler.may_plan_beside(self._under_way[0].plan):
+            if self._in_flight and self._scheduler.may_plan_beside(self._in_flight[0].plan):
                 self._launch()
             self._commit()
-            if self._runner.overlaps and not self._under_way:
+            if self._runner.overlaps and not self._in_flight:
                 self._launch()
         except BaseException:
             self.abandon()
@@ -61,28 +61,28 @@ class Pipeline:
         return deltas
 
     def abandon(self) -> None:
-        """Wait for what is under way, and forget it."""
+        """Wait for what is in flight, and forget it."""
         try:
             self._runner.drain()
         finally:
-            self._under_way.clear()
+            self._in_flight.clear()
             self._scheduler.abandon()
 
     def _launch(self) -> None:
         plan = self._scheduler.schedule()
         if not plan.rows:
             return
-        before = self._under_way[-1] if self._under_way else None
-        self._under_way.append(self._runner.launch(plan, before))
+        before = self._in_flight[-1] if self._in_flight else None
+        self._in_flight.append(self._runner.launch(plan, before))
         if self._runner.overlaps:
             self._scheduler.launched(plan)
 
     def _commit(self) -> None:
-        """Commit the oldest step under way, if there is one, and draft for the next."""
-        if not self._under_way:
+        """Commit the oldest step in flight, if there is one, and draft for the next."""
+        if not self._in_flight:
             self._deltas += self._scheduler.commit(StepPlan(), StepResult([]))
             return
-        launched = self._under_way.popleft()
+        launched = self._in_flight.popleft()
         result = self._runner.collect(launched)
         self._deltas += self._scheduler.commit(launched.plan, result)
         self.num_steps += 1

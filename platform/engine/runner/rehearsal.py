@@ -69,7 +69,7 @@ def rehearse_adapter(
             rehearse_prompts(scheduler, runner, adapters, lora)
         finally:
             adapters.catalog.unload(lora.lora_name, "abort")
-            adapters.catalog.stats()  # its load is told to nobody
+            adapters.catalog.stats()  # its load is not reported
 
 
 def write_adapter(folder: Path, model: LanguageModel, draft: tuple[str, Sequence[Linear]]) -> LoRARequest:

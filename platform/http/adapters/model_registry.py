@@ -170,7 +170,7 @@ class ModelRegistry:
         try:
             info = await self._llm.adapters.load(owned, load_inplace=load_inplace, pinned=pinned)
         except InvalidUserInputError:
-            # Taken in the engine alone: by one that was found by its name, or that a request under way brought back
+            # Taken in the engine alone: by one that was found by its name, or that a request in flight brought back
             # when it had been unloaded.
             if load_inplace:
                 raise

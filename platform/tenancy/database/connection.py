@@ -222,7 +222,7 @@ class Database:
         )
 
     def close(self) -> None:
-        """Close all connections; waits for calls that are under way, which time out by themselves."""
+        """Close all connections; waits for calls that are in flight, which time out by themselves."""
         self._threads.shutdown(cancel_futures=True)
         self._engine.dispose()
 

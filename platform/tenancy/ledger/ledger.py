@@ -203,7 +203,7 @@ class Ledger:
         await asyncio.sleep(0)  # the writer's last reports
         if self._pending or self._next_sync is not None:
             await self._sync()
-        async with self._syncing:  # one that is under way
+        async with self._syncing:  # one that is in flight
             self._journal.close()
         await asyncio.to_thread(self._disk.shutdown)
 

@@ -46,7 +46,7 @@ Report = Callable[[Sequence[UsageRow], Exception | None], None]
 
 
 class LedgerWriter:
-    """Writes rows, each once. What comes while a transaction is under way goes into the next one (group commit). While
+    """Writes rows, each once. What comes while a transaction is in flight goes into the next one (group commit). While
     the database is away it keeps what it could not write, and tries again with growing delays."""
 
     def __init__(self, database: Database, report: Report) -> None:

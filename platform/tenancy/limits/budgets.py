@@ -33,7 +33,7 @@ def period_of(period: Period, now: float) -> tuple[int, int]:
 
 
 class Reading(NamedTuple):
-    """A reading of the ledger that is under way: of the requests of a period that ended before `until`."""
+    """A reading of the ledger that is in flight: of the requests of a period that ended before `until`."""
 
     start: int
     until: float
@@ -171,7 +171,7 @@ class Budget:
             self.recent.clear()  # all servers count from here
         elif state.start == self.start:
             _, self.used_in_ledger, recent, self.read_at, read_until = state
-            if self.read_at is not None or read_until > self.read_until:  # else this server's reading is under way
+            if self.read_at is not None or read_until > self.read_until:  # else this server's reading is in flight
                 self.read_until = read_until
             self.recent = Counter(dict(recent))
             self._drop_read()

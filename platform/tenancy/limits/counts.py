@@ -125,5 +125,5 @@ class CountTable:
         return counts, time.time_ns() if moment is None else int(moment * SECOND)
 
     async def close(self) -> None:
-        """End the threads; no change is under way."""
+        """End the threads; no change is in flight."""
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)

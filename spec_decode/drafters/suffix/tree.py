@@ -130,7 +130,7 @@ class SuffixTree:
     # ---------------------------------------------------------------- changes
 
     def extend(self, text: Text) -> int:
-        """Take in what `text`, the only one of this tree, has grown by; returns the length of its longest suffix that
+        """Record what `text`, the only one of this tree, has grown by; returns the length of its longest suffix that
         also begins at an earlier place, less than the tree's depth.
 
         Places from which the text has so far only repeated itself are not counted yet: they are the suffixes of that

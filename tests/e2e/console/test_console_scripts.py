@@ -97,7 +97,7 @@ ENDLESS_ANSWERS = """() => {
 
 
 def test_what_ends_with_a_conversation_does_not_come_into_the_next(page):
-    """An answer that is under way when a new one is begun, or its reader signs out."""
+    """An answer that is in flight when a new one is begun, or its reader signs out."""
     card = {"id": "m", "parent": None, "root": "/model"}
     page.answers |= {"/admin/v1/stats": STATS, "/v1/models": {"object": "list", "data": [card]}}
     page.goto(f"{ADDRESS}/console")

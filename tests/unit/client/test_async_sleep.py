@@ -51,7 +51,7 @@ def test_a_shutdown_comes_before_a_wake_up_that_waits(model_path: str) -> None:
 
 
 @pytest.mark.parametrize("ends", ["sleep", "drain"])
-def test_a_beam_search_under_way_is_a_running_request(model_path: str, ends: str) -> None:
+def test_a_beam_search_in_flight_is_a_running_request(model_path: str, ends: str) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         search = asyncio.create_task(llm.beam_search([6, 7], BeamSearchParams(1, 10, ignore_eos=True)))
         while not llm.num_running:  # every turn of the event loop: a fast engine is soon done

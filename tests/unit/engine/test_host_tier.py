@@ -203,14 +203,14 @@ def test_blocks_are_swapped_where_that_takes_less_time():
     cost = SwapCost(1000, 16, 1e6)
     assert cost.pays(), "nothing was measured"
     rows = [RowPlan(prefix(range(90)), 0, 80, 0, False, 0), RowPlan(prefix(range(9)), 8, 1, 0, True, 0)]
-    cost.took(StepPlan(rows[1:]), 9.0)  # decodes say nothing
-    cost.took(StepPlan(rows), 81 / 9000)
+    cost.observe(StepPlan(rows[1:]), 9.0)  # decodes say nothing
+    cost.observe(StepPlan(rows), 81 / 9000)
     assert not cost.pays()
     for _ in range(20):
-        cost.took(StepPlan(rows), 81 / 7000)
+        cost.observe(StepPlan(rows), 81 / 7000)
     assert cost.pays()
     tier = HostTier(4, SwapCost(1000, 16, 1.0))
-    tier.cost.took(StepPlan(rows), 0.001)
+    tier.cost.observe(StepPlan(rows), 0.001)
     tier.keep(b"x", 0, draft_ready=False)
     assert (b"x" in tier, tier.moves()) == (False, ())
 

@@ -275,8 +275,8 @@ def test_drafts_wait_for_what_is_accepted():
     assert not scheduler.may_plan_beside(plan_of(scheduler, request("a", [1], 5)))
 
 
-def test_a_sequence_under_way_does_not_give_way_before_it_is_committed():
-    """Blocks are short: what is under way is committed first, then the less urgent sequence is preempted."""
+def test_a_sequence_in_flight_does_not_give_way_before_it_is_committed():
+    """Blocks are short: what is in flight is committed first, then the less urgent sequence is preempted."""
     scheduler, device = make(12, max_model_len=40), Device()
     pipeline, outputs = pipe(scheduler, device), {}
     for name, start in (("a", 0), ("b", 4)):
@@ -349,7 +349,7 @@ def test_tokens_of_a_committed_step_are_told_after_an_error_behind_it(verb):
     assert finish(scheduler, pipeline, outputs)["a"] == expected([1, 2], 9)
 
 
-def test_an_error_while_a_step_is_launched_ends_the_one_under_way():
+def test_an_error_while_a_step_is_launched_ends_the_one_in_flight():
     scheduler, device = make(), Device()
     pipeline, outputs = pipe(scheduler, device), {}
     scheduler.add(request("a", [1, 2], 9))

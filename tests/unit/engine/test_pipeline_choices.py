@@ -62,7 +62,7 @@ def test_steps_overlap_whatever_number_of_drafts_is_chosen(counts):
     kinds = [kind for kind, _ in device.events]
     begins = ["launch"] if counts == [0] else ["launch", "collect", "launch"]
     assert kinds[: len(begins) + 6] == [*begins, *["launch", "collect"] * 3]
-    assert sum(pair == ("launch", "launch") for pair in pairwise(kinds)) == 1, "from then on one is always under way"
+    assert sum(pair == ("launch", "launch") for pair in pairwise(kinds)) == 1, "from then on one is always in flight"
     assert len(chooser.asked) == device.num_launched, "once for each step"
     assert (device.num_device_drafts > 0) is (counts != [0])
 

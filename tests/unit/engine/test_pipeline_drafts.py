@@ -256,7 +256,7 @@ def test_the_next_step_is_planned_while_one_runs(share):
         kinds == ("launch", "launch")
         for kinds in zip(*([kind for kind, _ in device.events][at:] for at in (0, 1)), strict=False)
     )
-    assert beside == 1, "the second step joins the first once; then one is always under way"
+    assert beside == 1, "the second step joins the first once; then one is always in flight"
     assert device.num_device_drafts > (20 if share == 4 else 50)
     order = [number for kind, number in device.events if kind == "collect"]
     assert order == sorted(order)
@@ -277,8 +277,8 @@ def followed(row, limits=LATE):
 
 
 def follow(item, num_drafts, new_drafts):
-    """A row of it is under way."""
-    item.under_way = [
+    """A row of it is in flight."""
+    item.in_flight = [
         RowPlan(item, item.num_computed, 1 + num_drafts, num_drafts, samples=True, max_new_drafts=new_drafts)
     ]
 
@@ -296,14 +296,14 @@ def test_a_row_beside_another_counts_all_drafts_as_right():
     assert (row.start, row.num_tokens, row.num_drafts, row.max_new_drafts, row.awaits_token) == (13, 3, 2, 3, True)
     assert followed(row)
     item.num_computed = 11
-    item.land(item.under_way[0])
-    item.under_way.append(row)
+    item.land(item.in_flight[0])
+    item.in_flight.append(row)
     item.settle()
     assert (row.start, row.end) == (11, 14)
 
 
 def test_of_a_late_row_drafts_are_made_only_if_the_drafter_has_kept_up():
-    """It was not asked in the step under way: the host drafts, when it knows how far the drafter is behind."""
+    """It was not asked in the step in flight: the host drafts, when it knows how far the drafter is behind."""
     item = running()
     follow(item, 3, 0)
     for limits, late in ((LATE, False), (LATE._replace(extra_slots=False), True)):
@@ -314,7 +314,7 @@ def test_of_a_late_row_drafts_are_made_only_if_the_drafter_has_kept_up():
 @pytest.mark.parametrize("coming", [0, 1, 2, 3])
 def test_nothing_is_planned_past_max_tokens(coming):
     item = running(params={})
-    item.params.max_tokens = 4 + 1 + coming + 1  # with this many drafts under way one token is left
+    item.params.max_tokens = 4 + 1 + coming + 1  # with this many drafts in flight one token is left
     follow(item, coming, 3)
     row = largest(item)
     assert (row.num_drafts, row.end) == (0, item.num_prompt_tokens + item.params.max_tokens - 1)
@@ -378,7 +378,7 @@ def test_after_an_error_sequences_are_as_they_were_and_go_on(failing):
     assert outputs == {name: expected([ord(name) % 50] * 7, 15) for name in "abc"}
 
 
-def test_a_sequence_under_way_does_not_give_way_before_it_is_committed():
+def test_a_sequence_in_flight_does_not_give_way_before_it_is_committed():
     scheduler, device = make(14, limits=LATE, max_model_len=40, max_num_batched_tokens=32), Drafting(3)
     device.longest = 40
     pipeline, outputs = pipe(scheduler, device), {}

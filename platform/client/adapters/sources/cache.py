@@ -49,7 +49,7 @@ class DownloadCache:
         self.max_bytes = max_bytes
         self._mutex = threading.RLock()
         self._held: Counter[str] = Counter()  # by key
-        self._reserved = 0  # bytes of downloads under way
+        self._reserved = 0  # bytes of downloads in flight
         self._locks = -1
 
     def fetch(self, key: str, size: int, fill: Callable[[Path], None]) -> str:

@@ -39,7 +39,7 @@ class SharedCalls:
     def call(
         self, key: Hashable, function: Callable[[], T], keep_seconds: float = 0.0, nothing_seconds: float = 0.0
     ) -> Future[T]:
-        """The result of `function`, or of the call with this key that is under way or whose answer is kept.
+        """The result of `function`, or of the call with this key that is in flight or whose answer is kept.
 
         Args:
             keep_seconds: time for which the answer is kept.

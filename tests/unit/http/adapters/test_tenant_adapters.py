@@ -258,7 +258,7 @@ def test_max_adapters(people):
     assert people.globex.load("a").status_code == 200
 
 
-def test_max_adapters_counts_loads_that_are_under_way(people):
+def test_max_adapters_counts_loads_that_are_in_flight(people):
     models = people.http.app.state.serving.models
     with models.room_for("a", "acme", 2), models.room_for("a", "acme", 2), models.room_for("b", "acme", 2):
         with pytest.raises(InvalidUserInputError, match="at most 2"), models.room_for("c", "acme", 2):

@@ -191,7 +191,7 @@ def test_gone_before_the_first_token(ledger_server, llm):
     ledger_server(scenario)
 
 
-def test_gone_while_the_commit_is_under_way(ledger_server, monkeypatch):
+def test_gone_while_the_commit_is_in_flight(ledger_server, monkeypatch):
     """All the text was there: the row says so."""
     waiting = asyncio.Event()
 

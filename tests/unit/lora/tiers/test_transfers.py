@@ -67,7 +67,7 @@ def test_nobody_is_admitted_before_the_rows_are_written(make_manager, folder, ga
     manager.forget(request)
 
 
-def test_rows_under_way_are_given_to_nobody_else(make_manager, folder, gate):
+def test_rows_in_flight_are_given_to_nobody_else(make_manager, folder, gate):
     """Their owner is unloaded while it is written; the next one must not get the rows before that has ended."""
     manager = make_manager(max_loras=1, max_lora_rank=4)
     gone = make_request("a", folder("a"), "gone")

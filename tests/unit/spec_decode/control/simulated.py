@@ -134,13 +134,13 @@ class World:
         return (self.tokens - before) / (self.now - began)
 
     def plan(self) -> StepPlan:
-        """Plan a step. Where steps overlap it verifies what the step under way will have drafted."""
+        """Plan a step. Where steps overlap it verifies what the step in flight will have drafted."""
         rows = []
-        under_way = {row.request: row for row in self.planned.rows} if self.planned else {}
+        in_flight = {row.request: row for row in self.planned.rows} if self.planned else {}
         for request in self.requests:
             _, count = self.drafted.get(request, (0, 0))
-            if request in under_way:
-                count = under_way[request].max_new_drafts
+            if request in in_flight:
+                count = in_flight[request].max_new_drafts
             rows.append(RowPlan(request, len(request.tokens) - 1, 1 + count, count, True, MAX_DRAFTS))
         self.policy.choose(rows, requests_wait=self.waiting)
         assert all(0 <= row.max_new_drafts <= MAX_DRAFTS and row.drafter < len(self.drafters) for row in rows)
