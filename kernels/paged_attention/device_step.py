@@ -221,7 +221,7 @@ class DeviceStep:
         sinks: Tensor | None,
     ) -> None:
         """Attend for one group of tiles; `results` are out and, with splits, their parts and sums. Without a prologue
-        the queries are rotated."""
+        the queries are already rotated."""
         shape, options = self._planner.shape, self._planner.options
         config = group.config
         out, parts, part_sums = results

@@ -3,7 +3,7 @@
     x ≈ s · q,  s = max |x| / 448 of each row, or the checkpoint's number;  q = float8(x / s), ties to even
     y = s · factors · (q · codes) + b
 
-Sums are in float32, so that y differs from x Wᵀ by the rounding of inputs alone, 2^-4 of each at most. Few tokens are
+Sums are in float32, so that y differs from x Wᵀ by the rounding of inputs alone. Few tokens are
 multiplied by `product_kernel`, which reads the weight once and adds bias and residual; from `SCALED_TOKENS` on
 `torch._scaled_mm` multiplies float8 by tensor cores. Both have the same q and s.
 """

@@ -31,6 +31,8 @@ may lead to zero where nothing was measured, and no step takes no time."""
 
 _HALF_LIFE = 8
 """Rounds with drafts after which the time of another size counts half: two trials of four rounds."""
+_MOST_HALVINGS = 64.0
+"""Bound of an old time's weight from below: at 0 the mean of two of them is not defined."""
 _FORGOTTEN = 256
 """Rounds with drafts after which the time of a larger size is forgotten; that of a smaller one is bounded by theirs."""
 
@@ -131,7 +133,7 @@ class Curve:
         self._sizes = {key: it for key, it in sizes if it.size <= self._last or self._age(it) < _FORGOTTEN}
         known = sorted(self._sizes.values(), key=lambda recent: recent.size)
         for recent in known:
-            weight = min(max(recent.count, 1), _REMEMBERED) * 0.5 ** (self._age(recent) / _HALF_LIFE)
+            weight = min(max(recent.count, 1), _REMEMBERED) * 0.5 ** min(self._age(recent) / _HALF_LIFE, _MOST_HALVINGS)
             value, points = recent.seconds, 1
             while pooled and pooled[-1][0] > value:
                 other, other_weight, other_points = pooled.pop()

@@ -9,7 +9,17 @@ from typing import NamedTuple
 from ...platform.core.batch import RowPlan, StepPlan, StepResult
 from ...platform.core.request import Request, Status
 from .acceptance import AcceptanceRate
-from .adapters import TRIAL_DRAFTS, TRIAL_ROUNDS, TRIAL_ROWS, TRIAL_SHARE, TRIAL_STEPS, Adapters, AdapterState, RowState
+from .adapters import (
+    MOST_TRIAL_SECONDS,
+    TRIAL_DRAFTS,
+    TRIAL_ROUNDS,
+    TRIAL_ROWS,
+    TRIAL_SHARE,
+    TRIAL_STEPS,
+    Adapters,
+    AdapterState,
+    RowState,
+)
 from .asked import Asked, asked_after, is_decode
 from .costs import DraftCosts, Padded, StepCosts, size_class
 from .goodput import StepPrices, best_plan
@@ -269,7 +279,8 @@ class SpeculationPolicy:
         adapter.trial_rows -= 1
         if adapter.trial_rows > 0:
             return
-        self._trial, self._try_at = None, now + adapter.trial_cost / TRIAL_SHARE
+        self._trial = None
+        self._try_at = now + min(adapter.trial_cost / TRIAL_SHARE, MOST_TRIAL_SECONDS)
         gain = self._gain(adapter, adapter.trial_drafter)
         in_use = 1.0 if adapter.trial_drafter == adapter.drafter else self._gain(adapter, adapter.drafter)
         adapter.end_trial(now, has_helped=gain >= BEGIN * in_use)
@@ -297,7 +308,7 @@ class SpeculationPolicy:
             # The time since the step before belongs to what was drafted after that one.
             if before is not None and result.gap is not None and (result.gap < LONGEST_GAP or before.num_drafts):
                 self._drafts.add(before.drafter, before.num_rows, before.num_drafts, result.gap, before.lag)
-            self._charge_trial(len(rows), seconds, result.gap or 0.0)
+            self._charge_trial(rows, seconds, result.gap or 0.0)
             self._asked = asked_after(rows, self._rows)
         elif (asked := asked_after(rows, self._rows)) is not None and asked.lag:
             self._asked = asked  # drafters catch up with prompts
@@ -313,12 +324,12 @@ class SpeculationPolicy:
         self._asked = None
         return True
 
-    def _charge_trial(self, num_rows: int, seconds: float, gap: float) -> None:
+    def _charge_trial(self, rows: Sequence[RowPlan], seconds: float, gap: float) -> None:
         """Charge the adapter on trial what step and drafting took beyond those without drafts, of each at most some
         steps (what takes longer is the work of other programs)."""
-        if self._trial is None:
+        if self._trial is None or not any(s.trial_rounds for row in rows if (s := self._rows.get(row.request))):
             return
-        base, drafting = self._steps.seconds(num_rows, 0), gap - self._drafts.seconds(0, num_rows, 0)
+        base, drafting = self._steps.seconds(len(rows), 0), gap - self._drafts.seconds(0, len(rows), 0)
         for longer in (seconds - base, drafting):
             self._trial.trial_cost += min(max(longer, 0.0), TRIAL_STEPS * base)
 
@@ -367,6 +378,7 @@ class SpeculationPolicy:
     def release(self) -> None:
         """Choose again; nothing of the requests since `hold` is remembered."""
         self._held, self._asked, self._trial = None, None, None
+        self._answer_tokens = ANSWER_TOKENS
         self._rows.clear()
         self._adapters = Adapters([traits.first_rate for traits in self._drafters])
 

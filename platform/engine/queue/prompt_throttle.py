@@ -32,6 +32,8 @@ UNMEASURED = 16
 _IMPATIENCE = 8.0
 """Number of decoding sequences for which one counts that waits for its first token."""
 _SMOOTHING = 0.2
+_LEAST_SECONDS = 1e-9
+"""Time of a step from which on it counts: a clock shows no less."""
 _LARGEST_CHANGE = 1.25
 """Largest change of the number of tokens after one step: a step that another process held up says little."""
 
@@ -69,8 +71,9 @@ class _FixedTime:
     def record(self, tokens: int, added: float) -> bool:
         """Record a step whose prompt tokens added so many seconds. True if it makes a pair with the one before."""
         if self._last is None or 2 * tokens > self._last[0]:
+            # A small step that was wanted, and makes no pair with one that was small too, is not wanted again at once.
+            self._num_steps = 1 if self.wants_pair else self._num_steps + 1
             self._last = tokens, added
-            self._num_steps += 1
             return False
         more, longer = self._last
         each = max(0.0, (longer - added) / (more - tokens))
@@ -117,7 +120,7 @@ class PromptThrottle:
 
     def record(self, num_decode_tokens: int, num_prompt_tokens: int, seconds: float) -> None:
         """Record the time of a step by its numbers of tokens."""
-        if num_decode_tokens == 0 or seconds <= 0.0:
+        if num_decode_tokens == 0 or seconds < _LEAST_SECONDS:
             return
         kind = num_decode_tokens.bit_length()
         if num_prompt_tokens == 0:
@@ -131,13 +134,16 @@ class PromptThrottle:
         alone = self._seconds_alone(kind)
         if alone is None:
             return
+        if num_prompt_tokens < FEWEST // 2 and not self._fixed.wants_pair:
+            return  # what a prompt's last tokens take says little of what more would
         added = max(seconds - alone, 0.05 * alone)
         if self._fixed.record(num_prompt_tokens, added):
             return  # so few tokens say little of what more would take
         fixed = min(self._fixed.seconds, added)
         least = alone + fixed
         wanted = least * num_prompt_tokens / max(added - fixed, 0.05 * least)
-        self._tokens *= min(max(wanted / self._tokens, 1 / _LARGEST_CHANGE), _LARGEST_CHANGE)
+        change = min(max(wanted / self._tokens, 1 / _LARGEST_CHANGE), _LARGEST_CHANGE)
+        self._tokens = max(float(FEWEST), change * self._tokens)
 
     def _seconds_alone(self, kind: int) -> float | None:
         if kind in self._alone:

@@ -92,7 +92,7 @@ class HiddenStore:
         pending = self._deferred_slots
         if len(pending) + num_tokens > _MOST_DEFERRED or any(slot in pending for slot in slots):
             self.flush()  # a slot is written once in a product: of two writes either may be the last
-        self._deferred.append(tuple(state.clone() for state in states))  # graphs write the next step's over them
+        self._deferred.append(tuple(state.clone() for state in states))  # the next step may be written over them
         self._deferred_slots.update(dict.fromkeys(slots))
 
     def flush(self) -> None:
@@ -100,9 +100,9 @@ class HiddenStore:
         if not self._deferred:
             return
         deferred, slots = self._deferred, np.fromiter(self._deferred_slots, dtype=np.int64)
-        self._deferred, self._deferred_slots = [], {}
         states = deferred[0] if len(deferred) == 1 else tuple(map(torch.cat, zip(*deferred, strict=True)))
         self._write(states, None, to_device(slots, self._device))
+        self._deferred, self._deferred_slots = [], {}  # not before: their tokens' KV counts as valid
 
     def _has_adapters(self, rows: Sequence[DraftRow]) -> bool:
         return self._adapts and any(row.request.adapter is not None for row in rows)

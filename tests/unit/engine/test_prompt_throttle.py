@@ -1,11 +1,12 @@
 """Number of prompt tokens in a step with decodes, on simulated machines."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from random import Random
 from statistics import median
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from outrider import SamplingParams
@@ -103,6 +104,30 @@ def test_trouble_that_ends_is_forgotten(name: str, trouble: str) -> None:
     assert limits[0] == pytest.approx(limits[1], rel=0.5)
 
 
+def test_one_small_step_is_asked_for_at_a_time() -> None:
+    """Even if the number of prompts that wait changes meanwhile, so that the small step makes no pair."""
+    pace = PromptThrottle()
+    pace.record(8, 0, 0.010)
+    limits = []
+    for step in range(200):
+        waiting = 1 if step % 40 < 20 else 12
+        limits.append((pace.limit(8, 8, waiting) or 0) * 8 // (8 * waiting))
+        pace.record(8, limits[-1] * waiting, MACHINES["a GPU"](8 + limits[-1] * waiting))
+    usual = median(limits)
+    small = [limit < usual / 2 for limit in limits[20:]]
+    assert any(small)
+    assert not any(before and after for before, after in pairwise(small))
+
+
+def test_the_last_tokens_of_prompts_say_nothing() -> None:
+    pace = PromptThrottle()
+    pace.record(8, 0, 0.010)
+    for _ in range(60):
+        pace.record(8, 1, 0.0115)
+    limits = [pace.limit(8, 8, 1) or 0 for _ in range(2)]
+    assert max(limits) >= START // 2
+
+
 def served(paced: bool, streams: int = 64, rounds: int = 6, prompt: int = 128, output: int = 128) -> float:
     """Output tokens a second of a closed loop on that GPU, whose requests begin at different times, without its first
     quarter. A request ends, and the next comes a little later: each takes the API process a millisecond."""
@@ -188,6 +213,7 @@ def test_the_bound_is_never_more_than_the_step_has_left() -> None:
 
 
 @settings(max_examples=100)
+@example([(1, 0, 5e-324), (1, 1, 5e-324)])
 @given(
     st.lists(st.tuples(st.integers(0, 500), st.integers(0, 5000), st.floats(0.0, 100.0, allow_nan=False)), max_size=50)
 )

@@ -110,6 +110,16 @@ def test_slow_first_rounds_of_other_sizes_are_forgotten():
     assert costs.seconds(0, 2, 8) < 0.01
 
 
+def test_two_old_sizes_whose_times_fall_are_pooled_for_ever():
+    costs = StepCosts()
+    for drafts, seconds in ((0, 0.010), (4, 0.014), (1, 0.013), (2, 0.012)):
+        for _ in range(3):
+            costs.add(1, drafts, seconds)
+    for _ in range(10_000):
+        costs.add(1, 4, 0.014)
+    assert 0.0 < costs.seconds(1, 2) <= costs.seconds(1, 4)
+
+
 def test_catching_up_has_a_price_for_each_token():
     costs = DraftCosts(StepCosts())
     assert costs.catch_up_seconds(100) == 0.0
