@@ -160,7 +160,13 @@ def test_quotas(site):
         first = await api.upload(b"a" * 900)
         error = (await api.upload(b"a" * 2000, 400))["error"]
         assert "max_tenant_bytes is 2500" in error["message"]
-        await api.upload(b"a" * 700)
+        second = ("file", ("in.jsonl", b"a" * 700))
+        for _ in range(100):  # a refused upload counts until its request has ended, a moment after the answer
+            answer = await api.call("POST", "/v1/files", files=[second], data={"purpose": "batch"})
+            if answer.is_success:
+                break
+            await asyncio.sleep(0.05)
+        assert answer.is_success, answer.text
         error = (await api.upload(b"a", 400))["error"]
         assert "max_tenant_files is 2" in error["message"]
         await api.call("DELETE", f"/v1/files/{first['id']}")
