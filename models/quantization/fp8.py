@@ -82,8 +82,7 @@ def describe(
         else:
             scales = channel_scales(scales, outputs)
         input_scale = float(parts.floats("input_scale").max()) if is_static else 0.0
-        if input_scale < 0 or (is_static and input_scale == 0):
-            raise ValueError(f"input_scale is {input_scale}, it must be positive")
+        input_scale = max(0.0, input_scale)  # 0 of experts that no sample of the calibration reached: as if missing
         return QuantizedWeight(
             bits=8, codes=codes, scales=scales, group=group, float8_scale=input_scale if rounds_inputs else None
         )

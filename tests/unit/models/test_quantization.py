@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -201,15 +202,14 @@ def test_float8_inputs_as_the_config_says(
     if input_scale is not None:
         parts["input_scale"] = torch.tensor(input_scale)
 
-    def read() -> object:
+    def read() -> Any:
         stored = {f"fc.{name}": StoredTensor(tuple(part.shape), part.clone) for name, part in parts.items()}
         return unpack(stored, form, lambda name: True, "model")["fc.weight"].read()
 
     assert read().float8_scale == expected
     if expected:
         parts["input_scale"] = torch.zeros(())
-        with pytest.raises(InvalidRequestError, match=r"fc cannot be read: input_scale is 0.0, it must be positive"):
-            read()
+        assert read().float8_scale == 0.0, "a scale for each token"
 
 
 def test_facts_name_the_format(make: Callable) -> None:
