@@ -129,12 +129,17 @@ class Curve:
     def _fit(self) -> tuple[list[float], list[float]]:
         """Points whose seconds do not fall: neighbours that do are averaged (pool adjacent violators)."""
         pooled: list[tuple[float, float, int]] = []  # (seconds, weight, number of points)
-        sizes = self._sizes.items()
-        self._sizes = {key: it for key, it in sizes if it.size <= self._last or self._age(it) < _FORGOTTEN}
-        known = sorted(self._sizes.values(), key=lambda recent: recent.size)
+        by_size = sorted(self._sizes.items(), key=lambda entry: entry[1].size)
+        kept = [(key, it) for key, it in by_size if it.size <= self._last or self._age(it) < _FORGOTTEN]
+        if len(kept) == 1:  # alone it has no slope: the next size stays, within what more drafts can cost
+            kept = by_size[:2]
+        self._sizes = dict(kept)
+        known = list(self._sizes.values())
         for recent in known:
             weight = min(max(recent.count, 1), _REMEMBERED) * 0.5 ** min(self._age(recent) / _HALF_LIFE, _MOST_HALVINGS)
             value, points = recent.seconds, 1
+            if pooled and self._age(recent) >= _FORGOTTEN and recent.size > self._last:
+                value = min(max(value, pooled[0][0]), pooled[0][0] * recent.size / known[0].size)
             while pooled and pooled[-1][0] > value:
                 other, other_weight, other_points = pooled.pop()
                 value = (value * weight + other * other_weight) / (weight + other_weight)

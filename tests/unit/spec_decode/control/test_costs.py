@@ -120,6 +120,20 @@ def test_two_old_sizes_whose_times_fall_are_pooled_for_ever():
     assert 0.0 < costs.seconds(1, 2) <= costs.seconds(1, 4)
 
 
+@pytest.mark.parametrize("slow", [1.0, 100.0])
+def test_more_drafts_do_not_look_free_when_one_is_made_for_long(slow):
+    """However old, the time of the next size counts, at most in proportion to that of one draft."""
+    costs = DraftCosts(StepCosts())
+    for _ in range(4):
+        for drafts in (1, 4, 7):
+            costs.add(0, 1, drafts, slow * 0.001 * drafts)
+    for _ in range(400):
+        costs.add(0, 1, 1, 0.001)
+    assert costs.seconds(0, 1, 1) == pytest.approx(0.001)
+    assert costs.seconds(0, 1, 4) == pytest.approx(0.004, rel=0.1)
+    assert costs.seconds(0, 1, 7) == pytest.approx(0.007, rel=0.1)
+
+
 def test_catching_up_has_a_price_for_each_token():
     costs = DraftCosts(StepCosts())
     assert costs.catch_up_seconds(100) == 0.0
