@@ -123,25 +123,16 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(10_000, 20, 20)
 
 
-MANY_MODULES = 100
-"""Modules imported since the last freeze (transformers' and PEFT's, in a test) that are worth another one."""
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """What is left of a file is modules and caches: no later collection looks at it. A collection takes four times as
-    long otherwise, which was a quarter of the time of the tests that make engines."""
+    """What is left of a file is modules and caches: no later collection looks at it. A collection takes up to 40 times
+    as long otherwise, which was a quarter of the time of the tests that make engines."""
     try:
         return (yield)
     finally:
-        known = item.config.stash.setdefault(_NUM_MODULES, 0)
-        if nextitem is not None and (nextitem.path != item.path or len(sys.modules) > known + MANY_MODULES):
-            item.config.stash[_NUM_MODULES] = len(sys.modules)
+        if nextitem is not None and nextitem.path != item.path:
             gc.collect()
             gc.freeze()
-
-
-_NUM_MODULES = pytest.StashKey[int]()
 
 
 def pytest_unconfigure() -> None:
