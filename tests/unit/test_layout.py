@@ -130,11 +130,13 @@ def test_wheel_holds_the_demo_model(repo_root, wheel_files):
     assert {f"outrider/{file.relative_to(repo_root).as_posix()}" for file in files} - wheel_files == set()
 
 
+@pytest.mark.slow
 def test_wheel_holds_the_console(repo_root, wheel_files):
     files = [file for file in (repo_root / "platform/http/console/static").rglob("*") if file.is_file()]
     assert {f"outrider/{file.relative_to(repo_root).as_posix()}" for file in files} - wheel_files == set()
 
 
+@pytest.mark.slow
 def test_wheel_holds_nothing_else_of_the_root(wheel_files):
     inside = [name.split("/")[1:] for name in wheel_files if name.startswith("outrider/")]
     assert {path[0] for path in inside if len(path) == 1} == {"__init__.py", "py.typed"}

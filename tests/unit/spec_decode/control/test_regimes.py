@@ -6,6 +6,8 @@ import pytest
 
 from .simulated import HOST, LOOKUP, Costs, World
 
+pytestmark = pytest.mark.slow
+
 BASE = b""
 HEAD = Costs(0.3, 0.2, catch_up=0.01)
 """An EAGLE head on a small model."""

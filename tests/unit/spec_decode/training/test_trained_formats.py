@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from outrider.platform.core.errors import InvalidRequestError
 from outrider.spec_decode.training.build import load_head, new_drafter, read_head
 
+pytestmark = pytest.mark.slow
+
 K = 3
 
 
@@ -135,7 +137,6 @@ CASES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_exported_heads_guess_the_same(case, options, samples, read_batch, tmp_path):
     chosen = options(case.split()[0], **CASES[case])
@@ -155,7 +156,6 @@ def test_exported_heads_guess_the_same(case, options, samples, read_batch, tmp_p
     assert torch.equal(again.guesses(features, K), drafter.guesses(features, K))
 
 
-@pytest.mark.slow
 def test_draft_vocabulary_is_written_as_offsets(options, samples, read_batch, tmp_path):
     target, _ = read_batch(samples[:2], None)
     drafter = new_drafter(options(draft_vocab_size=50), target, samples)
@@ -169,7 +169,6 @@ def test_draft_vocabulary_is_written_as_offsets(options, samples, read_batch, tm
     assert (config["draft_vocab_size"], config["vocab_size"], config["target_hidden_size"]) == (50, 2048, 32)
 
 
-@pytest.mark.slow
 def test_exported_medusa_heads_guess_the_same(options, samples, read_batch, tmp_path):
     target, features = read_batch(samples[:6], ())
     drafter = new_drafter(options("medusa", medusa_heads=2, medusa_layers=2, base_name="tiny"), target, samples)
@@ -197,7 +196,6 @@ def test_untrained_medusa_heads_say_what_the_target_does(options, samples, read_
     assert torch.equal(drafter.guesses(features, 1)[seen, 0], before.argmax(-1)[seen])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle3", "eagle"])
 def test_draft_weights_of_a_head(method, options, samples, read_batch, folders, tmp_path):
     from outrider.lora.files.peft_config import read_config
@@ -238,7 +236,6 @@ def test_draft_weights_of_a_head(method, options, samples, read_batch, folders, 
     assert compared[0] > 60
 
 
-@pytest.mark.slow
 def test_draft_weights_of_a_draft_model_load_with_peft(options, samples, read_batch, folders, tmp_path):
     from peft import PeftModel
     from transformers import LlamaForCausalLM

@@ -12,6 +12,8 @@ from outrider.spec_decode.training.build import new_drafter, read_head
 from outrider.spec_decode.training.run import load
 from outrider.spec_decode.training.target import load_causal_lm, load_target
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 
