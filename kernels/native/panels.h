@@ -1,8 +1,8 @@
-// Tiles of y = x Wᵀ in bfloat16 on processors that multiply it in pairs (AVX512-BF16).
+// Tiles of y = x Wᵀ in bfloat16 on processors that multiply it in pairs (AVX512-BF16), or with AVX2 and FMA alone.
 //
 // The weight is kept in panels of PANEL outputs, within each in pairs of inputs: it is read once, from front to back, at
-// the memory's speed. A result is the sum over the inputs in their order, two at a time, whatever is computed beside it:
-// its bits depend on its own row and column alone, not on the number of rows or of threads.
+// the memory's speed. A result is the sum over the inputs in their order, on AVX512-BF16 two at a time, whatever else is
+// computed: its bits depend on its own row and column alone, not on the number of rows or of threads.
 #pragma once
 
 #include <algorithm>
@@ -64,14 +64,17 @@ class Fetch {
     const char *at_ = nullptr, *stop_ = nullptr;
 };
 
-// With several threads oneDNN is faster if the compiler has no OpenMP.
-#if defined(__AVX512BF16__) && defined(_OPENMP)
+// With several threads oneDNN is faster if the compiler has no OpenMP. On AVX512 without BF16 it has products of its own.
+#if defined(_OPENMP) && (defined(__AVX512BF16__) || defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__))
 #define OUTRIDER_PANELS
 
-constexpr int64_t VECS = PANEL / LANES, PAIR_LINE = 2 * LANES;
-constexpr int ROWS = 6;                 // ROWS * VECS sums fit into the registers beside a step's operands
+constexpr int64_t PAIR_LINE = 2 * LANES;
 constexpr int64_t BLOCK_PAIRS = 512;    // pairs of a panel that stay in the cache
 constexpr int64_t PAIR_LINES = 2 * PANEL * int64_t(sizeof(bf16)) / LINE;  // lines of a panel's pair
+
+#ifdef __AVX512BF16__
+
+constexpr int ROWS = 6, VECS = PANEL / LANES;  // ROWS * VECS sums fit into the registers with a step's operands
 
 // sums[r * PANEL + i] (+)= x[r] . panel[i] over `pairs` pairs of inputs, for R rows. With each pair LINES lines from
 // `next` on are prefetched, and with FETCH also FETCHED lines of `fetch`.
@@ -99,6 +102,54 @@ inline void tile(const bf16* x, int64_t x_stride, const bf16* panel, int64_t pai
     for (int r = 0; r < R; r++)
         for (int v = 0; v < VECS; v++) _mm512_storeu_ps(sums + r * PANEL + v * LANES, c[r][v]);
 }
+
+#else
+
+constexpr int ROWS = 6, VECS = 2;  // ROWS * VECS sums fit into the 16 registers with a step's operands
+
+// As above, for VECS * LANES outputs at a time, of inputs that become float32 first.
+template <int R, bool FIRST, int LINES, bool FETCH>
+inline void tile(const bf16* x, int64_t x_stride, const bf16* panel, int64_t pairs, float* sums, const char* next,
+                 Fetch* fetch) {
+    alignas(64) static thread_local float inputs[ROWS][2 * BLOCK_PAIRS];
+    for (int r = 0; r < R; r++)
+        for (int64_t k = 0; k < 2 * pairs; k += LANES) {
+            store(&inputs[r][k], load(x + r * x_stride + k, 2 * pairs - k));
+        }
+    const __m256 upper = (__m256)_mm256_set1_epi32(int32_t(0xffff0000));
+    for (int64_t column = 0; column < PANEL; column += VECS * LANES) {
+        __m256 c[R][VECS];
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < VECS; v++)
+                c[r][v] = FIRST ? _mm256_setzero_ps() : _mm256_loadu_ps(sums + r * PANEL + column + v * LANES);
+        const bf16* weights = panel + 2 * column;
+        for (int64_t k = 0; k < pairs; k++, weights += 2 * PANEL) {
+            if (!column) {
+                for (int line = 0; line < LINES; line++) __builtin_prefetch(next + line * LINE);
+                next += LINES * LINE;
+                if (FETCH)
+                    for (int line = 0; line < FETCHED; line++) fetch->line();
+            }
+            __m256 w[VECS];
+            for (int v = 0; v < VECS; v++)
+                w[v] = (__m256)_mm256_slli_epi32(_mm256_loadu_si256((const __m256i*)(weights + v * PAIR_LINE)), 16);
+            for (int r = 0; r < R; r++) {
+                const __m256 factor = _mm256_broadcast_ss(&inputs[r][2 * k]);
+                for (int v = 0; v < VECS; v++) c[r][v] = _mm256_fmadd_ps(w[v], factor, c[r][v]);
+            }
+            for (int v = 0; v < VECS; v++)
+                w[v] = _mm256_and_ps(_mm256_loadu_ps((const float*)(weights + v * PAIR_LINE)), upper);
+            for (int r = 0; r < R; r++) {
+                const __m256 factor = _mm256_broadcast_ss(&inputs[r][2 * k + 1]);
+                for (int v = 0; v < VECS; v++) c[r][v] = _mm256_fmadd_ps(w[v], factor, c[r][v]);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < VECS; v++) _mm256_storeu_ps(sums + r * PANEL + column + v * LANES, c[r][v]);
+    }
+}
+
+#endif
 
 template <int R, int LINES, bool FETCH>
 inline void tiles(int rows, const bf16* x, int64_t x_stride, const bf16* panel, int64_t pairs, float* sums, bool first,
