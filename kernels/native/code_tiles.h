@@ -234,7 +234,10 @@ __attribute__((noinline)) void float_tile(const CodeTile& tile) {
                     quad >>= shift;
                     for (int k = 0; k < 4; k++) {
                         const Vec weight = numbers<FORM>(quad, k, levels);
-                        for (int r = 0; r < R; r++) sums[r][v] += weight * (x + r * stride)[c * padded + q * QUAD + k];
+                        for (int r = 0; r < R; r++) {
+                            const Vec factor = all((x + r * stride)[c * padded + q * QUAD + k]);
+                            sums[r][v] = multiply_add(weight, factor, sums[r][v]);
+                        }
                     }
                 }
             }

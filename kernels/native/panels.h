@@ -116,12 +116,11 @@ inline void tile(const bf16* x, int64_t x_stride, const bf16* panel, int64_t pai
         for (int64_t k = 0; k < 2 * pairs; k += LANES) {
             store(&inputs[r][k], load(x + r * x_stride + k, 2 * pairs - k));
         }
-    const __m256 upper = (__m256)_mm256_set1_epi32(int32_t(0xffff0000));
     for (int64_t column = 0; column < PANEL; column += VECS * LANES) {
-        __m256 c[R][VECS];
+        Vec c[R][VECS];
         for (int r = 0; r < R; r++)
             for (int v = 0; v < VECS; v++)
-                c[r][v] = FIRST ? _mm256_setzero_ps() : _mm256_loadu_ps(sums + r * PANEL + column + v * LANES);
+                c[r][v] = FIRST ? zeros() : load(sums + r * PANEL + column + v * LANES);
         const bf16* weights = panel + 2 * column;
         for (int64_t k = 0; k < pairs; k++, weights += 2 * PANEL) {
             if (!column) {
@@ -130,22 +129,23 @@ inline void tile(const bf16* x, int64_t x_stride, const bf16* panel, int64_t pai
                 if (FETCH)
                     for (int line = 0; line < FETCHED; line++) fetch->line();
             }
-            __m256 w[VECS];
-            for (int v = 0; v < VECS; v++)
-                w[v] = (__m256)_mm256_slli_epi32(_mm256_loadu_si256((const __m256i*)(weights + v * PAIR_LINE)), 16);
-            for (int r = 0; r < R; r++) {
-                const __m256 factor = _mm256_broadcast_ss(&inputs[r][2 * k]);
-                for (int v = 0; v < VECS; v++) c[r][v] = _mm256_fmadd_ps(w[v], factor, c[r][v]);
-            }
-            for (int v = 0; v < VECS; v++)
-                w[v] = _mm256_and_ps(_mm256_loadu_ps((const float*)(weights + v * PAIR_LINE)), upper);
-            for (int r = 0; r < R; r++) {
-                const __m256 factor = _mm256_broadcast_ss(&inputs[r][2 * k + 1]);
-                for (int v = 0; v < VECS; v++) c[r][v] = _mm256_fmadd_ps(w[v], factor, c[r][v]);
-            }
+            const auto add = [&](int input, auto weight_of) {
+                Vec w[VECS];
+                for (int v = 0; v < VECS; v++) {
+                    VecU32 both;
+                    std::memcpy(&both, weights + v * PAIR_LINE, sizeof both);
+                    w[v] = (Vec)weight_of(both);
+                }
+                for (int r = 0; r < R; r++) {
+                    const Vec factor = all(inputs[r][2 * k + input]);
+                    for (int v = 0; v < VECS; v++) c[r][v] = multiply_add(w[v], factor, c[r][v]);
+                }
+            };
+            add(0, [](VecU32 both) { return both << 16; });
+            add(1, [](VecU32 both) { return both & 0xffff0000u; });
         }
         for (int r = 0; r < R; r++)
-            for (int v = 0; v < VECS; v++) _mm256_storeu_ps(sums + r * PANEL + column + v * LANES, c[r][v]);
+            for (int v = 0; v < VECS; v++) store(sums + r * PANEL + column + v * LANES, c[r][v]);
     }
 }
 

@@ -33,7 +33,7 @@ inline void dots(const E* const* x, const E* const* a, int64_t n, E* h, int64_t 
         for (int j = 0; j < J; j++) rows[j] = load(a[j] + i, count);
         for (int t = 0; t < T; t++) {
             Vec token = load(x[t] + i, count);
-            for (int j = 0; j < J; j++) sums[t * J + j] += token * rows[j];
+            for (int j = 0; j < J; j++) sums[t * J + j] = multiply_add(token, rows[j], sums[t * J + j]);
         }
     };
     int64_t i = 0;
@@ -56,7 +56,7 @@ inline void accumulate_at(E* const* y, const E* h, int64_t h_stride, const E* co
         for (int v = 0; v < BLOCKS; v++) weights[v] = load(b[j] + i + v * LANES, lanes);
         for (int t = 0; t < T; t++) {
             Vec factor = all(to_float(h[t * h_stride + j]));
-            for (int v = 0; v < BLOCKS; v++) sums[t][v] += factor * weights[v];
+            for (int v = 0; v < BLOCKS; v++) sums[t][v] = multiply_add(factor, weights[v], sums[t][v]);
         }
     } while (++j < count);
     for (int t = 0; t < T; t++)

@@ -35,6 +35,17 @@ enum DType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT8 = 2 };
 inline Vec zeros() { return Vec{} ; }
 inline Vec all(float value) { return value - Vec{}; }
 
+// a * b + sum, rounded once where the processor can: elsewhere GCC may fuse nothing (compiler.py).
+inline Vec multiply_add(Vec a, Vec b, Vec sum) {
+#if OUTRIDER_LANES == 16
+    return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__FMA__)
+    return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+    return a * b + sum;
+#endif
+}
+
 inline float to_float(float value) { return value; }
 inline float to_float(bf16 value) {
     uint32_t bits = static_cast<uint32_t>(value.bits) << 16;

@@ -73,7 +73,7 @@ inline void product_part(const float* left, int64_t left_stride, Rows right, int
         for (int v = 0; v < V; v++) values[v] = load(row + v * LANES);
         for (int n = 0; n < N; n++) {
             Vec factor = all(left[n * left_stride + i]);
-            for (int v = 0; v < V; v++) sums[n][v] += factor * values[v];
+            for (int v = 0; v < V; v++) sums[n][v] = multiply_add(factor, values[v], sums[n][v]);
         }
     }
     for (int n = 0; n < N; n++)

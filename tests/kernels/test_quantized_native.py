@@ -5,26 +5,19 @@ Everything is tested as the machine compiles it, and as a processor with AVX2 al
 
 from __future__ import annotations
 
-import ctypes
-import shutil
-import subprocess
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import native as building
 from outrider.kernels.lora.native import NativeRows, RowSegments
 from outrider.kernels.quantized_linear import QuantizedWeight, native
 from outrider.kernels.quantized_linear.native import NativeQuantizedLinear
 
-COMPILER = shutil.which("g++") or shutil.which("c++")
-INFO = Path("/proc/cpuinfo")
-FOLDER = Path(native.__file__).parent
+from .avx2_library import MACHINES, kernels_of
+
 NF4 = [-1, -0.696, -0.525, -0.395, -0.284, -0.185, -0.091, 0, 0.08, 0.161, 0.246, 0.338, 0.441, 0.563, 0.723, 1]
 IQ4 = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
 KINDS = [
@@ -33,28 +26,11 @@ KINDS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["native", "avx2"])
+@pytest.fixture(scope="module", params=MACHINES)
 def machine(request, tmp_path_factory):
     """Kernels for this machine, or for one with AVX2 alone."""
-    native._functions.cache_clear()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if request.param == "avx2":
-            if COMPILER is None or not INFO.exists() or "avx2" not in INFO.read_text().split():
-                pytest.skip("no compiler, or another kind of processor")
-            made = tmp_path_factory.mktemp("avx2") / "kernels.so"
-            options = ["-O1", "-march=haswell", "-std=c++17", "-fPIC", "-shared", "-w", "-fno-math-errno", "-fopenmp"]
-            options += ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]  # undefined behaviour is a crash
-            headers = Path(building.__file__).parent
-            command = [COMPILER, *options, f"-I{headers}", "-c", str(FOLDER / "native.cpp"), "-o", f"{made}.o"]
-            subprocess.run([option for option in command if option != "-shared"], check=True, timeout=120)
-            # Without OpenMP's library: torch has loaded one.
-            subprocess.run([COMPILER, "-shared", f"{made}.o", "-o", str(made)], check=True, timeout=120)
-            library = ctypes.PyDLL(str(made))
-            monkeypatch.setattr(native, "function", partial(building.bind, library))
-        elif native._functions() is None:
-            pytest.skip("no kernels")
+    with kernels_of(native, request.param, tmp_path_factory.mktemp("kernels")):
         yield request.param
-    native._functions.cache_clear()
 
 
 def make(kind: str, outputs: int, inputs: int, group: int, seed: int = 0) -> QuantizedWeight:

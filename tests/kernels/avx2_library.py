@@ -1,0 +1,49 @@
+"""Kernels as a processor with AVX2 alone compiles them, on any x86 that has AVX2."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from outrider.kernels import native as building
+
+COMPILER = shutil.which("g++") or shutil.which("c++")
+INFO = Path("/proc/cpuinfo")
+MACHINES = ["native", "avx2"]
+
+
+@contextmanager
+def kernels_of(module: ModuleType, machine: str, scratch: Path) -> Iterator[None]:
+    """Let `module` (a package's `native`, which sits next to its native.cpp) use kernels of a machine of `MACHINES`."""
+    module._functions.cache_clear()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if machine == "avx2":
+            if COMPILER is None or not INFO.exists() or "avx2" not in INFO.read_text().split():
+                pytest.skip("no compiler, or another kind of processor")
+            library = _compile(Path(module.__file__ or "").with_suffix(".cpp"), scratch)
+            monkeypatch.setattr(module, "function", partial(building.bind, library))
+        elif module._functions() is None:
+            pytest.skip("no kernels")
+        yield
+    module._functions.cache_clear()
+
+
+def _compile(source: Path, scratch: Path) -> ctypes.PyDLL:
+    made = scratch / "kernels.so"
+    options = ["-O1", "-march=haswell", "-std=c++17", "-fPIC", "-shared", "-w", "-fno-math-errno", "-fopenmp"]
+    options += ["-ffp-contract=off"]
+    options += ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]  # undefined behaviour is a crash
+    headers = Path(building.__file__).parent
+    command = [COMPILER, *options, f"-I{headers}", "-c", str(source), "-o", f"{made}.o"]
+    subprocess.run([option for option in command if option != "-shared"], check=True, timeout=120)
+    # Without OpenMP's library: torch has loaded one.
+    subprocess.run([COMPILER, "-shared", f"{made}.o", "-o", str(made)], check=True, timeout=120)
+    return ctypes.PyDLL(str(made))
