@@ -264,5 +264,94 @@ inline void float_tiles(int rows, const CodeTile& tile) {
     }
 }
 
+// For more rows the numbers of a chunk are made once. A sum has the terms and the order that it has in a float_tile.
+constexpr int64_t MOST_NUMBERS = 256;  // inputs of a chunk whose numbers are made at once: 64 KB for a panel
+constexpr int WIDE_ROWS = 6, WIDE_VECS = 2;  // WIDE_ROWS * WIDE_VECS sums fit into 16 registers
+
+// numbers[input * PANEL + output]
+template <int64_t FORM>
+void put_numbers(const CodeTile& tile, const Chunk& chunk, float* numbers_of) {
+    constexpr int HALF = FORM == NIBBLES || FORM == LEVELS ? VECS_OF_PANEL / 2 : VECS_OF_PANEL;
+    const uint8_t* codes = chunk.codes;
+    for (int64_t q = 0; q < chunk.quads; q++, codes += quad_bytes(FORM), numbers_of += QUAD * PANEL) {
+        if (tile.fetch)
+            for (int line = 0; line < FETCHED; line++) tile.fetch->line();
+        for (int v = 0; v < VECS_OF_PANEL; v++) {
+            VecU32 quad;
+            std::memcpy(&quad, codes + v % HALF * sizeof quad, sizeof quad);
+            quad >>= v >= HALF ? 4 : 0;
+            for (int k = 0; k < QUAD; k++)
+                store(numbers_of + k * PANEL + v * LANES, numbers<FORM>(quad, k, (const float*)tile.block->levels));
+        }
+    }
+}
+
+inline void put_numbers(const CodeTile& tile, const Chunk& chunk, float* to) {
+    switch (tile.block->form) {
+        case NIBBLES: return put_numbers<NIBBLES>(tile, chunk, to);
+        case BYTES: return put_numbers<BYTES>(tile, chunk, to);
+        case LEVELS: return put_numbers<LEVELS>(tile, chunk, to);
+        default: return put_numbers<FLOAT8_CODES>(tile, chunk, to);
+    }
+}
+
+// Keeps a vector in a register: GCC reads it again for every row.
+inline Vec in_register(Vec value) {
+#ifdef __AVX2__
+    asm("" : "+x"(value));
+#endif
+    return value;
+}
+
+template <int R>
+__attribute__((noinline)) void wide_tile(const CodeTile& tile, const Chunk& chunk, const float* numbers_of) {
+    const Rows& rows = *tile.rows;
+    const float* x = rows.floats(tile.row) + chunk.number * rows.padded_chunk;
+    Vec products[R][VECS_OF_PANEL];
+    for (int first = 0; first < VECS_OF_PANEL; first += WIDE_VECS) {
+        asm volatile("" ::: "memory");  // else GCC keeps what the sums begin with in registers, and the weights in memory
+        Vec sums[R][WIDE_VECS];
+        for (int r = 0; r < R; r++)
+            for (Vec& sum : sums[r]) sum = all(-float(tile.block->zero) * rows.totals(tile.row + r)[chunk.number]);
+        const float* from = numbers_of + first * LANES;
+        for (int64_t k = 0; k < chunk.quads * QUAD; k++, from += PANEL) {
+            const Vec left = in_register(load(from)), right = in_register(load(from + LANES));
+            for (int r = 0; r < R; r++) {
+                const Vec factor = all(x[r * rows.padded + k]);
+                sums[r][0] = multiply_add(left, factor, sums[r][0]);
+                sums[r][1] = multiply_add(right, factor, sums[r][1]);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < WIDE_VECS; v++) products[r][first + v] = sums[r][v];
+    }
+    finish<R>(tile, chunk, products);
+}
+
+template <int R = WIDE_ROWS>
+inline void wide_tiles(int rows, const CodeTile& tile, const Chunk& chunk, const float* numbers_of) {
+    if (rows == R) wide_tile<R>(tile, chunk, numbers_of);
+    else if constexpr (R > 1) wide_tiles<R - 1>(rows, tile, chunk, numbers_of);
+}
+
+// Adds the tile's chunks for `count` rows from its row on.
+inline void multiply_wide(CodeTile tile, int64_t count) {
+    static thread_local float numbers_of[MOST_NUMBERS * PANEL];
+    const int64_t begin = tile.row, num_tiles = (count + WIDE_ROWS - 1) / WIDE_ROWS;
+    float* const sums = tile.sums;
+    const uint8_t* header = tile.codes;
+    for (int64_t c = tile.first_chunk; c < tile.last_chunk; c++) {
+        const Chunk chunk(*tile.block, c, header);
+        put_numbers(tile, chunk, numbers_of);
+        for (int64_t t = 0; t < num_tiles; t++) {
+            const int64_t first = count * t / num_tiles;
+            tile.row = begin + first;
+            tile.sums = sums + first * PANEL;
+            wide_tiles(int(count * (t + 1) / num_tiles - first), tile, chunk, numbers_of);
+        }
+        header = chunk.end(*tile.block);
+    }
+}
+
 }  // namespace
 }  // namespace outrider

@@ -149,6 +149,11 @@ inline void multiply_panel(const Block& block, const Rows& rows, int64_t panel, 
         const int64_t last_chunk = std::min(c + step, chunks);
         const int64_t bytes = (last_chunk - c) * chunk_bytes(block, block.chunk);
         CodeTile tile{&block, &rows, begin, c, last_chunk, codes, sums, nullptr, 0, fetch && !fetch->ended() ? fetch : nullptr};
+        if (!is_integer && !HAS_HALF_TILES && num_tiles > 1 && block.chunk <= MOST_NUMBERS) {  // as all of ours
+            multiply_wide(tile, end - begin);
+            codes += bytes;
+            continue;
+        }
         // As in panels.h: the first tile waits for the memory, the others would let it idle, so they prefetch.
         tile.next = (const char*)codes + (num_tiles == 1 ? AHEAD : bytes);
         const bool is_end = is_last && last_chunk == chunks;
