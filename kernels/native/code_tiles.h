@@ -1,7 +1,7 @@
 // Products of rows with a panel of quantised weights, chunk by chunk.
 //
 // On processors with AVX512-VNNI integer codes are multiplied with fixed-point inputs, exactly. Elsewhere, and for codes
-// that are no integers, all is float32, an input after the other. Then sums += scale * product (+ offset * total), in
+// that are no integers, all is float32, one input after the other. Then sums += scale * product (+ offset * total), in
 // the order of the chunks: the bits of a result depend on its own row and column alone.
 #pragma once
 

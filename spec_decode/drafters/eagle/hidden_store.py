@@ -71,24 +71,21 @@ class HiddenStore:
         """
         self.flush()
         counts = _counts(rows, len(states[0]))
-        adapters = None
-        if self._has_adapters(rows):
-            handles = [(row.request.adapter, count) for row, count in zip(rows, counts, strict=True)]
-            adapters = self._prepare_adapters(handles)
-        slots = self._slots([row.block_table for row in rows], [row.start for row in rows], counts, overshoot)
-        return self._write(states, adapters, slots)
+        if overshoot is None:
+            slots = to_device(np.array(self._known_slots(rows, counts), dtype=np.int64), self._device)
+        else:
+            slots = self._slots([row.block_table for row in rows], [row.start for row in rows], counts, overshoot)
+        return self._write(states, self._adapters(rows, counts), slots)
 
     def defer(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...], overshoot: Tensor | None) -> None:
         """`write` for a step whose vectors nobody reads now. It may be put off until `read`, `write` or `flush`, if its
-        slots are known and no adapter has a part in it (the adapter may leave the device before then)."""
+        slots are known and no adapter's draft weights have a part in it (they may leave the device before then)."""
         num_tokens = len(states[0])
-        if overshoot is not None or num_tokens >= _MOST_DEFERRED or self._has_adapters(rows):
+        counts = _counts(rows, num_tokens)
+        if overshoot is not None or num_tokens >= _MOST_DEFERRED or self._adapters(rows, counts) is not None:
             self.write(rows, states, overshoot)
             return
-        size, slots = self._block_size, []
-        for row, count in zip(rows, _counts(rows, num_tokens), strict=True):
-            table = row.block_table
-            slots += [table[at // size] * size + at % size for at in range(row.start, row.start + count)]
+        slots = self._known_slots(rows, counts)
         pending = self._deferred_slots
         if len(pending) + num_tokens > _MOST_DEFERRED or any(slot in pending for slot in slots):
             self.flush()  # a slot is written once in a product: of two writes either may be the last
@@ -104,8 +101,18 @@ class HiddenStore:
         self._write(states, None, to_device(slots, self._device))
         self._deferred, self._deferred_slots = [], {}  # not before: their tokens' KV counts as valid
 
-    def _has_adapters(self, rows: Sequence[DraftRow]) -> bool:
-        return self._adapts and any(row.request.adapter is not None for row in rows)
+    def _adapters(self, rows: Sequence[DraftRow], counts: Sequence[int]) -> Any:
+        """Adapters of the rows' tokens for `fuse`; None when none has draft weights."""
+        if not self._adapts or all(row.request.adapter is None for row in rows):
+            return None
+        return self._prepare_adapters([(row.request.adapter, n) for row, n in zip(rows, counts, strict=True)])
+
+    def _known_slots(self, rows: Sequence[DraftRow], counts: Sequence[int]) -> list[int]:
+        size, slots = self._block_size, []
+        for row, count in zip(rows, counts, strict=True):
+            table = row.block_table
+            slots += [table[at // size] * size + at % size for at in range(row.start, row.start + count)]
+        return slots
 
     def _write(self, states: Sequence[Tensor], adapters: Any, slots: Tensor) -> Tensor:
         vectors = self._fuse(states, adapters).nan_to_num(0.0, 0.0, 0.0)

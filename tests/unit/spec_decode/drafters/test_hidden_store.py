@@ -22,7 +22,8 @@ class Fused:
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.store = HiddenStore(WIDTH, self._fuse, torch.device("cpu"), adapts=True)
-        self.store.bind(LayerKV(*(torch.zeros(NUM_BLOCKS, 1, BLOCK, WIDTH // 2) for _ in range(2))), lambda rows: None)
+        halves = (torch.zeros(NUM_BLOCKS, 1, BLOCK, WIDTH // 2) for _ in range(2))
+        self.store.bind(LayerKV(*halves), lambda rows: "drafts" if ("drafts" in (name for name, _ in rows)) else None)
 
     def _fuse(self, states, adapters):
         self.sizes.append(len(states[0]))
@@ -81,12 +82,19 @@ def test_a_flush_writes_and_few_tokens_are_put_off():
     assert sum(fused.sizes) > 400
 
 
-def test_a_step_with_an_adapter_or_an_unknown_beginning_is_not_put_off():
+@pytest.mark.parametrize(("adapter", "sizes"), [("drafts", [2]), ("plain", [])])
+def test_a_step_with_an_adapter_is_put_off_if_the_adapter_has_no_draft_weights(adapter, sizes):
     fused = Fused()
     adapted = Request("a", [0] * 4, 4, SamplingParams(), seed_key=1)
-    adapted.adapter = object()
+    adapted.adapter = adapter
     fused.store.defer(rows_at(0, request=adapted), vectors(1.0, 2.0), None)
-    assert fused.sizes == [2]
+    assert fused.sizes == sizes
+    assert read(fused.store, 1) == [[1], [2]]
+
+
+def test_a_step_with_an_unknown_beginning_is_not_put_off():
+    fused = Fused()
+    fused.store.defer(rows_at(0), vectors(1.0, 2.0), None)
     fused.store.defer(rows_at(2), vectors(1.0, 2.0), torch.tensor([1, 0]))
     assert fused.sizes == [2, 2]
     found = fused.store.read(TABLES, [1, 2], [1, 1])
