@@ -317,7 +317,9 @@ class SpeculationPolicy:
 
     def _is_quiet(self, rows: Sequence[RowPlan]) -> bool:
         """True if a short step without drafts says nothing that others do not: of those most are left out."""
-        if self._held is not None or self._num_steps % QUIET_STEPS < 2 or not self._is_short(len(rows)):
+        if self._held is not None or self._trial is not None:
+            return False
+        if self._num_steps % QUIET_STEPS < 2 or not self._is_short(len(rows)):
             return False
         if any(row.num_drafts or row.max_new_drafts for row in rows):
             return False
@@ -325,11 +327,14 @@ class SpeculationPolicy:
         return True
 
     def _charge_trial(self, rows: Sequence[RowPlan], seconds: float, gap: float) -> None:
-        """Charge the adapter on trial what step and drafting took beyond those without drafts, of each at most some
+        """Charge the adapter on trial what step and drafting took beyond those without its drafts, of each at most some
         steps (what takes longer is the work of other programs)."""
-        if self._trial is None or not any(s.trial_rounds for row in rows if (s := self._rows.get(row.request))):
+        on_trial = [bool((s := self._rows.get(row.request)) and s.trial_rounds) for row in rows]
+        if self._trial is None or not any(on_trial):
             return
-        base, drafting = self._steps.seconds(len(rows), 0), gap - self._drafts.seconds(0, len(rows), 0)
+        others = [row.num_drafts for row, is_trial in zip(rows, on_trial, strict=True) if not is_trial]
+        base = self._steps.seconds(len(rows), sum(others))
+        drafting = gap - self._drafts.seconds(0, len(rows), max(others, default=0))
         for longer in (seconds - base, drafting):
             self._trial.trial_cost += min(max(longer, 0.0), TRIAL_STEPS * base)
 
