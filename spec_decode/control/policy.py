@@ -317,25 +317,21 @@ class SpeculationPolicy:
 
     def _is_quiet(self, rows: Sequence[RowPlan]) -> bool:
         """True if a short step without drafts says nothing that others do not: of those most are left out."""
-        if self._held is not None or self._trial is not None:
+        if self._held is not None or self._trial is not None or self._num_steps % QUIET_STEPS < 2:
             return False
-        if self._num_steps % QUIET_STEPS < 2 or not self._is_short(len(rows)):
-            return False
-        if any(row.num_drafts or row.max_new_drafts for row in rows):
+        if not self._is_short(len(rows)) or any(row.num_drafts or row.max_new_drafts for row in rows):
             return False
         self._asked = None
         return True
 
     def _charge_trial(self, rows: Sequence[RowPlan], seconds: float, gap: float) -> None:
-        """Charge the adapter on trial what step and drafting took beyond those without its drafts, of each at most some
-        steps (what takes longer is the work of other programs)."""
+        """Charge the adapter on trial what its drafts added: at most some steps, as other programs take more."""
         on_trial = [bool((s := self._rows.get(row.request)) and s.trial_rounds) for row in rows]
         if self._trial is None or not any(on_trial):
             return
         others = [row.num_drafts for row, is_trial in zip(rows, on_trial, strict=True) if not is_trial]
         base = self._steps.seconds(len(rows), sum(others))
-        drafting = gap - self._drafts.seconds(0, len(rows), max(others, default=0))
-        for longer in (seconds - base, drafting):
+        for longer in (seconds - base, gap - self._drafts.seconds(0, len(rows), max(others, default=0))):
             self._trial.trial_cost += min(max(longer, 0.0), TRIAL_STEPS * base)
 
     def _count(self, rows: Sequence[RowPlan], result: StepResult, now: float) -> None:
