@@ -19,6 +19,8 @@ from .triton import (
     EXPAND_SPLITS,
     GAIN_BLOCK,
     GAIN_WARPS,
+    INVARIANT_SPLITS,
+    INVARIANT_UNITS,
     MAX_SPLITS,
     MIN_SPLIT_INPUTS,
     SHRINK_CONFIGS,
@@ -173,6 +175,7 @@ class TritonRows:
             ROWS=BLOCK_ROWS,
             BLOCK=config.block,
             DOT_BLOCK=config.dot_block,
+            SINGLE=int(not groups.invariant),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
@@ -180,6 +183,8 @@ class TritonRows:
     def _splits(self, config: LoRAShrinkConfig, groups: RowGroups) -> _Splits:
         """Bounds of the parts of a shrink's sums. Captured launches serve steps with fewer items."""
         most = max(1, min(MAX_SPLITS, self._in_features // MIN_SPLIT_INPUTS))
+        if groups.invariant:
+            return _Splits(INVARIANT_UNITS, min(most, INVARIANT_SPLITS), max(config.block, config.dot_block))
         if not groups.replayable:
             most = min(most, triton.cdiv(config.units, groups.max_items * self._num_slices))
         return _Splits(config.units, most, max(config.block, config.dot_block))
@@ -219,6 +224,7 @@ class TritonRows:
             SPLITS=EXPAND_SPLITS[groups.tile],
             ONE_SPLITS=EXPAND_SPLITS[1],
             EMBEDDING=ids is not None,
+            SINGLE=int(not groups.invariant),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )

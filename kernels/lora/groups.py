@@ -69,6 +69,8 @@ class RowGroups:
         num_tokens: int,
         device: torch.device,
         buffer: GroupBuffer | None = None,
+        *,
+        invariant: bool = False,
     ) -> None:
         """Group the tokens of a step, and copy the array to the device.
 
@@ -78,12 +80,15 @@ class RowGroups:
             device: Where the kernels run.
             buffer: Used if the step is small and has no larger ranks. Bounds of launches depend on `num_tokens` then,
                 not on the segments.
+            invariant: True when no bit of a token's result may depend on the step's other tokens. Tiles have one size
+                then, and the kernels one order of sums.
 
         Raises:
             ValueError: segments beyond the step's tokens.
         """
         self.num_tokens = num_tokens
-        self.tile = tile_tokens(num_tokens)
+        self.invariant = invariant
+        self.tile = tile_tokens(0 if invariant else num_tokens)
         self.stop = max((stop for _, stop, _ in segments), default=0)
         if self.stop > num_tokens:
             raise ValueError(f"segments end at token {self.stop} of {num_tokens}")

@@ -33,6 +33,11 @@ EXPAND_CONFIGS = {
 side by side along the outputs, as 2 do along 512, a thread adds up all rank rows of its outputs: on an H200 64 adapters
 at 28,672 outputs take 44 µs, and with 4 warps at 256 outputs 120 µs. 128 units are one for each multiprocessor of an
 H100: 2,048 tokens of 4 adapters have 32 tiles, which without splits would leave three quarters of it idle."""
+INVARIANT_SPLITS = 8
+"""Most parts of a shrink's sums when they must be as many in every step: an adapter alone has 8 programs a slice, and
+the parts of a long prompt still take little memory."""
+INVARIANT_UNITS = 1 << 30
+"""Units of work that no launch has, so that the parts are always as many as may be."""
 EXPAND_SPLITS = {1: MAX_SPLITS, 16: 4, 64: 2}
 """Parts of the shrink's sums that an expand loads at once, by the number of tokens: as many as registers hold."""
 
@@ -126,6 +131,7 @@ def shrink_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # inputs at a time for one token
     DOT_BLOCK: tl.constexpr,  # and for several
+    SINGLE: tl.constexpr,  # tokens of a tile that uses multiply-adds: 1, or 0 for none
 ):
     """h[s, split, place] = x[t, chunk] · A[row, s, chunk], for the tokens and rows of each item."""
     items = groups + tl.load(groups + 2)
@@ -148,7 +154,7 @@ def shrink_kernel(
             weights = a + row * row_stride + part_slice * FEATURES
             token_ids = order + tl.load(item)
             out = h + part.to(tl.int64) * h_stride + tl.load(item + 4)
-            if num_tokens == 1:
+            if num_tokens == SINGLE:
                 source = x + tl.load(token_ids).to(tl.int64) * x_stride
                 sums = _shrink_token(source, weights, alive, start, stop, FEATURES, ROWS, BLOCK)
                 tl.store(out + r, sums, mask=r < num_rows)
@@ -239,6 +245,7 @@ def expand_kernel(
     SPLITS: tl.constexpr,  # parts of the shrink's sums that are loaded at once for several tokens
     ONE_SPLITS: tl.constexpr,  # and for one
     EMBEDDING: tl.constexpr,
+    SINGLE: tl.constexpr,  # as in the shrink
 ):  # fmt: skip
     """y[t, n] += sum of h[s, :, place] B[row, n] over all rank rows of the token's adapter; y [T, out] is mutated."""
     order = groups + tl.load(groups + 3)
@@ -262,7 +269,7 @@ def expand_kernel(
         values = h
         if not EMBEDDING:
             values += (part_slice * splits).to(tl.int64) * h_stride + tl.load(tile + 4)
-        if num_tokens == 1:
+        if num_tokens == SINGLE:
             n = first + tl.arange(0, BLOCK)
             _expand_tile(
                 y, b, live, rows, values, ids, token_ids, n, n < stop, num_tokens, num_rows, tl.load(tile + 5),
@@ -320,14 +327,14 @@ def compile_cases() -> list[CompileCase]:
     ]:
         shrinks, expands, one_slice = SHRINK_CONFIGS[tile], EXPAND_CONFIGS[tile], dtype == "bf16" and features == 4096
         pool = {"live": "*u8", "groups": "*i32"}
-        common = {"TILE": tile, "ROWS": BLOCK_ROWS}
+        common = {"TILE": tile, "ROWS": BLOCK_ROWS, "SINGLE": 1}
         label = f"{dtype} tile{tile}"
         shrink = common | {"FEATURES": features, "SLICES": 3, "BLOCK": shrinks.block, "DOT_BLOCK": shrinks.dot_block}
         types = pool | {"x a": f"*{dtype}", "h": "*fp32"}
         name = f"lora shrink {label} in{features}"
         cases.append(make_case(name, shrink_kernel, shrink, types, **_launch(shrinks)))
-        if one_slice:
-            cases.append(_one_slice(cases[-1]))
+        cases += [_one_slice(cases[-1])] if one_slice else []
+        cases += [_invariant(cases[-1])] if one_slice and tile == 16 else []
         alignment = 16 if features % 16 == 0 else 1
         itemsize = 4 if dtype == "fp32" else 2
         expands = fit_registers(expands, alignment, itemsize, embeds=False)
@@ -339,6 +346,7 @@ def compile_cases() -> list[CompileCase]:
         cases.append(make_case(name, expand_kernel, expand, types, **_launch(expands)))
         if one_slice:
             cases.append(_one_slice(cases[-1]))
+            cases += [_invariant(cases[-1])] if tile == 16 else []
             embedding, types = expand | {"EMBEDDING": True}, types | {"h": f"*{dtype}"}
             launch = _launch(fit_registers(expands, alignment, itemsize, embeds=True))
             case = make_case(f"lora embedding {label}", expand_kernel, embedding, types, **launch)
@@ -358,3 +366,8 @@ def _one_slice(case: CompileCase) -> CompileCase:
     """Case of a projection whose slices are not merged."""
     constants = case.constexprs | ({"SLICES": 1} if "SLICES" in case.constexprs else {})
     return case._replace(name=f"{case.name} one slice", constexprs=constants, ones=("live_stride",))
+
+
+def _invariant(case: CompileCase) -> CompileCase:
+    """Case in which every tile uses tensor cores, also one of a single token."""
+    return case._replace(name=f"{case.name} invariant", constexprs=case.constexprs | {"SINGLE": 0})

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..rms_norm import NormWeight
 from ..rope import Rotation
 from ..staging import staged, to_device
+from .invariant import invariant_attention_kernel, invariant_constants
 from .native import RowArrays
 from .schedule import TILE_FIELDS, Capacity, Layout, Planner, TileGroup
 from .settle import BLOCK, advance_kernel, settle_kernel
@@ -139,7 +140,7 @@ class DeviceStep:
         Values that are not finite are written as 0, and keys are limited: see `write_kv`. `sinks` [H] are float32.
         """
         prologue = None
-        if self._planner.options.shared:
+        if self._planner.options.shared or self._planner.invariant:
             self.write_qkv(qkv, rotation, norm, kv)
         else:
             prologue = _Prologue(rotation, norm, self._layout.writes)
@@ -204,8 +205,11 @@ class DeviceStep:
         parts = self._parts or self._make_parts()
         tiles = self._data
         for group in self._layout.groups:
-            of_splits = parts if group.num_splits > 1 else (out, out)
-            self._attend_group(qkv, prologue, kv, group, tiles, (out, *of_splits), window, sinks)
+            results = (out, *(parts if group.num_splits > 1 else (out, out)))
+            if self._planner.invariant:
+                self._attend_invariant(qkv, kv, group, tiles, results, window, sinks)
+            else:
+                self._attend_group(qkv, prologue, kv, group, tiles, results, window, sinks)
             tiles = tiles[group.num_tiles * TILE_FIELDS :]
         return out
 
@@ -244,6 +248,36 @@ class DeviceStep:
             *((options.scale or shape.head_dim**-0.5) * _LOG2_E, (options.soft_cap or 1.0) * _LOG2_E),
             *(self._first_key, min(window or 0, _MAX_WINDOW)),
             *(group.num_queries, group.num_splits),
+            **constants,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+
+    def _attend_invariant(
+        self,
+        qkv: Tensor,
+        kv: LayerKV,
+        group: TileGroup,
+        tiles: Tensor,
+        results: tuple[Tensor, Tensor, Tensor],
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> None:
+        """`_attend_group` after the queries are rotated and the keys are written, batch-invariant."""
+        shape, options, config = self._planner.shape, self._planner.options, group.config
+        constants = invariant_constants(
+            *(shape, self._block_size, group.block_m, config.block_n),
+            is_float32=qkv.dtype == torch.float32,
+            window=window is not None,
+            cap=options.soft_cap is not None,
+            sinks=sinks is not None,
+        )
+        invariant_attention_kernel[(group.num_tiles * shape.num_kv_heads, group.num_splits)](
+            *(qkv, qkv.stride(0), shape.head_dim, kv.k, kv.v, kv.k.stride(0), kv.v.stride(0)),
+            *(tiles, self._table, *results, self._arrived, results[2] if sinks is None else sinks),
+            *((options.scale or shape.head_dim**-0.5) * _LOG2_E, (options.soft_cap or 1.0) * _LOG2_E),
+            *(self._first_key, min(window or 0, _MAX_WINDOW)),
+            *(group.num_queries, int(group.num_splits == 1)),
             **constants,
             num_warps=config.num_warps,
             num_stages=config.num_stages,

@@ -30,6 +30,12 @@ MAX_WRITING = 32
 WHOLE_KEYS = 1024
 """Most keys of a tile that one program attends to, whatever the number of splits: 16 chunks of 64 keys, several of
 which are in flight, take about as long as writing the parts of splits, waiting for the last one and adding them."""
+UNIT_KEYS = 512
+"""Keys of a unit of batch-invariant attention, counted from key 0: a multiple of every chunk. A context of one unit is
+attended to by one program; 32,768 keys of a row give 16 programs four units each."""
+INVARIANT_SPLITS = 16
+"""Splits among which the units of batch-invariant attention are dealt out, for any context and number of rows. A row of
+8 KV heads then has 128 programs, about one for each multiprocessor of an H100."""
 # Programs for each multiprocessor: for short rows, and for long ones.
 _SHORT_PROGRAMS, _LONG_PROGRAMS = 4, 2
 DEFAULT_WRITE = KVWriteConfig(block_heads=8, num_warps=2)
@@ -135,6 +141,8 @@ class Planner:
     configs: Configs = NO_CONFIGS
     """Launch configs that were tuned for the device."""
     options: AttentionOptions = DEFAULT_OPTIONS
+    invariant: bool = False
+    """True: all tiles have one size and one launch config, for `invariant.py`; their splits change no bit."""
 
     @property
     def write_config(self) -> KVWriteConfig:
@@ -159,6 +167,8 @@ class Planner:
     @property
     def _long_queries(self) -> int:
         """Queries in a tile of a long row."""
+        if self.invariant:
+            return self.max_short_queries
         return self._long_block_m() // self._fold
 
     def layout(self, rows: RowArrays) -> Layout:
@@ -198,6 +208,8 @@ class Planner:
         return self._group(num_tiles, num_queries, self._long_block_m(), is_long=True)
 
     def _group(self, num_tiles: int, num_queries: int, block_m: int, *, is_long: bool) -> TileGroup:
+        if self.invariant:
+            return self._invariant_group(num_tiles, num_queries, is_long=is_long)
         dim = padded_dim(self.shape.head_dim)
         default = default_config(block_m, dim, self.itemsize, self.gpu.arch, is_long)
         config = self.configs.get(default, *self.tuned_shape(block_m, is_long=is_long))
@@ -207,6 +219,15 @@ class Planner:
         while splits < most and splits * num_tiles * self.shape.num_kv_heads < wanted:
             splits *= 2
         return TileGroup(num_tiles, num_queries, self.num_splits or splits, block_m, config)
+
+    def _invariant_group(self, num_tiles: int, num_queries: int, *, is_long: bool) -> TileGroup:
+        """Group whose tiles are as large and computed as those of every other group. Where tiles keep the device busy,
+        a program takes all splits; long rows have memory for parts only up to one tile for a multiprocessor."""
+        block_m = max(16, 1 << (self.max_short_queries * self._fold - 1).bit_length())
+        config = invariant_config(self.shape.head_dim, self.itemsize, self.gpu.arch)
+        is_busy = is_long and num_tiles * self.shape.num_kv_heads >= self.gpu.num_processors
+        splits = self.num_splits or (1 if is_busy else INVARIANT_SPLITS)
+        return TileGroup(num_tiles, num_queries, INVARIANT_SPLITS if splits > 1 else 1, block_m, config)
 
     def _long_block_m(self) -> int:
         is_wide = padded_dim(self.shape.head_dim) > 128
@@ -278,6 +299,19 @@ def default_config(block_m: int, head_dim: int, itemsize: int, arch: int, is_lon
         # time would spill with them.
         blocks = (64, 4, 4 if arch < 90 else 5) if block_m == 16 else (32, 8, 5)
     return AttentionConfig(*blocks, programs=_LONG_PROGRAMS if is_long else _SHORT_PROGRAMS)
+
+
+def invariant_config(head_dim: int, itemsize: int, arch: int) -> AttentionConfig:
+    """Launch config of all tiles of batch-invariant attention: fewer keys at a time where registers are short, which
+    hold the sums of a split and of all splits. It is not tuned: texts would depend on the file of a machine."""
+    is_wide = padded_dim(head_dim) > 128
+    if itemsize == 4:
+        blocks = 16 if is_wide else 32, 8, 2
+    elif is_wide:
+        blocks = 32 if arch < 100 else 16, 8, 2
+    else:
+        blocks = 32 if arch < 90 else 64, 4 if padded_dim(head_dim) <= 64 else 8, 3
+    return AttentionConfig(*blocks, programs=_LONG_PROGRAMS)
 
 
 def make_tiles(rows: RowArrays, which: np.ndarray[Any, Any], queries: int) -> np.ndarray[Any, Any]:

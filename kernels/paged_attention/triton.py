@@ -62,16 +62,21 @@ def _first_state(sinks, split, BLOCK_M: tl.constexpr, HAS_SINKS: tl.constexpr):
 
 
 @triton.jit
-def _attend_chunks(
+def attend_chunks(
     acc, top, total, q, keys, values, table, begin, end, gap_begin, gap, num_keys, columns,
     scale, soft_cap, positions, first_key, window,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_CAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr = 0,
+    STRIDE: tl.constexpr = 0,
 ):  # fmt: skip
-    """Online softmax over end - begin more chunks: those from `begin`, without the `gap` chunks from `gap_begin`.
+    """Online softmax over end - begin more chunks: those from `begin`, without the `gap` chunks from `gap_begin`; or
+    with UNIT runs of UNIT chunks, STRIDE apart, the first of which starts at chunk `gap_begin`.
     Returns its state: sum of weighted values, maximum, sum of weights."""
     for index in tl.range(begin, end):
-        chunk = tl.where(index < gap_begin, index, index + gap)
+        if UNIT > 0:
+            chunk = index // UNIT * STRIDE + gap_begin + index % UNIT
+        else:
+            chunk = tl.where(index < gap_begin, index, index + gap)
         key = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
         mask = (columns < HEAD_DIM)[None, :]
         # 32 bits suffice: a head's part of a layer's cache has less than 2^31 elements.
@@ -145,13 +150,13 @@ def _attend(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top, total = _first_state(sinks, split, BLOCK_M, HAS_SINKS)
     if TWO_LOOPS:
-        acc, top, total = _attend_chunks(
+        acc, top, total = attend_chunks(
             acc, top, total, q, keys, values, table, whole_begin, whole_end, whole_end, 0, num_keys, columns,
             scale, soft_cap, positions, first_key, window,
             HEAD_DIM, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, False, PRECISION,
         )  # fmt: skip
     gap = whole_end - whole_begin
-    return _attend_chunks(
+    return attend_chunks(
         acc, top, total, q, keys, values, table, begin, end - gap, whole_begin, gap, num_keys, columns,
         scale, soft_cap, positions, first_key, window,
         HEAD_DIM, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_CAP, True, PRECISION,
@@ -343,12 +348,15 @@ def _attention_case(
 
 def compile_cases() -> list[CompileCase]:
     """Cases of all kernels."""
+    from .invariant import invariant_cases  # which imports this module
+
     common, wide, odd, gpt_oss = Shape(32, 8, 128), Shape(16, 8, 256), Shape(24, 8, 80), Shape(64, 8, 64)
     cases = [
         _attention_case("fp8 ", "bf16", common, 16, 16, cache="fp8e4nv"),
         _attention_case("fp8 ", "bf16", common, 16, 128, cache="fp8e4nv"),
         *write_cases(),
         *settle_cases(),
+        *invariant_cases(),
     ]
     for arch in (80, 90):
         cases += [_attention_case("", "bf16", common, 16, block_m, arch) for block_m in (16, 128)]

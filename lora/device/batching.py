@@ -89,7 +89,7 @@ class LoraBatcher:
         self._dtype = dtype
         self._device = device
         self._is_native = is_native(dtype, device)
-        self._is_grouped = is_grouped(dtype, device) and not batch_invariant
+        self._is_grouped = is_grouped(dtype, device)
         self._last: tuple[tuple[Rows, bool], LoraBatch | None] = (((), False), None)
 
     def build(
@@ -117,8 +117,11 @@ class LoraBatcher:
             return None
         if self._is_grouped:
             ranges = [(run.start, run.stop, run.owner.index) for run in owned if run.owner is not None]
-            groups = RowGroups(ranges, sum(count for _, count in rows), self._device, self._buffer)
-            return LoraBatch(tuple(owned), None, (), groups=groups, replayable=groups.replayable and is_plain)
+            num_tokens, invariant = sum(count for _, count in rows), self._batch_invariant
+            groups = RowGroups(ranges, num_tokens, self._device, self._buffer, invariant=invariant)
+            return LoraBatch(
+                tuple(owned), None, (), invariant, groups=groups, replayable=groups.replayable and is_plain
+            )
         if self._is_native:
             return LoraBatch(tuple(owned), row_segments(owned), (), self._batch_invariant)
         alone, masked = (owned, []) if self._batch_invariant else _groups(runs)

@@ -144,11 +144,9 @@ def best_backend(spec: AttentionSpec, *, batch_invariant: bool = False) -> Calla
 
     if native.serves(spec):
         return native.NativeAttention
-    if batch_invariant:
-        return torch.InvariantAttention
     if spec.device.type == "cuda" and has_triton():
         from . import triton
 
         if triton.serves(spec):
-            return triton.TritonAttention
-    return torch.TorchAttention
+            return triton.TritonInvariantAttention if batch_invariant else triton.TritonAttention
+    return torch.InvariantAttention if batch_invariant else torch.TorchAttention

@@ -22,12 +22,15 @@ def serves(spec: AttentionSpec) -> bool:
 class TritonAttention(AttentionBackend):
     """Backend that launches the Triton kernels. Implements ReplayableAttention."""
 
+    invariant = False
+    """True when the bits of a query's result do not depend on the rest of a step."""
+
     def __init__(self, spec: AttentionSpec, num_splits: int | None = None) -> None:
         """Prepare launches; `num_splits` programs share a tile's keys, a power of two; None: chosen for the device."""
         self._spec = spec
         gpu = gpu_of(spec.device)
         configs = configs_of(spec.device)
-        self._planner = Planner(spec.shape, spec.dtype.itemsize, gpu, num_splits, configs, spec.options)
+        self._planner = Planner(spec.shape, spec.dtype.itemsize, gpu, num_splits, configs, spec.options, self.invariant)
 
     def plan(self, rows: SequenceRows, positions: np.ndarray, block_size: int) -> DeviceStep:
         """See AttentionBackend."""
@@ -52,3 +55,9 @@ class TritonAttention(AttentionBackend):
         self, rows: RowArrays | Capacity, block_size: int, first_key: int, storage: Tensor | None = None
     ) -> DeviceStep:
         return DeviceStep(self._planner, self._spec.dtype, block_size, rows, self._spec.device, first_key, storage)
+
+
+class TritonInvariantAttention(TritonAttention):
+    """Batch-invariant backend: one kernel and one order of sums for decodes, verification rows and prompts."""
+
+    invariant = True

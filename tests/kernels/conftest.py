@@ -3,6 +3,7 @@
 import os
 import types
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,19 @@ def team(request):
     yield
     use_pool(False)
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def row_products(monkeypatch):
+    """Products of Triton's interpreter whose rows do not depend on their index, as those of a GPU: numpy's library
+    rounds a row differently elsewhere in a matrix."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        product = np.einsum("mk,kn->mn", a.data.astype(d.data.dtype), b.data.astype(d.data.dtype))
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,119 @@
+"""The batch-invariant kernel of a GPU, interpreted: a query's bits alone, in a batch, in a chunk, with drafts and after
+a cached prefix; in one program a tile or in several."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from outrider.kernels.paged_attention import invariant, schedule
+from outrider.models.attention import AttentionSpec, best_backend
+from outrider.models.attention.triton import TritonAttention, TritonInvariantAttention
+
+from . import test_batch_invariant_attention as plain
+from .test_batch_invariant_attention import Row, dense
+
+SHAPE = (4, 2, 32)
+LENGTH = 230
+
+
+pytestmark = pytest.mark.usefixtures("row_products")
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few keys have several units, and more of them than splits."""
+    monkeypatch.setattr(invariant, "UNIT_KEYS", 64)
+    for module in (invariant, schedule):
+        monkeypatch.setattr(module, "INVARIANT_SPLITS", 3)
+
+
+class Attend:
+    """Attention by one backend."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        kind: type[TritonAttention],
+        dtype: torch.dtype,
+        num_splits: int | None = None,
+    ) -> None:
+        self.dtype = dtype
+        monkeypatch.setattr(plain, "make_backend", lambda name, spec: kind(spec, num_splits))
+
+    def __call__(
+        self, chunks: list[tuple[Row, int, int]], window: int | None = None, *, has_sinks: bool = False
+    ) -> list[Tensor]:
+        """Results of each chunk, [stop - start, H * D]."""
+        options = {"block_size": 16, "window": window, "dtype": self.dtype, "has_sinks": has_sinks}
+        got = plain.attend(chunks, SHAPE, seed=len(chunks), **options)
+        return list(got.split([stop - start for _, start, stop in chunks]))
+
+
+def batches(row: Row, others: list[Row]) -> Iterator[list[tuple[Row, int, int]]]:
+    """Batches whose first chunk is of `row`."""
+    last = row.length
+    decodes = [(other, other.length - 1, other.length) for other in others]
+    yield [(row, last - 1, last)]
+    for size in (2, 7, 33):
+        yield [(row, last - 1, last), *decodes[: size - 1]]
+    yield [(row, last - 5, last)]  # verification of 4 drafts
+    yield [(row, last - 3, last), *((other, max(0, other.length - 5), other.length) for other in others[:6])]
+    yield [(row, 0, last), *decodes[:3]]
+    yield [(row, 96, last)]  # after a cached prefix
+    yield [(row, 0, 100), (others[0], 0, others[0].length)]
+    yield [(row, 100, 131), *decodes[:1]]
+
+
+def differing(attend: Attend, window: int | None, *, has_sinks: bool = False) -> int:
+    """Batches in which some query of a row has other bits than in its whole prompt alone."""
+    row = Row(LENGTH, SHAPE, attend.dtype, 0)
+    others = [Row(1 + 61 * i % 250, SHAPE, attend.dtype, 1 + i) for i in range(32)]
+    whole = attend([(row, 0, LENGTH)], window, has_sinks=has_sinks)[0]
+    expected = dense(row, window, torch.linspace(-2, 3, SHAPE[0]) if has_sinks else None)
+    tolerance = 2e-5 if attend.dtype == torch.float32 else 6e-3
+    torch.testing.assert_close(whole.double(), expected, atol=tolerance, rtol=tolerance)
+    count = 0
+    for chunks in batches(row, others):
+        _, start, stop = chunks[0]
+        count += not torch.equal(attend(chunks, window, has_sinks=has_sinks)[0], whole[start:stop])
+    return count
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window", "has_sinks", "num_splits"),
+    [(torch.float32, None, False, None), (torch.float16, 100, True, None), (torch.float16, None, False, 16)],
+)
+def test_a_query_has_the_same_bits_in_every_step(
+    dtype: torch.dtype, window: int | None, has_sinks: bool, num_splits: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without `num_splits` decodes are split among programs here, and prompts are not."""
+    attend = Attend(monkeypatch, TritonInvariantAttention, dtype, num_splits)
+    assert differing(attend, window, has_sinks=has_sinks) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_ordinary_kernel_has_not(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batches above tell them apart."""
+    monkeypatch.setattr("outrider.kernels.paged_attention.triton.WHOLE_KEYS", 0)
+    monkeypatch.setattr("outrider.kernels.paged_attention.triton.MIN_SPLIT_KEYS", 64)
+    assert differing(Attend(monkeypatch, TritonAttention, dtype), None) > 4
+
+
+def test_the_bits_show_the_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other boundaries give other bits."""
+    attend = Attend(monkeypatch, TritonInvariantAttention, torch.float32)
+    monkeypatch.setattr(invariant, "UNIT_KEYS", 32)
+    row = Row(LENGTH, SHAPE, torch.float32, 0)
+    other = attend([(row, 0, LENGTH)], 100)[0]
+    monkeypatch.setattr(invariant, "UNIT_KEYS", 64)
+    assert not torch.equal(other, attend([(row, 0, LENGTH)], 100)[0])
+
+
+def test_a_gpu_gets_it() -> None:
+    spec = AttentionSpec(4, 2, 32, frozenset({None}), torch.bfloat16, torch.device("cuda"))
+    assert best_backend(spec, batch_invariant=True) is TritonInvariantAttention
+    assert best_backend(spec) is TritonAttention
