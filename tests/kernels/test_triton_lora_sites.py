@@ -143,8 +143,9 @@ def test_base_tokens_alone_have_no_batch(grouped: None, device: str) -> None:
 def test_a_batch_invariant_step_keeps_to_the_paths_that_are(grouped: None, device: str) -> None:
     model = Model(torch.device(device))
     batch = LoraBatcher(torch.float32, model.device, batch_invariant=True).build(model.rows((b"plain", 2)))
-    assert batch.groups is None
     assert batch.invariant
+    assert batch.groups.invariant
+    assert not LoraBatcher(torch.float32, model.device).build(model.rows((b"plain", 2))).groups.invariant
 
 
 class Sides:
