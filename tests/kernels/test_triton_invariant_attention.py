@@ -16,8 +16,8 @@ from outrider.models.attention.triton import TritonAttention, TritonInvariantAtt
 from . import test_batch_invariant_attention as plain
 from .test_batch_invariant_attention import Row, dense
 
-SHAPE = (4, 2, 32)
-LENGTH = 230
+SHAPE = (2, 1, 16)
+LENGTH = 140
 
 
 pytestmark = pytest.mark.usefixtures("row_products")
@@ -28,7 +28,7 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few keys have several units, and more of them than splits."""
     monkeypatch.setattr(invariant, "UNIT_KEYS", 64)
     for module in (invariant, schedule):
-        monkeypatch.setattr(module, "INVARIANT_SPLITS", 3)
+        monkeypatch.setattr(module, "INVARIANT_SPLITS", 2)
 
 
 class Attend:
@@ -58,20 +58,18 @@ def batches(row: Row, others: list[Row]) -> Iterator[list[tuple[Row, int, int]]]
     last = row.length
     decodes = [(other, other.length - 1, other.length) for other in others]
     yield [(row, last - 1, last)]
-    for size in (2, 7, 33):
-        yield [(row, last - 1, last), *decodes[: size - 1]]
+    yield [(row, last - 1, last), *decodes]
     yield [(row, last - 5, last)]  # verification of 4 drafts
-    yield [(row, last - 3, last), *((other, max(0, other.length - 5), other.length) for other in others[:6])]
-    yield [(row, 0, last), *decodes[:3]]
+    yield [(row, last - 3, last), *((other, max(0, other.length - 5), other.length) for other in others[:2])]
     yield [(row, 96, last)]  # after a cached prefix
-    yield [(row, 0, 100), (others[0], 0, others[0].length)]
-    yield [(row, 100, 131), *decodes[:1]]
+    yield [(row, 60, 90), (others[0], 0, others[0].length)]
+    yield [(row, 95, 99), *decodes[:1]]
 
 
 def differing(attend: Attend, window: int | None, *, has_sinks: bool = False) -> int:
     """Batches in which some query of a row has other bits than in its whole prompt alone."""
     row = Row(LENGTH, SHAPE, attend.dtype, 0)
-    others = [Row(1 + 61 * i % 250, SHAPE, attend.dtype, 1 + i) for i in range(32)]
+    others = [Row(1 + 61 * i % 150, SHAPE, attend.dtype, i) for i in (1, 3, 5)]
     whole = attend([(row, 0, LENGTH)], window, has_sinks=has_sinks)[0]
     expected = dense(row, window, torch.linspace(-2, 3, SHAPE[0]) if has_sinks else None)
     tolerance = 2e-5 if attend.dtype == torch.float32 else 6e-3
@@ -85,7 +83,7 @@ def differing(attend: Attend, window: int | None, *, has_sinks: bool = False) ->
 
 @pytest.mark.parametrize(
     ("dtype", "window", "has_sinks", "num_splits"),
-    [(torch.float32, None, False, None), (torch.float16, 100, True, None), (torch.float16, None, False, 16)],
+    [(torch.float32, None, False, None), (torch.float16, 70, True, 16)],
 )
 def test_a_query_has_the_same_bits_in_every_step(
     dtype: torch.dtype, window: int | None, has_sinks: bool, num_splits: int | None, monkeypatch: pytest.MonkeyPatch
@@ -95,22 +93,22 @@ def test_a_query_has_the_same_bits_in_every_step(
     assert differing(attend, window, has_sinks=has_sinks) == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_ordinary_kernel_has_not(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ordinary_kernel_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """The batches above tell them apart."""
     monkeypatch.setattr("outrider.kernels.paged_attention.triton.WHOLE_KEYS", 0)
     monkeypatch.setattr("outrider.kernels.paged_attention.triton.MIN_SPLIT_KEYS", 64)
-    assert differing(Attend(monkeypatch, TritonAttention, dtype), None) > 4
+    assert differing(Attend(monkeypatch, TritonAttention, torch.float32), None) > 2
 
 
 def test_the_bits_show_the_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other boundaries give other bits."""
     attend = Attend(monkeypatch, TritonInvariantAttention, torch.float32)
     monkeypatch.setattr(invariant, "UNIT_KEYS", 32)
-    row = Row(LENGTH, SHAPE, torch.float32, 0)
-    other = attend([(row, 0, LENGTH)], 100)[0]
+    row = Row(80, SHAPE, torch.float32, 0)
+    chunk = [(row, 60, 80)]
+    other = attend(chunk)[0]
     monkeypatch.setattr(invariant, "UNIT_KEYS", 64)
-    assert not torch.equal(other, attend([(row, 0, LENGTH)], 100)[0])
+    assert not torch.equal(other, attend(chunk)[0])
 
 
 def test_a_gpu_gets_it() -> None:

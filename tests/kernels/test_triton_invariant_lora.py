@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from outrider.kernels.lora.groups import SMALL_STEP, GroupBuffer, RowGroups, Segment
 
-from .test_triton_lora import DTYPES, Pool
+from .test_triton_lora import Pool
 
 pytestmark = pytest.mark.usefixtures("row_products")
 RANK = 20
@@ -48,8 +48,9 @@ def differing(pool: Pool, *, invariant: bool) -> int:
     return sum(not torch.equal(alone, step) for step in steps)
 
 
-@DTYPES
-@pytest.mark.parametrize("sizes", [[40], [24, 8, 8]], ids=["one", "slices"])
+@pytest.mark.parametrize(
+    ("sizes", "dtype"), [([40], torch.float16), ([24, 8, 8], torch.float32)], ids=["one", "slices"]
+)
 def test_a_token_has_the_same_bits_in_every_step(sizes: list[int], dtype: torch.dtype) -> None:
     assert differing(Pool(40, 1100, sizes, dtype, "cpu"), invariant=True) == 0
 
