@@ -71,7 +71,8 @@ class DecoderConfig:
     block: Block | None = None
     """Form of layers with LayerNorm and an MLP without a gate; None: Llama's."""
     batch_invariant: bool = False
-    """True: each result for a row is, bit for bit, independent of the other rows of its step; on a CPU only."""
+    """True: each result for a row is, bit for bit, independent of the other rows of its step. On a GPU not all models
+    have such kernels (`batch_invariance.py`)."""
 
     quantization: Format | None = None
     """Format of the checkpoint's weights; None: they are not quantised."""

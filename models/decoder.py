@@ -11,6 +11,7 @@ from torch import Tensor
 from ..kernels.rms_norm import adds_residuals
 from .attention import attention_spec, make_attention
 from .batch import ForwardBatch, KVLayerSpec
+from .batch_invariance import check_batch_invariance
 from .config import DecoderConfig
 from .decoder_layer import DecoderLayer, GeneralLayer
 from .families import PRE_NORMS
@@ -39,8 +40,14 @@ class Decoder:
     LanguageModel."""
 
     def __init__(self, config: DecoderConfig, device: torch.device | str = "cpu") -> None:
+        """Build it.
+
+        Raises:
+            InvalidRequestError: the config is `batch_invariant`, and the device has no such kernel for something in it.
+        """
         self.config = config
         self.device = torch.device(device)
+        check_batch_invariance(config, self.device)
         self.attention = make_attention(attention_spec(config, self.device), batch_invariant=config.batch_invariant)
         self.rope = RotaryEmbedding(config.ropes, config.head_dim, dtype=config.dtype, device=self.device)
         common: Any = {"dtype": config.dtype, "device": self.device, "batch_invariant": config.batch_invariant}

@@ -51,11 +51,6 @@ OPTIONS: tuple[tuple[Callable[[EngineArgs], bool], str, str], ...] = (
 
 WITH_DEVICE: tuple[tuple[Callable[[EngineArgs, Hardware], bool], str, str], ...] = (
     (
-        lambda a, hardware: a.batch_invariant and hardware.device != "cpu",
-        "batch_invariant",
-        "batch_invariant is supported on device cpu only: the kernels of other devices do not promise it yet",
-    ),
-    (
         lambda a, hardware: a.kv_cache_dtype != "auto" and not hardware.has_float8,
         "kv_cache_dtype",
         "kv_cache_dtype fp8 needs a GPU of compute capability 8.9 or more; this one has less",

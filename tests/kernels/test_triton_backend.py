@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from outrider.models import decoder
 from outrider.models.attention import AttentionSpec, best_backend
 from outrider.models.attention.torch import InvariantAttention, TorchAttention
-from outrider.models.attention.triton import TritonAttention
+from outrider.models.attention.triton import TritonAttention, TritonInvariantAttention
 from outrider.models.batch import SequenceRows, allocate_kv, build_batch
 from outrider.models.config import DecoderConfig, config_from_hf
 from outrider.models.rope_config import RopeConfig
@@ -20,10 +20,11 @@ from ..tiny_families import FAMILIES, SIZES
 def test_the_backend_of_a_gpu() -> None:
     spec = AttentionSpec(8, 2, 64, frozenset({None}), torch.bfloat16, torch.device("cuda"))
     assert best_backend(spec) is TritonAttention
-    assert best_backend(spec, batch_invariant=True) is InvariantAttention
+    assert best_backend(spec, batch_invariant=True) is TritonInvariantAttention
     for dim, dtype in ((512, torch.bfloat16), (64, torch.float64)):
         unserved = AttentionSpec(8, 2, dim, frozenset({None}), dtype, torch.device("cuda"))
         assert best_backend(unserved) is TorchAttention
+        assert best_backend(unserved, batch_invariant=True) is InvariantAttention
 
 
 def test_a_model_gives_the_logits_of_the_torch_backend(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

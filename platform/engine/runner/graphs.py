@@ -19,7 +19,7 @@ SECONDS = 10.0
 
 def graph_backend(config: EngineConfig) -> GraphBackend | None:
     """Backend that captures this engine's passes; None: none is captured. On a CPU a launch costs next to nothing."""
-    if config.device != "cuda" or config.enforce_eager or config.batch_invariant:
+    if config.device != "cuda" or config.enforce_eager:
         return None
     return CudaGraphs(torch.device(config.device))
 

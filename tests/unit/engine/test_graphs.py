@@ -41,10 +41,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 def test_graphs_are_a_gpus_and_can_be_switched_off(cuda: list[torch.device]) -> None:
     assert make_graphs(config(enforce_eager=True)) is None
     assert make_graphs(dataclasses.replace(config(), device="cpu")) is None
-    assert make_graphs(dataclasses.replace(config(), batch_invariant=True)) is None
     assert cuda == []
     assert make_graphs(config()) is not None
-    assert cuda == [torch.device("cuda")]
+    assert make_graphs(config(batch_invariant=True)) is not None
+    assert cuda == [torch.device("cuda")] * 2
 
 
 def test_graphs_are_sized_for_what_may_come(cuda: list[torch.device]) -> None:
