@@ -168,6 +168,14 @@ def test_batch_invariance_is_an_option_of_both_devices(machine):
     assert resolve(EngineArgs(batch_invariant=True), FACTS, machine).batch_invariant
 
 
+def test_a_gpus_batch_invariant_attention_has_no_fp8_cache():
+    args = EngineArgs(batch_invariant=True, kv_cache_dtype="fp8")
+    with pytest.raises(InvalidRequestError, match="batch_invariant") as caught:
+        resolve(args, FACTS, GPU)
+    assert caught.value.param == "kv_cache_dtype"
+    assert resolve(args, FACTS, CPU).batch_invariant
+
+
 def test_speculative_defaults():
     assert parse_speculative(None) is None
     assert parse_speculative({"method": "off"}) is None
