@@ -62,6 +62,7 @@ SECTIONS = (
     Entry("ranks", 10, "ranks.check_ranks", "QWEN_06B"),
     Entry("speculate", 40, "speculation.measure_speculation"),
     Entry("demo", 25, "checks.check_demo"),
+    Entry("invariant", 200, "speculation.count_differing", is_optional=True),
     Entry("spec-large", 240, "speculation.measure_large", is_optional=True),
     Entry("http", 200, "serving.measure_serving", "LLAMA_8B", is_optional=True),
     Entry("cpu-27m", 200, "processor.measure_processor", "SMALL", is_optional=True),

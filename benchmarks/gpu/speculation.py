@@ -45,6 +45,12 @@ LARGE_MODES: dict[str, dict[str, Any]] = {
     "draft model, k = 4": {"method": "draft_model", "num_speculative_tokens": 4},
 }
 """Modes on the large model, the most wanted first."""
+INVARIANT_MODES: dict[str, dict[str, Any] | None] = {
+    "off": None,
+    "eagle3": {"method": "eagle3", "num_speculative_tokens": 4},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4},
+}
+"""Modes whose texts are compared with those of each request alone."""
 TURNS = 2
 """Measured rounds of a mode, each after one without speculation on the same requests."""
 
@@ -138,6 +144,43 @@ def measure_large(context: Context, root: Path) -> None:
                         _compare(context, f"{mode} x {rows}", off, engine, batch, params, rows)
 
 
+def count_differing(context: Context, root: Path) -> None:
+    """Count the texts in bfloat16 with `batch_invariant` that differ from those of each request alone without drafts:
+    greedy and seeded, of the base model and the adapters, 1 and 32 requests at a time, with drafts and without. Then
+    the same without `batch_invariant`, where some may differ."""
+    folders = demo_folders(context, root)
+    count, many = (8, 4) if context.quick else (200, 32)
+    known = _tasks(folders)
+    tasks = list(itertools.islice(itertools.cycle(known), count))
+    length = {"max_tokens": 8 if context.quick else 64, "ignore_eos": True}
+    params = [  # a prompt that comes again has a seed
+        SamplingParams(
+            **length, **({"temperature": 0.0} if index < len(known) else {"temperature": 0.8, "seed": index})
+        )
+        for index in range(count)
+    ]
+    for invariant, modes in ((True, INVARIANT_MODES), (False, {"off": None})):
+        alone: list[list[int]] | None = None
+        for mode, config in modes.items():
+            with _engine(context, folders, config, many, batch_invariant=invariant) as engine:
+                for rows in (1, many):
+                    name = f"{'' if invariant else 'not '}invariant, {mode} x {rows}"
+                    if not context.has_time(name, 0.0 if context.quick else 15.0):
+                        continue
+                    done = _complete(engine, tasks, params, rows)
+                    texts = [record.token_ids for record in done.requests]
+                    alone = texts if alone is None else alone
+                    differ = sum(ours != theirs for ours, theirs in zip(texts, alone, strict=True))
+                    context.row(
+                        name,
+                        texts=count,
+                        differ=differ,
+                        tokens_per_second=done.speed,
+                        drafts=_counts(engine)[0],
+                        **({"passed": differ == 0} if invariant else {}),
+                    )
+
+
 def _compare(
     context: Context,
     name: str,
@@ -170,19 +213,25 @@ def _compare(
 
 
 def _engine(
-    context: Context, folders: dict[str, Path], config: dict[str, Any] | None, rows: int
+    context: Context, folders: dict[str, Path], config: dict[str, Any] | None, rows: int, **more: Any
 ) -> AbstractContextManager[EngineCore]:
-    """An engine with adapters and this drafter, for at most `rows` requests."""
+    """An engine with adapters and this drafter, for at most `rows` requests; `more` are other options."""
     options: dict[str, Any] = {"load_format": "auto", "max_model_len": 512, "max_num_seqs": rows}
     options |= {"enable_lora": True, "max_lora_rank": 64, "num_gpu_blocks_override": rows * 36}
     if config is not None:
         folder = folders.get(config["method"])
         options["speculative_config"] = config if folder is None else config | {"model": str(folder)}
-    return running(str(folders["base"]), context.device, **options)
+    return running(str(folders["base"]), context.device, **(options | more))
 
 
-def _complete(engine: EngineCore, tasks: Sequence[Task], params: SamplingParams, concurrency: int) -> Round:
-    requests = [load.make_requests([prompt], params, [lora])[0] for prompt, lora in tasks]
+def _complete(
+    engine: EngineCore, tasks: Sequence[Task], params: SamplingParams | Sequence[SamplingParams], concurrency: int
+) -> Round:
+    """Run the tasks, with parameters for all or for each."""
+    each = [params] * len(tasks) if isinstance(params, SamplingParams) else params
+    requests = [
+        load.make_requests([prompt], of_task, [lora])[0] for (prompt, lora), of_task in zip(tasks, each, strict=True)
+    ]
     return Run(engine, "speculation").complete(requests, concurrency)
 
 

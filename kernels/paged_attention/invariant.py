@@ -192,7 +192,7 @@ def invariant_constants(
 
 
 def _case(name: str, dtype: str, shape: Shape, block_m: int, arch: int) -> CompileCase:
-    """Case for one architecture, with a window, a cap or sinks if `name` says so."""
+    """Case for one architecture, with a window, a cap, sinks or an fp8 cache if `name` says so."""
     config = invariant_config(shape.head_dim, 4 if dtype == "fp32" else 2, arch)
     return make_case(
         f"paged_attention invariant {name}{dtype} d{shape.head_dim} m{block_m} sm{arch}",
@@ -206,7 +206,7 @@ def _case(name: str, dtype: str, shape: Shape, block_m: int, arch: int) -> Compi
         ),
         {
             "q out": f"*{dtype}",
-            "keys values": f"*{dtype}",
+            "keys values": "*fp8e4nv" if "fp8" in name else f"*{dtype}",
             "tiles table arrived": "*i32",
             "parts part_sums sinks": "*fp32",
             "q_token_stride q_head_stride key_head_stride value_head_stride": "i64",
@@ -219,7 +219,7 @@ def _case(name: str, dtype: str, shape: Shape, block_m: int, arch: int) -> Compi
 
 
 def invariant_cases() -> list[CompileCase]:
-    """Cases of the kernel: dtypes, wide heads, windows, caps and sinks."""
+    """Cases of the kernel: dtypes, wide heads, windows, caps, sinks and an fp8 cache."""
     common, wide, gpt_oss = Shape(32, 8, 128), Shape(16, 8, 256), Shape(64, 8, 64)
     return [
         _case(name, dtype, shape, block_m, arch)
@@ -230,6 +230,7 @@ def invariant_cases() -> list[CompileCase]:
             ("window cap ", "bf16", wide, 64),
             ("window sinks ", "fp16", gpt_oss, 64),
             ("", "fp32", common, 32),
+            ("fp8 ", "bf16", common, 64),
         )
         # On Blackwell heads of 256 spill 80 bytes of a thread, which costs time.
         if arch < 100 or shape is not wide

@@ -221,12 +221,12 @@ class Planner:
         return TileGroup(num_tiles, num_queries, self.num_splits or splits, block_m, config)
 
     def _invariant_group(self, num_tiles: int, num_queries: int, *, is_long: bool) -> TileGroup:
-        """Group whose tiles are as large and computed as those of every other group. Where tiles keep the device busy,
-        a program takes all splits; long rows have memory for parts only up to one tile for a multiprocessor."""
+        """Group whose tiles are as large and computed as those of every other group. If tiles keep the device busy, a
+        program takes all splits, and there is no memory for parts."""
         block_m = max(16, 1 << (self.max_short_queries * self._fold - 1).bit_length())
         config = invariant_config(self.shape.head_dim, self.itemsize, self.gpu.arch)
-        is_busy = is_long and num_tiles * self.shape.num_kv_heads >= self.gpu.num_processors
-        splits = self.num_splits or (1 if is_busy else INVARIANT_SPLITS)
+        busy = self.gpu.num_processors * (1 if is_long else _SHORT_PROGRAMS)
+        splits = self.num_splits or (1 if num_tiles * self.shape.num_kv_heads >= busy else INVARIANT_SPLITS)
         return TileGroup(num_tiles, num_queries, INVARIANT_SPLITS if splits > 1 else 1, block_m, config)
 
     def _long_block_m(self) -> int:

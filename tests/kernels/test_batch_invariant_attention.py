@@ -32,7 +32,16 @@ class Row:
 
 
 def attend(
-    chunks: list[tuple[Row, int, int]], shape, *, block_size, window, dtype, seed=0, name="invariant", has_sinks=False
+    chunks: list[tuple[Row, int, int]],
+    shape,
+    *,
+    block_size,
+    window,
+    dtype,
+    seed=0,
+    name="invariant",
+    has_sinks=False,
+    cache="auto",
 ) -> Tensor:
     """Queries [start, stop) of each row in one batch, what is before in the cache; [sum(stop - start), H * D]."""
     heads, kv_heads, dim = shape
@@ -42,13 +51,15 @@ def attend(
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(sum(needed) + 3, generator=generator).tolist()
     tables = [[order.pop() for _ in range(count)] for count in needed]
-    kv = allocate_kv([KVLayerSpec(kv_heads, dim)], sum(needed) + 3, block_size, dtype)[0]
-    for cache in kv:  # what others left behind
-        cache.normal_(0.0, 1e3, generator=generator)
+    layers = [KVLayerSpec(kv_heads, dim)]
+    kv = allocate_kv(layers, sum(needed) + 3, block_size, dtype, torch.device("cpu"), cache)[0]
+    for part in kv:  # what others left behind
+        part.copy_((torch.randn(part.shape, generator=generator) * 1e3).clamp(-448, 448))
     for (row, start, _), table in zip(chunks, tables, strict=True):
         slots = torch.tensor([table[p // block_size] * block_size + p % block_size for p in range(start)]).long()
-        kv.k.view(kv_heads, -1, dim)[:, slots] = row.k[:start].transpose(0, 1)
-        kv.v.view(kv_heads, -1, dim)[:, slots] = row.v[:start].transpose(0, 1)
+        for part, written in zip(kv, (row.k, row.v), strict=True):  # as bytes, which float8 can be indexed by too
+            held = written[:start].to(part.dtype).transpose(0, 1).contiguous()
+            part.view(kv_heads, -1, dim).view(torch.uint8)[:, slots] = held.view(torch.uint8)
     counts = [stop - start for _, start, stop in chunks]
     rows = SequenceRows([0] * sum(counts), counts, [start for _, start, _ in chunks], tables)
     positions = np.concatenate([np.arange(start, stop) for _, start, stop in chunks])

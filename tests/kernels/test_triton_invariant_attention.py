@@ -2,6 +2,7 @@
 a cached prefix; in one program a tile or in several."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from outrider.kernels.paged_attention import invariant, schedule
-from outrider.models.attention import AttentionSpec, best_backend
+from outrider.kernels.paged_attention import Shape, invariant, schedule
+from outrider.kernels.paged_attention.schedule import Capacity, Gpu, Planner
 from outrider.models.attention.triton import TritonAttention, TritonInvariantAttention
 
 from . import test_batch_invariant_attention as plain
@@ -44,12 +45,9 @@ class Attend:
         self.dtype = dtype
         monkeypatch.setattr(plain, "make_backend", lambda name, spec: kind(spec, num_splits))
 
-    def __call__(
-        self, chunks: list[tuple[Row, int, int]], window: int | None = None, *, has_sinks: bool = False
-    ) -> list[Tensor]:
+    def __call__(self, chunks: list[tuple[Row, int, int]], window: int | None = None, **options: Any) -> list[Tensor]:
         """Results of each chunk, [stop - start, H * D]."""
-        options = {"block_size": 16, "window": window, "dtype": self.dtype, "has_sinks": has_sinks}
-        got = plain.attend(chunks, SHAPE, seed=len(chunks), **options)
+        got = plain.attend(chunks, SHAPE, seed=len(chunks), block_size=16, window=window, dtype=self.dtype, **options)
         return list(got.split([stop - start for _, start, stop in chunks]))
 
 
@@ -93,6 +91,25 @@ def test_a_query_has_the_same_bits_in_every_step(
     assert differing(attend, window, has_sinks=has_sinks) == 0
 
 
+def test_a_float8_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = Attend(monkeypatch, TritonInvariantAttention, torch.float16)
+    row, other = Row(90, SHAPE, torch.float16, 0), Row(20, SHAPE, torch.float16, 1)
+    for of_row in (row, other):  # what float8 holds: the interpreter's rounding to it is not torch's
+        of_row.k, of_row.v = (x.to(torch.float8_e4m3fn).half() for x in (of_row.k, of_row.v))
+    whole = attend([(row, 0, 90)], cache="fp8")[0]
+    torch.testing.assert_close(whole.double(), dense(row, None), atol=6e-3, rtol=6e-3)
+    for chunks in ([(row, 89, 90)], [(row, 85, 90), (other, 0, 20)]):
+        _, start, stop = chunks[0]
+        assert torch.equal(attend(chunks, cache="fp8")[0], whole[start:stop])
+
+
+def test_tiles_that_keep_a_gpu_busy_have_no_parts() -> None:
+    """Else the parts of 256 rows of 8 tokens would take half a GiB of the memory of graphs."""
+    planner = Planner(Shape(32, 8, 128), 2, Gpu(132, 90), invariant=True)
+    splits = [planner.reserve(Capacity(rows, 4, 4 * rows, 9)).groups[0].num_splits for rows in (1, 65, 66, 256)]
+    assert splits == [schedule.INVARIANT_SPLITS] * 2 + [1] * 2
+
+
 def test_the_ordinary_kernel_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """The batches above tell them apart."""
     monkeypatch.setattr("outrider.kernels.paged_attention.triton.WHOLE_KEYS", 0)
@@ -109,9 +126,3 @@ def test_the_bits_show_the_units(monkeypatch: pytest.MonkeyPatch) -> None:
     other = attend(chunk)[0]
     monkeypatch.setattr(invariant, "UNIT_KEYS", 64)
     assert not torch.equal(other, attend(chunk)[0])
-
-
-def test_a_gpu_gets_it() -> None:
-    spec = AttentionSpec(4, 2, 32, frozenset({None}), torch.bfloat16, torch.device("cuda"))
-    assert best_backend(spec, batch_invariant=True) is TritonInvariantAttention
-    assert best_backend(spec) is TritonAttention

@@ -13,6 +13,7 @@ import torch
 
 pytestmark = pytest.mark.slow
 
+MODES = ("off", "ngram")
 LIMIT = 600
 """Seconds after which a machine with a GPU ends a command."""
 FAKE_PLAN = """
@@ -201,6 +202,28 @@ def test_a_bare_checkout_is_checked(check, tmp_path):
     rows = sections["cpu-27m"]["rows"]
     assert [row["name"] for row in rows] == ["tiny-llama x 1, two cores", "tiny-llama x 2, two cores"]
     assert all(row["tokens_per_second"] > 0 and row["adapters_over_base"] > 0 for row in rows)
+
+
+def test_texts_that_batch_invariance_does_not_keep_are_counted(gpu, run, tmp_path, monkeypatch):
+    """And fail the section: one text of the last run with `batch_invariant` is changed."""
+    speculation = gpu("speculation")
+    monkeypatch.setattr(speculation, "INVARIANT_MODES", {mode: speculation.INVARIANT_MODES[mode] for mode in MODES})
+    complete, runs = speculation._complete, []
+
+    def changed(*args):
+        done = complete(*args)
+        runs.append(done)
+        if len(runs) == 4:
+            done.requests[2].token_ids[5] += 1
+        return done
+
+    monkeypatch.setattr(speculation, "_complete", changed)
+    rows = run("invariant", lambda context: speculation.count_differing(context, tmp_path))["rows"]
+    names = [f"invariant, {mode} x {size}" for mode in MODES for size in (1, 4)]
+    assert [row["name"] for row in rows] == [*names, "not invariant, off x 1", "not invariant, off x 4"]
+    assert [(row["differ"], row["passed"], row["texts"]) for row in rows[:4]] == [(0, True, 8)] * 3 + [(1, False, 8)]
+    assert [row["drafts"] > 0 for row in rows[:4]] == [False, False, True, True]
+    assert all("passed" not in row for row in rows[4:])
 
 
 def test_the_large_model_needs_no_packages_of_a_server(check, tmp_path):
