@@ -76,7 +76,13 @@ class AdapterManager:
         self._files = AdapterFiles(target.model, draft.model, draft_method=hooks.draft_method, max_rank=max_rank)
         self._registry = AdapterRegistry()
         writer = RowWriter(sites, device, hooks.on_write)
-        self._transfers = Transfers(self._files, writer, reader_process=hooks.reader_process)
+        self._transfers = Transfers(
+            self._files,
+            writer,
+            num_threads=hooks.num_readers,
+            max_bytes=config.max_cpu_bytes,
+            reader_process=hooks.reader_process,
+        )
         self._residency = Residency(config, self._registry, pool, self._transfers.write)
         self._aging = Aging(self._registry, self._residency, clock)
         self.catalog = Catalog(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 
@@ -51,8 +52,8 @@ class LongStepFlag:
         return bool(self._memory[0])
 
 
-class GilYielder:
-    """Releases the GIL now and then, for a thread beside the one that steps."""
+class GilYielder(threading.local):
+    """Releases the GIL now and then, for threads beside the one that steps. Each thread has its own time."""
 
     def __init__(self) -> None:
         self._since = 0.0

@@ -9,6 +9,7 @@ a few large pieces.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.conversion import place
+from ...kernels.memory import lazy_zeros
 from ..step_yield import yield_to_steps
 
 LM_HEAD = "lm_head"
@@ -29,6 +31,9 @@ _LATENTS = ".kv_b_proj"
 """End of the names of products of latents, which are never computed; see `models.layers.latent_products`."""
 ALIGNMENT = 64
 """Bytes of a cache line. The columns of A and of B begin at a multiple of it."""
+_HUGE_BYTES = 32 << 20
+"""Bytes of packed rows from which they are on huge pages. The C allocator returns memory of this size to the system and
+never uses it again, so each adapter would wait for 4 KiB pages: 84 MB took 0.3 s in a virtual machine."""
 _ELEMENTS = 1 << 17
 """Numbers copied in one call of the kernel, or one matrix if it has more."""
 
@@ -123,16 +128,23 @@ class PackedShape(NamedTuple):
 
     def empty(self) -> PackedRows:
         """Rows to which the matrices are still to be copied."""
-        make = torch.empty if self.is_full else torch.zeros
-        return PackedRows(self.layout, self.spans, make(self.shape, dtype=self.layout.dtype), self.live)
+        layout = self.layout
+        if not layout.pinned and math.prod(self.shape) * layout.dtype.itemsize >= _HUGE_BYTES:
+            data = lazy_zeros(self.shape, layout.dtype)
+        else:
+            make = torch.empty if self.is_full else torch.zeros
+            data = make(self.shape, dtype=layout.dtype, pin_memory=layout.pinned and self.shape[0] > 0)
+        return PackedRows(layout, self.spans, data, self.live)
 
 
 class RowLayout:
     """Columns of each module in a rank row."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        """Make an empty layout. Reserve the columns of every site before the first use."""
+    def __init__(self, dtype: torch.dtype, *, pinned: bool = False) -> None:
+        """Make an empty layout. Reserve the columns of every site before the first use. `pinned`: packed rows are in
+        memory that a GPU reads by itself."""
         self.dtype = dtype
+        self.pinned = pinned
         self.width = 0
         """Elements of a row."""
         self.sites: list[tuple[Sequence[str], int, Sequence[int]]] = []

@@ -41,6 +41,8 @@ class AdapterHooks(NamedTuple):
     """True when no bit of a token's delta may depend on the other tokens."""
     reader_process: bool = False
     """True when another process reads adapters, where that is possible."""
+    num_readers: int = 1
+    """Number of adapters that are read at once, each in a thread."""
     on_write: Callable[[Allocation, PackedModules], None] | None = None
     """Called before an adapter's rows are written, where other ranks must write theirs; None: there are none."""
     on_free: Callable[[Allocation], None] = lambda allocation: None
@@ -63,7 +65,8 @@ class AdapterSites:
         """Reserve the columns of all modules. `allocate` gives the model its sites."""
         shapes: dict[str, ModuleShape] = {}
         self._embedding, self._score = embedding, score
-        layout = ModelLayout(RowLayout(dtype), RowLayout(dtype))
+        pinned = device.type == "cuda"
+        layout = ModelLayout(RowLayout(dtype, pinned=pinned), RowLayout(dtype, pinned=pinned))
         self.model = ModelModules(shapes, layout)
         """Modules that adapters may target, and the layout of their rows."""
         self._is_divided = embedding is not None and embedding.part is not None

@@ -59,7 +59,7 @@ class AdapterFiles:
         size = 0
         for folder in folders:
             for name in ADAPTER_FILES:
-                with contextlib.suppress(AdapterError):
+                with contextlib.suppress(AdapterError, OSError):
                     found = folder.inspect(name)
                     size += 0 if found is None else found[1].st_size
         return size

@@ -67,7 +67,7 @@ class WeightsReader:
         return packed._replace(invocation=config.invocation), digest
 
     def _read_unplanned(self, file: TensorFile, config: PeftConfig) -> tuple[PackedModules, bytes]:
-        """Check all keys and shapes of a file, read it, and keep a plan for more files like it."""
+        """Check all keys and shapes of a file, plan to read it and more files like it, and read it."""
         known = self.model.shapes
         file = peft_tensors(file) if config.mlx else file
         file, parameters = split_parameters(file, known, config.version)
@@ -86,15 +86,18 @@ class WeightsReader:
             if A in module.keys
             for stored in _split(module, config.scale_of(module.configured), file.shapes, known)
         ]
-        packed, digest = convert_modules(modules, lambda module: _read_tensors(module, file), self.model)
         biased = [module for _, module in sorted(found.items()) if module.keys.keys() & {BIAS, LORA_BIAS}]
+        if file.header is not None and not (biased or saved):
+            plan = self._plans.make(modules, file.header, config.form)
+            planned = plan and plan.read(file, [module.scale for module in modules])
+            if planned:
+                return planned
+        packed, digest = convert_modules(modules, lambda module: _read_tensors(module, file), self.model)
         if biased:
             biases, further = read_biases(biased, file, config, self.model)
             packed, digest = packed._replace(biases=biases), hashlib.sha256(digest + further).digest()
         if own_rows:
             packed, digest = packed._replace(own_rows=own_rows), hashlib.sha256(digest + own_digest).digest()
-        if file.header is not None and packed.is_plain and not saved:
-            self._plans.keep(modules, file.header, config.form)
         return packed, digest
 
     def _misfit(

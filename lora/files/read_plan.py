@@ -108,13 +108,14 @@ class ReadPlans:
                 self._plans.move_to_end((header, form))
             return plan
 
-    def keep(self, modules: Sequence[StoredModule], header: Header, form: tuple[Any, ...]) -> None:
-        """Make a plan for more files like one that was read, if one is possible."""
+    def make(self, modules: Sequence[StoredModule], header: Header, form: tuple[Any, ...]) -> ReadPlan | None:
+        """Make and keep a plan for files like one whose modules were checked; None: no plan is possible."""
         try:
             plan = ReadPlan(modules, header, self._layout)
         except _NoPlanError:
-            return
+            return None
         with self._lock:
             self._plans[header, form] = plan
             while len(self._plans) > _MAX_PLANS:
                 self._plans.popitem(last=False)
+        return plan

@@ -16,8 +16,8 @@ from ..step_yield import yield_to_steps
 from .peft_config import adapter_error
 from .tensor_keys import MAGNITUDE, A, B, FileModule, ModelModules, ModuleShape
 
-_DIGESTED_BYTES = 1 << 17
-"""Bytes digested in one call."""
+_DIGESTED_BYTES = 1 << 20
+"""Bytes digested in one call, which releases the GIL."""
 _ELEMENTS = 1 << 16
 """Numbers converted in one call, or one module if it has more."""
 

@@ -33,8 +33,8 @@ _ENTRY_BYTES = 512
 """Largest size of a tensor in a header."""
 _LENGTH_BYTES = 8
 """Size of the header's length, which comes first in the file."""
-_PIECE = 1 << 17
-"""Bytes read in one call."""
+_PIECE = 1 << 20
+"""Bytes read in one call, which releases the GIL."""
 
 _CACHED = 16
 """Number of headers that are cached."""

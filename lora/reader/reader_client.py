@@ -67,7 +67,7 @@ def pays(num_computing: int, *, long_steps: bool = False) -> bool:
 
 
 class AdapterReader:
-    """Starts the process when it is needed and keeps it. Thread-safe: one thread at a time reads, others wait."""
+    """Starts the process when it is needed and keeps it. Thread-safe: one thread at a time reads."""
 
     def __init__(self, files: AdapterFiles) -> None:
         """Read adapters as `files` does. The process is not started yet."""
@@ -96,28 +96,36 @@ class AdapterReader:
         return None if process is None else process.pid
 
     def read(self, source: AdapterSource) -> Adapter | None:
-        """Read an adapter. None: the caller must read it, because the process is not ready or gone, does not answer in
-        time, or needs the base's weights.
+        """Read an adapter. None: the caller must read it, because the process is not ready or gone, reads another one,
+        does not answer in time, or needs the base's weights.
 
         Raises:
             AdapterError: as in `AdapterFiles.read`.
         """
-        with self._lock:
-            self.num_reads += 1
-            if not self._is_ready():
-                return None
-            assert self._connection is not None
-            try:
-                self._connection.settimeout(READ_SECONDS + self._files.num_bytes(source) / BYTES_A_SECOND)
-                send(self._connection, source)
-                message, memory = receive(self._connection)
-                found = self._decode(message, memory)
-            except Exception as error:  # it is gone or hangs, or its memory cannot be mapped
-                self._failed(f"{type(error).__name__}: {error}")
-                return None
-            self._num_failures = 0
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            found = self._ask(source)
+        finally:
+            self._lock.release()
         if isinstance(found, ErrorInfo):
             raise error_from_info(found)
+        return found
+
+    def _ask(self, source: AdapterSource) -> Adapter | ErrorInfo | None:
+        self.num_reads += 1
+        if not self._is_ready():
+            return None
+        assert self._connection is not None
+        try:
+            self._connection.settimeout(READ_SECONDS + self._files.num_bytes(source) / BYTES_A_SECOND)
+            send(self._connection, source)
+            message, memory = receive(self._connection)
+            found = self._decode(message, memory)
+        except Exception as error:  # it is gone or hangs, or its memory cannot be mapped
+            self._failed(f"{type(error).__name__}: {error}")
+            return None
+        self._num_failures = 0
         return found
 
     def _decode(self, message: dict[str, Any], memory: list[int]) -> Adapter | ErrorInfo | None:

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...kernels.threads import compute_alone
 from ...platform.core.errors import (
     AdapterError,
     InvalidRequestError,
@@ -22,7 +21,7 @@ from ...platform.core.request import Request
 from ..adapter import DRAFT_LOADED, Adapter, AdapterSource, changed_error
 from ..files.folder import AdapterFiles
 from ..tiers.residency import LEAST_URGENT, Residency
-from ..tiers.transfers import ReadDone, Transfers
+from ..tiers.transfers import PendingRead, ReadDone, Transfers
 from .registry import AdapterRegistry
 from .versions import AdapterVersion, VersionPart
 
@@ -32,6 +31,8 @@ UNLOAD_MODES = ("drain", "abort")
 
 MAX_LOAD_SECONDS = 1024
 """Durations of loads kept until the next `stats`."""
+_POLL_SECONDS = 0.01
+"""Seconds between two looks at other transfers while a caller waits for a read."""
 
 
 class AdapterStats(NamedTuple):
@@ -85,12 +86,12 @@ class Catalog:
 
     # --- loads ---
 
-    def reader(self, verb: str, arguments: Mapping[str, Any]) -> Callable[[], Adapter] | None:
-        """Return the function that reads the files for a call of `load` or `pin`, for any thread but the engine's. Its
-        result is the further argument `read` of the call. None when the call needs no file.
+    def start_read(self, verb: str, arguments: Mapping[str, Any]) -> PendingRead | None:
+        """Start to read the files for a call of `load` or `pin` in a loader thread. The result is the further argument
+        `read` of the call. None when the call needs no file.
 
         Raises:
-            NotFoundError, InvalidUserInputError: as the verb does. AdapterError comes out of the function.
+            NotFoundError, InvalidUserInputError: as the verb does. AdapterError is raised by the result.
         """
         self._wait(0)
         if verb == "load":
@@ -99,13 +100,14 @@ class Catalog:
             source = version.source
         else:
             return None
-        read = self._transfers.reading(source)
+        return self._transfers.start_read(source)
 
-        def work() -> Adapter:
-            compute_alone()
-            return read()
-
-        return work
+    def _read(self, source: AdapterSource) -> Adapter:
+        """Read an adapter, and meanwhile finish the reads that hold the room for it."""
+        pending = self._transfers.start_read(source)
+        while not pending.wait(_POLL_SECONDS):
+            self._wait(0)
+        return pending.result()
 
     def _source_to_load(self, request: LoRARequest, *, load_inplace: bool) -> AdapterSource:
         if not load_inplace:
@@ -125,7 +127,7 @@ class Catalog:
             request: Name and folders.
             load_inplace: Replace an adapter of this name; requests on it finish on the version that they began with.
             pinned: Keep it on the device. Without `read` it is there when this returns, otherwise on its way.
-            read: Result of `reader`; the files are not read again.
+            read: Result of `start_read`; the files are not read again.
 
         Raises:
             AdapterError: the adapter cannot be served; an adapter registered under the name stays.
@@ -134,7 +136,7 @@ class Catalog:
         """
         self._wait(0)
         source = self._source_to_load(request, load_inplace=load_inplace)
-        version = self._register(request.name, source, read or self._transfers.reading(source)(), pinned=pinned)
+        version = self._register(request.name, source, read or self._read(source), pinned=pinned)
         return self._info_after_write(version, wait=pinned and read is None)
 
     def _register(self, name: str, source: AdapterSource, adapter: Adapter, *, pinned: bool) -> AdapterVersion:
@@ -277,7 +279,7 @@ class Catalog:
             self._residency.pin(name, adapter, self._transfers.num_reads)
             self._set_pinned(version, True)
         else:
-            adapter = read or self._transfers.reading(version.source)()
+            adapter = read or self._read(version.source)
             if version.expected not in (None, adapter.digest):
                 raise changed_error(name)
             version = self._register(name, version.source, adapter, pinned=True)

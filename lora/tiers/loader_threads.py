@@ -1,53 +1,127 @@
-"""Threads for work that would hold up a step: one for reads, one for writes."""
+"""Threads for work that would hold up a step: several for reads, one for writes."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ...kernels.threads import compute_alone
 
 T = TypeVar("T")
+S = TypeVar("S")
+
+MAX_BYTES = 2 << 30
+"""Bytes of all long jobs in flight, from which another one waits: 24 adapters of rank 16 of an 8B model."""
+
+
+class _Done(NamedTuple, Generic[T]):
+    """A result, and the bytes that are free again once it has been returned."""
+
+    result: T
+    num_bytes: int = 0
+
+
+class _Job(NamedTuple):
+    """A long job."""
+
+    run: Callable[[], Any]
+    num_bytes: Callable[[], int]
+    """Returns the memory that the job and its result take."""
+    finish: Callable[[_Done[Any]], None]
+    """Takes the result."""
+
+
+class PendingResult(Generic[T]):
+    """Result of one long job, for the caller who submitted it. `result` must be called once."""
+
+    def __init__(self, future: Future[_Done[T]], release: Callable[[int], None]) -> None:
+        self._future = future
+        self._release = release
+
+    def done(self) -> bool:
+        """True when `result` does not wait."""
+        return self._future.done()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds for the result; returns whether it is there."""
+        wait([self._future], timeout)
+        return self.done()
+
+    def result(self) -> T:
+        """Wait for the result, and free the job's bytes for others."""
+        try:
+            return self._future.result().result
+        finally:  # also after an interrupt from the keyboard, when the job ends later
+            self._future.add_done_callback(lambda future: self._release(future.result().num_bytes))
 
 
 class LoaderThreads(Generic[T]):
-    """Runs jobs in two threads, each in its order: long ones in one, short ones, which wait for no long one, in the
-    other. `poll` and `wait` return the results.
+    """Runs long jobs in several threads and short ones, which wait for no long one, in a further thread. `poll` and
+    `wait` return the results, except those of `submit_alone`.
+
+    Jobs of each kind begin in the order of `submit`. A long job begins when its bytes fit beside those of the long jobs
+    in flight, or no other one is in flight.
 
     Belongs to one thread, except for the jobs themselves. A job must not raise: a failure is its result.
     """
 
-    def __init__(self) -> None:
-        self._jobs: dict[bool, SimpleQueue[Callable[[], T] | None]] = {}  # by whether they are short
+    def __init__(self, num_threads: int = 1, max_bytes: int = MAX_BYTES) -> None:
+        """Run up to `num_threads` long jobs at once, of `max_bytes` together."""
+        self._num_threads, self._max_bytes = num_threads, max_bytes
+        self._long_jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._short_jobs: SimpleQueue[Callable[[], T] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._results: SimpleQueue[T] = SimpleQueue()
+        self._num_readers = 0  # threads of long jobs
+        self._has_writer = False  # True when there is one of short jobs
+        self._num_long = 0  # long jobs so far
+        self._results: SimpleQueue[_Done[T]] = SimpleQueue()
+        self._next = threading.Lock()  # held by the thread whose job is the next to begin
+        self._room = threading.Condition()  # guards the two that follow
+        self._num_bytes = 0
+        self._closing = False
         self.num_in_flight = 0
         """Jobs submitted whose results have not been returned yet."""
 
-    def submit(self, job: Callable[[], T], *, short: bool = False) -> None:
-        """Run a job in a thread."""
-        if short not in self._jobs:
-            self._jobs[short] = SimpleQueue()
-            thread = threading.Thread(target=self._run, args=(self._jobs[short],), name="lora-loader", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+    def submit(self, job: Callable[[], T], *, num_bytes: Callable[[], int] = lambda: 0) -> None:
+        """Run a long job. `num_bytes` returns the memory that it takes, until its result has been returned."""
         self.num_in_flight += 1
-        self._jobs[short].put(job)
+        self._submit_long(_Job(job, num_bytes, self._results.put))
+
+    def submit_alone(self, job: Callable[[], S], *, num_bytes: Callable[[], int] = lambda: 0) -> PendingResult[S]:
+        """Run a long job whose result is not one of `poll` and `wait`, and does not count as in flight."""
+        future: Future[_Done[S]] = Future()
+        self._submit_long(_Job(job, num_bytes, future.set_result))
+        return PendingResult(future, self._release)
+
+    def _submit_long(self, job: _Job) -> None:
+        self._num_long += 1
+        if self._num_readers < min(self._num_threads, self._num_long):
+            self._num_readers += 1
+            self._start(self._run_long)
+        self._long_jobs.put(job)
+
+    def submit_short(self, job: Callable[[], T]) -> None:
+        """Run a short job."""
+        self.num_in_flight += 1
+        if not self._has_writer:
+            self._has_writer = True
+            self._start(self._run_short)
+        self._short_jobs.put(job)
 
     def add_result(self, result: T) -> None:
         """Add the result of work that the calling thread did itself."""
         self.num_in_flight += 1
-        self._results.put(result)
+        self._results.put(_Done(result))
 
     def poll(self) -> list[T]:
         """Return the results since the last call, without waiting."""
-        results: list[T] = []
+        done: list[_Done[T]] = []
         while not self._results.empty():  # only this thread takes from it
-            results.append(self._results.get())
-        self.num_in_flight -= len(results)
-        return results
+            done.append(self._results.get())
+        return self._returned(done)
 
     def wait(self, timeout: float) -> list[T]:
         """Wait up to `timeout` seconds for the first result, unless no job is in flight."""
@@ -57,25 +131,71 @@ class LoaderThreads(Generic[T]):
             first = self._results.get(timeout=timeout)
         except Empty:
             return []
-        self.num_in_flight -= 1
-        return [first, *self.poll()]
+        return [*self._returned([first]), *self.poll()]
+
+    def _returned(self, done: list[_Done[T]]) -> list[T]:
+        self.num_in_flight -= len(done)
+        num_bytes = sum(part.num_bytes for part in done)
+        self._release(num_bytes)
+        return [part.result for part in done]
+
+    def _release(self, num_bytes: int) -> None:
+        """Free the bytes of jobs. Thread-safe."""
+        if num_bytes:
+            with self._room:
+                self._num_bytes -= num_bytes
+                self._room.notify_all()
 
     def close(self) -> None:
         """Stop the threads after the jobs in flight; jobs not begun are dropped."""
-        for jobs in self._jobs.values():
+        with self._room:
+            self._closing = True
+            self._room.notify_all()
+        for jobs in (self._long_jobs, self._short_jobs):
             while not jobs.empty():
                 try:
                     jobs.get_nowait()
-                except Empty:  # the thread has taken it
+                except Empty:  # a thread has taken it
                     break
-                self.num_in_flight -= 1
-            jobs.put(None)
+        for _ in range(self._num_readers):
+            self._long_jobs.put(None)
+        self._short_jobs.put(None)
         for thread in self._threads:
             thread.join()
-        self._jobs, self._threads = {}, []
+        self._threads = []
+        self.num_in_flight = self._results.qsize()
 
-    def _run(self, jobs: SimpleQueue[Callable[[], T] | None]) -> None:
+    def _start(self, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, name="lora-loader", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _run_long(self) -> None:
         compute_alone()
-        while (job := jobs.get()) is not None:
-            self._results.put(job())
-            job = None  # an unloaded adapter must not stay in memory until the next job
+        while (begun := self._begin()) is not None:
+            job, num_bytes = begun
+            job.finish(_Done(job.run(), num_bytes))
+            del begun, job  # an unloaded adapter must not stay in memory until the next job
+
+    def _begin(self) -> tuple[_Job, int] | None:
+        """Wait for a long job, and for room for it; None: there will be no more."""
+        with self._next:
+            job = self._long_jobs.get()
+            if job is None:
+                return None
+            num_bytes = job.num_bytes()
+            with self._room:
+                self._room.wait_for(lambda: self._closing or self._fits(num_bytes))
+                if self._closing:
+                    return None
+                self._num_bytes += num_bytes
+            return job, num_bytes
+
+    def _fits(self, num_bytes: int) -> bool:
+        return not self._num_bytes or self._num_bytes + num_bytes <= self._max_bytes
+
+    def _run_short(self) -> None:
+        compute_alone()
+        while (job := self._short_jobs.get()) is not None:
+            self._results.put(_Done(job()))
+            job = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,12 +17,19 @@ from ..reader.reader_client import AdapterReader
 from ..registry.mixes import check_mixable, mix_adapters
 from ..registry.versions import AdapterVersion
 from .host_tier import HostTier
-from .loader_threads import LoaderThreads
+from .loader_threads import MAX_BYTES, LoaderThreads, PendingResult
 from .row_writer import RowWriter
 
 AT_ONCE_BYTES = 4 << 20
 """Largest adapter that the stepping thread copies itself. That takes half a millisecond; a thread takes two or three,
 beside a step whose threads want every core."""
+
+
+class ReadResult(NamedTuple):
+    """An adapter that was read, or why it cannot be served, and the seconds that this took."""
+
+    adapter: Adapter | OutriderError
+    seconds: float
 
 
 class ReadDone(NamedTuple):
@@ -53,44 +60,80 @@ def _typed_errors(what: str) -> Iterator[None]:
         raise adapter_error(f"cannot {what}: {type(error).__name__}: {error}") from error
 
 
+class PendingRead:
+    """A read for one call of a verb. `result` must be called once."""
+
+    def __init__(self, pending: PendingResult[ReadResult]) -> None:
+        self.done, self.wait = pending.done, pending.wait
+        self._pending = pending
+
+    def result(self) -> Adapter:
+        """Wait for the adapter.
+
+        Raises:
+            AdapterError: it cannot be served.
+        """
+        found = self._pending.result().adapter
+        if isinstance(found, OutriderError):
+            raise found
+        return found
+
+
 class Transfers:
     """Starts reads and writes, and reports their end. Writes, which are short, do not wait for reads."""
 
-    def __init__(self, files: AdapterFiles, writer: RowWriter, *, reader_process: bool = False) -> None:
-        """With `reader_process` another process reads what it can instead of the calling thread."""
+    def __init__(
+        self,
+        files: AdapterFiles,
+        writer: RowWriter,
+        *,
+        num_threads: int = 1,
+        max_bytes: int | None = None,
+        reader_process: bool = False,
+    ) -> None:
+        """Read up to `num_threads` adapters at once, of `max_bytes` together; None: of `MAX_BYTES`. With
+        `reader_process` another process reads what it can instead of one of the threads."""
         self._files = files
         self._writer = writer
         self.reader = AdapterReader(files) if reader_process else None
-        self._threads: LoaderThreads[ReadDone | WriteDone] = LoaderThreads()
+        most = MAX_BYTES if max_bytes is None else min(max_bytes, MAX_BYTES)
+        self._threads: LoaderThreads[ReadDone | WriteDone] = LoaderThreads(num_threads, most)
         self.num_reads = 0
-        """Reads in flight."""
+        """Reads of `read` in flight."""
 
-    def reading(self, source: AdapterSource) -> Callable[[], Adapter]:
-        """Return the function that reads an adapter, for any thread; it raises AdapterError."""
-
-        def read() -> Adapter:
-            started = time.perf_counter()
-            with _typed_errors(f"load {shown(source.folder.label)}"):
-                found = self.reader.read(source) if self.reader is not None else None
-                adapter = self._writer.prepare(found or self._files.read(source))
-            return replace(adapter, load_seconds=time.perf_counter() - started)
-
-        return read
+    def start_read(self, source: AdapterSource) -> PendingRead:
+        """Read an adapter for a call of a verb, in turn with the reads of `read`."""
+        return PendingRead(
+            self._threads.submit_alone(lambda: self._read(source), num_bytes=lambda: self._files.num_bytes(source))
+        )
 
     def read(self, version: AdapterVersion, host: HostTier) -> None:
         """Read the version's files, or of a mix those of the parts that are not in `host`."""
         version.loading = True
         self.num_reads += 1
         held = [host.get(part.version.digest) for part in version.parts]
-        self._threads.submit(lambda: self._mix(version, held) if version.parts else self._read(version))
+        if version.parts:
+            unread = [part.version.source for part, adapter in zip(version.parts, held, strict=True) if adapter is None]
+        else:
+            unread = [version.source]
+        self._threads.submit(
+            lambda: self._mix(version, held) if version.parts else self._read_version(version),
+            num_bytes=lambda: sum(map(self._files.num_bytes, unread)),
+        )
 
-    def _read(self, version: AdapterVersion) -> ReadDone:
+    def _read(self, source: AdapterSource) -> ReadResult:
         started = time.perf_counter()
         try:
-            result: Adapter | OutriderError = self.reading(version.source)()
+            with _typed_errors(f"load {shown(source.folder.label)}"):
+                found = self.reader.read(source) if self.reader is not None else None
+                found = self._writer.prepare(found or self._files.read(source))
         except OutriderError as error:
-            result = error
-        return ReadDone(version, result, time.perf_counter() - started)
+            return ReadResult(error, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        return ReadResult(replace(found, load_seconds=seconds), seconds)
+
+    def _read_version(self, version: AdapterVersion) -> ReadDone:
+        return ReadDone(version, *self._read(version.source))
 
     def _mix(self, mix: AdapterVersion, held: Sequence[Adapter | None]) -> ReadDone:
         """Read the parts that are not `held`, and make the mix."""
@@ -103,7 +146,7 @@ class Transfers:
 
         for (version, weight), adapter in zip(mix.parts, held, strict=True):
             if adapter is None:
-                reads.append(self._read(version))
+                reads.append(self._read_version(version))
                 result = reads[-1].result
                 if isinstance(result, AdapterError):
                     return done(AdapterError(f"adapter '{version.name}': {result}", param=result.param))
@@ -133,7 +176,7 @@ class Transfers:
             return WriteDone(allocation, None)
 
         if self._writer.on_gpu or adapter.num_bytes > AT_ONCE_BYTES:
-            self._threads.submit(job, short=True)
+            self._threads.submit_short(job)
             return
         result = WriteDone(allocation, adapter_error(f"cannot {what}: interrupted"))
         try:

@@ -9,7 +9,7 @@ HTTP calls `AsyncLLM.adapters`. `LLM` and `AsyncLLM` have the verbs under vLLM's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from .lora_request import LoRARequest
@@ -72,16 +72,26 @@ class Adapters(Protocol[Info, Infos, Nothing]):
 VERBS = ("load", "register", "unload", "pin", "unpin", "list")
 
 
+class PendingRead(Protocol):
+    """A read in flight."""
+
+    def done(self) -> bool:
+        """True when `result` does not wait."""
+
+    def result(self) -> Any:
+        """Wait for the adapter, once; AdapterError when it cannot be served."""
+
+
 class LocalAdapters(Adapters[AdapterInfo, list[AdapterInfo], None], Protocol):
     """Adapters of an engine in this process."""
 
     def find(self, name: str) -> AdapterInfo | None:
         """The adapter registered under a name."""
 
-    def reader(self, verb: str, arguments: Mapping[str, Any]) -> Callable[[], Any] | None:
-        """A function that reads the files for a call of a verb, beside steps: in another thread than the engine's. Its
-        result is the call's further argument `read`. None when the call needs no file.
+    def start_read(self, verb: str, arguments: Mapping[str, Any]) -> PendingRead | None:
+        """Start to read the files for a call of a verb, concurrently with steps. The result is the call's further
+        argument `read`. None when the call needs no file.
 
         Raises:
-            NotFoundError, InvalidUserInputError: as the verb does. AdapterError comes out of the function.
+            NotFoundError, InvalidUserInputError: as the verb does. AdapterError is raised by the result.
         """

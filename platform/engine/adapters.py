@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 class EngineAdapters:
     """Implements `core.adapter_verbs.LocalAdapters`; belongs to the engine's thread.
 
-    `load` and `pin` take a further argument `read`, the result of `reader`. Without it they read files themselves, and
+    `load` and `pin` take a further argument `read`, the result of `start_read`. Without it they wait for files, and
     a pinned adapter is on the device when they return.
     """
 
     def __init__(self, catalog: Catalog | NoAdapters, scheduler: Scheduler) -> None:
         self._catalog = catalog
         self._scheduler = scheduler
-        self.load, self.register, self.reader = catalog.load, catalog.register, catalog.reader
+        self.load, self.register, self.start_read = catalog.load, catalog.register, catalog.start_read
         self.pin, self.unpin = catalog.pin, catalog.unpin
         self.find, self.list = catalog.find, catalog.list
 

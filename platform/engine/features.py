@@ -56,7 +56,7 @@ class NoAdapters(Gate):
         """The verbs that follow."""
         return self
 
-    def reader(self, verb: str, arguments: Mapping[str, Any]) -> Any:
+    def start_read(self, verb: str, arguments: Mapping[str, Any]) -> Any:
         """No verb reads files."""
         return None
 

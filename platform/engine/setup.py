@@ -31,7 +31,7 @@ from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
 from ..core.speculative_config import parse_speculative
-from ..core.threads import beside_a_server, threads_for
+from ..core.threads import beside_a_server, threads_for, usable_cores
 from .description import describe, has_long_steps, weight_bytes
 from .executor.base import Executor, LocalExecutor
 from .executor.captured import AgreedGraphs, TargetPasses
@@ -55,6 +55,10 @@ from .sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from .executor.parallel import ParallelExecutor
+
+
+_MAX_READERS = 8
+"""Most adapters that are read at once. At 1.5 GB/s of digest a core they keep up with a fast disk (10 GB/s)."""
 
 
 class EngineParts(NamedTuple):
@@ -336,14 +340,18 @@ def _make_adapters(
         draft_linears=drafter.needs.linears,
         on_gone=forget,
         batch_invariant=config.batch_invariant,
-        reader_process=reader_client.pays(
-            torch.get_num_threads() if config.device == "cpu" else 1,
-            long_steps=has_long_steps(config, model),
-        ),
+        reader_process=config.device == "cpu"
+        and reader_client.pays(torch.get_num_threads(), long_steps=has_long_steps(config, model)),
+        num_readers=_num_readers(config.device),
     )
     if parallel is not None:
         hooks = hooks._replace(on_write=parallel.write_adapter, on_free=parallel.free_adapter)
     return AdapterManager(model.linears(), config.lora, config.dtype, config.device, hooks)
+
+
+def _num_readers(device: str) -> int:
+    """Adapters that are read at once: on the cores that neither steps nor the API process need."""
+    return max(1, min(_MAX_READERS, usable_cores() - (torch.get_num_threads() if device == "cpu" else 2)))
 
 
 def _make_sampler(config: EngineConfig) -> Sampler:

@@ -20,14 +20,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ..core.adapter_files import AdapterFolder
 from ..core.config import EngineArgs
-from ..core.errors import AdapterError, AdapterSourceError, EngineDeadError, InvalidRequestError, OutriderError
+from ..core.errors import EngineDeadError, InvalidRequestError, OutriderError
 from ..core.logs import REQUEST_LOGGER, set_up_logging
-from ..core.lora_request import LoRARequest
 from ..core.progress import START_EVERY, Progress, Stopwatch
 from ..core.tasks import cancel
-from ..core.text import shorten
+from .adapters.start_adapters import check_adapters, load_adapters
 from .server_config import ServerConfig
 
 if TYPE_CHECKING:
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
     from ..client.async_llm import AsyncLLM
     from ..core.messages import AdapterInfo
     from ..tenancy.service import Tenancy
-    from .adapters.model_registry import ModelRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -62,48 +59,6 @@ def serve(args: EngineArgs, config: ServerConfig) -> int:
         logger.warning("%s has no effect: %s", name, why)
     with bind(config.host, config.port) as listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_Server(Service(args, config), listener).run())
-
-
-async def load_adapters(models: ModelRegistry, config: ServerConfig) -> None:
-    """Load the adapters of the options.
-
-    Raises:
-        InvalidRequestError, AdapterSourceError: one of them cannot be loaded; the message begins with its name.
-    """
-    from ..client.adapters.sources.resolver import shown_source
-
-    # It needs the web stack, which is imported while the engine starts.
-    from .adapters.source_policy import AdapterPolicy
-
-    policy = AdapterPolicy(config)
-    for name, path in config.lora_modules.items():
-        try:
-            draft_path = config.lora_draft_paths.get(name)
-            roots = policy.roots_of((path, draft_path), "")
-            await models.load(LoRARequest(name, path=path, draft_path=draft_path, roots=roots))
-        except (InvalidRequestError, AdapterSourceError) as error:
-            raise type(error)(f"{shorten(name)}={shown_source(path)}: {error.message}", param="lora_modules") from error
-
-
-def check_adapters(args: EngineArgs, config: ServerConfig) -> None:
-    """Refuse adapters of the options that cannot fit a model in a local folder, while that is still being loaded.
-
-    Raises:
-        InvalidRequestError: one of them does not; the message begins with its name.
-    """
-    from ...models.demo import demo_model_path
-    from ..client.adapters.sources.resolver import LOCAL_SCHEMES, local_path, scheme_of, shown_source
-    from ..client.adapters.start_check import check_fits
-
-    model = demo_model_path() if args.model is None else Path(args.model).expanduser()
-    for name, path in config.lora_modules.items() if args.enable_lora and model.exists() else ():
-        if scheme_of(path) in (None, *LOCAL_SCHEMES):
-            try:
-                check_fits(AdapterFolder(local_path(path)), model, args.max_lora_rank)
-            except AdapterError as error:
-                raise AdapterError(
-                    f"{shorten(name)}={shown_source(path)}: {error.message}", param="lora_modules"
-                ) from error
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from threading import current_thread
 
@@ -230,20 +229,18 @@ def test_same_prompt_with_another_adapter_shares_no_blocks(models, make_engine, 
     assert outcome.num_cached_tokens == 16
 
 
-def test_reads_beside_steps_compute_without_helpers(models, make_engine, monkeypatch):
-    """Those of another thread's, as the engine process has; what the engine's own thread reads changes nothing for
-    it."""
+def test_reads_compute_without_helpers(models, make_engine, monkeypatch):
+    """They are loader threads'; for the engine's own thread nothing changes."""
     alone = []
-    monkeypatch.setattr("outrider.lora.registry.catalog.compute_alone", lambda: alone.append(current_thread().name))
+    monkeypatch.setattr("outrider.lora.tiers.loader_threads.compute_alone", lambda: alone.append(current_thread().name))
     engine = make_engine(**LORA)
     engine.adapters.register([models.lora("b")])
-    with ThreadPoolExecutor(1, thread_name_prefix="reader") as pool:
-        for verb, arguments in (("load", {"request": models.lora("a")}), ("pin", {"name": "b"})):
-            pool.submit(engine.adapters.reader(verb, arguments)).result()
-    assert alone == ["reader_0", "reader_0"]
+    for verb, arguments in (("load", {"request": models.lora("a")}), ("pin", {"name": "b"})):
+        engine.adapters.start_read(verb, arguments).result()
+    assert alone == ["lora-loader"]
     engine.adapters.load(models.lora("a"))
-    assert engine.adapters.reader("pin", {"name": "a"}) is None
-    assert len(alone) == 2
+    assert engine.adapters.start_read("pin", {"name": "a"}) is None
+    assert alone == ["lora-loader"]
 
 
 def test_adapter_statistics(models, make_engine, prompts):

@@ -15,11 +15,12 @@ import shutil
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from ...core.adapter_verbs import PendingRead
 from ...core.errors import ErrorInfo, OutriderError
 from ...core.logs import set_up_logging
 from ...core.messages import EngineRequest, TokenDelta
@@ -68,9 +69,7 @@ class EngineLoop:
         self._link = link
         self._failed: list[TokenDelta] = []
         self._stopping = False
-        # Files of adapters are read here, one after another, while steps go on.
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapter-reader")
-        self._reads: list[tuple[Call, Callable[..., Any], Future[Any]]] = []
+        self._reads: deque[tuple[Call, Callable[..., Any], PendingRead]] = deque()
 
     def run(self) -> None:
         """Take messages and step until told to stop.
@@ -78,12 +77,6 @@ class EngineLoop:
         Raises:
             Exception: a step failed; the engine's state is unknown.
         """
-        try:
-            self._serve()
-        finally:
-            self._reader.shutdown(wait=False, cancel_futures=True)
-
-    def _serve(self) -> None:
         poll_ms = 0
         while True:
             idle_ms = _READING_POLL_MS if self._reads else _IDLE_POLL_MS
@@ -132,7 +125,7 @@ class EngineLoop:
             arguments = arguments_of(call)
             owner, _, verb = call.verb.rpartition(".")
             function = getattr(self._engine.adapters if owner else self._engine, verb)
-            read = self._engine.adapters.reader(verb, arguments) if owner else None
+            read = self._engine.adapters.start_read(verb, arguments) if owner else None
         except Exception as error:
             self._link.send(self._failure(call, error))
             return
@@ -140,15 +133,16 @@ class EngineLoop:
         if read is None:
             self._link.send(self._reply(call, run))
         else:
-            self._reads.append((call, run, self._reader.submit(read)))
+            self._reads.append((call, run, read))
 
     def _finish_reads(self) -> None:
-        """Answer the calls whose files have been read, in their order."""
+        """Answer the calls whose files have been read, in their order: so adapters are registered in the order of their
+        calls, however many are read at once."""
         while self._reads and self._reads[0][2].done():
-            call, run, read = self._reads.pop(0)
+            call, run, read = self._reads.popleft()
             self._link.send(self._reply(call, run, read))
 
-    def _reply(self, call: Call, run: Callable[..., Any], read: Future[Any] | None = None) -> Reply:
+    def _reply(self, call: Call, run: Callable[..., Any], read: PendingRead | None = None) -> Reply:
         try:
             value = run() if read is None else run(read=read.result())
             return Reply(call.call_id, encode_value(value))

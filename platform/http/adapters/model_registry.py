@@ -154,6 +154,10 @@ class ModelRegistry:
         prefix = engine_name(tenant, "")
         return (name for name in names if name.startswith(prefix))
 
+    async def fetch(self, request: LoRARequest) -> LoRARequest:
+        """Replace the sources of an adapter by local folders."""
+        return await self._llm.sources.localize(request, again=True)
+
     async def load(
         self,
         request: LoRARequest,

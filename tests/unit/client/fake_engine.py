@@ -7,7 +7,8 @@ which gets the test's `sys.path`.
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -63,13 +64,14 @@ class FakeAdapters:
     def __init__(self) -> None:
         self.infos: dict[str, AdapterInfo] = {}
         self.num_registrations = 0
+        self._readers = ThreadPoolExecutor(2)
 
-    def reader(self, verb: str, arguments: dict[str, Any]) -> Callable[[], Any] | None:
+    def start_read(self, verb: str, arguments: dict[str, Any]) -> Future[Any] | None:
         if verb != "load":
             return None
         request = arguments["request"]
         self._check_name(request, arguments["load_inplace"])
-        return lambda: self._read(request.path)
+        return self._readers.submit(self._read, request.path)
 
     def _check_name(self, request: LoRARequest, load_inplace: bool) -> None:
         if request.name in self.infos and not load_inplace:

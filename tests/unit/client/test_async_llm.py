@@ -22,6 +22,9 @@ from outrider.platform.core.errors import (
 )
 from outrider.platform.core.lora_request import LoRARequest
 from outrider.platform.core.sampling_params import SamplingParams
+from outrider.platform.http.adapters.model_registry import ModelRegistry
+from outrider.platform.http.adapters.start_adapters import load_adapters
+from outrider.platform.http.server_config import ServerConfig
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -333,6 +336,28 @@ def test_steps_go_on_while_an_adapter_is_read(model_path: str, tmp_path: Path) -
         assert [(await task).name for task in (loading, behind)] == ["slow", "b"]
         assert [info.name for info in await llm.adapters.list()] == ["a", "slow", "b"]
         assert set(llm.adapters.requests) == {"a", "slow", "b"}
+
+    run(make(model_path), scenario)
+
+
+def test_adapters_of_the_options_are_read_at_once_and_registered_in_their_order(
+    model_path: str, tmp_path: Path
+) -> None:
+    marker, permit = tmp_path / "marker", tmp_path / "permit"
+    marker.touch()
+    config = ServerConfig(lora_modules={"z": f"until:{permit}", "a": f"once:{marker}", "m": "/m"})
+
+    async def scenario(llm: AsyncLLM) -> None:
+        models = ModelRegistry(llm, ("base",))
+        loading = asyncio.create_task(load_adapters(models, config))
+        await until(lambda: not marker.exists())  # read while the first one still is
+        assert await llm.adapters.list() == []
+        permit.touch()
+        await loading
+        assert [info.name for info in await llm.adapters.list()] == ["z", "a", "m"]
+        assert list(models.known()) == ["z", "a", "m"]
+        with pytest.raises(AdapterError, match=r"^bad=broken: the adapter is broken$"):
+            await load_adapters(models, ServerConfig(lora_modules={"fine": "/fine", "bad": "broken"}))
 
     run(make(model_path), scenario)
 

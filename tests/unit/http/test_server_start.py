@@ -10,6 +10,7 @@ from rich.console import Console
 
 from outrider.platform.core.errors import AdapterSourceError, InvalidRequestError
 from outrider.platform.core.messages import AdapterInfo
+from outrider.platform.http.adapters.start_adapters import load_adapters
 from outrider.platform.http.observe.startup_summary import (
     DatabaseFacts,
     Startup,
@@ -18,7 +19,7 @@ from outrider.platform.http.observe.startup_summary import (
     print_summary,
     reachable_address,
 )
-from outrider.platform.http.server import bind, load_adapters
+from outrider.platform.http.server import bind
 from outrider.platform.http.server_config import ServerConfig
 
 
@@ -121,7 +122,7 @@ def test_addresses():
 
 def test_an_adapter_that_cannot_be_loaded_is_named_without_its_password():
     class Models:
-        async def load(self, request):
+        async def fetch(self, request):
             raise AdapterSourceError("cannot be reached", param="lora_path")
 
     config = ServerConfig(lora_modules={"mine": "https://me:s3cret@host/mine?token=hidden"})

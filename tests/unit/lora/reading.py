@@ -1,10 +1,13 @@
 """What reads adapters, in another process and without."""
 
+from unittest.mock import patch
+
 import torch
 
 from outrider.lora.adapter import AdapterSource
 from outrider.lora.device.sites import AdapterHooks, make_sites
 from outrider.lora.files.folder import AdapterFiles
+from outrider.lora.files.read_plan import ReadPlans
 from outrider.lora.reader.reader_client import AdapterReader
 from outrider.models.layers.embedding import Embedding
 
@@ -53,7 +56,9 @@ class Both:
         return self.reader.read(AdapterSource(str(path), draft_path))
 
     def by_thread(self, path, draft_path=None):
-        return self.make_files().read(AdapterSource(str(path), draft_path))
+        """Each tensor by itself, without a plan."""
+        with patch.multiple(ReadPlans, find=lambda *_: None, make=lambda *_: None):
+            return self.make_files().read(AdapterSource(str(path), draft_path))
 
 
 def assert_same(got, expected):

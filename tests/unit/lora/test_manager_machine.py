@@ -1,6 +1,7 @@
 """Any order of requests, loads, unloads, changed files and failures: the manager's books agree after every call."""
 
 import tempfile
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -38,14 +39,23 @@ class StepLoader:
     def num_in_flight(self):
         return sum(map(len, self._jobs.values())) + len(self._ended)
 
-    def submit(self, job, *, short=False):
-        self._jobs[short].append(job)
+    def submit(self, job, *, num_bytes):
+        self._jobs[False].append(job)
+
+    def submit_short(self, job):
+        self._jobs[True].append(job)
+
+    def submit_alone(self, job, *, num_bytes):
+        result = Future()
+        result.set_result(job())
+        result.wait = lambda timeout: True
+        return result
 
     def add_result(self, result):
         if self.at_once:
             self._ended.append(self._failing(result))
         else:
-            self.submit(lambda: result, short=True)
+            self.submit_short(lambda: result)
 
     def poll(self):
         ended, self._ended = self._ended, []

@@ -15,7 +15,7 @@ from outrider.platform.client.adapters.start_check import check_fits
 from outrider.platform.core.adapter_files import AdapterFolder
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import AdapterError, InvalidRequestError
-from outrider.platform.http.server import check_adapters
+from outrider.platform.http.adapters.start_adapters import check_adapters
 from outrider.platform.http.server_config import ServerConfig
 
 DRAFTERS = {"eagle3": demo_eagle3_path, "draft_model": demo_draft_path}

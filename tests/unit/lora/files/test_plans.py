@@ -71,6 +71,16 @@ def test_the_same_rows_and_digests(tmp_path, understood, kind, dtype):
     assert got[0].digest != got[1].digest != got[2].digest
 
 
+def test_the_first_of_a_form_is_read_by_its_plan(both, tmp_path, monkeypatch):
+    real, read = read_plan.ReadPlan.read, []
+    monkeypatch.setattr(read_plan.ReadPlan, "read", lambda self, *given: read.append(1) or real(self, *given))
+    for count, name in enumerate("ab", 1):
+        path = write_adapter(tmp_path / name, changed(tensors()))
+        got = quick(both, path)
+        assert len(read) == count
+        assert_same(got, both.by_thread(path))
+
+
 @pytest.mark.parametrize("kind", [*UNPLANNED, "magnitudes"])
 def test_what_takes_more_thought_goes_the_long_way(both, tmp_path, understood, kind):
     options = dict(KINDS.get(kind, {"state": magnitudes, "use_dora": True}))

@@ -10,7 +10,6 @@ import torch
 
 from outrider.lora.files.folder import AdapterFiles
 from outrider.lora.manager import LOADING
-from outrider.lora.tiers.loader_threads import LoaderThreads
 from outrider.lora.tiers.row_writer import RowWriter
 from outrider.platform.core.errors import AdapterError, InvalidRequestError, NotFoundError
 from outrider.platform.core.lora_request import LoRARequest
@@ -291,34 +290,7 @@ def test_prefetch_leaves_errors_to_admission(make_manager, folder):
         manager.admit(request)
 
 
-# --- the thread ---
-
-
-def test_short_jobs_do_not_wait_for_long_ones():
-    loader, going, order = LoaderThreads(), threading.Event(), []
-    loader.submit(lambda: (going.wait(10), "read 1")[1])
-    loader.submit(lambda: "read 2")
-    for name in ("write 1", "write 2"):
-        loader.submit(lambda name=name: name, short=True)
-    while len(order) < 2:
-        order += loader.wait(10)
-    going.set()
-    while loader.num_in_flight:
-        order += loader.wait(10)
-    assert order == ["write 1", "write 2", "read 1", "read 2"]
-    loader.close()
-
-
-def test_what_is_done_at_once_is_handed_over_like_the_rest():
-    loader, going = LoaderThreads(), threading.Event()
-    loader.submit(lambda: (going.wait(10), "read")[1])
-    loader.add_result("write")
-    assert loader.num_in_flight == 2
-    assert loader.poll() == ["write"]
-    assert loader.num_in_flight == 1
-    going.set()
-    assert loader.wait(10) == ["read"]
-    loader.close()
+# --- the threads ---
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 30], ids=["large", "small"])
@@ -344,18 +316,6 @@ def test_nobody_overtakes_who_has_a_small_adapter_written(make_manager, folder):
     read_up(manager, first)
     assert manager.admit(first) is None, "not only when it asks again"
     assert manager.admit(second) is None
-
-
-def test_jobs_not_begun_are_dropped_when_the_loader_closes():
-    loader, started, going, done = LoaderThreads(), threading.Event(), threading.Event(), []
-    loader.submit(lambda: (started.set(), going.wait(10), "first")[2])
-    loader.submit(lambda: done.append(1))
-    assert started.wait(10)
-    threading.Timer(0.05, going.set).start()
-    loader.close()
-    assert done == []
-    assert loader.wait(10) == ["first"]
-    assert loader.num_in_flight == 0
 
 
 def test_broken_weights_fail_alone(make_manager, tmp_path, folder):
