@@ -1,7 +1,7 @@
 """bfloat16 products on processors with AVX512-BF16, or with AVX2 alone: one C++ call that reads the packed weight once.
 
 oneDNN's product takes 1.1 to 1.5 times as long for few rows, and its results may depend on their number; with AVX2
-alone it has none, and PyTorch's takes six to ten times as long for many. Here a row's result does not depend on other
+alone it has none, and PyTorch's takes six to eight times as long for many. Here a row's result does not depend on other
 rows, bit for bit.
 """
 

@@ -149,7 +149,7 @@ inline void multiply_panel(const Block& block, const Rows& rows, int64_t panel, 
         const int64_t last_chunk = std::min(c + step, chunks);
         const int64_t bytes = (last_chunk - c) * chunk_bytes(block, block.chunk);
         CodeTile tile{&block, &rows, begin, c, last_chunk, codes, sums, nullptr, 0, fetch && !fetch->ended() ? fetch : nullptr};
-        if (!is_integer && !HAS_HALF_TILES && num_tiles > 1 && block.chunk <= MOST_NUMBERS) {  // as all of ours
+        if (!is_integer && !HAS_HALF_TILES && num_tiles > 1 && block.chunk <= MOST_NUMBERS) {  // native.py makes none larger
             multiply_wide(tile, end - begin);
             codes += bytes;
             continue;

@@ -64,7 +64,7 @@ class Fetch {
     const char *at_ = nullptr, *stop_ = nullptr;
 };
 
-// With several threads oneDNN is faster if the compiler has no OpenMP. On AVX512 without BF16 it has products of its own.
+// With several threads oneDNN is faster if the compiler has no OpenMP. On AVX512 without BF16 oneDNN has products.
 #if defined(_OPENMP) && (defined(__AVX512BF16__) || defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__))
 #define OUTRIDER_PANELS
 
@@ -107,15 +107,21 @@ inline void tile(const bf16* x, int64_t x_stride, const bf16* panel, int64_t pai
 
 constexpr int ROWS = 6, VECS = 2;  // ROWS * VECS sums fit into the 16 registers with a step's operands
 
+// A thread's inputs of a tile as float32: [ROWS, 2 * BLOCK_PAIRS]. One for all templates: each thread has a copy.
+inline float* widened_inputs() {
+    alignas(64) static thread_local float inputs[ROWS * 2 * BLOCK_PAIRS];
+    return inputs;
+}
+
 // As above, for VECS * LANES outputs at a time, of inputs that become float32 first.
 template <int R, bool FIRST, int LINES, bool FETCH>
 inline void tile(const bf16* x, int64_t x_stride, const bf16* panel, int64_t pairs, float* sums, const char* next,
                  Fetch* fetch) {
-    alignas(64) static thread_local float inputs[ROWS][2 * BLOCK_PAIRS];
+    constexpr int64_t WIDTH = 2 * BLOCK_PAIRS;
+    float* const inputs = widened_inputs();
     for (int r = 0; r < R; r++)
-        for (int64_t k = 0; k < 2 * pairs; k += LANES) {
-            store(&inputs[r][k], load(x + r * x_stride + k, 2 * pairs - k));
-        }
+        for (int64_t k = 0; k < 2 * pairs; k += LANES)
+            store(inputs + r * WIDTH + k, load(x + r * x_stride + k, 2 * pairs - k));
     for (int64_t column = 0; column < PANEL; column += VECS * LANES) {
         Vec c[R][VECS];
         for (int r = 0; r < R; r++)
@@ -137,7 +143,7 @@ inline void tile(const bf16* x, int64_t x_stride, const bf16* panel, int64_t pai
                     w[v] = (Vec)weight_of(both);
                 }
                 for (int r = 0; r < R; r++) {
-                    const Vec factor = all(inputs[r][2 * k + input]);
+                    const Vec factor = all(inputs[r * WIDTH + 2 * k + input]);
                     for (int v = 0; v < VECS; v++) c[r][v] = multiply_add(w[v], factor, c[r][v]);
                 }
             };

@@ -39,7 +39,7 @@ inline Vec all(float value) { return value - Vec{}; }
 inline Vec multiply_add(Vec a, Vec b, Vec sum) {
 #if OUTRIDER_LANES == 16
     return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
-#elif defined(__FMA__)
+#elif OUTRIDER_LANES == 8 && defined(__FMA__)
     return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
 #else
     return a * b + sum;

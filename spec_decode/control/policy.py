@@ -325,13 +325,13 @@ class SpeculationPolicy:
         return True
 
     def _charge_trial(self, rows: Sequence[RowPlan], seconds: float, gap: float) -> None:
-        """Charge the adapter on trial what its drafts added: at most some steps, as other programs take more."""
+        """Charge the adapter on trial what its drafts added: at most `TRIAL_STEPS` steps to each part of a round."""
         on_trial = [bool((s := self._rows.get(row.request)) and s.trial_rounds) for row in rows]
         if self._trial is None or not any(on_trial):
             return
-        others = [row.num_drafts for row, is_trial in zip(rows, on_trial, strict=True) if not is_trial]
-        base = self._steps.seconds(len(rows), sum(others))
-        for longer in (seconds - base, gap - self._drafts.seconds(0, len(rows), max(others, default=0))):
+        others = [(row.num_drafts, row.drafter) for row, is_own in zip(rows, on_trial, strict=True) if not is_own]
+        base, (most, drafter) = self._steps.seconds(len(rows), sum(n for n, _ in others)), max(others, default=(0, 0))
+        for longer in (seconds - base, gap - self._drafts.seconds(drafter, len(rows), most)):
             self._trial.trial_cost += min(max(longer, 0.0), TRIAL_STEPS * base)
 
     def _count(self, rows: Sequence[RowPlan], result: StepResult, now: float) -> None:

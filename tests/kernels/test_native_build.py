@@ -2,7 +2,10 @@
 
 import logging
 import os
+import platform
 import shutil
+import struct
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -109,3 +112,25 @@ def test_a_user_without_a_home(fresh, kernels, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         assert native.library() is None
     assert "home directory" in caplog.text
+
+
+@pytest.mark.skipif(shutil.which("g++") is None or platform.machine() != "x86_64", reason="no g++, or no x86")
+@pytest.mark.parametrize("processor", ["x86-64", "bdver2", "haswell", "skylake-avx512", "sapphirerapids"])
+def test_the_products_compile_for_other_processors(processor):
+    """bdver2 has fused multiply-adds without AVX2."""
+    flags = [flag for flag in building.FLAGS if not flag.startswith("-march")]
+    include, source = f"-I{building.KERNELS / 'native'}", building.KERNELS / "quantized_linear" / "native.cpp"
+    command = ["g++", *flags, f"-march={processor}", "-O0", "-fopenmp", "-fsyntax-only", include, str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.skipif(native.library() is None, reason="there are no kernels")
+def test_a_thread_has_little_memory_of_its_own():
+    """Each thread of the process may get a copy of all variables of threads."""
+    with open(native.library()._name, "rb") as file:
+        content = file.read()
+    (first,), (size, count) = struct.unpack_from("<Q", content, 0x20), struct.unpack_from("<HH", content, 0x36)
+    headers = [first + index * size for index in range(count)]
+    (of_threads,) = [at for at in headers if struct.unpack_from("<I", content, at) == (7,)]  # PT_TLS
+    assert struct.unpack_from("<Q", content, of_threads + 0x28)[0] < 512 << 10
