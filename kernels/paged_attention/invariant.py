@@ -19,8 +19,8 @@ import triton.language as tl
 from ..compile_case import CompileCase, make_case
 from ..split_sums import is_last
 from .native import Shape
-from .schedule import INVARIANT_SPLITS, TILE_FIELDS, UNIT_KEYS, invariant_config, padded_dim
-from .triton import attend_chunks
+from .schedule import INVARIANT_SPLITS, TILE_FIELDS, UNIT_KEYS, invariant_config
+from .triton import attend_chunks, tile_constants
 
 # Maximum before the first key: finite, so that a difference is never NaN.
 _LEAST = tl.constexpr(-3e38)
@@ -175,19 +175,12 @@ def invariant_constants(
 ) -> dict[str, Any]:
     """Constants of `invariant_attention_kernel`."""
     return {
-        "GROUP": shape.num_heads // shape.num_kv_heads,
-        "KV_HEADS": shape.num_kv_heads,
-        "HEAD_DIM": shape.head_dim,
-        "BLOCK_SIZE": block_size,
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "BLOCK_D": padded_dim(shape.head_dim),
+        **tile_constants(shape, block_size, block_m, block_n, is_float32=is_float32),
         "UNIT": UNIT_KEYS // block_n,
         "SPLITS": INVARIANT_SPLITS,
         "HAS_WINDOW": window,
         "HAS_CAP": cap,
         "HAS_SINKS": sinks,
-        "PRECISION": "tf32x3" if is_float32 else "tf32",
     }
 
 

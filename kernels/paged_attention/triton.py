@@ -274,6 +274,20 @@ class Features(NamedTuple):
     norm: bool = False
 
 
+def tile_constants(shape: Shape, block_size: int, block_m: int, block_n: int, *, is_float32: bool) -> dict[str, Any]:
+    """Constants of every attention kernel's tiles."""
+    return {
+        "GROUP": shape.num_heads // shape.num_kv_heads,
+        "KV_HEADS": shape.num_kv_heads,
+        "HEAD_DIM": shape.head_dim,
+        "BLOCK_SIZE": block_size,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_D": padded_dim(shape.head_dim),
+        "PRECISION": "tf32x3" if is_float32 else "tf32",
+    }
+
+
 def attention_constants(
     shape: Shape,
     block_size: int,
@@ -286,13 +300,7 @@ def attention_constants(
 ) -> dict[str, Any]:
     """Constants of `attention_kernel`."""
     return {
-        "GROUP": shape.num_heads // shape.num_kv_heads,
-        "KV_HEADS": shape.num_kv_heads,
-        "HEAD_DIM": shape.head_dim,
-        "BLOCK_SIZE": block_size,
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "BLOCK_D": padded_dim(shape.head_dim),
+        **tile_constants(shape, block_size, block_m, block_n, is_float32=is_float32),
         "MIN_CHUNKS": MIN_SPLIT_KEYS // block_n,
         "WHOLE_CHUNKS": max(1, WHOLE_KEYS // block_n),
         "SPLITS": min(64, 4096 // padded_dim(shape.head_dim)),  # as many as registers hold
@@ -302,7 +310,6 @@ def attention_constants(
         "HAS_WINDOW": features.window,
         "HAS_CAP": features.cap,
         "HAS_SINKS": features.sinks,
-        "PRECISION": "tf32x3" if is_float32 else "tf32",
         "ROTATES": features.rotates,
         "WRITES": features.writes,
         # Constants of what is not launched are the same for all.
