@@ -16,7 +16,10 @@ from ..kernels.memory import lazy_zeros
 from ..kernels.paged_attention import CACHE_FLOAT8, LayerKV
 from ..kernels.rope import Rotation
 from ..kernels.staging import to_device
+from ..platform.core.batch import RowStates
+from ..platform.core.errors import InvalidRequestError
 from .attention import ReplayableAttention
+from .states.memory import LayerStates, StatePass
 
 if TYPE_CHECKING:
     from .attention import AttentionBackend
@@ -118,6 +121,8 @@ class SequenceRows:
     unused: Tensor | None = None
     """[B] int64 on the device: tokens at each row's end that do not count, so that its last token stands before them;
     for passes with a result for each row's last token. None: 0."""
+    states: Sequence[RowStates] = ()
+    """[B] states that each row reads and writes; (): the model has none."""
     prompt_lens: Sequence[int] = ()
     """[B] tokens of each row's prompt, for a rotary embedding that turns long prompts otherwise; (): none is long."""
 
@@ -175,9 +180,21 @@ class ForwardBatch:
     """Plan of the attention backend."""
     kv: Sequence[LayerKV]
     """Layers of the cache that belong to this model."""
+    states: StatePass | None = None
+    """States of the rows, for layers that have them."""
     adapters: Any = None
     """Input of the LoRA sites of linears and embeddings (lora.layers.LoraBatch) for these T tokens; None when no row
     has an adapter."""
+
+    def memory_of_states(self) -> Sequence[LayerStates]:
+        """Memory of each layer with states.
+
+        Raises:
+            InvalidRequestError: the batch was made by a part that keeps no states.
+        """
+        if self.states is None:
+            raise InvalidRequestError("a model with recurrent state is not supported here", param="model")
+        return self.states.memory
 
 
 def kv_dtype(dtype: torch.dtype, kv_cache_dtype: str) -> torch.dtype:
@@ -215,10 +232,17 @@ def allocate_kv(
 
 
 @torch.inference_mode()
-def build_batch(rows: SequenceRows, model: PagedModel, kv: Sequence[LayerKV], adapters: Any = None) -> ForwardBatch:
-    """Put `rows` on the model's device and plan their attention over `kv`, the model's layers of the cache."""
+def build_batch(
+    rows: SequenceRows,
+    model: PagedModel,
+    kv: Sequence[LayerKV],
+    adapters: Any = None,
+    states: Sequence[LayerStates] = (),
+) -> ForwardBatch:
+    """Put `rows` on the model's device and plan their attention over `kv`, the model's layers of the cache. `states`:
+    memory of its layers with a recurrent state."""
     block_size = kv[0].k.shape[2]
-    if rows.overshoot is not None and not isinstance(model.attention, ReplayableAttention):
+    if rows.overshoot is not None and (states or not isinstance(model.attention, ReplayableAttention)):
         rows = rows.settled()
     # Few calls of numpy and torch are made: between two steps, with cold caches, each takes microseconds. Lists are
     # slower only for many rows, or for prompts, whose step takes far longer still.
@@ -244,5 +268,6 @@ def build_batch(rows: SequenceRows, model: PagedModel, kv: Sequence[LayerKV], ad
         rotations=rotations,
         attention=attention,
         kv=kv,
+        states=StatePass(rows, states) if states else None,
         adapters=adapters,
     )

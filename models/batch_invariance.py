@@ -34,7 +34,15 @@ def check_batch_invariance(config: DecoderConfig, device: torch.device) -> None:
     Raises:
         InvalidRequestError: the model is one; `param` is "batch_invariant".
     """
-    if not config.batch_invariant or device.type == "cpu":
+    if not config.batch_invariant:
+        return
+    if config.states is not None:
+        raise InvalidRequestError(
+            f"batch_invariant is not supported with {config.architecture}: its recurrent layers have no such kernels; "
+            "leave it out",
+            param="batch_invariant",
+        )
+    if device.type == "cpu":
         return
     for holds, where in _ON_A_GPU:
         if holds(config, device):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from .config_values import check_values, number, positive, shown, wrong
 from .expert_config import ExpertConfig, read_experts
 from .families import CLASSIFIER, PRE_NORMS, FamilyTraits, NormNames, supported_architectures, traits_of
 from .families.block import Block
+from .families.state_layers import StateLayers
 from .latent_config import LatentConfig, latent_scale, read_latent
 from .layers.activation import PLAIN_ACTIVATIONS
 from .layers.score_head import ScoreConfig, read_score
@@ -70,6 +71,12 @@ class DecoderConfig:
     """Sizes of latent attention, which the cache sees as one KV head of `head_dim`; None: usual attention."""
     block: Block | None = None
     """Form of layers with LayerNorm and an MLP without a gate; None: Llama's."""
+    states: StateLayers | None = None
+    """Layers that have a recurrent state in place of attention; None: all have attention."""
+    gated_attention: bool = False
+    """True: each head's result is multiplied by the sigmoid of a gate, which follows its query in the projection."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """This family's name for each of Llama's modules that it calls otherwise."""
     batch_invariant: bool = False
     """True: each result for a row is, bit for bit, independent of the other rows of its step. On a GPU not all models
     have such kernels (`batch_invariance.py`)."""
@@ -105,6 +112,11 @@ class DecoderConfig:
     """Labels of a classifier, which has no head of its own: its config ties the head, which is not computed."""
 
     @property
+    def num_kv_layers(self) -> int:
+        """Layers with attention."""
+        return self.num_layers - (0 if self.states is None else len(self.states.layers))
+
+    @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """Distinct rotations of the layers."""
         return tuple(dict.fromkeys(self.layer_ropes)) or (self.rope,)
@@ -115,6 +127,7 @@ class DecoderConfig:
         factors = self.embedding_scale, self.residual_scale, self.logit_scale
         others = self.block, self.experts, self.latent, self.attention_scale, self.attention_cap, self.logit_cap
         merged = self.merged_qkv or self.merged_gate_up or self.qk_norm_wide or self.sinks or bool(self.layer_ropes)
+        merged = merged or self.states is not None or self.gated_attention or bool(self.names)
         is_usual = self.norms == PRE_NORMS and self.norm_offset == 0.0 and self.hidden_act == "silu"
         whole = self.rope.rotary_dim is None and not self.rope.interleaved
         return is_usual and whole and not merged and factors == (1.0, 1.0, 1.0) and others == (None,) * len(others)
@@ -210,6 +223,7 @@ def decoder_config(
     # many KV heads as heads.
     renamed = {ours: raw[theirs] for ours, theirs in traits.keys.items() if theirs in raw}
     values = {key: value for key, value in {**traits.defaults, **raw, **renamed}.items() if value is not None}
+    values |= {} if traits.derived is None else traits.derived(values)
     block = None if traits.block is None else traits.block(values)
     _refuse_unsupported(values, traits)
     hidden_size = positive(values, "hidden_size")
@@ -253,6 +267,9 @@ def decoder_config(
         dtype=dtype,
         latent=latent,
         block=block,
+        states=None if traits.states is None else traits.states(values),
+        gated_attention=traits.gated_attention,
+        names=traits.names,
         layer_ropes=ropes if len(set(ropes)) > 1 else (),
         norms=traits.norms,
         norm_offset=traits.norm_offset,

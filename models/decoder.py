@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +25,19 @@ from .layers.rope import RotaryEmbedding
 from .layers.score_head import ScoreHead
 from .layers.weights import RenamedSlot, WeightSlot
 from .model import DecoderOutput
+from .states.layers import GatedAttentionLayer, state_layer, state_specs
+from .states.memory import StateSpec
 
 
-def _layer_kind(config: DecoderConfig) -> type[DecoderLayer]:
-    """Class of the layers that are not of the GPT shape."""
+def _layer_kind(config: DecoderConfig, index: int) -> type[DecoderLayer]:
+    """Class of a layer that is not of the GPT shape."""
+    if config.states is not None and index in config.states.layers:
+        return state_layer(config.states)
     if config.latent is not None:
         return LatentLayer
     is_usual = config.norms == PRE_NORMS and config.residual_scale == 1.0
+    if config.gated_attention:
+        return GatedAttentionLayer
     return DecoderLayer if is_usual and not config.qk_norm_wide and not config.sinks else GeneralLayer
 
 
@@ -60,12 +66,15 @@ class Decoder:
         self._deferring: Sequence[DecoderLayer] = ()
         """The layers, where norms add the residual stream."""
         if block is None:
-            kind = _layer_kind(config)
-            layers = [kind(config, i, self.attention, self.device) for i in range(config.num_layers)]
+            layers = [_layer_kind(config, i)(config, i, self.attention, self.device) for i in range(config.num_layers)]
             self.layers, self._deferring = layers, layers if adds_residuals(self.device) and not invariant else ()
             self.embedding = Embedding(*shape, tied=config.tie_word_embeddings, scales=scales, **common)
             self._final_norm = RMSNorm(
-                ["model.norm.weight"], config.hidden_size, eps, offset=config.norm_offset, **common
+                [f"{config.names.get('model.norm', 'model.norm')}.weight"],
+                config.hidden_size,
+                eps,
+                offset=config.norm_offset,
+                **common,
             )
         else:
             self.layers = [GPTLayer(config, block, i, self.attention, self.device) for i in range(config.num_layers)]
@@ -77,7 +86,14 @@ class Decoder:
     def kv_layers(self) -> list[KVLayerSpec]:
         """See LanguageModel."""
         config = self.config
-        return [KVLayerSpec(config.num_kv_heads, config.head_dim, shared=config.latent is not None)] * config.num_layers
+        return [
+            KVLayerSpec(config.num_kv_heads, config.head_dim, shared=config.latent is not None)
+        ] * config.num_kv_layers
+
+    @property
+    def state_layers(self) -> list[StateSpec]:
+        """See LanguageModel."""
+        return state_specs(self.config.states)
 
     @property
     def num_parameters(self) -> int:
@@ -93,7 +109,7 @@ class Decoder:
         if self._deferring:
             return self._forward_deferred(hidden, batch, aux_layers)
         entering: dict[int, Tensor] = {}
-        for index, (layer, kv) in enumerate(zip(self.layers, batch.kv, strict=True)):
+        for index, (layer, kv) in enumerate(zip(self.layers, self._caches(batch), strict=True)):
             if index in aux_layers:
                 entering[index] = hidden
             hidden = layer.forward(hidden, batch, kv)
@@ -106,7 +122,7 @@ class Decoder:
         """Compute a batch with one launch less for each projection: norms add the residual stream."""
         entering: dict[int, Tensor] = {}
         delta: Tensor | None = None
-        for index, (layer, kv) in enumerate(zip(self._deferring, batch.kv, strict=True)):
+        for index, (layer, kv) in enumerate(zip(self._deferring, self._caches(batch), strict=True)):
             if index in aux_layers:
                 hidden, delta = hidden if delta is None else hidden + delta, None
                 entering[index] = hidden
@@ -114,6 +130,14 @@ class Decoder:
         assert delta is not None, "there is a layer"
         normed, entering[len(self.layers)] = self._final_norm.add(delta, hidden)
         return DecoderOutput(normed, tuple(map(entering.__getitem__, aux_layers)))
+
+    def _caches(self, batch: ForwardBatch) -> Iterable[Any]:
+        """The part of the cache of each layer: its KV, or its states."""
+        states = self.config.states
+        if states is None:
+            return batch.kv
+        kv, memory = iter(batch.kv), iter(batch.memory_of_states())
+        return [next(memory if index in states.layers else kv) for index in range(len(self.layers))]
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor, adapters: Any = None, out: Tensor | None = None) -> Tensor:

@@ -50,12 +50,13 @@ class DecoderLayer:
             self.qk_norm = self._norm(["self_attn.q_norm", "self_attn.k_norm"], config.head_dim, repeats)
 
     def _linear(self, name: str, modules: dict[str, int], in_features: int, *, bias: bool) -> Linear:
-        slices = [(f"{self._theirs}.{module}", rows) for module, rows in modules.items()]
+        names = self._config.names
+        slices = [(f"{self._theirs}.{names.get(module, module)}", rows) for module, rows in modules.items()]
         return Linear(f"{self._ours}.{name}", slices, in_features, bias=bias, **self._common)
 
     def _norm(self, names: list[str], size: int, repeats: list[int] | None = None, eps: float | None = None) -> RMSNorm:
-        full = [f"{self._theirs}.{name}.weight" for name in names]
         config = self._config
+        full = [f"{self._theirs}.{config.names.get(name, name)}.weight" for name in names]
         options = {"repeats": repeats, "offset": config.norm_offset, **self._common}
         norm = RMSNorm(full, size, config.rms_norm_eps if eps is None else eps, **options)
         self._norms.append(norm)
@@ -134,13 +135,16 @@ class GeneralLayer(DecoderLayer):
     ) -> tuple[Tensor, Tensor]:
         """See DecoderLayer."""
         normed, hidden = _entering(self._before_attention, hidden, delta)
+        delta = self._leaving(self._after_attention, self._mix(normed, batch, kv))
+        normed, hidden = _entering(self._before_mlp, hidden, delta)
+        return hidden, self._leaving(self._after_mlp, self.mlp.forward(normed, batch))
+
+    def _mix(self, normed: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+        """Result [T, H] of attention, or of what a layer has in its place, for normed hidden [T, H]."""
         qkv = self.qkv.forward(normed, batch)
         for norm, columns in self.wide_norms:
             qkv[:, columns] = norm(qkv[:, columns].contiguous())
-        attended = self._attend_qkv(qkv, batch, kv)
-        delta = self._leaving(self._after_attention, self.o.forward(attended, batch))
-        normed, hidden = _entering(self._before_mlp, hidden, delta)
-        return hidden, self._leaving(self._after_mlp, self.mlp.forward(normed, batch))
+        return self.o.forward(self._attend_qkv(qkv, batch, kv), batch)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """See DecoderLayer."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .layers.linear import Linear
     from .layers.score_head import ScoreHead
     from .layers.weights import WeightSlot
+    from .states.memory import StateSpec
     from .transformers_model.config import TransformersConfig
 
 
@@ -62,6 +63,11 @@ class LanguageModel(Protocol):
     @property
     def kv_layers(self) -> list[KVLayerSpec]:
         """Cache of each layer for a token, in order."""
+        ...
+
+    @property
+    def state_layers(self) -> list[StateSpec]:
+        """State of each layer with a recurrent state for a sequence, in order."""
         ...
 
     @property

@@ -29,6 +29,7 @@ from ..model import LanguageModel, ModelConfig
 from ..parallel import Ranks, divided_decoder, rank_config
 from ..quantization import unpack
 from ..quantization.rounding import round_int8, rounding_of
+from ..states.layers import state_specs
 from ..transformers_model.model import TransformersModel
 from .gguf_file import is_gguf, read_gguf
 from .json_files import read_model_config
@@ -86,7 +87,9 @@ def read_facts(
     if num_ranks > 1:
         config = rank_config(config, num_ranks)
     is_shared = isinstance(config, DecoderConfig) and config.latent is not None
-    elements = (1 if is_shared else 2) * config.num_layers * config.num_kv_heads * config.head_dim
+    num_layers = config.num_kv_layers if isinstance(config, DecoderConfig) else config.num_layers
+    elements = (1 if is_shared else 2) * num_layers * config.num_kv_heads * config.head_dim
+    states = state_specs(config.states) if isinstance(config, DecoderConfig) else []
     return ModelFacts(
         path=str(path),
         architecture=config.architecture,
@@ -94,6 +97,7 @@ def read_facts(
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         kv_bytes_per_token=elements * kv_dtype(config.dtype, kv_cache_dtype).itemsize,
+        state_bytes=sum(spec.num_bytes(config.dtype) for spec in states),
         quantization=quantization_of(path, config),
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .block import Block
+from .state_layers import StateLayers
 
 
 class NormNames(NamedTuple):
@@ -69,6 +70,14 @@ class FamilyTraits:
     """Key of this family's config.json for each of Llama's keys that it calls otherwise."""
     block: Callable[[Mapping[str, Any]], Block] | None = None
     """Function from the values of a config.json to the layers' form; None: Llama's."""
+    derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    """Function from these values to those that follow from others."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """See `DecoderConfig`."""
+    states: Callable[[Mapping[str, Any]], StateLayers] | None = None
+    """Function from the values to the layers with a recurrent state; None: all have attention."""
+    gated_attention: bool = False
+    """See `DecoderConfig`."""
     attention_bias: bool | None = None
     """Bias of q, k and v; None: the file's `attention_bias` decides, for o too."""
     o_bias: bool = True

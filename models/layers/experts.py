@@ -34,8 +34,9 @@ def make_mlp(config: DecoderConfig, index: int, device: torch.device) -> Mlp:
             "bias": config.mlp_bias,
             "activation": config.hidden_act,
             "merged": config.merged_gate_up,
+            "projections": tuple(config.names.get(part, part) for part in ("gate_proj", "up_proj", "down_proj")),
         }
-        return GatedMlp(name, f"{module}.mlp", sizes, **form, **common)
+        return GatedMlp(name, f"{module}.{config.names.get('mlp', 'mlp')}", sizes, **form, **common)
     return SparseMlp(name, module, config.hidden_size, config.experts, **common)
 
 

@@ -39,6 +39,7 @@ class GatedMlp:
         bias: bool = False,
         activation: str = "silu",
         merged: bool = False,
+        projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
         **common: Any,
     ) -> None:
         """Make an MLP without weights.
@@ -49,17 +50,19 @@ class GatedMlp:
             sizes: Hidden and inner size.
             bias: True when all products have biases.
             activation: Name of one of kernels/act_and_mul.
+            projections: Names in the checkpoint.
             merged: True when the checkpoint has one tensor gate_up_proj, which adapters target.
             common: Options of every `Linear`.
         """
         hidden, inner = sizes
         self._act_and_mul = act_and_mul_invariant if common["batch_invariant"] else act_and_mul
         self._activation = activation
-        slices = [(f"{module}.gate_proj", inner), (f"{module}.up_proj", inner)]
+        gate, up, down = projections
+        slices = [(f"{module}.{gate}", inner), (f"{module}.{up}", inner)]
         if merged:
             slices = [(f"{module}.gate_up_proj", 2 * inner)]
         self._gate_up = Linear(f"{name}.gate_up", slices, hidden, bias=bias, **common)
-        self._down = Linear(f"{name}.down", [(f"{module}.down_proj", hidden)], inner, bias=bias, **common)
+        self._down = Linear(f"{name}.down", [(f"{module}.{down}", hidden)], inner, bias=bias, **common)
 
     def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
         """See `Mlp`."""

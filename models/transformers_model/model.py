@@ -19,6 +19,7 @@ from ..layers.linear import Linear
 from ..layers.score_head import ScoreHead
 from ..layers.weights import WeightSlot
 from ..model import DecoderOutput
+from ..states.memory import StateSpec
 from .config import TransformersConfig
 from .direct import call_directly, with_hooks
 from .experts import ServedExperts, find_experts
@@ -173,6 +174,11 @@ class TransformersModel:
     def kv_layers(self) -> list[KVLayerSpec]:
         """See LanguageModel."""
         return [KVLayerSpec(self.config.num_kv_heads, self.config.head_dim)] * self.config.num_layers
+
+    @property
+    def state_layers(self) -> list[StateSpec]:
+        """None: such models are refused."""
+        return []
 
     @property
     def num_parameters(self) -> int:

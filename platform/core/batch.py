@@ -18,6 +18,30 @@ from .messages import TokenLogprobs
 from .request import Request
 
 
+class RowStates(NamedTuple):
+    """Slots of recurrent states that a row reads and writes. A state is that after a number of leading tokens, its
+    length; slot 0 holds the state before the first token, and is never written."""
+
+    ring: Sequence[int]
+    """The sequence's own slots: the state of length n is in slot n modulo their number."""
+    num_kept: int
+    """Most states at the end of the row that are written to them. The next row starts with one of these, or with the
+    one that this row starts with."""
+    origin: tuple[int, int] = (0, 0)
+    """(length, slot) of the state that the sequence began with."""
+    snapshots: Sequence[tuple[int, int]] = ()
+    """(length, slot) of states within the row to write to other slots too."""
+
+    def source(self, start: int) -> int:
+        """Slot of the state of length `start`."""
+        return self.origin[1] if start == self.origin[0] else self.ring[start % len(self.ring)]
+
+    def writes(self, start: int, end: int) -> list[tuple[int, int]]:
+        """(length, slot) of each state to write after a row of the tokens [start, end), in ascending order."""
+        kept = range(max(start + 1, end + 1 - self.num_kept), end + 1)
+        return sorted([*((n, self.ring[n % len(self.ring)]) for n in kept), *self.snapshots])
+
+
 @dataclass(slots=True)
 class RowPlan:
     """One sequence's share of a step: compute the tokens at positions [start, start + num_tokens)."""
@@ -38,6 +62,8 @@ class RowPlan:
     """Index of the drafter that proposes them."""
     is_forced: bool = False
     """True: its drafts are tokens that a grammar leaves no choice about."""
+    states: RowStates | None = None
+    """Recurrent states; None: the model has none."""
     awaits_token: bool = False
     """True when its first token is sampled by the sequence's row in the step in flight, which also makes its drafts."""
 

@@ -13,11 +13,12 @@ from . import incompatibilities
 from .compat.foreign_options import takes_foreign
 from .compat.vllm_options import ENGINE, plain_value
 from .errors import InvalidRequestError, invalid
-from .kv_size import num_device_blocks, num_host_blocks
+from .kv_size import cache_memory, num_device_blocks, num_host_blocks
 from .quantization import rounding
 from .sampling_params import MAX_SEED, check_integer, check_number, check_text
 from .sizes import parse_bytes, parse_length
 from .speculative_config import SpeculativeConfig, parse_speculative
+from .state_size import StateConfig, most_sequences, state_config
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
@@ -135,6 +136,8 @@ class ModelFacts:
     """Context length in tokens, with the rope scaling."""
     kv_bytes_per_token: int
     """Bytes of one token's keys and values in all layers, of target and drafter, in their data types."""
+    state_bytes: int = 0
+    """Bytes of one state of all layers with a recurrent state; 0: there are none."""
     quantization: str | None = None
     """Method by which the stored weights are quantised; None: they are not."""
 
@@ -166,6 +169,8 @@ class CacheConfig:
     """Blocks that the host keeps for the device; 0: it has no such memory."""
     always_swaps: bool = False
     """True: no times are compared."""
+    states: StateConfig | None = None
+    """Slots of recurrent states; None: the model has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,15 +292,20 @@ def _lora_config(args: EngineArgs) -> LoRAConfig | None:
 
 
 def _cache_config(
-    args: EngineArgs, facts: ModelFacts, hardware: Hardware, max_model_len: int, max_num_seqs: int
+    args: EngineArgs, facts: ModelFacts, hardware: Hardware, scheduler: SchedulerConfig, num_drafts: int
 ) -> CacheConfig:
+    max_num_seqs, memory = scheduler.max_num_seqs, cache_memory(args, hardware)
+    states = state_config(facts, max_num_seqs, num_drafts, memory)
+    if states is not None:
+        memory -= states.num_slots * facts.state_bytes
     return CacheConfig(
         block_size=args.block_size,
-        num_blocks=num_device_blocks(args, facts, hardware, max_model_len, max_num_seqs),
+        num_blocks=num_device_blocks(args, facts, memory, scheduler.max_model_len, max_num_seqs),
         enable_prefix_caching=args.enable_prefix_caching,
         dtype="auto" if args.kv_cache_dtype == "auto" else "fp8",
         num_host_blocks=num_host_blocks(args, facts, hardware),
         always_swaps=args.preemption_mode == "swap",
+        states=states,
     )
 
 
@@ -325,7 +335,10 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
             "(max_position_embeddings, times the factor of a linear rope scaling)",
         )
     on_cpu, is_divided = hardware.device == "cpu", args.tensor_parallel_size > 1
-    max_num_seqs = args.max_num_seqs or (64 if on_cpu else 256)
+    speculative = parse_speculative(args.speculative_config, args.download_dir)
+    num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    seats = most_sequences(64 if on_cpu else 256, facts, num_drafts, cache_memory(args, hardware))
+    max_num_seqs = args.max_num_seqs or seats
     batched = args.max_num_batched_tokens or (2048 if on_cpu else 8192)
     if not args.enable_chunked_prefill and batched < max_model_len:
         if args.max_num_batched_tokens is not None:
@@ -335,29 +348,29 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
                 "fit one step",
             )
         batched = max_model_len
-    dtype = facts.dtype if args.dtype == "auto" else args.dtype
+    scheduler = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=batched,
+        max_model_len=max_model_len,
+        policy=args.scheduling_policy,
+        enable_chunked_prefill=args.enable_chunked_prefill,
+        prompt_pacing=args.prompt_pacing is not False and args.enable_chunked_prefill,
+        max_num_queued_reqs=args.max_num_queued_reqs,
+        fair=_fair_config(args),
+    )
     return EngineConfig(
         model=facts.path,
-        dtype=dtype,
+        dtype=facts.dtype if args.dtype == "auto" else args.dtype,
         device=hardware.device,
         load_format=args.load_format,
         model_impl=args.model_impl,
         quantization=rounding(args.quantization, facts.quantization),
         seed=args.seed,
         max_logprobs=facts.vocab_size if args.max_logprobs == -1 else args.max_logprobs,
-        cache=_cache_config(args, facts, hardware, max_model_len, max_num_seqs),
-        scheduler=SchedulerConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=batched,
-            max_model_len=max_model_len,
-            policy=args.scheduling_policy,
-            enable_chunked_prefill=args.enable_chunked_prefill,
-            prompt_pacing=args.prompt_pacing is not False and args.enable_chunked_prefill,
-            max_num_queued_reqs=args.max_num_queued_reqs,
-            fair=_fair_config(args),
-        ),
+        cache=_cache_config(args, facts, hardware, scheduler, num_drafts),
+        scheduler=scheduler,
         lora=_lora_config(args),
-        speculative=parse_speculative(args.speculative_config, args.download_dir),
+        speculative=speculative,
         batch_invariant=args.batch_invariant,
         enforce_eager=args.enforce_eager,
         async_scheduling=not (on_cpu or is_divided) if args.async_scheduling is None else args.async_scheduling,

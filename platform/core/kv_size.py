@@ -17,9 +17,11 @@ _MOST_OF_HOST = 0.7
 """Share of the host's memory that `swap_space` may take."""
 
 
-def _kv_memory(args: EngineArgs, hardware: Hardware) -> int:
-    """Bytes for the KV cache when weights and adapters are in place. On a GPU: the free memory without the share that
+def cache_memory(args: EngineArgs, hardware: Hardware) -> int:
+    """Bytes for the KV cache and recurrent states: `kv_cache_memory_bytes`, or a part of what is left when weights and adapters are in place. On a GPU: the free memory without the share that
     is not ours and a reserve for activations and captured graphs. On a CPU: a quarter, 4 GiB at most."""
+    if args.kv_cache_memory_bytes is not None:
+        return args.kv_cache_memory_bytes
     if hardware.device == "cpu":
         return min(hardware.free_memory_bytes // 4, 4 << 30)
     not_ours = int(hardware.total_memory_bytes * (1.0 - args.gpu_memory_utilization))
@@ -27,10 +29,8 @@ def _kv_memory(args: EngineArgs, hardware: Hardware) -> int:
     return max(0, hardware.free_memory_bytes - not_ours - reserve)
 
 
-def num_device_blocks(
-    args: EngineArgs, facts: ModelFacts, hardware: Hardware, max_model_len: int, max_num_seqs: int
-) -> int:
-    """Blocks that memory allows, but no more than `max_num_seqs` full sequences (and a spare one) can use."""
+def num_device_blocks(args: EngineArgs, facts: ModelFacts, memory: int, max_model_len: int, max_num_seqs: int) -> int:
+    """Blocks that `memory` allows, but no more than `max_num_seqs` full sequences (and a spare one) can use."""
     blocks_per_seq = -(-max_model_len // args.block_size)
     if args.num_gpu_blocks_override is not None:
         if args.num_gpu_blocks_override < blocks_per_seq:
@@ -40,9 +40,6 @@ def num_device_blocks(
                 f"max_model_len {max_model_len} needs",
             )
         return args.num_gpu_blocks_override
-    memory = args.kv_cache_memory_bytes
-    if memory is None:
-        memory = _kv_memory(args, hardware)
     fits = memory // (facts.kv_bytes_per_token * args.block_size)
     if fits < blocks_per_seq:
         raise InvalidRequestError(

@@ -24,6 +24,7 @@ from ...models.demo import demo_model_path
 from ...models.implementation import read_config
 from ...models.model import LanguageModel
 from ...models.pass_graphs import PassGraphs
+from ...models.states.memory import LayerStates, allocate_states
 from ...spec_decode.control.factory import Speculation, make_speculation
 from ...spec_decode.drafters.base import Drafter
 from ...spec_decode.drafters.factory import DrafterContext, check_drafter, draft_kv_bytes_per_token
@@ -38,11 +39,7 @@ from .executor.captured import AgreedGraphs, TargetPasses
 from .features import NoAdapters, PrefixNamespaces, Vocabularies
 from .hardware import find_hardware
 from .load_memory import ADAPTERS, DRAFTER, KV_CACHE, SWAP_SPACE, WARM_UP, WEIGHTS, memory_for
-from .memory.block_pool import BlockPool
 from .memory.host_store import HostStore
-from .memory.host_tier import HostTier, SwapCost
-from .memory.prefix_cache import PrefixCache
-from .queue.gates import DraftLimits, Gate
 from .queue.scheduler import Scheduler
 from .runner.device_queue import DeviceQueue
 from .runner.graphs import capture_ahead, make_graphs
@@ -52,6 +49,7 @@ from .runner.warm_up import rehearse, warm_up
 from .sampling.grammars import Grammars
 from .sampling.logits_edits import edit_draft_logits
 from .sampling.sampler import Sampler
+from .scheduling import make_scheduler
 
 if TYPE_CHECKING:
     from .executor.parallel import ParallelExecutor
@@ -112,7 +110,7 @@ def _build(
     device, num_local = torch.device(config.device), 1 if parallel is None else parallel.num_local
     model = _load(config, path, parallel, progress=progress)
     _choose_threads(model, getattr(torch, config.dtype), num_local)
-    graphs = _make_graphs(config, parallel)
+    graphs = None if model.state_layers else _make_graphs(config, parallel)  # states are read by index, on the host
     speculation = _make_speculation(config, model, graphs, parallel, progress=progress)
     drafter = speculation.drafter
     adapters = _make_adapters(config, model, speculation, parallel)
@@ -121,13 +119,14 @@ def _build(
     config = _resolve(args, path, num_local)  # again: the KV cache gets of the memory that all this has left
     kv = _allocate_kv(config, [*model.kv_layers, *drafter.needs.kv_layers])
     drafter.bind(kv[len(model.kv_layers) :], adapters.prepare_draft)
+    states = _allocate_states(config, model)
     moving = None if parallel is None else parallel.move_blocks
     with memory_for(SWAP_SPACE):
         host = HostStore(kv, config.cache.num_host_blocks, moving) if config.cache.num_host_blocks else None
     target_kv, preparers, passes = kv[: len(model.kv_layers)], (adapters.prepare, adapters.prepare_head), None
     if graphs is not None and logits is not None:
         passes = TargetPasses(graphs, model, target_kv, preparers, drafter.needs.aux_layers, logits)
-    executor = _make_executor(config, model, target_kv, adapters, parallel, passes)
+    executor = _make_executor(config, model, (target_kv, states), adapters, parallel, passes)
     runner = ModelRunner(
         RunnerParts(
             model,
@@ -149,7 +148,7 @@ def _build(
         grammars,
         PrefixNamespaces(adapters.namespace, model.rope.short_context),
     ]
-    scheduler = _make_scheduler(config, speculation, gates, host)
+    scheduler = make_scheduler(config, speculation, gates, host)
     with memory_for(WARM_UP):
         if passes is not None and graphs is not None:
             capture_ahead(graphs, executor, has_ranks=parallel is not None)
@@ -166,6 +165,15 @@ def _build(
 def _allocate_kv(config: EngineConfig, layers: Sequence[KVLayerSpec]) -> list[LayerKV]:
     cache, dtype = config.cache, getattr(torch, config.dtype)
     return allocate_kv(layers, cache.num_blocks, cache.block_size, dtype, torch.device(config.device), cache.dtype)
+
+
+@memory_for(KV_CACHE)
+def _allocate_states(config: EngineConfig, model: LanguageModel) -> list[LayerStates]:
+    """Memory of the model's layers with a recurrent state."""
+    options = config.cache.states
+    if options is None:
+        return []
+    return allocate_states(model.state_layers, options.num_slots, getattr(torch, config.dtype), config.device)
 
 
 def _model_path(args: EngineArgs) -> Path:
@@ -202,15 +210,15 @@ def _make_graphs(config: EngineConfig, parallel: ParallelExecutor | None) -> Pas
 def _make_executor(
     config: EngineConfig,
     model: LanguageModel,
-    kv: list[LayerKV],
+    cache: tuple[list[LayerKV], list[LayerStates]],
     adapters: AdapterManager | NoAdapters,
     parallel: ParallelExecutor | None,
     passes: TargetPasses | None,
 ) -> Executor:
     """What computes the target's passes; with several ranks all of them have their memory then."""
-    preparers = adapters.prepare, adapters.prepare_head
+    preparers, (kv, states) = (adapters.prepare, adapters.prepare_head), cache
     if parallel is None:
-        return LocalExecutor(model, kv, preparers, passes)
+        return LocalExecutor(model, kv, preparers, passes, states)
     parallel.bind(model, kv, preparers, config, adapters.catalog.stats().num_rows, passes)
     return parallel
 
@@ -366,35 +374,3 @@ def _make_sampler(config: EngineConfig) -> Sampler:
 def _has_weights(drafter: Drafter) -> bool:
     needs = drafter.needs
     return bool(needs.linears or needs.kv_layers)
-
-
-def _make_scheduler(
-    config: EngineConfig,
-    speculation: Speculation,
-    gates: Sequence[Gate],
-    host: HostStore | None,
-) -> Scheduler:
-    pool, options = BlockPool(config.cache.num_blocks), config.cache
-    tier = None
-    if host is not None:
-        rate = None if options.always_swaps else host.bytes_per_second()
-        tier = HostTier(options.num_host_blocks, SwapCost(host.block_bytes, options.block_size, rate))
-    cache = PrefixCache(pool, options.block_size, tier, keeps_finished=options.enable_prefix_caching)
-    return Scheduler(config.scheduler, pool, cache, gates, _draft_limits(config, speculation), speculation.policy)
-
-
-def _draft_limits(config: EngineConfig, speculation: Speculation) -> DraftLimits:
-    options, needs = config.speculative, speculation.drafter.needs
-    if options is None:
-        return DraftLimits(overlaps=config.async_scheduling)
-    most = options.num_speculative_tokens
-    if speculation.policy is None:
-        most = min(most, needs.max_drafts)
-    return DraftLimits(
-        most,
-        extra_slots=bool(needs.kv_layers),
-        # The host decides about synthetic acceptance.
-        overlaps=config.async_scheduling and options.synthetic_acceptance_rates is None,
-        max_positions=needs.max_positions,
-        max_drafts_on_device=needs.max_drafts if needs.drafts_on_device else 0,
-    )

@@ -70,7 +70,14 @@ def kv_bytes_per_token(config: SpeculativeConfig, dtype: str, kv_cache_dtype: st
 def check(config: SpeculativeConfig, target: ModelConfig, model_path: Path) -> None:
     """Refuse a draft model whose vocabulary is not that of the target, from their files alone."""
     path = resolve_model_path(config.model or "", revision=config.revision, cache_dir=config.download_dir)
-    _check_vocabulary(config.model or "", (path, read_facts(path).vocab_size), (model_path, target.vocab_size))
+    facts = read_facts(path)
+    if facts.state_bytes:
+        raise InvalidRequestError(
+            f"speculative_config: the draft model {config.model} ({facts.architecture}) has layers with recurrent "
+            "state; such models are served, and do not draft",
+            param="speculative_config",
+        )
+    _check_vocabulary(config.model or "", (path, facts.vocab_size), (model_path, target.vocab_size))
 
 
 def _check_vocabulary(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ....models.batch import AdapterPreparer, LayerKV, SequenceRows, build_batch
 from ....models.model import DecoderOutput, LanguageModel
+from ....models.states.memory import LayerStates
 from ...core.errors import EngineDeadError
 from .captured import TargetPasses
 
@@ -62,6 +63,7 @@ class LocalExecutor:
         kv: Sequence[LayerKV],
         preparers: tuple[AdapterPreparer, AdapterPreparer],
         passes: TargetPasses | None = None,
+        states: Sequence[LayerStates] = (),
     ) -> None:
         """Compute with a model and its layers of the cache.
 
@@ -70,11 +72,13 @@ class LocalExecutor:
             kv: Its layers.
             preparers: Of the adapters of tokens, and of rows of logits.
             passes: Captured passes; None: nothing is captured.
+            states: Memory of its layers with a recurrent state.
         """
         self._model = model
         self._kv = kv
         self._prepare, self._prepare_head = preparers
         self._passes = passes
+        self._states = states
 
     def error(self) -> EngineDeadError:
         """See `Executor`."""
@@ -82,7 +86,8 @@ class LocalExecutor:
 
     def forward(self, rows: SequenceRows, handles: Handles, aux_layers: Sequence[int]) -> DecoderOutput:
         """See `Executor`."""
-        return self._model.forward(build_batch(rows, self._model, self._kv, self._prepare(handles)), aux_layers)
+        batch = build_batch(rows, self._model, self._kv, self._prepare(handles), self._states)
+        return self._model.forward(batch, aux_layers)
 
     def replay(self, rows: SequenceRows, handles: Handles, *, verifies: bool) -> tuple[Tensor, ...] | None:
         """See `Executor`."""

@@ -27,10 +27,11 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
-from ...core.batch import Move, StepPlan
+from ...core.batch import Move, RowPlan, StepPlan
 from ...core.request import Request
 from .block_pool import BlockPool
 from .host_tier import HostTier
+from .state_slots import StateSlots
 
 # Personalizations of the hash.
 _BLOCK, _OWN, _SHARED, _AFTER_SHARED = b"block", b"own root", b"shared root", b"after shared"
@@ -55,12 +56,19 @@ class PrefixCache:
     reuse, or kept by the `host`."""
 
     def __init__(
-        self, pool: BlockPool, block_size: int, host: HostTier | None = None, *, keeps_finished: bool = True
+        self,
+        pool: BlockPool,
+        block_size: int,
+        host: HostTier | None = None,
+        *,
+        states: StateSlots | None = None,
+        keeps_finished: bool = True,
     ) -> None:
-        """`keeps_finished`: later sequences may find the blocks of a finished one; else its siblings alone may, and a
+        """`states`: slots of recurrent states; None: the model has none. `keeps_finished`: later sequences may find the blocks of a finished one; else its siblings alone may, and a
         sequence finds its own after a preemption."""
         self.pool = pool
         self.host = host
+        self._states = states
         self.keeps_finished = keeps_finished
         self.block_size = block_size
         self.num_queries = 0
@@ -85,8 +93,13 @@ class PrefixCache:
             if block is None:
                 break
             blocks.append(block)
+        blocks = blocks[: self._num_resumable(request.block_hashes[: len(blocks)])]
         self.pool.acquire(blocks)
         return self._matched(blocks)
+
+    def _num_resumable(self, hashes: Sequence[bytes]) -> int:
+        """Number of leading blocks, of those that are there, from whose end a sequence can continue."""
+        return len(hashes) if self._states is None else self._states.num_resumable(hashes)
 
     def _matched(self, blocks: list[int]) -> PrefixMatch:
         drafted = next((i for i, block in enumerate(blocks) if block not in self._draft_ready), len(blocks))
@@ -107,6 +120,8 @@ class PrefixCache:
             if digest not in self._block_of and digest not in host:
                 break
             found.append(digest)
+        num_held = len(request.blocks)
+        found = found[: max(0, self._num_resumable(request.block_hashes[: num_held + len(found)]) - num_held)]
         here = [self._block_of[digest] for digest in found if digest in self._block_of]
         self.pool.acquire(here)
         taken = host.take([digest for digest in found if digest not in self._block_of])
@@ -141,6 +156,8 @@ class PrefixCache:
                     self._forget(block)
                 if self.host is not None:
                     self.host.forget(digest)
+                if self._states is not None:
+                    self._states.snapshots.forget(digest)
         self.take_back(request)
 
     def _begin(self, request: Request, match: PrefixMatch) -> None:
@@ -148,12 +165,30 @@ class PrefixCache:
         request.num_computed, request.num_draft_computed = match.num_tokens, match.num_draft_tokens
         request.num_published = len(match.blocks)
         request.num_draft_published = match.num_draft_tokens // self.block_size
+        if self._states is not None:
+            self._states.begin(request, match.num_tokens)
 
     def count(self, request: Request, num_found: int) -> None:
         """Note for the statistics that a request started with `num_found` of its tokens cached."""
         if request.namespace is not None:
             self.num_queries += len(request.tokens)
             self.num_hits += num_found
+
+    def plan(self, rows: Sequence[RowPlan]) -> None:
+        """Plan what the rows of a step read and write beside KV blocks."""
+        if self._states is not None:
+            self._states.plan(rows)
+
+    def commit(self, row: RowPlan) -> None:
+        """Offer what a committed row of a running sequence has computed."""
+        self.publish(row.request)
+        if self._states is not None:
+            self._states.commit(row)
+
+    @property
+    def outlives_failures(self) -> bool:
+        """False if the content of running sequences may be wrong after a step that failed."""
+        return self.host is None and self._states is None
 
     def publish(self, request: Request) -> None:
         """Offer the request's full, accepted blocks. Where another block already holds the same prefix, that one
@@ -192,6 +227,8 @@ class PrefixCache:
             self._forget(block)
         if self.host is not None:
             self.host.reset()
+        if self._states is not None:
+            self._states.snapshots.reset()
         return not self._hash_of
 
     def _extend_hashes(self, request: Request, count: int) -> None:
@@ -232,4 +269,6 @@ class PrefixCache:
         """Raise AssertionError unless the two maps mirror each other, and the host's slots are all accounted for."""
         if self.host is not None:
             self.host.check_integrity()
+        if self._states is not None:
+            self._states.check_integrity()
         assert {digest: block for block, digest in self._hash_of.items()} == self._block_of

@@ -40,12 +40,15 @@ class DraftLimits(NamedTuple):
     """True when a step may be planned while another one runs."""
     max_positions: int = sys.maxsize
     """Positions of a sequence that the first drafter drafts for without the host."""
+    max_verified: int = sys.maxsize
+    """Most drafts of a row that a step verifies, those of grammars included."""
     max_drafts_on_device: int = sys.maxsize
     """Most drafts of a row that the first drafter makes without the host; it then makes as many as were asked for."""
 
     def room(self, request: Request, least: int, most: int, max_model_len: int) -> int:
         """Most drafts that may follow when the sequence has grown by `least` to `most` tokens."""
         limit = len(request.drafts.token_ids) if request.drafts.forced else self.num_drafts
+        limit = min(limit, self.max_verified)
         if limit == 0:
             return 0
         if request.params.max_drafts is not None:

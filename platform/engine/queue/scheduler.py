@@ -134,13 +134,12 @@ class Scheduler:
         return plan.is_followed and not self._needs_commit
 
     def abandon(self) -> None:
-        """Discard what is in flight: its rows will be planned again. If its copies of KV blocks
-        may be missing, nothing computed is left."""
+        """Discard what is in flight: its rows will be planned again, from the first token if the cache may be wrong."""
         for request in self._queue.running:
             request.in_flight.clear()
         while self._leaving:
             self._let_go(self._leaving.pop())
-        if self.prefix_cache.host is not None:
+        if not self.prefix_cache.outlives_failures:
             for request in list(self._queue.running):
                 self._preempt(request)
             self.prefix_cache.reset()
@@ -167,6 +166,7 @@ class Scheduler:
         rows = list(step.rows.values())
         if rows and self._chooser is not None:
             self._chooser.choose(rows, requests_wait=self._queue.num_waiting > 0)
+        self.prefix_cache.plan(rows)
         return StepPlan(rows, is_followed(rows, self._draft_limits), self.prefix_cache.moves() if rows else ())
 
     def _draft_budget(self) -> int:
@@ -346,7 +346,7 @@ class Scheduler:
             delta = accept(row, got, self.config.max_model_len)
             if got.error is None:  # else what is in flight is dropped, and may still be read
                 request.settle()
-            self.prefix_cache.publish(request)
+            self.prefix_cache.commit(row)
             if delta is None:
                 continue
             if self._is_metered:

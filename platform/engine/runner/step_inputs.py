@@ -57,6 +57,7 @@ def prepare(plan: StepPlan, places: dict[Request, int], *, drafts: bool) -> Prep
         starts=[row.start for row in planned],
         block_tables=[request.blocks for request in requests],
         prompt_lens=[request.num_prompt_tokens for request in requests],
+        states=[row.states for row in planned if row.states is not None],
     )
     replayable = all(row.samples and row.num_tokens == 1 + row.num_drafts for row in planned)
     all_tokens, all_rows = (list(range(firsts[-1])), list(range(len(planned)))) if replayable else ([], [])

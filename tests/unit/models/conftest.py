@@ -11,11 +11,14 @@ from torch import Tensor
 
 from outrider.models.batch import LayerKV, SequenceRows, allocate_kv, build_batch
 from outrider.models.decoder import Decoder
+from outrider.models.states.memory import LayerStates, allocate_states
+from outrider.platform.core.batch import RowStates
 
 from ...tiny_families import Family, build
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 200
+NUM_STATES = 3
 
 
 @dataclass
@@ -24,6 +27,7 @@ class Driver:
 
     model: Decoder
     kv: list[LayerKV] = field(init=False)
+    states: list[LayerStates] = field(init=False)
     tables: dict[int, list[int]] = field(default_factory=dict)
     computed: dict[int, int] = field(default_factory=dict)
     prompt_lens: dict[int, int] = field(default_factory=dict)
@@ -33,6 +37,10 @@ class Driver:
         for layer in self.kv:
             layer.k.normal_(0, 30)
             layer.v.normal_(0, 30)
+        specs, dtype = self.model.state_layers, self.model.config.dtype
+        self.states = allocate_states(specs, NUM_STATES * 100, dtype)
+        for part in (part for layer in self.states for part in layer if part is not None):
+            part[1:].normal_(0, 30)
         self.free = list(range(NUM_BLOCKS))
         random.Random(0).shuffle(self.free)
 
@@ -48,8 +56,9 @@ class Driver:
             starts=[self.computed.get(row, 0) for row in chunks],
             block_tables=[self.tables[row] for row in chunks],
             prompt_lens=[self.prompt_lens.get(row, 0) for row in chunks],
+            states=[RowStates(range(1 + NUM_STATES * row, 1 + NUM_STATES * (row + 1)), NUM_STATES) for row in chunks],
         )
-        hidden = self.model.forward(build_batch(rows, self.model, self.kv)).hidden
+        hidden = self.model.forward(build_batch(rows, self.model, self.kv, states=self.states)).hidden
         logits = self.model.compute_logits(hidden).split(rows.query_lens)
         for row, tokens in chunks.items():
             self.computed[row] = self.computed.get(row, 0) + len(tokens)

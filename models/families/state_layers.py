@@ -1,0 +1,109 @@
+"""Layers with a recurrent state in place of attention, read from a config.json. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..config_values import positive, shown, wrong
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConv:
+    """Gated short convolutions (LFM2)."""
+
+    layers: frozenset[int]
+    """Layers that have them; the others have attention."""
+    kernel: int
+    """Positions that an output depends on: its own and the kernel - 1 before."""
+    channels: int
+    bias: bool
+    """True: the convolution and both projections have biases."""
+
+    @property
+    def recurrent(self) -> tuple[int, int, int] | None:
+        """Shape of the recurrent state; None: there is none."""
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNet:
+    """Gated delta nets (Yang et al. 2024, "Gated Delta Networks")."""
+
+    layers: frozenset[int]
+    """Layers that have them; the others have attention."""
+    kernel: int
+    """Positions that an output of the convolution depends on."""
+    key_heads: int
+    value_heads: int
+    """A multiple of `key_heads`: consecutive ones share a key head."""
+    key_dim: int
+    """Elements of a query and of a key."""
+    value_dim: int
+    merged: bool
+    """True: the checkpoint has one projection of queries, keys, values and gates, grouped by key head (Qwen3-Next)."""
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: all queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def recurrent(self) -> tuple[int, int, int] | None:
+        """Shape of the recurrent state: [value heads, elements of a key, elements of a value]."""
+        return self.value_heads, self.key_dim, self.value_dim
+
+
+StateLayers = ShortConv | DeltaNet
+"""Layers with states of a decoder; all have the same sizes."""
+
+
+def state_layers(values: Mapping[str, Any], name: str, fallback: list[str]) -> frozenset[int]:
+    """Layers of type `name` in `layer_types`, or in `fallback` if the file has no list.
+
+    Raises:
+        UnsupportedModelError: the list is wrong, or no layer has attention.
+    """
+    num_layers = positive(values, "num_hidden_layers")
+    types = values.get("layer_types", fallback)
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise wrong("layer_types", f"must be a list of {num_layers} types, got {shown(types)}")
+    for kind in types:
+        if kind not in (name, "full_attention"):
+            raise wrong("layer_types", f"{shown(kind)} is not supported; known are {name} and full_attention")
+    found = frozenset(index for index, kind in enumerate(types) if kind == name)
+    if len(found) == num_layers:
+        raise wrong("layer_types", "has no full_attention: a model without attention layers is not supported")
+    return found
+
+
+def delta_net(values: Mapping[str, Any], *, merged: bool) -> DeltaNet:
+    """Gated delta nets of Qwen3-Next (`merged`) and Qwen3.5.
+
+    Raises:
+        UnsupportedModelError: a wrong value.
+    """
+    interval = positive(values, "full_attention_interval", 4)
+    kinds = ("linear_attention", "full_attention")
+    fallback = [kinds[(i + 1) % interval == 0] for i in range(positive(values, "num_hidden_layers"))]
+    key_heads, value_heads = positive(values, "linear_num_key_heads"), positive(values, "linear_num_value_heads")
+    if value_heads % key_heads:
+        raise wrong("linear_num_key_heads", f"{key_heads} does not divide linear_num_value_heads {value_heads}")
+    return DeltaNet(
+        layers=state_layers(values, "linear_attention", fallback),
+        kernel=kernel_size(values, "linear_conv_kernel_dim"),
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=positive(values, "linear_key_head_dim"),
+        value_dim=positive(values, "linear_value_head_dim"),
+        merged=merged,
+    )
+
+
+def kernel_size(values: Mapping[str, Any], field: str) -> int:
+    """Size of a convolution's kernel."""
+    size = positive(values, field)
+    if not 2 <= size <= 64:
+        raise wrong(field, f"must be 2 to 64, got {size}")
+    return size
