@@ -126,7 +126,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek3": Family("DeepseekV3", {**_LATENT, **_QUERY_RANK}, ["q_a_proj", "q_b_proj", *_KV, *GATED], _SPARSE),
     "gpt-oss": Family("GptOss", _GPT_OSS, ATTENTION, ["router.weight", *_SPARSE[1:]]),
     "lfm2": Family("Lfm2", _LFM2, ["in_proj", "out_proj", *_QKV, "w1", "w2", "w3", "embed_tokens"]),
-    "qwen3.5": Family("Qwen3_5Text", {**_DELTA, "head_dim": 16}, _DELTA_TARGETS),
+    "qwen3.5": Family("Qwen3_5Text", {**_DELTA, "head_dim": 16, "tie_word_embeddings": True}, _DELTA_TARGETS),
     "qwen3-next": Family(
         "Qwen3Next",
         {**_DELTA, **_EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},

@@ -17,8 +17,11 @@ from ..family_records import record
 from ..tiny_families import FAMILIES, SIZES, Family, build
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
-EXACT = ("lora_", "wpe", "embed_positions", "mlp.gate.", "router.", "shared_expert_gate", "kv_b_proj", "norm", "_bias")
-"""Parts of names of weights that stay as they are: positions, routers, biases of experts."""
+EXACT = (
+    *("lora_", "wpe", "embed_positions", "mlp.gate.", "router.", "shared_expert_gate", "kv_b_proj", "norm", "_bias"),
+    *("conv.conv", "conv1d"),
+)
+"""Parts of names of weights that stay as they are: positions, routers, biases of experts, convolutions."""
 TOLERANCE = 2e-3
 """Largest difference of a log probability: the sums of an adapter's products are rounded in another order than PEFT's,
 and weights of these models are large."""

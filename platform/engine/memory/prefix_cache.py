@@ -64,8 +64,8 @@ class PrefixCache:
         states: StateSlots | None = None,
         keeps_finished: bool = True,
     ) -> None:
-        """`states`: slots of recurrent states; None: the model has none. `keeps_finished`: later sequences may find the blocks of a finished one; else its siblings alone may, and a
-        sequence finds its own after a preemption."""
+        """`states`: slots of recurrent states; None: the model has none. `keeps_finished`: later sequences may find the
+        blocks of a finished one; else its siblings alone may, and a sequence finds its own after a preemption."""
         self.pool = pool
         self.host = host
         self._states = states

@@ -1,0 +1,187 @@
+"""Models with recurrent state: random compositions of features give the greedy text of transformers and of PEFT.
+
+Each seed is an engine with options at random (blocks, chunks, drafter, swap, overlap, bounds of the prefix cache) and
+requests at random (shared prefixes, adapters, salts, groups), of which some are aborted and one step may fail.
+`OUTRIDER_TEST_STATE_SEEDS` is the number of seeds for each family.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider import LoRARequest, SamplingParams
+from outrider.models.checkpoint.loader import read_facts
+from outrider.platform.core.config import EngineArgs
+from outrider.platform.core.messages import EngineRequest
+from outrider.platform.core.state_size import ring_size
+from outrider.platform.engine.engine_core import EngineCore
+
+from ..tiny_families import FAMILIES, SIZES, build
+
+SEEDS = int(os.environ.get("OUTRIDER_TEST_STATE_SEEDS", "5"))
+HYBRIDS = ["lfm2", "qwen3.5", "qwen3-next"]
+TIE = 5e-3
+"""Logits that differ by less may change their order: sums are made in another order than transformers' and PEFT's."""
+
+
+class Reference:
+    """A tiny model with two adapters, and a small Llama that drafts for it."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        from peft import LoraConfig, get_peft_model
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        family = FAMILIES[name]
+        self.folder, self.draft = str(root / "base"), str(root / "draft")
+        base = build(family)
+        base.save_pretrained(self.folder)
+        LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(self.draft)
+        self.facts = read_facts(self.folder)
+        self.adapters = {}
+        for index, adapter in enumerate("ab"):
+            torch.manual_seed(index)
+            targets = [target for target in family.targets if target != "embed_tokens"]
+            lora = LoraConfig(r=4, lora_alpha=4, init_lora_weights=False, target_modules=targets)
+            if index:
+                self.tuned.add_adapter(adapter, lora)
+            else:
+                self.tuned = get_peft_model(base, lora, adapter_name=adapter).eval()
+        self.tuned.save_pretrained(str(root))
+        for adapter in "ab":
+            self.adapters[adapter] = str(root / adapter)
+
+    @torch.inference_mode()
+    def check(self, adapter: str | None, texts: list[tuple[list[int], list[int]]]) -> None:
+        """Each (prompt, output) must be greedy; the later tokens of a batch change nothing before them."""
+        longest = max(len(prompt) + len(output) for prompt, output in texts)
+        tokens = torch.tensor([[*p, *o, *[0] * (longest - len(p) - len(o))] for p, o in texts])
+        if adapter is None:
+            with self.tuned.disable_adapter():
+                logits = self.tuned(tokens).logits
+        else:
+            self.tuned.set_adapter(adapter)
+            logits = self.tuned(tokens).logits
+        for of_row, (prompt, output) in zip(logits, texts, strict=True):
+            rows = of_row[len(prompt) - 1 : len(prompt) + len(output) - 1]
+            chosen = rows.gather(1, torch.tensor(output)[:, None])[:, 0]
+            wrong = (rows.max(1).values - chosen > TIE).nonzero()
+            assert not len(wrong), f"token {int(wrong[0])} of {len(output)} after {len(prompt)} is wrong"
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def reference(request, tmp_path_factory) -> Reference:
+    return Reference(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def options(rng: random.Random, reference: Reference) -> dict:
+    """Options of an engine; its memory has room for few states of the prefix cache."""
+    method = rng.choice([None, "ngram", "suffix", "suffix", "draft_model"])
+    speculative, k = None, 0
+    if method is not None:
+        k = rng.randint(1, 5)
+        speculative = {"method": method, "num_speculative_tokens": k}
+        if method == "draft_model":
+            speculative["model"] = reference.draft
+        if rng.random() < 0.3:
+            speculative["adaptive"] = True
+    seats, block_size = rng.randint(2, 6), rng.choice([2, 4, 8, 16])
+    rings = (seats + 1) * ring_size(k) * reference.facts.state_bytes
+    blocks = -(-128 // block_size)
+    return {
+        "model": reference.folder,
+        "max_model_len": 128,
+        "max_num_seqs": seats,
+        "block_size": block_size,
+        "max_num_batched_tokens": rng.choice([16, 24, 48, 256]),
+        "num_gpu_blocks_override": rng.choice([blocks, blocks + blocks // 2, blocks * seats]),
+        "kv_cache_memory_bytes": int(rings * rng.choice([1.01, 2.0, 6.0])),
+        "enable_prefix_caching": rng.random() < 0.8,
+        "async_scheduling": rng.random() < 0.4,
+        "speculative_config": speculative,
+        "enable_lora": True,
+        "max_lora_rank": 8,
+        **rng.choice([{}, {"swap_space": 0.001}, {"swap_space": 0.01, "preemption_mode": "swap"}]),
+    }
+
+
+def requests(rng: random.Random, reference: Reference, count: int) -> list[EngineRequest]:
+    """Requests with common prefixes, of several tenants and adapters."""
+    stems = [[rng.randrange(3, 131) for _ in range(rng.randint(1, 80))] for _ in range(3)]
+    stems.append([5, 6, 7] * 12)
+    made: list[EngineRequest] = []
+    for index in range(count):
+        stem = rng.choice(stems)
+        prompt = stem[: rng.randint(1, len(stem))] + [rng.randrange(3, 131) for _ in range(rng.randint(0, 9))]
+        adapter = rng.choice([None, None, "a", "b"])
+        lora = None if adapter is None else LoRARequest(adapter, path=reference.adapters[adapter])
+        params = SamplingParams(temperature=0, max_tokens=rng.randint(1, 36), ignore_eos=True)
+        fields = {"tenant": rng.choice(["", "x"]), "cache_salt": rng.choice(["", "", "salt"])}
+        group = f"group {index}" if rng.random() < 0.1 else None
+        for sibling in range(2 if group else 1):
+            name = f"{index}.{sibling}"
+            made.append(EngineRequest(name, prompt, params, [1], lora=lora, group=group, **fields))
+    return made
+
+
+def serve(engine: EngineCore, rng: random.Random, jobs: list[EngineRequest]) -> dict[str, list[int]]:
+    """Outputs of the requests that were not aborted; they arrive while others run."""
+    outputs: dict[str, list[int]] = {}
+    waiting, failing = list(jobs), rng.choice([None, None, rng.randint(0, 40)])
+    computes, aborted = engine.model.forward, set()
+    for step in range(4000):
+        for _ in range(rng.randint(0, 3)):
+            if waiting:
+                request = waiting.pop(0)
+                outputs[request.request_id] = []
+                engine.add_request(request)
+        if rng.random() < 0.02 and outputs:
+            victim = rng.choice(list(outputs))
+            aborted.add(victim)
+            engine.abort([victim])
+        if step == failing:
+            engine.model.forward = _fail
+        try:
+            for delta in engine.step():
+                assert delta.error is None, delta.error
+                outputs[delta.request_id] += delta.token_ids
+        except ZeroDivisionError:
+            pass
+        engine.model.forward = computes
+        if step % 8 == 0:
+            engine.check_integrity()
+        if not waiting and not engine.has_work():
+            break
+    assert not engine.has_work(), "did not finish"
+    engine.check_integrity()
+    return {name: output for name, output in outputs.items() if name not in aborted}
+
+
+def _fail(*args, **named):
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_random_compositions(reference: Reference, seed: int) -> None:
+    rng = random.Random(seed)
+    engine = EngineCore(EngineArgs(**options(rng, reference)))
+    try:
+        jobs = requests(rng, reference, 20)
+        outputs = serve(engine, rng, jobs)
+        again = [EngineRequest(f"again {r.request_id}", [*r.prompt_token_ids, *outputs.get(r.request_id, [])][:90],
+                               r.params, [1], lora=r.lora, tenant=r.tenant) for r in jobs]  # fmt: skip
+        outputs |= serve(engine, rng, again)
+    finally:
+        engine.shutdown()
+    texts: dict[str | None, list[tuple[list[int], list[int]]]] = {}
+    for job in (*jobs, *again):
+        if job.request_id in outputs:
+            output, adapter = outputs[job.request_id], None if job.lora is None else job.lora.lora_name
+            assert len(output) == min(job.params.max_tokens, 128 - len(job.prompt_token_ids))
+            texts.setdefault(adapter, []).append((list(job.prompt_token_ids), output))
+    for adapter, of_adapter in texts.items():
+        reference.check(adapter, of_adapter)
