@@ -73,6 +73,15 @@ class Reference:
             assert not len(wrong), f"token {int(wrong[0])} of {len(output)} after {len(prompt)} is wrong"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Products this small are slower with two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module", params=HYBRIDS)
 def reference(request, tmp_path_factory) -> Reference:
     return Reference(tmp_path_factory.mktemp(request.param), request.param)
