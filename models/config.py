@@ -33,6 +33,11 @@ ACTIVATIONS = {
     "gelu_new": "gelu_pytorch_tanh",
 }
 """Activation of a gated MLP by its names in `hidden_act`."""
+_OF_FAMILY = (
+    *("qk_norm", "qk_norm_wide", "sinks", "gated_attention", "names", "norms", "norm_offset"),
+    *("merged_qkv", "merged_gate_up"),
+)
+"""Fields of a DecoderConfig that the family's traits have too."""
 PLAIN_NAMES = {name: name for name in PLAIN_ACTIVATIONS}
 
 
@@ -223,7 +228,8 @@ def decoder_config(
     # many KV heads as heads.
     renamed = {ours: raw[theirs] for ours, theirs in traits.keys.items() if theirs in raw}
     values = {key: value for key, value in {**traits.defaults, **raw, **renamed}.items() if value is not None}
-    values |= {} if traits.derived is None else traits.derived(values)
+    if traits.derived is not None:
+        values |= traits.derived(values)
     block = None if traits.block is None else traits.block(values)
     _refuse_unsupported(values, traits)
     hidden_size = positive(values, "hidden_size")
@@ -260,23 +266,15 @@ def decoder_config(
         qkv_bias=from_file if traits.attention_bias is None else traits.attention_bias,
         o_bias=from_file if traits.attention_bias is None and traits.o_bias else False,
         mlp_bias=bool(values.get("mlp_bias", False)) if traits.mlp_bias is None else traits.mlp_bias,
-        qk_norm=traits.qk_norm,
-        qk_norm_wide=traits.qk_norm_wide,
-        sinks=traits.sinks,
         experts=None if traits.experts is None else read_experts(values, traits.experts, num_layers, hidden_act),
         dtype=dtype,
         latent=latent,
         block=block,
         states=None if traits.states is None else traits.states(values),
-        gated_attention=traits.gated_attention,
-        names=traits.names,
         layer_ropes=ropes if len(set(ropes)) > 1 else (),
-        norms=traits.norms,
-        norm_offset=traits.norm_offset,
         hidden_act=hidden_act,
-        merged_qkv=traits.merged_qkv,
-        merged_gate_up=traits.merged_gate_up,
         quantization=None if _is_mxfp4(values, traits) else read_format(values),
+        **{name: getattr(traits, name) for name in _OF_FAMILY},
         **_factors(values, hidden_size, dtype, traits, latent),
     )
 

@@ -98,6 +98,7 @@ class DeltaNetLayer(GeneralLayer):
         assert batch.states is not None, "the batch has states"
         assert kv.recurrent is not None, "delta nets have a recurrent state"
         assert self._rate is not None, "the loader left no slot empty"
+        assert self._rate_bias is not None, "the loader left no slot empty"
         states = self._states
         mixed, gate, beta, decay = self._split(self.qkv.forward(normed, batch))
         mixed = F.silu(self._convolution.forward(mixed, batch.states, kv))

@@ -19,8 +19,8 @@ _MOST_OF_HOST = 0.7
 
 def cache_memory(args: EngineArgs, hardware: Hardware) -> int:
     """Bytes for KV and recurrent states: `kv_cache_memory_bytes`, or a part of what is left when weights and adapters
-    are in place. On a GPU: the free memory without the share that is not ours and a reserve for activations and captured
-    graphs. On a CPU: a quarter, 4 GiB at most."""
+    are in place. On a GPU: the free memory without the share that is not ours and a reserve for activations and
+    captured graphs. On a CPU: a quarter, 4 GiB at most."""
     if args.kv_cache_memory_bytes is not None:
         return args.kv_cache_memory_bytes
     if hardware.device == "cpu":

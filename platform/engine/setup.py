@@ -119,14 +119,13 @@ def _build(
     config = _resolve(args, path, num_local)  # again: the KV cache gets of the memory that all this has left
     kv = _allocate_kv(config, [*model.kv_layers, *drafter.needs.kv_layers])
     drafter.bind(kv[len(model.kv_layers) :], adapters.prepare_draft)
-    states = _allocate_states(config, model)
     moving = None if parallel is None else parallel.move_blocks
     with memory_for(SWAP_SPACE):
         host = HostStore(kv, config.cache.num_host_blocks, moving) if config.cache.num_host_blocks else None
     target_kv, preparers, passes = kv[: len(model.kv_layers)], (adapters.prepare, adapters.prepare_head), None
     if graphs is not None and logits is not None:
         passes = TargetPasses(graphs, model, target_kv, preparers, drafter.needs.aux_layers, logits)
-    executor = _make_executor(config, model, (target_kv, states), adapters, parallel, passes)
+    executor = _make_executor(config, model, target_kv, adapters, parallel, passes)
     runner = ModelRunner(
         RunnerParts(
             model,
@@ -210,15 +209,15 @@ def _make_graphs(config: EngineConfig, parallel: ParallelExecutor | None) -> Pas
 def _make_executor(
     config: EngineConfig,
     model: LanguageModel,
-    cache: tuple[list[LayerKV], list[LayerStates]],
+    kv: list[LayerKV],
     adapters: AdapterManager | NoAdapters,
     parallel: ParallelExecutor | None,
     passes: TargetPasses | None,
 ) -> Executor:
     """What computes the target's passes; with several ranks all of them have their memory then."""
-    preparers, (kv, states) = (adapters.prepare, adapters.prepare_head), cache
+    preparers = adapters.prepare, adapters.prepare_head
     if parallel is None:
-        return LocalExecutor(model, kv, preparers, passes, states)
+        return LocalExecutor(model, kv, preparers, passes, _allocate_states(config, model))
     parallel.bind(model, kv, preparers, config, adapters.catalog.stats().num_rows, passes)
     return parallel
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ....kernels.memory import release_pages
 from ....models.batch import AdapterPreparer, LayerKV, SequenceRows, build_batch
 from ....models.model import DecoderOutput, LanguageModel
 from ....models.states.memory import LayerStates
@@ -46,7 +47,7 @@ class Executor(Protocol):
         """Logits [R, V] float32 of hidden [R, H]."""
 
     def release_memory(self) -> None:
-        """Give the memory of the other ranks' KV back."""
+        """Give the memory of the other ranks' KV back, and that of recurrent states."""
 
     def close(self) -> None:
         """End the other ranks."""
@@ -102,6 +103,8 @@ class LocalExecutor:
 
     def release_memory(self) -> None:
         """See `Executor`."""
+        for part in (part for layer in self._states for part in layer if part is not None):
+            release_pages(part)
 
     def close(self) -> None:
         """See `Executor`."""

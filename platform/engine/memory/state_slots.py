@@ -49,9 +49,8 @@ class StateSlots(Gate):
     def __init__(self, config: StateConfig, block_size: int, snapshot_blocks: int = SNAPSHOT_BLOCKS) -> None:
         size = config.ring_size
         first_snapshot = 1 + size * config.num_rings
-        rings = [range(first, first + size) for first in range(1, first_snapshot, size)]
-        self._num_rings = len(rings)
-        self._free: list[Sequence[int]] = rings[::-1]
+        self._num_rings = config.num_rings
+        self._free: list[Sequence[int]] = [range(first, first + size) for first in range(1, first_snapshot, size)][::-1]
         self._held: dict[Request, _Held] = {}
         self._block_size = block_size
         self._interval = snapshot_blocks * block_size
