@@ -45,8 +45,8 @@ _NO_WEIGHTS = ' (load_format="dummy" needs none)'
 _PREFIXES = ("model.", "transformer.", "gpt_neox.")
 # Scales of keys, values, queries and attention's probabilities, for caches that divide by them.
 _CACHE_SCALE = re.compile(r"\.(?:[kqv]|kv|prob)_scale$|\.[kv]_proj\.output_scale$")
-# Buffers that old checkpoints store although they follow from the config.
-_COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$|\.(?:attn|attention)\.(?:masked_)?bias$")
+# Buffers that old checkpoints store although they follow from the config, and layers that predict further tokens.
+_UNUSED = re.compile(r"^mtp\.|\.rotary_emb\.inv_freq$|\.(?:attn|attention)\.(?:masked_)?bias$")
 
 
 class ModelOptions(NamedTuple):
@@ -258,7 +258,7 @@ def _stored_tensors(
     if unused:
         log.warning("%s has %d scales of attention that are not used, such as %s", path, len(unused), unused[0])
         tensors = {name: tensor for name, tensor in tensors.items() if name not in unused}
-    shapes = {n: t.shape for n, t in tensors.items() if n not in ignored and not _COMPUTED.search(n)}
+    shapes = {n: t.shape for n, t in tensors.items() if n not in ignored and not _UNUSED.search(n)}
     problems = misfits(slots, shapes)
     if problems:
         raise InvalidRequestError(f"the weights in {path} do not fit its config.json; {problems}", param="model")

@@ -13,7 +13,7 @@ from .traits import FamilyTraits, NormNames
 def _states(values: Mapping[str, Any]) -> ShortConv:
     count = positive(values, "num_hidden_layers")
     attending = values.get("full_attn_idxs", list(range(count)))
-    if not isinstance(attending, list):
+    if not isinstance(attending, list) or not all(type(index) is int for index in attending):
         raise wrong("full_attn_idxs", f"must be a list of layers, got {shown(attending)}")
     return ShortConv(
         layers=state_layers(values, "conv", ["full_attention" if i in attending else "conv" for i in range(count)]),

@@ -15,7 +15,7 @@ from .memory import LayerStates, StatePass
 
 
 class Convolution:
-    """Weights of a convolution with one filter for each channel."""
+    """Weights of a convolution with one filter for each channel; sums are made in float32."""
 
     def __init__(
         self, name: str, channels: int, kernel: int, *, bias: bool, dtype: torch.dtype, device: torch.device, **_: Any
@@ -35,10 +35,10 @@ class Convolution:
         memory.conv[slots] = inputs[index]
         out: Tensor | None = self._bias
         for weight, places in zip(self._taps, states.taps, strict=True):
-            product = inputs.index_select(0, places) * weight
+            product = inputs.index_select(0, places) * weight  # float32, as the weight
             out = product if out is None else out + product
         assert out is not None, "a kernel has taps"
-        return out
+        return out.to(x.dtype)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names."""
@@ -48,8 +48,8 @@ class Convolution:
         return slots
 
     def _load(self, tensor: Tensor) -> None:
-        weight = tensor.to(self._device, self._dtype).squeeze(1)
+        weight = tensor.to(self._device, self._dtype).float().squeeze(1)
         self._taps = tuple(weight.t().contiguous().unbind(0))
 
     def _load_bias(self, tensor: Tensor) -> None:
-        self._bias = tensor.to(self._device, self._dtype, copy=True)
+        self._bias = tensor.to(self._device, self._dtype, copy=True).float()

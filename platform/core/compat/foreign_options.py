@@ -57,7 +57,7 @@ NO_OFFLOAD = "weights are not moved to host memory"
 NO_EXPERTS = "mixtures of experts have no options: with tensor parallelism each rank has whole experts"
 WHOLE_EXPERTS = Option((True, False), "each rank has whole experts in any case", flag=True)
 NO_IMAGES = "prompts are text"
-NO_STATE_SPACE = "models with state-space layers are not served"
+NO_STATE_SPACE = "recurrent states lie in slots, with the dtype that the layer computes in"
 NO_USER_CODE = "code of the user's own is not run in the engine"
 NO_REASONING = "reasoning is not counted"
 NO_TLS = "TLS is not served: put a proxy in front, such as Caddy, nginx or an ingress"

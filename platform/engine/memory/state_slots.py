@@ -62,7 +62,7 @@ class StateSlots(Gate):
         """Give a sequence its ring."""
         if request not in self._held:
             if not self._free:
-                return "states"
+                return "capacity"
             self._held[request] = _Held(self._free.pop())
         return None
 

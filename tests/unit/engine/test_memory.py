@@ -14,7 +14,7 @@ import torch
 from outrider.models import pass_chain
 from outrider.models.pass_graphs import PassGraphs
 from outrider.models.pass_grid import PassLimits
-from outrider.platform.core import kv_size
+from outrider.platform.core import config, kv_size
 from outrider.platform.core.config import EngineArgs, Hardware
 from outrider.platform.engine import setup
 from outrider.platform.engine.engine_core import EngineCore
@@ -85,11 +85,11 @@ def files(tmp_path: Path) -> dict[str, str]:
 def test_the_cache_gets_what_all_buffers_leave(
     files: dict[str, str], method: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meter, on_gpu = Meter(), kv_size._kv_memory
+    meter, on_gpu = Meter(), kv_size.cache_memory
     monkeypatch.setattr(setup, "find_hardware", meter.hardware)
     monkeypatch.setattr(
-        kv_size,
-        "_kv_memory",
+        config,
+        "cache_memory",
         lambda args, hardware: on_gpu(args, dataclasses.replace(hardware, device="cuda")),
     )
     monkeypatch.setattr(kv_size, "_ACTIVATION_RESERVE", 0)

@@ -96,7 +96,7 @@ def test_rings_are_for_as_many_as_run():
     first, second, third = (sequence(name, 5) for name in "abc")
     cache.start(first)
     cache.start(second)
-    assert cache.slots.admit(third) == "states"
+    assert cache.slots.admit(third) == "capacity"
     assert cache.slots.admit(first) is None  # it has one
     cache.end(first)
     cache.start(third)

@@ -41,6 +41,8 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     **{name: (family.prefix, family.config) for name, family in FAMILIES.items()},
 }
 
+TOLERANCES = {"qwen3.5": 1e-3, "qwen3-next": 1e-3}
+"""Largest differences of logits; 1e-4 elsewhere. Delta nets divide by norms of short vectors, and solve systems."""
 LENGTHS = {0: 45, 1: 3, 2: 24, 3: 17, 4: 1, 5: 38}
 Chunks = list[dict[int, list[int]]]
 
@@ -89,7 +91,9 @@ def test_logits_and_greedy_text_match_transformers(case: str, save_tiny: Callabl
                 parts[row].append(logits)
         for row, logits_of_row in parts.items():
             logits = torch.cat(logits_of_row)
-            torch.testing.assert_close(logits, expected[row], atol=1e-4, rtol=0, msg=f"{name}, row {row}")
+            torch.testing.assert_close(
+                logits, expected[row], atol=TOLERANCES.get(case, 1e-4), rtol=0, msg=f"{name}, row {row}"
+            )
             last[row] = logits[-1]
     _check_greedy(reference, prompts, run, last)
 
