@@ -237,7 +237,7 @@ def decoder_config(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=context_length(positive(values, "max_position_embeddings"), rope),
+        max_position_embeddings=context_length(positive(values, "max_position_embeddings"), rope, traits),
         rms_norm_eps=number("rms_norm_eps", "", values.get("rms_norm_eps", 1e-6)),
         rope=rope,
         tie_word_embeddings=score is not None or bool(values.get("tie_word_embeddings", False)),

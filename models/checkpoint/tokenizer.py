@@ -16,6 +16,7 @@ from ...platform.core.errors import InvalidRequestError, NotFoundError
 from ...platform.core.model_limits import MAX_TOKEN_IDS
 from ...platform.core.sampling_params import shown
 from ..families import FAMILIES
+from ..families.multimodal import language_config
 from .gguf_file import is_gguf
 from .gguf_tokenizer import load_gguf_tokenizer
 from .json_files import read_json, read_model_config
@@ -159,7 +160,7 @@ def eos_token_ids(
         found |= end_ids(read_model_config(path)["eos_token_id"], str(path))
     for file in (Path(path) / "generation_config.json", Path(path) / "config.json", more):
         if file is not None and file.is_file():
-            found |= end_ids(read_json(file).get("eos_token_id"), file.name)
+            found |= end_ids(language_config(read_json(file)).get("eos_token_id"), file.name)
     return frozenset(found | end_ids(getattr(tokenizer, "eos_token_id", None), "the tokenizer"))
 
 
