@@ -34,6 +34,8 @@ class Family:
     """Every projection, which an adapter changes."""
     parameters: list[str] = field(default_factory=list)
     """Parameters beside them, which hold the weights of a router or of all experts."""
+    is_multimodal: bool = False
+    """True: `config` is the whole config of a `prefix`ForConditionalGeneration."""
 
 
 _LOCAL = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9}
@@ -129,8 +131,11 @@ def build(family: Family) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family.prefix}Config")(**{**SIZES, **family.config})
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    config_class = getattr(transformers, f"{family.prefix}Config")
+    if family.is_multimodal:
+        model = getattr(transformers, f"{family.prefix}ForConditionalGeneration")(config_class(**family.config)).eval()
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(config_class(**{**SIZES, **family.config})).eval()
     for name, parameter in model.named_parameters():
         if ("norm" in name or "ln_" in name) and not name.endswith("bias"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

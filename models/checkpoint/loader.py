@@ -152,6 +152,8 @@ def load_model(
     if name not in DTYPES:
         raise InvalidRequestError(f"dtype must be auto or one of {', '.join(DTYPES)}; got {dtype!r}", param="dtype")
     name_of: NameOf = language_name if OUTER in raw else str
+    if OUTER in raw:
+        log.info("%s is a %s, served as a text model: its vision tower is not loaded", path, raw[OUTER])
     config = read_config(raw, DTYPES[name], options.impl)
     if load_format != "dummy" and config.tie_word_embeddings and _has_own_head(path, config, name_of):
         log.warning("%s has an lm_head of its own, which is used although its config.json ties it", path)

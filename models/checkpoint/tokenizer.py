@@ -56,6 +56,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise InvalidRequestError(
             f"no tokenizer could be loaded from {directory}: {reason}", param="tokenizer"
         ) from error
+    template = directory / "chat_template.json"  # of processors; transformers' tokenizers do not read it
+    if getattr(tokenizer, "chat_template", "") is None and template.is_file():
+        tokenizer.chat_template = read_json(template).get("chat_template")
     # The engine checks lengths against the model's: the library's warning of "indexing errors" is marked as given.
     getattr(tokenizer, "deprecation_warnings", {})["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer

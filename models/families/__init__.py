@@ -34,6 +34,7 @@ from . import (
     stablelm,
     starcoder2,
 )
+from .multimodal import WRAPPERS
 from .traits import PRE_NORMS, FamilyTraits, NormNames
 
 __all__ = ["CLASSIFIER", "FAMILIES", "PRE_NORMS", "FamilyTraits", "NormNames", "supported_architectures", "traits_of"]
@@ -82,4 +83,4 @@ def traits_of(architecture: str) -> FamilyTraits | None:
 
 def supported_architectures() -> list[str]:
     """Names of the architectures that are served, sorted."""
-    return sorted(FAMILIES)
+    return sorted([*FAMILIES, *WRAPPERS])
