@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from outrider.models.config import config_from_hf
 from outrider.models.families.multimodal import TEXT_MODELS, WRAPPERS, is_of_tower, language_config, language_name
 from outrider.platform.core.errors import InvalidRequestError, UnsupportedModelError
 
+from ...quantized_files import CASES, write_quantized
 from ...tiny_families import build
 from ...tiny_multimodal import MULTIMODAL
 
@@ -80,7 +82,8 @@ def test_logits_are_those_of_transformers_and_no_tower_is_read(
     stored = load_file(folder / "model.safetensors")
     assert set(read) == {key for key in stored if language_name(key)}
     towers = set(stored) - set(read)
-    assert towers and all(is_of_tower(key) for key in towers)
+    assert towers
+    assert all(is_of_tower(key) for key in towers)
     assert not any(is_of_tower(key) for key in read)
 
 
@@ -201,6 +204,31 @@ def test_missing_tensors_are_named(saved: Callable, tmp_path: Path) -> None:
 def test_other_configs_stay_as_they_are() -> None:
     for raw in ({"architectures": ["Gemma3ForCausalLM"]}, {"architectures": 3}, {}, {"text_config": {}}):
         assert language_config(raw) == raw
+
+
+@pytest.mark.parametrize("kind", ["awq", "gptq", "ct-w4", "ct-by-name", "fp8-blocks", "nf4"])
+def test_quantised_weights(kind: str, driver: Callable, tmp_path: Path) -> None:
+    """Logits are those of the dequantised weights. Names in the config's schemes are those of the whole model."""
+    case = CASES[kind.replace("ct-by-name", "ct-w4")]
+    family = MULTIMODAL["llava"]
+    text = {**family.config["text_config"], **case.sizes, "head_dim": 16}
+    vision = {**family.config["vision_config"], "hidden_size": 64}
+    build(replace(family, config={**family.config, "text_config": text, "vision_config": vision})).save_pretrained(
+        tmp_path / "plain"
+    )
+    write_quantized(tmp_path / "plain", tmp_path / "packed", case)
+    if kind == "ct-by-name":
+        file = tmp_path / "packed" / "config.json"
+        raw = json.loads(file.read_text())
+        (scheme,) = raw["quantization_config"]["config_groups"].values()
+        wide = {**scheme, "weights": {**scheme["weights"], "num_bits": 8}, "targets": ["re:vision_tower.*"]}
+        groups = {"a": {**scheme, "targets": ["re:language_model.*"]}, "b": wide}
+        file.write_text(json.dumps({**raw, "quantization_config": {**case.config, "config_groups": groups}}))
+    ours, dense = (
+        driver(load_model(folder, "float32")).forward_once({0: TOKENS})[0]
+        for folder in (tmp_path / "packed", tmp_path / "packed" / "dense")
+    )
+    torch.testing.assert_close(ours, dense, rtol=0, atol=1e-5 * float(dense.abs().max()))
 
 
 @pytest.mark.parametrize("name", ["mistral3", "qwen2.5-vl"])
