@@ -244,7 +244,7 @@ def decoder_config(
         score=score,
         windows=_windows(values, types, traits),
         qkv_bias=from_file if traits.attention_bias is None else traits.attention_bias,
-        o_bias=from_file if traits.attention_bias is None and traits.o_bias else False,
+        o_bias=traits.attention_bias is None and bool(values.get(traits.o_bias or "", False)),
         mlp_bias=bool(values.get("mlp_bias", False)) if traits.mlp_bias is None else traits.mlp_bias,
         qk_norm=traits.qk_norm,
         qk_norm_wide=traits.qk_norm_wide,

@@ -57,7 +57,7 @@ def layer_ropes(
     """Rotation of each layer; `types` are their kinds of attention."""
     field = "rope_parameters" if "rope_parameters" in values else "rope_scaling"
     given = values.get(field, {})
-    local = {"rope_theta": values.get("rope_local_base_freq", 10000.0)}
+    local = {"rope_theta": values.get("rope_local_base_freq", values.get("rope_theta", 10000.0))}
     is_nested = traits.local_rope and isinstance(given, dict) and "full_attention" in given
     usual, sliding = (given["full_attention"] or {}, given.get("sliding_attention")) if is_nested else (given, local)
     rope = rope_config(values, usual, head_dim, traits)
@@ -69,6 +69,9 @@ def layer_ropes(
         sliding = {**local, **sliding} if isinstance(sliding, dict) else sliding or local
         flat = rope_config(values, sliding, head_dim, traits)
         ropes = [flat if kind == "sliding_attention" else rope for kind in types]
+    if traits.window_rope and "sliding_window" in values and "sliding_attention" in types:
+        none = RopeConfig(rope_type="none", theta=rope.theta)
+        ropes = [rope if kind == "sliding_attention" else none for kind in types]
     if traits.no_rope:
         none = RopeConfig(rope_type="none", theta=rope.theta)
         ropes = [rope if kept else none for kept in rotated_layers(values, len(types))]

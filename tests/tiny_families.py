@@ -54,6 +54,13 @@ _GPT_OSS = {
         "original_max_position_embeddings": 64,
     },
 }
+_OLMO3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+    "full_attention": {
+        **{"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0},
+        "original_max_position_embeddings": 64,
+    },
+}
 _LATENT = {
     **{"kv_lora_rank": 24, "q_lora_rank": None, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
     **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2},
@@ -91,6 +98,10 @@ FAMILIES: dict[str, Family] = {
         "SmolLM3", {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 8, "attention_bias": True}
     ),
     "olmo2": Family("Olmo2"),
+    "olmo3": Family("Olmo3", {"num_hidden_layers": 4, "sliding_window": 9, "rope_parameters": _OLMO3_ROPE}),
+    "exaone4": Family("Exaone4", {"num_hidden_layers": 4, "sliding_window": 9}),
+    "ernie4.5": Family("Ernie4_5", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": True}, SCALED),
+    "seed-oss": Family("SeedOss", {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}),
     "granite": Family(
         "Granite",
         {
