@@ -20,6 +20,7 @@ from outrider.models.config import config_from_hf
 from outrider.models.families.multimodal import TEXT_MODELS, WRAPPERS, is_of_tower, language_config, language_name
 from outrider.platform.core.errors import InvalidRequestError, UnsupportedModelError
 
+from ... import gguf_files
 from ...quantized_files import CASES, write_quantized
 from ...tiny_families import build
 from ...tiny_multimodal import MULTIMODAL
@@ -229,6 +230,20 @@ def test_quantised_weights(kind: str, driver: Callable, tmp_path: Path) -> None:
         for folder in (tmp_path / "packed", tmp_path / "packed" / "dense")
     )
     torch.testing.assert_close(ours, dense, rtol=0, atol=1e-5 * float(dense.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("name", "family"), [("qwen2vl", "Qwen2"), ("qwen3vl", "Qwen3"), ("qwen3vlmoe", "Qwen3Moe")]
+)
+def test_gguf_files(
+    name: str, family: str, save_tiny: Callable, driver: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp's converter gives the language model names of its own, and its tower a file of its own."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    folder, _ = save_tiny(family, hidden_size=64, intermediate_size=96, **(experts if "Moe" in family else {}))
+    monkeypatch.setitem(gguf_files.NAMES, f"{family}ForCausalLM", name)
+    gguf_files.write_gguf(folder, tmp_path / "m.gguf")
+    torch.testing.assert_close(logits_of(tmp_path / "m.gguf", driver), logits_of(folder, driver), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["mistral3", "qwen2.5-vl"])
