@@ -42,7 +42,7 @@ def fleet(repo_root, monkeypatch):
         alone.run(asked)
         return alone.ttft
 
-    parts.run, parts.serve, parts.median = run, serve, costs.Costs.median
+    parts.run, parts.serve = run, serve
     parts.times = costs.StepTimes(parts.measured, costs.Limits())
     return parts
 
@@ -101,21 +101,6 @@ def test_a_request_on_its_way_to_a_replica_that_fails_goes_to_another(fleet):
     found = fleet.run("random", lifetime=40.0)
     assert found["retried"] > 0
     assert found["ttft_quantiles"][-1] < 50.0
-
-
-def test_costs_are_medians_of_measurements(fleet):
-    slow = replace(fleet.measured, load=0.5, prompt={0: 0.0, 256: 0.5})
-    assert fleet.median([fleet.measured, slow, fleet.measured]) == fleet.measured
-
-
-def test_runs_of_which_some_requests_failed_are_summed_up(repo_root, monkeypatch):
-    monkeypatch.syspath_prepend(repo_root / "benchmarks")
-    from fleet import summary
-
-    figures = [{"output_tokens_per_second": 10.0, "adapter_loads": loads} for loads in (3, 4)]
-    found = summary([[0.1, 0.3, 0.2], [0.4, 0.6]], figures)
-    assert (found["ended"], found["ttft_p50"], found["adapter_loads"]) == (5, 0.3, 3.5)
-    assert found["p50_of_runs"] == [0.2, 0.5]
 
 
 def test_adapters_stay_while_they_are_used_or_wanted(fleet):
