@@ -26,23 +26,25 @@ class _Place(NamedTuple):
 
     kind: str
     """"text", "call", "result" or "tool"."""
-    index: int
+    position: int
     """Index of the message, or of the tool."""
     call: int = 0
     """Index of the call in its message."""
 
     @property
     def mark(self) -> str:
-        return f"zq{self.kind}{self.index}x{self.call}zq"
+        return f"zq{self.kind}{self.position}x{self.call}zq"
 
     def error(self, conversation: Sequence[dict[str, Any]]) -> InvalidRequestError:
         """Error of a request whose template leaves this place out."""
-        message = f"messages[{self.index}]"
+        message = f"messages[{self.position}]"
         if self.kind == "tool":
             text = "the chat template writes no tools into the prompt: give chat_template, or start the server with "
-            return InvalidRequestError(f"{text}--chat-template FILE", param=f"tools[{self.index}]")
+            return InvalidRequestError(f"{text}--chat-template FILE", param=f"tools[{self.position}]")
         if self.kind == "text":
-            text = f"the chat template leaves text of {message} ({conversation[self.index]['role']}) out of the prompt"
+            text = (
+                f"the chat template leaves text of {message} ({conversation[self.position]['role']}) out of the prompt"
+            )
             return InvalidRequestError(text, param=f"{message}.content")
         param = f"{message}.tool_calls" if self.kind == "call" else message
         return InvalidRequestError(
@@ -107,14 +109,14 @@ def _marked(
     for place in places:
         mark = place.mark
         if place.kind == "tool":
-            function = {**(_function_of(tools[place.index]) or {}), "name": mark, "description": mark}
-            tools[place.index] = {"type": "function", "function": function}
+            function = {**(_function_of(tools[place.position]) or {}), "name": mark, "description": mark}
+            tools[place.position] = {"type": "function", "function": function}
         elif place.kind == "call":
-            calls = list(messages[place.index]["tool_calls"])
+            calls = list(messages[place.position]["tool_calls"])
             calls[place.call] = {**calls[place.call], "function": {"name": mark, "arguments": {mark: mark}}}
-            messages[place.index] = {**messages[place.index], "tool_calls": calls}
+            messages[place.position] = {**messages[place.position], "tool_calls": calls}
         else:
-            messages[place.index] = {**messages[place.index], "content": [{"type": "text", "text": mark}]}
+            messages[place.position] = {**messages[place.position], "content": [{"type": "text", "text": mark}]}
     return messages, tools
 
 

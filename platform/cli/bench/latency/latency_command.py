@@ -65,9 +65,8 @@ def _metric(text: str) -> str:
 def arguments(options: argparse.Namespace) -> dict[str, Any]:
     """Options of a measurement for its report."""
     hidden = {"run", "parser", "output_json", "plot", "disable_tqdm"}
-    plain = str | int | float | list | dict | None
     return {
-        name: value if isinstance(value, plain) else str(value)
+        name: str(value) if isinstance(value, Path) else value
         for name, value in sorted(vars(options).items())
         if name not in hidden
     }

@@ -88,7 +88,7 @@ class Requests:
     def records(self, outputs: Sequence[RequestOutput], first: int = 0) -> list[RequestRecord]:
         """A record of each output, numbered from `first` on."""
         pairs = enumerate(zip(outputs, self.loras, strict=True), first)
-        return [_record(index, output, lora and lora.name) for index, (output, lora) in pairs]
+        return [_record(index, output, None if lora is None else lora.name) for index, (output, lora) in pairs]
 
 
 def prompt_batches(options: argparse.Namespace, tokenizer: Any, seed: int) -> Iterator[list[Any]]:

@@ -117,8 +117,10 @@ class _Stream:
             record.num_prompt_tokens, record.num_output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
         if counts := (event.get("metrics") or {}).get("speculative_decoding"):
             per_pos = [round(share * counts["num_drafts"]) for share in counts["accepted_per_position"]]
-            totals = (counts[f"num_{name}"] for name in ("drafts", "draft_tokens", "accepted_tokens"))
-            record.speculation = SpeculationCounts(*totals, per_pos)
+            drafts, drafted, accepted = (
+                counts[f"num_{name}"] for name in ("drafts", "draft_tokens", "accepted_tokens")
+            )
+            record.speculation = SpeculationCounts(drafts, drafted, accepted, per_pos)
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
             content = choice.get("text") or delta.get("content") or delta.get("reasoning_content")
