@@ -76,7 +76,7 @@ def measure_serving(context: Context, root: Path, shape: ModelShape) -> None:
     model = shape.write(root)
     write_tokenizer(Path(model), shape.vocab)
     adapters = write_adapters(root, shape, [16] * max(cell.num_adapters for cell in cells))
-    lengths = (8, 6) if context.quick else (128, 128)
+    lengths = (8, 64) if context.quick else (128, 128)
     work = Load(shape, model, adapters, *lengths)
     served: dict[Cell, float] = {}
     with _server(context, root, work, max(cell.num_streams for cell in cells)) as (url, pid):
