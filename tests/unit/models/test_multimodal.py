@@ -232,9 +232,7 @@ def test_quantised_weights(kind: str, driver: Callable, tmp_path: Path) -> None:
     torch.testing.assert_close(ours, dense, rtol=0, atol=1e-5 * float(dense.abs().max()))
 
 
-@pytest.mark.parametrize(
-    ("name", "family"), [("qwen2vl", "Qwen2"), ("qwen3vl", "Qwen3"), ("qwen3vlmoe", "Qwen3Moe")]
-)
+@pytest.mark.parametrize(("name", "family"), [("qwen2vl", "Qwen2"), ("qwen3vl", "Qwen3"), ("qwen3vlmoe", "Qwen3Moe")])
 def test_gguf_files(
     name: str, family: str, save_tiny: Callable, driver: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
