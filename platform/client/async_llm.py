@@ -18,16 +18,16 @@ from ..core.messages import EngineInfo, TokenDelta
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import RequestOutputKind, SamplingParams
 from .adapters.async_adapters import AsyncLLMAdapters
+from .adapters.lora_argument import AnyLoRA
 from .adapters.methods import AsyncAdapterMethods
 from .adapters.sources import AdapterSources
-from .adapters.spelling import AnyLoRA
 from .beam_search import AsyncBeamSearch
 from .engine_factory import MadeFromArgs, demo_lora_requests, import_text_side, load_text_side
 from .engine_methods import AsyncEngineMethods
 from .input_processor import InputProcessor, RequestOptions, check_request_id, take_options
 from .output_processor import OutputProcessor
 from .pooling import AsyncPoolingMethods
-from .process.event_loops import Done, in_event_loop, run_in
+from .process.event_loops import CompletedAwaitable, in_event_loop, run_in
 from .process.ipc import Abort, Add
 from .process.supervisor import EngineSpec, Supervisor
 from .prompts import Prompt, text_of
@@ -86,7 +86,7 @@ class AsyncLLM(
         )
         self._supervisor = self._make_supervisor()
         self._starting: asyncio.Task[EngineInfo] | None = None
-        self._ending: asyncio.Future[None] | Done | None = None
+        self._ending: asyncio.Future[None] | CompletedAwaitable | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the one that all calls belong to
         self._draining = self._closed = False
         self._numbers = itertools.count()  # of the requests, for their ids in the engine
@@ -276,7 +276,7 @@ class AsyncLLM(
         check_request_id(request_id)
         kind = getattr(sampling_params, "output_kind", RequestOutputKind.CUMULATIVE)
         delta, at_end = delta or kind is RequestOutputKind.DELTA, kind is RequestOutputKind.FINAL_ONLY
-        self.adapters.numbers.note(lora_request)
+        self.adapters.int_ids.record(lora_request)
         # The engine gets an id that is never used again: it may still tell of an aborted request with the user's id.
         engine_id = f"{request_id}~{next(self._numbers)}"
         requests, tokenizer = await self._parts().requests.make(

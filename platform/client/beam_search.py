@@ -17,7 +17,7 @@ from ..core.messages import EngineInfo, EngineRequest
 from ..core.outputs import Logprob, RequestOutput
 from ..core.sampling_params import SamplingParams, shown
 from ..core.tasks import run_all
-from .adapters.spelling import AnyLoRA, lora_of_each
+from .adapters.lora_argument import AnyLoRA, lora_of_each
 from .input_processor import RequestOptions, take_options
 from .progress import GenerationProgress
 from .prompts import Prompt, as_prompts

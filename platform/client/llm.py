@@ -13,9 +13,9 @@ from ..core.errors import InvalidUserInputError, invalid
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import SamplingParams
 from .adapters.llm_adapters import LLMAdapters
+from .adapters.lora_argument import AnyLoRA, for_each, lora_of_each
 from .adapters.methods import SyncAdapterMethods
 from .adapters.sources import AdapterSources
-from .adapters.spelling import AnyLoRA, for_each, lora_of_each
 from .beam_search import SyncBeamSearch
 from .engine_factory import MadeFromArgs
 from .engine_methods import SyncEngineMethods

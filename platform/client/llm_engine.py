@@ -20,9 +20,9 @@ from ..core.logs import trace_of
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import RequestOutputKind, SamplingParams
 from .adapters.llm_adapters import LLMAdapters
+from .adapters.lora_argument import AnyLoRA
 from .adapters.methods import SyncAdapterMethods
 from .adapters.sources import AdapterSources
-from .adapters.spelling import AnyLoRA
 from .engine_factory import (
     DEFAULT_ENGINE,
     Engine,
@@ -206,7 +206,7 @@ class LLMEngine(MadeFromArgs, SyncAdapterMethods, SyncEngineMethods, SyncSleepMe
         number = str(next(self._numbers))
         if request_id is not None:
             check_request_id(request_id)
-        self.adapters.numbers.note(lora_request)
+        self.adapters.int_ids.record(lora_request)
         # The engine gets an id that is never used again.
         engine_id = number if request_id is None else f"{request_id}~{number}"
         made = self.requests.make(prompt, params, request_id=engine_id, lora_request=lora_request, **options).result()

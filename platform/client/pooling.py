@@ -26,7 +26,7 @@ from ..core.pooling import (
 )
 from ..core.sampling_params import SamplingParams
 from ..core.tasks import run_all
-from .adapters.spelling import AnyLoRA, for_each
+from .adapters.lora_argument import AnyLoRA, for_each
 from .input_processor import take_options
 from .prompts import Prompt, as_prompts
 

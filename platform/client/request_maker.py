@@ -11,15 +11,15 @@ from ..core.constraint_check import CHECKER
 from ..core.lora_request import LoRA, LoRARequest
 from ..core.messages import EngineRequest
 from ..core.sampling_params import SamplingParams
+from .adapters.lora_argument import AnyLoRA, resolve_lora
 from .adapters.sources import AdapterSources
-from .adapters.spelling import AnyLoRA, resolve_lora
 from .input_processor import Defaults, InputProcessor, RequestOptions
 from .prompts import Prompt, has_new_constraint, is_long
 from .sampling_defaults import SamplingDefaults
 from .text.adapter_templates import adapter_chat_template
 from .text.adapter_tokenizers import AdapterTokenizers
 from .text.chat_template import ChatOptions
-from .waiting import Waits, answer, waits
+from .waiting import Steps, dual, wait_for
 
 
 class Made(NamedTuple):
@@ -50,7 +50,7 @@ class RequestMaker:
         self._checkers = ThreadPoolExecutor(2, "check-request")
         self._processors = AdapterTokenizers(input_processor.tokenizer, input_processor.with_tokenizer)
 
-    @waits
+    @dual
     def make(
         self,
         prompt: Prompt,
@@ -59,20 +59,20 @@ class RequestMaker:
         request_id: str,
         lora_request: AnyLoRA | None,
         **options: Unpack[RequestOptions],
-    ) -> Waits[Made]:
+    ) -> Steps[Made]:
         """One request; errors as of `InputProcessor.process`, `AdapterSources.localize` and `processor_of`."""
         lora = yield from self._localized(lora_request)
         chosen = params if params is not None else Defaults((yield from self._defaults.of(lora)))
         processor = yield from self.processor_of(lora)
         process = functools.partial(processor.process, request_id, prompt, chosen, lora=lora, **options)
         if has_new_constraint(params):
-            return Made((yield from answer(CHECKER.thread.submit(process))), processor.tokenizer)
+            return Made((yield from wait_for(CHECKER.thread.submit(process))), processor.tokenizer)
         if is_long(prompt, params):
-            return Made((yield from answer(self._checkers.submit(process))), processor.tokenizer)
+            return Made((yield from wait_for(self._checkers.submit(process))), processor.tokenizer)
         return Made(process(), processor.tokenizer)
 
-    @waits
-    def processor_of(self, lora_request: AnyLoRA | None) -> Waits[InputProcessor]:
+    @dual
+    def processor_of(self, lora_request: AnyLoRA | None) -> Steps[InputProcessor]:
         """The processor of an adapter's texts: its folder may hold a tokenizer. A weighted sum has the model's.
 
         Raises:
@@ -85,10 +85,10 @@ class RequestMaker:
         own = yield from self._sources.study("tokenizer", lora.path, read)
         return self.input_processor if own is None else own
 
-    @waits
+    @dual
     def chat_prompt(
         self, messages: list[dict[str, Any]], lora_request: AnyLoRA | None, options: ChatOptions
-    ) -> Waits[Prompt]:
+    ) -> Steps[Prompt]:
         """A conversation as a prompt, under the template of `options`, of the adapter or of the model, in this order.
 
         Raises:
@@ -101,7 +101,7 @@ class RequestMaker:
             template = options.get("chat_template") or adapter_chat_template(lora)
             return processor.chat_prompt(messages, {**options, "chat_template": template})
 
-        return (yield from answer(self._checkers.submit(render)))
+        return (yield from wait_for(self._checkers.submit(render)))
 
-    def _localized(self, lora: AnyLoRA | None) -> Waits[LoRA | None]:
+    def _localized(self, lora: AnyLoRA | None) -> Steps[LoRA | None]:
         return (yield from self._sources.localize(resolve_lora(lora, self._known)))

@@ -14,7 +14,7 @@ from ...core.lora_request import LoRARequest
 from ...core.messages import AdapterInfo
 from ..process.supervisor import EngineProcess
 from .llm_adapters import NO_FILES
-from .numbers import LoRANumbers
+from .lora_int_ids import LoRAIntIds
 from .sources import AdapterSources
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class AsyncLLMAdapters:
         self._start = start
         self._engine = engine
         self._sources = sources
-        self.numbers = LoRANumbers()
+        self.int_ids = LoRAIntIds()
         """Integers that stand for adapters."""
         self._kept: dict[str, _Kept] = {}
         self.requests: dict[str, LoRARequest] = {}

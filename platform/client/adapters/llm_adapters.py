@@ -11,7 +11,7 @@ from ...core.adapter_verbs import LocalAdapters
 from ...core.errors import OutriderError
 from ...core.lora_request import LoRARequest
 from ...core.messages import AdapterInfo
-from .numbers import LoRANumbers
+from .lora_int_ids import LoRAIntIds
 from .sources import AdapterSources
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class LLMAdapters:
         without having been loaded."""
         self._engine = engine
         self._sources = sources
-        self.numbers = LoRANumbers()
+        self.int_ids = LoRAIntIds()
         """Integers that stand for adapters."""
         self._kept: dict[str, LoRARequest] = {}  # with local folders
         self._again: list[tuple[LoRARequest, AdapterInfo]] = []

@@ -11,13 +11,13 @@ from ...core.errors import InvalidRequestError, NotFoundError
 from ...core.lora_request import LoRARequest
 from ...core.messages import AdapterInfo
 from ...core.sampling_params import shown
-from .numbers import LoRANumbers
+from .lora_int_ids import LoRAIntIds
 
 
 class NumberedAdapters(Adapters[Info, Infos, Nothing], Protocol):
     """Adapters that vLLM's integers may stand for."""
 
-    numbers: LoRANumbers
+    int_ids: LoRAIntIds
 
 
 class AdapterMethods(Generic[Info, Infos, Nothing]):
@@ -44,11 +44,11 @@ class AdapterMethods(Generic[Info, Infos, Nothing]):
 
     def pin_lora(self, lora_name: str | int) -> Info:
         """See `Adapters.pin`; the integer of a request stands for its adapter's name."""
-        return self.adapters.pin(self.adapters.numbers.name_of(lora_name))
+        return self.adapters.pin(self.adapters.int_ids.name_of(lora_name))
 
     def unpin_lora(self, lora_name: str | int) -> Info:
         """See `Adapters.unpin`."""
-        return self.adapters.unpin(self.adapters.numbers.name_of(lora_name))
+        return self.adapters.unpin(self.adapters.int_ids.name_of(lora_name))
 
     def list_lora_adapters(self) -> Infos:
         """See `Adapters.list`."""
@@ -67,22 +67,22 @@ class SyncAdapterMethods(AdapterMethods[AdapterInfo, list[AdapterInfo], None]):
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter, or leave it as it is when it is loaded under its name from the same folder. Returns True."""
-        if _is_new(_checked(lora_request), self.adapters.list(), self.adapters.numbers):
+        if _is_new(_checked(lora_request), self.adapters.list(), self.adapters.int_ids):
             self.adapters.load(lora_request)
-        self.adapters.numbers.note(lora_request)
+        self.adapters.int_ids.record(lora_request)
         return True
 
     def remove_lora(self, lora_id: int | str) -> bool:
         """Unload the adapter of an integer or a name when its requests have finished; False when there is none."""
         try:
-            self.adapters.unload(self.adapters.numbers.name_of(lora_id))
+            self.adapters.unload(self.adapters.int_ids.name_of(lora_id))
         except NotFoundError:
             return False
         return True
 
     def list_loras(self) -> set[int]:
         """Integers of the registered adapters that were given with one; `list_lora_adapters` knows all."""
-        return self.adapters.numbers.of(info.name for info in self.adapters.list())
+        return self.adapters.int_ids.of(info.name for info in self.adapters.list())
 
 
 class AsyncAdapterMethods(
@@ -92,22 +92,22 @@ class AsyncAdapterMethods(
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """See `LLM.add_lora`."""
-        if _is_new(_checked(lora_request), await self.adapters.list(), self.adapters.numbers):
+        if _is_new(_checked(lora_request), await self.adapters.list(), self.adapters.int_ids):
             await self.adapters.load(lora_request)
-        self.adapters.numbers.note(lora_request)
+        self.adapters.int_ids.record(lora_request)
         return True
 
     async def remove_lora(self, lora_id: int | str) -> bool:
         """See `LLM.remove_lora`."""
         try:
-            await self.adapters.unload(self.adapters.numbers.name_of(lora_id))
+            await self.adapters.unload(self.adapters.int_ids.name_of(lora_id))
         except NotFoundError:
             return False
         return True
 
     async def list_loras(self) -> set[int]:
         """See `LLM.list_loras`."""
-        return self.adapters.numbers.of(info.name for info in await self.adapters.list())
+        return self.adapters.int_ids.of(info.name for info in await self.adapters.list())
 
 
 def _checked(lora: object) -> LoRARequest:
@@ -121,6 +121,6 @@ def _checked(lora: object) -> LoRARequest:
     return lora
 
 
-def _is_new(lora: LoRARequest, registered: Sequence[AdapterInfo], numbers: LoRANumbers) -> bool:
+def _is_new(lora: LoRARequest, registered: Sequence[AdapterInfo], int_ids: LoRAIntIds) -> bool:
     """True unless the adapter is registered under its name from the same folder, or place on the hub."""
     return not any(info.name == lora.name and (info.path == lora.path or numbers.is_known(lora)) for info in registered)
