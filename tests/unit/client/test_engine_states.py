@@ -9,8 +9,10 @@ import pytest
 from async_helpers import LONG, collect, first_output, make, run, until
 
 from outrider.platform.client.async_llm import AsyncLLM
-from outrider.platform.client.engine_client import EngineState
+from outrider.platform.client.engine_client import EngineClient, EngineState
 from outrider.platform.client.llm import LLM
+from outrider.platform.client.local_engine import LocalEngine
+from outrider.platform.client.remote_engine import RemoteEngine
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import AsleepError, EngineDeadError, OutriderError, ShuttingDownError
 from outrider.platform.core.sampling_params import SamplingParams
@@ -32,6 +34,11 @@ def test_every_state_has_an_admission_and_a_name(state: EngineState) -> None:
     assert type(error) is (REFUSALS[state] or type(None))
     assert not isinstance(error, ShuttingDownError) or error.message == "over"
     assert (state.label == "sleeping") == (state.sleep_level > 0) == (state.name in ("ASLEEP_1", "ASLEEP_2"))
+
+
+LOCAL: type[EngineClient[None]] = LocalEngine
+REMOTE: type[EngineClient[Awaitable[None]]] = RemoteEngine
+"""The type checker compares both with the protocol."""
 
 
 async def request(llm: AsyncLLM) -> None:
