@@ -47,7 +47,7 @@ class AsyncLLM:
 
     Options are those of `EngineArgs`, by keyword; `AsyncLLM()` is the embedded demo model. When the engine process
     dies, running requests fail with EngineDeadError, and it is started again; adapters that had been loaded are
-    loaded again. `sources` says where adapters may come from beside folders, the hub and object stores.
+    loaded again. `sources` adds to the places that adapters come from: folders, the hub and object stores.
     """
 
     adapters: LoadedAdapters
@@ -198,7 +198,7 @@ class AsyncLLM:
 
     async def share_prefixes(self, prefixes: Iterable[Sequence[int]]) -> None:
         """Share the KV of these prefixes of prompts (token ids) among all tenants from now on, and of no others.
-        Requests with a `cache_salt` take no part. One call at a time. EngineDeadError before the first start."""
+        Requests with a `cache_salt` share nothing. One call at a time. EngineDeadError before the first start."""
         await self._streams.share_prefixes(prefixes)
 
     async def sleep(self, level: int = 1) -> None:

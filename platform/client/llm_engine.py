@@ -189,7 +189,7 @@ class LLMEngine:
         self._settle()
 
     def has_unfinished_requests(self) -> bool:
-        """True while `step` has something to compute or to tell."""
+        """True while `step` has something to compute or to report."""
         return len(self.output_processor) > 0 or bool(self._errors)
 
     def get_num_unfinished_requests(self) -> int:
