@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 import uuid
 from collections import ChainMap
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Sequence
@@ -24,14 +25,15 @@ from .adapters.spelling import AnyLoRA
 from .beam_search import AsyncBeamSearch
 from .engine_factory import MadeFromArgs, demo_lora_requests, import_text_side, load_text_side
 from .engine_methods import AsyncEngineMethods
-from .input_processor import InputProcessor, RequestOptions, check_request_id, take_options
+from .input_processor import InputProcessor, check_request_id, take_options
 from .output_processor import OutputProcessor
 from .pooling import AsyncPoolingMethods
+from .prepared import ParsedPrompt, Prepared, RequestOptions
 from .process.event_loops import Done, in_event_loop, run_in
 from .process.ipc import Abort, Add
 from .process.supervisor import EngineSpec, Supervisor
-from .prompts import Prompt, text_of
-from .request_maker import RequestMaker
+from .prompts import Prompt
+from .requests import RequestMaker
 from .sampling_defaults import SamplingDefaults
 from .sleeping import AsyncSleepMethods
 from .stream_pacing import StreamPacer
@@ -134,7 +136,7 @@ class AsyncLLM(
         known = ChainMap(self.adapters.requests, demo_lora_requests(self._args))
         input_processor = InputProcessor(tokenizer, info, eos_token_ids)
         requests = RequestMaker(input_processor, lambda: known, self.sources, self.sampling_defaults)
-        self._started = _Started(info, requests, OutputProcessor(tokenizer))
+        self._started = _Started(info, requests, OutputProcessor())
         return info
 
     @property
@@ -270,21 +272,54 @@ class AsyncLLM(
             OutriderError: typed, at the first iteration when the request is wrong, later when it fails.
         """
         take_options("AsyncLLM.generate()", options)
+        prepared = await self.prepare(prompt, sampling_params, request_id, lora_request=lora_request, **options)
+        async with contextlib.aclosing(cast(AsyncGenerator[RequestOutput], self.run(prepared, delta=delta))) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def prepare(
+        self,
+        prompt: Prompt | ParsedPrompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: AnyLoRA | None = None,
+        arrival_time: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Prepared:
+        """Tokenize and check a request, for `run`. The engine does not hear of it yet.
+
+        Args:
+            arrival_time: monotonic time from which its latencies are counted; by default it is now.
+
+        Raises:
+            OutriderError: typed; the request is wrong, or none are taken now.
+        """
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
         self._check_takes_requests()
         await self.start()
         request_id = request_id if request_id is not None else f"req-{uuid.uuid4().hex}"
         check_request_id(request_id)
-        kind = getattr(sampling_params, "output_kind", RequestOutputKind.CUMULATIVE)
-        delta, at_end = delta or kind is RequestOutputKind.DELTA, kind is RequestOutputKind.FINAL_ONLY
         self.adapters.numbers.note(lora_request)
-        # The engine gets an id that is never used again: it may still tell of an aborted request with the user's id.
-        engine_id = f"{request_id}~{next(self._numbers)}"
-        requests, tokenizer = await self._parts().requests.make(
-            prompt, sampling_params, request_id=engine_id, lora_request=lora_request, **options
+        return await self._parts().requests.prepare(
+            prompt,
+            sampling_params,
+            request_id=request_id,
+            lora_request=lora_request,
+            arrival_time=arrival_time,
+            **options,
         )
+
+    async def run(self, prepared: Prepared, *, delta: bool = False) -> AsyncIterator[RequestOutput]:
+        """Run a request; the outputs are those of `generate`. It may have waited: its adapter has the version, and the
+        engine the state, of now."""
+        request_id, kind = prepared.request_id, prepared.kind
+        delta, at_end = delta or kind is RequestOutputKind.DELTA, kind is RequestOutputKind.FINAL_ONLY
+        # The engine gets an id that is never used again: it may still tell of an aborted request with the user's id.
+        requests = await self._parts().requests.sequences(prepared, f"{request_id}~{next(self._numbers)}")
         self._check_takes_requests()
         engine = self._ready_engine()
-        state = self.output_processor.add(request_id, requests, text_of(prompt), tokenizer)
+        state = self.output_processor.add(prepared, requests)
         consumer = self._pacer.open(request_id)
         try:
             engine.send(Add(requests))

@@ -18,10 +18,10 @@ from ..core.outputs import Logprob, RequestOutput
 from ..core.sampling_params import SamplingParams, shown
 from ..core.tasks import run_all
 from .adapters.spelling import AnyLoRA, lora_of_each
-from .input_processor import RequestOptions, take_options
+from .input_processor import take_options
+from .prepared import ParsedPrompt, Prepared, RequestOptions
 from .progress import GenerationProgress
 from .prompts import Prompt, as_prompts
-from .request_maker import Made
 from .sleeping import ADMITTED
 
 if TYPE_CHECKING:
@@ -135,10 +135,10 @@ def _candidates(output: RequestOutput) -> dict[int, Logprob]:
     return completion.logprobs[0]
 
 
-def _decoder(made: Made) -> Callable[[list[int]], str]:
-    if made.tokenizer is None:
+def _decoder(prepared: Prepared) -> Callable[[list[int]], str]:
+    if prepared.tokenizer is None:
         return lambda token_ids: ""
-    return cast(Callable[[list[int]], str], made.tokenizer.decode)
+    return cast(Callable[[list[int]], str], prepared.tokenizer.decode)
 
 
 class SyncBeamSearch:
@@ -169,11 +169,10 @@ class SyncBeamSearch:
         engine.check_open()
         checked = _check(params, engine.engine_info)
         batch = as_prompts(prompts)
-        made = [
-            engine.requests.make(prompt, checked, request_id="beam", lora_request=lora, **cast(RequestOptions, options))
+        works = [
+            engine.prepare(prompt, checked, request_id="beam", lora_request=lora, **cast(RequestOptions, options))
             for prompt, lora in zip(batch, lora_of_each(lora_request, len(batch)), strict=True)
         ]
-        works = [work.result() for work in made]
         size = concurrency_limit if concurrency_limit is not None else max(1, len(works))
         if size < 1:
             raise invalid("concurrency_limit", f"must be at least 1, got {size}")
@@ -181,7 +180,7 @@ class SyncBeamSearch:
         with GenerationProgress(len(works), use_tqdm) as progress:
             for start in range(0, len(works), size):
                 part = works[start : start + size]
-                searches = [BeamSearch(work.requests[0], params) for work in part]
+                searches = [BeamSearch(work.sequences()[0], params) for work in part]
                 self._search(searches, checked.clone(max_tokens=1), options)
                 for search, work in zip(searches, part, strict=True):
                     results.append(search.result(_decoder(work)))
@@ -206,7 +205,7 @@ class AsyncBeamSearch:
 
         async def start(self) -> EngineInfo: ...
 
-        def _parts(self) -> Any: ...
+        async def prepare(self, prompt: Prompt | ParsedPrompt, *args: Any, **options: Any) -> Prepared: ...
 
         def _check_takes_requests(self) -> None: ...
 
@@ -214,7 +213,7 @@ class AsyncBeamSearch:
 
     async def beam_search(
         self,
-        prompt: Prompt,
+        prompt: Prompt | ParsedPrompt,
         params: BeamSearchParams,
         request_id: str | None = None,
         *,
@@ -228,13 +227,10 @@ class AsyncBeamSearch:
             on_step: is called after each step with the output tokens that the result would have if it were the last.
         """
         take_options("AsyncLLM.beam_search()", options)
-        self._check_takes_requests()
         checked = _check(params, await self.start())
         request_id = request_id if request_id is not None else f"beam-{uuid.uuid4().hex}"
-        made = await self._parts().requests.make(
-            prompt, checked, request_id=request_id, lora_request=lora_request, **options
-        )
-        search, step = BeamSearch(made.requests[0], params), checked.clone(max_tokens=1)
+        prepared = await self.prepare(prompt, checked, request_id, lora_request=lora_request, **options)
+        search, step = BeamSearch(prepared.sequences()[0], params), checked.clone(max_tokens=1)
 
         async def candidates(number: int, beam: Prompt) -> dict[int, Logprob]:
             stream = self.generate(beam, step, f"{request_id}-{number}", lora_request=search.request.lora, **options)
@@ -251,4 +247,4 @@ class AsyncBeamSearch:
         finally:
             ADMITTED.reset(before)
             self._pacer.close(key, running)
-        return search.result(_decoder(made))
+        return search.result(_decoder(prepared))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, Self, TypeAlias, Unpack, cast
 
 from ..core.compat.foreign_options import take_foreign
 from ..core.compat.vllm_python import GENERATE
@@ -22,6 +22,7 @@ from .engine_methods import SyncEngineMethods
 from .llm_engine import LLMEngine
 from .output_processor import RequestState
 from .pooling import SyncPoolingMethods
+from .prepared import ParsedPrompt, Prepared, RequestOptions
 from .progress import GenerationProgress
 from .prompts import Prompt, as_prompts
 from .sleeping import SyncSleepMethods
@@ -99,12 +100,44 @@ class LLM(MadeFromArgs, SyncAdapterMethods, SyncPoolingMethods, SyncBeamSearch, 
             engine.prepare(prompt, one_params, lora_request=lora, **one_options)
             for prompt, one_params, lora, one_options in zip(batch, params, loras, of_each, strict=True)
         ]
+        return self.run(work, use_tqdm, on_output)
+
+    def prepare(
+        self,
+        prompt: Prompt | ParsedPrompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: AnyLoRA | None = None,
+        arrival_time: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Prepared:
+        """Tokenize and check one request, for `run`; see `AsyncLLM.prepare`."""
+        self.llm_engine.check_open()
+        return self.llm_engine.prepare(
+            prompt,
+            sampling_params,
+            request_id=request_id,
+            lora_request=lora_request,
+            arrival_time=arrival_time,
+            **options,
+        )
+
+    def run(
+        self,
+        prepared: Prepared | Sequence[Prepared],
+        use_tqdm: bool | Callable[..., Any] = True,
+        on_output: Callable[[int, RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Run one request of `prepare`, or many; the rest is as in `generate`."""
+        engine = self.llm_engine
+        engine.check_open()
         if engine.has_unfinished_requests():
             raise InvalidUserInputError("requests of llm_engine are running: step it until they have finished")
         states: list[RequestState] = []
         try:
-            for prepared in work:
-                states.append(engine.begin(prepared))  # noqa: PERF401 - those that have begun are aborted
+            for one in [prepared] if isinstance(prepared, Prepared) else prepared:
+                states.append(engine.begin(one))  # noqa: PERF401 - those that have begun are aborted
             with GenerationProgress(len(states), use_tqdm) as progress:
                 return self._run(states, progress, on_output)
         except BaseException:  # KeyboardInterrupt too: the next call must find the engine idle

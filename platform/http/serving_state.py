@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
+from ..client.prepared import ParsedPrompt
 from ..client.text.adapter_templates import adapter_chat_template
 from ..core.adapter_names import split_engine_name
 from ..core.errors import (
@@ -25,7 +26,6 @@ from ..core.errors import (
     invalid,
 )
 from ..core.lora_request import LoRA
-from ..core.model_limits import MAX_TOKEN_IDS
 from ..tenancy.accounts.principal import Principal
 from ..tenancy.limits.queue_bound import Bounds, QueueBound
 from .adapters.database_sync import AdapterSync, PrefixSync
@@ -180,24 +180,24 @@ class Serving:
 
     async def prompts(
         self, prompts: list[str | list[int]], *, add_special_tokens: bool, lora: LoRA | None = None
-    ) -> list[list[int]]:
-        """Token ids of prompts for an adapter, all of them checked.
+    ) -> list[ParsedPrompt]:
+        """Prompts for an adapter, tokenized and checked.
 
         Raises:
             InvalidRequestError: a prompt is empty, too long (PromptTooLongError) or has ids outside the vocabulary.
         """
         processor, most = await self.llm.processor_of(lora), self.llm.info.max_model_len
         note_tokenizer(processor.tokenizer)
-        num_ids = self.llm.info.vocab_size if lora is None else MAX_TOKEN_IDS
+        num_ids = processor.num_ids(lora)
 
-        def parse() -> list[list[int]]:
+        def parse() -> list[ParsedPrompt]:
             parsed = [
                 {"prompt_token_ids": processor.encode(prompt, add_special_tokens=False, most=most)}
                 if isinstance(prompt, str) and not add_special_tokens
                 else prompt
                 for prompt in prompts
             ]
-            return [processor.parse_prompt(prompt, num_ids).token_ids for prompt in parsed]
+            return [processor.parse_prompt(prompt, num_ids) for prompt in parsed]
 
         return await self._beside(sum(map(len, prompts)) + len(prompts) * _PIECE_CHARS, parse)
 

@@ -10,15 +10,11 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from ...client.prompts import has_new_constraint, is_long
 from ...core.adapter_names import label_text
-from ...core.constraint_check import CHECKER
 from ...core.errors import AuthenticationError, OutriderError, OverloadedError
 from ...core.logs import current_request_id
 from ...core.outputs import RequestMetrics
 from ...tenancy.ledger.usage_row import Status, UsageRow
-from ..body.lenient import ignore
-from ..observe.request_log import MAX_IGNORED_NAME
 from ..openai.job import Event, Job
 from ..serving_state import Serving, principal_of, serving_of
 
@@ -88,53 +84,20 @@ async def accounted(
 
 async def _admit(serving: Serving, tenancy: Tenancy, job: Job) -> Account:
     """Admit the job, or raise the reason why not; a job that is refused or cancelled leaves nothing behind."""
-    serving.check_ready()  # it may be draining since the prompt was tokenized, and nobody is to wait for a place then
+    serving.check_ready()  # it may be draining since the job was prepared, and nobody is to wait for a place then
     tenancy.ledger.check()
     limiter = tenancy.limiter
     ticket = await limiter.admit(job.principal, job.demand(), serving.llm.info.max_model_len)
     try:
         if not tenancy.directory.is_valid(job.principal):  # any more: there may have been a queue, or a slow body
             raise AuthenticationError("The API key has expired or has been revoked")
-        job.granted = ticket.max_tokens
-        await check_params(serving, job)
         serving.check_ready()
+        job.grant(ticket.max_tokens)
         job.on_admitted()
         return Account(serving, tenancy, job, ticket)
     except BaseException:
         limiter.release(ticket, 0, ran=False)
         raise
-
-
-async def check_params(serving: Serving, job: Job) -> None:
-    """Refuse parameters that the engine would refuse. All prompts share them, so the longest stands for all. Keywords
-    of a schema that do not hold are named as ignored.
-
-    Raises:
-        InvalidRequestError: as the input processor's, or a keyword is ignored with --strict-fields.
-        ConstraintCheckError: as the constraint checker's.
-    """
-    constraint = job.params.structured_outputs
-    longest = max(range(len(job.prompts)), key=lambda i: len(job.prompts[i]))
-    prompt = job.prompts[longest]
-
-    def check() -> list[str]:
-        params = job.params_of(longest, serving.llm.info.max_model_len)
-        serving.llm.input_processor.process(
-            job.request_id, prompt, params, lora=job.lora, priority=job.priority, cache_salt=job.cache_salt
-        )
-        return [] if constraint is None else CHECKER.check(constraint)
-
-    if has_new_constraint(job.params):
-        async with serving.constraint_locks.of(job.principal.tenant):
-            ignored = await asyncio.get_running_loop().run_in_executor(CHECKER.thread, check)
-    elif is_long(prompt, job.params):
-        ignored = await asyncio.to_thread(check)
-    else:
-        ignored = check()
-    for place in ignored:
-        field = place.split(".", 1)[0]
-        name = place if len(place) <= MAX_IGNORED_NAME else f"{field}...{place[len(field) + 3 - MAX_IGNORED_NAME :]}"
-        ignore(name, strict=serving.config.strict_fields)
 
 
 class Account:
@@ -151,7 +114,7 @@ class Account:
         self._job = job
         self._ticket = ticket
         self._metrics: dict[int, RequestMetrics] = {}  # by prompt, of those that have begun to be answered
-        self._num_running = job.params.n * len(job.prompts)  # sequences
+        self._num_running = job.num_sequences
         self._status: Status = "stop"
         self._checkpoint_at = time.monotonic() + CHECKPOINT_SECONDS
         self.row = UsageRow(
@@ -199,7 +162,7 @@ class Account:
         if self._num_running == 0:  # only the last bytes had not been taken
             self._end(self._status)
             return
-        self.row.prompt_tokens = sum(map(len, self._job.prompts))
+        self.row.prompt_tokens = sum(self._job.prompt_lengths)
         self.row.output_tokens += sum(self._job.searching.values())
         self._end("abort")
 

@@ -43,6 +43,7 @@ MANY = {"use_tqdm", "on_output"}
 DIFFERENT = {
     "generate": ({"prompts", *MANY}, {"prompt", *ONE_AT_A_TIME}),
     "chat": (MANY, ONE_AT_A_TIME),
+    "run": (MANY, {"delta"}),
     "embed": ({"prompts", "use_tqdm"}, {"prompt", "request_id"}),
     "encode": ({"prompts", "use_tqdm"}, {"prompt", "request_id"}),
     "score": ({"use_tqdm"}, set()),

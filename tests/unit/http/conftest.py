@@ -12,6 +12,7 @@ import pytest
 
 from outrider.platform.client.adapters.sources import AdapterSources
 from outrider.platform.client.input_processor import InputProcessor
+from outrider.platform.client.prepared import Prepared
 from outrider.platform.client.sampling_defaults import SamplingDefaults
 from outrider.platform.core.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from outrider.platform.core.errors import InvalidUserInputError, NotFoundError, OutriderError
@@ -141,20 +142,24 @@ class FakeAsyncLLM:
     async def beam_search(
         self, prompt: Any, params: BeamSearchParams, request_id: str, **options: Any
     ) -> BeamSearchOutput:
-        ids = prompt["prompt_token_ids"]
+        ids = prompt.token_ids
         self.searches.append((ids, params, options["lora_request"]))
         found = [(-1.5 - number, [*ids, *map(ord, "ab"), 2]) for number in range(params.beam_width)]
         return BeamSearchOutput([BeamSearchSequence(tokens, [], None, score, "", "stop") for score, tokens in found])
 
-    async def generate(
-        self, prompt: Any, sampling_params: SamplingParams, *, request_id: str, **options: Any
-    ) -> AsyncIterator[RequestOutput]:
-        assert options.pop("delta")
-        requests = self.input_processor.process(request_id, prompt, sampling_params, lora=options.get("lora_request"))
-        self.calls.append({"prompt": prompt, "params": sampling_params, "request_id": request_id, **options})
+    async def prepare(
+        self, prompt: Any, params: SamplingParams, request_id: str, *, lora_request: Any, **options: Any
+    ) -> Prepared:
+        return self.input_processor.prepare(request_id, prompt, params, lora=lora_request, **options)
+
+    async def run(self, prepared: Prepared, *, delta: bool) -> AsyncIterator[RequestOutput]:
+        assert delta
+        request_id, sampling_params, ids = prepared.request_id, prepared.params, prepared.prompt.token_ids
+        called = {"prompt": {"prompt_token_ids": ids}, "params": sampling_params, "request_id": request_id}
+        self.calls.append({**called, "lora_request": prepared.lora, **prepared.options})
         self.running.add(request_id)
         metrics = RequestMetrics(num_cached_tokens=2)
-        max_tokens = requests[0].params.max_tokens
+        max_tokens = sampling_params.max_tokens
         text = self.reply[:max_tokens]
         reason = "length" if len(text) == max_tokens else "stop"
         try:
@@ -181,7 +186,6 @@ class FakeAsyncLLM:
                     )
                     for index in range(sampling_params.n)
                 ]
-                ids = requests[0].prompt_token_ids
                 prompt_logprobs = self._prompt_logprobs(sampling_params, ids) if i == 0 else None
                 yield RequestOutput(request_id, None, ids, outputs, last, metrics, prompt_logprobs)
         finally:

@@ -171,7 +171,7 @@ def server_principal(server):
 
 
 def test_gone_before_the_first_token(ledger_server, llm):
-    async def generate(*args, **options):
+    async def run(*args, **options):
         llm.running.add("x")
         try:
             await asyncio.Event().wait()
@@ -179,7 +179,7 @@ def test_gone_before_the_first_token(ledger_server, llm):
         finally:
             llm.running.discard("x")
 
-    llm.generate = generate
+    llm.run = run
 
     async def scenario(server):
         client = Client(server, COMPLETIONS, stream=True)
