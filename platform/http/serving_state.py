@@ -36,7 +36,7 @@ from .body.body_memory import BODIES_IN_MEMORY, BodyMemory, give_back_memory
 from .body.bounds import MAX_VALUES
 from .observe.metric_families import batch_families, tenancy_families
 from .observe.prometheus_metrics import Metrics
-from .observe.request_log import current_note, note_tokenizer
+from .observe.request_log import current_log, log_tokenizer
 from .openai.chat_messages import num_chars
 from .openai.protocol import TemplateFields
 from .openai.responses.store import ResponseStore
@@ -187,7 +187,7 @@ class Serving:
             InvalidRequestError: a prompt is empty, too long (PromptTooLongError) or has ids outside the vocabulary.
         """
         processor, most = await self.llm.processor_of(lora), self.llm.info.max_model_len
-        note_tokenizer(processor.tokenizer)
+        log_tokenizer(processor.tokenizer)
         num_ids = processor.num_ids(lora)
 
         def parse() -> list[ParsedPrompt]:
@@ -255,7 +255,7 @@ class Serving:
         template = request.chat_template or self.config.chat_template or await self.adapter_template(lora)
         size = num_chars(messages) + len(messages) * _PIECE_CHARS + sum(len(str(tool)) for tool in request.tools or ())
         processor = await self.llm.processor_of(lora)
-        note_tokenizer(processor.tokenizer)
+        log_tokenizer(processor.tokenizer)
         return await self._beside(size, lambda: self._chat_prompt(processor, messages, request, template))
 
     async def adapter_template(self, lora: LoRA | None) -> str | None:
@@ -352,9 +352,9 @@ def new_request_id(kind: str) -> str:
     """An id for an answer and the engine: "chatcmpl-…", or "resp_…" where the kind has its own end. Never the client's
     own, which need not be unique."""
     request_id = f"{kind}{'' if kind.endswith('_') else '-'}{uuid.uuid4().hex}"
-    note = current_note()
-    if note is not None:
-        note.id = request_id
+    log = current_log()
+    if log is not None:
+        log.id = request_id
     return request_id
 
 

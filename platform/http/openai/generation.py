@@ -15,7 +15,8 @@ from ...core.messages import SpeculationCounts
 from ...core.outputs import CompletionOutput, Logprob, RequestOutput
 from ...core.tasks import cancel
 from ..body.lenient import ignore
-from ..observe.request_log import MAX_IGNORED_NAME
+from ..observe.generations import Generation
+from ..observe.request_log import MAX_IGNORED_NAME, current_log
 from ..protect.accounting import accounted
 from ..serving_state import Serving
 from .beams import beam_outputs
@@ -72,16 +73,19 @@ def generate(serving: Serving, job: Job) -> AsyncGenerator[Event]:
 
 
 def _outputs(serving: Serving, job: Job) -> AsyncGenerator[Event]:
+    job.generations = [Generation(prepared) for prepared in job.prepared]
+    log = current_log()
+    if log is not None:
+        log.begin(job.generations)
     if len(job.prompts) == 1:
         return _generate_one(serving, job, 0)
     return _merge(serving, job)
 
 
 async def _generate_one(serving: Serving, job: Job, index: int) -> AsyncGenerator[Event]:
-    label = "" if job.lora is None else job.lora.label
-    recorder = serving.metrics.recorder(label, job.principal.tenant, job.arrival.monotonic)
+    generation = job.generations[index]
+    recorder = serving.metrics.recorder(generation, job.principal.tenant)
     outputs = _outputs_of(serving, job, index)
-    finished = False
     in_engine: AbstractContextManager[object] = nullcontext()  # of several prompts `_merge` has counted all
     if len(job.prompts) == 1:
         in_engine = serving.queue.enter_engine(job.params.n)
@@ -89,16 +93,18 @@ async def _generate_one(serving: Serving, job: Job, index: int) -> AsyncGenerato
         try:
             async with aclosing(_as_generator(outputs)) as stream:
                 async for output in stream:
+                    generation.update(output)
                     recorder.on_output(output)
-                    finished = output.finished
                     yield Event(index, output)
         except OutriderError as error:
             if error.status >= 500:
-                recorder.on_end("error")
+                generation.failure = "error"
+                recorder.on_end(generation.failure)
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            if not finished:
-                recorder.on_end("abort")
+            if generation.ended_at is None:
+                generation.failure = "abort"
+                recorder.on_end(generation.failure)
             raise
 
 

@@ -17,6 +17,7 @@ from ...core.sampling_params import SamplingParams
 from ...tenancy.accounts.principal import OPEN, Principal
 from ...tenancy.limits.demand import Demand
 from ..body.bounds import MAX_LOGPROBS
+from ..observe.generations import Generation
 
 
 class Arrival(NamedTuple):
@@ -64,6 +65,8 @@ class Job:
     """Called when the job has its places and waits no longer."""
     prepared: list[Prepared] = field(default_factory=list)
     """A request for each prompt, once they have been checked."""
+    generations: list[Generation] = field(default_factory=list)
+    """A generation for each prompt, once the job runs."""
 
     @property
     def prompt_lengths(self) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,8 @@ from starlette.requests import Request
 from ...core.adapter_names import label_text
 from ...core.errors import AuthenticationError, OutriderError, OverloadedError
 from ...core.logs import current_request_id
-from ...core.outputs import RequestMetrics
 from ...tenancy.ledger.usage_row import Status, UsageRow
+from ..observe.generations import counts_of, first_output
 from ..openai.job import Event, Job
 from ..serving_state import Serving, principal_of, serving_of
 
@@ -69,7 +69,7 @@ async def accounted(
     try:
         async with aclosing(run()) as events:
             async for event in events:
-                account.on_event(event)
+                account.checkpoint()
                 yield event
     except (asyncio.CancelledError, GeneratorExit):
         account.abort()
@@ -113,9 +113,6 @@ class Account:
         self._tenancy = tenancy
         self._job = job
         self._ticket = ticket
-        self._metrics: dict[int, RequestMetrics] = {}  # by prompt, of those that have begun to be answered
-        self._num_running = job.num_sequences
-        self._status: Status = "stop"
         self._checkpoint_at = time.monotonic() + CHECKPOINT_SECONDS
         self.row = UsageRow(
             request_id=job.request_id,
@@ -130,45 +127,35 @@ class Account:
         )
         tenancy.ledger.begin(self.row)
 
-    def on_event(self, event: Event) -> None:
-        """Count the new tokens of an event."""
-        row, output = self.row, event.output
+    def checkpoint(self) -> None:
+        """Bring the journal up to date, unless that was done a moment ago."""
         moment = time.monotonic()
-        if event.prompt_index not in self._metrics:
-            self._metrics[event.prompt_index] = output.metrics or RequestMetrics()
-            row.prompt_tokens += len(output.prompt_token_ids)
-            if row.first_token_at is None:
-                row.first_token_at = self._job.arrival.at(moment)
-        for completion in output.outputs:
-            if self._job.keeps_output:
-                row.output_tokens += len(completion.token_ids)
-            if completion.finish_reason is not None:
-                self._num_running -= 1
-                self._status = _worse(self._status, completion.finish_reason)
         if moment >= self._checkpoint_at:
             self._checkpoint_at = moment + CHECKPOINT_SECONDS
-            for index in self._metrics:
-                self._serving.llm.count_speculation(self._job.id_of(index))
+            for prepared in self._job.prepared:
+                self._serving.llm.count_speculation(prepared.request_id)
             self._update(moment)
-            self._tenancy.ledger.checkpoint(row)
+            self._tenancy.ledger.checkpoint(self.row)
 
     def finish(self) -> None:
         """End the row: all sequences are complete."""
-        self._end(self._status)
+        self._end(_worst(self._finish_reasons))
 
     def abort(self) -> None:
         """Count an abandoned job. The prompts count wholly: they may have been computed. Of a beam search the sequences
         count that it had found by then."""
-        if self._num_running == 0:  # only the last bytes had not been taken
-            self._end(self._status)
+        if len(self._finish_reasons) == self._job.num_sequences:  # only the last bytes had not been taken
+            self.finish()
             return
+        self._update(time.monotonic())
         self.row.prompt_tokens = sum(self._job.prompt_lengths)
         self.row.output_tokens += sum(self._job.searching.values())
-        self._end("abort")
+        self._settle("abort")
 
     def fail(self, error: Exception) -> None:
         """Count a failed job. Prompts without a token of an answer cost nothing."""
-        if isinstance(error, OverloadedError) and not self._metrics:  # the engine's queue is full: it was not admitted
+        has_begun = first_output(self._job.generations) is not None
+        if isinstance(error, OverloadedError) and not has_begun:  # the engine's queue is full: it was not admitted
             self._tenancy.ledger.drop(self.row)
             self._tenancy.limiter.release(self._ticket, 0, ran=False)
             return
@@ -179,24 +166,34 @@ class Account:
         """Wait until the row is safe."""
         await self._tenancy.ledger.committed(self.row)
 
+    @property
+    def _finish_reasons(self) -> list[str]:
+        return [reason for generation in self._job.generations for reason in generation.finish_reasons.values()]
+
     def _end(self, status: Status) -> None:
         self._update(time.monotonic())
+        self._settle(status)
+
+    def _settle(self, status: Status) -> None:
         self.row.status = status
         self._tenancy.ledger.end(self.row)
         self._tenancy.limiter.release(self._ticket, self.row.total_tokens, ended_at=self.row.finished_at)
 
     def _update(self, moment: float) -> None:
-        row, metrics = self.row, self._metrics.values()
-        # Known when a prompt's first sequence has a token, which need not be its first output.
-        row.cached_tokens = sum(m.num_cached_tokens for m in metrics)
-        row.adapter_digest = next((m.adapter_digest for m in metrics if m.adapter_digest), row.adapter_digest)
-        row.drafted_tokens = sum(m.num_draft_tokens for m in metrics)
-        row.accepted_tokens = sum(m.num_accepted_tokens for m in metrics)
-        row.finished_at = self._job.arrival.at(moment)
+        row, job = self.row, self._job
+        counts, first = counts_of(job.generations), first_output(job.generations)
+        row.prompt_tokens = counts.prompt_tokens
+        row.cached_tokens = counts.cached_tokens
+        row.output_tokens = counts.output_tokens if job.keeps_output else 0
+        row.drafted_tokens, row.accepted_tokens = counts.draft_tokens, counts.accepted_tokens
+        row.first_token_at = None if first is None else job.arrival.at(first)
+        digests = (g.metrics.adapter_digest for g in job.generations if g.metrics is not None)
+        row.adapter_digest = next(filter(None, digests), row.adapter_digest)
+        row.finished_at = job.arrival.at(moment)
 
 
-def _worse(one: Status, other: str) -> Status:
-    """The status that says more about the request."""
-    if "abort" in (one, other):
+def _worst(finish_reasons: Sequence[str]) -> Status:
+    """The finish reason that says most about the request."""
+    if "abort" in finish_reasons:
         return "abort"
-    return "length" if "length" in (one, other) else "stop"
+    return "length" if "length" in finish_reasons else "stop"

@@ -181,7 +181,8 @@ def test_prompts_of_vllm(processor: InputProcessor, tokenizer: Any, prompt: dict
     parsed = processor.parse_prompt(prompt)
     assert (parsed.token_ids, parsed.cache_salt) == (tokenizer.encode("hello"), "")
     tokens = {"type": "token", "prompt_token_ids": [5, 6], "prompt": None, "multi_modal_data": None, "cache_salt": "s"}
-    assert processor.parse_prompt(tokens) == ([5, 6], "s")
+    parsed = processor.parse_prompt(tokens)
+    assert (parsed.token_ids, parsed.cache_salt) == ([5, 6], "s")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,9 @@ import pytest
 from outrider.platform.client.adapters.sources import AdapterSources
 from outrider.platform.client.input_processor import InputProcessor
 from outrider.platform.client.prepared import Prepared
+from outrider.platform.client.requests import RequestMaker
 from outrider.platform.client.sampling_defaults import SamplingDefaults
+from outrider.platform.client.waiting import Waits, waits
 from outrider.platform.core.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from outrider.platform.core.errors import InvalidUserInputError, NotFoundError, OutriderError
 from outrider.platform.core.lora_request import LoRARequest
@@ -107,6 +110,15 @@ class FakeAdapters:
         return [*self._llm.in_engine.values()]
 
 
+class FakeRequests(RequestMaker):
+    """Checks requests in the threads of `AsyncLLM`. The folders of its adapters do not exist."""
+
+    @waits
+    def processor_of(self, lora_request: Any) -> Waits[InputProcessor]:
+        yield from ()
+        return self.input_processor
+
+
 @dataclass
 class FakeAsyncLLM:
     """`AsyncLLM`, whose engine answers `reply`, one character a token."""
@@ -150,7 +162,8 @@ class FakeAsyncLLM:
     async def prepare(
         self, prompt: Any, params: SamplingParams, request_id: str, *, lora_request: Any, **options: Any
     ) -> Prepared:
-        return self.input_processor.prepare(request_id, prompt, params, lora=lora_request, **options)
+        requests = FakeRequests(self.input_processor, dict, self.sources, self.sampling_defaults)
+        return await requests.prepare(prompt, params, request_id=request_id, lora_request=lora_request, **options)
 
     async def run(self, prepared: Prepared, *, delta: bool) -> AsyncIterator[RequestOutput]:
         assert delta
@@ -158,7 +171,8 @@ class FakeAsyncLLM:
         called = {"prompt": {"prompt_token_ids": ids}, "params": sampling_params, "request_id": request_id}
         self.calls.append({**called, "lora_request": prepared.lora, **prepared.options})
         self.running.add(request_id)
-        metrics = RequestMetrics(num_cached_tokens=2)
+        waited = time.monotonic() - prepared.arrival_time
+        metrics = RequestMetrics(arrival_time=prepared.arrival_time, num_cached_tokens=2, queue_seconds=waited)
         max_tokens = sampling_params.max_tokens
         text = self.reply[:max_tokens]
         reason = "length" if len(text) == max_tokens else "stop"
