@@ -359,15 +359,10 @@ class AsyncLLM(
         await self.start()
         of_request = {name: options.pop(name) for name in RequestOptions.__annotations__ if name in options}
         prompt = await self._parts().requests.chat_prompt(messages, lora_request, cast(ChatOptions, options))
-        stream = self.generate(
-            prompt,
-            sampling_params,
-            request_id,
-            lora_request=lora_request,
-            delta=delta,
-            **cast(RequestOptions, of_request),
+        prepared = await self.prepare(
+            prompt, sampling_params, request_id, lora_request=lora_request, **cast(RequestOptions, of_request)
         )
-        async with contextlib.aclosing(cast(AsyncGenerator[RequestOutput], stream)) as outputs:
+        async with contextlib.aclosing(cast(AsyncGenerator[RequestOutput], self.run(prepared, delta=delta))) as outputs:
             async for output in outputs:
                 yield output
 

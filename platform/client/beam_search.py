@@ -72,7 +72,7 @@ class BeamSearch:
         """The best sequences."""
         best = self._best()
         for sequence in best:
-            sequence.text = decode(self.shown(sequence))
+            sequence.text = decode(self.shown_tokens(sequence))
         return BeamSearchOutput(best)
 
     @property
@@ -84,7 +84,7 @@ class BeamSearch:
         unfinished = [replace(beam, finish_reason="length") for beam in self._beams]
         return sorted([*self._completed, *unfinished], key=self._score, reverse=True)[: self._params.beam_width]
 
-    def shown(self, sequence: BeamSearchSequence) -> list[int]:
+    def shown_tokens(self, sequence: BeamSearchSequence) -> list[int]:
         """The tokens of a sequence that its text shows."""
         hides_end = sequence.finish_reason == "stop" and not self._params.include_stop_str_in_output
         return sequence.tokens[:-1] if hides_end else sequence.tokens
