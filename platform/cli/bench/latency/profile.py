@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from .....client.async_llm import AsyncLLM
-from .....client.llm import LLM
-from .....client.process.supervisor import EngineSpec
-from .....core.config import EngineArgs
-from .....core.errors import OutriderError
-from .....core.lora_request import LoRARequest
-from ...bench_options import write_json
-from ..offline import Requests
+from ....client.async_llm import AsyncLLM
+from ....client.llm import LLM
+from ....client.process.supervisor import EngineSpec
+from ....core.config import EngineArgs
+from ....core.errors import OutriderError
+from ....core.lora_request import LoRARequest
+from ..bench_options import write_json
+from .latency_session import Requests
 from .timeline import DETOKENIZE, Span, chrome_trace, summarize
 from .traced_engine import FOLDER_VARIABLE, SPANS_FILE, AnnotatedEngine, TimedEngine
 

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -33,15 +32,6 @@ ON_RAY = {
     **{"RAY_gcs_server_port_wait_time_s": "180", "RAY_gcs_server_request_timeout_seconds": "180"},
 }
 """Environment of a Ray that starts on a busy machine, where 20 seconds until it answers are too few."""
-IN_TURN = """
-import sys
-from ray.serve.experimental.round_robin_router import RoundRobinRouter
-from outrider.platform.cli.main import main
-from outrider.platform.replicas import deployment
-deployment.AdapterRouter = RoundRobinRouter
-sys.exit(main())
-"""
-"""Program of a command whose replicas get requests in turn."""
 
 
 def free_port() -> int:
@@ -63,7 +53,6 @@ class Deployed:
         database: str,
         options: Sequence[str] = (),
         *,
-        in_turn: bool = False,
         wrapped: Callable[[list[str]], list[str]] = list,
     ) -> None:
         """Write adapters into an empty `folder` and start the command; `wrapped` is its last change."""
@@ -73,8 +62,16 @@ class Deployed:
         self.adapters = [writer.write(f"a{index}", 8) for index in range(ADAPTERS)]
         self.log = folder / "log.txt"
         self.port = free_port()
-        program = ["-c", IN_TURN] if in_turn else ["-m", "outrider.platform.cli.main"]
-        command = [sys.executable, *program, "deploy", "--port", str(self.port), "--database", database]
+        command = [
+            sys.executable,
+            "-m",
+            "outrider.platform.cli.main",
+            "deploy",
+            "--port",
+            str(self.port),
+            "--database",
+            database,
+        ]
         command += ["--num-replicas", str(REPLICAS), "--replica-cpus", "0.5", "--dtype", "float32"]
         command += ["--enable-lora", "--max-loras", str(ROOM), "--max-cpu-loras", str(ROOM), "--max-lora-rank", "16"]
         with self.log.open("wb") as output:
@@ -142,18 +139,6 @@ class Deployed:
     def replicas(self) -> list[psutil.Process]:
         """Processes of the replicas."""
         return [process for process, title in self._processes() if "ServeReplica:outrider:Engine" in title]
-
-    def memory(self) -> dict[str, int]:
-        """Resident bytes of each process of Ray Serve, and of each child, by title and id."""
-        found: Counter[str] = Counter()
-        for process, title in self._processes():
-            kind = next(
-                (name for name in ("Engine", "Ingress", "ProxyActor", "ServeController") if name in title), None
-            )
-            if kind is not None:
-                for each, name in [(process, kind), *((child, f"{kind}'s child") for child in process.children(True))]:
-                    found[f"{name} {each.pid}"] = each.memory_info().rss
-        return dict(found)
 
     def _processes(self) -> list[tuple[psutil.Process, str]]:
         own = psutil.Process(self.process.pid).children(recursive=True)

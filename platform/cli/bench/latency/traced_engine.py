@@ -17,13 +17,13 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ......models.pass_chain import PassChain
-from ......models.pass_graphs import GraphedPass
-from .....core.config import EngineArgs
-from .....core.messages import TokenDelta
-from .....engine.engine_core import EngineCore
-from .....engine.runner.model_runner import ModelRunner
-from .....engine.sampling.sampler import Sampler
+from .....models.pass_chain import PassChain
+from .....models.pass_graphs import GraphedPass
+from ....core.config import EngineArgs
+from ....core.messages import TokenDelta
+from ....engine.engine_core import EngineCore
+from ....engine.runner.model_runner import ModelRunner
+from ....engine.sampling.sampler import Sampler
 from .timeline import IPC, STEP, Span
 
 FOLDER_VARIABLE = "OUTRIDER_PROFILE_DIR"
