@@ -273,7 +273,7 @@ class AsyncLLM(
         """
         take_options("AsyncLLM.generate()", options)
         prepared = await self.prepare(prompt, sampling_params, request_id, lora_request=lora_request, **options)
-        async with contextlib.aclosing(cast(AsyncGenerator[RequestOutput], self.run(prepared, delta=delta))) as outputs:
+        async with contextlib.aclosing(self.run(prepared, delta=delta)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -287,14 +287,9 @@ class AsyncLLM(
         arrival_time: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> Prepared:
-        """Tokenize and check a request, for `run`. The engine does not hear of it yet.
-
-        Args:
-            arrival_time: monotonic time from which its latencies are counted; by default it is now.
-
-        Raises:
-            OutriderError: typed; the request is wrong, or none are taken now.
-        """
+        """Tokenize and check a request, for `run`. Latencies are counted from `arrival_time` on the monotonic clock, by
+        default from now. Errors are those of the first iteration of `generate`."""
+        take_options("AsyncLLM.prepare()", options)
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         self._check_takes_requests()
         await self.start()
@@ -310,7 +305,7 @@ class AsyncLLM(
             **options,
         )
 
-    async def run(self, prepared: Prepared, *, delta: bool = False) -> AsyncIterator[RequestOutput]:
+    async def run(self, prepared: Prepared, *, delta: bool = False) -> AsyncGenerator[RequestOutput]:
         """Run a request; the outputs are those of `generate`. It may have waited: its adapter has the version, and the
         engine the state, of now."""
         request_id, kind = prepared.request_id, prepared.kind
@@ -362,7 +357,7 @@ class AsyncLLM(
         prepared = await self.prepare(
             prompt, sampling_params, request_id, lora_request=lora_request, **cast(RequestOptions, of_request)
         )
-        async with contextlib.aclosing(cast(AsyncGenerator[RequestOutput], self.run(prepared, delta=delta))) as outputs:
+        async with contextlib.aclosing(self.run(prepared, delta=delta)) as outputs:
             async for output in outputs:
                 yield output
 

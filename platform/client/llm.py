@@ -19,6 +19,7 @@ from .adapters.spelling import AnyLoRA, for_each, lora_of_each
 from .beam_search import SyncBeamSearch
 from .engine_factory import MadeFromArgs
 from .engine_methods import SyncEngineMethods
+from .input_processor import take_options
 from .llm_engine import LLMEngine
 from .output_processor import RequestState
 from .pooling import SyncPoolingMethods
@@ -113,6 +114,7 @@ class LLM(MadeFromArgs, SyncAdapterMethods, SyncPoolingMethods, SyncBeamSearch, 
         **options: Unpack[RequestOptions],
     ) -> Prepared:
         """Tokenize and check one request, for `run`; see `AsyncLLM.prepare`."""
+        take_options("LLM.prepare()", options)
         self.llm_engine.check_open()
         return self.llm_engine.prepare(
             prompt,

@@ -1,4 +1,4 @@
-"""The ASGI application: routes, and around them the gate that every request passes."""
+"""The ASGI application: routes, and around them the layers that every request passes."""
 
 from __future__ import annotations
 

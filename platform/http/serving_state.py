@@ -334,7 +334,7 @@ def batches_of(request: Request) -> Batches:
 def principal_of(request: Request) -> Principal:
     """The principal of a request to a guarded route."""
     principal = getattr(request.state, PRINCIPAL, None)
-    assert isinstance(principal, Principal), "the gate lets nobody else through"
+    assert isinstance(principal, Principal), "`Authentication` lets nobody else through"
     return principal
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,7 +91,7 @@ async def _generate_one(serving: Serving, job: Job, index: int) -> AsyncGenerato
         in_engine = serving.queue.enter_engine(job.params.n)
     with in_engine:
         try:
-            async with aclosing(_as_generator(outputs)) as stream:
+            async with aclosing(outputs) as stream:
                 async for output in stream:
                     generation.update(output)
                     recorder.on_output(output)
@@ -108,16 +108,11 @@ async def _generate_one(serving: Serving, job: Job, index: int) -> AsyncGenerato
             raise
 
 
-def _outputs_of(serving: Serving, job: Job, index: int) -> AsyncIterator[RequestOutput]:
+def _outputs_of(serving: Serving, job: Job, index: int) -> AsyncGenerator[RequestOutput]:
     """Outputs of a prompt, each with what is new."""
     if job.beam is not None:
         return beam_outputs(serving, job, index)
     return serving.llm.run(job.prepared[index], delta=True)
-
-
-def _as_generator(outputs: AsyncIterator[RequestOutput]) -> AsyncGenerator[RequestOutput]:
-    assert isinstance(outputs, AsyncGenerator), "AsyncLLM.run is an async generator: closing it aborts the request"
-    return outputs
 
 
 async def _merge(serving: Serving, job: Job) -> AsyncGenerator[Event]:

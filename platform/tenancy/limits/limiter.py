@@ -339,8 +339,8 @@ class Limiter:
             raise self._refusal(
                 principal,
                 reason,
-                f"{scope.description} is over its limit: {reason} is {bucket.limit}, {bucket.remaining(now)} are left and "
-                f"{amount} needed; try again in {shown_duration(wait)}",
+                f"{scope.description} is over its limit: {reason} is {bucket.limit}, {bucket.remaining(now)} are left "
+                f"and {amount} needed; try again in {shown_duration(wait)}",
                 wait / SECOND,
             )
 

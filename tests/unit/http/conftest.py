@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -165,7 +165,7 @@ class FakeAsyncLLM:
         requests = FakeRequests(self.input_processor, dict, self.sources, self.sampling_defaults)
         return await requests.prepare(prompt, params, request_id=request_id, lora_request=lora_request, **options)
 
-    async def run(self, prepared: Prepared, *, delta: bool) -> AsyncIterator[RequestOutput]:
+    async def run(self, prepared: Prepared, *, delta: bool) -> AsyncGenerator[RequestOutput]:
         assert delta
         request_id, sampling_params, ids = prepared.request_id, prepared.params, prepared.prompt.token_ids
         called = {"prompt": {"prompt_token_ids": ids}, "params": sampling_params, "request_id": request_id}
