@@ -297,12 +297,7 @@ class AsyncLLM(
         check_request_id(request_id)
         self.adapters.numbers.note(lora_request)
         return await self._parts().requests.prepare(
-            prompt,
-            sampling_params,
-            request_id=request_id,
-            lora_request=lora_request,
-            arrival_time=arrival_time,
-            **options,
+            prompt, sampling_params, request_id, lora_request=lora_request, arrival_time=arrival_time, **options
         )
 
     async def run(self, prepared: Prepared, *, delta: bool = False) -> AsyncGenerator[RequestOutput]:
