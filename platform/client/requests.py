@@ -12,8 +12,8 @@ from ..core.constraint_check import CHECKER
 from ..core.lora_request import LoRA, LoRARequest
 from ..core.messages import EngineRequest
 from ..core.sampling_params import SamplingParams
+from .adapters.lora_argument import AnyLoRA, resolve_lora
 from .adapters.sources import AdapterSources
-from .adapters.spelling import AnyLoRA, resolve_lora
 from .input_processor import InputProcessor
 from .prepared import Defaults, ParsedPrompt, Prepared, RequestOptions
 from .prompts import Prompt, has_new_constraint, is_long
@@ -21,7 +21,7 @@ from .sampling_defaults import SamplingDefaults
 from .text.adapter_templates import adapter_chat_template
 from .text.adapter_tokenizers import AdapterTokenizers
 from .text.chat_template import ChatOptions
-from .waiting import Waits, answer, waits
+from .waiting import Steps, dual, wait_for
 
 
 class RequestMaker:
@@ -43,7 +43,7 @@ class RequestMaker:
         self._checkers = ThreadPoolExecutor(2, "check-request")
         self._processors = AdapterTokenizers(input_processor.tokenizer, input_processor.with_tokenizer)
 
-    @waits
+    @dual
     def prepare(
         self,
         prompt: Prompt | ParsedPrompt,
@@ -53,7 +53,7 @@ class RequestMaker:
         lora_request: AnyLoRA | None,
         arrival_time: float | None = None,
         **options: Unpack[RequestOptions],
-    ) -> Waits[Prepared]:
+    ) -> Steps[Prepared]:
         """Check a request; errors as of `InputProcessor.prepare`, `AdapterSources.localize` and `processor_of`."""
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         lora = resolve_lora(lora_request, self._known)
@@ -64,19 +64,19 @@ class RequestMaker:
             processor.prepare, request_id, prompt, chosen, lora=lora, arrival_time=arrival_time, **options
         )
         if has_new_constraint(params):
-            return (yield from answer(CHECKER.thread.submit(check)))
+            return (yield from wait_for(CHECKER.thread.submit(check)))
         if is_long(prompt, params):
-            return (yield from answer(self._checkers.submit(check)))
+            return (yield from wait_for(self._checkers.submit(check)))
         return check()
 
-    @waits
-    def sequences(self, prepared: Prepared, engine_id: str) -> Waits[list[EngineRequest]]:
+    @dual
+    def sequences(self, prepared: Prepared, engine_id: str) -> Steps[list[EngineRequest]]:
         """Sequences of a request that is to run now. The files of its adapter are fetched again if they have been
         removed while it waited."""
         return prepared.sequences(engine_id, (yield from self._sources.localize(prepared.lora)))
 
-    @waits
-    def processor_of(self, lora_request: AnyLoRA | None) -> Waits[InputProcessor]:
+    @dual
+    def processor_of(self, lora_request: AnyLoRA | None) -> Steps[InputProcessor]:
         """The processor of an adapter's texts: its folder may hold a tokenizer. A weighted sum has the model's.
 
         Raises:
@@ -89,10 +89,10 @@ class RequestMaker:
         own = yield from self._sources.study("tokenizer", lora.path, read)
         return self.input_processor if own is None else own
 
-    @waits
+    @dual
     def chat_prompt(
         self, messages: list[dict[str, Any]], lora_request: AnyLoRA | None, options: ChatOptions
-    ) -> Waits[Prompt]:
+    ) -> Steps[Prompt]:
         """A conversation as a prompt, under the template of `options`, of the adapter or of the model, in this order.
 
         Raises:
@@ -105,7 +105,7 @@ class RequestMaker:
             template = options.get("chat_template") or adapter_chat_template(lora)
             return processor.chat_prompt(messages, {**options, "chat_template": template})
 
-        return (yield from answer(self._checkers.submit(render)))
+        return (yield from wait_for(self._checkers.submit(render)))
 
-    def _localized(self, lora: AnyLoRA | None) -> Waits[LoRA | None]:
+    def _localized(self, lora: AnyLoRA | None) -> Steps[LoRA | None]:
         return (yield from self._sources.localize(resolve_lora(lora, self._known)))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from outrider.platform.client.adapters.async_adapters import AsyncLLMAdapters
 from outrider.platform.client.adapters.llm_adapters import LLMAdapters
+from outrider.platform.client.adapters.loaded_adapters import LoadedAdapters
 from outrider.platform.client.async_llm import AsyncLLM
 from outrider.platform.client.llm import LLM
 from outrider.platform.core.adapter_verbs import VERBS, Adapters
@@ -43,7 +43,6 @@ MANY = {"use_tqdm", "on_output"}
 DIFFERENT = {
     "generate": ({"prompts", *MANY}, {"prompt", *ONE_AT_A_TIME}),
     "chat": (MANY, ONE_AT_A_TIME),
-    "run": (MANY, {"delta"}),
     "embed": ({"prompts", "use_tqdm"}, {"prompt", "request_id"}),
     "encode": ({"prompts", "use_tqdm"}, {"prompt", "request_id"}),
     "score": ({"use_tqdm"}, set()),
@@ -83,7 +82,7 @@ def test_the_same_construction() -> None:
     assert parameters(LLM) == parameters(AsyncLLM)
 
 
-@pytest.mark.parametrize("kind", [LLMAdapters, AsyncLLMAdapters])
+@pytest.mark.parametrize("kind", [LLMAdapters, LoadedAdapters])
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_verbs_for_adapters(kind: type, verb: str) -> None:
     declared = getattr(Adapters, verb)

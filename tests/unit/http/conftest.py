@@ -16,7 +16,7 @@ from outrider.platform.client.input_processor import InputProcessor
 from outrider.platform.client.prepared import Prepared
 from outrider.platform.client.requests import RequestMaker
 from outrider.platform.client.sampling_defaults import SamplingDefaults
-from outrider.platform.client.waiting import Waits, waits
+from outrider.platform.client.waiting import Steps, dual
 from outrider.platform.core.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from outrider.platform.core.errors import InvalidUserInputError, NotFoundError, OutriderError
 from outrider.platform.core.lora_request import LoRARequest
@@ -113,8 +113,8 @@ class FakeAdapters:
 class FakeRequests(RequestMaker):
     """Checks requests in the threads of `AsyncLLM`. The folders of its adapters do not exist."""
 
-    @waits
-    def processor_of(self, lora_request: Any) -> Waits[InputProcessor]:
+    @dual
+    def processor_of(self, lora_request: Any) -> Steps[InputProcessor]:
         yield from ()
         return self.input_processor
 
