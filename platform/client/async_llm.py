@@ -26,10 +26,11 @@ from .adapters.loaded_adapters import LoadedAdapters
 from .adapters.lora_argument import AnyLoRA
 from .adapters.sources import AdapterSources
 from .engine_factory import DEFAULT_ENGINE, check_life_options, engine_args, missing_attribute
-from .input_processor import InputProcessor, RequestOptions
+from .input_processor import InputProcessor
 from .kernel_configs import use_kernel_configs
 from .metrics import Metric, metrics_of
 from .output_processor import OutputProcessor
+from .prepared import ParsedPrompt, RequestOptions
 from .process.supervisor import EngineSpec
 from .profile_folder import profile_folder
 from .prompts import Prompt
@@ -92,6 +93,7 @@ class AsyncLLM:
         """Sampling parameters of requests that leave them out."""
         self._streams = RequestStreams(spec, self.sources, self.sampling_defaults)
         self.engine, self.adapters = self._streams.engine, self._streams.adapters
+        self.prepare, self.run = self._streams.prepare, self._streams.run  # `generate` in two steps
 
     if not TYPE_CHECKING:
 
@@ -292,7 +294,7 @@ class AsyncLLM:
 
     async def beam_search(
         self,
-        prompt: Prompt,
+        prompt: Prompt | ParsedPrompt,
         params: BeamSearchParams,
         request_id: str | None = None,
         *,
@@ -300,11 +302,8 @@ class AsyncLLM:
         on_step: Callable[[int], None] | None = None,
         **options: Unpack[RequestOptions],
     ) -> BeamSearchOutput:
-        """The most likely continuations of a prompt; see `LLM.beam_search`. Cancelling ends the search.
-
-        Args:
-            on_step: is called after each step with the output tokens that the result would have if it were the last.
-        """
+        """The most likely continuations of a prompt; see `LLM.beam_search`. Cancelling ends the search. `on_step` is
+        called after each step with the output tokens that the result would have if it were the last."""
         return await self._streams.beam_search(prompt, params, request_id, lora_request, on_step, options)
 
     async def embed(

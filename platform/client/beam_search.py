@@ -18,10 +18,10 @@ from ..core.outputs import Logprob, RequestOutput
 from ..core.sampling_params import SamplingParams, shown
 from ..core.tasks import run_all
 from .adapters.lora_argument import AnyLoRA, lora_of_each
-from .input_processor import RequestOptions, take_options
+from .input_processor import take_options
+from .prepared import Prepared, RequestOptions
 from .progress import GenerationProgress
 from .prompts import Prompt, as_prompts
-from .request_maker import Made
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -70,7 +70,7 @@ class BeamSearch:
         """The best sequences."""
         best = self._best()
         for sequence in best:
-            sequence.text = decode(self.shown(sequence))
+            sequence.text = decode(self.shown_tokens(sequence))
         return BeamSearchOutput(best)
 
     @property
@@ -82,7 +82,7 @@ class BeamSearch:
         unfinished = [replace(beam, finish_reason="length") for beam in self._beams]
         return sorted([*self._completed, *unfinished], key=self._score, reverse=True)[: self._params.beam_width]
 
-    def shown(self, sequence: BeamSearchSequence) -> list[int]:
+    def shown_tokens(self, sequence: BeamSearchSequence) -> list[int]:
         """The tokens of a sequence that its text shows."""
         hides_end = sequence.finish_reason == "stop" and not self._params.include_stop_str_in_output
         return sequence.tokens[:-1] if hides_end else sequence.tokens
@@ -105,7 +105,7 @@ class BeamSearch:
         return all(self._scored(beam.cum_logprob, len(beam.tokens) + further) <= worst for beam in self._beams)
 
 
-def check_params(params: BeamSearchParams, info: EngineInfo) -> SamplingParams:
+def step_params(params: BeamSearchParams, info: EngineInfo) -> SamplingParams:
     """Parameters with which a prompt is checked for its search.
 
     Raises:
@@ -133,10 +133,10 @@ def _candidates(output: RequestOutput) -> dict[int, Logprob]:
     return completion.logprobs[0]
 
 
-def _decoder(made: Made) -> Callable[[list[int]], str]:
-    if made.tokenizer is None:
+def _decoder(prepared: Prepared) -> Callable[[list[int]], str]:
+    if prepared.tokenizer is None:
         return lambda token_ids: ""
-    return cast(Callable[[list[int]], str], made.tokenizer.decode)
+    return cast(Callable[[list[int]], str], prepared.tokenizer.decode)
 
 
 def search_all(
@@ -152,13 +152,12 @@ def search_all(
     take_options("LLM.beam_search()", options)
     engine = llm.llm_engine
     engine.check_open()
-    checked = check_params(params, engine.engine_info)
+    checked = step_params(params, engine.engine_info)
     batch = as_prompts(prompts)
-    made = [
-        engine.requests.make(prompt, checked, request_id="beam", lora_request=lora, **cast(RequestOptions, options))
+    works = [
+        engine.prepare(prompt, checked, request_id="beam", lora_request=lora, **cast(RequestOptions, options))
         for prompt, lora in zip(batch, lora_of_each(lora_request, len(batch)), strict=True)
     ]
-    works = [work.result() for work in made]
     size = concurrency_limit if concurrency_limit is not None else max(1, len(works))
     if size < 1:
         raise invalid("concurrency_limit", f"must be at least 1, got {size}")
@@ -166,7 +165,7 @@ def search_all(
     with GenerationProgress(len(works), use_tqdm) as progress:
         for start in range(0, len(works), size):
             part = works[start : start + size]
-            searches = [BeamSearch(work.requests[0], params) for work in part]
+            searches = [BeamSearch(work.sequences()[0], params) for work in part]
             _search_part(llm, searches, checked.clone(max_tokens=1), options)
             for search, work in zip(searches, part, strict=True):
                 results.append(search.result(_decoder(work)))
@@ -184,13 +183,13 @@ def _search_part(llm: LLM, searches: list[BeamSearch], step: SamplingParams, opt
 
 
 async def search_async(
-    made: Made,
+    prepared: Prepared,
     params: BeamSearchParams,
     generate: Callable[[int, Prompt, LoRA | None], AsyncIterator[RequestOutput]],
     on_step: Callable[[int], None] | None,
 ) -> BeamSearchOutput:
     """The work of `AsyncLLM.beam_search`. `generate` gets the index of a beam, the beam, and the adapter."""
-    search = BeamSearch(made.requests[0], params)
+    search = BeamSearch(prepared.sequences()[0], params)
 
     async def candidates(index: int, beam: Prompt) -> dict[int, Logprob]:
         return _candidates([output async for output in generate(index, beam, search.request.lora)][-1])
@@ -199,4 +198,4 @@ async def search_async(
         search.extend(await run_all([candidates(index, beam) for index, beam in enumerate(prompts)]))
         if on_step is not None:
             on_step(search.num_output_tokens)
-    return search.result(_decoder(made))
+    return search.result(_decoder(prepared))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
@@ -93,6 +94,8 @@ class LLM:
         self.llm_engine = engine
         """The engine, for callers who step it by themselves."""
         self.adapters = engine.adapters
+        self.prepare, self.run = engine.prepare, functools.partial(run_batch, engine)
+        """`generate` in two steps, between which requests may wait."""
 
     if not TYPE_CHECKING:
 

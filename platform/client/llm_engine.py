@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack, cast
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from ..core.config import EngineArgs
 from ..core.errors import OutriderError, invalid
@@ -34,27 +34,18 @@ from .engine_factory import (
     load_text_side,
     missing_attribute,
 )
-from .input_processor import InputProcessor, RequestOptions, check_request_id, take_options
+from .input_processor import InputProcessor, check_request_id, take_options
 from .local_engine import LocalEngine
 from .metrics import Metric, metrics_of
 from .output_processor import OutputProcessor, RequestState
+from .prepared import ParsedPrompt, Prepared, RequestOptions
 from .profile_folder import profile_folder
-from .prompts import Prompt, text_of
-from .request_maker import Made, RequestMaker
+from .prompts import Prompt
+from .requests import RequestMaker
 from .sampling_defaults import SamplingDefaults
 from .text.no_tokenizer import OPTION, needed
 
 logger = logging.getLogger(__name__)
-
-
-class Prepared(NamedTuple):
-    """A checked request that has not been started."""
-
-    request_id: str
-    text: str | None
-    """Text of the prompt, where it has one."""
-    made: Made
-    kind: RequestOutputKind
 
 
 class LLMEngine:
@@ -100,8 +91,9 @@ class LLMEngine:
         self.requests = RequestMaker(
             self.input_processor, lambda: self.adapters.known, self.sources, self.sampling_defaults
         )
-        self.output_processor = OutputProcessor(self.tokenizer)
-        self._numbers = itertools.count()  # of the requests, for their ids in the engine
+        self.output_processor = OutputProcessor()
+        self._numbers = itertools.count()  # of the requests, for those without an id
+        self._engine_numbers = itertools.count()  # of the requests that have begun, for their ids in the engine
         self._kinds: dict[str, RequestOutputKind] = {}  # of the requests of `add_request`
         self._errors: deque[OutriderError] = deque()  # of failed requests, for the next calls of `step`
 
@@ -299,28 +291,30 @@ class LLMEngine:
 
     def prepare(
         self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        *,
+        prompt: Prompt | ParsedPrompt,
+        params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
         lora_request: AnyLoRA | None = None,
+        arrival_time: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> Prepared:
-        """Check a request and make it ready; without an id it gets a number."""
-        number = str(next(self._numbers))
-        if request_id is not None:
-            check_request_id(request_id)
+        """Tokenize and check a request; without an id it gets a number. See `RequestStreams.prepare`."""
+        take_options("LLM.prepare()", options)
+        self.check_open()
+        request_id = str(next(self._numbers)) if request_id is None else request_id
+        check_request_id(request_id)
         self.adapters.int_ids.record(lora_request)
-        # The engine gets an id that is never used again.
-        engine_id = number if request_id is None else f"{request_id}~{number}"
-        made = self.requests.make(prompt, params, request_id=engine_id, lora_request=lora_request, **options).result()
-        kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
-        return Prepared(number if request_id is None else request_id, text_of(prompt), made, kind)
+        return self.requests.prepare(
+            prompt, params, request_id, lora_request=lora_request, arrival_time=arrival_time, **options
+        ).result()
 
     def begin(self, prepared: Prepared) -> RequestState:
         """Give a request to the engine, which may refuse it."""
-        requests, tokenizer = prepared.made
-        state = self.output_processor.add(prepared.request_id, requests, prepared.text, tokenizer)
+        # The engine gets an id that is never used again.
+        engine_id = f"{prepared.request_id}~{next(self._engine_numbers)}"
+        requests = self.requests.sequences(prepared, engine_id).result()
+        state = self.output_processor.add(prepared, requests)
         try:
             self.engine.add(requests)
         except BaseException:

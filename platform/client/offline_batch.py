@@ -7,16 +7,17 @@ from typing import Any
 
 from ..core.errors import InvalidUserInputError
 from ..core.outputs import RequestOutput
-from .llm_engine import LLMEngine, Prepared
+from .llm_engine import LLMEngine
 from .output_processor import RequestState
+from .prepared import Prepared
 from .progress import GenerationProgress
 
 
 def run_batch(
     engine: LLMEngine,
     requests: Sequence[Prepared],
-    use_tqdm: bool | Callable[..., Any],
-    on_output: Callable[[int, RequestOutput], None] | None,
+    use_tqdm: bool | Callable[..., Any] = True,
+    on_output: Callable[[int, RequestOutput], None] | None = None,
 ) -> list[RequestOutput]:
     """Outputs of the requests, in their order; see `LLM.generate`. After an error the others are aborted."""
     if engine.has_unfinished_requests():

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 import uuid
 from collections import ChainMap
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Unpack, cast
 
 from ..core.beam_search import BeamSearchOutput, BeamSearchParams
 from ..core.errors import EngineDeadError, OutriderError, ShuttingDownError
@@ -19,14 +20,15 @@ from ..core.sampling_params import RequestOutputKind, SamplingParams
 from .adapters.loaded_adapters import LoadedAdapters
 from .adapters.lora_argument import AnyLoRA
 from .adapters.sources import AdapterSources
-from .beam_search import check_params, search_async
+from .beam_search import search_async, step_params
 from .engine_factory import demo_lora_requests, load_text_side
-from .input_processor import InputProcessor, RequestOptions, check_request_id, take_options
+from .input_processor import InputProcessor, check_request_id, take_options
 from .output_processor import OutputProcessor
+from .prepared import ParsedPrompt, Prepared, RequestOptions
 from .process.supervisor import EngineProcess, EngineSpec
-from .prompts import Prompt, text_of
+from .prompts import Prompt
 from .remote_engine import RemoteEngine
-from .request_maker import RequestMaker
+from .requests import RequestMaker
 from .sampling_defaults import SamplingDefaults
 from .stream_pacing import StreamPacer
 from .text.chat_template import ChatOptions
@@ -74,7 +76,7 @@ class RequestStreams:
         known = ChainMap(self.adapters.requests, demo_lora_requests(self._args))
         input_processor = InputProcessor(tokenizer, info, eos_token_ids)
         requests = RequestMaker(input_processor, lambda: known, self._sources, self._defaults)
-        self._text_side = TextSide(requests, OutputProcessor(tokenizer))
+        self._text_side = TextSide(requests, OutputProcessor())
 
     async def _on_restart(self, process: EngineProcess) -> None:
         await self.adapters.reload_after_restart(process.call)
@@ -105,22 +107,45 @@ class RequestStreams:
     ) -> AsyncIterator[RequestOutput]:
         """See `AsyncLLM.generate`."""
         take_options("AsyncLLM.generate()", options)
+        prepared = await self.prepare(prompt, sampling_params, request_id, lora_request=lora_request, **options)
+        async with contextlib.aclosing(self.run(prepared, delta=delta)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def prepare(
+        self,
+        prompt: Prompt | ParsedPrompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: AnyLoRA | None = None,
+        arrival_time: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Prepared:
+        """Tokenize and check a request, for `run`. Latencies are counted from `arrival_time` on the monotonic clock, by
+        default from now. Errors are those of the first iteration of `generate`."""
+        take_options("AsyncLLM.prepare()", options)
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
         self.engine.check_admits()
         await self.engine.start()
         request_id = request_id if request_id is not None else f"req-{uuid.uuid4().hex}"
         check_request_id(request_id)
-        kind = getattr(sampling_params, "output_kind", RequestOutputKind.CUMULATIVE)
-        delta, at_end = delta or kind is RequestOutputKind.DELTA, kind is RequestOutputKind.FINAL_ONLY
         self.adapters.int_ids.record(lora_request)
+        return await self.text_side.requests.prepare(
+            prompt, sampling_params, request_id, lora_request=lora_request, arrival_time=arrival_time, **options
+        )
+
+    async def run(self, prepared: Prepared, *, delta: bool = False) -> AsyncGenerator[RequestOutput]:
+        """Run a request; the outputs are those of `generate`. It may have waited: its adapter has the version, and the
+        engine the state, of now."""
+        request_id, kind = prepared.request_id, prepared.kind
+        delta, at_end = delta or kind is RequestOutputKind.DELTA, kind is RequestOutputKind.FINAL_ONLY
         maker, outputs = self.text_side
         # The engine gets an id that is never used again: it may still report on an aborted request with the user's id.
-        engine_id = f"{request_id}~{next(self._numbers)}"
-        requests, tokenizer = await maker.make(
-            prompt, sampling_params, request_id=engine_id, lora_request=lora_request, **options
-        )
+        requests = await maker.sequences(prepared, f"{request_id}~{next(self._numbers)}")
         self.engine.check_admits()
         self.engine.process()  # one that is dead is an error before the request counts as running
-        state = outputs.add(request_id, requests, text_of(prompt), tokenizer)
+        state = outputs.add(prepared, requests)
         consumer = self.pacer.open(request_id)
         try:
             self.engine.add(requests)
@@ -155,16 +180,16 @@ class RequestStreams:
         await self.engine.start()
         of_request = {name: options.pop(name) for name in RequestOptions.__annotations__ if name in options}
         prompt = await self.text_side.requests.chat_prompt(messages, lora_request, cast(ChatOptions, options))
-        stream = self.generate(
-            prompt, sampling_params, request_id, lora_request, delta, cast(RequestOptions, of_request)
+        prepared = await self.prepare(
+            prompt, sampling_params, request_id, lora_request=lora_request, **cast(RequestOptions, of_request)
         )
-        async with contextlib.aclosing(cast(AsyncGenerator[RequestOutput], stream)) as outputs:
+        async with contextlib.aclosing(self.run(prepared, delta=delta)) as outputs:
             async for output in outputs:
                 yield output
 
     async def beam_search(
         self,
-        prompt: Prompt,
+        prompt: Prompt | ParsedPrompt,
         params: BeamSearchParams,
         request_id: str | None,
         lora_request: AnyLoRA | None,
@@ -173,19 +198,16 @@ class RequestStreams:
     ) -> BeamSearchOutput:
         """See `AsyncLLM.beam_search`."""
         take_options("AsyncLLM.beam_search()", options)
-        self.engine.check_admits()
-        checked = check_params(params, await self.engine.start())
+        checked = step_params(params, await self.engine.start())
         search_id = request_id if request_id is not None else f"beam-{uuid.uuid4().hex}"
-        made = await self.text_side.requests.make(
-            prompt, checked, request_id=search_id, lora_request=lora_request, **options
-        )
+        prepared = await self.prepare(prompt, checked, search_id, lora_request=lora_request, **options)
         step = checked.clone(max_tokens=1)
 
         def generate(index: int, beam: Prompt, lora: LoRA | None) -> AsyncIterator[RequestOutput]:
             return self.generate(beam, step, f"{search_id}-{index}", lora, False, options.copy())
 
         with self.engine.admitted():
-            return await search_async(made, params, generate, on_step)
+            return await search_async(prepared, params, generate, on_step)
 
     def count_speculation(self, request_id: str) -> None:
         """See `AsyncLLM.count_speculation`."""

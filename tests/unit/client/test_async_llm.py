@@ -227,9 +227,10 @@ def test_undecodable_messages_are_answered_and_stop_nothing(model_path: str) -> 
         stream, pid = await first_output(llm), llm.engine_pid
         engine = llm.engine.process()
         wrong: Any = 5
-        request = llm.input_processor.process("r", [5])
+        prepared = llm.input_processor.prepare("r", [5])
+        request = prepared.sequences()
         request[0].tenant = wrong
-        state = llm.output_processor.add("r", request)
+        state = llm.output_processor.add(prepared, request)
         engine.send(Add(request))
         await until(lambda: state.finished)
         assert isinstance(state.error, InvalidRequestError)

@@ -1,11 +1,12 @@
-"""Prompts of `LLM` and `AsyncLLM` to requests for the engine."""
+"""The way of a request from what users give to what the engine gets: `prepare`, then `sequences`."""
 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 from ..core.constraint_check import CHECKER
 from ..core.lora_request import LoRA, LoRARequest
@@ -13,7 +14,8 @@ from ..core.messages import EngineRequest
 from ..core.sampling_params import SamplingParams
 from .adapters.lora_argument import AnyLoRA, resolve_lora
 from .adapters.sources import AdapterSources
-from .input_processor import Defaults, InputProcessor, RequestOptions
+from .input_processor import InputProcessor
+from .prepared import Defaults, ParsedPrompt, Prepared, RequestOptions
 from .prompts import Prompt, has_new_constraint, is_long
 from .sampling_defaults import SamplingDefaults
 from .text.adapter_templates import adapter_chat_template
@@ -22,17 +24,8 @@ from .text.chat_template import ChatOptions
 from .waiting import Steps, dual, wait_for
 
 
-class Made(NamedTuple):
-    """One request for the engine."""
-
-    requests: list[EngineRequest]
-    """Its sequences."""
-    tokenizer: Any
-    """Tokenizer of its texts: the model's, or its adapter's."""
-
-
 class RequestMaker:
-    """Makes engine requests. Files are fetched and long prompts are checked in threads."""
+    """Checks requests. Files are fetched and long prompts are checked in threads."""
 
     def __init__(
         self,
@@ -51,25 +44,36 @@ class RequestMaker:
         self._processors = AdapterTokenizers(input_processor.tokenizer, input_processor.with_tokenizer)
 
     @dual
-    def make(
+    def prepare(
         self,
-        prompt: Prompt,
+        prompt: Prompt | ParsedPrompt,
         params: SamplingParams | None,
-        *,
         request_id: str,
+        *,
         lora_request: AnyLoRA | None,
+        arrival_time: float | None = None,
         **options: Unpack[RequestOptions],
-    ) -> Steps[Made]:
-        """One request; errors as of `InputProcessor.process`, `AdapterSources.localize` and `processor_of`."""
-        lora = yield from self._localized(lora_request)
-        chosen = params if params is not None else Defaults((yield from self._defaults.of(lora)))
-        processor = yield from self.processor_of(lora)
-        process = functools.partial(processor.process, request_id, prompt, chosen, lora=lora, **options)
+    ) -> Steps[Prepared]:
+        """Check a request; errors as of `InputProcessor.prepare`, `AdapterSources.localize` and `processor_of`."""
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        lora = resolve_lora(lora_request, self._known)
+        local = yield from self._sources.localize(lora)
+        chosen = params if params is not None else Defaults((yield from self._defaults.of(local)))
+        processor = yield from self.processor_of(local)
+        check = functools.partial(
+            processor.prepare, request_id, prompt, chosen, lora=lora, arrival_time=arrival_time, **options
+        )
         if has_new_constraint(params):
-            return Made((yield from wait_for(CHECKER.thread.submit(process))), processor.tokenizer)
+            return (yield from wait_for(CHECKER.thread.submit(check)))
         if is_long(prompt, params):
-            return Made((yield from wait_for(self._checkers.submit(process))), processor.tokenizer)
-        return Made(process(), processor.tokenizer)
+            return (yield from wait_for(self._checkers.submit(check)))
+        return check()
+
+    @dual
+    def sequences(self, prepared: Prepared, engine_id: str) -> Steps[list[EngineRequest]]:
+        """Sequences of a request that is to run now. The files of its adapter are fetched again if they have been
+        removed while it waited."""
+        return prepared.sequences(engine_id, (yield from self._sources.localize(prepared.lora)))
 
     @dual
     def processor_of(self, lora_request: AnyLoRA | None) -> Steps[InputProcessor]:
