@@ -78,7 +78,7 @@ _QKV = ["q_proj", "k_proj", "v_proj"]
 _C_ATTN = ["c_attn", "c_proj", "c_fc"]
 _BY_HEAD = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
 _LFM2 = {"block_auto_adjust_ff_dim": False, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
-_DELTA = {
+DELTA = {
     **{"num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"]},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 10},
 }
@@ -139,10 +139,10 @@ FAMILIES: dict[str, Family] = {
     "deepseek3": Family("DeepseekV3", {**_LATENT, **_QUERY_RANK}, ["q_a_proj", "q_b_proj", *_KV, *GATED], _SPARSE),
     "gpt-oss": Family("GptOss", _GPT_OSS, ATTENTION, ["router.weight", *_SPARSE[1:]]),
     "lfm2": Family("Lfm2", _LFM2, ["in_proj", "out_proj", *_QKV, "w1", "w2", "w3", "embed_tokens"]),
-    "qwen3.5": Family("Qwen3_5Text", {**_DELTA, "head_dim": 16, "tie_word_embeddings": True}, _DELTA_TARGETS),
+    "qwen3.5": Family("Qwen3_5Text", {**DELTA, "head_dim": 16, "tie_word_embeddings": True}, _DELTA_TARGETS),
     "qwen3-next": Family(
         "Qwen3Next",
-        {**_DELTA, **_EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
+        {**DELTA, **_EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
         [*ATTENTION, *GATED, "in_proj_qkvz", "in_proj_ba", "out_proj"],
         _SPARSE,
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .tiny_families import ATTENTION, GATED, MERGED, SIZES, Family
+from .tiny_families import ATTENTION, DELTA, GATED, MERGED, SIZES, Family
 
 _VISION = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
@@ -59,6 +59,11 @@ MULTIMODAL: dict[str, Family] = {
     "qwen2.5-vl": _family("Qwen2_5_VL", _text(**_mrope(2, 2, 2)), _PATCHES, tie_word_embeddings=True),
     "qwen3-vl": _family("Qwen3VL", _text(**_WIDE, **_mrope(4, 2, 2, mrope_interleaved=True)), _DEEPSTACK),
     "qwen3-vl-moe": _family("Qwen3VLMoe", _text(**_EXPERTS, **_mrope(4, 2, 2)), _DEEPSTACK, "qkv"),
+    "qwen3.5-vl": _family(
+        "Qwen3_5",
+        _text(**DELTA, **_WIDE, **_mrope(2, 1, 1, partial_rotary_factor=0.5)),
+        {**_PATCHES, "num_position_embeddings": 16},
+    ),
     "glm4v": _family(
         "Glm4v", _text(**_mrope(1, 1, 1, partial_rotary_factor=0.5)), {**_PATCHES, "image_size": 28}, *MERGED
     ),

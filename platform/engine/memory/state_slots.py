@@ -50,7 +50,8 @@ class StateSlots(Gate):
         size = config.ring_size
         first_snapshot = 1 + size * config.num_rings
         self._num_rings = config.num_rings
-        self._free: list[Sequence[int]] = [range(first, first + size) for first in range(1, first_snapshot, size)][::-1]
+        self._free: list[Sequence[int]] = []
+        self._free += (range(first, first + size) for first in range(first_snapshot - size, 0, -size))
         self._held: dict[Request, _Held] = {}
         self._block_size = block_size
         self._interval = snapshot_blocks * block_size
