@@ -253,7 +253,7 @@ def test_transformers_code_serves_them_too(name: str, saved: Callable, driver: C
 
 
 def test_all_text_models_are_families() -> None:
-    raw = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64}
+    raw = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "intermediate_size": 64}
     raw |= {"num_key_value_heads": 4}
     for kind in TEXT_MODELS:
         outer = "LlavaForConditionalGeneration"
