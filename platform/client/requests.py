@@ -1,38 +1,31 @@
-"""Prompts of `LLM` and `AsyncLLM` to requests for the engine."""
+"""The way of a request from what users give to what the engine gets: `prepare`, then `sequences`."""
 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 from ..core.constraint_check import CHECKER
 from ..core.lora_request import LoRA, LoRARequest
 from ..core.messages import EngineRequest
 from ..core.sampling_params import SamplingParams
+from .adapters.lora_argument import AnyLoRA, resolve_lora
 from .adapters.sources import AdapterSources
-from .adapters.spelling import AnyLoRA, resolve_lora
-from .input_processor import Defaults, InputProcessor, RequestOptions
+from .input_processor import InputProcessor
+from .prepared import Defaults, ParsedPrompt, Prepared, RequestOptions
 from .prompts import Prompt, has_new_constraint, is_long
 from .sampling_defaults import SamplingDefaults
 from .text.adapter_templates import adapter_chat_template
 from .text.adapter_tokenizers import AdapterTokenizers
 from .text.chat_template import ChatOptions
-from .waiting import Waits, answer, waits
-
-
-class Made(NamedTuple):
-    """One request for the engine."""
-
-    requests: list[EngineRequest]
-    """Its sequences."""
-    tokenizer: Any
-    """Tokenizer of its texts: the model's, or its adapter's."""
+from .waiting import Steps, dual, wait_for
 
 
 class RequestMaker:
-    """Makes engine requests. Files are fetched and long prompts are checked in threads."""
+    """Checks requests. Files are fetched and long prompts are checked in threads."""
 
     def __init__(
         self,
@@ -50,29 +43,40 @@ class RequestMaker:
         self._checkers = ThreadPoolExecutor(2, "check-request")
         self._processors = AdapterTokenizers(input_processor.tokenizer, input_processor.with_tokenizer)
 
-    @waits
-    def make(
+    @dual
+    def prepare(
         self,
-        prompt: Prompt,
+        prompt: Prompt | ParsedPrompt,
         params: SamplingParams | None,
-        *,
         request_id: str,
+        *,
         lora_request: AnyLoRA | None,
+        arrival_time: float | None = None,
         **options: Unpack[RequestOptions],
-    ) -> Waits[Made]:
-        """One request; errors as of `InputProcessor.process`, `AdapterSources.localize` and `processor_of`."""
-        lora = yield from self._localized(lora_request)
-        chosen = params if params is not None else Defaults((yield from self._defaults.of(lora)))
-        processor = yield from self.processor_of(lora)
-        process = functools.partial(processor.process, request_id, prompt, chosen, lora=lora, **options)
+    ) -> Steps[Prepared]:
+        """Check a request; errors as of `InputProcessor.prepare`, `AdapterSources.localize` and `processor_of`."""
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        lora = resolve_lora(lora_request, self._known)
+        local = yield from self._sources.localize(lora)
+        chosen = params if params is not None else Defaults((yield from self._defaults.of(local)))
+        processor = yield from self.processor_of(local)
+        check = functools.partial(
+            processor.prepare, request_id, prompt, chosen, lora=lora, arrival_time=arrival_time, **options
+        )
         if has_new_constraint(params):
-            return Made((yield from answer(CHECKER.thread.submit(process))), processor.tokenizer)
+            return (yield from wait_for(CHECKER.thread.submit(check)))
         if is_long(prompt, params):
-            return Made((yield from answer(self._checkers.submit(process))), processor.tokenizer)
-        return Made(process(), processor.tokenizer)
+            return (yield from wait_for(self._checkers.submit(check)))
+        return check()
 
-    @waits
-    def processor_of(self, lora_request: AnyLoRA | None) -> Waits[InputProcessor]:
+    @dual
+    def sequences(self, prepared: Prepared, engine_id: str) -> Steps[list[EngineRequest]]:
+        """Sequences of a request that is to run now. The files of its adapter are fetched again if they have been
+        removed while it waited."""
+        return prepared.sequences(engine_id, (yield from self._sources.localize(prepared.lora)))
+
+    @dual
+    def processor_of(self, lora_request: AnyLoRA | None) -> Steps[InputProcessor]:
         """The processor of an adapter's texts: its folder may hold a tokenizer. A weighted sum has the model's.
 
         Raises:
@@ -85,10 +89,10 @@ class RequestMaker:
         own = yield from self._sources.study("tokenizer", lora.path, read)
         return self.input_processor if own is None else own
 
-    @waits
+    @dual
     def chat_prompt(
         self, messages: list[dict[str, Any]], lora_request: AnyLoRA | None, options: ChatOptions
-    ) -> Waits[Prompt]:
+    ) -> Steps[Prompt]:
         """A conversation as a prompt, under the template of `options`, of the adapter or of the model, in this order.
 
         Raises:
@@ -101,7 +105,7 @@ class RequestMaker:
             template = options.get("chat_template") or adapter_chat_template(lora)
             return processor.chat_prompt(messages, {**options, "chat_template": template})
 
-        return (yield from answer(self._checkers.submit(render)))
+        return (yield from wait_for(self._checkers.submit(render)))
 
-    def _localized(self, lora: AnyLoRA | None) -> Waits[LoRA | None]:
+    def _localized(self, lora: AnyLoRA | None) -> Steps[LoRA | None]:
         return (yield from self._sources.localize(resolve_lora(lora, self._known)))

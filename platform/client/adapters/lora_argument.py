@@ -1,4 +1,4 @@
-"""Spellings of the adapter of a request, and their meanings.
+"""Ways to name an adapter in a request.
 
 None                            the base model
 LoRARequest, or its name        an adapter
@@ -18,7 +18,7 @@ from ...core.lora_request import LoRA, LoRAMix, LoRARequest, mix_of, split_mix
 from ...core.sampling_params import shown
 
 AnyLoRA: TypeAlias = LoRA | str | tuple[LoRARequest | str, float] | Sequence[tuple[LoRARequest | str, float]]
-"""One request's adapter, in any spelling but None."""
+"""One request's adapter, named in any way but None."""
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ def resolve_lora(lora: AnyLoRA | None, known: Callable[[], Mapping[str, LoRARequ
 
     Raises:
         NotFoundError: no adapter has that name.
-        InvalidRequestError: it is no adapter in any spelling, or no mix that can be served.
+        InvalidRequestError: it names no adapter, or no mix that can be served.
     """
     if lora is None or isinstance(lora, LoRARequest):
         return lora
@@ -50,7 +50,7 @@ def resolve_lora(lora: AnyLoRA | None, known: Callable[[], Mapping[str, LoRARequ
 
 
 def lora_of_each(value: Any, count: int) -> list[Any]:
-    """The adapters of `count` prompts, each still as it was spelled: a list has one entry a prompt, unless all of its
+    """The adapters of `count` prompts, each still as it was given: a list has one entry a prompt, unless all of its
     entries are adapters with weights. That is one mix, for every prompt."""
     is_mix = isinstance(value, Sequence) and bool(value) and all(map(_is_part, value))
     if is_mix or isinstance(value, LoRAMix) or _is_part(value):

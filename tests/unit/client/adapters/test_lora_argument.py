@@ -1,4 +1,4 @@
-"""The spellings of a request's adapter, through both clients."""
+"""Ways to name an adapter in a request, through both clients."""
 
 import asyncio
 import functools
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.platform.client.adapters.spelling import lora_of_each, resolve_lora
+from outrider.platform.client.adapters.lora_argument import lora_of_each, resolve_lora
 from outrider.platform.client.async_llm import AsyncLLM
 from outrider.platform.client.llm import LLM
 from outrider.platform.client.process.supervisor import EngineSpec

@@ -1,4 +1,4 @@
-"""vLLM's integers of adapters. Here names tell adapters apart, so that an integer only stands for a name."""
+"""Lookup of `lora_int_id`, vLLM's integer of an adapter. Adapters have names here; an integer stands for a name."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from ...core.errors import NotFoundError
 from ...core.lora_request import LoRARequest
 
 
-class LoRANumbers:
+class LoRAIntIds:
     """Names of the adapters whose `lora_int_id` has been given."""
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
         self._paths: dict[str, str] = {}
 
-    def note(self, lora: object) -> None:
-        """Remember the integer of an adapter; 0 is none."""
+    def record(self, lora: object) -> None:
+        """Record the integer of an adapter; 0 is none."""
         if isinstance(lora, LoRARequest) and lora.lora_int_id:
             self._names[lora.lora_int_id], self._paths[lora.name] = lora.name, lora.path
 
     def is_known(self, lora: LoRARequest) -> bool:
-        """True when a request with this name and folder has been noted."""
+        """True when a request with this name and folder has been recorded."""
         return self._paths.get(lora.name) == lora.path
 
     def name_of(self, lora_id: int | str) -> str:
