@@ -79,8 +79,9 @@ class HiddenStore:
         return self._write(states, _adapter_rows(rows, counts), slots)
 
     def defer(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...], overshoot: Tensor | None) -> None:
-        """`write` for a step whose vectors are not read now. It may be deferred until `read`, `write` or `flush`, if its
-        slots are known. Draft weights that leave the device before then have no part in it, which costs acceptance."""
+        """`write` for a step whose vectors are not read now. If its slots are known it may be deferred until `read`,
+        `write` or `flush`. Draft weights that leave the device before then have no part in it, which costs
+        acceptance."""
         num_tokens = len(states[0])
         counts = _counts(rows, num_tokens)
         if overshoot is not None or num_tokens >= _MOST_DEFERRED:

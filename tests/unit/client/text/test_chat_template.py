@@ -84,11 +84,17 @@ DEEPSEEK_R1 = (
     "{%- set content = content.split('</think>')[-1] %}{%- endif %}{{'<｜Assistant｜>' + content + eos_token}}{%- endif %}"
     "{%- endfor -%}{% if add_generation_prompt %}{{'<｜Assistant｜><think>\n'}}{% endif %}"
 )
+SMOL_VLM = (
+    "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}{% if message['content'][0]['type'] == "
+    "'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}{% for line in message['content'] %}{% if line['type'] == 'text' %}"
+    "{{ line['text'] }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+)
 ASCII = "{% for m in messages %}{{ m.content | tojson(ensure_ascii=True) }}\n{% endfor %}"
 JSON = "{% for m in messages %}{{ {'role': m.role, 'content': m.content} | tojson }}\n{% endfor %}"
 REAL = {
     "Llama 3": LLAMA_3, "Qwen 3": QWEN_3, "Gemma": GEMMA, "Mistral": MISTRAL, "SmolLM2": SMOLLM_2, "SmolLM3": SMOLLM_3,
     "DeepSeek R1": DEEPSEEK_R1, "JSON": JSON, "ASCII": ASCII, "string": STRING, "parts": PARTS, "either": EITHER, "trims": TRIMS,
+    "SmolVLM": SMOL_VLM,
 }  # fmt: skip
 GUARD = (  # drops what is no list of parts
     "{% for message in messages %}{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
@@ -119,8 +125,8 @@ def as_parts(*texts: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize(
     "template",
-    [PARTS, EITHER, STRING, ONLY_USERS_HAVE_PARTS, GUARD, GEMMA],
-    ids=["parts", "either", "string", "users", "guard", "Gemma"],
+    [PARTS, EITHER, STRING, ONLY_USERS_HAVE_PARTS, GUARD, GEMMA, SMOL_VLM],
+    ids=["parts", "either", "string", "users", "guard", "Gemma", "SmolVLM"],
 )
 def test_text_arrives_in_whichever_form_it_is_sent(processor: InputProcessor, template: str) -> None:
     turns = [("system", "Be brief."), ("user", "Is it safe?"), ("assistant", "Yes it is."), ("user", "Why?")]

@@ -65,7 +65,9 @@ def test_text_parts_of_both_apis_are_taken(http, llm):
     assert ignored(chat(http, messages=[{"role": "user", "content": parts}])) == []
     assert "one\ntwo\nthree\nfour\nfive" in llm.tokenizer.decode(llm.calls[-1]["prompt"]["prompt_token_ids"])
     image = {"type": "input_image", "image_url": "http://x"}
-    assert refused(chat(http, messages=[{"role": "user", "content": [image]}]))["param"] == "messages[0].content[0]"
+    error = refused(chat(http, messages=[{"role": "user", "content": [image]}]))
+    assert error["param"] == "messages[0].content[0]"
+    assert "without their vision" in error["message"]
 
 
 def test_adapters_are_loaded_and_unloaded_as_with_vllm(http):
