@@ -40,7 +40,7 @@ class DrafterGroup(Drafter):
             if not asking:
                 drafter.watch(rows, target)
                 if index == 0:
-                    results = [Proposal(NO_DRAFTS, self._num_computed(row)) for row in rows]
+                    results = [Proposal(NO_DRAFTS, self._num_draft_computed(row)) for row in rows]
             elif index == 0:
                 own = [row if row.drafter == 0 else row._replace(max_drafts=0) for row in rows]
                 results = drafter.propose(own, target)
@@ -50,7 +50,7 @@ class DrafterGroup(Drafter):
                     results[at] = Proposal(proposal.drafts, results[at].num_draft_computed)
         return results
 
-    def _num_computed(self, row: DraftRow) -> int:
+    def _num_draft_computed(self, row: DraftRow) -> int:
         return row.num_draft_valid if self._has_layers else len(row.tokens)
 
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:

@@ -32,7 +32,7 @@ SHORT_INTERVAL, FIRST_SHORT_INTERVAL = 1.0, 0.1
 they double. The first choice is made from what is expected of a drafter, the next ones from what it has shown."""
 DECISION_SHARE = 0.01
 """Share of the time that choices may take: the next one waits until a hundred times the last one's time has passed."""
-BEGIN, GO_ON = 1.03, 1.005
+START_GAIN, KEEP_GAIN = 1.03, 1.005
 """Least ratio of goodputs to begin drafting, and to go on with it. Estimates of step times are off by one to three per
 cent (SmolLM2-135M, 494M model), and a switch costs a round of drafts that come too late."""
 OTHER_DRAFTER = 1.05
@@ -165,7 +165,7 @@ class SpeculationPolicy:
         prices = self._prices(num_rows, offering)
         plan = best_plan(offers, prices, num_rows, fair=not requests_wait)
         if rated:  # else all are on trial
-            self._is_drafting = plan.gain >= (GO_ON if self._is_drafting else BEGIN)
+            self._is_drafting = plan.gain >= (KEEP_GAIN if self._is_drafting else START_GAIN)
         for state, count in zip(rated, plan.num_drafts, strict=True):
             state.num_drafts = count if self._is_drafting else 0
         self._begin_trials(offering, now)
@@ -188,7 +188,7 @@ class SpeculationPolicy:
                 most = self._drafters[adapter.drafter].max_drafts
                 offers.append(adapter.offer(adapter.drafter, most, len(states)))
             plan = best_plan(offers, self._prices(num_rows, offering), num_rows, fair=not requests_wait)
-            is_drafting = plan.gain >= (GO_ON if any(a.num_drafts.get(rows) for a in by_adapter) else BEGIN)
+            is_drafting = plan.gain >= (KEEP_GAIN if any(a.num_drafts.get(rows) for a in by_adapter) else START_GAIN)
             for adapter, count in zip(by_adapter, plan.num_drafts, strict=True):
                 adapter.num_drafts[rows] = count if is_drafting else 0
             self._begin_trials(offering, now)
@@ -283,7 +283,7 @@ class SpeculationPolicy:
         self._try_at = now + min(adapter.trial_cost / TRIAL_SHARE, MOST_TRIAL_SECONDS)
         gain = self._gain(adapter, adapter.trial_drafter)
         in_use = 1.0 if adapter.trial_drafter == adapter.drafter else self._gain(adapter, adapter.drafter)
-        adapter.end_trial(now, has_helped=gain >= BEGIN * in_use)
+        adapter.end_trial(now, has_helped=gain >= START_GAIN * in_use)
         self._compare_at = self._decide_at = now
         self._class_due.clear()
 

@@ -190,7 +190,7 @@ def test_a_step_is_launched_before_the_host_knows_what_the_one_before_accepted(
     event = threading.Event()
 
     def noted(plan, before=None):
-        if plan.is_followed and before is None and not held:
+        if plan.can_overlap_next and before is None and not held:
             held.append(True)
             engine._runner._queue.submit(lambda: seen.append(event.wait(timeout=60)))
         elif before is not None and any(row.num_drafts for row in plan.rows):
@@ -218,7 +218,7 @@ def test_who_decides_on_the_host_waits_for_it(models, make_engine, run, prompts,
     engine = make_engine(speculative_config=config, async_scheduling=True)
     plans = watch(engine, monkeypatch)
     run(engine, [(prompt, greedy) for prompt in prompts])
-    assert not any(plan.is_followed or row.awaits_token for plan in plans for row in plan.rows)
+    assert not any(plan.can_overlap_next or row.awaits_token for plan in plans for row in plan.rows)
 
 
 def note_drafts(engine):

@@ -47,7 +47,7 @@ class SwapCost:
         each, known = seconds / plan.num_tokens, self._prompt_token_seconds
         self._prompt_token_seconds = each if known is None else known + _SMOOTHING * (each - known)
 
-    def pays(self) -> bool:
+    def is_cheaper_than_recompute(self) -> bool:
         """Return whether blocks are worth a copy; True before a prompt was measured."""
         if self._bytes_per_second is None or self._prompt_token_seconds is None:
             return True
@@ -79,7 +79,7 @@ class HostTier:
     def keep(self, digest: bytes, block: int, *, draft_ready: bool) -> None:
         """Copy a block whose content is leaving the device, unless it is here already, or computing it again is
         cheaper."""
-        if not self.cost.pays():
+        if not self.cost.is_cheaper_than_recompute():
             return
         slot = self._slot_of.pop(digest, None)
         if slot is None or (draft_ready and digest not in self._draft_ready):

@@ -100,7 +100,12 @@ class PrefixCache:
         """Give a request that holds the blocks of `start` those after them that the host has. There is room for the
         whole request, or nothing runs."""
         host = self.host
-        if host is None or request.namespace is None or request.params.reads_whole_prompt or not host.cost.pays():
+        if (
+            host is None
+            or request.namespace is None
+            or request.params.reads_whole_prompt
+            or not host.cost.is_cheaper_than_recompute()
+        ):
             return
         limit, found = (len(request.tokens) - 1) // self.block_size, []
         for digest in request.block_hashes[len(request.blocks) : limit]:
@@ -145,7 +150,7 @@ class PrefixCache:
 
     def _begin(self, request: Request, match: PrefixMatch) -> None:
         request.blocks = array("q", match.blocks)
-        request.num_computed, request.num_draft_computed = match.num_tokens, match.num_draft_tokens
+        request.num_computed_tokens, request.num_draft_computed = match.num_tokens, match.num_draft_tokens
         request.num_published = len(match.blocks)
         request.num_draft_published = match.num_draft_tokens // self.block_size
 
@@ -159,11 +164,11 @@ class PrefixCache:
         """Offer the request's full, accepted blocks. Where another block already holds the same prefix, that one
         stays."""
         if request.namespace is None or (
-            request.num_computed < (request.num_published + 1) * self.block_size
+            request.num_computed_tokens < (request.num_published + 1) * self.block_size
             and request.num_draft_computed < (request.num_draft_published + 1) * self.block_size
         ):
             return
-        full = min(request.num_computed, len(request.tokens)) // self.block_size
+        full = min(request.num_computed_tokens, len(request.tokens)) // self.block_size
         if full > request.num_published:
             self._extend_hashes(request, full)
             for index in range(request.num_published, full):

@@ -8,15 +8,15 @@ from ...core.request import NO_DRAFTS, Request
 
 
 def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | None:
-    """Apply `got` to `row.request`; returns what to tell the client, or None when there is nothing yet.
+    """Apply `got` to `row.request`; returns the client's output, or None when there is none yet.
 
-    After `a` of `k` drafts were accepted, `num_computed` grows by the row's tokens less the `k - a` rejected ones,
-    whose KV the next step overwrites.
+    If `a` of `k` drafts are accepted, `num_computed_tokens` grows by the row's tokens less the `k - a` rejected ones.
+    The next step overwrites the KV of those.
     """
     request = row.request
     if got.error is not None:
         return TokenDelta(request.request_id, error=got.error)
-    request.num_computed = row.start + row.num_tokens - row.num_drafts + got.num_accepted - got.is_deferred
+    request.num_computed_tokens = row.start + row.num_tokens - row.num_drafts + got.num_accepted - got.is_deferred
     if got.prompt_logprobs is not None:
         if request.prompt_logprobs is None:
             request.prompt_logprobs = PromptTable()

@@ -232,7 +232,7 @@ class RequestQueue:
         most = max(others, key=_turn)
         victim = most.running[-1]
         behind = (most.counter - account.counter) * most.weight
-        if account.running and behind <= self._prices.prompt_cost * victim.num_computed:
+        if account.running and behind <= self._prices.prompt_cost * victim.num_computed_tokens:
             return None
         return victim
 

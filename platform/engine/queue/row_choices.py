@@ -66,10 +66,10 @@ def decode_row(request: Request, block_size: int) -> RowPlan | None:
     return RowPlan(request, start, 1, 0, samples=True, max_new_drafts=0, awaits_token=awaits_token)
 
 
-def is_followed(rows: Sequence[RowPlan], limits: DraftLimits) -> bool:
-    """Return whether the next step can be planned before the host knows what these `rows` bring: the device makes its
-    drafts, or there are none, and no logits wait for the host to see the tokens, as those with bad words of several
-    tokens do."""
+def can_overlap_next(rows: Sequence[RowPlan], limits: DraftLimits) -> bool:
+    """Return whether the next step can be planned before the host has the results of these `rows`: the device makes its
+    drafts, or there are none, and no row's logits need earlier tokens on the host, as bad words of several tokens
+    do."""
     if not limits.overlaps or not rows:
         return False
     if any(row.max_new_drafts for row in rows):

@@ -25,7 +25,7 @@ from .gates import DraftChooser, DraftLimits, Gate
 from .outcome import accept, ends_after
 from .prompt_throttle import PromptThrottle
 from .request_queue import POLICIES, RequestQueue
-from .row_choices import decode_row, is_followed, row_choices
+from .row_choices import can_overlap_next, decode_row, row_choices
 from .step_budget import StepBudget, draft_budget
 
 PREFETCHED = 16  # waiting sequences that gates may prepare for while the batch is full
@@ -131,7 +131,7 @@ class Scheduler:
     def may_plan_beside(self, plan: StepPlan) -> bool:
         """Return whether the next step can be planned while `plan` is in flight: not if a sequence in flight must be
         preempted first."""
-        return plan.is_followed and not self._needs_commit
+        return plan.can_overlap_next and not self._needs_commit
 
     def abandon(self) -> None:
         """Discard what is in flight: its rows will be planned again. If its copies of KV blocks
@@ -167,7 +167,7 @@ class Scheduler:
         rows = list(step.rows.values())
         if rows and self._chooser is not None:
             self._chooser.choose(rows, requests_wait=self._queue.num_waiting > 0)
-        return StepPlan(rows, is_followed(rows, self._draft_limits), self.prefix_cache.moves() if rows else ())
+        return StepPlan(rows, can_overlap_next(rows, self._draft_limits), self.prefix_cache.moves() if rows else ())
 
     def _draft_budget(self) -> int:
         """Tokens of the next step that drafts may take."""
@@ -297,7 +297,7 @@ class Scheduler:
         if request.group is None or request.num_prompt_tokens - 1 < self.prefix_cache.block_size:
             return False
         leader = self._siblings[request.group][0]
-        return leader is not request and leader.num_computed < leader.num_prompt_tokens
+        return leader is not request and leader.num_computed_tokens < leader.num_prompt_tokens
 
     def _leaves_seats(self, request: Request) -> bool:
         """True when its siblings run in all seats but those that one request leaves to others: an eighth of them."""
@@ -307,7 +307,7 @@ class Scheduler:
     def _start(self, request: Request, step: StepBudget, held: int) -> RowPlan | None:
         """Let a request run; its first row, after what the prefix cache has. None when there is no room for it now."""
         self.prefix_cache.start(request)
-        uncomputed = len(request.tokens) - request.num_computed
+        uncomputed = len(request.tokens) - request.num_computed_tokens
         if uncomputed > step.num_left - held and not self.config.enable_chunked_prefill:
             return None
         # Admitting a prompt of which only a part fits would only preempt it again a few steps later.
@@ -319,12 +319,12 @@ class Scheduler:
             self._preempt(victim, step)
         self.prefix_cache.bring_back(request)
         if is_new := request.num_preemptions == 0:
-            request.num_cached_tokens = request.num_computed
+            request.num_cached_tokens = request.num_computed_tokens
         share = step.for_drafts and self._draft_budget() // (self._queue.num_running + 1)
         row = self._fit(request, step.num_left - held, share)
         if row is not None:
             self.prefix_cache.count(request, row.start)
-            self._queue.start(request, request.num_prompt_tokens - request.num_computed if is_new else 0)
+            self._queue.start(request, request.num_prompt_tokens - request.num_computed_tokens if is_new else 0)
             request.status = Status.RUNNING
             if is_new and request.arrival_time:
                 request.queue_seconds = max(0.0, time.monotonic() - request.arrival_time)
@@ -334,18 +334,18 @@ class Scheduler:
     # ----------------------------------------------------------------- commit
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
-        """Take a step's results into the sequences. The only place that moves `tokens` and `num_computed`."""
+        """Take a step's results into the sequences. The only place that moves `tokens` and `num_computed_tokens`."""
         deltas, self._failed = self._failed, []
         for row, got in zip(plan.rows, result.rows, strict=True):
             request = row.request
-            request.land(row)
+            request.retire_row(row)
             if request.status is not Status.RUNNING:  # aborted meanwhile, or ended by the step before
                 if request in self._leaving and not request.in_flight:
                     self._let_go(request)
                 continue
             delta = accept(row, got, self.config.max_model_len)
             if got.error is None:  # else what is in flight is dropped, and may still be read
-                request.settle()
+                request.rebase_in_flight()
             self.prefix_cache.publish(request)
             if delta is None:
                 continue

@@ -54,7 +54,7 @@ def draft_budget(limits: DraftLimits, config: SchedulerConfig, queue: RequestQue
     if not limits.num_drafts:
         return 0
     quarter = max(1, config.max_num_batched_tokens // 4)
-    own = sum(min(len(request.tokens) - request.num_computed, quarter) for request in queue.running)
+    own = sum(min(len(request.tokens) - request.num_computed_tokens, quarter) for request in queue.running)
     if queue.num_waiting and queue.num_running < config.max_num_seqs:
         own += quarter
     return max(0, config.max_num_batched_tokens - own)

@@ -137,10 +137,10 @@ class ModelRunner:
         Args:
             before: The step in flight, whose tokens the rows of `plan` continue.
         """
-        drafts = plan.is_followed and self._drafts_on_device
+        drafts = plan.can_overlap_next and self._drafts_on_device
         prepared = prepare(plan, {} if before is None else before.places, drafts=drafts)
         earlier = before.work if before is not None and prepared.followed else None
-        work = self._queue.submit(lambda: self._work(prepared, earlier, plan.is_followed, plan.moves))
+        work = self._queue.submit(lambda: self._work(prepared, earlier, plan.can_overlap_next, plan.moves))
         places = {row.request: place for place, row in enumerate(prepared.chosen)}
         return Launched(plan, work, places, prepared.rows.block_tables)
 
@@ -157,8 +157,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def draft(self, launched: Launched, result: StepResult) -> float:
-        """Give the sequences of a committed step their drafts for the next one: the device's, where it has drafted
-        without the host. Returns the seconds of the step and of drafting."""
+        """Give the sequences of a committed step their drafts for the next one: the device's, if it drafted without the
+        host. Returns the seconds of the step and of drafting."""
         plan, queued = launched.plan, launched.work.result()
         started = time.perf_counter()
         proposals = queued.proposals
@@ -171,7 +171,7 @@ class ModelRunner:
                 request, num_computed = row.request, proposal.num_draft_computed
                 if request.status is not Status.RUNNING:
                     continue
-                if queued.proposals is not None:  # the device drafted after tokens whose number it did not tell
+                if queued.proposals is not None:  # the host does not know how many tokens the device drafted after
                     num_computed = len(request.tokens) if num_computed else request.num_draft_computed
                 request.drafts, request.num_draft_computed = proposal.drafts, num_computed
         _propose_forced([row for row in plan.rows if row.samples])
@@ -205,14 +205,14 @@ class ModelRunner:
         self,
         prepared: Prepared,
         before: Future[_Queued] | Done[_Queued] | None,
-        is_followed: bool,
+        can_overlap_next: bool,
         moves: Sequence[Move],
     ) -> _Queued:
         """Compute a step on the device. On a GPU only log-probabilities of prompts make the host wait for it.
 
         Args:
             before: The step that rows which await a token continue; its work is done.
-            is_followed: Whether another step may follow before the host knows the outcome.
+            can_overlap_next: True if another step may follow before the host knows the outcome.
             moves: Copies of KV blocks that are made first.
         """
         if self._host is not None and moves:
@@ -221,13 +221,13 @@ class ModelRunner:
         stopwatch = self._queue.stopwatch()
         if before is not None:
             queued = before.result()
-            assert queued.outcome is not None, "no step was to follow before the host knew the outcome"
+            assert queued.outcome is not None, "the step before was not planned with can_overlap_next"
             prepared = continued(prepared, queued.outcome, queued.proposals or ())
         computed = self._forward(prepared)
         overshoot = of_rows(prepared.rows.overshoot, prepared.sampling, len(prepared.handles))
         sampling = self._sample(prepared, computed, overshoot)
         outcome = proposals = None
-        if sampling is not None and is_followed:
+        if sampling is not None and can_overlap_next:
             outcome = sampling.outcome()
             outcome = outcome._replace(overshoot=overshoot)
         prompts = {

@@ -91,7 +91,7 @@ class Device:
             right = self.random.random() < self.skill
             drafts.append(next_token(tokens + drafts) if right else self.random.randrange(VOCAB))
         if self.limits.extra_slots and self.random.random() >= self.lag:
-            valid = self._catch_up(request, tokens + drafts[:-1], request.num_computed)
+            valid = self._catch_up(request, tokens + drafts[:-1], request.num_computed_tokens)
             for position in range(valid, len(tokens) + len(drafts) - 1):
                 self.draft_kv[self._slot(request, position)] = (tokens + drafts)[position]
             valid = len(tokens) + max(0, len(drafts) - 1) if drafts else valid

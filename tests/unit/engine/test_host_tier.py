@@ -39,7 +39,7 @@ class Cache:
         item = prefix(tokens, namespace)
         self.cache.start(item)
         self.pool.grow(item.blocks, -(-len(tokens) // BLOCK))
-        item.num_computed, item.num_draft_computed = len(tokens), drafted
+        item.num_computed_tokens, item.num_draft_computed = len(tokens), drafted
         self.cache.publish(item)
         self.cache.take_back(item)
 
@@ -50,7 +50,7 @@ class Cache:
         self.cache.bring_back(item)
         self.pool.check_integrity([item.blocks])
         self.cache.check_integrity()
-        found = item.num_computed, item.num_draft_computed
+        found = item.num_computed_tokens, item.num_draft_computed
         self.cache.take_back(item)
         return found
 
@@ -107,7 +107,7 @@ def test_without_a_prefix_cache_a_finished_request_leaves_nothing_behind():
     for item in (first, sibling):
         cache.cache.start(item)
         cache.pool.grow(item.blocks, 3)
-        item.num_computed = 12
+        item.num_computed_tokens = 12
         cache.cache.publish(item)
     cache.cache.finish(first, has_siblings=True)
     match = cache.cache.match(prefix(range(12)))
@@ -127,7 +127,7 @@ def test_blocks_of_a_finished_request_are_used_again_before_those_of_a_preempted
     item = prefix(range(100, 108))
     cache.cache.start(item)
     cache.pool.grow(item.blocks, 2)
-    item.num_computed = 8
+    item.num_computed_tokens = 8
     cache.cache.publish(item)
     cache.cache.finish(item)
     assert cache.pool.allocate(2) is not None
@@ -201,14 +201,14 @@ def test_blocks_are_swapped_where_that_takes_less_time():
     assert swap_pays(1000, 1e6, 16, 7000)
     assert not swap_pays(1000, 1e6, 16, 9000)
     cost = SwapCost(1000, 16, 1e6)
-    assert cost.pays(), "nothing was measured"
+    assert cost.is_cheaper_than_recompute(), "nothing was measured"
     rows = [RowPlan(prefix(range(90)), 0, 80, 0, False, 0), RowPlan(prefix(range(9)), 8, 1, 0, True, 0)]
     cost.observe(StepPlan(rows[1:]), 9.0)  # decodes say nothing
     cost.observe(StepPlan(rows), 81 / 9000)
-    assert not cost.pays()
+    assert not cost.is_cheaper_than_recompute()
     for _ in range(20):
         cost.observe(StepPlan(rows), 81 / 7000)
-    assert cost.pays()
+    assert cost.is_cheaper_than_recompute()
     tier = HostTier(4, SwapCost(1000, 16, 1.0))
     tier.cost.observe(StepPlan(rows), 0.001)
     tier.keep(b"x", 0, draft_ready=False)

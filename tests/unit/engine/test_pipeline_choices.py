@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.platform.core.batch import RowPlan
-from outrider.platform.engine.queue.row_choices import is_followed
+from outrider.platform.engine.queue.row_choices import can_overlap_next
 
 from .test_pipeline import expected, finish, make, pipe, request
 from .test_pipeline_drafts import LATE, Drafting, check_texts, follow, jobs, largest, running
@@ -71,7 +71,7 @@ def chosen(rows, counts, limits=LATE, drafter=0):
     """Whether a step with these numbers of drafts is followed."""
     for row, count in zip(rows, counts, strict=True):
         row.max_new_drafts, row.drafter = count, drafter
-    return is_followed(rows, limits)
+    return can_overlap_next(rows, limits)
 
 
 def test_a_row_may_be_given_no_drafts_beside_others():

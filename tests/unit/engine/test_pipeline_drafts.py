@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from outrider.platform.core.batch import RowPlan, RowResult, StepResult
 from outrider.platform.core.request import Drafts, Status
 from outrider.platform.engine.queue.gates import DraftLimits
-from outrider.platform.engine.queue.row_choices import is_followed, row_choices
+from outrider.platform.engine.queue.row_choices import can_overlap_next, row_choices
 
 from .test_pipeline import BLOCK, Device, Seats, expected, finish, make, next_token, pipe, plan_of, request, step
 
@@ -48,8 +48,8 @@ class Launched:
 
 
 class Drafting(Device):
-    """Verifies and drafts; the drafter, whose KV lies in the same blocks, is right now and then. `is_followed` of a
-    plan says that it drafts with what it knows itself, else it waits for `draft`, and may lag behind."""
+    """Verifies and drafts; the drafter, whose KV lies in the same blocks, is sometimes right. It drafts in the step
+    itself if the plan's `can_overlap_next` is set; else it waits for `draft`, and may lag behind."""
 
     longest = 48
 
@@ -74,7 +74,7 @@ class Drafting(Device):
             row = launched.rows[planned.request]
             if row.request.status is Status.RUNNING:
                 assert row.tokens == row.request.tokens
-                row.request.num_draft_computed = self._num_computed(launched.plan, planned, row)
+                row.request.num_draft_computed = self._num_draft_computed(launched.plan, planned, row)
                 row.request.drafts = Drafts(row.made)
         return super().draft(launched, result)
 
@@ -95,7 +95,7 @@ class Drafting(Device):
             row.tokens = row.known
             if row.samples:
                 self._verify(row)
-                if launched.plan.is_followed:
+                if launched.plan.can_overlap_next:
                     self._draft_on_device(row, start)
 
     def _verify(self, row):
@@ -126,10 +126,10 @@ class Drafting(Device):
         slots = self.slots(row, len(row.tokens), len(tokens) - 1)
         self.draft_kv.update(zip(slots, row.made, strict=False))
 
-    def _num_computed(self, plan, planned, row):
+    def _num_draft_computed(self, plan, planned, row):
         """Draft, unless the device has; how many positions of the drafter are valid."""
         valid = row.request.num_draft_computed
-        if plan.is_followed:
+        if plan.can_overlap_next:
             return len(row.tokens) if row.new_drafts else valid
         end = len(row.tokens) if row.samples else planned.end
         held = [self.draft_kv.get(slot) for slot in self.slots(row, 0, valid)]
@@ -228,8 +228,8 @@ class WithoutLayers(Drafting):
     def _draft_on_device(self, row, start):
         self._draft(row)
 
-    def _num_computed(self, plan, planned, row):
-        if row.samples and not plan.is_followed:
+    def _num_draft_computed(self, plan, planned, row):
+        if row.samples and not plan.can_overlap_next:
             self._draft(row)
         return len(row.tokens)
 
@@ -266,20 +266,20 @@ def running(num_tokens=10, params=None, **fields):
     """A request that has decoded, and whose drafter is not behind."""
     item = request("a", range(num_tokens - 4), 60, params)
     item.tokens += [1] * 4
-    item.num_computed, item.num_draft_computed = num_tokens - 1, num_tokens
+    item.num_computed_tokens, item.num_draft_computed = num_tokens - 1, num_tokens
     for name, value in fields.items():
         setattr(item, name, value)
     return item
 
 
 def followed(row, limits=LATE):
-    return is_followed([row], limits)
+    return can_overlap_next([row], limits)
 
 
 def follow(item, num_drafts, new_drafts):
     """A row of it is in flight."""
     item.in_flight = [
-        RowPlan(item, item.num_computed, 1 + num_drafts, num_drafts, samples=True, max_new_drafts=new_drafts)
+        RowPlan(item, item.num_computed_tokens, 1 + num_drafts, num_drafts, samples=True, max_new_drafts=new_drafts)
     ]
 
 
@@ -295,10 +295,10 @@ def test_a_row_beside_another_counts_all_drafts_as_right():
     row = largest(item)
     assert (row.start, row.num_tokens, row.num_drafts, row.max_new_drafts, row.awaits_token) == (13, 3, 2, 3, True)
     assert followed(row)
-    item.num_computed = 11
-    item.land(item.in_flight[0])
+    item.num_computed_tokens = 11
+    item.retire_row(item.in_flight[0])
     item.in_flight.append(row)
-    item.settle()
+    item.rebase_in_flight()
     assert (row.start, row.end) == (11, 14)
 
 

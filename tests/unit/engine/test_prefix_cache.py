@@ -18,7 +18,7 @@ def computed(cache, tokens, namespace=b"n", drafted=0):
     """A request whose tokens have all been computed and published; it still holds its blocks."""
     item = request(tokens, namespace)
     item.blocks = cache.pool.allocate(-(-len(tokens) // BLOCK))
-    item.num_computed, item.num_draft_computed = len(tokens), drafted
+    item.num_computed_tokens, item.num_draft_computed = len(tokens), drafted
     cache.publish(item)
     return item
 
@@ -114,6 +114,6 @@ def test_rejected_drafts_never_enter():
     _, cache = make()
     item = request(range(7))
     item.blocks = cache.pool.allocate(3)
-    item.num_computed = 7  # positions 7.. hold KV of rejected drafts
+    item.num_computed_tokens = 7  # positions 7.. hold KV of rejected drafts
     cache.publish(item)
     assert item.num_published == 1

@@ -189,7 +189,7 @@ def test_one_with_something_running_waits_until_it_is_behind_by_what_it_costs():
     [own] = start(queue, "b1", length=10)
     queue.add(request("b2"))
     flood = start(queue, "a1", "a2", "a3", "a4", length=10)
-    flood[-1].num_computed = 40
+    flood[-1].num_computed_tokens = 40
     assert counter(queue, "a") - counter(queue, "b") == 40
     assert queue.displaced_by(queue.waiting[0]) is None
     queue.charge(flood[0], 1, 0)

@@ -363,9 +363,9 @@ def test_blocks_are_published_after_the_step_that_writes_them(is_early, monkeypa
 
     def publish_first(cache, request):
         for other in admitted if is_early else ():
-            before, other.num_computed = other.num_computed, len(other.tokens)
+            before, other.num_computed_tokens = other.num_computed_tokens, len(other.tokens)
             cache.publish(other)
-            other.num_computed = before
+            other.num_computed_tokens = before
         admitted.append(request)
         return match(cache, request)
 

@@ -31,7 +31,7 @@ class Cache:
     def compute(self, *arguments, **options):
         item = request(*arguments, **options)
         item.blocks = self.pool.allocate(-(-len(item.tokens) // BLOCK))
-        item.num_computed = len(item.tokens)
+        item.num_computed_tokens = len(item.tokens)
         self.cache.publish(item)
         self.cache.check_integrity()
 

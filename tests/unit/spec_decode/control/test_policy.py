@@ -242,7 +242,7 @@ def test_drafts_of_a_row_that_was_planned_before_its_request_ended_were_made():
     chosen = world.counts[-1]
     request.status, request.drafts = Status.FINISHED, NO_DRAFTS
     for _ in range(100):
-        policy.observe(StepPlan(rows, is_followed=True), StepResult([RowResult([], rows[0].num_drafts)], 0.05))
+        policy.observe(StepPlan(rows, can_overlap_next=True), StepResult([RowResult([], rows[0].num_drafts)], 0.05))
     world.requests, world.planned = [world.fresh(BASE)], None
     world.plan()
     assert world.counts[-1] == chosen, "a new request gets as many"

@@ -62,7 +62,7 @@ class Sequence:
 
     request: Request
     block_table: list[int]
-    num_computed: int = 0
+    num_computed_tokens: int = 0
     num_draft_computed: int = 0
     drafts: list[int] = field(default_factory=list)
 
@@ -70,9 +70,15 @@ class Sequence:
         """After a step that computed `chunk` further tokens, or all of them."""
         tokens = self.request.tokens
         sampled = chunk is None
-        self.num_computed = len(tokens) - 1 if chunk is None else self.num_computed + chunk
+        self.num_computed_tokens = len(tokens) - 1 if chunk is None else self.num_computed_tokens + chunk
         return DraftRow(
-            self.request, tokens, self.num_computed, self.num_draft_computed, max_drafts, self.block_table, sampled
+            self.request,
+            tokens,
+            self.num_computed_tokens,
+            self.num_draft_computed,
+            max_drafts,
+            self.block_table,
+            sampled,
         )
 
     def take(self, proposal: Proposal) -> Proposal:
@@ -185,7 +191,7 @@ def test_ragged_rows_in_one_batch(draft: Draft) -> None:
         rows = [(s, s.row(k)) for s, k in zip(sequences, ks, strict=True)]
         rows.insert(2, (chunked, chunked.row(0, 6)))
         proposals = engine.propose(*rows)
-        assert proposals.pop(2).num_draft_computed == chunked.num_computed
+        assert proposals.pop(2).num_draft_computed == chunked.num_computed_tokens
         for sequence, k, proposal in zip(sequences, ks, proposals, strict=True):
             assert proposal.drafts.token_ids == draft.greedy(sequence.request.tokens, k)
             sequence.accept(rng.randint(0, k), rng.randrange(VOCAB))
