@@ -136,11 +136,11 @@ FIELDS: dict[str, FieldRule] = {
         _is_no_names,
     ),
     "alora_invocation_tokens": FieldRule(
-        "lists of tokens: what stands before their last occurrence in the prompt is the base model's, and shares its "
-        "cached prefixes",
+        "lists of tokens; the base model computes the prompt before their last occurrence, and shares its cached "
+        "prefixes",
         "anything but lists of tokens",
         _is_no_tokens,
-        refused_on="`kv_b_proj`, beside trained biases and whole weights",
+        refused_on="`kv_b_proj`, with trained biases or whole weights",
     ),
     "use_qalora": FieldRule("", "QA-LoRA"),
     "use_bdlora": FieldRule("", "block-diagonal LoRA"),

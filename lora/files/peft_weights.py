@@ -142,7 +142,7 @@ def _check_activated(packed: PackedModules, config: PeftConfig) -> None:
     whole = [*packed.own_rows, *(packed.biases if config.bias != "none" else ())]
     if whole:
         raise adapter_error(
-            f"{whole[0]}: alora_invocation_tokens is not served beside trained biases and whole weights, which PEFT "
+            f"{whole[0]}: alora_invocation_tokens is not served with trained biases or whole weights, which PEFT "
             "applies before the invocation too"
         )
 

@@ -229,7 +229,7 @@ def test_parts_of_an_activated_adapter_that_peft_applies_to_all_tokens_are_refus
         if "modules_to_save" in name:
             parameter.data += torch.randn_like(parameter)
     model.save_pretrained(tmp_path / "x")
-    refused(tmp_path / "x", base, "alora_invocation_tokens is not served beside trained biases and whole")
+    refused(tmp_path / "x", base, "alora_invocation_tokens is not served with trained biases or whole")
 
 
 @pytest.mark.parametrize(
