@@ -10,7 +10,7 @@ import numpy as np
 from ..platform.core.adapter_files import AdapterFolder
 from ..platform.core.errors import AdapterError
 from .device.layout import LM_HEAD, SCORE, PackedModules, latents_of
-from .files.peft_config import adapter_error, shown
+from .files.peft_config import adapter_error, quote_path
 
 DRAFT_LOADED = "loaded"
 """`Adapter.draft` when there are draft weights."""
@@ -95,5 +95,6 @@ def changed_error(name: str, reason: str = "") -> AdapterError:
     """The error for an adapter whose files are not those that were registered."""
     why = f" ({reason})" if reason else ""
     return adapter_error(
-        f"the files of adapter {shown(name)} have changed since it was loaded{why}; load it again with load_inplace"
+        f"the files of adapter {quote_path(name)} have changed since it was loaded{why}; load it "
+        "again with load_inplace"
     )

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from ..platform.core.threads import give_way as release_gil
+from ..platform.core.threads import yield_lock as release_gil
 
 _GIL_SECONDS = 0.5e-3
 """Longest time for which a loader thread keeps Python's lock (the GIL) from the thread that steps."""

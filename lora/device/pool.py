@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ...platform.core.config import LoRAConfig
 from ...platform.core.errors import InvalidRequestError
-from ...platform.core.sizes import shown_bytes
+from ...platform.core.sizes import format_bytes
 
 
 def count_rows(config: LoRAConfig, bytes_per_row: int) -> int:
@@ -38,8 +38,8 @@ def count_rows(config: LoRAConfig, bytes_per_row: int) -> int:
     if num_rows < config.max_lora_rank:
         least = config.max_lora_rank * bytes_per_row
         raise InvalidRequestError(
-            f"lora_memory of {shown_bytes(config.memory_bytes)} has room for {num_rows} rank rows; one adapter of rank "
-            f"{config.max_lora_rank} (max_lora_rank) takes {shown_bytes(least)}",
+            f"lora_memory of {format_bytes(config.memory_bytes)} has room for {num_rows} rank rows; one adapter of "
+            f"rank {config.max_lora_rank} (max_lora_rank) takes {format_bytes(least)}",
             param="lora_memory",
         )
     return num_rows

@@ -20,7 +20,7 @@ from ...platform.core.speculative_config import MODEL_METHODS
 from ..adapter import DRAFT_LOADED, Adapter, AdapterSource, changed_error
 from ..device.layout import PackedModules
 from ..step_yield import yield_to_steps
-from .peft_config import adapter_error, shown
+from .peft_config import adapter_error, quote_path
 from .peft_weights import WeightsReader
 from .tensor_keys import BASE, DRAFTER, ModelModules
 
@@ -46,10 +46,10 @@ class AdapterFiles:
     def check(self, source: AdapterSource) -> None:
         """Refuse (AdapterError) folders that do not exist, without reading a file."""
         if not os.path.isdir(source.path):  # False, too, for a path that no file system takes
-            raise adapter_error(f"the adapter's folder {shown(source.folder.label)} does not exist")
+            raise adapter_error(f"the adapter's folder {quote_path(source.folder.label)} does not exist")
         if source.draft_path is not None and not os.path.isdir(source.draft_path):
             label = AdapterFolder(source.draft_path, source.roots).label
-            raise AdapterError(f"draft_path: the folder {shown(label)} does not exist", param="draft_path")
+            raise AdapterError(f"draft_path: the folder {quote_path(label)} does not exist", param="draft_path")
 
     def num_bytes(self, source: AdapterSource) -> int:
         """Return the size of the files that `read` may read."""

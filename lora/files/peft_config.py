@@ -10,7 +10,7 @@ from typing import Any
 
 from ...platform.core.adapter_files import CONFIG_FILE, AdapterFolder
 from ...platform.core.errors import AdapterError
-from ...platform.core.sampling_params import shown as shown_value
+from ...platform.core.sampling_params import quote_for_error
 from ...platform.core.text import shorten
 from .foreign_adapters import is_mlx, peft_fields, tool_hint
 from .patterns import Patterns
@@ -27,7 +27,7 @@ def adapter_error(message: str) -> AdapterError:
     return AdapterError(message, param="lora_path")
 
 
-def shown(path: object) -> str:
+def quote_path(path: object) -> str:
     """Return a path for a message: quoted, so that it stays on one line, and of bounded length."""
     return repr(shorten(str(path)))
 
@@ -106,10 +106,10 @@ def _positive(name: str, value: Any, *, integer: bool) -> Any:
 def _pattern(config: dict[str, Any], name: str, *, integer: bool) -> Patterns:
     values = config.get(name) or {}
     if not isinstance(values, dict):
-        raise adapter_error(f"{CONFIG_FILE}: {name} must be an object, got {shown_value(values)}")
+        raise adapter_error(f"{CONFIG_FILE}: {name} must be an object, got {quote_for_error(values)}")
     patterns = Patterns(name, values)
     for pattern, value in values.items():
-        _positive(f"{name}[{shown_value(pattern)}]", value, integer=integer)
+        _positive(f"{name}[{quote_for_error(pattern)}]", value, integer=integer)
     return patterns
 
 
@@ -126,7 +126,7 @@ def read_config(folder: AdapterFolder) -> PeftConfig:
     """
     content = folder.read(CONFIG_FILE, _MAX_CONFIG_BYTES)
     if content is None:
-        raise adapter_error(f"no {CONFIG_FILE} in {shown(folder.label)}{tool_hint(folder)}")
+        raise adapter_error(f"no {CONFIG_FILE} in {quote_path(folder.label)}{tool_hint(folder)}")
     try:
         config = json.loads(content.decode())
     except (ValueError, RecursionError) as error:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ...platform.core.adapter_files import CONFIG_FILE
 from ...platform.core.errors import AdapterError
-from ...platform.core.sampling_params import shown
+from ...platform.core.sampling_params import quote_for_error
 
 # Initializations that leave the base model alone. Others change its weights too, and without those changes the adapter
 # means something else. `save_pretrained(..., path_initial_model_for_weight_conversion=...)` makes plain LoRA of them,
@@ -158,13 +158,14 @@ def check_fields(config: dict[str, Any]) -> None:
     for name, rule in FIELDS.items():
         if rule.refuses(config.get(name)):
             raise AdapterError(
-                f"{CONFIG_FILE}: {name}={shown(config.get(name))} is not served ({rule.refused})", param="lora_path"
+                f"{CONFIG_FILE}: {name}={quote_for_error(config.get(name))} is not served ({rule.refused})",
+                param="lora_path",
             )
     for name, value in config.items():
         if name not in FIELDS and (value is True or (isinstance(value, dict) and value)):
             raise AdapterError(
-                f"{CONFIG_FILE}: {shown(name)}: {shown(value)} is not known, and may change what the adapter computes; "
-                "where it concerns training alone, remove it",
+                f"{CONFIG_FILE}: {quote_for_error(name)}: {quote_for_error(value)} is not known, and may "
+                "change what the adapter computes; if it concerns training alone, remove it",
                 param="lora_path",
             )
 

@@ -21,7 +21,7 @@ from ...platform.core.adapter_files import INDEX_FILES, WEIGHT_FILES, AdapterFol
 from ...platform.core.errors import OutriderError
 from ..step_yield import yield_to_steps
 from .foreign_adapters import tool_hint
-from .peft_config import adapter_error, shown
+from .peft_config import adapter_error, quote_path
 from .pickle_file import load_pickle
 from .tensor_header import FileLimits, HeaderEntry, InvalidFileError, read_header
 
@@ -91,8 +91,8 @@ def open_tensors(folder: AdapterFolder, limits: FileLimits) -> Iterator[TensorFi
     if file is None:
         for index in INDEX_FILES:
             if folder.has(index):
-                raise adapter_error(f"an adapter in several files ({index}) is not served; {shown(folder.label)}")
-        raise adapter_error(f"no {' or '.join(WEIGHT_FILES)} in {shown(folder.label)}{tool_hint(folder)}")
+                raise adapter_error(f"an adapter in several files ({index}) is not served; {quote_path(folder.label)}")
+        raise adapter_error(f"no {' or '.join(WEIGHT_FILES)} in {quote_path(folder.label)}{tool_hint(folder)}")
     shown_name = f"{folder.prefix}{name}"
     try:
         with file:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from ...platform.core.config import LoRAConfig
 from ...platform.core.errors import InvalidUserInputError
-from ...platform.core.sizes import shown_bytes
+from ...platform.core.sizes import format_bytes
 from ..adapter import Adapter
 from ..device.pool import Allocation, RowPool
 from ..files.peft_config import adapter_error
@@ -76,8 +76,8 @@ class Residency:
         limit = self.host.max_bytes
         if limit is not None and adapter.num_bytes > limit:
             raise adapter_error(
-                f"adapter '{name}' takes {shown_bytes(adapter.num_bytes)} of host memory, and there are "
-                f"{shown_bytes(limit)} (max_cpu_lora_memory)"
+                f"adapter '{name}' takes {format_bytes(adapter.num_bytes)} of host memory, and there are "
+                f"{format_bytes(limit)} (max_cpu_lora_memory)"
             )
 
     def check_room_beside_pins(self, name: str, adapter: Adapter) -> None:
@@ -218,8 +218,8 @@ class Residency:
             num_bytes = sum(v.num_bytes for v in others.values()) + adapter.num_bytes
             if 2 * num_bytes > self.host.max_bytes:
                 problem = (
-                    f"the pinned adapters would take {shown_bytes(num_bytes)} of host memory, more than half of "
-                    f"{shown_bytes(self.host.max_bytes)} (max_cpu_lora_memory)"
+                    f"the pinned adapters would take {format_bytes(num_bytes)} of host memory, more than half of "
+                    f"{format_bytes(self.host.max_bytes)} (max_cpu_lora_memory)"
                 )
         if problem is not None:
             raise InvalidUserInputError(f"cannot pin '{name}': {problem}", param="pinned")
@@ -254,6 +254,6 @@ def _shown(adapter: Adapter, size: int) -> str:
     if size == adapter.rows:
         return f"{size} rank rows"
     return (
-        f"memory of {size} rank rows ({adapter.rows}, and {shown_bytes(adapter.bytes_beside_rows)} for embeddings and "
+        f"memory of {size} rank rows ({adapter.rows}, and {format_bytes(adapter.bytes_beside_rows)} for embeddings and "
         "other weights of its own)"
     )

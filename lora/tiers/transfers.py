@@ -12,7 +12,7 @@ from ...platform.core.errors import AdapterError, OutriderError
 from ..adapter import Adapter, AdapterSource
 from ..device.pool import Allocation
 from ..files.folder import AdapterFiles
-from ..files.peft_config import adapter_error, shown
+from ..files.peft_config import adapter_error, quote_path
 from ..reader.reader_client import AdapterReader
 from ..registry.mixes import check_mixable, mix_adapters
 from ..registry.versions import AdapterVersion
@@ -124,7 +124,7 @@ class Transfers:
     def _read(self, source: AdapterSource) -> ReadResult:
         started = time.perf_counter()
         try:
-            with _typed_errors(f"load {shown(source.folder.label)}"):
+            with _typed_errors(f"load {quote_path(source.folder.label)}"):
                 found = self.reader.read(source) if self.reader is not None else None
                 found = self._writer.prepare(found or self._files.read(source))
         except OutriderError as error:
@@ -155,7 +155,7 @@ class Transfers:
                 adapter = result
             found.append((adapter, weight))
         try:
-            with _typed_errors(f"load {shown(mix.name)}"):
+            with _typed_errors(f"load {quote_path(mix.name)}"):
                 for (version, _), (adapter, _) in zip(mix.parts, found, strict=True):
                     check_mixable(version.name, adapter)
                 adapter = self._writer.prepare(mix_adapters(found))

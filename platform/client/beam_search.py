@@ -15,7 +15,7 @@ from ..core.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSeq
 from ..core.errors import OutriderError, invalid
 from ..core.messages import EngineInfo, EngineRequest
 from ..core.outputs import Logprob, RequestOutput
-from ..core.sampling_params import SamplingParams, shown
+from ..core.sampling_params import SamplingParams, quote_for_error
 from ..core.tasks import run_all
 from .adapters.spelling import AnyLoRA, lora_of_each
 from .input_processor import RequestOptions, take_options
@@ -72,7 +72,7 @@ class BeamSearch:
         """The best sequences."""
         best = self._best()
         for sequence in best:
-            sequence.text = decode(self.shown(sequence))
+            sequence.text = decode(self.quote_for_error(sequence))
         return BeamSearchOutput(best)
 
     @property
@@ -84,7 +84,7 @@ class BeamSearch:
         unfinished = [replace(beam, finish_reason="length") for beam in self._beams]
         return sorted([*self._completed, *unfinished], key=self._score, reverse=True)[: self._params.beam_width]
 
-    def shown(self, sequence: BeamSearchSequence) -> list[int]:
+    def quote_for_error(self, sequence: BeamSearchSequence) -> list[int]:
         """The tokens of a sequence that its text shows."""
         hides_end = sequence.finish_reason == "stop" and not self._params.include_stop_str_in_output
         return sequence.tokens[:-1] if hides_end else sequence.tokens
@@ -114,7 +114,7 @@ def _check(params: BeamSearchParams, info: EngineInfo) -> SamplingParams:
         InvalidRequestError: the engine gives too few log-probabilities.
     """
     if not isinstance(params, BeamSearchParams):
-        raise invalid("params", f"must be BeamSearchParams, got {shown(params)}")
+        raise invalid("params", f"must be BeamSearchParams, got {quote_for_error(params)}")
     if 2 * params.beam_width > info.max_logprobs:
         raise invalid(
             "beam_width",

@@ -11,7 +11,7 @@ from typing import Any, Protocol, Self, cast
 
 from ...models.demo import demo_adapters
 from ..core.adapter_verbs import LocalAdapters
-from ..core.compat.foreign_options import take_foreign
+from ..core.compat.unsupported_options import reject_unsupported_options
 from ..core.compat.vllm_options import ENGINE, without_effect
 from ..core.compat.vllm_python import ENGINE_LIFE
 from ..core.config import EngineArgs
@@ -93,7 +93,7 @@ def own_options(who: str, options: dict[str, Any]) -> dict[str, Any]:
     """
     fields = EngineArgs.__dataclass_fields__
     given = dict(options)
-    take_foreign(f"{who}()", given, ENGINE, fields)
+    reject_unsupported_options(f"{who}()", given, ENGINE, fields)
     for name, why in without_effect({}, ENGINE, given.get("speculative_config")).items():
         logger.warning("%s has no effect: %s", name, why)
     # vLLM writes None for the default of every option.
@@ -126,7 +126,9 @@ class MadeFromArgs:
     ) -> Self:
         """An object for these options; `engine` is an import path "module:callable" as `DEFAULT_ENGINE`, and `of_vllm`
         are vLLM's keywords (`vllm_python.ENGINE_LIFE`), without an effect."""
-        take_foreign(f"{cls.__name__}.from_engine_args()", of_vllm, ENGINE_LIFE, ("engine_args", "engine", "sources"))
+        reject_unsupported_options(
+            f"{cls.__name__}.from_engine_args()", of_vllm, ENGINE_LIFE, ("engine_args", "engine", "sources")
+        )
         self = cls.__new__(cls)
         self._set_up(engine_args, engine, sources)
         return self

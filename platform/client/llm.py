@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeAlias, cast
 
-from ..core.compat.foreign_options import take_foreign
+from ..core.compat.unsupported_options import reject_unsupported_options
 from ..core.compat.vllm_python import GENERATE
 from ..core.config import EngineArgs
 from ..core.errors import InvalidUserInputError, invalid
@@ -89,7 +89,7 @@ class LLM(MadeFromArgs, SyncAdapterMethods, SyncPoolingMethods, SyncBeamSearch, 
         """
         engine = self.llm_engine
         engine.check_open()
-        take_foreign("LLM.generate()", options, GENERATE, _OPTION_DEFAULTS)
+        reject_unsupported_options("LLM.generate()", options, GENERATE, _OPTION_DEFAULTS)
         batch = as_prompts(prompts)
         params: list[SamplingParams | None] = for_each("sampling_params", sampling_params, len(batch), None)
         loras = lora_of_each(lora_request, len(batch))

@@ -99,4 +99,5 @@ class StepResult(NamedTuple):
     seconds: float = 0.0
     """Duration of the target's forward pass, sampling and verification; 0 if not measured."""
     gap: float | None = None
-    """Seconds between the target's work of the step before and this one's: drafting, and host time not hidden."""
+    """Seconds between the target's work of the step before and this one's: drafting, and host time that is not
+    overlapped."""

@@ -10,7 +10,7 @@ from ...core.compat.vllm_python import METHODS
 from ...core.errors import InvalidRequestError, NotFoundError
 from ...core.lora_request import LoRARequest
 from ...core.messages import AdapterInfo
-from ...core.sampling_params import shown
+from ...core.sampling_params import quote_for_error
 from .numbers import LoRANumbers
 
 
@@ -117,7 +117,9 @@ def _checked(lora: object) -> LoRARequest:
         InvalidRequestError: it is no LoRARequest.
     """
     if not isinstance(lora, LoRARequest):
-        raise InvalidRequestError(f"lora_request must be a LoRARequest, got {shown(lora)}", param="lora_request")
+        raise InvalidRequestError(
+            f"lora_request must be a LoRARequest, got {quote_for_error(lora)}", param="lora_request"
+        )
     return lora
 
 

@@ -128,7 +128,7 @@ class Scheduler:
         for row in plan.rows:
             row.request.in_flight.append(row)
 
-    def may_plan_beside(self, plan: StepPlan) -> bool:
+    def can_plan_next(self, plan: StepPlan) -> bool:
         """Return whether the next step can be planned while `plan` is in flight: not if a sequence in flight must be
         preempted first."""
         return plan.can_overlap_next and not self._needs_commit

@@ -4,7 +4,7 @@
     host    1  2                 |1| 3             |2| 4            n: plan and launch; |n|: commit
 
 So the device need not wait for the host, which learns a step late what was sampled, and how many drafts were right. At
-most one step is in flight when the next is launched. Where that cannot be planned yet (`Scheduler.may_plan_beside`) it
+most one step is in flight when the next is launched. Where that cannot be planned yet (`Scheduler.can_plan_next`) it
 is launched right after the commit, and the host delivers tokens while it runs.
 """
 
@@ -49,7 +49,7 @@ class Pipeline:
                 self._launch()
             if not self._in_flight and self._scheduler.num_waiting:
                 self._wait(IDLE_WAIT_SECONDS)
-            if self._in_flight and self._scheduler.may_plan_beside(self._in_flight[0].plan):
+            if self._in_flight and self._scheduler.can_plan_next(self._in_flight[0].plan):
                 self._launch()
             self._commit()
             if self._runner.overlaps and not self._in_flight:

@@ -44,7 +44,7 @@ def _outputs(serving: Serving, job: Job) -> AsyncGenerator[Event]:
 
 async def _generate_one(serving: Serving, job: Job, index: int) -> AsyncGenerator[Event]:
     if serving.tenancy is None and len(job.prompts) == 1 and job.params.structured_outputs is not None:
-        await check_params(serving, job)  # it names the keywords that do not hold
+        await check_params(serving, job)  # it names the keywords that are not enforced
     label = "" if job.lora is None else job.lora.label
     recorder = serving.metrics.recorder(label, job.principal.tenant, job.arrival.monotonic)
     outputs = _outputs_of(serving, job, index)

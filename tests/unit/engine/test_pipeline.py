@@ -256,23 +256,23 @@ def plan_of(scheduler, *requests):
 def test_edits_that_read_the_sampled_token_wait_for_it(params):
     scheduler = make()
     plan = plan_of(scheduler, request("a", [1], 5), request("b", [2], 5, params))
-    assert not scheduler.may_plan_beside(plan)
+    assert not scheduler.can_plan_next(plan)
 
 
 @pytest.mark.parametrize("params", OTHERS)
 def test_others_do_not_wait(params):
     scheduler = make()
-    assert scheduler.may_plan_beside(plan_of(scheduler, request("a", [1], 5, params)))
+    assert scheduler.can_plan_next(plan_of(scheduler, request("a", [1], 5, params)))
 
 
 def test_a_prompt_chunk_samples_nothing_to_wait_for():
     scheduler = make()
-    assert scheduler.may_plan_beside(plan_of(scheduler, request("a", range(30), 5, READERS[0])))
+    assert scheduler.can_plan_next(plan_of(scheduler, request("a", range(30), 5, READERS[0])))
 
 
 def test_drafts_wait_for_what_is_accepted():
     scheduler = make(limits=DraftLimits(2))
-    assert not scheduler.may_plan_beside(plan_of(scheduler, request("a", [1], 5)))
+    assert not scheduler.can_plan_next(plan_of(scheduler, request("a", [1], 5)))
 
 
 def test_a_sequence_in_flight_does_not_give_way_before_it_is_committed():

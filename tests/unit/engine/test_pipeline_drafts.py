@@ -355,12 +355,12 @@ def test_drafts_wait_where_they_may_not_be_as_many_as_planned():
 def test_only_drafts_that_the_device_makes_let_the_next_step_be_planned(limits):
     scheduler = make(limits=limits)
     plan = plan_of(scheduler, request("a", [1], 9))
-    assert not scheduler.may_plan_beside(plan), "a prompt"
+    assert not scheduler.can_plan_next(plan), "a prompt"
     scheduler.commit(plan, StepResult([RowResult([7])]))
     plan.rows[0].request.drafts, plan.rows[0].request.num_draft_computed = Drafts([1, 2, 3]), 2
     plan = plan_of(scheduler)
     assert plan.rows[0].num_drafts == 3
-    assert scheduler.may_plan_beside(plan) is limits.overlaps
+    assert scheduler.can_plan_next(plan) is limits.overlaps
 
 
 @pytest.mark.parametrize("failing", [2, 4, 5, 9])

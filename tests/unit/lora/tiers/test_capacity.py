@@ -9,7 +9,7 @@ from outrider.lora.device.layout import LoraWeights, OwnRows
 from outrider.lora.manager import LOADING, MAX_LORAS, ROWS
 from outrider.platform.core.errors import AdapterError, InvalidRequestError, InvalidUserInputError
 from outrider.platform.core.lora_request import LoRARequest
-from outrider.platform.core.sizes import parse_bytes, shown_bytes
+from outrider.platform.core.sizes import format_bytes, parse_bytes
 
 from ..conftest import HIDDEN, admitted, level, make_request, module, settle
 
@@ -41,8 +41,8 @@ def test_no_sizes(value):
 
 
 def test_a_size_is_shown_exactly():
-    assert shown_bytes(1536) == "1536 bytes (1.5 KiB)"
-    assert shown_bytes(3) == "3 bytes"
+    assert format_bytes(1536) == "1536 bytes (1.5 KiB)"
+    assert format_bytes(3) == "3 bytes"
 
 
 def row_bytes(manager):
