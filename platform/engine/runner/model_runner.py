@@ -40,7 +40,7 @@ from .pooling import pooled_part
 from .step_inputs import Prepared, continued, drafting_rows, of_rows, prepare
 
 LOGITS_CHUNK = 128
-"""Rows of prompt logits made at once: they are [rows, vocabulary] in float32."""
+"""Rows of prompt logits computed at once: they are [rows, vocabulary] in float32."""
 
 
 class RunnerParts(NamedTuple):
@@ -56,9 +56,9 @@ class RunnerParts(NamedTuple):
     prepare_head: AdapterPreparer
     """Prepares adapters for a classifier's score matrix."""
     queue: DeviceQueue
-    """Takes the work of steps in their order."""
+    """Runs the work of steps in order."""
     graphs: PassGraphs | None = None
-    """Holder of the executor's captured passes and the drafter's; None: every pass is launched piece by piece."""
+    """Holder of the executor's captured passes and the drafter's; None: every pass is launched kernel by kernel."""
     policy: SpeculationPolicy | None = None
     """Chooses numbers of drafts and observes each step; None: they are fixed."""
     host: HostStore | None = None
@@ -70,7 +70,7 @@ class _Computed(NamedTuple):
 
     output: DecoderOutput
     logits: Tensor | None
-    """[T, V] float32 where every token of the step has them; good until the next pass."""
+    """[T, V] float32 if every token of the step has logits; valid until the next pass."""
 
 
 class _Queued(NamedTuple):
@@ -82,9 +82,9 @@ class _Queued(NamedTuple):
     prompts: dict[int, list[TokenLogprobs] | Tensor]
     """`RowResult.prompt_logprobs` or `pooled`, by row, where they are wanted."""
     outcome: DeviceOutcome | None
-    """Outcome of the rows that reach their end; None where no step is launched before the host knows it."""
+    """Outcome of the sampled rows; None if no step is launched before the host knows it."""
     proposals: list[Proposal] | None
-    """Proposal of each row, where the device drafted without the host."""
+    """Proposal of each row, if the device drafted without the host."""
     stopwatch: Stopwatch
     """Time of the forward pass, sampling and verification."""
 
@@ -96,13 +96,13 @@ class Launched:
     plan: StepPlan
     work: Future[_Queued] | Done[_Queued]
     places: dict[Request, int]
-    """Place of each request among the rows that reach their end."""
+    """Index of each request among the sampled rows."""
     block_tables: Sequence[Sequence[int]]
-    """KV blocks of each row, also of a sequence that has finished meanwhile."""
+    """KV blocks of each row, also of a sequence that has since finished."""
 
 
 class ModelRunner:
-    """Executes step plans. Keeps nothing between steps but the model and the KV memory."""
+    """Executes step plans. Between steps it keeps only the model and the KV memory."""
 
     def __init__(self, parts: RunnerParts) -> None:
         self._model = parts.model
@@ -132,7 +132,7 @@ class ModelRunner:
         return self._queue.overlaps
 
     def launch(self, plan: StepPlan, before: Launched | None = None) -> Launched:
-        """Have a step computed after those launched before; `plan` has rows. Errors come out of `collect`.
+        """Launch a step after those launched before; `plan` has rows. Errors are raised by `collect`.
 
         Args:
             before: The step in flight, whose tokens the rows of `plan` continue.
@@ -182,7 +182,7 @@ class ModelRunner:
         return result.seconds + time.perf_counter() - started
 
     def _draft(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
-        """Drafts for the next step, made by the host or for it."""
+        """Drafts for the next step, made with the step's results on the host."""
         if any(row.max_drafts for row in rows):
             return self._drafter.propose(rows, target)
         self._drafter.watch(rows, target)
@@ -242,7 +242,7 @@ class ModelRunner:
     def _draft_on_device(
         self, prepared: Prepared, output: DecoderOutput, outcome: DeviceOutcome | None
     ) -> list[Proposal]:
-        """Drafts, if any are wanted, before the host knows what the step brought."""
+        """Drafts, if any are wanted, made before the host has the step's results."""
         rows, step = prepared.drafting, DeviceStep(outcome, prepared.rows.overshoot)
         target = TargetOutput(output.hidden, output.aux, step)
         if not any(row.max_drafts for row in rows):
@@ -285,7 +285,7 @@ class ModelRunner:
         return pooled_part(pooling, row, hidden, self._model.score, self._prepare_head)
 
     def _prompt_logprobs(self, row: RowPlan, hidden: Tensor) -> list[TokenLogprobs]:
-        """Log-probabilities of the prompt tokens that follow this chunk's positions, maybe none."""
+        """Log-probabilities of the prompt tokens after this chunk's positions, maybe none."""
         request = row.request
         last = request.num_prompt_tokens - 1
         found: list[TokenLogprobs] = []
@@ -298,7 +298,7 @@ class ModelRunner:
 
 
 def _with_prompt(request: Request, got: RowResult, prompt: list[TokenLogprobs] | Tensor) -> RowResult:
-    """`got` with the log-probabilities of the request's prompt, or its pooled hidden states; the request's error where
+    """`got` with the log-probabilities of the request's prompt, or its pooled hidden states; the request's error if
     these are not finite."""
     if isinstance(prompt, Tensor):
         return (
@@ -310,8 +310,8 @@ def _with_prompt(request: Request, got: RowResult, prompt: list[TokenLogprobs] |
 
 
 def _propose_forced(rows: Sequence[RowPlan]) -> None:
-    """Replace the drafts of sequences that follow grammars by the tokens without a choice, where there are any. `rows`:
-    those that reached their end; after a chunk of a prompt, the grammar is that of the step which has the rest."""
+    """Replace the drafts of sequences with grammars by their forced tokens, if any. `rows`: the sampled ones; a
+    prompt's grammar starts with the step that has its last chunk."""
     requests = [row.request for row in rows if row.request.grammar is not None]
     requests = [request for request in requests if request.status is Status.RUNNING]
     if not requests:

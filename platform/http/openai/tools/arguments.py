@@ -49,8 +49,8 @@ def property_rule(function: dict[str, Any], name: str) -> str:
 
 def _refuse(place: str, what: object) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{place}: {quote_for_error(what)} cannot be held to in this model's format, in which arguments are written one "
-        'by one; leave out strict, or give tool_choice "required"',
+        f"{place}: {quote_for_error(what)} cannot be held to in this model's format, in which arguments are written "
+        'one by one; leave out strict, or give tool_choice "required"',
         param=place,
     )
 
