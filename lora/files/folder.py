@@ -4,7 +4,7 @@
     <adapter>/draft/<method>/     the same for the drafter of that method of speculation ...
     <adapter>/draft/              ... or for the only drafter that the adapter knows
 
-Both parts are one adapter: read, digested, placed and dropped together.
+Both parts are one adapter: read, digested, loaded and evicted together.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class AdapterFiles:
     def num_bytes(self, source: AdapterSource) -> int:
         """Return the size of the files that `read` may read."""
         folders = [source.folder]
-        with contextlib.suppress(AdapterError):  # `read` says so
+        with contextlib.suppress(AdapterError):  # `read` raises the error
             folders += filter(None, self._draft_folders(source) if self._draft is not None else ())
         size = 0
         for folder in folders:
@@ -99,10 +99,10 @@ class AdapterFiles:
             raise AdapterError(f"draft_path: {error.message}", param="draft_path") from error
 
     def _draft_folders(self, source: AdapterSource) -> tuple[AdapterFolder | None, AdapterFolder | None]:
-        """Return the folders where draft weights may lie, which exist; the first is meant.
+        """Return the existing folders for draft weights; the first is used.
 
         Raises:
-            AdapterError: something else has the name of one, or a link leads out of the roots.
+            AdapterError: one of the names is no folder, or a link leads out of the roots.
         """
         if source.draft_path is None:
             root = source.folder.below(DRAFT_FOLDER)
@@ -111,10 +111,10 @@ class AdapterFiles:
         return None if root is None else root.below(self.draft_method), root
 
     def _find_draft(self, source: AdapterSource) -> AdapterFolder | None:
-        """Find the folder with the draft weights; None when there are none, or only some for other methods.
+        """Find the folder with the draft weights; None if there are none, or only for other methods.
 
         Raises:
-            AdapterError: something has the name of draft weights and is none.
+            AdapterError: a folder with the name of draft weights has none.
         """
         nested, root = self._draft_folders(source)
         if nested is not None or root is None:

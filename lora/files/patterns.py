@@ -1,7 +1,7 @@
 """`rank_pattern` and `alpha_pattern`: values of modules by regular expressions, as PEFT's `get_pattern_key` finds them.
 
-The patterns come from the user who uploaded the adapter. PEFT writes up to thousands of plain names, one for each
-module; these are looked up in a dictionary. Regular expressions are few, and their time is bounded.
+The patterns are untrusted: they come with the adapter. PEFT writes up to thousands of plain names, one for each module;
+these are looked up in a dictionary. Regular expressions are limited in number and time.
 """
 
 from __future__ import annotations

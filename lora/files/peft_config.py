@@ -42,18 +42,18 @@ class PeftConfig:
     rank_pattern: Patterns
     alpha_pattern: Patterns
     target_parameters: tuple[str, ...]
-    """Ends of the names of parameters that were targeted; a module is configured as its `weight` where that is one."""
+    """Ends of the names of parameters that were targeted; a module is configured as its `weight` if that is one."""
     use_dora: bool
     bias: str
-    """Which of the model's biases the file may have: "none", "all" or "lora_only"."""
+    """The model's biases that the file may have: "none", "all" or "lora_only"."""
     lora_bias: bool
     """True when every lora_B has a bias."""
     modules_to_save: tuple[str, ...]
     """Only embeddings and heads."""
     invocation: tuple[int, ...]
-    """Tokens of the prompt from which on the adapter applies; (): it applies to all tokens."""
+    """Invocation tokens from which on the adapter applies; (): it applies to all tokens."""
     ties_weights: bool
-    """True when what is trained of a tied embedding is trained of the head too."""
+    """True when trained parts of a tied embedding apply to the head too."""
     trainable_tokens: tuple[tuple[str, tuple[int, ...]], ...]
     """Tokens of trained rows, by name of the embedding or head; the name "" stands for the embedding."""
     version: tuple[int, ...] = ()
@@ -122,7 +122,7 @@ def read_config(folder: AdapterFolder) -> PeftConfig:
     """Read and check `folder`/adapter_config.json.
 
     Raises:
-        AdapterError: the file is missing or broken, or asks for something that is not served (named in the message).
+        AdapterError: the file is missing or broken, or needs something that is not served (named in the message).
     """
     content = folder.read(CONFIG_FILE, _MAX_CONFIG_BYTES)
     if content is None:

@@ -1,6 +1,6 @@
-"""Fields of PEFT's `LoraConfig`: what each means here, and which values are refused.
+"""Fields of PEFT's `LoraConfig`: the served and refused values of each.
 
-`tests/unit/lora` drives every field against PEFT; the table in docs/guides/adapters.md is made of this one.
+`tests/unit/lora` tests every field against PEFT; the table in docs/guides/adapters.md is generated from this one.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from ...platform.core.errors import AdapterError
 from ...platform.core.sampling_params import quote_for_error
 
 # Initializations that leave the base model alone. Others change its weights too, and without those changes the adapter
-# means something else. `save_pretrained(..., path_initial_model_for_weight_conversion=...)` makes plain LoRA of them,
-# and says so.
+# is wrong. `save_pretrained(..., path_initial_model_for_weight_conversion=...)` converts them to plain LoRA, and
+# records it.
 _PLAIN_INITS = ("true", "false", "none", "gaussian", "orthogonal", "eva", "mica")
 
 
@@ -152,8 +152,8 @@ FIELDS: dict[str, FieldRule] = {
 def check_fields(config: dict[str, Any]) -> None:
     """Refuse (AdapterError) a configuration with a value that is not served; the message names the field.
 
-    Of fields that are not known, as newer versions of PEFT write them, those are refused that switch something on: the
-    value true, and objects.
+    Of unknown fields, as newer versions of PEFT write them, those that switch something on are refused: the value true,
+    and objects.
     """
     for name, rule in FIELDS.items():
         if rule.refuses(config.get(name)):

@@ -1,4 +1,4 @@
-"""DrafterGroup: several drafters behind the contract of one. Each row's `drafter` says who drafts for it."""
+"""DrafterGroup: several drafters behind the contract of one. Each row's `drafter` is the index of its drafter."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class DrafterGroup(Drafter):
         self._first.bind(kv, prepare_adapters)
 
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
-        """Drafts of each row by its drafter. The first drafter sees all rows, since what it computed of them is its own
-        to say; a fallback sees the rows that ask for it. On the device the first drafter drafts for all."""
+        """Drafts of each row by its drafter. The first drafter sees all rows, since it reports its computed tokens of
+        each; a fallback sees only its own rows. On the device the first drafter drafts for all."""
         if target.on_device is not None:
             return self._first.propose(rows, target)
         results: list[Proposal] = []

@@ -52,7 +52,7 @@ class TrainedDrafter(nn.Module, ABC):
         return {name: p.detach() for name, p in self.named_parameters() if p.requires_grad}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take over the tensors of a `state`."""
+        """Load the tensors of a `state`."""
         own = self.state()
         if own.keys() != state.keys():
             raise ValueError(f"the state has {sorted(state)}, the drafter {sorted(own)}")
