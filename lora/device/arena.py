@@ -42,7 +42,7 @@ class RowArena:
         self.rows = torch.empty(0, 0, dtype=layout.dtype, device=device)
         """[R, width]; only `write` changes them."""
         self.live: NDArray[np.uint8] = np.zeros((0, 0), np.uint8)
-        """[R, modules]: 0 where a row has no weights of the module."""
+        """[R, modules]: 0 if a row has no weights of the module."""
         self.live_on_device: Tensor | None = None
         """`live` in the memory of a CUDA device, for its kernels; None elsewhere."""
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ...kernels.lora.device_rows import Shrunk, TritonRows
 
 Live = NDArray[np.uint8]
-"""[R, modules]: 0 where a rank row has no weights of a module."""
+"""[R, modules]: 0 if a rank row has no weights of a module."""
 
 
 class RowSelection:

@@ -71,7 +71,7 @@ class PackedRows(NamedTuple):
     data: Tensor
     """[n, sum of the spans' lengths]: these columns, contiguous."""
     live: NDArray[np.uint8]
-    """[n, modules]: 1 where a row holds weights of the module."""
+    """[n, modules]: 1 if a row has weights of the module."""
 
     @property
     def num_bytes(self) -> int:

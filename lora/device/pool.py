@@ -230,7 +230,7 @@ class RowPool:
         """Count one running request less that uses the adapter."""
         entry = self._entries[key]
         if entry.num_users < 1:
-            raise ValueError("nobody uses the adapter")
+            raise ValueError("no request uses the adapter")
         entry.num_users -= 1
         self.num_running -= entry.num_users == 0
         self._entries.move_to_end(key)

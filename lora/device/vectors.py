@@ -56,7 +56,7 @@ class _Table:
         """Bit s is set when the adapter in slot s has a vector here."""
 
     def write(self, slot: int, parts: Sequence[Tensor | None]) -> None:
-        """Write an adapter's vectors to a slot; `parts` has one entry for each module, None where there are none."""
+        """Write an adapter's vectors to a slot; `parts` has one entry for each module, None if there are none."""
         self.written &= ~(1 << slot)
         if all(part is None for part in parts):
             return
@@ -86,7 +86,7 @@ class SiteVectors:
         """Bit s is set when the adapter in slot s has vectors here."""
 
     def write(self, slot: int, gains: Sequence[Tensor | None], biases: Sequence[Tensor | None]) -> None:
-        """Write an adapter's vectors to a slot, one entry for each module; None where there are none."""
+        """Write an adapter's vectors to a slot, one entry for each module; None if there are none."""
         self._excess.write(slot, [None if gain is None else gain - 1 for gain in gains])
         self._biases.write(slot, biases)
         self.written = self._excess.written | self._biases.written
@@ -195,7 +195,7 @@ class VectorSites:
         return slot_tokens
 
     def of_tokens(self, step: LoraBatch, written: int, num_tokens: int) -> Tensor | None:
-        """Return each token's slot, [T] int32 with -1 for tokens without vectors; None where no token has any."""
+        """Return each token's slot, [T] int32 with -1 for tokens without vectors; None if no token has any."""
         found = self._of_step(step)
         if written not in found:
             runs = self._runs(step, written)

@@ -29,7 +29,7 @@ MAX_ADDED_TOKENS = 1 << 16
 
 
 class SavedKeys(NamedTuple):
-    """Keys of one embedding or head in a file; "" where there is none."""
+    """Keys of one embedding or head in a file; "" if there is none."""
 
     trained: str = ""
     rows: str = ""
@@ -54,7 +54,7 @@ def saved_keys(saved: Mapping[str, str], file: TensorFile) -> dict[str, SavedKey
             kind = "beneath"
         group = groups.setdefault(name, SavedKeys())
         other = getattr(group, kind)
-        # PEFT writes a trained weight twice where the vocabulary was resized.
+        # PEFT writes a trained weight twice if the vocabulary was resized.
         if other and (file.shapes[other] != file.shapes[key] or not torch.equal(file.read(other), file.read(key))):
             raise adapter_error(f"two tensors for the same weight: {other} and {key}")
         groups[name] = group._replace(**{kind: key})
@@ -125,7 +125,7 @@ class VocabularyReader:
         beside = modules[name].keys.keys() if name in modules else set()
         if whole is not None and beside and (beside - {BIAS} or self._config.bias != "none"):
             extra = group.rows or key
-            raise adapter_error(f"{name}: a trained weight ({extra}) beside other weights of this module is not served")
+            raise adapter_error(f"{name}: a trained weight ({extra}) with other weights of this module is not served")
         return whole
 
     def _score(self, group: SavedKeys) -> OwnRows | None:
@@ -224,7 +224,9 @@ class VocabularyReader:
             return
         if self._config.has_token_indices:
             if LM_HEAD in modules:
-                raise adapter_error(f"{LM_HEAD}: an adapter beside trainable_token_indices of the tied embedding")
+                raise adapter_error(
+                    f"{LM_HEAD}: an adapter together with trainable_token_indices of the tied embedding"
+                )
             own[LM_HEAD] = trained
 
     def _read_bias(self, own: dict[str, OwnRows], modules: dict[str, FileModule]) -> None:
@@ -235,7 +237,7 @@ class VocabularyReader:
         key = head.keys[BIAS]
         bias, base = self._file.read(key).to(self._dtype), base_bias(head, self._known[LM_HEAD]).to(self._dtype)
         if LM_HEAD in own and own[LM_HEAD].tokens is not None:
-            raise adapter_error(f"{LM_HEAD}: a bias ({key}) beside rows of some tokens is not served")
+            raise adapter_error(f"{LM_HEAD}: a bias ({key}) together with rows of some tokens is not served")
         if LM_HEAD in own:
             own[LM_HEAD] = own[LM_HEAD]._replace(bias=self._checked(LM_HEAD, OwnRows(bias, None)).weight)
         elif not torch.equal(bias, base):

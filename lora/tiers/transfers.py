@@ -164,7 +164,7 @@ class Transfers:
         return done(replace(adapter, load_seconds=time.perf_counter() - started))
 
     def write(self, allocation: Allocation, adapter: Adapter) -> None:
-        """Write an adapter's rows: a small adapter at once, where rows are in host memory."""
+        """Write an adapter's rows: a small adapter at once, if rows are in host memory."""
         write, what = self._writer.writing(allocation, adapter), "write the adapter to the device"
 
         def job() -> WriteDone:

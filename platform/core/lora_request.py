@@ -27,7 +27,7 @@ _SCALED = re.compile(r"(?P<name>.+):(?P<weight>-?(?:\d+\.\d*|\.\d+)(?:[eE]-?\d+)
 
 @dataclass(slots=True, frozen=True, init=False)
 class LoRARequest:
-    """Names an adapter and where its files are.
+    """The name of an adapter and the location of its files.
 
     Both spellings work: `LoRARequest("sql", 1, "/adapters/sql")` as in vLLM, and `LoRARequest("sql",
     path="/adapters/sql")`. The integer is kept for the caller and has no meaning here: adapters are identified by the

@@ -16,7 +16,7 @@ class Progress:
     """Writes lines through a function, from a separate thread while long work keeps the caller's busy."""
 
     def __init__(self, report: Callable[[str], None], every: float | None = EVERY) -> None:
-        """every: seconds; None for no lines between events, where a progress bar is shown."""
+        """every: seconds; None for no lines between events, if a progress bar is shown."""
         self._report, self._every = report, every
         self._describe: Callable[[], str] = lambda: "starting"
         self._said = time.monotonic()

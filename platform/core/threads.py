@@ -66,7 +66,7 @@ def leave_a_core_free() -> None:
 
 
 def threads_for(weight_bytes: int, current: int) -> int:
-    """Number of threads for a model of `weight_bytes`, where `current` would compute.
+    """Number of threads for a model of `weight_bytes`; `current` is the present number.
 
     A larger model's regions are long compared with such waits, so it also takes the core that `leave_a_core_free` left.
     A number set by the user stays; the default is at most `usable_cores`, since torch ignores quotas.

@@ -133,7 +133,7 @@ class Vocabularies(Gate):
         self._drafts_with_weights = drafts_with_weights
 
     def admit(self, request: Request) -> str | None:
-        """Refuse (InvalidRequestError) ids that the adapter does not have, and grammars where it has more. A drafter
+        """Refuse (InvalidRequestError) ids that the adapter does not have, and grammars if it has more. A drafter
         that does not know the adapter's tokens drafts nothing then."""
         if request.lora is None:
             return None

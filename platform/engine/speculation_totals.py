@@ -29,7 +29,7 @@ class SpeculationTotals:
         return self._counts.setdefault(key, SpeculationCounts())
 
     def entries(self) -> list[SpeculationEntry]:
-        """A copy, of those where drafts have been verified."""
+        """A copy of those with verified drafts."""
         return [
             SpeculationEntry(adapter, tenant, copy.deepcopy(counts))
             for (adapter, tenant), counts in self._counts.items()

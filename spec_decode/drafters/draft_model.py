@@ -76,8 +76,8 @@ def check(config: SpeculativeConfig, target: ModelConfig, model_path: Path) -> N
 def _check_vocabulary(
     model: str, own: tuple[Path, int], target: tuple[Path | str | None, int], *, warns: bool = False
 ) -> None:
-    """Refuse a vocabulary of another size unless both are padded ones of tokenizers that agree; warn where tokens
-    differ. `own` and `target`: folder and size of the vocabulary."""
+    """Refuse a vocabulary of another size unless both are padded ones of tokenizers that agree; warn if tokens differ.
+    `own` and `target`: folder and size of the vocabulary."""
     (path, vocab_size), (folder, wanted) = own, target
     share = None if not folder else agreement(Path(folder), path)
     percent = "unknown, as a tokenizer.json is missing" if share is None else f"{share:.1%}"

@@ -157,7 +157,7 @@ class RayLaunch:
 
     def _take_own_device(self) -> None:
         """Reserve rank 0's GPU: the actor of the first bundle holds it, and this process uses it."""
-        self._holder = self._make_actor(0)  # kept: an actor that nobody refers to ends
+        self._holder = self._make_actor(0)  # kept: an actor without references ends
         (name,) = ray.get(self._holder.devices.remote(), timeout=_START_SECONDS)
         index = device_index(name, os.environ.get("CUDA_VISIBLE_DEVICES"))
         self.sites[0] = self.sites[0]._replace(device_index=index)

@@ -80,7 +80,7 @@ class _Queued(NamedTuple):
     sampling: Sampling | None
     """None: no row reaches its end."""
     prompts: dict[int, list[TokenLogprobs] | Tensor]
-    """`RowResult.prompt_logprobs` or `pooled`, by row, where they are wanted."""
+    """`RowResult.prompt_logprobs` or `pooled`, by row, if wanted."""
     outcome: DeviceOutcome | None
     """Outcome of the sampled rows; None if no step is launched before the host knows it."""
     proposals: list[Proposal] | None

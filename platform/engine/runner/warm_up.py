@@ -64,8 +64,8 @@ def warm_up(
 
 
 def _lives(scheduler: Scheduler, rows: int, choices: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Parts of `choices`, each as many as one batch of `rows` dummies has room for without preemption; none where not
-    even one choice fits."""
+    """Parts of `choices`, each as many as one batch of `rows` dummies has room for without preemption; none if not even
+    one choice fits."""
     config = scheduler.config
     most = max(count for _, count in choices)
     blocks = min(scheduler.pool.num_free // rows, -(-config.max_model_len // scheduler.prefix_cache.block_size))

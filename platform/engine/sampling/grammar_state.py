@@ -264,7 +264,7 @@ class GrammarState:
         return not self._failed()
 
     def _take_back(self, count: int) -> None:
-        """Take back the last `count` drafts, or more if the grammar cannot take back single ones."""
+        """Undo the last `count` drafts, or more if the grammar cannot undo single ones."""
         if self._kept is None:
             self._matcher.rollback(count)
             del self._ahead[len(self._ahead) - count :]

@@ -109,7 +109,7 @@ class Sampler:
             return self.launch(logits, rows).collect()
         if not any(row.request.edits_logits for row in rows):
             return _most_likely(logits, rows)
-        raw_tops = logits.amax(dim=-1).tolist()  # NaN where any logit is
+        raw_tops = logits.amax(dim=-1).tolist()  # NaN if any logit is
         self._edit(logits, rows, _starts(rows))
         return _most_likely(logits, rows, raw_tops)
 

@@ -36,7 +36,7 @@ class TrainedDrafter(nn.Module, ABC):
 
     @abstractmethod
     def guesses(self, features: Features, k: int) -> Tensor:
-        """[N, k]: the greedy guess at each label as j-th draft of a round; -1 where there is no root for it."""
+        """[N, k]: the greedy guess at each label as j-th draft of a round; -1 if there is no root for it."""
 
     @abstractmethod
     def export(self, folder: Path) -> None:

@@ -120,7 +120,7 @@ DELTA = f"{E}.token_adapter.trainable_tokens_delta"
         ({f"{E}.weight": torch.full((VOCAB, HIDDEN), torch.inf)}, NAMED, "not finite"),
         ({f"{E}.weight": torch.ones(VOCAB, HIDDEN, dtype=torch.int8)}, NAMED, "not finite"),
         ({}, NAMED, "modules_to_save names 'embed_tokens', of which the file has no weight"),
-        ({f"{E}.weight": torch.ones(VOCAB, HIDDEN)} | state(4, head=False), NAMED, "beside other weights"),
+        ({f"{E}.weight": torch.ones(VOCAB, HIDDEN)} | state(4, head=False), NAMED, "with other weights"),
         ({DELTA: torch.ones(2, HIDDEN)}, {}, "trainable_token_indices names no tokens"),
         ({DELTA: torch.ones(2, HIDDEN)}, {"trainable_token_indices": [1]}, r"1 tokens below 300 do not fit"),
         ({DELTA: torch.ones(1, HIDDEN)}, {"trainable_token_indices": [VOCAB]}, "do not fit"),
