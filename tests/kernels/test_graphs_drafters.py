@@ -213,7 +213,7 @@ def _count_logits(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_one_replay_makes_all_drafts(
     make_pair: Callable[..., Pair], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of greedy rows: nothing is computed beside what was captured, and no draft changes with a later replay."""
+    """Of greedy rows: nothing is computed outside the capture, and no draft changes with a later replay."""
     pair, rng = make_pair(method), random.Random(2)
     sequences = pair.sequences([GREEDY, GREEDY], rng)
     for sequence in sequences:

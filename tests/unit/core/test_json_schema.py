@@ -94,7 +94,7 @@ def test_all_bounds_of_numbers(kind, step, low, high):
         ({"type": ["integer", "null"], "exclusiveMinimum": 1.5}, ["1"], ["2", "null"]),
     ],
 )  # fmt: skip
-def test_bounds_that_went_wrong(schema, wrong, right):
+def test_exclusive_and_large_bounds_are_rewritten(schema, wrong, right):
     grammar = grammar_of(schema)
     assert [text for text in wrong if accepts(grammar, text)] == []
     assert [text for text in right if not accepts(grammar, text)] == []
@@ -235,7 +235,7 @@ DECIMALS = {
         (r"^(?=ab|c)[a-c]{2}$", ["ab", "ca"], ["ba", "bb"]),
     ],
 )
-def test_look_ahead_that_can_be_said_without(pattern, right, wrong):
+def test_look_ahead_is_rewritten_without_look_ahead(pattern, right, wrong):
     schema = {"type": "string", "pattern": pattern}
     assert CHECKER.check(StructuredOutputsParams(json=schema)) == []
     grammar = grammar_of(schema)
@@ -263,7 +263,7 @@ def test_look_ahead_that_can_be_said_without(pattern, right, wrong):
         ({"format": "password"}, ["format"]),
     ],
 )
-def test_formats_beside_other_keywords(schema, ignored):
+def test_formats_together_with_other_keywords(schema, ignored):
     schema = {"type": "object", "properties": {"a": {"type": "string", **schema}}, "required": ["a"]}
     found = CHECKER.check(StructuredOutputsParams(json=schema, source="response_format"))
     assert sorted(found) == sorted(f"response_format.properties.a.{keyword}" for keyword in ignored)
@@ -296,7 +296,7 @@ def test_dates_are_in_the_calendar(name, right, wrong):
 # --- places and cost ---
 
 
-def test_places_of_what_is_left_out():
+def test_paths_of_keywords_that_are_left_out():
     schema = {
         "$defs": {"tags": {"type": "array", "items": {"format": "x", "type": "string"}, "uniqueItems": True}},
         "properties": {"a": {"$ref": "#/$defs/tags"}, "b": {"anyOf": [{"$ref": "#/other/c"}, {"type": "null"}]}},

@@ -1,6 +1,6 @@
 """What the fair policy promises, on the real scheduler with a simulated device and generated workloads.
 
-Service is counted from what the scheduler plans and tells the client, never read from its counters.
+Service is counted from the scheduler's plans and deltas, never read from its counters.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def most_ahead(run: Run, one: str, other: str, both_queued: bool) -> float:
 
 @settings(max_examples=60)
 @given(setups)
-def test_tenants_with_requests_queued_are_served_alike_and_no_less_than_others(setup):
+def test_queued_tenants_get_equal_service_and_no_less_than_others(setup):
     """Theorem 4.4: over any interval in which two have some queued, they are served the same within 2 U. Theorem 4.6:
     no other, whatever it does, is served more than one that has some queued, within 4 U."""
     run = Run(setup)

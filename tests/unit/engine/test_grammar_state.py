@@ -81,7 +81,7 @@ CONSTRAINTS = {
 
 
 @pytest.mark.parametrize("name", CONSTRAINTS)
-def test_what_was_tried_and_taken_back_changes_no_mask(grammars, name):
+def test_drafts_that_were_undone_change_no_mask(grammars, name):
     for seed in range(3):
         plain = walk(state_of(grammars, **CONSTRAINTS[name]), random.Random(seed), {0})
         tried = walk(state_of(grammars, **CONSTRAINTS[name]), random.Random(seed), {0}, tries=4)
@@ -115,7 +115,7 @@ def test_the_requests_own_tokens_end_its_answer(grammars, ends):
 
 
 def test_a_long_bounded_text_outlives_its_lexer(grammars):
-    """A matcher with too many lexer states begins anew; it visited 16,384 long before this text ends."""
+    """A matcher with too many lexer states starts again; it visited 16,384 long before this text ends."""
     state = state_of(grammars, regex=r"(\p{L}{1,500} ){1,500}")
     tokens = walk(state, random.Random(3), {0}, most=900)
     assert len(tokens) == 900 or tokens[-1] == 0
@@ -186,7 +186,7 @@ def test_a_text_that_may_go_on_in_one_token_leaves_a_choice(grammars, tokenizer,
 
 
 @pytest.mark.parametrize("name", [name for name in CONSTRAINTS if name not in ("max_tokens", "stop")])
-def test_masks_allow_all_that_fits_but_other_spellings_of_a_sure_text(grammars, name):
+def test_masks_allow_all_fitting_tokens_except_other_tokenizations_of_forced_text(grammars, name):
     """A masked token is one after which the text is still sure: its letters are in the one token that is left."""
     rng = random.Random(11)
     state = state_of(grammars, **CONSTRAINTS[name])

@@ -1,4 +1,4 @@
-"""KV blocks in host memory: sequences go on from them, nobody finds those of another, and nothing leaks."""
+"""KV blocks in host memory: sequences continue from them, no tenant finds another's, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_prefix_that_left_the_device_comes_back_with_its_draft_layers():
     assert cache.host.num_hits == 4
 
 
-def test_a_prefix_of_which_any_part_is_on_the_device_comes_back():
+def test_a_prefix_partly_on_the_device_comes_back():
     cache = Cache()
     cache.compute(range(16))
     for block in (1, 0, 2):  # of both kinds, in any order
@@ -81,7 +81,7 @@ def test_a_prefix_of_which_any_part_is_on_the_device_comes_back():
 
 
 @pytest.mark.parametrize("namespace", [b"tenant b", b"tenant a, adapter 2", None])
-def test_nobody_finds_the_blocks_of_another_tenant_or_adapter(namespace):
+def test_no_request_finds_blocks_of_another_tenant_or_adapter(namespace):
     cache = Cache()
     cache.compute(range(16), b"tenant a")
     cache.compute(range(100, 116), b"tenant a")
@@ -197,7 +197,7 @@ def test_copies_bring_every_layer_of_a_block_back_in_any_layout(dtype, width):
     store.release_memory()
 
 
-def test_blocks_are_swapped_where_that_takes_less_time():
+def test_blocks_are_swapped_if_faster_than_recompute():
     assert swap_pays(1000, 1e6, 16, 7000)
     assert not swap_pays(1000, 1e6, 16, 9000)
     cost = SwapCost(1000, 16, 1e6)
@@ -216,7 +216,7 @@ def test_blocks_are_swapped_where_that_takes_less_time():
 
 
 @pytest.mark.parametrize("options", [{"swap_space": -1.0}, {"swap_space": 1e-5}, {"swap_space": 0.8}])
-def test_a_swap_space_that_cannot_be_is_refused(options):
+def test_an_impossible_swap_space_is_refused(options):
     machine = Hardware(device="cpu", free_memory_bytes=1 << 30, total_memory_bytes=1 << 30, host_memory_bytes=1 << 30)
     with pytest.raises(InvalidRequestError) as refused:
         resolve(EngineArgs(**options), FACTS, machine)

@@ -160,7 +160,7 @@ class Unread(list):
         raise AssertionError("the drafts were read")
 
 
-def test_edits_that_depend_on_no_token_read_no_draft():
+def test_edits_without_tokens_do_not_wait_for_drafts():
     item = request(
         SamplingParams(
             bad_words_token_ids=[[3], [5]], allowed_token_ids=[3, 4, 5, 6, EOS], min_tokens=9, logit_bias={4: 2.0}

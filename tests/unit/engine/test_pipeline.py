@@ -36,7 +36,7 @@ def expected(prompt, count, stop=()):
 
 
 class Launched:
-    """What the host told the device of a step, copied when it was launched, and what came of it."""
+    """The device's input of a step, copied at its launch, and its results."""
 
     def __init__(self, plan, before):
         self.plan, self.before, self.sampled = plan, before, None
@@ -275,7 +275,7 @@ def test_drafts_wait_for_what_is_accepted():
     assert not scheduler.can_plan_next(plan_of(scheduler, request("a", [1], 5)))
 
 
-def test_a_sequence_in_flight_does_not_give_way_before_it_is_committed():
+def test_a_sequence_in_flight_is_not_preempted_before_its_commit():
     """Blocks are short: what is in flight is committed first, then the less urgent sequence is preempted."""
     scheduler, device = make(12, max_model_len=40), Device()
     pipeline, outputs = pipe(scheduler, device), {}
@@ -330,7 +330,7 @@ def test_after_an_error_sequences_are_as_they_were_and_go_on(failing):
 
 
 @pytest.mark.parametrize("verb", ["draft", "launch"])
-def test_tokens_of_a_committed_step_are_told_after_an_error_behind_it(verb):
+def test_tokens_of_a_committed_step_are_returned_after_an_error_in_the_next(verb):
     """Readers of tokens are planned after the commit, so that the next launch comes behind it."""
     scheduler, device = make(), Device()
     pipeline, outputs = pipe(scheduler, device), {}

@@ -1,4 +1,4 @@
-"""Steps that overlap while somebody chooses how many drafts each row gets, another number every step."""
+"""Steps that overlap while the number of drafts of each row changes every step."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def chosen(rows, counts, limits=LATE, drafter=0):
     return can_overlap_next(rows, limits)
 
 
-def test_a_row_may_be_given_no_drafts_beside_others():
+def test_a_row_may_get_no_drafts_while_others_do():
     rows = [largest(running()), largest(running())]
     assert [row.max_new_drafts for row in rows] == [3, 3]
     assert chosen(rows, [0, 2])
 
 
-def test_what_the_drafter_lags_behind_is_caught_up_with_by_the_host():
+def test_a_lagging_drafter_catches_up_on_the_host():
     lagging = running(num_draft_computed=4)
     assert chosen([largest(lagging)], [0])
     assert not chosen([largest(lagging)], [1])
@@ -91,13 +91,13 @@ def test_what_the_drafter_lags_behind_is_caught_up_with_by_the_host():
     assert chosen([largest(item)], [1], LATE._replace(extra_slots=False))
 
 
-def test_prompts_stand_beside_rows_without_drafts_alone():
+def test_prompts_overlap_only_with_rows_without_drafts():
     prompt = RowPlan(running(), 0, 4, 0, samples=False, max_new_drafts=0)
     assert chosen([largest(running()), prompt], [0, 0])
     assert not chosen([largest(running()), prompt], [1, 0])
 
 
-def test_logits_that_read_what_comes_wait_without_drafts_too():
+def test_logits_edits_that_read_sampled_tokens_wait_even_without_drafts():
     reading = running(params={"bad_words_token_ids": [[1, 2]]})
     assert not chosen([largest(reading)], [0])
     young = running(params={"min_tokens": 9})

@@ -19,7 +19,7 @@ LATE = DraftLimits(3, extra_slots=True, overlaps=True)
 
 
 class Row:
-    """What the host told the device of a row, copied when it was launched."""
+    """The device's input of a row, copied at its launch."""
 
     def __init__(self, row, longest):
         request = row.request
@@ -289,7 +289,7 @@ def largest(item, limits=LATE, share=3, longest=100):
     return row
 
 
-def test_a_row_beside_another_counts_all_drafts_as_right():
+def test_a_row_planned_during_a_step_counts_all_drafts_as_right():
     item = running()
     follow(item, 3, 2)
     row = largest(item)
@@ -378,7 +378,7 @@ def test_after_an_error_sequences_are_as_they_were_and_go_on(failing):
     assert outputs == {name: expected([ord(name) % 50] * 7, 15) for name in "abc"}
 
 
-def test_a_sequence_in_flight_does_not_give_way_before_it_is_committed():
+def test_a_sequence_in_flight_is_not_preempted_before_its_commit():
     scheduler, device = make(14, limits=LATE, max_model_len=40, max_num_batched_tokens=32), Drafting(3)
     device.longest = 40
     pipeline, outputs = pipe(scheduler, device), {}

@@ -56,7 +56,7 @@ def test_no_namespace_neither_finds_nor_publishes():
     assert cache.match(request(range(10), None)).blocks == []
 
 
-def test_same_tokens_after_another_beginning_are_another_block():
+def test_same_tokens_after_another_prefix_are_another_block():
     _, cache = make()
     computed(cache, [0, 0, 0, 0, 5, 6, 7, 8, 9])
     assert cache.match(request([1, 1, 1, 1, 5, 6, 7, 8, 9])).blocks == []
@@ -80,7 +80,7 @@ def test_a_freed_block_is_found_until_it_is_reused():
     cache.check_integrity()
 
 
-def test_a_reset_forgets_what_nobody_uses():
+def test_a_reset_drops_unused_blocks():
     pool, cache = make()
     used, free = computed(cache, range(8)), computed(cache, range(20, 28), drafted=8)
     pool.release(free.blocks)

@@ -1,4 +1,4 @@
-"""Blocks that all tenants share, and nothing of a tenant's own text beside them."""
+"""Blocks that all tenants share, without a tenant's own text."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_adapters_do_not_share():
     assert cache.found(DECLARED, b"b") == 0
 
 
-def test_own_text_after_a_shared_beginning_depends_on_that_beginning():
+def test_own_text_after_a_shared_prefix_depends_on_that_prefix():
     cache = Cache()
     cache.compute([*range(8), *range(50, 60)])
     assert cache.found([*range(20, 28), *range(50, 60)]) == 0
@@ -90,7 +90,7 @@ REQUESTS = st.tuples(
 
 @pytest.mark.slow
 @given(st.lists(REQUESTS, min_size=2, max_size=12))
-def test_equal_hashes_mean_equal_beginnings_of_whom_they_may_belong_to(requests):
+def test_equal_hashes_mean_equal_prefixes_of_equal_namespaces(requests):
     """Whatever tenants, digests and tokens are: a block's hash stands for all that its content and its readers depend
     on."""
     meaning: dict[bytes, tuple] = {}

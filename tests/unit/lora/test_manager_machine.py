@@ -180,7 +180,7 @@ class ManagerMachine(RuleBasedStateMachine):
         request, before = make_request(name, path, priority=priority), self._registered()
         self.manager.resolve(request)
         if any(registered == name and at != path for registered, at, *_ in before):
-            assert self._registered() == before, "what nobody has read took an adapter's name"
+            assert self._registered() == before, "an unread version took an adapter's name"
         self.waiting.append(request)
 
     @rule(failing=st.booleans())
@@ -301,7 +301,7 @@ class ManagerMachine(RuleBasedStateMachine):
         current = {version.digest for version in self.manager._registry if version.digest is not None}
         self.gone -= current  # a content may come back
         self.known |= current
-        assert self.known - current <= self.gone, "the drafter was not told of a content that is gone"
+        assert self.known - current <= self.gone, "the drafter did not drop a content that is gone"
 
     def _check_budget(self):
         """What is on the device takes no more than `lora_memory`, embeddings included."""

@@ -91,7 +91,7 @@ def test_files_are_read_the_same_way_on_the_other_side():
 
 
 class Clock:
-    """Time that passes only while somebody works or sleeps."""
+    """Time that passes only during work or sleep."""
 
     def __init__(self, monkeypatch):
         self.now, self.slept = 100.0, []
@@ -151,7 +151,7 @@ def test_long_steps_are_left_alone_but_not_for_ever(monkeypatch):
     yielder = CpuYielder(flag)
 
     def waited():
-        """In a turn, beside the rest that it takes anyway."""
+        """In a turn, in addition to its usual pauses."""
         clock.slept.clear()
         clock.now += 1e-3
         yielder()

@@ -312,8 +312,8 @@ def test_dora_is_served_alone_and_refused_in_mixes(make, folder):
 
 
 def test_reads_that_end_together(make, folder, monkeypatch):
-    """What the first of them changes does not drop the version of the second, which nobody wants any more, too early:
-    its content would stay for ever."""
+    """Handling the first of them does not drop the unused version of the second too early: its content would stay for
+    ever."""
     manager, gate, read = make(), threading.Event(), AdapterFiles.read
     monkeypatch.setattr(AdapterFiles, "read", lambda files, source: gate.wait(30) and read(files, source))
     first, second = mixed_request(("a", folder("a"), 0.5)), mixed_request(("b", folder("b"), 0.5))

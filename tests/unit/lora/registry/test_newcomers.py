@@ -1,4 +1,4 @@
-"""Adapters that a request brings under a name that is taken: nobody has read their files yet."""
+"""Adapters that a request brings under a name that is taken, before their files were read."""
 
 import shutil
 import threading
@@ -13,7 +13,7 @@ from ..conftest import admitted, make_request
 
 
 def pending(manager, name, path, **options):
-    """A request that names folders which nobody has read yet."""
+    """A request that names folders not read yet."""
     request = make_request(name, path, "newcomer")
     request.lora = LoRARequest(name, path=path, **options)
     manager.resolve(request)

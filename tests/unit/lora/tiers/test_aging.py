@@ -105,7 +105,7 @@ def test_the_wait_is_bounded_when_16_adapters_want_8_places(seed, few_rows, tigh
                 load.arrive(index)
         load.step(number, lambda request: chance.randint(2, LONGEST))
         oldest = min((load.added[request] for request in load.waiting), default=load.now)
-        assert load.now - oldest <= bound, "somebody waits too long"
+        assert load.now - oldest <= bound, "a request waits too long"
     assert not load.waiting
     load.close()
     assert load.longest > 0

@@ -134,7 +134,7 @@ def test_more_rows_than_pins_leave(make_manager, folder):
     manager.forget(admitted(manager, "a", folder("a")))
 
 
-# --- device memory beside rank rows ---
+# --- device memory in addition to rank rows ---
 
 
 def with_embeddings(manager, num_bytes, names="a"):

@@ -277,7 +277,7 @@ def test_pinned_in_place_moves_the_pin(make_manager, folder):
 
 
 def test_who_leaves_host_memory_is_found_without_a_look_at_all(make_manager, folder, monkeypatch):
-    """The first in turn that nobody wants: with thousands in memory, a step would wait for more."""
+    """The first unused one in order: with thousands in memory, checking more would delay a step."""
     manager = make_manager(max_loras=2, max_cpu_loras=24)
     for index in range(24):
         manager.catalog.load(LoRARequest(f"n{index}", path=folder(f"n{index}", seed=index)))

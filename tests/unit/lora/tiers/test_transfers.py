@@ -1,4 +1,4 @@
-"""Reads and writes beside the step: what waits for them, what goes wrong in them, and what is left in memory."""
+"""Reads and writes concurrent with steps: waits for them, their errors, and the memory afterwards."""
 
 import gc
 import shutil
@@ -57,7 +57,7 @@ def test_nobody_is_admitted_before_the_rows_are_written(make_manager, folder, ga
     read_up(manager, request)
     for _ in range(3):
         assert manager.admit(request) == LOADING
-        assert manager.admit(base) is None, "the base model waits for nobody"
+        assert manager.admit(base) is None, "the base model waits for no adapter"
         manager.wait(0.01)
     assert level(manager, "a") == "host"
     gate.set()

@@ -1,4 +1,4 @@
-"""SpeculationPolicy in simulated time: goodput beside fixed numbers of drafts, trials, hysteresis, adapters."""
+"""SpeculationPolicy in simulated time: goodput compared with fixed numbers of drafts, trials, hysteresis, adapters."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_each_adapter_gets_its_drafter():
     assert used[1] > 0.9
 
 
-def test_requests_of_one_adapter_are_told_apart():
+def test_requests_of_one_adapter_have_separate_estimates():
     """One that accepts gets more drafts than its neighbour."""
     world = World(bound, {(BASE, 0): 0.5}, [BASE] * 2, [LOOKUP], length=100_000).warm_up()
     verify = world.verify
@@ -158,7 +158,7 @@ def test_noise_does_not_change_the_drafter_back_and_forth():
 
 
 @pytest.mark.slow
-def test_where_steps_are_short_a_class_of_batch_sizes_has_one_number():
+def test_with_short_steps_a_class_of_batch_sizes_has_one_number():
     """It is chosen about once a second, and the same for all rows of an adapter."""
     world = World(short, {(BASE, 0): 0.8}, [BASE] * 4, [LOOKUP]).warm_up()
     began = world.now
@@ -248,7 +248,7 @@ def test_drafts_of_a_row_that_was_planned_before_its_request_ended_were_made():
     assert world.counts[-1] == chosen, "a new request gets as many"
 
 
-def test_tokens_without_a_choice_say_nothing_of_a_drafter():
+def test_forced_tokens_do_not_count_for_a_drafter():
     """A grammar's forced tokens are always right, and no drafter has made them."""
     world = World(flat, {(BASE, 0): 0.3}, [BASE], [LOOKUP], length=100_000).warm_up()
     world.run(300)

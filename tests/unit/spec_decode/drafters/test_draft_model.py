@@ -162,7 +162,7 @@ def test_a_prompt_in_chunks_is_computed_when_drafts_are_wanted(draft: Draft) -> 
         proposal = engine.step(sequence, 0, chunk)
         assert proposal.drafts.token_ids == []
         assert proposal.num_draft_computed == 0
-        assert not any(engine.written(sequence)), "nobody may ever ask"
+        assert not any(engine.written(sequence)), "drafts may never be requested"
     assert engine.step(sequence, 3).drafts.token_ids == draft.greedy(sequence.request.tokens, 3)
 
 
@@ -209,7 +209,7 @@ def test_a_row_that_lags_beyond_the_budget_catches_up_later(draft: Draft) -> Non
         short.accept(1, 4)
         if first.drafts.token_ids:
             assert first.drafts.token_ids == draft.greedy(long.request.tokens, 2)
-    # 7 tokens are left beside the short prompt's 3, then 9 beside its one new token.
+    # 7 tokens are left in addition to the short prompt's 3, then 9 in addition to its one new token.
     assert seen == [(0, 7), (0, 16), (0, 25), (2, 31)]
 
 
@@ -223,7 +223,7 @@ def test_a_request_with_speculation_off_is_not_computed(draft: Draft) -> None:
     assert proposals[1].drafts.token_ids == draft.greedy(on.request.tokens, 2)
 
 
-def test_parts_of_prompts_are_kept_in_step_beside_rows_that_draft(draft: Draft) -> None:
+def test_parts_of_prompts_are_computed_together_with_rows_that_draft(draft: Draft) -> None:
     engine = Engine(draft)
     part, busy = engine.sequence(9, seed=1), engine.sequence(5, seed=2)
     proposals = engine.propose((part, part.row(0)._replace(sampled=False)), (busy, busy.row(1)))
@@ -231,7 +231,7 @@ def test_parts_of_prompts_are_kept_in_step_beside_rows_that_draft(draft: Draft) 
     assert engine.written(part)[:10] == [True] * 8 + [False] * 2
 
 
-def test_rows_that_ask_for_nothing_are_not_computed_beside_others(draft: Draft) -> None:
+def test_rows_without_drafts_are_not_computed_with_others(draft: Draft) -> None:
     """A trial of a few rows costs what these cost."""
     engine = Engine(draft)
     idle, busy = engine.sequence(9, seed=1), engine.sequence(5, seed=2)

@@ -1,4 +1,4 @@
-"""HiddenStore: steps that are put off are written together, and are there for whoever reads."""
+"""HiddenStore: deferred steps are written together, before any read."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_drafts_come_from_past_outputs():
 
 
 def test_the_context_is_the_longest_at_every_step():
-    """Looked up anew, whatever was found the step before, while outputs come and go."""
+    """Looked up again, independent of the step before, while outputs are added and removed."""
     rng = random.Random(9)
     drafter = make_drafter(max_cached_requests=4, max_spec_factor=32.0, min_token_prob=0.0)
     request = make_request("long", prompt=[50, 51])

@@ -1,4 +1,4 @@
-"""Synthetic acceptance: the rates are met whatever the drafts are, and nobody gets it unasked."""
+"""Synthetic acceptance: the rates are met for any drafts, and it is off by default."""
 
 import logging
 

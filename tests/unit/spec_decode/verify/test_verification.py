@@ -206,8 +206,8 @@ def verify_round(
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.INVARIANT])
 @pytest.mark.parametrize("drafter", ["good", "bad", "other zeros", "the target", "certain"])
 def test_two_tokens_have_the_targets_joint_distribution(drafter: str, rule: Rule) -> None:
-    """Ragged k from 0 to 3; whoever got one token goes on with a second round, so that noise of a position that was
-    drafted in vain is used again."""
+    """Ragged k from 0 to 3; sequences that got one token continue with a second round, so that noise of a position that
+    was drafted in vain is used again."""
     table = {"good": GOOD, "bad": BAD, "other zeros": OTHER_ZEROS, "the target": TARGET, "certain": None}[drafter]
     num, start = 8_000, 3
     seeds = SEEDS[:num]
