@@ -1,4 +1,4 @@
-"""`resolve`: defaults, limits, and options that do not go together."""
+"""`resolve`: defaults, limits, and incompatible options."""
 
 from __future__ import annotations
 

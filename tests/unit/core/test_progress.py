@@ -1,4 +1,4 @@
-"""Life signs of long work."""
+"""Progress lines of long work."""
 
 import threading
 

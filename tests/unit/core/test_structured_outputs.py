@@ -1,4 +1,4 @@
-"""Constraints on the form of an answer: what is taken, and what is refused by name."""
+"""Constraints on the form of an answer: those accepted, and those refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the fair policy promises, on the real scheduler with a simulated device and generated workloads.
+"""Bounds of the fair policy, on the real scheduler with a simulated device and generated workloads.
 
 Service is counted from the scheduler's plans and deltas, never read from its counters.
 """
@@ -29,7 +29,7 @@ TENANTS = "abcd"
 
 @dataclass(frozen=True)
 class Setup:
-    """A machine, and what its tenants ask for."""
+    """A machine, and its tenants' requests."""
 
     weights: tuple[float, ...]
     prices: FairConfig
@@ -144,7 +144,7 @@ def keep_queued(run: Run, tenants: str, number: int) -> None:
 
 
 def come_and_go(run: Run, num_steps: int = 80) -> None:
-    """Tenants flood, trickle and are away, each in phases of its own; then all of it is worked off."""
+    """Tenants flood, trickle and are idle, each in phases of its own; then the queues are drained."""
     rates = dict.fromkeys(run.weights, 0.0)
     for _ in range(num_steps):
         for tenant in run.weights:

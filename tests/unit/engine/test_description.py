@@ -1,4 +1,4 @@
-"""What the start-up summary says about an engine."""
+"""Description of an engine in the start-up summary."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Masks of grammars on logits, made in a bounded time: what does not fit is -inf, and nothing else changes."""
+"""Masks of grammars on logits, made in a bounded time: tokens that do not fit are -inf, and no others change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences in their grammars: the texts that their masks allow, whatever was tried on the way."""
+"""Sequences in their grammars: the texts that their masks allow, independent of drafts that were tried."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def allowed(mask):
 
 
 def walk(state, rng, ends, most=60, tries=0):
-    """Random tokens that the masks allow; before each one some `tries` are taken back."""
+    """Random tokens that the masks allow; before each one some `tries` are undone."""
     tokens = []
     for _ in range(most):
         drafts = []
@@ -163,7 +163,7 @@ def test_compiled_grammars_are_kept_by_bytes_and_failures_cost_nothing(grammars)
 
 
 def test_a_long_text_without_a_choice_costs_no_more_than_a_short_one(grammars):
-    """Each step looks at what it may propose, not at the rest of the text."""
+    """Each step tokenizes the text that it may propose, not the rest."""
     state = state_of(grammars, regex="a{150000}")
     forced = state.forced([], MAX_FORCED, NEVER)
     assert len(forced) == MAX_FORCED
@@ -202,7 +202,7 @@ def test_masks_allow_all_fitting_tokens_except_other_tokenizations_of_forced_tex
             least = min((text_of(token) for token in plain), key=len)
             assert all(text_of(token).startswith(least) for token in plain)
             other = state_of(grammars, **CONSTRAINTS[name])
-            for token in plain:  # each spelling leads on to the rest of the token that is left, or behind it
+            for token in plain:  # each tokenization ends within the remaining token, or after it
                 other.fill([*tokens, token], [], NEVER)
                 following = [text_of(token) + text_of(more) for more in allowed(other._plain[()])]
                 assert all(text[: len(text_of(only))] == text_of(only)[: len(text)] for text in following)

@@ -35,7 +35,7 @@ class Cache:
         self.cache = PrefixCache(self.pool, BLOCK, self.host, **options)
 
     def compute(self, tokens, namespace=b"n", drafted=0):
-        """Compute a prefix, and let it go."""
+        """Compute a prefix, and free it."""
         item = prefix(tokens, namespace)
         self.cache.start(item)
         self.pool.grow(item.blocks, -(-len(tokens) // BLOCK))
@@ -203,7 +203,7 @@ def test_blocks_are_swapped_if_faster_than_recompute():
     cost = SwapCost(1000, 16, 1e6)
     assert cost.is_cheaper_than_recompute(), "nothing was measured"
     rows = [RowPlan(prefix(range(90)), 0, 80, 0, False, 0), RowPlan(prefix(range(9)), 8, 1, 0, True, 0)]
-    cost.observe(StepPlan(rows[1:]), 9.0)  # decodes say nothing
+    cost.observe(StepPlan(rows[1:]), 9.0)  # decodes are not measured
     cost.observe(StepPlan(rows), 81 / 9000)
     assert not cost.is_cheaper_than_recompute()
     for _ in range(20):

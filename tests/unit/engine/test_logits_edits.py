@@ -81,7 +81,7 @@ def test_every_combination_equals_the_definitions(cases, seed):
     st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=3), st.lists(st.integers(0, 2), max_size=3)), max_size=8),
 )
 def test_bad_words_of_a_sequence_that_grows(words, steps):
-    """Whatever was drafted before and not taken, and in whatever pieces its tokens came."""
+    """With any rejected drafts before, and tokens in pieces of any size."""
     item, logits = request(SamplingParams(bad_words_token_ids=words)), torch.zeros(1, VOCAB)
     sibling = request(item.params, outputs=[2])
     assert edit_state(sibling, edit_state(item).tables).tables is edit_state(item).tables

@@ -1,4 +1,4 @@
-"""What a row's result does to its sequence."""
+"""Effects of a row's result on its sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that are planned while others run, on a simulated device that knows what every KV slot holds."""
+"""Steps that are planned while others run, on a simulated device that records the content of every KV slot."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_every_sequence_gets_its_own_text(jobs, blocks, budget, policy, cached, 
 
 
 def test_the_next_step_is_planned_while_one_runs():
-    """Of every two launches the second comes before the first was collected, but for the end of the last request."""
+    """Of every two launches the second comes before the first was collected, except at the end of the last request."""
     scheduler, device = make(), Device()
     for name in "ab":
         scheduler.add(request(name, [1, 2, 3], 6))
@@ -276,7 +276,7 @@ def test_drafts_wait_for_what_is_accepted():
 
 
 def test_a_sequence_in_flight_is_not_preempted_before_its_commit():
-    """Blocks are short: what is in flight is committed first, then the less urgent sequence is preempted."""
+    """Blocks are short: the step in flight is committed first, then the less urgent sequence is preempted."""
     scheduler, device = make(12, max_model_len=40), Device()
     pipeline, outputs = pipe(scheduler, device), {}
     for name, start in (("a", 0), ("b", 4)):
@@ -331,7 +331,7 @@ def test_after_an_error_sequences_are_as_they_were_and_go_on(failing):
 
 @pytest.mark.parametrize("verb", ["draft", "launch"])
 def test_tokens_of_a_committed_step_are_returned_after_an_error_in_the_next(verb):
-    """Readers of tokens are planned after the commit, so that the next launch comes behind it."""
+    """Rows that read tokens are planned after the commit, so the next launch comes after it."""
     scheduler, device = make(), Device()
     pipeline, outputs = pipe(scheduler, device), {}
     scheduler.add(request("a", [1, 2], 9, READERS[0]))

@@ -68,7 +68,7 @@ def test_steps_overlap_whatever_number_of_drafts_is_chosen(counts):
 
 
 def chosen(rows, counts, limits=LATE, drafter=0):
-    """Whether a step with these numbers of drafts is followed."""
+    """True if a step with these numbers of drafts can overlap the next."""
     for row, count in zip(rows, counts, strict=True):
         row.max_new_drafts, row.drafter = count, drafter
     return can_overlap_next(rows, limits)
@@ -104,7 +104,7 @@ def test_logits_edits_that_read_sampled_tokens_wait_even_without_drafts():
     assert chosen([largest(young)], [0]), "one token comes"
     young.drafts = running().drafts._replace(token_ids=[1, 2])
     assert largest(young).num_drafts == 2
-    assert not chosen([largest(young)], [0]), "how many come decides about the logits after them"
+    assert not chosen([largest(young)], [0]), "the logits after them depend on their number"
 
 
 def test_steps_wait_for_drafts_of_the_host():

@@ -1,4 +1,4 @@
-"""Steps that verify drafts, planned while others run: on a simulated device that alone knows what was accepted."""
+"""Steps that verify drafts, planned while others run: only the simulated device knows the accepted drafts."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Drafting(Device):
             row.accepted += 1
 
     def _draft_on_device(self, row, start):
-        """All 1 + k positions are computed, and those after the last token hold whatever they hold."""
+        """All 1 + k positions are computed, and those after the last token are undefined."""
         if not row.new_drafts:
             return
         first, count = start + 1, row.num_tokens
@@ -133,7 +133,7 @@ class Drafting(Device):
             return len(row.tokens) if row.new_drafts else valid
         end = len(row.tokens) if row.samples else planned.end
         held = [self.draft_kv.get(slot) for slot in self.slots(row, 0, valid)]
-        assert held == row.tokens[:valid], "the drafter's KV is said to be valid and is not"
+        assert held == row.tokens[:valid], "the drafter's KV is reported valid and is not"
         if self.lags and len(row.tokens) % 3 == 0:
             return valid
         slots = self.slots(row, valid, end)
@@ -216,7 +216,7 @@ def check_texts(jobs, engine, drafter, limits, aborts, chooser=None):
 
 
 class WithoutLayers(Drafting):
-    """A drafter that keeps nothing, and never lags."""
+    """A drafter without state, which never lags."""
 
     def _draft(self, row):
         tokens = list(row.tokens)
@@ -303,7 +303,7 @@ def test_a_row_planned_during_a_step_counts_all_drafts_as_right():
 
 
 def test_of_a_late_row_drafts_are_made_only_if_the_drafter_has_kept_up():
-    """It was not asked in the step in flight: the host drafts, when it knows how far the drafter is behind."""
+    """It was not called in the step in flight: the host drafts, once it knows the drafter's lag."""
     item = running()
     follow(item, 3, 0)
     for limits, late in ((LATE, False), (LATE._replace(extra_slots=False), True)):
@@ -347,7 +347,7 @@ def test_drafts_wait_where_they_may_not_be_as_many_as_planned():
     assert [row.max_new_drafts for row in rows] == [3, 0, 0]
     assert all(followed(row) for row in rows), "blocks were short: the next step waits for no drafts"
     never = running(params={"speculative": False}, num_draft_computed=0)
-    assert followed(largest(never)), "it asks for no drafts"
+    assert followed(largest(never)), "it requests no drafts"
     assert followed(RowPlan(item, 0, 4, 0, samples=False, max_new_drafts=0)), "a part of a prompt"
 
 

@@ -1,4 +1,4 @@
-"""The prefix cache: what is shared, with whom, and what is forgotten."""
+"""The prefix cache: sharing of blocks, and their eviction."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_a_step_takes_about_twice_a_decode(name: str, streams: int, noisy: bool)
     late = ratios[40:]
     least = MACHINES[name](streams + FEWEST) / MACHINES[name](streams)
     assert max(late) < max(2.5, 1.05 * least)
-    assert sum(late) / len(late) > 1.5  # and no less: prompts must get on
+    assert sum(late) / len(late) > 1.5  # and no less: prompts must progress
 
 
 def launched_by_kernel(num_decodes: int, num_prompt_tokens: int) -> float:
@@ -65,7 +65,7 @@ def launched_by_kernel(num_decodes: int, num_prompt_tokens: int) -> float:
 @pytest.mark.parametrize("streams", [1, 8, 64])
 @pytest.mark.parametrize("noisy", [False, True])
 def test_fixed_time_of_prompts_does_not_throttle_them(streams: int, noisy: bool) -> None:
-    """Else each step would get fewer tokens than the one before, down to the fewest, and take as long all the same."""
+    """Else each step would get fewer tokens than the one before, down to the fewest, and still take as long."""
     pace, random = PromptThrottle(), Random(streams)
     late = []
     for step in range(400):
@@ -105,7 +105,7 @@ def test_a_temporary_slowdown_is_forgotten(name: str, trouble: str) -> None:
 
 
 def test_one_small_step_is_forced_at_a_time() -> None:
-    """Prompts of 20 tokens make no pair with each other, however small a step is asked for."""
+    """Prompts of 20 tokens make no pair with each other, however small a step is forced."""
     pace = PromptThrottle()
     pace.record(8, 0, 0.010)
     limits = []

@@ -1,4 +1,4 @@
-"""The queue of requests: counters, lifts, charges, and who gives way, by hand-made cases."""
+"""The queue of requests: counters, lifts, charges and victims, in hand-made cases."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_a_tenant_with_less_running_than_one_served_more_is_behind_it():
     assert not queue.is_behind(queue.waiting[1])
     queue.start(newcomer, 10)
     newcomer.status = Status.RUNNING
-    assert queue.is_behind(newcomer)  # its prompt goes on as it began
+    assert queue.is_behind(newcomer)  # its prompt continues as it began
     queue.remove(flood[-1], running=True)
     assert queue.is_behind(newcomer)
     queue.remove(queue.waiting[0], running=False)

@@ -1,4 +1,4 @@
-"""The scheduler against a simulated device that knows what every KV slot holds."""
+"""The scheduler with a simulated device that records the content of every KV slot."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_another_tenant_finds_the_shared_blocks_and_no_more():
 
 
 def test_without_the_declaration_the_shared_blocks_are_not_there():
-    """Also the other way round: what was computed before a declaration does not become shared by it."""
+    """Conversely: blocks computed before a declaration do not become shared by it."""
     cache = Cache()
     cache.compute(DECLARED, num_shared=0)
     assert cache.found(DECLARED, num_shared=8) == 0
@@ -91,8 +91,7 @@ REQUESTS = st.tuples(
 @pytest.mark.slow
 @given(st.lists(REQUESTS, min_size=2, max_size=12))
 def test_equal_hashes_mean_equal_prefixes_of_equal_namespaces(requests):
-    """Whatever tenants, digests and tokens are: a block's hash stands for all that its content and its readers depend
-    on."""
+    """For any tenants, digests and tokens: a block's hash covers all that its content and its readers depend on."""
     meaning: dict[bytes, tuple] = {}
     for tenant, adapter, num_shared, tokens in requests:
         cache = PrefixCache(BlockPool(1), BLOCK)

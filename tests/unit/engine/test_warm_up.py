@@ -1,4 +1,4 @@
-"""What is measured before the first request: decode steps of whole batches, nothing else."""
+"""Measurements before the first request: decode steps of whole batches, nothing else."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def folder(tmp_path):
 
 
 def settle(manager, request):
-    """Why the request must wait when nothing is being read or written any more; None: it runs."""
+    """Why the request must wait after all reads and writes; None: it runs."""
     for _ in range(20):
         reason = manager.admit(request)
         if reason != LOADING:

@@ -74,7 +74,7 @@ class Engine:
             self.references[sequence.table[-1]] = 1
 
     def release(self, sequence: Sequence) -> None:
-        """What the last one lets go of is the next that is taken."""
+        """The last freed block is the next allocated."""
         for block in sequence.table:
             self.references[block] -= 1
             if not self.references[block]:
@@ -143,7 +143,7 @@ class Engine:
         for (sequence, k, *_), row, proposal in zip(work, rows, proposals, strict=True):
             assert len(proposal.drafts.token_ids) <= k
             ahead = max(0, len(proposal.drafts.token_ids) - 1) if self.drafts_count else 0
-            assert proposal.num_draft_computed <= len(row.tokens) + ahead, "what no pass has computed"
+            assert proposal.num_draft_computed <= len(row.tokens) + ahead, "not computed by any pass"
             sequence.request.tokens, sequence.num_computed_tokens = row.tokens, row.num_valid
             sequence.drafts, sequence.num_draft_computed = proposal
         return [proposal.drafts for proposal in proposals]
@@ -154,7 +154,7 @@ def random_schedule(engine: Engine, head, rng: random.Random, steps: int, whole:
 
     Args:
         head: its `check_greedy` judges the drafts after every step.
-        whole: every row gets all the drafts that it asks for: the budget of a catch-up pass is large.
+        whole: every row gets all requested drafts: the budget of a catch-up pass is large.
     """
     running = [engine.sequence(rng.randint(1, 14)) for _ in range(2)]
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""Gains of adapters with trained magnitudes: whose they are, and what they do to a step's tokens."""
+"""Gains of adapters with trained magnitudes: their owners, and their effect on a step's tokens."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor

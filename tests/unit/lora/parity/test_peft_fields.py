@@ -1,4 +1,4 @@
-"""Every field of PEFT's LoraConfig, driven against PEFT: equal logits, or a refusal that names the field."""
+"""Every field of PEFT's LoraConfig, compared with PEFT: equal logits, or a refusal that names the field."""
 
 import contextlib
 import dataclasses
@@ -102,7 +102,7 @@ WITHOUT_PEFT = {"eva_config", "corda_config", "lora_ga_config", "megatron_config
 
 
 def disturb(model):
-    """Change whatever has no effect yet, so that its absence would show."""
+    """Change all parameters without an effect yet, so that their absence would show."""
     for name, parameter in model.named_parameters():
         if "lm_head.modules_to_save" in name or (".lora_A" in name and not parameter.any()):
             parameter.data += 0.3 * torch.randn_like(parameter)

@@ -85,7 +85,7 @@ def test_each_adapter_gets_its_drafter():
 
 
 def test_requests_of_one_adapter_have_separate_estimates():
-    """One that accepts gets more drafts than its neighbour."""
+    """One that accepts gets more drafts than the other."""
     world = World(bound, {(BASE, 0): 0.5}, [BASE] * 2, [LOOKUP], length=100_000).warm_up()
     verify = world.verify
 
@@ -130,7 +130,7 @@ def drafting_cost(curve, p, gain):
 @pytest.mark.slow
 @pytest.mark.parametrize("curve", [long, short], ids=["each row", "a class of batch sizes"])
 def test_drafting_begins_for_three_per_cent_and_goes_on_for_half_a_per_cent(curve):
-    for gain, begins in ((1.02, False), (1.04, True)):  # the acceptance is the one that is expected at first
+    for gain, begins in ((1.02, False), (1.04, True)):  # the acceptance is the expected one at first
         world = World(curve, {(BASE, 0): 0.6}, [BASE], [Costs(0.0, drafting_cost(curve, 0.6, gain))]).warm_up()
         world.plan()
         assert (world.counts[-1][0] > 0) is begins, gain
@@ -182,7 +182,7 @@ def test_a_choice_only_lowers_what_there_is_room_for():
 
 @pytest.mark.slow
 def test_drafts_of_quick_rows_are_worth_less_while_a_batch_drains():
-    """Nobody waits: the rows whose drafts are wrong decide when the batch is done."""
+    """No requests wait: the rows whose drafts are wrong determine when the batch is done."""
     made = {}
     for waiting in (True, False):
         world = World(bound, {(b"a", 0): 0.85, (b"b", 0): 0.02}, [b"a", *[b"b"] * 7], [LOOKUP], waiting=waiting)
@@ -233,7 +233,7 @@ def test_a_new_request_starts_from_its_adapters_estimate():
 
 
 def test_drafts_of_a_row_that_was_planned_before_its_request_ended_were_made():
-    """Where steps overlap it is computed all the same; the request has no drafts any more."""
+    """If steps overlap it is still computed; the request has no drafts any more."""
     world = World(long, {(BASE, 0): 1.0}, [BASE], overlaps=True, length=100_000).warm_up()
     world.run(400)
     policy, request = world.policy, world.requests[0]

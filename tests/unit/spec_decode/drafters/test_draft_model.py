@@ -87,7 +87,7 @@ class Sequence:
         return proposal
 
     def accept(self, num_accepted: int, next_token: int) -> None:
-        """What verification does: some drafts and a token of the target's."""
+        """Result of verification: some drafts and a token of the target's."""
         self.request.tokens = self.request.tokens + self.drafts[:num_accepted] + [next_token]
         self.num_draft_computed = min(self.num_draft_computed, len(self.request.tokens) - 1)
 
@@ -117,7 +117,7 @@ class Engine:
         return self.propose((sequence, sequence.row(max_drafts, chunk)))[0]
 
     def written(self, sequence: Sequence) -> list[bool]:
-        """Which positions of the sequence hold any KV."""
+        """Positions of the sequence that hold KV."""
         keys = self.kv[0].k[:, sequence.block_table].abs().sum(dim=(0, 3)).flatten()
         return (keys > 0).tolist()
 
@@ -238,7 +238,9 @@ def test_rows_without_drafts_are_not_computed_with_others(draft: Draft) -> None:
     proposals = engine.propose((idle, idle.row(0)), (busy, busy.row(1)))
     assert proposals[0].num_draft_computed == 0
     assert not any(engine.written(idle))
-    assert engine.step(idle, 3).drafts.token_ids == draft.greedy(idle.request.tokens, 3), "it catches up when it asks"
+    assert engine.step(idle, 3).drafts.token_ids == draft.greedy(idle.request.tokens, 3), (
+        "it catches up when drafts are requested"
+    )
 
 
 def test_drafts_end_with_the_blocks(draft: Draft) -> None:
