@@ -21,7 +21,7 @@ from typing import Any
 
 from outrider.platform.cli.bench.machine import describe_machine
 
-TESTS = ("tests/integration/test_families.py", "tests/integration/test_transformers_model.py")
+TESTS = tuple(f"tests/integration/test_{name}.py" for name in ("families", "multimodal", "transformers_model"))
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -11,6 +11,8 @@ from .config_values import MOST, number, positive, shown, wrong
 from .families import FamilyTraits
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+_OTHER_NAMES = {"su": "longrope", "mrope": "default"}
+"""Types by other names. M-RoPE (Qwen2-VL) gives each token three positions, which are equal for text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,7 @@ def layer_ropes(
     """Rotation of each layer; `types` are their kinds of attention."""
     field = "rope_parameters" if "rope_parameters" in values else "rope_scaling"
     given = values.get(field, {})
-    local = {"rope_theta": values.get("rope_local_base_freq", 10000.0)}
+    local = {"rope_theta": values.get("rope_local_base_freq", values.get("rope_theta", 10000.0))}
     is_nested = traits.local_rope and isinstance(given, dict) and "full_attention" in given
     usual, sliding = (given["full_attention"] or {}, given.get("sliding_attention")) if is_nested else (given, local)
     rope = rope_config(values, usual, head_dim, traits)
@@ -67,6 +69,9 @@ def layer_ropes(
         sliding = {**local, **sliding} if isinstance(sliding, dict) else sliding or local
         flat = rope_config(values, sliding, head_dim, traits)
         ropes = [flat if kind == "sliding_attention" else rope for kind in types]
+    if traits.window_rope and "sliding_window" in values and "sliding_attention" in types:
+        none = RopeConfig(rope_type="none", theta=rope.theta)
+        ropes = [rope if kind == "sliding_attention" else none for kind in types]
     if traits.no_rope:
         none = RopeConfig(rope_type="none", theta=rope.theta)
         ropes = [rope if kept else none for kept in rotated_layers(values, len(types))]
@@ -117,7 +122,7 @@ def rope_config(values: Mapping[str, Any], given: object, head_dim: int, traits:
         raise wrong(field, "must be one flat object for all layers")
     # `type` is the key's old name.
     rope_type = given.get("rope_type", given.get("type", "default"))
-    rope_type = "longrope" if rope_type == "su" else rope_type
+    rope_type = _OTHER_NAMES.get(rope_type, rope_type) if isinstance(rope_type, str) else rope_type
     if rope_type not in ROPE_TYPES:
         raise wrong(field, f"of type {shown(rope_type)} is not supported; supported are {', '.join(ROPE_TYPES)}")
     rotary_dim = _rotary_dim(values, given, head_dim, traits)
@@ -178,14 +183,14 @@ def _yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: 
     return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
 
 
-def context_length(num_positions: int, rope: RopeConfig) -> int:
+def context_length(num_positions: int, rope: RopeConfig, traits: FamilyTraits) -> int:
     """Context length in tokens.
 
-    config.json has the scaled number for "llama3" and "longrope", the unscaled one for "linear", and either for "yarn",
-    whose scaling has the unscaled one beside it. For "dynamic" it is the unscaled one: beyond it each token would
-    change all keys.
+    config.json has the scaled number for "llama3" and "longrope", the unscaled one for "linear" (Gemma 3 has the scaled
+    one), and either for "yarn", whose scaling has the unscaled one beside it. For "dynamic" it is the unscaled one:
+    beyond it each token would change all keys.
     """
-    if rope.rope_type == "linear":
+    if rope.rope_type == "linear" and not traits.local_rope:
         reach = num_positions * rope.factor
     elif rope.rope_type == "yarn":
         reach = rope.original_max_position_embeddings * rope.factor

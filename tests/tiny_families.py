@@ -34,6 +34,8 @@ class Family:
     """Every projection, which an adapter changes."""
     parameters: list[str] = field(default_factory=list)
     """Parameters beside them, which hold the weights of a router or of all experts."""
+    is_multimodal: bool = False
+    """True: `config` is the whole config of a `prefix`ForConditionalGeneration."""
 
 
 _LOCAL = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9}
@@ -49,6 +51,13 @@ _GPT_OSS = {
     **{"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
     "rope_parameters": {
         **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False},
+        "original_max_position_embeddings": 64,
+    },
+}
+_OLMO3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+    "full_attention": {
+        **{"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0},
         "original_max_position_embeddings": 64,
     },
 }
@@ -89,6 +98,10 @@ FAMILIES: dict[str, Family] = {
         "SmolLM3", {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 8, "attention_bias": True}
     ),
     "olmo2": Family("Olmo2"),
+    "olmo3": Family("Olmo3", {"num_hidden_layers": 4, "sliding_window": 9, "rope_parameters": _OLMO3_ROPE}),
+    "exaone4": Family("Exaone4", {"num_hidden_layers": 4, "sliding_window": 9}),
+    "ernie4.5": Family("Ernie4_5", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": True}, SCALED),
+    "seed-oss": Family("SeedOss", {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}),
     "granite": Family(
         "Granite",
         {
@@ -129,8 +142,11 @@ def build(family: Family) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family.prefix}Config")(**{**SIZES, **family.config})
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    config_class = getattr(transformers, f"{family.prefix}Config")
+    if family.is_multimodal:
+        model = getattr(transformers, f"{family.prefix}ForConditionalGeneration")(config_class(**family.config)).eval()
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(config_class(**{**SIZES, **family.config})).eval()
     for name, parameter in model.named_parameters():
         if ("norm" in name or "ln_" in name) and not name.endswith("bias"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

@@ -4,8 +4,7 @@ A replica repeats steps. A step gives every running request its next token and f
 time comes from a table of real steps (`costs.py`). A request needs a row and its adapter in a slot; slots are reused
 least recently used first. One adapter is read at a time, beside steps and making way for prompts, and written beside
 one more step (`replica.py`). A router sends each request to a replica (`routing.py`), replicas fail and start again
-empty (`simulation.py`). `real_replicas.py` measures the tables on real servers, and sends them a load that the model
-must foretell.
+empty (`simulation.py`).
 
 Left out: memory for KV (a row always has room), speculation, prompt pacing, host memory for adapters, the network.
 """

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from statistics import median
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -52,24 +50,6 @@ class Costs:
         """Costs from the JSON of a result, whose keys are text."""
         tables = {k: {int(n): s for n, s in v.items()} if isinstance(v, dict) else v for k, v in values.items()}
         return cls(**tables)
-
-    @classmethod
-    def median(cls, measured: Sequence[Costs]) -> Costs:
-        """Median of several measurements, value by value."""
-
-        def middle(values: Any) -> Any:
-            return (
-                {n: median(v[n] for v in values) for n in values[0]} if isinstance(values[0], dict) else median(values)
-            )
-
-        return cls(**{name: middle([each[name] for each in map(asdict, measured)]) for name in asdict(measured[0])})
-
-    def as_dict(self) -> dict[str, Any]:
-        """The costs for JSON, to microseconds."""
-        return {
-            name: {n: round(s, 6) for n, s in value.items()} if isinstance(value, dict) else round(value, 6)
-            for name, value in asdict(self).items()
-        }
 
 
 class StepTimes:

@@ -43,26 +43,17 @@ class Load:
     prompt_tokens: int = 64
     """Mean; from half of it to half more. The same holds for the output."""
     output_tokens: int = 32
-    turns: int = 1
-    """Mean number of requests of a conversation, which keeps its adapter and prefix; 1: every request is drawn anew."""
-    talks: int = 1
-    """Conversations at once, whose requests come in random order."""
 
     def requests(self, seed: int) -> list[Request]:
         """Draw the requests, in order of arrival."""
         source = random.Random(seed)
         shares = list(accumulate((i + 1) ** -self.exponent for i in range(self.adapters)))
-        live: list[tuple[int, int]] = []
         found, at = [], 0.0
         for number in range(self.count):
             at += source.expovariate(self.rate)
             lengths = [source.randint(mean // 2, mean * 3 // 2) for mean in (self.prompt_tokens, self.output_tokens)]
-            while len(live) < self.talks:
-                (drawn,) = source.choices(range(self.adapters), cum_weights=shares)
-                live.append((drawn, source.randrange(self.prefixes)))
-            adapter, prefix = live[talk := source.randrange(self.talks)]
-            if source.random() * self.turns < 1:
-                del live[talk]
+            (adapter,) = source.choices(range(self.adapters), cum_weights=shares)
+            prefix = source.randrange(self.prefixes)
             tenant = adapter * self.tenants // self.adapters
             found.append(Request(number, at, tenant, adapter, prefix, self.prefix_tokens, *lengths))
         return found

@@ -28,8 +28,6 @@ class Fleet:
     limits: Limits
     prefixes: int
     """Prefixes whose KV a replica keeps."""
-    users: int | None = None
-    """Requests at once, each sent when another ends; None: sent when they arrive."""
     lifetime: float = math.inf
     """Mean seconds from the start of a replica to its failure."""
 
@@ -50,7 +48,6 @@ class Simulation:
         self._env = env = simpy.Environment()
         self._router = fleet.router(strategy, seed)
         self._replicas = [Replica(env, costs, fleet.limits, fleet.prefixes, self._end) for _ in self._router.views]
-        self._seats = simpy.Container(env, fleet.users, fleet.users) if fleet.users else None
         self._ended: list[Job] = []
         self._lost: list[Job] = []
         self._num_failures = self._num_retries = 0
@@ -76,9 +73,7 @@ class Simulation:
 
     def _arrive(self, requests: Sequence[Request]) -> Generator[simpy.Event, Any, None]:
         for request in requests:
-            if self._seats is not None:
-                yield self._seats.get(1)
-            elif request.at > self._env.now:
+            if request.at > self._env.now:
                 yield self._env.timeout(request.at - self._env.now)
             self._send(Job(request, self._env.now))
 
@@ -104,8 +99,6 @@ class Simulation:
     def _close(self, job: Job, jobs: list[Job]) -> None:
         jobs.append(job)
         self._left -= 1
-        if self._seats is not None:
-            self._seats.put(1)
         if not self._left:
             self._done.succeed()
 

@@ -187,26 +187,24 @@ def _stream(
     Raises:
         RuntimeError: a request failed.
     """
-    from outrider.platform.cli.bench.serving.datasets import Sample
-    from outrider.platform.cli.bench.serving.http_client import HttpClient
-    from outrider.platform.cli.bench.serving.streaming import Asker
+    from outrider.platform.cli.bench.serving.completions import COMPLETIONS, Server
 
-    names = [adapter.name for adapter in adapters] or [None]
-    samples = [Sample(ids, len(ids), output, names[i % len(names)]) for i, ids in enumerate(prompts)]
-    records = [RequestRecord(index) for index in range(len(samples))]
+    names = [adapter.name for adapter in adapters] or ["base"]
+    fields = {"max_tokens": output, "temperature": 0, "ignore_eos": True, "stream": True}
+    fields |= {"stream_options": {"include_usage": True}}
+    bodies = [{"model": names[i % len(names)], "prompt": ids, **fields} for i, ids in enumerate(prompts)]
+    records = [RequestRecord(index) for index in range(len(bodies))]
 
     async def run() -> float:
-        client = HttpClient(url)
-        asker = Asker(client, "/v1/completions", "base", {"temperature": 0, "ignore_eos": True}, None)
-        waiting = deque(zip(samples, records, strict=True))
+        server = Server(url)
+        waiting = deque(zip(bodies, records, strict=True))
 
         async def one() -> None:
             while waiting:
-                await asker.ask(*waiting.popleft())
+                await server.stream(COMPLETIONS, *waiting.popleft())
 
         started = time.perf_counter()
         await asyncio.gather(*(one() for _ in range(num_streams)))
-        client.close()
         return time.perf_counter() - started
 
     seconds = asyncio.run(run())

@@ -192,7 +192,7 @@ class StepAdapters:
         """Return the batch of a drafter's pass over rows of tokens; None when no adapter has draft weights. An adapter
         that was unloaded and dropped at the commit of its last request counts as the base model."""
         return self._build(
-            self._draft, rows, lambda version: version.has_draft and version.digest in self._pool, always=always
+            self._draft, rows, lambda version: version.has_draft and self._pool.is_ready(version.digest), always=always
         )
 
     def _build(

@@ -231,6 +231,8 @@ class PackedModules(NamedTuple):
     """By module, for the token embeddings, `LM_HEAD` and `SCORE`."""
     invocation: tuple[int, ...] = ()
     """Invocation tokens from which on the weights apply (activated LoRA); (): they apply to all tokens."""
+    left_out: tuple[str, ...] = ()
+    """Keys in the file of tensors that are not used: those of a vision tower."""
 
     @property
     def layout(self) -> ModelLayout:

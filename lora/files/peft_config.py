@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from ...models.families.multimodal import is_of_tower
 from ...platform.core.adapter_files import CONFIG_FILE, AdapterFolder
 from ...platform.core.errors import AdapterError
 from ...platform.core.sampling_params import quote_for_error
@@ -146,7 +147,7 @@ def read_config(folder: AdapterFolder) -> PeftConfig:
         use_dora=bool(config.get("use_dora")),
         bias=str(config.get("bias") or "none"),
         lora_bias=bool(config.get("lora_bias")),
-        modules_to_save=tuple(config.get("modules_to_save") or ()),
+        modules_to_save=tuple(name for name in config.get("modules_to_save") or () if not is_of_tower(name)),
         invocation=tuple(config.get("alora_invocation_tokens") or ()),
         ties_weights=bool(config.get("ensure_weight_tying")),
         trainable_tokens=_trainable_tokens(config.get("trainable_token_indices") or {}),

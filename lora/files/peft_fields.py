@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ...models.families.multimodal import is_of_tower
 from ...platform.core.adapter_files import CONFIG_FILE
 from ...platform.core.errors import AdapterError
 from ...platform.core.sampling_params import quote_for_error
@@ -29,8 +30,10 @@ CLASSIFIERS = ("score", "classifier")
 
 
 def _trains_modules(value: Any) -> bool:
-    """Return whether modules other than embeddings and heads are trained in full."""
-    return _is_no_names(value) or any(name.rpartition(".")[2] not in _VOCABULARY + CLASSIFIERS for name in value or [])
+    """Return whether modules other than embeddings, heads and vision towers are trained in full."""
+    return _is_no_names(value) or any(
+        name.rpartition(".")[2] not in _VOCABULARY + CLASSIFIERS and not is_of_tower(name) for name in value or []
+    )
 
 
 def _is_no_names(value: Any) -> bool:
@@ -102,7 +105,7 @@ FIELDS: dict[str, FieldRule] = {
     "lora_bias": FieldRule(_ANY, refused_on="experts"),
     "modules_to_save": FieldRule(
         "embeddings and heads (`embed_tokens`, `lm_head` and their other names), of a resized vocabulary too; `score` "
-        "of a classifier",
+        "of a classifier; modules of vision towers, which are left out",
         "other fully trained modules",
         _trains_modules,
     ),

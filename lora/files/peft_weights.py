@@ -34,6 +34,7 @@ from .tensor_keys import (
     first_of,
     group_keys,
 )
+from .towers import without_towers
 from .vocabulary import VocabularyReader, resize, saved_keys
 
 
@@ -69,7 +70,7 @@ class WeightsReader:
     def _read_unplanned(self, file: TensorFile, config: PeftConfig) -> tuple[PackedModules, bytes]:
         """Check all keys and shapes of a file, plan to read it and more files like it, and read it."""
         known = self.model.shapes
-        file = peft_tensors(file) if config.mlx else file
+        file, left_out = without_towers(peft_tensors(file) if config.mlx else file)
         file, parameters = split_parameters(file, known, config.version)
         found, saved = group_keys(file.shapes, known, self._owner)
         for name, parameter in parameters.items():
@@ -88,7 +89,7 @@ class WeightsReader:
         ]
         biased = [module for _, module in sorted(found.items()) if module.keys.keys() & {BIAS, LORA_BIAS}]
         if file.header is not None and not (biased or saved):
-            plan = self._plans.make(modules, file.header, config.form)
+            plan = self._plans.make(modules, file.header, config.form, left_out)
             planned = plan and plan.read(file, [module.scale for module in modules])
             if planned:
                 return planned
@@ -98,7 +99,7 @@ class WeightsReader:
             packed, digest = packed._replace(biases=biases), hashlib.sha256(digest + further).digest()
         if own_rows:
             packed, digest = packed._replace(own_rows=own_rows), hashlib.sha256(digest + own_digest).digest()
-        return packed, digest
+        return packed._replace(left_out=left_out), digest
 
     def _misfit(
         self, module: FileModule, config: PeftConfig, shapes: Mapping[str, tuple[int, ...]]

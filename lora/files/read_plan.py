@@ -31,8 +31,10 @@ class _NoPlanError(Exception):
 class ReadPlan:
     """Positions of all matrices in the files of one form, and in the rows. Immutable."""
 
-    def __init__(self, modules: Sequence[StoredModule], header: Header, layout: ModelLayout) -> None:
-        """Plan.
+    def __init__(
+        self, modules: Sequence[StoredModule], header: Header, layout: ModelLayout, left_out: tuple[str, ...]
+    ) -> None:
+        """Plan; `left_out`: see `PackedModules`.
 
         Raises:
             _NoPlanError: no plan is possible. A module has magnitudes, a dtype or an order that plans do not support,
@@ -46,6 +48,7 @@ class ReadPlan:
         self._shape = layout.linears.packed_shape({module.name: module.rank for module in modules})
         self._vocabulary = layout.vocabulary.pack({})
         self._digest = start_digest(modules, dtype)
+        self._left_out = left_out
         columns = {(matrix.name, matrix.which): matrix.column for matrix in self._shape.matrices}
         self._starts: list[int] = []  # first byte of each group in the file's data
         groups: list[list[StoredMatrix]] = []
@@ -72,7 +75,7 @@ class ReadPlan:
             update_digest(digest, conversion.result(group))
             yield_to_steps()
             conversion.place(group)
-        return PackedModules(packed, self._vocabulary), digest.digest()
+        return PackedModules(packed, self._vocabulary, left_out=self._left_out), digest.digest()
 
 
 def _matrices(stored: StoredModule, header: Header, columns: dict[tuple[str, int], int]) -> Iterator[StoredMatrix]:
@@ -109,10 +112,12 @@ class ReadPlans:
                 self._plans.move_to_end((header, form))
             return plan
 
-    def make(self, modules: Sequence[StoredModule], header: Header, form: tuple[Any, ...]) -> ReadPlan | None:
+    def make(
+        self, modules: Sequence[StoredModule], header: Header, form: tuple[Any, ...], left_out: tuple[str, ...]
+    ) -> ReadPlan | None:
         """Make and keep a plan for files like one whose modules were checked; None: no plan is possible."""
         try:
-            plan = ReadPlan(modules, header, self._layout)
+            plan = ReadPlan(modules, header, self._layout, left_out)
         except _NoPlanError:
             return None
         with self._lock:

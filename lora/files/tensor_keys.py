@@ -52,7 +52,7 @@ _TRAINING_WRAPPERS = re.compile(
 # Name of the model within the causal one; PEFT may have wrapped it alone.
 _INNER = ("", "model.", "transformer.", "gpt_neox.")
 # The text model in a multimodal one.
-_TEXT_MODEL = re.compile(r"(^|\.)language_model\.")
+_TEXT_MODEL = re.compile(r"(^|\.)(?:language_model|text_model)\.")
 _REFUSED_KEYS = (
     (re.compile(r"\.lora_magnitude_vector"), "DoRA is not served here"),
     (re.compile(r"\.bias$"), "a trained bias is served only for a linear module"),

@@ -109,6 +109,7 @@ def encode_adapter(adapter: Adapter) -> tuple[dict[str, Any], list[memoryview]]:
             buffers += [content, memoryview(bytes(padding))]
             offset += content.nbytes + padding
     message = {"digest": adapter.digest.hex(), "draft": adapter.draft, "parts": parts, "size": offset}
+    message["left_out"] = adapter.target.left_out
     return message, [buffer for buffer in buffers if buffer.nbytes]
 
 
@@ -127,6 +128,7 @@ def decode_adapter(message: dict[str, Any], memory: int, files: AdapterFiles) ->
         return PackedModules(linears, vocabulary)
 
     target, drafter = unpack(files.target.layout), unpack(files.drafter.layout)
+    target = target._replace(left_out=tuple(message["left_out"]))
     return Adapter(bytes.fromhex(message["digest"]), target, drafter, message["draft"])
 
 

@@ -234,6 +234,9 @@ class Catalog:
     def _take_content(self, version: AdapterVersion, adapter: Adapter) -> None:
         if version.digest is None and adapter.draft not in ("", DRAFT_LOADED):
             logger.warning("adapter %r is served without its draft weights: %r", version.name, adapter.draft)
+        if version.digest is None and (left_out := adapter.target.left_out):
+            text = "adapter %r is served without its %d tensors of a vision tower, such as %r"
+            logger.warning(text, version.name, len(left_out), left_out[0])
         self._registry.take_content(version, adapter)
 
     # --- unloads ---

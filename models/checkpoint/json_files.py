@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...platform.core.errors import InvalidRequestError, NotFoundError
+from ..families.multimodal import language_config
 from .gguf_file import is_gguf, read_gguf_config
 
 
@@ -40,12 +41,13 @@ def parse_json(content: bytes, name: str) -> dict[str, Any]:
 
 
 def read_model_config(path: str | Path) -> dict[str, Any]:
-    """Content of config.json in a model directory; of a GGUF file, which has none, what it says in other words.
+    """Content of config.json in a model directory: of a multimodal one, that of its language model. Of a GGUF file,
+    which has none, what it says in other words.
 
     Raises:
         NotFoundError: there is no such file.
         InvalidRequestError: the file is damaged, or is a GGUF file whose package is not installed.
-        UnsupportedModelError: a GGUF file of a model that is not served.
+        UnsupportedModelError: a GGUF file, or a multimodal checkpoint, of a model that is not served.
     """
     if is_gguf(path):
         return read_gguf_config(Path(path))
@@ -55,4 +57,4 @@ def read_model_config(path: str | Path) -> dict[str, Any]:
             f"{path} is an adapter and no model: name its base model, and it in --lora-modules or a LoRARequest",
             param="model",
         )
-    return read_json(file)
+    return language_config(read_json(file))

@@ -7,7 +7,7 @@ import logging
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from ...platform.core.errors import InvalidRequestError
 from ..batch import kv_dtype
 from ..config import DTYPES, DecoderConfig, stored_dtype
 from ..decoder import Decoder
+from ..families.multimodal import OUTER, language_name
 from ..implementation import AUTO, build_model, read_config
 from ..layers.cache_scales import scale_slots
 from ..layers.weights import RenamedSlot, WeightSlot
@@ -46,6 +47,10 @@ _PREFIXES = ("model.", "transformer.", "gpt_neox.")
 _CACHE_SCALE = re.compile(r"\.(?:[kqv]|kv|prob)_scale$|\.[kv]_proj\.output_scale$")
 # Buffers that old checkpoints store although they follow from the config.
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$|\.(?:attn|attention)\.(?:masked_)?bias$")
+
+
+NameOf = Callable[[str], str | None]
+"""Function from a tensor's name in the files to the model's; None: the model does not have it."""
 
 
 class ModelOptions(NamedTuple):
@@ -146,8 +151,11 @@ def load_model(
     name = stored_dtype(raw) if dtype == "auto" else dtype
     if name not in DTYPES:
         raise InvalidRequestError(f"dtype must be auto or one of {', '.join(DTYPES)}; got {dtype!r}", param="dtype")
+    name_of: NameOf = language_name if OUTER in raw else str
+    if OUTER in raw:
+        log.info("%s is a %s, served as a text model: its vision tower is not loaded", path, raw[OUTER])
     config = read_config(raw, DTYPES[name], options.impl)
-    if load_format != "dummy" and config.tie_word_embeddings and _has_own_head(path, config):
+    if load_format != "dummy" and config.tie_word_embeddings and _has_own_head(path, config, name_of):
         log.warning("%s has an lm_head of its own, which is used although its config.json ties it", path)
         config = read_config({**raw, "tie_word_embeddings": False}, DTYPES[name], options.impl)
     config = dataclasses.replace(config, batch_invariant=batch_invariant)
@@ -163,7 +171,9 @@ def load_model(
     model.embedding.single_copy = quantization_of(path, config) is not None
     slots = model.weight_slots()
     tensors = (
-        _random_tensors(slots, model, seed) if load_format == "dummy" else _stored_tensors(path, slots, model, config)
+        _random_tensors(slots, model, seed)
+        if load_format == "dummy"
+        else _stored_tensors(path, slots, model, config, name_of)
     )
     shown = tqdm(tensors.items(), desc="Loading weights", disable=not progress, unit="tensor", leave=False)
     with weight_memory.of_model():
@@ -174,13 +184,14 @@ def load_model(
     return model
 
 
-def _has_own_head(path: Path, config: ModelConfig) -> bool:
+def _has_own_head(path: Path, config: ModelConfig, name_of: NameOf) -> bool:
     """True for a folder with a head that is none of the other tensors of its shape. Then config.json is wrong, for
     transformers 5 too: the head was trained apart from the embeddings."""
     block, is_classifier = (config.block, config.score) if isinstance(config, DecoderConfig) else (None, None)
     if is_gguf(path) or is_classifier:
         return False
-    stored = read_weights(path, "model", hint=_NO_WEIGHTS)
+    stored = {name_of(name): tensor for name, tensor in read_weights(path, "model", hint=_NO_WEIGHTS).items()}
+    stored.pop(None, None)
     head = stored.pop(f"{block.head if block else 'lm_head'}.weight", None)
     if head is None:
         return False
@@ -210,7 +221,7 @@ def _random(name: str, slot: WeightSlot, dtype: torch.dtype, seed: int, device: 
 
 
 def _stored_tensors(
-    path: Path, slots: dict[str, WeightSlot], model: LanguageModel, config: ModelConfig
+    path: Path, slots: dict[str, WeightSlot], model: LanguageModel, config: ModelConfig, name_of: NameOf
 ) -> dict[str, StoredTensor]:
     """Tensors of all slots in the order of the files, for the model of `config`, of which `model` may be a share. The
     headers of all files are checked first. `slots` is mutated when the files have other names than usual.
@@ -225,15 +236,17 @@ def _stored_tensors(
             raise InvalidRequestError("model_impl transformers does not go with a GGUF file", param="model_impl")
         tensors = read_gguf(path, slots, config)
     else:
-        tensors = unpacked(read_weights(path, "model", hint=_NO_WEIGHTS), config.dtype)
+        read = read_weights(path, "model", hint=_NO_WEIGHTS)
+        tensors = unpacked({name: tensor for name, tensor in read.items() if name_of(name)}, config.dtype)
         if isinstance(config, DecoderConfig) and config.quantization is not None:
             tensors = unpack(
                 tensors,
                 config.quantization,
-                lambda name: _with_prefix(name, slots) in slots,
+                lambda name: _with_prefix(name_of(name) or name, slots) in slots,
                 "model",
                 transposed=config.block is not None and config.block.transposed,
             )
+        tensors = {name_of(name) or name: tensor for name, tensor in tensors.items()}
     table, head = (f"{name}.weight" for name in (model.embedding.names.table, model.embedding.names.head))
     is_tied = config.tie_word_embeddings
     # save_model of safetensors keeps one name of a tensor that has two.
@@ -243,6 +256,7 @@ def _stored_tensors(
         tensors = model.by_slot(tensors)
     for name, other in renamed.items():
         if name in tensors:
+            tensors[name] = _turned(tensors[name], other.slot.shape)
             for replaced in other.replaced:
                 del slots[replaced]
             slots[name] = other.slot
@@ -259,6 +273,12 @@ def _stored_tensors(
     if problems:
         raise InvalidRequestError(f"the weights in {path} do not fit its config.json; {problems}", param="model")
     return {name: tensor for name, tensor in tensors.items() if name in slots}
+
+
+def _turned(stored: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
+    """Tensor of all experts, whose last two sizes some files have swapped (Qwen3-VL-MoE)."""
+    swapped = (*shape[:-2], *shape[:-3:-1])
+    return StoredTensor(shape, lambda: stored.dense().mT) if stored.shape == swapped != shape else stored
 
 
 def _with_prefix(name: str, slots: Mapping[str, WeightSlot]) -> str:

@@ -16,6 +16,7 @@ from ...platform.core.errors import InvalidRequestError, NotFoundError
 from ...platform.core.model_limits import MAX_TOKEN_IDS
 from ...platform.core.sampling_params import quote_for_error
 from ..families import FAMILIES
+from ..families.multimodal import language_config
 from .gguf_file import is_gguf
 from .gguf_tokenizer import load_gguf_tokenizer
 from .json_files import read_json, read_model_config
@@ -55,6 +56,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise InvalidRequestError(
             f"no tokenizer could be loaded from {directory}: {reason}", param="tokenizer"
         ) from error
+    template = directory / "chat_template.json"  # of processors; transformers' tokenizers do not read it
+    if getattr(tokenizer, "chat_template", "") is None and template.is_file():
+        tokenizer.chat_template = read_json(template).get("chat_template")
     # The engine checks lengths against the model's: the library's warning of "indexing errors" is marked as given.
     getattr(tokenizer, "deprecation_warnings", {})["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
@@ -159,7 +163,7 @@ def eos_token_ids(
         found |= end_ids(read_model_config(path)["eos_token_id"], str(path))
     for file in (Path(path) / "generation_config.json", Path(path) / "config.json", more):
         if file is not None and file.is_file():
-            found |= end_ids(read_json(file).get("eos_token_id"), file.name)
+            found |= end_ids(language_config(read_json(file)).get("eos_token_id"), file.name)
     return frozenset(found | end_ids(getattr(tokenizer, "eos_token_id", None), "the tokenizer"))
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from . import (
     deepseek_v2,
     deepseek_v3,
+    ernie4_5,
+    exaone4,
     falcon,
     gemma2,
     gemma3,
@@ -22,6 +24,7 @@ from . import (
     mistral,
     mixtral,
     olmo2,
+    olmo3,
     olmoe,
     opt,
     phi,
@@ -30,10 +33,12 @@ from . import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    seed_oss,
     smollm3,
     stablelm,
     starcoder2,
 )
+from .multimodal import WRAPPERS
 from .traits import PRE_NORMS, FamilyTraits, NormNames
 
 __all__ = ["CLASSIFIER", "FAMILIES", "PRE_NORMS", "FamilyTraits", "NormNames", "supported_architectures", "traits_of"]
@@ -44,6 +49,8 @@ CLASSIFIER = "ForSequenceClassification"
 FAMILIES: dict[str, FamilyTraits] = {
     "DeepseekV2ForCausalLM": deepseek_v2.TRAITS,
     "DeepseekV3ForCausalLM": deepseek_v3.TRAITS,
+    "Ernie4_5ForCausalLM": ernie4_5.TRAITS,
+    "Exaone4ForCausalLM": exaone4.TRAITS,
     "FalconForCausalLM": falcon.TRAITS,
     "GPTBigCodeForCausalLM": gpt_bigcode.TRAITS,
     "GPTNeoXForCausalLM": gpt_neox.TRAITS,
@@ -57,6 +64,7 @@ FAMILIES: dict[str, FamilyTraits] = {
     "MistralForCausalLM": mistral.TRAITS,
     "MixtralForCausalLM": mixtral.TRAITS,
     "Olmo2ForCausalLM": olmo2.TRAITS,
+    "Olmo3ForCausalLM": olmo3.TRAITS,
     "OlmoeForCausalLM": olmoe.TRAITS,
     "OPTForCausalLM": opt.TRAITS,
     "PhiForCausalLM": phi.TRAITS,
@@ -65,6 +73,7 @@ FAMILIES: dict[str, FamilyTraits] = {
     "Qwen2MoeForCausalLM": qwen2_moe.TRAITS,
     "Qwen3ForCausalLM": qwen3.TRAITS,
     "Qwen3MoeForCausalLM": qwen3_moe.TRAITS,
+    "SeedOssForCausalLM": seed_oss.TRAITS,
     "StableLmForCausalLM": stablelm.TRAITS,
     "Starcoder2ForCausalLM": starcoder2.TRAITS,
     "SmolLM3ForCausalLM": smollm3.TRAITS,
@@ -82,4 +91,4 @@ def traits_of(architecture: str) -> FamilyTraits | None:
 
 def supported_architectures() -> list[str]:
     """Names of the architectures that are served, sorted."""
-    return sorted(FAMILIES)
+    return sorted([*FAMILIES, *WRAPPERS])

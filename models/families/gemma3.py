@@ -14,6 +14,7 @@ TRAITS = FamilyTraits(
         "tie_word_embeddings": True,
         "query_pre_attn_scalar": 256,
         "rope_theta": 1e6,
+        "rope_local_base_freq": 10000.0,
         "sliding_window": 4096,
         "sliding_window_pattern": 6,
     },

@@ -146,8 +146,11 @@ GGUF_FAMILIES = {
     "phi3": GgufFamily("Phi3ForCausalLM"),
     "qwen2": GgufFamily("Qwen2ForCausalLM"),
     "qwen2moe": GgufFamily("Qwen2MoeForCausalLM"),
+    "qwen2vl": GgufFamily("Qwen2ForCausalLM"),  # Qwen2.5-VL too; towers are in files of their own
     "qwen3": GgufFamily("Qwen3ForCausalLM"),
     "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", facts=_qwen3_moe),
+    "qwen3vl": GgufFamily("Qwen3ForCausalLM"),
+    "qwen3vlmoe": GgufFamily("Qwen3MoeForCausalLM", facts=_qwen3_moe),
     "smollm3": GgufFamily("SmolLM3ForCausalLM", neighbours_rotated=True),
     "stablelm": GgufFamily("StableLmForCausalLM", facts=_stablelm),
     "starcoder2": GgufFamily("Starcoder2ForCausalLM"),

@@ -13,7 +13,7 @@ TRAITS = FamilyTraits(
         "attention_bias": True,
         "partial_rotary_factor": 0.5,
     },
-    o_bias=False,
+    o_bias=None,
     mlp_bias=False,
     norms=NormNames(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
     merged_gate_up=True,

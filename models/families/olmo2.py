@@ -2,10 +2,12 @@
 
 from .traits import FamilyTraits, NormNames
 
+NORMS = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+
 TRAITS = FamilyTraits(
     defaults={"vocab_size": 50304, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
     mlp_bias=False,
     qk_norm_wide=True,
-    norms=NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    norms=NORMS,
     has_window=False,
 )

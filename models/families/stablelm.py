@@ -26,7 +26,7 @@ TRAITS = FamilyTraits(
         "partial_rotary_factor": 0.25,
     },
     keys={"rms_norm_eps": "layer_norm_eps", "attention_bias": "use_qkv_bias"},
-    o_bias=False,
+    o_bias=None,
     mlp_bias=False,
     has_window=False,
     partial_rotary=True,

@@ -71,8 +71,8 @@ class FamilyTraits:
     """Function from the values of a config.json to the layers' form; None: Llama's."""
     attention_bias: bool | None = None
     """Bias of q, k and v; None: the file's `attention_bias` decides, for o too."""
-    o_bias: bool = True
-    """False: o has none, even where the file decides."""
+    o_bias: str | None = "attention_bias"
+    """Key that decides about the bias of o if `attention_bias` is None; None: o has none."""
     mlp_bias: bool | None = None
     """Bias of the MLP; None: the file's `mlp_bias` decides."""
     qk_norm: bool = False
@@ -95,6 +95,8 @@ class FamilyTraits:
     has_window: bool = True
     local_rope: bool = False
     """True: layers with a window have a rotation of their own."""
+    window_rope: bool = False
+    """True: if the model has a window, layers without one have no rotation."""
     no_rope: bool = False
     """True: some layers have no rotation, by `no_rope_layers` or each `no_rope_layer_interval`-th."""
     partial_rotary: bool = False

@@ -2,56 +2,44 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import itertools
-import logging
-import uuid
-from collections import ChainMap
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Sequence
-from types import TracebackType
-from typing import Any, NamedTuple, Self, Unpack, cast
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
+from ..core.beam_search import BeamSearchOutput, BeamSearchParams
 from ..core.config import EngineArgs
-from ..core.errors import EngineDeadError, InvalidUserInputError, OutriderError, ShuttingDownError
-from ..core.messages import EngineInfo, TokenDelta
+from ..core.errors import OutriderError
+from ..core.lora_request import LoRARequest
+from ..core.messages import AdapterInfo, EngineInfo, EngineStats
 from ..core.outputs import RequestOutput
-from ..core.sampling_params import RequestOutputKind, SamplingParams
-from .adapters.async_adapters import AsyncLLMAdapters
-from .adapters.methods import AsyncAdapterMethods
+from ..core.pooling import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
+from ..core.sampling_params import SamplingParams
+from . import engine_factory, pooling
+from .adapters.loaded_adapters import LoadedAdapters
+from .adapters.lora_argument import AnyLoRA
 from .adapters.sources import AdapterSources
-from .adapters.spelling import AnyLoRA
-from .beam_search import AsyncBeamSearch
-from .engine_factory import MadeFromArgs, demo_lora_requests, import_text_side, load_text_side
-from .engine_methods import AsyncEngineMethods
-from .input_processor import InputProcessor, RequestOptions, check_request_id, take_options
+from .engine_factory import DEFAULT_ENGINE, check_life_options, engine_args, missing_attribute
+from .input_processor import InputProcessor
+from .kernel_configs import use_kernel_configs
+from .metrics import Metric, metrics_of
 from .output_processor import OutputProcessor
-from .pooling import AsyncPoolingMethods
-from .process.event_loops import Done, in_event_loop, run_in
-from .process.ipc import Abort, Add
-from .process.supervisor import EngineSpec, Supervisor
-from .prompts import Prompt, text_of
-from .request_maker import RequestMaker
+from .prepared import ParsedPrompt, RequestOptions
+from .process.supervisor import EngineSpec
+from .profile_folder import profile_folder
+from .prompts import Prompt
+from .request_streams import RequestStreams
 from .sampling_defaults import SamplingDefaults
-from .sleeping import AsyncSleepMethods
-from .stream_pacing import StreamPacer
-from .text.chat_template import ChatOptions
-from .text.shared_prefixes import SharedPrefixes
-
-logger = logging.getLogger(__name__)
+from .text.no_tokenizer import OPTION, needed
 
 
-class _Started(NamedTuple):
-    """The parts that need the engine's model."""
-
-    info: EngineInfo
-    requests: RequestMaker
-    output_processor: OutputProcessor
-
-
-class AsyncLLM(
-    MadeFromArgs, AsyncAdapterMethods, AsyncPoolingMethods, AsyncBeamSearch, AsyncEngineMethods, AsyncSleepMethods
-):
+class AsyncLLM:
     """Generates text from asyncio; all calls belong to one event loop.
 
         async with AsyncLLM() as llm:
@@ -60,40 +48,57 @@ class AsyncLLM(
 
     Options are those of `EngineArgs`, by keyword; `AsyncLLM()` is the embedded demo model. When the engine process
     dies, running requests fail with EngineDeadError, and it is started again; adapters that had been loaded are
-    loaded again. `sources` says where adapters may come from beside folders, the hub and object stores.
+    loaded again. `sources` adds to the places that adapters come from: folders, the hub and object stores.
     """
 
-    adapters: AsyncLLMAdapters
+    adapters: LoadedAdapters
+    """Loads, unloads and pins adapters; each verb says what it raises."""
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        sources: AdapterSources | None = None,
+        kernel_configs: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        args = engine_args(type(self).__name__, model, options)
+        use_kernel_configs(kernel_configs)
+        self._set_up(EngineSpec(args=args, engine=engine_factory.DEFAULT_ENGINE), sources)
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        *,
+        engine: str = DEFAULT_ENGINE,
+        sources: AdapterSources | None = None,
+        **of_vllm: Any,
+    ) -> Self:
+        """See `LLM.from_engine_args`."""
+        check_life_options(cls.__name__, of_vllm)
+        return cls.from_spec(EngineSpec(args=engine_args, engine=engine), sources)
 
     @classmethod
     def from_spec(cls, spec: EngineSpec, sources: AdapterSources | None = None) -> Self:
         """An AsyncLLM with another engine, or another policy for restarts."""
         self = cls.__new__(cls)
-        self._start_with(spec, sources)
+        self._set_up(spec, sources)
         return self
 
-    def _set_up(self, args: EngineArgs, engine: str, sources: AdapterSources | None) -> None:
-        self._start_with(EngineSpec(args=args, engine=engine), sources)
-
-    def _start_with(self, spec: EngineSpec, sources: AdapterSources | None) -> None:
-        self._args = args = spec.args
+    def _set_up(self, spec: EngineSpec, sources: AdapterSources | None) -> None:
         self.sources = sources if sources is not None else AdapterSources()
+        args = spec.args
         self.sampling_defaults = SamplingDefaults(args.generation_config, self.sources, args.override_generation_config)
         """Sampling parameters of requests that leave them out."""
-        self.adapters = AsyncLLMAdapters(self.start, self._ready_engine, self.sources)
-        self._make_supervisor = lambda: Supervisor(
-            spec, on_deltas=self._on_deltas, on_death=self._on_death, on_restart=self.adapters.load_again
-        )
-        self._supervisor = self._make_supervisor()
-        self._starting: asyncio.Task[EngineInfo] | None = None
-        self._ending: asyncio.Future[None] | Done | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # the one that all calls belong to
-        self._draining = self._closed = False
-        self._numbers = itertools.count()  # of the requests, for their ids in the engine
-        self._started: _Started | None = None
-        self._pacer = StreamPacer()
+        self._streams = RequestStreams(spec, self.sources, self.sampling_defaults)
+        self.engine, self.adapters = self._streams.engine, self._streams.adapters
+        self.prepare, self.run = self._streams.prepare, self._streams.run  # `generate` in two steps
 
-    # --- life -----------------------------------------------------------------------------------------------------
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name):
+            raise missing_attribute(self, name)
 
     async def start(self) -> EngineInfo:
         """Start the engine process and wait until it is ready; once, however often it is called.
@@ -103,111 +108,118 @@ class AsyncLLM(
             ShuttingDownError: after `shutdown`.
             InvalidUserInputError: in another event loop than the first time.
         """
-        if self._closed:
-            raise ShuttingDownError("this AsyncLLM has been shut down; make a new one")
-        if self._starting is None:
-            self._loop = asyncio.get_running_loop()
-            self._starting = asyncio.create_task(self._start())
-        self._check_loop()
-        return await asyncio.shield(self._starting)
-
-    def _check_loop(self) -> None:
-        if self._loop is not None and self._loop is not asyncio.get_running_loop():
-            raise InvalidUserInputError(
-                "this AsyncLLM belongs to another event loop, such as that of an earlier asyncio.run; make a new one"
-            )
-
-    async def _start(self) -> EngineInfo:
-        # The tokenizer's library takes a second to import: meanwhile the engine starts.
-        importing = asyncio.create_task(asyncio.to_thread(import_text_side, self._args))
-        try:
-            info = await self._supervisor.start()
-        finally:
-            await asyncio.wait({importing})
-        try:
-            tokenizer, eos_token_ids = await asyncio.to_thread(load_text_side, self._args, info)
-            self.sampling_defaults.read_model(info.model)
-        except BaseException:
-            await self._supervisor.stop()
-            raise
-        self._pacer.shares_cores = info.device == "cpu"
-        known = ChainMap(self.adapters.requests, demo_lora_requests(self._args))
-        input_processor = InputProcessor(tokenizer, info, eos_token_ids)
-        requests = RequestMaker(input_processor, lambda: known, self.sources, self.sampling_defaults)
-        self._started = _Started(info, requests, OutputProcessor(tokenizer))
-        return info
+        return await self.engine.start()
 
     @property
     def state(self) -> str:
         """ "starting", "ready", "restarting", "sleeping", "draining" or "stopped"."""
-        if self._draining and self._supervisor.state != "stopped":
-            return "draining"
-        if self._asleep and not self._closed:
-            return "sleeping"
-        if self._supervisor.state == "ready" and self._started is None:
-            return "starting"  # the tokenizer is being loaded
-        return self._supervisor.state
+        return self.engine.state.label
 
     @property
     def failure(self) -> OutriderError | None:
         """Reason why the engine has been given up; None while it has not."""
-        return self._supervisor.failure
+        return self.engine.failure
 
     @property
     def num_restarts(self) -> int:
         """Number of times that the engine has been started again."""
-        return self._supervisor.num_restarts
+        return self.engine.num_restarts
 
     @property
     def engine_pid(self) -> int | None:
         """Id of the engine process that runs now."""
-        return self._supervisor.pid
+        return self.engine.pid
 
     @property
     def num_running(self) -> int:
         """Requests that are not finished."""
-        return len(self._pacer)
-
-    def _parts(self) -> _Started:
-        if self._started is None:
-            raise EngineDeadError("the engine has not started")
-        return self._started
+        return len(self._streams.pacer)
 
     @property
     def info(self) -> EngineInfo:
         """Model, dtype and limits of the engine. EngineDeadError before the first start, as of the following."""
-        return self._parts().info
+        return self.engine.info
 
     engine_info = info
 
     @property
     def input_processor(self) -> InputProcessor:
         """Prompts to requests."""
-        return self._parts().requests.input_processor
+        return self._streams.text_side.requests.input_processor
 
     def processor_of(self, lora: AnyLoRA | None) -> Awaitable[InputProcessor]:
         """See `RequestMaker.processor_of`."""
-        return self._parts().requests.processor_of(lora)
+        return self._streams.text_side.requests.processor_of(lora)
 
     @property
     def output_processor(self) -> OutputProcessor:
         """The engine's tokens to outputs."""
-        return self._parts().output_processor
+        return self._streams.text_side.output_processor
 
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer; None under `skip_tokenizer_init`."""
         return self.input_processor.tokenizer
 
+    async def get_default_sampling_params(self) -> SamplingParams:
+        """See `LLM.get_default_sampling_params`."""
+        await self.start()
+        return SamplingParams(**self.sampling_defaults.of_model)
+
+    async def get_tokenizer(self) -> Any:
+        """See `LLM.get_tokenizer`."""
+        await self.start()
+        return needed(self.tokenizer, "get_tokenizer()", OPTION)
+
+    async def check_health(self) -> None:
+        """Raise the error that a request would get: the engine is being started again, sleeps or is given up."""
+        await self.start()
+        self.engine.process()
+
+    async def stats(self) -> EngineStats:
+        """A snapshot of the engine's counters; they start anew when the engine has been started again."""
+        return cast(EngineStats, await self.engine.call("stats"))
+
+    async def get_metrics(self) -> list[Metric]:
+        """See `LLM.get_metrics`."""
+        info = await self.start()
+        return metrics_of(info.model, await self.stats(), self.output_processor.totals)
+
+    async def start_profile(self, folder: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
+        """See `LLM.start_profile`; it is the engine's process that is profiled."""
+        await self.engine.call("start_profile", folder=profile_folder(folder), prefix=prefix)
+
+    async def stop_profile(self) -> str:
+        """See `LLM.stop_profile`."""
+        return str(await self.engine.call("stop_profile"))
+
+    async def reset_prefix_cache(self) -> bool:
+        """See `LLM.reset_prefix_cache`. False while requests use what is cached."""
+        await self.start()
+        return self.engine.sleep_level > 0 or bool(await self.engine.call("reset_prefix_cache"))
+
+    async def share_prefixes(self, prefixes: Iterable[Sequence[int]]) -> None:
+        """Share the KV of these prefixes of prompts (token ids) among all tenants from now on, and of no others.
+        Requests with a `cache_salt` share nothing. One call at a time. EngineDeadError before the first start."""
+        await self._streams.share_prefixes(prefixes)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Refuse new requests with AsleepError, let the running ones finish, and free memory until `wake_up`; see
+        `LLM.sleep`. Level 2 ends the engine process."""
+        await self.engine.sleep(level)
+
+    async def wake_up(self) -> None:
+        """See `LLM.wake_up`."""
+        await self.engine.wake_up()
+
+    async def is_sleeping(self) -> bool:
+        """See `LLM.is_sleeping`."""
+        return self.engine.sleep_level > 0
+
     async def drain(self, timeout: float) -> bool:
         """Refuse new requests (ShuttingDownError) and wait at most `timeout` seconds for the running ones; True when
         all have finished."""
-        self._draining = True
-        try:
-            await asyncio.wait_for(self._pacer.idle.wait(), timeout)
-        except TimeoutError:
-            return False
-        return True
+        return await self.engine.drain(timeout)
 
     def shutdown(self) -> Awaitable[None]:
         """Fail what still runs with ShuttingDownError and end the engine process. May be called twice.
@@ -215,20 +227,7 @@ class AsyncLLM(
         In an event loop the result may be awaited, until the process has ended, but need not be. Elsewhere the process
         has ended on return.
         """
-        if in_event_loop() and not (self._loop is not None and self._loop.is_closed()):
-            self._check_loop()
-        self._draining = self._closed = True
-        if self._ending is None or self._ending.done():
-            self._ending = run_in(self._loop, self._shutdown)
-        return self._ending
-
-    async def _shutdown(self) -> None:
-        error = ShuttingDownError("the server is shutting down")
-        self._on_death(error)
-        self.sources.fail_waiting(error)
-        await self._supervisor.stop()
-        if self._starting is not None:
-            await asyncio.gather(self._starting, return_exceptions=True)
+        return self.engine.close()
 
     async def __aenter__(self) -> Self:
         try:
@@ -238,14 +237,10 @@ class AsyncLLM(
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.shutdown()
 
-    # --- generation -----------------------------------------------------------------------------------------------
-
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -269,44 +264,9 @@ class AsyncLLM(
         Raises:
             OutriderError: typed, at the first iteration when the request is wrong, later when it fails.
         """
-        take_options("AsyncLLM.generate()", options)
-        self._check_takes_requests()
-        await self.start()
-        request_id = request_id if request_id is not None else f"req-{uuid.uuid4().hex}"
-        check_request_id(request_id)
-        kind = getattr(sampling_params, "output_kind", RequestOutputKind.CUMULATIVE)
-        delta, at_end = delta or kind is RequestOutputKind.DELTA, kind is RequestOutputKind.FINAL_ONLY
-        self.adapters.numbers.note(lora_request)
-        # The engine gets an id that is never used again: it may still tell of an aborted request with the user's id.
-        engine_id = f"{request_id}~{next(self._numbers)}"
-        requests, tokenizer = await self._parts().requests.make(
-            prompt, sampling_params, request_id=engine_id, lora_request=lora_request, **options
-        )
-        self._check_takes_requests()
-        engine = self._ready_engine()
-        state = self.output_processor.add(request_id, requests, text_of(prompt), tokenizer)
-        consumer = self._pacer.open(request_id)
-        try:
-            engine.send(Add(requests))
-            while True:
-                await consumer.wait()
-                if at_end and not state.finished:
-                    consumer.taken()
-                    continue
-                output = state.take(delta)
-                if state.error is None:  # else that comes next
-                    consumer.taken()
-                if output.finished:
-                    self._pacer.close(request_id, consumer)
-                yield output
-                if output.finished:
-                    return
-        finally:
-            self._pacer.close(request_id, consumer)
-            if not state.finished:
-                self._send_aborts(self.output_processor.abort(request_id))
+        return self._streams.generate(prompt, sampling_params, request_id, lora_request, delta, options)
 
-    async def chat(
+    def chat(
         self,
         messages: list[dict[str, Any]],
         sampling_params: SamplingParams | None = None,
@@ -321,55 +281,118 @@ class AsyncLLM(
         `options` are those of `ChatOptions` and of `RequestOptions`; the rest is as in `generate`. The chat template in
         an adapter's folder takes the place of the model's.
         """
-        await self.start()
-        of_request = {name: options.pop(name) for name in RequestOptions.__annotations__ if name in options}
-        prompt = await self._parts().requests.chat_prompt(messages, lora_request, cast(ChatOptions, options))
-        stream = self.generate(
-            prompt,
-            sampling_params,
-            request_id,
-            lora_request=lora_request,
-            delta=delta,
-            **cast(RequestOptions, of_request),
-        )
-        async with contextlib.aclosing(cast(AsyncGenerator[RequestOutput], stream)) as outputs:
-            async for output in outputs:
-                yield output
+        return self._streams.chat(messages, sampling_params, request_id, lora_request, delta, options)
 
     def count_speculation(self, request_id: str) -> None:
         """Bring the counts of drafts in a running request's metrics up to date; its end does that by itself."""
-        state = None if self._started is None else self.output_processor.get(request_id)
-        if state is not None:
-            state.count_speculation()
+        self._streams.count_speculation(request_id)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End a running request, or several; each iterator gets a last output, with finish reason "abort". Ignores
         unknown ids."""
-        for name in [request_id] if isinstance(request_id, str) else list(request_id):
-            if self._started is not None:
-                self._send_aborts(self.output_processor.abort(name))
-                self._pacer.wake(name)
+        self._streams.abort([request_id] if isinstance(request_id, str) else list(request_id))
 
-    def _send_aborts(self, request_ids: list[str]) -> None:
-        if request_ids:
-            with contextlib.suppress(EngineDeadError, ShuttingDownError):  # then nothing is running
-                self._supervisor.ready_engine().send(Abort(request_ids))
+    async def beam_search(
+        self,
+        prompt: Prompt | ParsedPrompt,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        *,
+        lora_request: AnyLoRA | None = None,
+        on_step: Callable[[int], None] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> BeamSearchOutput:
+        """The most likely continuations of a prompt; see `LLM.beam_search`. Cancelling ends the search. `on_step` is
+        called after each step with the output tokens that the result would have if it were the last."""
+        return await self._streams.beam_search(prompt, params, request_id, lora_request, on_step, options)
 
-    async def share_prefixes(self, prefixes: Iterable[Sequence[int]]) -> None:
-        """Share the KV of these beginnings of prompts (token ids) among all tenants from now on, and of no others.
-        Requests with a `cache_salt` take no part. One call at a time. EngineDeadError before the first start."""
-        processor = self.input_processor
-        processor.shared_prefixes = await asyncio.to_thread(SharedPrefixes, prefixes, self.info.block_size)
+    async def embed(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: AnyLoRA | None = None,
+        **options: Any,
+    ) -> EmbeddingRequestOutput:
+        """Embedding of a prompt; see `LLM.embed`."""
+        [output] = await pooling.pool_async(self, "embed", [prompt], pooling_params, request_id, lora_request, options)
+        return pooling.embedding(output, pooling_params)
 
-    # --- what the supervisor tells --------------------------------------------------------------------------------
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: AnyLoRA | None = None,
+        pooling_task: str = "embed",
+        **options: Any,
+    ) -> PoolingRequestOutput[PoolingOutput]:
+        """Pooled hidden states of a prompt; see `LLM.encode`."""
+        pooling.check_task(pooling_task)
+        [output] = await pooling.pool_async(self, "encode", [prompt], pooling_params, request_id, lora_request, options)
+        return pooling.encoding(output, pooling_params)
 
-    def _on_deltas(self, deltas: list[TokenDelta]) -> None:
-        if self._started is None:
-            return
-        processed = self.output_processor.process(deltas)
-        self._send_aborts(processed.aborts)
-        self._pacer.wake_all(processed.touched)
+    async def score(
+        self,
+        text_1: Prompt | Sequence[Prompt],
+        text_2: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        lora_request: AnyLoRA | None = None,
+        **options: Any,
+    ) -> list[ScoringRequestOutput]:
+        """Cosine similarity of pairs of texts; see `LLM.score`."""
+        first, second = pooling.pairs(text_1, text_2)
+        texts = [*first, *second]
+        outputs = await pooling.pool_async(self, "score", texts, pooling_params, None, lora_request, options)
+        return pooling.scores(pooling_params, outputs)
 
-    def _on_death(self, error: OutriderError) -> None:
-        for state in [] if self._started is None else self.output_processor.fail_all(error):
-            self._pacer.wake(state.request_id)
+    async def classify(
+        self, prompt: Prompt, request_id: str | None = None, *, lora_request: AnyLoRA | None = None, **options: Any
+    ) -> ClassificationRequestOutput:
+        """Probabilities of the labels of a prompt; see `LLM.classify`."""
+        [output] = await pooling.pool_async(self, "classify", [prompt], None, request_id, lora_request, options)
+        return pooling.classification(output)
+
+    async def load_lora_adapter(
+        self, lora_request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False
+    ) -> AdapterInfo:
+        """See `Adapters.load`."""
+        return await self.adapters.load(lora_request, load_inplace=load_inplace, pinned=pinned)
+
+    async def register_lora_adapters(self, lora_requests: Sequence[LoRARequest]) -> None:
+        """See `Adapters.register`."""
+        await self.adapters.register(lora_requests)
+
+    async def unload_lora(self, lora_name: str, mode: str = "drain") -> None:
+        """See `Adapters.unload`."""
+        await self.adapters.unload(lora_name, mode)
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        """See `LLM.unload_lora_adapter`."""
+        await self.adapters.unload(lora_name)
+
+    async def pin_lora(self, lora_name: str | int) -> AdapterInfo:
+        """See `LLM.pin_lora`."""
+        return await self.adapters.pin(self.adapters.int_ids.name_of(lora_name))
+
+    async def unpin_lora(self, lora_name: str | int) -> AdapterInfo:
+        """See `Adapters.unpin`."""
+        return await self.adapters.unpin(self.adapters.int_ids.name_of(lora_name))
+
+    async def list_lora_adapters(self) -> list[AdapterInfo]:
+        """See `Adapters.list`."""
+        return await self.adapters.list()
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """See `LLM.add_lora`."""
+        return await self.adapters.add(lora_request)
+
+    async def remove_lora(self, lora_id: int | str) -> bool:
+        """See `LLM.remove_lora`."""
+        return await self.adapters.remove(lora_id)
+
+    async def list_loras(self) -> set[int]:
+        """See `LLM.list_loras`."""
+        return await self.adapters.ids()

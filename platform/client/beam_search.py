@@ -6,27 +6,25 @@ block of tokens. Without prefix caching it computes everything again.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ..core.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from ..core.errors import OutriderError, invalid
+from ..core.lora_request import LoRA
 from ..core.messages import EngineInfo, EngineRequest
 from ..core.outputs import Logprob, RequestOutput
 from ..core.sampling_params import SamplingParams, quote_for_error
 from ..core.tasks import run_all
-from .adapters.spelling import AnyLoRA, lora_of_each
-from .input_processor import RequestOptions, take_options
+from .adapters.lora_argument import AnyLoRA, lora_of_each
+from .input_processor import take_options
+from .prepared import Prepared, RequestOptions
 from .progress import GenerationProgress
 from .prompts import Prompt, as_prompts
-from .request_maker import Made
-from .sleeping import ADMITTED
 
 if TYPE_CHECKING:
-    from .llm_engine import LLMEngine
-    from .stream_pacing import StreamPacer
+    from .llm import LLM
 
 
 class BeamSearch:
@@ -72,7 +70,7 @@ class BeamSearch:
         """The best sequences."""
         best = self._best()
         for sequence in best:
-            sequence.text = decode(self.quote_for_error(sequence))
+            sequence.text = decode(self.shown_tokens(sequence))
         return BeamSearchOutput(best)
 
     @property
@@ -84,7 +82,7 @@ class BeamSearch:
         unfinished = [replace(beam, finish_reason="length") for beam in self._beams]
         return sorted([*self._completed, *unfinished], key=self._score, reverse=True)[: self._params.beam_width]
 
-    def quote_for_error(self, sequence: BeamSearchSequence) -> list[int]:
+    def shown_tokens(self, sequence: BeamSearchSequence) -> list[int]:
         """The tokens of a sequence that its text shows."""
         hides_end = sequence.finish_reason == "stop" and not self._params.include_stop_str_in_output
         return sequence.tokens[:-1] if hides_end else sequence.tokens
@@ -107,7 +105,7 @@ class BeamSearch:
         return all(self._scored(beam.cum_logprob, len(beam.tokens) + further) <= worst for beam in self._beams)
 
 
-def _check(params: BeamSearchParams, info: EngineInfo) -> SamplingParams:
+def step_params(params: BeamSearchParams, info: EngineInfo) -> SamplingParams:
     """Parameters with which a prompt is checked for its search.
 
     Raises:
@@ -135,120 +133,69 @@ def _candidates(output: RequestOutput) -> dict[int, Logprob]:
     return completion.logprobs[0]
 
 
-def _decoder(made: Made) -> Callable[[list[int]], str]:
-    if made.tokenizer is None:
+def _decoder(prepared: Prepared) -> Callable[[list[int]], str]:
+    if prepared.tokenizer is None:
         return lambda token_ids: ""
-    return cast(Callable[[list[int]], str], made.tokenizer.decode)
+    return cast(Callable[[list[int]], str], prepared.tokenizer.decode)
 
 
-class SyncBeamSearch:
-    """Method of `LLM`, by its `generate`."""
-
-    llm_engine: LLMEngine
-    generate: Callable[..., list[RequestOutput]]
-
-    def beam_search(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: BeamSearchParams,
-        lora_request: AnyLoRA | Sequence[AnyLoRA | None] | None = None,
-        use_tqdm: bool | Callable[..., Any] = False,
-        concurrency_limit: int | None = None,
-        **options: Any,
-    ) -> list[BeamSearchOutput]:
-        """The most likely continuations of one prompt, or of each of many, as far as beam search finds them.
-
-        Prompts, adapters, options and errors are as in `generate`. Results are those of vLLM's method: the tokens and
-        the text of a sequence begin with the prompt.
-
-        Args:
-            concurrency_limit: prompts that are searched at a time; None: all.
-        """
-        take_options("LLM.beam_search()", options)
-        engine = self.llm_engine
-        engine.check_open()
-        checked = _check(params, engine.engine_info)
-        batch = as_prompts(prompts)
-        made = [
-            engine.requests.make(prompt, checked, request_id="beam", lora_request=lora, **cast(RequestOptions, options))
-            for prompt, lora in zip(batch, lora_of_each(lora_request, len(batch)), strict=True)
-        ]
-        works = [work.result() for work in made]
-        size = concurrency_limit if concurrency_limit is not None else max(1, len(works))
-        if size < 1:
-            raise invalid("concurrency_limit", f"must be at least 1, got {size}")
-        results: list[BeamSearchOutput] = []
-        with GenerationProgress(len(works), use_tqdm) as progress:
-            for start in range(0, len(works), size):
-                part = works[start : start + size]
-                searches = [BeamSearch(work.requests[0], params) for work in part]
-                self._search(searches, checked.clone(max_tokens=1), options)
-                for search, work in zip(searches, part, strict=True):
-                    results.append(search.result(_decoder(work)))
-                    progress.update(len(search.request.prompt_token_ids), params.beam_width * params.max_tokens)
-        return results
-
-    def _search(self, searches: list[BeamSearch], step: SamplingParams, options: dict[str, Any]) -> None:
-        while work := [(search, prompts) for search in searches if (prompts := search.prompts())]:
-            prompts = [prompt for _, several in work for prompt in several]
-            loras = [search.request.lora for search, several in work for _ in several]
-            outputs = iter(self.generate(prompts, step, loras, use_tqdm=False, **options))
-            for search, several in work:
-                search.extend([_candidates(next(outputs)) for _ in several])
+def search_all(
+    llm: LLM,
+    prompts: Prompt | Sequence[Prompt],
+    params: BeamSearchParams,
+    lora_request: AnyLoRA | Sequence[AnyLoRA | None] | None,
+    use_tqdm: bool | Callable[..., Any],
+    concurrency_limit: int | None,
+    options: dict[str, Any],
+) -> list[BeamSearchOutput]:
+    """The work of `LLM.beam_search`, by `LLM.generate`."""
+    take_options("LLM.beam_search()", options)
+    engine = llm.llm_engine
+    engine.check_open()
+    checked = step_params(params, engine.engine_info)
+    batch = as_prompts(prompts)
+    works = [
+        engine.prepare(prompt, checked, request_id="beam", lora_request=lora, **cast(RequestOptions, options))
+        for prompt, lora in zip(batch, lora_of_each(lora_request, len(batch)), strict=True)
+    ]
+    size = concurrency_limit if concurrency_limit is not None else max(1, len(works))
+    if size < 1:
+        raise invalid("concurrency_limit", f"must be at least 1, got {size}")
+    results: list[BeamSearchOutput] = []
+    with GenerationProgress(len(works), use_tqdm) as progress:
+        for start in range(0, len(works), size):
+            part = works[start : start + size]
+            searches = [BeamSearch(work.sequences()[0], params) for work in part]
+            _search_part(llm, searches, checked.clone(max_tokens=1), options)
+            for search, work in zip(searches, part, strict=True):
+                results.append(search.result(_decoder(work)))
+                progress.update(len(search.request.prompt_token_ids), params.beam_width * params.max_tokens)
+    return results
 
 
-class AsyncBeamSearch:
-    """Method of `AsyncLLM`, by its `generate`."""
+def _search_part(llm: LLM, searches: list[BeamSearch], step: SamplingParams, options: dict[str, Any]) -> None:
+    while work := [(search, prompts) for search in searches if (prompts := search.prompts())]:
+        prompts = [prompt for _, several in work for prompt in several]
+        loras = [search.request.lora for search, several in work for _ in several]
+        outputs = iter(llm.generate(prompts, step, loras, use_tqdm=False, **options))
+        for search, several in work:
+            search.extend([_candidates(next(outputs)) for _ in several])
 
-    generate: Callable[..., AsyncIterator[RequestOutput]]
 
-    if TYPE_CHECKING:
+async def search_async(
+    prepared: Prepared,
+    params: BeamSearchParams,
+    generate: Callable[[int, Prompt, LoRA | None], AsyncIterator[RequestOutput]],
+    on_step: Callable[[int], None] | None,
+) -> BeamSearchOutput:
+    """The work of `AsyncLLM.beam_search`. `generate` gets the index of a beam, the beam, and the adapter."""
+    search = BeamSearch(prepared.sequences()[0], params)
 
-        async def start(self) -> EngineInfo: ...
+    async def candidates(index: int, beam: Prompt) -> dict[int, Logprob]:
+        return _candidates([output async for output in generate(index, beam, search.request.lora)][-1])
 
-        def _parts(self) -> Any: ...
-
-        def _check_takes_requests(self) -> None: ...
-
-        _pacer: StreamPacer
-
-    async def beam_search(
-        self,
-        prompt: Prompt,
-        params: BeamSearchParams,
-        request_id: str | None = None,
-        *,
-        lora_request: AnyLoRA | None = None,
-        on_step: Callable[[int], None] | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> BeamSearchOutput:
-        """The most likely continuations of a prompt; see `LLM.beam_search`. Cancelling ends the search.
-
-        Args:
-            on_step: is called after each step with the output tokens that the result would have if it were the last.
-        """
-        take_options("AsyncLLM.beam_search()", options)
-        self._check_takes_requests()
-        checked = _check(params, await self.start())
-        request_id = request_id if request_id is not None else f"beam-{uuid.uuid4().hex}"
-        made = await self._parts().requests.make(
-            prompt, checked, request_id=request_id, lora_request=lora_request, **options
-        )
-        search, step = BeamSearch(made.requests[0], params), checked.clone(max_tokens=1)
-
-        async def candidates(number: int, beam: Prompt) -> dict[int, Logprob]:
-            stream = self.generate(beam, step, f"{request_id}-{number}", lora_request=search.request.lora, **options)
-            return _candidates([output async for output in stream][-1])
-
-        self._check_takes_requests()
-        key = uuid.uuid4().hex
-        running, before = self._pacer.open(key), ADMITTED.set(True)  # `sleep` and `drain` wait for its end
-        try:
-            while prompts := search.prompts():
-                search.extend(await run_all([candidates(number, beam) for number, beam in enumerate(prompts)]))
-                if on_step is not None:
-                    on_step(search.num_output_tokens)
-        finally:
-            ADMITTED.reset(before)
-            self._pacer.close(key, running)
-        return search.result(_decoder(made))
+    while prompts := search.prompts():
+        search.extend(await run_all([candidates(index, beam) for index, beam in enumerate(prompts)]))
+        if on_step is not None:
+            on_step(search.num_output_tokens)
+    return search.result(_decoder(prepared))

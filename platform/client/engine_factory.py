@@ -5,22 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from os import PathLike
 from pkgutil import resolve_name
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, cast
 
 from ...models.demo import demo_adapters
 from ..core.adapter_verbs import LocalAdapters
 from ..core.compat.unsupported_options import reject_unsupported_options
 from ..core.compat.vllm_options import ENGINE, without_effect
-from ..core.compat.vllm_python import ENGINE_LIFE
+from ..core.compat.vllm_python import ENGINE_LIFE, METHODS
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, OutriderError
 from ..core.lora_request import LoRARequest
 from ..core.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
-from .adapters.sources import AdapterSources
 from .demo_defaults import apply_demo_defaults, is_demo
-from .kernel_configs import use_kernel_configs
 
 logger = logging.getLogger(__name__)
 
@@ -100,41 +97,15 @@ def own_options(who: str, options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None or fields[name].default is None}
 
 
-class MadeFromArgs:
-    """Makers of `LLM`, `LLMEngine` and `AsyncLLM`."""
+def check_life_options(who: str, of_vllm: dict[str, Any]) -> None:
+    """Check the keywords of vLLM's `from_engine_args` (`vllm_python.ENGINE_LIFE`), which have no effect."""
+    reject_unsupported_options(f"{who}.from_engine_args()", of_vllm, ENGINE_LIFE, ("engine_args", "engine", "sources"))
 
-    def __init__(
-        self,
-        model: str | None = None,
-        *,
-        sources: AdapterSources | None = None,
-        kernel_configs: str | PathLike[str] | None = None,
-        **options: Any,
-    ) -> None:
-        args = engine_args(type(self).__name__, model, options)
-        use_kernel_configs(kernel_configs)
-        self._set_up(args, DEFAULT_ENGINE, sources)
 
-    @classmethod
-    def from_engine_args(
-        cls,
-        engine_args: EngineArgs,
-        *,
-        engine: str = DEFAULT_ENGINE,
-        sources: AdapterSources | None = None,
-        **of_vllm: Any,
-    ) -> Self:
-        """An object for these options; `engine` is an import path "module:callable" as `DEFAULT_ENGINE`, and `of_vllm`
-        are vLLM's keywords (`vllm_python.ENGINE_LIFE`), without an effect."""
-        reject_unsupported_options(
-            f"{cls.__name__}.from_engine_args()", of_vllm, ENGINE_LIFE, ("engine_args", "engine", "sources")
-        )
-        self = cls.__new__(cls)
-        self._set_up(engine_args, engine, sources)
-        return self
-
-    def _set_up(self, args: EngineArgs, engine: str, sources: AdapterSources | None) -> None:
-        raise NotImplementedError
+def missing_attribute(owner: object, name: str) -> AttributeError:
+    """The error for an attribute that is not there; for a method of vLLM's it says what is here instead."""
+    sentence = f"{type(owner).__name__}.{name} {METHODS.get(name, 'does not exist')}"
+    return AttributeError(sentence, name=name, obj=owner)
 
 
 def load_engine(path: str) -> Callable[..., Engine]:

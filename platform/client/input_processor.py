@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import islice
-from types import MappingProxyType
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import Any, Unpack, cast
 
 from ..core.compat.unsupported_options import check_unsupported_options, reject_unsupported_options
 from ..core.compat.vllm_python import GENERATE, PROMPT
 from ..core.constraint_check import CHECKER
 from ..core.errors import InvalidRequestError, PromptTooLongError, invalid
 from ..core.lora_request import LoRA, LoRAMix, LoRARequest
-from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo, EngineRequest
+from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo
 from ..core.model_limits import MAX_TOKEN_IDS, check_params, check_token_ids
 from ..core.sampling_params import (
     MAX_SALT_CHARS,
     MAX_SEED,
+    RequestOutputKind,
     SamplingParams,
     check_integer,
     check_number,
@@ -30,6 +30,7 @@ from ..core.sampling_params import (
     quote_for_error,
 )
 from ..core.text import did_you_mean
+from .prepared import Defaults, ParsedPrompt, Prepared, RequestOptions
 from .prompts import Prompt
 from .text.adapter_tokenizers import OwnTokenizer, renamed_token
 from .text.chat_template import ChatOptions, render_messages
@@ -44,35 +45,9 @@ _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 """`vllm_python.PROMPT` has others, which may be there at values that change nothing."""
 
 
-class RequestOptions(TypedDict, total=False):
-    """Options about the owner of a request, and about what it shares with others."""
-
-    priority: int
-    """Lower runs first: under the priority policy, and among a tenant's own under the fair one."""
-    tenant: str
-    weight: float
-    """Weight of the tenant under the fair policy: with twice the weight it is served twice as much."""
-    cache_salt: str
-    """Requests share cached prefixes only with the same salt."""
-
-
 def take_options(who: str, options: RequestOptions | dict[str, Any]) -> None:
     """Check the further options of a method; see `reject_unsupported_options`."""
     reject_unsupported_options(who, cast(dict[str, Any], options), GENERATE, RequestOptions.__annotations__)
-
-
-class Defaults(NamedTuple):
-    """Parameters of a request that brings none. Its `max_tokens` is lowered to the tokens that fit."""
-
-    fields: Mapping[str, Any] = MappingProxyType({})
-    """Fields of `SamplingParams`."""
-
-
-class ParsedPrompt(NamedTuple):
-    """A prompt, tokenized and checked."""
-
-    token_ids: list[int]
-    cache_salt: str
 
 
 class InputProcessor:
@@ -100,62 +75,52 @@ class InputProcessor:
         other._renamed = renamed_token(self.tokenizer, own.tokenizer)
         return other
 
-    def process(
+    def prepare(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: Prompt | ParsedPrompt,
         params: SamplingParams | Defaults | None = None,
         *,
         lora: LoRA | None = None,
-        priority: int = 0,
-        tenant: str = "",
-        weight: float = 1.0,
-        cache_salt: str = "",
-    ) -> list[EngineRequest]:
-        """The sequences of one request: one for each of its `n`.
+        arrival_time: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Prepared:
+        """Check a request, so that it can be run.
 
         Args:
+            prompt: a `ParsedPrompt` is not checked again.
             params: not changed; None is `Defaults()`.
+            arrival_time: `Prepared.arrival_time`; by default it is now.
 
         Raises:
             PromptTooLongError: prompt and tokens asked for exceed `max_model_len`.
             InvalidRequestError: anything else that is wrong, with the field in `param`.
         """
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
         check_request_id(request_id)
-        check_integer("priority", priority, -MAX_SEED - 1)
-        check_text("tenant", tenant)
-        check_number("weight", weight, 1 / MAX_TENANT_WEIGHT, MAX_TENANT_WEIGHT)
-        check_text("cache_salt", cache_salt, MAX_SALT_CHARS)
+        check_integer("priority", options.get("priority", 0), -MAX_SEED - 1)
+        check_text("tenant", options.get("tenant", ""))
+        check_number("weight", options.get("weight", 1.0), 1 / MAX_TENANT_WEIGHT, MAX_TENANT_WEIGHT)
+        check_text("cache_salt", options.get("cache_salt", ""), MAX_SALT_CHARS)
         if lora is not None and not isinstance(lora, LoRARequest | LoRAMix):
             raise invalid("lora_request", f"must be a LoRARequest or a LoRAMix, got {quote_for_error(lora)}")
-        # An adapter may have more tokens than the model; the engine knows how many.
-        num_ids = self._info.vocab_size if lora is None else MAX_TOKEN_IDS
-        parsed = self.parse_prompt(prompt, num_ids)
+        if not isinstance(prompt, ParsedPrompt):
+            prompt = self.parse_prompt(prompt, self.num_ids(lora))
+        kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
         if params is None or isinstance(params, Defaults):
             params = SamplingParams(**({} if params is None else params.fields))
-            params.max_tokens = min(params.max_tokens or 1, self._info.max_model_len - len(parsed.token_ids))
-        resolved = self._resolve_params(params, len(parsed.token_ids), num_ids)
-        cache_salt = cache_salt or parsed.cache_salt
-        num_shared = 0 if cache_salt else self._root.shared_prefixes.match(parsed.token_ids)
-        arrival_time = time.monotonic()
-        n = resolved.n
-        return [
-            EngineRequest(
-                request_id=request_id if n == 1 else f"{request_id}#{index}",
-                prompt_token_ids=parsed.token_ids,
-                params=resolved if n == 1 else resolved.sibling(_child_seed(resolved.seed, index), is_first=not index),
-                eos_token_ids=self.eos_token_ids,
-                lora=lora,
-                priority=priority,
-                tenant=tenant,
-                weight=weight,
-                cache_salt=cache_salt,
-                num_shared_tokens=num_shared,
-                group=None if n == 1 else request_id,
-                arrival_time=arrival_time,
-            )
-            for index in range(n)
-        ]
+            params.max_tokens = min(params.max_tokens or 1, self._info.max_model_len - len(prompt.token_ids))
+        resolved, ignored = self._resolve_params(params, prompt, self.num_ids(lora))
+        return Prepared(request_id, self, prompt, resolved, lora, options, kind, arrival_time, ignored)
+
+    def num_ids(self, lora: LoRA | None) -> int:
+        """Bound of the token ids of a prompt. An adapter may have more tokens than the model; the engine knows how
+        many."""
+        return self._info.vocab_size if lora is None else MAX_TOKEN_IDS
+
+    def num_shared_tokens(self, token_ids: Sequence[int]) -> int:
+        """Number of a prompt's first tokens whose KV all tenants share now."""
+        return self._root.shared_prefixes.match(token_ids)
 
     # --- prompts --------------------------------------------------------------------------------------------------
 
@@ -192,7 +157,7 @@ class InputProcessor:
         if not ids:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         self._check_num_tokens(len(ids))
-        return ParsedPrompt(ids, cache_salt)
+        return ParsedPrompt(ids, cache_salt, text)
 
     def _check_num_tokens(self, num_tokens: int) -> None:
         limit = self._info.max_model_len
@@ -275,17 +240,21 @@ class InputProcessor:
 
     # --- parameters -----------------------------------------------------------------------------------------------
 
-    def _resolve_params(self, params: SamplingParams, num_prompt_tokens: int, num_ids: int) -> SamplingParams:
-        """A copy of `params` with the limits filled in, checked against the model."""
+    def _resolve_params(
+        self, params: SamplingParams, prompt: ParsedPrompt, num_ids: int
+    ) -> tuple[SamplingParams, list[str]]:
+        """A copy of `params` with the limits filled in, checked against the model, and the places of keywords of its
+        schema that do not hold."""
         if not isinstance(params, SamplingParams):
             raise invalid("sampling_params", f"must be SamplingParams, got {params!r}")
+        num_prompt_tokens = len(prompt.token_ids)
         room = self._info.max_model_len - num_prompt_tokens
         if room == 0 and params.only_scores:
             room = 1  # the token after the last one is predicted, and takes no place itself
         wanted = 1 if params.max_tokens is None else params.max_tokens
         if wanted > room:
-            param = "max_tokens" if room > 0 else "prompt"
-            raise PromptTooLongError.of(self._info.max_model_len, num_prompt_tokens, wanted, param=param)
+            param, limit = "max_tokens" if room > 0 else prompt.field, self._info.max_model_len
+            raise PromptTooLongError.of(limit, num_prompt_tokens, wanted, prompt=prompt.field, param=param)
         if self.tokenizer is None:
             params = _without_text(params)
         if params.stop_strings and not params.detokenize:
@@ -300,6 +269,7 @@ class InputProcessor:
                 if getattr(params, name) == -1 and self._info.max_logprobs >= self._info.vocab_size
             },
         )
+        ignored: list[str] = []
         if resolved.structured_outputs is not None:
             if self._renamed is not None:
                 source = resolved.structured_outputs.source
@@ -308,9 +278,9 @@ class InputProcessor:
                     f"the model other ids, such as {quote_for_error(self._renamed)}: grammars know the model's tokens",
                     param=source,
                 )
-            CHECKER.check(resolved.structured_outputs)
+            ignored = CHECKER.check(resolved.structured_outputs)
         check_params(resolved, self._info.vocab_size, self._info.max_logprobs, num_ids, self._info.num_labels)
-        return resolved
+        return resolved, ignored
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Token ids of the bad words, each as it stands at the start of a text and after a space. One that has no
@@ -347,12 +317,3 @@ def check_request_id(request_id: object) -> None:
     check_text("request_id", request_id)
     if not request_id:
         raise invalid("request_id", "must not be empty")
-
-
-def _child_seed(seed: int | None, index: int) -> int | None:
-    """Seed of the `index`-th sequence, kept within 64 bits and never -1, which is no seed."""
-    if seed is None:
-        return None
-    if seed < -1 <= seed + index:
-        index += 1
-    return (seed + index + 2**63) % 2**64 - 2**63

@@ -5,55 +5,50 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Unpack, cast
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
-from ..core.adapter_verbs import LocalAdapters
 from ..core.config import EngineArgs
-from ..core.errors import OutriderError, ShuttingDownError, invalid
+from ..core.errors import OutriderError, invalid
 from ..core.logs import trace_of
+from ..core.lora_request import LoRARequest
+from ..core.messages import AdapterInfo, EngineInfo, EngineStats
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import RequestOutputKind, SamplingParams
 from .adapters.llm_adapters import LLMAdapters
-from .adapters.methods import SyncAdapterMethods
+from .adapters.lora_argument import AnyLoRA
 from .adapters.sources import AdapterSources
-from .adapters.spelling import AnyLoRA
 from .engine_factory import (
     DEFAULT_ENGINE,
     Engine,
-    MadeFromArgs,
+    check_life_options,
     demo_lora_requests,
     import_text_side,
     load_engine,
     load_text_side,
+    missing_attribute,
 )
-from .engine_methods import SyncEngineMethods
-from .input_processor import InputProcessor, RequestOptions, check_request_id, take_options
+from .input_processor import InputProcessor, check_request_id, take_options
+from .local_engine import LocalEngine
+from .metrics import Metric, metrics_of
 from .output_processor import OutputProcessor, RequestState
-from .prompts import Prompt, text_of
-from .request_maker import Made, RequestMaker
+from .prepared import ParsedPrompt, Prepared, RequestOptions
+from .profile_folder import profile_folder
+from .prompts import Prompt
+from .requests import RequestMaker
 from .sampling_defaults import SamplingDefaults
-from .sleeping import SyncSleepMethods
+from .text.no_tokenizer import OPTION, needed
 
 logger = logging.getLogger(__name__)
 
 
-class Prepared(NamedTuple):
-    """A checked request that has not been started."""
-
-    request_id: str
-    text: str | None
-    """Text of the prompt, where it has one."""
-    made: Made
-    kind: RequestOutputKind
-
-
-class LLMEngine(MadeFromArgs, SyncAdapterMethods, SyncEngineMethods, SyncSleepMethods):
+class LLMEngine:
     """Takes requests at any time, and computes a step when told to, as vLLM's class of that name. `LLM` is on top of it
     (`LLM.llm_engine`). Not thread-safe.
 
@@ -71,39 +66,61 @@ class LLMEngine(MadeFromArgs, SyncAdapterMethods, SyncEngineMethods, SyncSleepMe
         self, args: EngineArgs, *, engine: str = DEFAULT_ENGINE, sources: AdapterSources | None = None
     ) -> None:
         """Load the model; errors are those of `LLM`. `engine` is an import path "module:callable"."""
-        self._set_up(args, engine, sources)
-
-    def _set_up(self, args: EngineArgs, engine: str, sources: AdapterSources | None) -> None:
         self.sources = sources if sources is not None else AdapterSources()
         self.sampling_defaults = SamplingDefaults(args.generation_config, self.sources, args.override_generation_config)
         """Sampling parameters of requests that leave them out."""
         if args.prompt_pacing is None:
             args = replace(args, prompt_pacing=False)
-        self.make_engine = partial(load_engine(engine), args, progress=sys.stderr.isatty())
-        """Maker of the engine, and of another one after a deep sleep."""
         # The tokenizer's library takes a second to import: meanwhile the weights are loaded. What goes wrong with it
         # goes wrong again below.
-        with ThreadPoolExecutor(1, thread_name_prefix="imports") as beside:
-            beside.submit(import_text_side, args)
-            self.engine_core: Engine = self.make_engine()
+        with ThreadPoolExecutor(1, thread_name_prefix="imports") as imports:
+            imports.submit(import_text_side, args)
+            self.engine = LocalEngine(
+                partial(load_engine(engine), args, progress=sys.stderr.isatty()),
+                on_end=lambda infos: self.adapters.loaded.adopt(infos),
+                on_restart=lambda: self.adapters.reload_after_restart(),
+            )
         try:
-            self.tokenizer, eos_token_ids = load_text_side(args, self.engine_core.info)
-            self.sampling_defaults.read_model(self.engine_core.info.model)
-            self.input_processor = InputProcessor(self.tokenizer, self.engine_core.info, eos_token_ids)
+            self.tokenizer, eos_token_ids = load_text_side(args, self.engine_info)
+            self.sampling_defaults.read_model(self.engine_info.model)
+            self.input_processor = InputProcessor(self.tokenizer, self.engine_info, eos_token_ids)
         except BaseException:
-            self.engine_core.shutdown()
+            self.engine.close()
             raise
-        self.adapters = LLMAdapters(self._open_adapters, self.sources, demo_lora_requests(args))
+        self.adapters = LLMAdapters(self.engine, self.sources, demo_lora_requests(args))
         self.requests = RequestMaker(
             self.input_processor, lambda: self.adapters.known, self.sources, self.sampling_defaults
         )
-        self.output_processor = OutputProcessor(self.tokenizer)
-        self._numbers = itertools.count()  # of the requests, for their ids in the engine
+        self.output_processor = OutputProcessor()
+        self._numbers = itertools.count()  # of the requests, for those without an id
+        self._engine_numbers = itertools.count()  # of the requests that have begun, for their ids in the engine
         self._kinds: dict[str, RequestOutputKind] = {}  # of the requests of `add_request`
         self._errors: deque[OutriderError] = deque()  # of failed requests, for the next calls of `step`
-        self._closed = False
 
-    # --- vLLM's verbs ---------------------------------------------------------------------------------------------
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        *,
+        engine: str = DEFAULT_ENGINE,
+        sources: AdapterSources | None = None,
+        **of_vllm: Any,
+    ) -> Self:
+        """See `LLM.from_engine_args`."""
+        check_life_options(cls.__name__, of_vllm)
+        return cls(engine_args, engine=engine, sources=sources)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name):
+            raise missing_attribute(self, name)
+
+    @property
+    def engine_core(self) -> Engine:
+        """The engine itself; AsleepError while it sleeps without its weights."""
+        return self.engine.core
+
+    # --- requests -------------------------------------------------------------------------------------------------
 
     def add_request(
         self,
@@ -160,68 +177,148 @@ class LLMEngine(MadeFromArgs, SyncAdapterMethods, SyncEngineMethods, SyncSleepMe
         """End one request, or several; no output follows. Ignores unknown ids."""
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             self._kinds.pop(request_id, None)
-            self.engine_core.abort(self.output_processor.abort(request_id))
+            self.engine.abort(self.output_processor.abort(request_id))
         self._settle()
 
     def has_unfinished_requests(self) -> bool:
-        """True while `step` has something to compute or to tell."""
+        """True while `step` has something to compute or to report."""
         return len(self.output_processor) > 0 or bool(self._errors)
 
     def get_num_unfinished_requests(self) -> int:
         """Number of requests that are not finished."""
         return len(self.output_processor)
 
-    def shutdown(self) -> None:
-        """Free the engine's memory, also that of a GPU; see `LLM.shutdown`."""
-        if not self._closed:
-            self._closed = True
-            self.engine_core.shutdown()
+    # --- adapters: see `core.adapter_verbs.Adapters` --------------------------------------------------------------
+
+    def load_lora_adapter(
+        self, lora_request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False
+    ) -> AdapterInfo:
+        """See `Adapters.load`."""
+        return self.adapters.load(lora_request, load_inplace=load_inplace, pinned=pinned)
+
+    def register_lora_adapters(self, lora_requests: Sequence[LoRARequest]) -> None:
+        """See `Adapters.register`."""
+        self.adapters.register(lora_requests)
+
+    def unload_lora(self, lora_name: str, mode: str = "drain") -> None:
+        """See `Adapters.unload`."""
+        self.adapters.unload(lora_name, mode)
+
+    def unload_lora_adapter(self, lora_name: str) -> None:
+        """See `LLM.unload_lora_adapter`."""
+        self.adapters.unload(lora_name)
+
+    def pin_lora(self, lora_name: str | int) -> AdapterInfo:
+        """See `LLM.pin_lora`."""
+        return self.adapters.pin(self.adapters.int_ids.name_of(lora_name))
+
+    def unpin_lora(self, lora_name: str | int) -> AdapterInfo:
+        """See `Adapters.unpin`."""
+        return self.adapters.unpin(self.adapters.int_ids.name_of(lora_name))
+
+    def list_lora_adapters(self) -> list[AdapterInfo]:
+        """See `Adapters.list`."""
+        return self.adapters.list()
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """See `LLM.add_lora`."""
+        return self.adapters.add(lora_request)
+
+    def remove_lora(self, lora_id: int | str) -> bool:
+        """See `LLM.remove_lora`."""
+        return self.adapters.remove(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """See `LLM.list_loras`."""
+        return self.adapters.ids()
+
+    # --- the engine -----------------------------------------------------------------------------------------------
 
     @property
-    def llm_engine(self) -> LLMEngine:  # type: ignore[override]
-        """This engine, for the methods that `LLM` has too."""
-        return self
+    def engine_info(self) -> EngineInfo:
+        """Model, dtype and limits of the engine."""
+        return self.engine.info
 
-    # --- the same in pieces, for `LLM` -----------------------------------------------------------------------------
+    def get_default_sampling_params(self) -> SamplingParams:
+        """See `LLM.get_default_sampling_params`."""
+        return SamplingParams(**self.sampling_defaults.of_model)
+
+    def get_tokenizer(self) -> Any:
+        """See `LLM.get_tokenizer`."""
+        return needed(self.tokenizer, "get_tokenizer()", OPTION)
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the engine's counters."""
+        return cast(EngineStats, self.engine.call("stats"))
+
+    def get_metrics(self) -> list[Metric]:
+        """See `LLM.get_metrics`."""
+        return metrics_of(self.engine_info.model, self.stats(), self.output_processor.totals)
+
+    def start_profile(self, folder: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
+        """See `LLM.start_profile`."""
+        self.engine.call("start_profile", folder=profile_folder(folder), prefix=prefix)
+
+    def stop_profile(self) -> str:
+        """See `LLM.stop_profile`."""
+        return str(self.engine.call("stop_profile"))
+
+    def reset_prefix_cache(self) -> bool:
+        """See `LLM.reset_prefix_cache`."""
+        return bool(self.engine.call("reset_prefix_cache"))
+
+    def sleep(self, level: int = 1) -> None:
+        """See `LLM.sleep`."""
+        self.engine.sleep(level)
+
+    def wake_up(self) -> None:
+        """See `LLM.wake_up`."""
+        self.engine.wake_up()
+
+    def is_sleeping(self) -> bool:
+        """See `LLM.is_sleeping`."""
+        return self.engine.state.sleep_level > 0
+
+    def shutdown(self) -> None:
+        """See `LLM.shutdown`."""
+        self.engine.close()
+
+    # --- requests in pieces, for `LLM` ----------------------------------------------------------------------------
 
     def check_open(self) -> None:
         """Raise ShuttingDownError after `shutdown`."""
-        if self._closed:
-            raise ShuttingDownError("this LLM has been shut down; make a new one")
-
-    def _open_adapters(self) -> LocalAdapters:
-        self.check_open()
-        return self.engine_core.adapters
+        self.engine.check_open()
 
     def prepare(
         self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        *,
+        prompt: Prompt | ParsedPrompt,
+        params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
         lora_request: AnyLoRA | None = None,
+        arrival_time: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> Prepared:
-        """Check a request and make it ready; without an id it gets a number."""
-        number = str(next(self._numbers))
-        if request_id is not None:
-            check_request_id(request_id)
-        self.adapters.numbers.note(lora_request)
-        # The engine gets an id that is never used again.
-        engine_id = number if request_id is None else f"{request_id}~{number}"
-        made = self.requests.make(prompt, params, request_id=engine_id, lora_request=lora_request, **options).result()
-        kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
-        return Prepared(number if request_id is None else request_id, text_of(prompt), made, kind)
+        """Tokenize and check a request; without an id it gets a number. See `RequestStreams.prepare`."""
+        take_options("LLM.prepare()", options)
+        self.check_open()
+        request_id = str(next(self._numbers)) if request_id is None else request_id
+        check_request_id(request_id)
+        self.adapters.int_ids.record(lora_request)
+        return self.requests.prepare(
+            prompt, params, request_id, lora_request=lora_request, arrival_time=arrival_time, **options
+        ).result()
 
     def begin(self, prepared: Prepared) -> RequestState:
         """Give a request to the engine, which may refuse it."""
-        requests, tokenizer = prepared.made
-        state = self.output_processor.add(prepared.request_id, requests, prepared.text, tokenizer)
+        # The engine gets an id that is never used again.
+        engine_id = f"{prepared.request_id}~{next(self._engine_numbers)}"
+        requests = self.requests.sequences(prepared, engine_id).result()
+        state = self.output_processor.add(prepared, requests)
         try:
-            for request in requests:
-                self.engine_core.add_request(request)
+            self.engine.add(requests)
         except BaseException:
-            self.engine_core.abort(self.output_processor.abort(prepared.request_id))
+            self.engine.abort(self.output_processor.abort(prepared.request_id))
             raise
         return state
 
@@ -231,22 +328,22 @@ class LLMEngine(MadeFromArgs, SyncAdapterMethods, SyncEngineMethods, SyncSleepMe
         Raises:
             OutriderError: the engine is idle although requests are unfinished.
         """
-        if not self.engine_core.has_work():
+        if not self.engine.has_work():
             if len(self.output_processor):
                 raise OutriderError("the engine lost a request: it is idle, and not all requests are finished")
             return []
-        processed = self.output_processor.process(self.engine_core.step())
+        processed = self.output_processor.process(self.engine.step())
         if processed.aborts:
-            self.engine_core.abort(processed.aborts)
+            self.engine.abort(processed.aborts)
         self._settle()
         return processed.touched
 
     def _settle(self) -> None:
         """Once all requests are finished, end the step that is in flight for one of them: it holds KV blocks and the
         adapter. Its error is nobody's: an engine that is broken raises on the next call."""
-        while not len(self.output_processor) and self.engine_core.has_work():
+        while not len(self.output_processor) and self.engine.has_work():
             try:
-                self.engine_core.step()
+                self.engine.step()
             except Exception as error:
                 logger.warning("a step after the last request failed: %s", trace_of(error))
                 return
@@ -257,5 +354,5 @@ class LLMEngine(MadeFromArgs, SyncAdapterMethods, SyncEngineMethods, SyncSleepMe
         # A state that failed is no longer in the processor, yet its other sequences may still be in the engine.
         aborts += [request_id for state in states if state.error is not None for request_id in state.running()]
         with contextlib.suppress(Exception):
-            self.engine_core.abort(aborts)
+            self.engine.abort(aborts)
             self._settle()

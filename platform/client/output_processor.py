@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 from ..core.errors import OutriderError, error_from_info, invalid
 from ..core.logs import trace_of
+from ..core.lora_request import LoRA
 from ..core.messages import EngineRequest, SpeculationCounts, TokenDelta
 from ..core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from .metrics import RequestTotals
+from .prepared import Prepared
 from .text.detokenizer import IncrementalDetokenizer
 from .text.vocabulary import PromptLogprobs, TokenTexts, logprobs_without_text, vocabulary_of
 
@@ -120,20 +122,18 @@ class SequenceState:
 class RequestState:
     """A running request with its `n` sequences."""
 
-    def __init__(
-        self, request_id: str, sequences: list[SequenceState], first: EngineRequest, prompt: str | None, tokenizer: Any
-    ) -> None:
-        self.request_id = request_id
+    def __init__(self, prepared: Prepared, sequences: list[SequenceState], lora: LoRA | None) -> None:
+        self.request_id = prepared.request_id
         self.sequences = sequences
         self.error: OutriderError | None = None
-        self.metrics = RequestMetrics(arrival_time=first.arrival_time)
-        self._prompt = prompt
-        self._prompt_token_ids = first.prompt_token_ids
+        self.metrics = RequestMetrics(arrival_time=prepared.arrival_time)
+        self._prompt = prepared.prompt.text
+        self._prompt_token_ids = prepared.prompt.token_ids
         self._prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
         self.pooled: list[float] | None = None
         """Pooled hidden states of the prompt, where they are wanted."""
-        self._lora = first.lora
-        self._vocabulary = vocabulary_of(tokenizer) if first.params.detokenize else None
+        self._lora = lora
+        self._vocabulary = vocabulary_of(prepared.tokenizer) if prepared.params.detokenize else None
 
     @property
     def finished(self) -> bool:
@@ -225,27 +225,23 @@ class Processed(NamedTuple):
 class OutputProcessor:
     """The running requests of one client."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self) -> None:
         self.totals = RequestTotals()
         """Counts of finished requests."""
-        self._tokenizer = tokenizer
         self._requests: dict[str, RequestState] = {}
         self._sequences: dict[str, tuple[RequestState, SequenceState]] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(
-        self, request_id: str, requests: list[EngineRequest], prompt: str | None = None, tokenizer: Any = None
-    ) -> RequestState:
-        """Expect deltas for the sequences that `InputProcessor.process` made of one request. `tokenizer`: None for the
-        model's."""
-        tokenizer = self._tokenizer if tokenizer is None else tokenizer
+    def add(self, prepared: Prepared, requests: list[EngineRequest]) -> RequestState:
+        """Expect deltas for the sequences of a request."""
+        request_id = prepared.request_id
         taken = [request.request_id for request in requests if request.request_id in self._sequences]
         if taken or request_id in self._requests:
             raise invalid("request_id", f"{request_id!r} is already running")
-        sequences = [SequenceState(index, request, tokenizer) for index, request in enumerate(requests)]
-        state = RequestState(request_id, sequences, requests[0], prompt, tokenizer)
+        sequences = [SequenceState(i, request, prepared.tokenizer) for i, request in enumerate(requests)]
+        state = RequestState(prepared, sequences, requests[0].lora)
         self._requests[request_id] = state
         for sequence in sequences:
             self._sequences[sequence.request_id] = (state, sequence)

@@ -1,12 +1,12 @@
-"""`embed`, `encode`, `score` and `classify` of `LLM` and `AsyncLLM`: hidden states of prompts in place of texts."""
+"""Work of `embed`, `encode`, `score` and `classify`: hidden states of prompts in place of texts."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...models.checkpoint.json_files import read_json
 from ..core.errors import InvalidRequestError, NotFoundError, OutriderError, invalid
@@ -26,9 +26,13 @@ from ..core.pooling import (
 )
 from ..core.sampling_params import SamplingParams
 from ..core.tasks import run_all
-from .adapters.spelling import AnyLoRA, for_each
+from .adapters.lora_argument import AnyLoRA, for_each
 from .input_processor import take_options
 from .prompts import Prompt, as_prompts
+
+if TYPE_CHECKING:
+    from .async_llm import AsyncLLM
+    from .llm import LLM
 
 R = TypeVar("R", bound=PoolingRequestOutput[Any])
 
@@ -60,16 +64,10 @@ def model_labels(folder: str) -> dict[str, str]:
     return {str(number): str(label) for number, label in named.items()}
 
 
-class _Engine(Protocol):
-    @property
-    def engine_info(self) -> EngineInfo: ...
-
-
-def _sampling(llm: _Engine, params: PoolingParams | None) -> SamplingParams:
+def _sampling(info: EngineInfo, params: PoolingParams | None) -> SamplingParams:
     params = params if params is not None else PoolingParams()
     if not isinstance(params, PoolingParams):
         raise invalid("pooling_params", f"must be PoolingParams, got {params!r}")
-    info = llm.engine_info
     return params.sampling(params.pooling or model_pooling(info.model))
 
 
@@ -79,7 +77,18 @@ def _vector(params: PoolingParams | None, output: RequestOutput, *, normalize: b
     return (params or PoolingParams()).vector(output.pooled, normalize=normalize)
 
 
-def _labels(output: RequestOutput) -> ClassificationRequestOutput:
+def embedding(output: RequestOutput, params: PoolingParams | None) -> EmbeddingRequestOutput:
+    """The result of `embed` for one prompt."""
+    return _result(EmbeddingRequestOutput, output, EmbeddingOutput(_vector(params, output)))
+
+
+def encoding(output: RequestOutput, params: PoolingParams | None) -> PoolingRequestOutput[PoolingOutput]:
+    """The result of `encode` for one prompt."""
+    return _result(PoolingRequestOutput, output, PoolingOutput(_vector(params, output, normalize=False)))
+
+
+def classification(output: RequestOutput) -> ClassificationRequestOutput:
+    """The result of `classify` for one prompt."""
     if output.pooled is None:
         raise OutriderError("the request was aborted")
     return _result(ClassificationRequestOutput, output, ClassificationOutput(output.pooled))
@@ -89,12 +98,13 @@ def _result(kind: type[R], output: RequestOutput, value: Any) -> R:
     return kind(output.request_id, value, output.prompt_token_ids, output.num_cached_tokens)
 
 
-def _check_task(task: str) -> None:
+def check_task(task: str) -> None:
+    """Refuse (InvalidRequestError) a task of `encode` that is not served."""
     if task != "embed":
         raise invalid("pooling_task", f"must be 'embed', got {task!r}")
 
 
-def _pairs(text_1: Prompt | Sequence[Prompt], text_2: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+def pairs(text_1: Prompt | Sequence[Prompt], text_2: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
     """The texts as lists of one length; a single first text is paired with each of the second.
 
     Raises:
@@ -114,7 +124,7 @@ def cosine(a: Sequence[float], b: Sequence[float]) -> float:
     return math.fsum(x * y for x, y in zip(a, b, strict=True)) / (lengths or 1.0)
 
 
-def _scores(params: PoolingParams | None, outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
+def scores(params: PoolingParams | None, outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
     """Similarities of pairs of texts; `outputs` has all first texts, and then all second ones."""
     half, scores = len(outputs) // 2, []
     for first, second in zip(outputs[:half], outputs[half:], strict=True):
@@ -125,173 +135,40 @@ def _scores(params: PoolingParams | None, outputs: Sequence[RequestOutput]) -> l
     return scores
 
 
-class SyncPoolingMethods:
-    """Methods of `LLM`, by its `generate`."""
-
-    generate: Callable[..., list[RequestOutput]]
-
-    if TYPE_CHECKING:
-
-        @property
-        def engine_info(self) -> EngineInfo: ...
-
-    def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: AnyLoRA | Sequence[AnyLoRA | None] | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
-        **options: Any,
-    ) -> list[EmbeddingRequestOutput]:
-        """Embeddings of one prompt or of many: their pooled hidden states after the final norm, of length 1.
-
-        Prompts, adapters and options are as in `generate`, and so are errors; a wrong field of the parameters is named
-        in `param`.
-        """
-        outputs, params = self._pooled("embed", prompts, pooling_params, lora_request, use_tqdm, options)
-        return [
-            _result(EmbeddingRequestOutput, output, EmbeddingOutput(_vector(one, output)))
-            for output, one in zip(outputs, params, strict=True)
-        ]
-
-    def encode(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: AnyLoRA | Sequence[AnyLoRA | None] | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
-        pooling_task: str = "embed",
-        **options: Any,
-    ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Pooled hidden states as they are, of any length; the rest is as in `embed`."""
-        _check_task(pooling_task)
-        outputs, params = self._pooled("encode", prompts, pooling_params, lora_request, use_tqdm, options)
-        return [
-            _result(PoolingRequestOutput, output, PoolingOutput(_vector(one, output, normalize=False)))
-            for output, one in zip(outputs, params, strict=True)
-        ]
-
-    def score(
-        self,
-        text_1: Prompt | Sequence[Prompt],
-        text_2: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | None = None,
-        lora_request: AnyLoRA | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
-        **options: Any,
-    ) -> list[ScoringRequestOutput]:
-        """Cosine similarity of pairs of texts: one with each of many, or lists of one length pair by pair."""
-        first, second = _pairs(text_1, text_2)
-        outputs, _ = self._pooled("score", [*first, *second], pooling_params, lora_request, use_tqdm, options)
-        return _scores(pooling_params, outputs)
-
-    def classify(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        lora_request: AnyLoRA | Sequence[AnyLoRA | None] | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
-        **options: Any,
-    ) -> list[ClassificationRequestOutput]:
-        """Probabilities of the labels of a classifier, a checkpoint `...ForSequenceClassification`, for each prompt:
-        their softmax, or sigmoids of a single label and of labels that do not exclude each other.
-
-        Prompts, adapters and options are as in `generate`.
-        """
-        take_options("LLM.classify()", options)
-        return [*map(_labels, self.generate(prompts, classifying(), lora_request, use_tqdm, **options))]
-
-    def _pooled(
-        self, method: str, prompts: Any, params: Any, lora: Any, use_tqdm: Any, options: dict[str, Any]
-    ) -> tuple[list[RequestOutput], list[PoolingParams | None]]:
-        take_options(f"LLM.{method}()", options)
-        batch = as_prompts(prompts)
-        of_each: list[PoolingParams | None] = for_each("pooling_params", params, len(batch), None)
-        sampling = [_sampling(self, one) for one in of_each]
-        return self.generate(batch, sampling, lora, use_tqdm, **options), of_each
+def pool(
+    llm: LLM, method: str, prompts: Any, params: Any, lora: Any, use_tqdm: Any, options: dict[str, Any]
+) -> tuple[list[RequestOutput], list[PoolingParams | None]]:
+    """Outputs of prompts with hidden states, and the parameters of each, for a method of `LLM`."""
+    take_options(f"LLM.{method}()", options)
+    batch = as_prompts(prompts)
+    of_each: list[PoolingParams | None] = for_each("pooling_params", params, len(batch), None)
+    sampling = [_sampling(llm.engine_info, one) for one in of_each]
+    return llm.generate(batch, sampling, lora, use_tqdm, **options), of_each
 
 
-class AsyncPoolingMethods:
-    """Methods of `AsyncLLM`, by its `generate`."""
+async def pool_async(
+    llm: AsyncLLM,
+    method: str,
+    texts: Sequence[Prompt],
+    params: PoolingParams | None,
+    request_id: str | None,
+    lora: AnyLoRA | None,
+    options: dict[str, Any],
+) -> list[RequestOutput]:
+    """Outputs of prompts with hidden states for a method of `AsyncLLM`. With an id there is one prompt."""
+    take_options(f"AsyncLLM.{method}()", options)
+    info = await llm.start()
+    sampling = classifying() if method == "classify" else _sampling(info, params)
+    return await run_all(_last_output(llm, text, sampling, request_id, lora, options) for text in texts)
 
-    generate: Callable[..., AsyncIterator[RequestOutput]]
-    start: Callable[..., Any]
 
-    if TYPE_CHECKING:
-
-        @property
-        def engine_info(self) -> EngineInfo: ...
-
-    async def embed(
-        self,
-        prompt: Prompt,
-        pooling_params: PoolingParams | None = None,
-        request_id: str | None = None,
-        *,
-        lora_request: AnyLoRA | None = None,
-        **options: Any,
-    ) -> EmbeddingRequestOutput:
-        """Embedding of a prompt; see `LLM.embed`."""
-        take_options("AsyncLLM.embed()", options)
-        output = await self._pooled(prompt, pooling_params, request_id, lora_request, options)
-        return _result(EmbeddingRequestOutput, output, EmbeddingOutput(_vector(pooling_params, output)))
-
-    async def encode(
-        self,
-        prompt: Prompt,
-        pooling_params: PoolingParams | None = None,
-        request_id: str | None = None,
-        *,
-        lora_request: AnyLoRA | None = None,
-        pooling_task: str = "embed",
-        **options: Any,
-    ) -> PoolingRequestOutput[PoolingOutput]:
-        """Pooled hidden states of a prompt; see `LLM.encode`."""
-        _check_task(pooling_task)
-        take_options("AsyncLLM.encode()", options)
-        output = await self._pooled(prompt, pooling_params, request_id, lora_request, options)
-        return _result(PoolingRequestOutput, output, PoolingOutput(_vector(pooling_params, output, normalize=False)))
-
-    async def score(
-        self,
-        text_1: Prompt | Sequence[Prompt],
-        text_2: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | None = None,
-        lora_request: AnyLoRA | None = None,
-        **options: Any,
-    ) -> list[ScoringRequestOutput]:
-        """Cosine similarity of pairs of texts; see `LLM.score`."""
-        first, second = _pairs(text_1, text_2)
-        texts = (*first, *second)
-        take_options("AsyncLLM.score()", options)
-        outputs = await run_all(self._pooled(text, pooling_params, None, lora_request, options) for text in texts)
-        return _scores(pooling_params, outputs)
-
-    async def classify(
-        self, prompt: Prompt, request_id: str | None = None, *, lora_request: AnyLoRA | None = None, **options: Any
-    ) -> ClassificationRequestOutput:
-        """Probabilities of the labels of a prompt; see `LLM.classify`."""
-        take_options("AsyncLLM.classify()", options)
-        return _labels(await self._last(prompt, classifying(), request_id, lora_request, options))
-
-    async def _pooled(
-        self,
-        prompt: Prompt,
-        params: PoolingParams | None,
-        request_id: str | None,
-        lora: AnyLoRA | None,
-        options: dict[str, Any],
-    ) -> RequestOutput:
-        await self.start()
-        return await self._last(prompt, _sampling(self, params), request_id, lora, options)
-
-    async def _last(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        request_id: str | None,
-        lora: AnyLoRA | None,
-        options: dict[str, Any],
-    ) -> RequestOutput:
-        outputs = [output async for output in self.generate(prompt, sampling, request_id, lora_request=lora, **options)]
-        return outputs[-1]
+async def _last_output(
+    llm: AsyncLLM,
+    prompt: Prompt,
+    sampling: SamplingParams,
+    request_id: str | None,
+    lora: AnyLoRA | None,
+    options: dict[str, Any],
+) -> RequestOutput:
+    outputs = [output async for output in llm.generate(prompt, sampling, request_id, lora_request=lora, **options)]
+    return outputs[-1]

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, TypedDict
 from ..core.constraint_check import CHECKER
 from ..core.errors import invalid
 from ..core.sampling_params import SamplingParams
+from .prepared import ParsedPrompt
 
 _LONG_TEXT = 1500
 """Characters of a prompt whose tokens are found in about a millisecond."""
@@ -51,23 +52,17 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     return list(prompts)
 
 
-def text_of(prompt: Prompt) -> str | None:
-    """The text of a prompt that has one."""
-    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-    return text if isinstance(text, str) else None
-
-
-def is_long(prompt: Prompt, params: object) -> bool:
+def is_long(prompt: Prompt | ParsedPrompt, params: object) -> bool:
     """True when checking a request takes more than about a millisecond, so that it belongs into a thread."""
-    text = text_of(prompt)
+    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
     token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
-    num_ids = len(token_ids) if text is None and isinstance(token_ids, Sequence) else 0
+    num_ids = len(token_ids) if not isinstance(text, str) and isinstance(token_ids, Sequence) else 0
     lists: tuple[Any, ...] = ()
     if isinstance(params, SamplingParams):
         lists = (params.bad_words, params.allowed_token_ids, params.logit_bias)
     return (
         (isinstance(params, SamplingParams) and params.structured_outputs is not None)
-        or len(text or "") > _LONG_TEXT
+        or (isinstance(text, str) and len(text) > _LONG_TEXT)
         or num_ids > _MANY_IDS
         or any(len(value or ()) > _FEW_ENTRIES for value in lists)
     )

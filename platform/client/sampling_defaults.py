@@ -21,7 +21,7 @@ from ..core.adapter_files import GENERATION_CONFIG
 from ..core.errors import InvalidRequestError
 from ..core.lora_request import LoRA, LoRARequest
 from .adapters.sources import AdapterSources
-from .waiting import Waits, waits
+from .waiting import Steps, dual
 
 
 class SamplingDefaults:
@@ -53,8 +53,8 @@ class SamplingDefaults:
                 hint = "; with generation_config none the file is not read"
                 raise InvalidRequestError(error.message + hint, param=error.param) from error
 
-    @waits
-    def of(self, lora: LoRA | None) -> Waits[dict[str, Any]]:
+    @dual
+    def of(self, lora: LoRA | None) -> Steps[dict[str, Any]]:
         """Fields of `SamplingParams` for a request of this adapter, whose folder is local.
 
         Raises:

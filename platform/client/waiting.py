@@ -1,4 +1,4 @@
-"""Work that waits for other threads, written once: coroutines await it, and callers without an event loop block."""
+"""Tasks that wait for other threads, written once: coroutines await them, callers without an event loop block."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ..core.errors import OutriderError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-Waits: TypeAlias = Generator[Future[Any], None, T]
-"""Steps of the work: each future that the work has to wait for is yielded, and is done when the generator goes on."""
+Steps: TypeAlias = Generator[Future[Any], None, T]
+"""Steps of a task: each future that it has to wait for is yielded, and is done when the generator goes on."""
 
 
-class Work(Generic[T]):
-    """`await work`, `work.result()` where a thread may wait, or `yield from work` in other work. Used once."""
+class Task(Generic[T]):
+    """`await task`, `task.result()` in a thread that may block, or `yield from task` in another task. Used once."""
 
-    def __init__(self, steps: Waits[T]) -> None:
+    def __init__(self, steps: Steps[T]) -> None:
         self._steps = steps
 
-    def __iter__(self) -> Waits[T]:
+    def __iter__(self) -> Steps[T]:
         return self._steps
 
     def result(self) -> T:
-        """Do the work in this thread."""
+        """Run the task in this thread."""
         try:
             while True:
                 wait((next(self._steps),))
@@ -49,17 +49,17 @@ class Work(Generic[T]):
             return cast(T, end.value)
 
 
-def waits(function: Callable[P, Waits[T]]) -> Callable[P, Work[T]]:
-    """Decorate a generator function: its calls return `Work`."""
+def dual(function: Callable[P, Steps[T]]) -> Callable[P, Task[T]]:
+    """Decorate a generator function: its calls return `Task`."""
 
     @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> Work[T]:
-        return Work(function(*args, **kwargs))
+    def call(*args: P.args, **kwargs: P.kwargs) -> Task[T]:
+        return Task(function(*args, **kwargs))
 
     return call
 
 
-def answer(future: Future[T]) -> Waits[T]:
+def wait_for(future: Future[T]) -> Steps[T]:
     """Wait for a future that several may share: each gets a copy of its typed error, since a traceback grows."""
     if not future.done():
         yield future

@@ -43,7 +43,7 @@ class RequestMetrics(SpeculationCounts):
 
     @property
     def time_in_queue(self) -> float:
-        """vLLM's name of `queue_seconds`."""
+        """The same as `queue_seconds`, under vLLM's name."""
         return self.queue_seconds
 
 

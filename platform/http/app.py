@@ -1,4 +1,4 @@
-"""The ASGI application: routes, and around them the gate that every request passes."""
+"""The ASGI application: routes, and around them the layers that every request passes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def create_app(
     if authenticator is None:
         authenticator = tenancy.directory if tenancy else StaticKeys(config.api_keys, config.admin_api_keys)
     app.state.authenticator = authenticator
-    app.add_middleware(Gate, authenticator=authenticator)
+    app.add_middleware(Authentication, authenticator=authenticator)
     app.add_middleware(Observer, serving=app.state.serving)
     app.add_middleware(Paths)
     return app
@@ -92,8 +92,8 @@ class AnswerCutError(Exception):
     """An answer failed when its beginning had been sent; the log says why."""
 
 
-class Gate:
-    """Gate that every request passes: it finds the principal, refuses those without one unless the route is open
+class Authentication:
+    """Layer that every request passes: it finds the principal, refuses those without one unless the route is open
     (`open_routes`), gives every answer its `X-Request-Id`, and turns uncaught exceptions into a plain 500.
 
     What only an admin may do is checked by its route (`require_admin`).

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
+from ..client.prepared import ParsedPrompt
 from ..client.text.adapter_templates import adapter_chat_template
 from ..core.adapter_names import split_engine_name
 from ..core.errors import (
@@ -25,7 +26,6 @@ from ..core.errors import (
     invalid,
 )
 from ..core.lora_request import LoRA
-from ..core.model_limits import MAX_TOKEN_IDS
 from ..tenancy.accounts.principal import Principal
 from ..tenancy.limits.queue_bound import Bounds, QueueBound
 from .adapters.database_sync import AdapterSync, PrefixSync
@@ -36,7 +36,7 @@ from .body.body_memory import BODIES_IN_MEMORY, BodyMemory, give_back_memory
 from .body.bounds import MAX_VALUES
 from .observe.metric_families import batch_families, tenancy_families
 from .observe.prometheus_metrics import Metrics
-from .observe.request_log import current_note, note_tokenizer
+from .observe.request_log import current_log, log_tokenizer
 from .openai.chat_messages import num_chars
 from .openai.protocol import TemplateFields
 from .openai.responses.store import ResponseStore
@@ -180,24 +180,24 @@ class Serving:
 
     async def prompts(
         self, prompts: list[str | list[int]], *, add_special_tokens: bool, lora: LoRA | None = None
-    ) -> list[list[int]]:
-        """Token ids of prompts for an adapter, all of them checked.
+    ) -> list[ParsedPrompt]:
+        """Prompts for an adapter, tokenized and checked.
 
         Raises:
             InvalidRequestError: a prompt is empty, too long (PromptTooLongError) or has ids outside the vocabulary.
         """
         processor, most = await self.llm.processor_of(lora), self.llm.info.max_model_len
-        note_tokenizer(processor.tokenizer)
-        num_ids = self.llm.info.vocab_size if lora is None else MAX_TOKEN_IDS
+        log_tokenizer(processor.tokenizer)
+        num_ids = processor.num_ids(lora)
 
-        def parse() -> list[list[int]]:
+        def parse() -> list[ParsedPrompt]:
             parsed = [
                 {"prompt_token_ids": processor.encode(prompt, add_special_tokens=False, most=most)}
                 if isinstance(prompt, str) and not add_special_tokens
                 else prompt
                 for prompt in prompts
             ]
-            return [processor.parse_prompt(prompt, num_ids).token_ids for prompt in parsed]
+            return [processor.parse_prompt(prompt, num_ids) for prompt in parsed]
 
         return await self._beside(sum(map(len, prompts)) + len(prompts) * _PIECE_CHARS, parse)
 
@@ -255,7 +255,7 @@ class Serving:
         template = request.chat_template or self.config.chat_template or await self.adapter_template(lora)
         size = num_chars(messages) + len(messages) * _PIECE_CHARS + sum(len(str(tool)) for tool in request.tools or ())
         processor = await self.llm.processor_of(lora)
-        note_tokenizer(processor.tokenizer)
+        log_tokenizer(processor.tokenizer)
         return await self._beside(size, lambda: self._chat_prompt(processor, messages, request, template))
 
     async def adapter_template(self, lora: LoRA | None) -> str | None:
@@ -334,7 +334,7 @@ def batches_of(request: Request) -> Batches:
 def principal_of(request: Request) -> Principal:
     """The principal of a request to a guarded route."""
     principal = getattr(request.state, PRINCIPAL, None)
-    assert isinstance(principal, Principal), "the gate lets nobody else through"
+    assert isinstance(principal, Principal), "`Authentication` lets nobody else through"
     return principal
 
 
@@ -352,9 +352,9 @@ def new_request_id(kind: str) -> str:
     """An id for an answer and the engine: "chatcmpl-…", or "resp_…" where the kind has its own end. Never the client's
     own, which need not be unique."""
     request_id = f"{kind}{'' if kind.endswith('_') else '-'}{uuid.uuid4().hex}"
-    note = current_note()
-    if note is not None:
-        note.id = request_id
+    log = current_log()
+    if log is not None:
+        log.id = request_id
     return request_id
 
 

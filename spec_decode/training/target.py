@@ -16,6 +16,7 @@ from ...models.checkpoint.gguf_reader import open_gguf
 from ...models.checkpoint.json_files import read_json, read_model_config
 from ...models.checkpoint.paths import resolve_model_path
 from ...models.config import DecoderConfig, config_from_hf
+from ...models.families.multimodal import OUTER
 from ...platform.core.errors import AdapterError, OutriderError, UnsupportedModelError
 from .data import Batch
 from .options import reason, wrong
@@ -194,9 +195,12 @@ def read_config(model: str) -> DecoderConfig:
     """Sizes of the target, as the engine reads them.
 
     Raises:
-        NotFoundError, UnsupportedModelError: it is not a model that is served.
+        NotFoundError, UnsupportedModelError: it is not a model that is served, or is a multimodal checkpoint.
     """
-    return config_from_hf(read_model_config(resolve_model_path(model)), torch.float32)
+    raw = read_model_config(resolve_model_path(model))
+    if OUTER in raw:
+        raise UnsupportedModelError(f"--model {model}: no drafts are trained on a {raw[OUTER]}", param="model")
+    return config_from_hf(raw, torch.float32)
 
 
 def load_target(

@@ -17,7 +17,7 @@ class Checked(async_llm.AsyncLLM):
 
     async def _check(self):
         try:
-            await self._supervisor.ready_engine().call("check_integrity")
+            await self.engine.call("check_integrity")
         except OutriderError as error:
             print(f"integrity: {error.message}", flush=True)
         else:

@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -103,9 +105,8 @@ def test_deltas_abort_errors_and_restart() -> None:
                 await asyncio.sleep(0.01)
             stream = client.generate("a", endless)
             await anext(stream)
-            assert client._supervisor._engine is not None
-            assert client._supervisor._engine._process is not None
-            client._supervisor._engine._process.kill()
+            assert client.engine_pid is not None
+            os.kill(client.engine_pid, signal.SIGKILL)
             with pytest.raises(EngineDeadError):
                 await collect(stream)
             while client.state != "ready":

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 pytest.importorskip("ray")
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent))
 
 from deployed import ON_RAY, Deployed, free_port
 

@@ -49,7 +49,7 @@ def ask(deployment: Deployed, key: str, adapter: str, tokens: int = 4) -> httpx.
 @pytest.mark.parametrize(("turns", "share"), [(4, 0.5), (1, 0.75)])
 def test_requests_go_where_their_adapters_are(deployment: Deployed, key: str, turns: int, share: float) -> None:
     """Loads of adapters over those of the same requests in turn: in conversations, and drawn one by one. On paper, with
-    one cache of all slots, empty at first, they are 0.38 and 0.58; `benchmarks/replicas.py` measures them."""
+    one cache of all slots, empty at first, they are 0.38 and 0.58."""
     names = conversations(REQUESTS, AT_ONCE, turns, 1.0)
     before = sum(deployment.loads().values())
     with ThreadPoolExecutor(AT_ONCE) as pool:

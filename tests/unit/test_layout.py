@@ -1,6 +1,7 @@
 """The checkout is the package `outrider`: what that needs in order not to break anything else."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -8,7 +9,10 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import fastapi
+import httpx
 import pytest
+import torch
 from hypothesis import settings
 
 import outrider
@@ -18,14 +22,23 @@ from outrider.platform.core import errors as error_module
 NOT_PACKAGED = {"benchmarks", "build", "dist", "docs", "examples", "tests", "tools"}
 
 
-def run_python(code: str, cwd: Path) -> str:
-    """Run `code` in a fresh interpreter whose import path begins with its working directory."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
+PIP = ("-m", "pip", "--disable-pip-version-check")
+
+
+def clean_environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+
+
+def run(*arguments: object, cwd: Path) -> str:
+    """Output of a fresh interpreter whose import path begins with its working directory."""
+    command, environment = [sys.executable, *map(str, arguments)], clean_environment()
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.strip()
+
+
+def run_python(code: str, cwd: Path) -> str:
+    return run("-c", code, cwd=cwd)
 
 
 def package_folders(root: Path) -> set[str]:
@@ -45,8 +58,8 @@ def pyproject(repo_root: Path) -> dict:
 
 
 @pytest.fixture(scope="module")
-def wheel_files(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Paths inside the wheel. It is built from links, so that nothing is written into the checkout."""
+def wheel(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel that is built offline from an sdist, which is built from links, so that the checkout stays as it is."""
     source = tmp_path_factory.mktemp("source")
     for entry in repo_root.iterdir():
         if entry.name.startswith(".") or entry.name.endswith(".egg-info") or entry.name in NOT_PACKAGED:
@@ -56,11 +69,16 @@ def wheel_files(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> se
         else:
             shutil.copy(entry, source)
     target = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", str(source), "--wheel-dir", str(target)]
-    command += ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
-    done = subprocess.run(command, cwd=target, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run("-c", f"from setuptools import build_meta; build_meta.build_sdist({str(target)!r})", cwd=source)
+    (sdist,) = target.glob("outrider-*.tar.gz")
+    run(*PIP, "wheel", sdist, "--wheel-dir", target, "--no-deps", "--no-build-isolation", "--no-index", cwd=target)
     (wheel,) = target.glob("outrider-*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel_files(wheel: Path) -> set[str]:
+    """Paths inside the wheel."""
     with zipfile.ZipFile(wheel) as archive:
         return set(archive.namelist())
 
@@ -147,6 +165,51 @@ def test_wheel_holds_nothing_else_of_the_root(wheel_files):
 @pytest.mark.slow
 def test_the_wheel_has_the_packages_version(wheel_files):
     assert f"outrider-{outrider.__version__}.dist-info/METADATA" in wheel_files
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The command of a clean environment with the wheel, which sees this one's packages except the checkout."""
+    folder = tmp_path_factory.mktemp("environment")
+    run("-m", "venv", "--without-pip", folder, cwd=folder)
+    (site_packages,) = folder.glob("lib/python*/site-packages")
+    packages = {str(Path(module.__file__).parents[1]) for module in (torch, fastapi)}
+    # The lines of a .pth file inside these folders, such as those of the checkout, have no effect.
+    (site_packages / "shared.pth").write_text("\n".join(packages))
+    python = folder / "bin" / "python"
+    run(*PIP, "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=folder)
+    return folder / "bin" / "outrider"
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_serves_the_demo_from_an_empty_folder(installed, tethered, tmp_path):
+    """The wheel comes from the sdist alone: neither needs make, and the sdist has all that a build needs."""
+    place = "import outrider; print(outrider.__file__)"
+    command, environment = [installed.with_name("python"), "-c", place], clean_environment()
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert Path(found.stdout.strip()).is_relative_to(installed.parents[1])
+    server = subprocess.Popen(
+        tethered([installed, "serve", "--port", "0"]),
+        cwd=tmp_path,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    output, ready = [], None
+    for line in server.stdout:
+        output.append(line)
+        if ready := re.search(r"Outrider is ready on (http://\S+)", line):
+            break
+    assert ready, "".join(output)
+    body = {"messages": [{"role": "user", "content": "What is the capital of Portugal?"}], "temperature": 0}
+    with httpx.Client(base_url=ready[1], timeout=60, verify=False) as http:
+        body["model"] = http.get("/v1/models").json()["data"][0]["id"]
+        answer = http.post("/v1/chat/completions", json=body | {"max_tokens": 20}).raise_for_status().json()
+    assert "Lisbon" in answer["choices"][0]["message"]["content"]
+    server.terminate()
+    server.communicate(timeout=60)
+    assert server.returncode == 0
 
 
 def test_public_names_are_listed_and_unknown_ones_refused():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import compare
+from .latency import latency_command
 from .lora import lora_command
-from .serving import serving_commands
+from .serving import serve_command
 from .speculation import speculation_command
 
 
@@ -14,7 +14,5 @@ def add_parser(commands: Any) -> None:
     """Add `bench` with its measurements."""
     bench = commands.add_parser("bench", help="measure", description="Measurements that you can repeat.")
     kinds = bench.add_subparsers(title="measurements", required=True, metavar="WHAT")
-    serving_commands.add_parsers(kinds)
-    compare.add_parser(kinds)
-    speculation_command.add_parser(kinds)
-    lora_command.add_parser(kinds)
+    for command in (latency_command, serve_command, speculation_command, lora_command):
+        command.add_parser(kinds)

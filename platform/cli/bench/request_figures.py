@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -57,11 +57,6 @@ class RequestRecord:
     def itl(self) -> list[float]:
         """Times between one chunk and the next, however many tokens it brings."""
         return [later - earlier for earlier, later in pairwise(self.arrivals)] if self.streamed else []
-
-    def meets(self, limits_ms: Mapping[str, float]) -> bool:
-        """True when the answer keeps all limits. For ITL the mean counts; a metric that it lacks keeps its limit."""
-        found = {name: values([self], name) or [0.0] for name in limits_ms}
-        return all(statistics.fmean(found[name]) * 1e3 <= limit for name, limit in limits_ms.items())
 
     def as_dict(self, origin: float) -> dict[str, Any]:
         """The record for JSON; times relative to `origin`."""
@@ -138,14 +133,9 @@ def figures(
     duration: float,
     percentiles: Sequence[float],
     metrics: Sequence[str] = METRICS,
-    goodput: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """Figures of requests that took `duration` seconds together, under vLLM's names, such as mean_ttft_ms. Failed
-    requests are only counted.
-
-    Args:
-        goodput: limits in milliseconds by metric.
-    """
+    requests are only counted."""
     good = [record for record in records if record.error is None]
     found: dict[str, Any] = {
         "duration": round(duration, 4),
@@ -155,8 +145,6 @@ def figures(
         "total_output_tokens": sum(record.num_output_tokens for record in good),
         **{name: round(rate, 4) for name, rate in _rates(good, duration).items()},
     }
-    if goodput:
-        found["request_goodput"] = round(sum(record.meets(goodput) for record in good) / duration, 4)
     for metric in metrics:
         shares = spread(values(good, metric), percentiles) or {}
         found |= {f"{name}_{metric}_ms": value for name, value in shares.items()}

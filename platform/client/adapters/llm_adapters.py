@@ -1,124 +1,116 @@
-"""`LLM.adapters`: the adapters of an engine in this process, and where their files come from."""
+"""`LLM.adapters`: the adapters of an engine in this process."""
 
 from __future__ import annotations
 
 import builtins
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ...core.adapter_verbs import LocalAdapters
-from ...core.errors import OutriderError
 from ...core.lora_request import LoRARequest
 from ...core.messages import AdapterInfo
-from .numbers import LoRANumbers
+from .loaded_adapters import LoadedAdapters
 from .sources import AdapterSources
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from ..local_engine import LocalEngine
 
-NO_FILES = "changed"
-"""The digest of no files: what is registered with it is refused when it is read."""
+T = TypeVar("T")
 
 
 class LLMAdapters:
-    """The verbs of `core.adapter_verbs` for callers that may wait for files."""
+    """The verbs of `LoadedAdapters` for callers that may wait for files."""
 
-    def __init__(
-        self, engine: Callable[[], LocalAdapters], sources: AdapterSources, demo: Mapping[str, LoRARequest]
-    ) -> None:
-        """`engine` returns the engine's adapters, or raises ShuttingDownError. `demo` are adapters that are known
-        without having been loaded."""
-        self._engine = engine
-        self._sources = sources
-        self.numbers = LoRANumbers()
+    def __init__(self, engine: LocalEngine, sources: AdapterSources, demo: Mapping[str, LoRARequest]) -> None:
+        """`demo` are adapters that are known without having been loaded."""
+
+        async def start() -> None:
+            engine.check_admits()
+
+        async def call(verb: str, **arguments: Any) -> Any:
+            return engine.call(verb, **arguments)
+
+        async def localize(request: LoRARequest, *, again: bool = False) -> LoRARequest:
+            return sources.localize(request, again=again).result()
+
+        self._call = call
+        self.loaded = LoadedAdapters(start, call, localize, sources)
+        """The same verbs as coroutines, which wait for no event loop."""
+        self.int_ids = self.loaded.int_ids
         """Integers that stand for adapters."""
-        self._kept: dict[str, LoRARequest] = {}  # with local folders
-        self._again: list[tuple[LoRARequest, AdapterInfo]] = []
-        self.known = _KnownAdapters(engine, demo, self._kept)
+        self.known: Mapping[str, LoRARequest] = _KnownAdapters(engine, demo, self.loaded.requests)
         """The adapters that a name may mean."""
 
     def load(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> AdapterInfo:
         """Fetch and load an adapter."""
-        engine, name = self._engine(), request.name
-        before = self._sources.folders_of(name)
-        try:
-            local = self._sources.localize(request, again=True).result()
-            info = engine.load(local, load_inplace=load_inplace, pinned=pinned)
-        except OutriderError:
-            self._sources.restrict(name, before)
-            raise
-        self._sources.restrict(name, (local.path, local.draft_path))
-        self._kept[name] = local
-        return info
+        return _run(self.loaded.load(request, load_inplace=load_inplace, pinned=pinned))
 
     def register(self, requests: Sequence[LoRARequest]) -> None:
         """Fetch adapters and make them known by name."""
-        local = [self._sources.localize(request).result() for request in requests]
-        self._engine().register(local)
-        self._kept.update({request.name: request for request in local})
+        _run(self.loaded.register(requests))
 
     def unload(self, name: str, mode: str = "drain") -> None:
         """Forget an adapter."""
-        self._engine().unload(name, mode)
-        self._kept.pop(name, None)
-        self._sources.restrict(name)
+        _run(self.loaded.unload(name, mode))
 
     def pin(self, name: str) -> AdapterInfo:
         """Keep an adapter on the device."""
-        return self._engine().pin(name)
+        return _run(self.loaded.pin(name))
 
     def unpin(self, name: str) -> AdapterInfo:
-        """Let an adapter make way again."""
-        return self._engine().unpin(name)
+        """Let an adapter be evicted again."""
+        return _run(self.loaded.unpin(name))
 
     def list(self) -> builtins.list[AdapterInfo]:
         """The registered adapters."""
-        return self._engine().list()
+        return _run(self.loaded.list())
 
-    def remember(self, engine: LocalAdapters) -> None:
-        """Note what an engine has, before it ends, for `load_again`."""
-        self._again = [
-            (self._kept.get(info.name) or LoRARequest(info.name, path=info.path), info) for info in engine.list()
-        ]
+    def add(self, request: LoRARequest) -> bool:
+        """See `LoadedAdapters.add`."""
+        return _run(self.loaded.add(request))
 
-    def load_again(self) -> None:
-        """Register with a new engine what the last one had. An adapter whose files have another content by now keeps
-        its name, and its requests get the error for that."""
-        engine, again, self._again = self._engine(), self._again, []
-        for request, before in again:
-            try:
-                if not before.digest:
-                    engine.register([request])
-                elif engine.load(request, pinned=before.pinned).digest != before.digest:
-                    engine.unload(request.name)
-                    engine.register([replace(request, digest=NO_FILES)])
-            except OutriderError as error:
-                logger.error("Adapter %r cannot be loaded again: %r", request.name, error.message)
+    def remove(self, lora_id: int | str) -> bool:
+        """See `LoadedAdapters.remove`."""
+        return _run(self.loaded.remove(lora_id))
+
+    def ids(self) -> set[int]:
+        """See `LoadedAdapters.ids`."""
+        return _run(self.loaded.ids())
+
+    def reload_after_restart(self) -> None:
+        """See `LoadedAdapters.reload_after_restart`."""
+        _run(self.loaded.reload_after_restart(self._call))
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that waits for no event loop."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError("the coroutine waits for an event loop")
 
 
 class _KnownAdapters(Mapping[str, LoRARequest]):
     """Adapters by name: those of the engine, which is asked for one at a time, and those of the demo."""
 
     def __init__(
-        self,
-        engine: Callable[[], LocalAdapters],
-        demo: Mapping[str, LoRARequest],
-        kept: Mapping[str, LoRARequest],
+        self, engine: LocalEngine, demo: Mapping[str, LoRARequest], requests: Mapping[str, LoRARequest]
     ) -> None:
-        """`kept`: requests of adapters that were loaded or registered."""
+        """`requests`: those of adapters that were loaded or registered."""
         self._engine = engine
         self._demo = demo
-        self._kept = kept
+        self._requests = requests
 
     def __getitem__(self, name: str) -> LoRARequest:
-        info = self._engine().find(name)
+        info = self._engine.adapters.find(name)
         if info is None:
             return self._demo[name]
-        kept = self._kept.get(name)
+        kept = self._requests.get(name)
         return kept if kept is not None and kept.path == info.path else LoRARequest(name, path=info.path)
 
     def __iter__(self) -> Iterator[str]:
-        return iter({**self._demo, **{info.name: None for info in self._engine().list()}})
+        return iter({**self._demo, **{info.name: None for info in self._engine.adapters.list()}})
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

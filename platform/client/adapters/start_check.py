@@ -34,12 +34,10 @@ def check_fits(folder: AdapterFolder, model: Path, max_rank: int) -> None:
         shapes = _shapes(folder)
     except (OutriderError, ValueError, RecursionError):
         return
-    text = raw.get("text_config")
-    values = {**raw, **text} if isinstance(text, dict) else raw
     rank = settings.get("r") if isinstance(settings, dict) else None
     if isinstance(rank, int) and rank > max_rank and not settings.get("rank_pattern"):
         raise AdapterError(f"rank {rank} exceeds the limit max_lora_rank={max_rank}", param="lora_path")
-    misfits = list(_misfits(values, shapes))
+    misfits = list(_misfits(raw, shapes))
     if misfits:
         more = f", and {len(misfits) - 1} more tensors do not fit" if len(misfits) > 1 else ""
         raise AdapterError(f"base mismatch: {misfits[0]}{more}", param="lora_path")

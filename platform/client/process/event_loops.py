@@ -7,8 +7,8 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 
-class Done:
-    """Awaitable of work that has been done."""
+class CompletedAwaitable:
+    """Awaitable that does not wait: its result is there."""
 
     def __await__(self) -> Generator[None, None, None]:
         yield from ()
@@ -29,11 +29,11 @@ def in_event_loop() -> bool:
 
 def run_in(
     loop: asyncio.AbstractEventLoop | None, work: Callable[[], Coroutine[Any, Any, None]]
-) -> Done | asyncio.Future[None]:
+) -> CompletedAwaitable | asyncio.Future[None]:
     """Run `work` in `loop` (None: in any loop). A caller in that loop goes on meanwhile; for others the work is done on
     return. When the loop is closed nothing is done."""
     if loop is not None and loop.is_closed():
-        return Done()
+        return CompletedAwaitable()
     if in_event_loop():
         return asyncio.ensure_future(work())
     if loop is None:
@@ -42,4 +42,4 @@ def run_in(
         asyncio.run_coroutine_threadsafe(work(), loop).result()
     else:
         loop.run_until_complete(work())
-    return Done()
+    return CompletedAwaitable()

@@ -16,6 +16,7 @@ from ...core.errors import EngineDeadError, ErrorInfo, OutriderError, ShuttingDo
 from ...core.logs import format_in_use
 from ...core.messages import EngineInfo, TokenDelta
 from ...core.tasks import cancel
+from ..engine_client import EngineState
 from ..engine_factory import DEFAULT_ENGINE
 from .ipc import (
     Call,
@@ -270,8 +271,8 @@ class Supervisor:
             on_death: the engine died; what it was doing is lost.
             on_restart: the engine has been started again; requests are let in when this returns.
         """
-        self.state = "starting"
-        """"starting", "ready", "restarting" or "stopped"."""
+        self.state = EngineState.STARTING
+        """STARTING, READY, RESTARTING or STOPPED."""
         self.failure: OutriderError | None = None
         """The reason why the engine has been given up."""
         self.num_restarts = 0
@@ -293,7 +294,7 @@ class Supervisor:
             OutriderError: it could not start; the typed error is the engine's own.
         """
         if self._started is None:
-            if self.state == "stopped":
+            if self.state is EngineState.STOPPED:
                 raise ShuttingDownError("the engine has been stopped")
             self._started = asyncio.get_running_loop().create_future()
             self._task = asyncio.create_task(self._supervise_safely(self._started))
@@ -345,17 +346,17 @@ class Supervisor:
         info = await engine.start()
         if started.done():
             await self._on_restart(engine)
-        self.state = "ready"
+        self.state = EngineState.READY
         ready_since = loop.time()
         if not started.done():
             started.set_result(info)
         error = await engine.died()
-        self.state = "restarting"
+        self.state = EngineState.RESTARTING
         self._on_death(error)
         return loop.time() - ready_since, error
 
     def _give_up(self, started: asyncio.Future[EngineInfo], failure: OutriderError) -> None:
-        self.state, self.failure = "stopped", failure
+        self.state, self.failure = EngineState.STOPPED, failure
         if not started.done():
             started.set_exception(failure)
             started.exception()  # nobody may be waiting any more: not worth a warning
@@ -369,17 +370,17 @@ class Supervisor:
             EngineDeadError: it is dead or has not started.
             ShuttingDownError: it has been stopped.
         """
-        if self.state == "ready" and self._engine is not None:
+        if self.state is EngineState.READY and self._engine is not None:
             return self._engine
         if self.failure is not None:
             raise EngineDeadError(f"the engine cannot be started: {self.failure.message}")
-        if self.state == "stopped":
+        if self.state is EngineState.STOPPED:
             raise ShuttingDownError("the engine has been stopped")
-        raise EngineDeadError(f"the engine is {self.state}; try again")
+        raise EngineDeadError(f"the engine is {self.state.label}; try again")
 
     async def stop(self) -> None:
         """End the engine process and supervision; callers that wait for a start or an answer get ShuttingDownError."""
-        self.state = "stopped"
+        self.state = EngineState.STOPPED
         task, self._task = self._task, None
         if task is not None:
             task.cancel()

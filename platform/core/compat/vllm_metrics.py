@@ -24,7 +24,7 @@ OLDER_NAMES = {
 
 
 def vllm_names(name: str) -> list[str]:
-    """vLLM's names, the older one last, of a metric of ours; both without a prefix. Empty if vLLM has none."""
+    """VLLM's names, the older one last, of a metric of ours; both without a prefix. Empty if vLLM has none."""
     if name not in SAME_NAMES:
         return []
     return [name, *([OLDER_NAMES[name]] if name in OLDER_NAMES else [])]

@@ -8,7 +8,7 @@ from ...core.adapter_names import public_text
 from ...core.errors import InvalidRequestError, NotFoundError, invalid
 from ...core.lora_request import MAX_PARTS, LoRA, LoRARequest, mix_of, split_mix
 from ...core.text import shorten
-from ..observe.request_log import current_note
+from ..observe.request_log import current_log
 from ..openai.protocol import ModelFields
 from .model_view import ModelView
 
@@ -28,9 +28,9 @@ class ChosenAdapter(NamedTuple):
 
 async def discover_adapters(models: ModelView, body: ModelFields) -> None:
     """Find those of the named adapters that nobody has loaded; call it before `choose_adapter`."""
-    note = current_note()
-    if note is not None:
-        note.model_field = "model" if body.adapters is None else "adapters"
+    log = current_log()
+    if log is not None:
+        log.model_field = "model" if body.adapters is None else "adapters"
     parts = [part if isinstance(part, str) else part.name for part in body.adapters or ()]
     await models.discover(body.model, parts)
 
@@ -43,9 +43,9 @@ def choose_adapter(models: ModelView, body: ModelFields) -> ChosenAdapter:
         InvalidRequestError: an adapter in both, too many, or a weight that cannot be served.
     """
     chosen = _choose(models, body)
-    note = current_note()
-    if note is not None:
-        note.model = shorten(chosen.model)
+    log = current_log()
+    if log is not None:
+        log.model = shorten(chosen.model)
     return chosen
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from ...core.errors import InvalidRequestError, invalid
 from ...core.text import shorten
 from ..openai.answer import renamed
-from ..openai.chat_messages import role_of
+from ..openai.chat_messages import role_of, tower_hint
 from ..openai.protocol import ChatCompletionRequest
 from .protocol import CountTokensRequest, MessagesRequest, OutputConfig, ToolChoice
 
@@ -129,7 +129,9 @@ def _allowed(block: dict[str, Any], role: str, place: str) -> dict[str, Any]:
     if block["type"] not in _BLOCKS[role]:
         kinds = ", ".join(_BLOCKS[role])
         raise InvalidRequestError(
-            f"{place}: blocks of type {shorten(repr(block['type']))} are not supported here, only {kinds}", param=place
+            f"{place}: blocks of type {shorten(repr(block['type']))} are not supported here, only {kinds}"
+            f"{tower_hint(block['type'])}",
+            param=place,
         )
     return block
 

@@ -82,7 +82,7 @@ async def create_batch(request: Request) -> Response:
         metadata=body.metadata,
     )
     await batches.create(record)
-    return JSONResponse(record.shown())
+    return JSONResponse(record.to_json())
 
 
 @router.get(PATH, response_model=None)
@@ -94,7 +94,7 @@ async def list_batches(
 
     def made() -> dict[str, Any]:
         records = batches.store.all_of(principal_of(request).tenant)
-        return page([record.shown() for record in records], after, limit)
+        return page([record.to_json() for record in records], after, limit)
 
     return JSONResponse(await batches.call(made))
 
@@ -104,7 +104,7 @@ async def retrieve_batch(request: Request, batch_id: str) -> Response:
     """A batch."""
     batches = batches_of(request)
     record = await batches.call(batches.store.get, principal_of(request).tenant, batch_id)
-    return JSONResponse(record.shown())
+    return JSONResponse(record.to_json())
 
 
 @router.post(PATH + "/{batch_id}/cancel", response_model=None)
@@ -112,4 +112,4 @@ async def cancel_batch(request: Request, batch_id: str) -> Response:
     """Cancel a batch; the answers that it has are kept."""
     batches = batches_of(request)
     check_origin(request, serving_of(request).config.cors_origins)
-    return JSONResponse((await batches.cancel(principal_of(request).tenant, batch_id)).shown())
+    return JSONResponse((await batches.cancel(principal_of(request).tenant, batch_id)).to_json())

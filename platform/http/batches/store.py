@@ -89,7 +89,7 @@ class BatchRecord(msgspec.Struct, kw_only=True):
     cancelled_at: int | None = None
     request_counts: Counts = msgspec.field(default_factory=Counts)
 
-    def shown(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """OpenAI's batch object."""
         hidden = ("tenant", "key_id", "reserved_output_id", "reserved_error_id", "output_expires_after", "ending")
         fields = {name: value for name, value in msgspec.to_builtins(self).items() if name not in hidden}

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ...core.errors import InvalidRequestError, invalid
 from ...core.text import shorten
-from ..observe.request_log import note_ignored
+from ..observe.request_log import log_ignored
 from .foreign_fields import HARMLESS, IDLE, QUIET, Unsupported
 
 MAX_COMPARED_NAMES = 16
@@ -217,7 +217,7 @@ def ignore(path: str, *, strict: bool) -> None:
     if strict:
         path = shorten(path)
         raise InvalidRequestError(f"Unsupported field: {path!r}", param=path)
-    note_ignored(path)
+    log_ignored(path)
 
 
 def _converted(value: Any, scalars: frozenset[type]) -> Any:

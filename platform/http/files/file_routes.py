@@ -66,7 +66,7 @@ async def upload_file(request: Request) -> Response:
         record = await _receive(request, batches, upload, boundary)
     finally:
         batches.threads.submit(upload.close)  # also when the client has gone: nobody waits for it then
-    return JSONResponse(record.shown())
+    return JSONResponse(record.to_json())
 
 
 async def _receive(request: Request, batches: Batches, upload: Upload, boundary: bytes) -> FileRecord:
@@ -120,7 +120,7 @@ async def list_files(
 
     def made() -> dict[str, Any]:
         records = batches.files.all_of(principal_of(request).tenant)
-        shown = [record.shown() for record in records if purpose in (None, record.purpose)]
+        shown = [record.to_json() for record in records if purpose in (None, record.purpose)]
         return page(shown if order == "desc" else shown[::-1], after, limit)
 
     return JSONResponse(await batches.call(made))
@@ -131,7 +131,7 @@ async def retrieve_file(request: Request, file_id: str) -> Response:
     """A file's facts."""
     batches = batches_of(request)
     record = await batches.call(batches.files.get, principal_of(request).tenant, file_id)
-    return JSONResponse(record.shown())
+    return JSONResponse(record.to_json())
 
 
 @router.get("/v1/files/{file_id}/content", response_model=None)

@@ -49,7 +49,7 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int
     expires_at: int | None = None
 
-    def shown(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """OpenAI's file object."""
         return {"object": "file", "status": "processed", "status_details": None, **msgspec.to_builtins(self)}
 

@@ -89,7 +89,7 @@ def accepts_gzip(header: str) -> bool:
 
 
 def _check_admin(request: Request) -> None:
-    """Refuse callers without an admin's key, as the gate and `require_admin` do for guarded routes."""
+    """Refuse callers without an admin's key, as `Authentication` and `require_admin` do for guarded routes."""
     if getattr(request.state, PRINCIPAL, None) is None:
         raise AuthenticationError("Metrics need an admin's API key on this server")
     require_admin(request)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -21,15 +20,14 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from ...client.metrics import END_TO_END, FIRST_TOKEN, INTER_TOKEN, LENGTH
-from ...core.adapter_names import label_text
 from ...core.compat.vllm_metrics import VLLM_PREFIX, vllm_names
 from ...core.labels import OTHER
 from ...core.messages import EngineStats
 from ...core.outputs import RequestOutput
 from ..body.foreign_fields import HARMLESS, IDLE
+from .generations import Generation
 from .metric_families import EngineCounters, FamilyCollector, engine_families
 from .recent_rates import RecentRates
-from .request_log import PromptNote, current_note
 from .series_labels import PREFIX, Labels, SeriesLabels
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -42,66 +40,61 @@ _LORA_LOAD = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30)
 
 
 class RequestRecorder:
-    """Recorder of one prompt's generation."""
+    """Recorder of one generation's metrics."""
 
-    __slots__ = (
-        "_arrived", "_first", "_gaps", "_labels", "_last", "_metrics", "_num_tokens", "_record", "_tokens", "_waited"
-    )  # fmt: skip
+    __slots__ = ("_before", "_gaps", "_generation", "_labels", "_metrics", "_tokens")
 
-    def __init__(self, metrics: Metrics, labels: Labels, record: PromptNote | None, arrived: float) -> None:
+    def __init__(self, metrics: Metrics, labels: Labels, generation: Generation) -> None:
         self._metrics = metrics
-        self._record = record
         self._labels = labels
-        self._arrived = arrived
-        self._waited = max(0.0, time.monotonic() - arrived)  # for one of its tenant's places, before the engine's queue
-        self._first = self._last = 0.0  # when the first and the previous output came; 0 before the first
-        self._num_tokens: dict[int, int] = {}  # generated so far, by sequence
+        self._generation = generation
+        self._before: float | None = None  # when the previous output came
         # Series that every output counts in: to find one by its labels costs as much as to count. Made at first use.
         self._tokens: Counter | None = None
         self._gaps: Histogram | None = None
 
     def on_output(self, output: RequestOutput) -> None:
-        """Count an output that holds only what is new."""
-        now = time.monotonic()
-        metrics, labels = self._metrics, self._labels
-        metrics.recent.observe(labels, output, now - (self._last or self._arrived), first=self._last == 0.0)
-        if self._last == 0.0:
-            self._first = now
-            metrics.prompt_tokens.labels(*labels).inc(len(output.prompt_token_ids))
-            metrics.prompt_length.labels(*labels).observe(len(output.prompt_token_ids))
-            metrics.time_to_first_token.labels(*labels).observe(now - self._arrived)
-            if output.metrics is not None:
-                queued = self._waited + output.metrics.queue_seconds
-                metrics.queue_time.labels(*labels).observe(queued)
-                metrics.prefill_time.labels(*labels).observe(max(0.0, now - self._arrived - queued))
+        """Count an output that the generation has been updated with."""
+        metrics, labels, generation = self._metrics, self._labels, self._generation
+        now, first, arrived = generation.last_at, generation.first_at, generation.prepared.arrival_time
+        assert now is not None
+        assert first is not None
+        since = arrived if self._before is None else self._before
+        metrics.recent.observe(labels, output, now - since, first=self._before is None)
+        if self._before is None:
+            self._on_first(now - arrived)
         else:
             if self._gaps is None:
                 self._gaps = metrics.inter_token_latency.labels(*labels)
-            self._gaps.observe(now - self._last)
-        self._last = now
-        if self._record is not None:
-            self._record.on_output(output, now)
+            self._gaps.observe(now - since)
+        self._before = now
         if self._tokens is None and output.outputs:
             self._tokens = metrics.generation_tokens.labels(*labels)
         for completion in output.outputs:
             assert self._tokens is not None
             self._tokens.inc(len(completion.token_ids))
-            count = self._num_tokens.get(completion.index, 0) + len(completion.token_ids)
-            self._num_tokens[completion.index] = count
             if completion.finish_reason is not None:
+                count = generation.num_tokens[completion.index]
                 metrics.output_length.labels(*labels).observe(count)
                 if count > 1:
-                    metrics.time_per_output_token.labels(*labels).observe((now - self._first) / (count - 1))
+                    metrics.time_per_output_token.labels(*labels).observe((now - first) / (count - 1))
                 self.on_end(completion.finish_reason)
         if output.finished:
-            metrics.decode_time.labels(*labels).observe(now - self._first)
-            metrics.end_to_end.labels(*labels).observe(now - self._arrived)
+            metrics.decode_time.labels(*labels).observe(now - first)
+            metrics.end_to_end.labels(*labels).observe(now - arrived)
+
+    def _on_first(self, seconds: float) -> None:
+        metrics, labels, generation = self._metrics, self._labels, self._generation
+        queued = 0.0 if generation.metrics is None else generation.metrics.queue_seconds
+        metrics.prompt_tokens.labels(*labels).inc(len(generation.prompt_token_ids))
+        metrics.prompt_length.labels(*labels).observe(len(generation.prompt_token_ids))
+        metrics.time_to_first_token.labels(*labels).observe(seconds)
+        metrics.queue_time.labels(*labels).observe(queued)
+        metrics.prefill_time.labels(*labels).observe(max(0.0, seconds - queued))
 
     def on_end(self, reason: str) -> None:
-        """Count a sequence that ended: the engine's finish reason, or "abort" or "error" without its word."""
+        """Count a sequence that ended: the engine's finish reason, or the generation's `failure`."""
         self._metrics.finished.labels(reason, *self._labels).inc()
-        if self._record is not None:
-            self._record.on_end(reason)
 
 
 class Metrics:
@@ -158,18 +151,10 @@ class Metrics:
         self.register(self._engine_families)
         ProcessCollector(registry=registry)  # memory, CPU time, open files and start of the process of the API
 
-    def recorder(self, adapter: str, tenant: str, arrived: float | None = None) -> RequestRecorder:
-        """Recorder for one prompt that is about to be generated from.
-
-        Args:
-            adapter: "" for the base model.
-            tenant: "" for none.
-            arrived: moment of the request's arrival, on the monotonic clock; by default it is now.
-        """
-        note = current_note()
-        record = None if note is None else PromptNote(note, label_text(adapter))
-        arrived = time.monotonic() if arrived is None else arrived
-        return RequestRecorder(self, self._labels(adapter, tenant), record, arrived)
+    def recorder(self, generation: Generation, tenant: str) -> RequestRecorder:
+        """Recorder for a prompt that is about to run; `tenant` is "" for none."""
+        lora = generation.prepared.lora
+        return RequestRecorder(self, self._labels("" if lora is None else lora.label, tenant), generation)
 
     def on_error(self, reason: str, tenant: str) -> None:
         """Count an HTTP request that was answered with an error."""

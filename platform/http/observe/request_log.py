@@ -1,8 +1,8 @@
 """Observation of every HTTP request from outside: one line in the log, counts of refusals, and a trace where that is
 on.
 
-What happens inside is noted in the request's `Note` by those who know it: the recorder of a generation, the error
-handlers. No text of a prompt is noted, unless the operator asks for it.
+What happens inside is kept in the request's `RequestLog` by those who know it: its generations, the error handlers. No
+text of a prompt is kept, unless the operator asks for it.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import logging
 import re
 import time
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...core.logs import REQUEST_LOGGER, current_request_id, with_fields
-from ...core.outputs import RequestMetrics, RequestOutput
 from ...core.text import shorten
 from ...tenancy.accounts.principal import Principal
 from ..anthropic.errors import is_of as is_anthropic
 from ..protect.paths import ASKED_METHOD
+from .generations import Generation, counts_of
 
 if TYPE_CHECKING:
     from ..serving_state import Serving
@@ -44,11 +44,11 @@ MAX_IGNORED_NAME = 64
 _INDEX = re.compile(r"\[\d+\]")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 
-_current: ContextVar[Note | None] = ContextVar("note", default=None)
+_current: ContextVar[RequestLog | None] = ContextVar("request_log", default=None)
 
 
 @dataclass(slots=True)
-class Note:
+class RequestLog:
     """Facts about one HTTP request."""
 
     method: str
@@ -78,19 +78,28 @@ class Note:
     """Error's type, or the limit that was reached."""
     ignored: dict[str, str] = field(default_factory=dict)
     """Fields of the request that were ignored: the first place of each, by its path without indices."""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    first_token_seconds: float | None = None
-    finish_reasons: dict[str, None] = field(default_factory=dict)
-    """Finish reasons in their order."""
-    prompts: list[PromptNote] = field(default_factory=list)
+    generations: list[Generation] = field(default_factory=list)
+    """Its prompts, once they run."""
     tokenizer: Any = None
     """Tokenizer of its prompts, with --log-prompts; None: the model's."""
-    texts: list[tuple[list[int], list[str]]] | None = None
-    """Token ids of each prompt and the pieces of its answer, with --log-prompts."""
+    keeps_texts: bool = False
+    """True with --log-prompts."""
+
+    def begin(self, generations: list[Generation]) -> None:
+        """Observe these prompts, which are about to run."""
+        self.generations = generations
+        for generation in generations[: MAX_TEXTS if self.keeps_texts else 0]:
+            generation.pieces = []
+
+    @property
+    def begun(self) -> list[Generation]:
+        """The prompts that have begun to be answered."""
+        return [generation for generation in self.generations if generation.metrics is not None]
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """Time to the first token of the prompt that had it first."""
+        return min((g.first_token_seconds for g in self.generations if g.first_token_seconds is not None), default=None)
 
     @property
     def tenant(self) -> str:
@@ -100,20 +109,18 @@ class Note:
     @property
     def adapter(self) -> str:
         """Label of the adapter; "" for the base model."""
-        return self.prompts[0].adapter if self.prompts else ""
+        return self.begun[0].adapter if self.begun else ""
 
     def fields(self) -> dict[str, Any]:
         """Fields of the log line."""
         seconds = {"seconds": round(self.ended - self.started, 6)}
-        if self.prompts and self.prompts[0].metrics is not None:
-            seconds["queue_seconds"] = round(self.prompts[0].metrics.queue_seconds, 6)
-        if self.first_token_seconds is not None:
-            seconds["first_token_seconds"] = round(self.first_token_seconds, 6)
-        counts = {
-            name: getattr(self, name)
-            for name in ("prompt_tokens", "cached_tokens", "output_tokens", "draft_tokens", "accepted_tokens")
-            if self.prompts
-        }
+        begun, first = self.begun, self.first_token_seconds
+        if begun and begun[0].metrics is not None:
+            seconds["queue_seconds"] = round(begun[0].metrics.queue_seconds, 6)
+        if first is not None:
+            seconds["first_token_seconds"] = round(first, 6)
+        counts = asdict(counts_of(begun)) if begun else {}
+        reasons = [reason for g in self.generations for reason in (*g.finish_reasons.values(), g.failure) if reason]
         principal = self.principal or Principal()
         texts = {
             "request_id": self.request_id,
@@ -122,7 +129,7 @@ class Note:
             "key_id": principal.key_id,
             "model": self.model,
             "adapter": self.adapter,
-            "finish_reason": ",".join(self.finish_reasons),
+            "finish_reason": ",".join(dict.fromkeys(reasons)),
             "error": self.error,
             "reason": self.reason if self.reason != self.error else "",
         }
@@ -130,79 +137,40 @@ class Note:
         return request | {name: text for name, text in texts.items() if text} | counts | seconds
 
 
-@dataclass(slots=True)
-class PromptNote:
-    """Facts about one prompt of a request, noted as it is generated from. Times are those of the monotonic clock."""
-
-    note: Note
-    adapter: str
-    """Adapter's label; "" for the base model."""
-    metrics: RequestMetrics | None = None
-    """None before the first output."""
-    end: float = 0.0
-    _pieces: list[str] | None = None  # of the answer, with --log-prompts
-
-    def on_output(self, output: RequestOutput, now: float) -> None:
-        """Note an output that holds only what is new."""
-        note, metrics = self.note, output.metrics or RequestMetrics()
-        if self.metrics is None:
-            self.metrics = metrics
-            note.prompts.append(self)
-            note.prompt_tokens += len(output.prompt_token_ids)
-            note.cached_tokens += metrics.num_cached_tokens
-            if note.first_token_seconds is None:
-                note.first_token_seconds = now - note.started
-            if note.texts is not None and len(note.texts) < MAX_TEXTS:
-                self._pieces = []
-                note.texts.append((output.prompt_token_ids, self._pieces))
-        for completion in output.outputs:
-            note.output_tokens += len(completion.token_ids)
-            if self._pieces is not None:
-                self._pieces.append(completion.text)
-        if output.finished:
-            self.end = now
-            note.draft_tokens += metrics.num_draft_tokens
-            note.accepted_tokens += metrics.num_accepted_tokens
-
-    def on_end(self, reason: str) -> None:
-        """Note that a sequence ended: the engine's finish reason, or "abort" or "error" without its word."""
-        self.note.finish_reasons[reason] = None
-
-
-def current_note() -> Note | None:
-    """Note of the request that the running code answers."""
+def current_log() -> RequestLog | None:
+    """RequestLog of the request that the running code answers."""
     return _current.get()
 
 
-def note_error(kind: str, reason: str | None = None) -> None:
+def log_error(kind: str, reason: str | None = None) -> None:
     """Note that the request is answered with an error of this type; `reason` is more exact, where it is one of a
     few."""
-    note = _current.get()
-    if note is not None and not note.error:
-        note.error, note.reason = kind, reason or kind
+    log = _current.get()
+    if log is not None and not log.error:
+        log.error, log.reason = kind, reason or kind
 
 
-def note_tokenizer(tokenizer: Any) -> None:
-    """Note the tokenizer of the request's prompts, which may be an adapter's."""
-    note = _current.get()
-    if note is not None and note.texts is not None:
-        note.tokenizer = tokenizer
+def log_tokenizer(tokenizer: Any) -> None:
+    """RequestLog the tokenizer of the request's prompts, which may be an adapter's."""
+    log = _current.get()
+    if log is not None and log.keeps_texts:
+        log.tokenizer = tokenizer
 
 
-def note_ignored(path: str) -> None:
+def log_ignored(path: str) -> None:
     """Note that a field of the request, such as "messages[0].id", is ignored. It is named once for all places that
     differ by an index, in characters that a header can hold; beyond `MAX_IGNORED` fields the last one is "..."."""
-    note = _current.get()
-    if note is None or "..." in note.ignored:
+    log = _current.get()
+    if log is None or "..." in log.ignored:
         return
     key = _INDEX.sub("[]", path[: 2 * MAX_IGNORED_NAME])
-    if key not in note.ignored:
-        full = len(note.ignored) == MAX_IGNORED
-        note.ignored["..." if full else key] = "..." if full else _UNSAFE.sub("?", path[:MAX_IGNORED_NAME])
+    if key not in log.ignored:
+        full = len(log.ignored) == MAX_IGNORED
+        log.ignored["..." if full else key] = "..." if full else _UNSAFE.sub("?", path[:MAX_IGNORED_NAME])
 
 
 class Observer:
-    """The outermost layer of the application."""
+    """Outermost layer of the application but for `Paths`, which puts paths and methods right."""
 
     def __init__(self, app: ASGIApp, serving: Serving) -> None:
         self._app = app
@@ -213,52 +181,52 @@ class Observer:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        note = Note(scope.get(ASKED_METHOD, scope["method"]), shorten(scope["path"]))
-        note.is_anthropic = is_anthropic(scope)
-        if self._serving.config.log_prompts:
-            note.texts = []
+        log = RequestLog(scope.get(ASKED_METHOD, scope["method"]), shorten(scope["path"]))
+        log.is_anthropic = is_anthropic(scope)
+        log.keeps_texts = self._serving.config.log_prompts
         sent_id = current_request_id.set("-")
-        here = _current.set(note)
+        here = _current.set(log)
 
-        async def send_and_note(message: Message) -> None:
+        async def send_and_observe(message: Message) -> None:
             if message["type"] == "http.response.start":
-                note.status = message["status"]
-                if note.ignored:
-                    ignored = ",".join(note.ignored.values()).encode()
+                log.status = message["status"]
+                if log.ignored:
+                    ignored = ",".join(log.ignored.values()).encode()
                     message["headers"] = [*message["headers"], (b"x-outrider-ignored", ignored)]
             await send(message)
 
         try:
-            await self._app(scope, receive, send_and_note)
+            await self._app(scope, receive, send_and_observe)
         finally:
-            note.ended = time.monotonic()
-            note.status = note.status or GONE
-            note.request_id = current_request_id.get()
-            note.route = getattr(scope.get("route"), "path", "")
+            log.ended = time.monotonic()
+            log.status = log.status or GONE
+            log.request_id = current_request_id.get()
+            log.route = getattr(scope.get("route"), "path", "")
             principal = scope.get("state", {}).get("principal")
-            note.principal = principal if isinstance(principal, Principal) else None
-            self._end(note, Headers(scope=scope))
+            log.principal = principal if isinstance(principal, Principal) else None
+            self._end(log, Headers(scope=scope))
             _current.reset(here)
             current_request_id.reset(sent_id)
 
-    def _end(self, note: Note, headers: Headers) -> None:
+    def _end(self, log: RequestLog, headers: Headers) -> None:
         serving = self._serving
-        if note.error:
-            serving.metrics.on_error(note.reason, note.tenant)
-        if note.ignored:
-            serving.metrics.on_ignored(note.ignored)
-            logger.debug("request %s: ignored fields: %s", note.request_id, ",".join(note.ignored.values()))
-        trace_id = serving.tracer.record(note, headers) if serving.tracer is not None else ""
-        if logger.isEnabledFor(logging.INFO) and (note.status >= 400 or not note.path.startswith(QUIET)):
-            fields = note.fields() | ({"trace_id": trace_id} if trace_id else {}) | self._texts(note)
+        if log.error:
+            serving.metrics.on_error(log.reason, log.tenant)
+        if log.ignored:
+            serving.metrics.on_ignored(log.ignored)
+            logger.debug("request %s: ignored fields: %s", log.request_id, ",".join(log.ignored.values()))
+        trace_id = serving.tracer.record(log, headers) if serving.tracer is not None else ""
+        if logger.isEnabledFor(logging.INFO) and (log.status >= 400 or not log.path.startswith(QUIET)):
+            fields = log.fields() | ({"trace_id": trace_id} if trace_id else {}) | self._texts(log)
             logger.info("request", extra=with_fields(fields))
 
-    def _texts(self, note: Note) -> dict[str, Any]:
-        if not note.texts:
+    def _texts(self, log: RequestLog) -> dict[str, Any]:
+        told = [(g.prompt_token_ids, g.pieces) for g in log.begun if g.pieces is not None]
+        if not told:
             return {}
-        tokenizer = note.tokenizer or self._serving.llm.tokenizer
+        tokenizer = log.tokenizer or self._serving.llm.tokenizer
         decode = str if tokenizer is None else tokenizer.decode
         return {
-            "prompts": [shorten(decode(ids[:MAX_TEXT]), MAX_TEXT) for ids, _ in note.texts],
-            "outputs": [shorten("".join(pieces), MAX_TEXT) for _, pieces in note.texts],
+            "prompts": [shorten(decode(ids[:MAX_TEXT]), MAX_TEXT) for ids, _ in told],
+            "outputs": [shorten("".join(pieces), MAX_TEXT) for _, pieces in told],
         }

@@ -30,7 +30,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from .... import __version__
 from ...core.errors import InvalidRequestError
 from ...core.outputs import RequestMetrics
-from .request_log import QUIET, Note, PromptNote
+from .generations import Generation, counts_of
+from .request_log import QUIET, RequestLog
 
 CLOSE_SECONDS = 3.0
 """Seconds for the last spans to reach the collector when the server ends."""
@@ -70,38 +71,38 @@ class RequestTracer:
         self._tracer = self._provider.get_tracer(_SCOPE, __version__)
         self._propagator = TraceContextTextMapPropagator()
 
-    def record(self, note: Note, headers: Mapping[str, str]) -> str:
+    def record(self, log: RequestLog, headers: Mapping[str, str]) -> str:
         """Send the spans of a request that has ended; returns its trace's id, in hexadecimal, "" when none is kept."""
-        if note.status < 400 and note.path.startswith(QUIET):
+        if log.status < 400 and log.path.startswith(QUIET):
             return ""
         given = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         span = self._tracer.start_span(
-            f"{note.method} {note.route}".rstrip(),
+            f"{log.method} {log.route}".rstrip(),
             self._propagator.extract(given, otel_context.Context()),
             SpanKind.SERVER,
-            attributes=_attributes(note),
-            start_time=_nanoseconds(note, note.started),
+            attributes=_attributes(log),
+            start_time=_nanoseconds(log, log.started),
         )
         if span.is_recording():
             inside = set_span_in_context(span, otel_context.Context())
-            for prompt in note.prompts:
-                self._record_prompt(note, prompt, inside)
-            if note.error or note.status >= 500:
+            for generation in log.begun:
+                self._record_prompt(log, generation, inside)
+            if log.error or log.status >= 500:
                 span.set_status(Status(StatusCode.ERROR))
-        span.end(_nanoseconds(note, note.ended))
+        span.end(_nanoseconds(log, log.ended))
         found = span.get_span_context()
         return f"{found.trace_id:032x}" if found.is_valid else ""
 
-    def _record_prompt(self, note: Note, prompt: PromptNote, inside: otel_context.Context) -> None:
+    def _record_prompt(self, log: RequestLog, prompt: Generation, inside: otel_context.Context) -> None:
         metrics = prompt.metrics or RequestMetrics()
-        arrival = metrics.arrival_time or note.started
-        end = max(prompt.end or note.ended, arrival)
+        arrival = metrics.arrival_time or log.started
+        end = max(prompt.ended_at or log.ended, arrival)
         first = min(max(metrics.first_token_time or end, arrival), end)
         started = min(arrival + metrics.queue_seconds, first)
         times = {"queue": (arrival, started), "prefill": (started, first), "decode": (first, end)}
         for name, (begin, until) in times.items():
-            span = self._tracer.start_span(name, inside, start_time=_nanoseconds(note, begin))
-            span.end(_nanoseconds(note, until))
+            span = self._tracer.start_span(name, inside, start_time=_nanoseconds(log, begin))
+            span.end(_nanoseconds(log, until))
 
     def close(self) -> None:
         """Send what is left. Blocks, at most `CLOSE_SECONDS`: a collector that is away must not hold up the end."""
@@ -110,39 +111,40 @@ class RequestTracer:
         work.join(CLOSE_SECONDS)
 
 
-def _nanoseconds(note: Note, monotonic: float) -> int:
+def _nanoseconds(log: RequestLog, monotonic: float) -> int:
     """Wall clock time in nanoseconds, counted from the request's begin: a clock that is set meanwhile changes no
     duration."""
-    return note.wall_time_ns + int((monotonic - note.started) * 1e9)
+    return log.wall_time_ns + int((monotonic - log.started) * 1e9)
 
 
-def _attributes(note: Note) -> dict[str, str | int | float]:
+def _attributes(log: RequestLog) -> dict[str, str | int | float]:
     """Attributes of a span, under OpenTelemetry's own names where there are any. They hold no text of the request or of
     the answer."""
     texts = {
-        "http.request.method": note.method,
-        "http.route": note.route,
-        "url.path": note.path,
-        "gen_ai.operation.name": _OPERATIONS.get(note.route, ""),
-        "gen_ai.provider.name": _SCOPE if note.route in _OPERATIONS else "",
-        "gen_ai.request.model": note.model,
-        "gen_ai.response.id": note.id,
-        "error.type": note.error,
-        "outrider.request_id": note.request_id,
-        "outrider.tenant": note.tenant,
-        "outrider.key_id": "" if note.principal is None else note.principal.key_id,
-        "outrider.adapter": note.adapter,
+        "http.request.method": log.method,
+        "http.route": log.route,
+        "url.path": log.path,
+        "gen_ai.operation.name": _OPERATIONS.get(log.route, ""),
+        "gen_ai.provider.name": _SCOPE if log.route in _OPERATIONS else "",
+        "gen_ai.request.model": log.model,
+        "gen_ai.response.id": log.id,
+        "error.type": log.error,
+        "outrider.request_id": log.request_id,
+        "outrider.tenant": log.tenant,
+        "outrider.key_id": "" if log.principal is None else log.principal.key_id,
+        "outrider.adapter": log.adapter,
     }
     attributes: dict[str, str | int | float] = {name: text for name, text in texts.items() if text}
-    attributes["http.response.status_code"] = note.status
-    if note.prompts:
+    attributes["http.response.status_code"] = log.status
+    if log.begun:
+        counts = counts_of(log.begun)
         attributes |= {
-            "gen_ai.usage.input_tokens": note.prompt_tokens,
-            "gen_ai.usage.output_tokens": note.output_tokens,
-            "outrider.cached_tokens": note.cached_tokens,
-            "outrider.draft_tokens": note.draft_tokens,
-            "outrider.accepted_tokens": note.accepted_tokens,
+            "gen_ai.usage.input_tokens": counts.prompt_tokens,
+            "gen_ai.usage.output_tokens": counts.output_tokens,
+            "outrider.cached_tokens": counts.cached_tokens,
+            "outrider.draft_tokens": counts.draft_tokens,
+            "outrider.accepted_tokens": counts.accepted_tokens,
         }
-        if note.first_token_seconds is not None:
-            attributes["outrider.first_token_seconds"] = note.first_token_seconds
+        if log.first_token_seconds is not None:
+            attributes["outrider.first_token_seconds"] = log.first_token_seconds
     return attributes

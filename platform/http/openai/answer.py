@@ -11,6 +11,8 @@ from typing import Any, Generic, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...client.prepared import ParsedPrompt
+from ...client.prompts import has_new_constraint
 from ...core.errors import InvalidRequestError
 from ...core.lora_request import LoRA
 from ...core.outputs import CompletionOutput
@@ -22,7 +24,7 @@ from ..protect.accounting import check_call, limit_headers
 from ..protect.acting import acting_in
 from ..serving_state import Serving, new_request_id, principal_of, serving_of
 from .event_stream import ChunkEncoder, ChunkWriter, StreamWriter, stream_response, until_disconnect
-from .generation import Choice, Collected, collect, draft_fields, generate
+from .generation import Choice, Collected, collect, draft_fields, generate, prepare
 from .job import Arrival, Job, now
 from .json_pieces import json_answer
 from .protocol import ModelFields, SamplingFields
@@ -45,9 +47,13 @@ class Accepted(Generic[BodyT]):
     arrival: Arrival
     held: HeldBody
 
-    def job(self, prompts: list[list[int]], params: SamplingParams, *, prefix: str, **fields: Any) -> Job:
-        """The job for these prompts; `prefix` begins its id, `fields` are further ones of `Job`."""
-        return Job(
+    async def prepare(self, prompts: list[ParsedPrompt], params: SamplingParams, *, prefix: str, **fields: Any) -> Job:
+        """The job for these prompts, checked; `prefix` begins its id, `fields` are further ones of `Job`.
+
+        Raises:
+            OutriderError: see `generation.prepare`.
+        """
+        job = Job(
             new_request_id(prefix),
             prompts,
             params,
@@ -60,6 +66,9 @@ class Accepted(Generic[BodyT]):
             on_admitted=self.held.close,
             **fields,
         )
+        work = prepare(self.serving, job)
+        await (until_disconnect(self.request, work) if has_new_constraint(params) else work)
+        return job
 
     def _priority(self) -> int:
         """The body's priority; else 0, or that of a batch's lines."""

@@ -53,20 +53,19 @@ def beam_params(body: SamplingFields, params: SamplingParams) -> BeamSearchParam
 async def beam_outputs(serving: Serving, job: Job, index: int) -> AsyncGenerator[RequestOutput]:
     """The one output of a prompt's search, with its `n` sequences."""
     assert job.beam is not None
-    llm, prompt = serving.llm, job.prompts[index]
-    params = job.params_of(index, llm.info.max_model_len)
-    room = max(1, llm.info.max_model_len - len(prompt))
-    metrics = RequestMetrics(arrival_time=time.monotonic())
-    found = await llm.beam_search(
-        {"prompt_token_ids": prompt},
-        job.beam.with_max_tokens(room if params.max_tokens is None else params.max_tokens),
-        job.id_of(index),
+    prepared, prompt = job.prepared[index], job.prepared[index].prompt.token_ids
+    params, tokenizer = prepared.params, prepared.tokenizer
+    metrics = RequestMetrics(arrival_time=prepared.arrival_time)
+    found = await serving.llm.beam_search(
+        prepared.prompt,
+        job.beam.with_max_tokens(params.max_tokens or 1),
+        prepared.request_id,
+        lora_request=prepared.lora,
         on_step=partial(job.searching.__setitem__, index),
-        **job.options,
+        **prepared.options,
     )
     job.searching.pop(index, None)
     metrics.first_token_time = metrics.finished_time = time.monotonic()
-    tokenizer = (await llm.processor_of(job.lora)).tokenizer
     outputs = []
     for number, sequence in enumerate(found.sequences):
         token_ids = sequence.tokens[len(prompt) :]
@@ -77,4 +76,4 @@ async def beam_outputs(serving: Serving, job: Job, index: int) -> AsyncGenerator
             detokenizer.finish()
             text = detokenizer.text
         outputs.append(CompletionOutput(number, text, token_ids, sequence.cum_logprob, None, sequence.finish_reason))
-    yield RequestOutput(job.id_of(index), None, prompt, outputs, True, metrics, lora_request=job.lora)
+    yield RequestOutput(prepared.request_id, None, prompt, outputs, True, metrics, lora_request=prepared.lora)

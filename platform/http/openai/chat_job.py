@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ...client.prepared import ParsedPrompt
 from ...core.errors import InvalidRequestError, PromptTooLongError, invalid
 from ...core.lora_request import LoRA
+from ...core.model_limits import check_token_ids
 from ...core.sampling_params import SamplingParams
 from ..body.lenient import ignore
 from ..serving_state import Serving
@@ -83,16 +85,19 @@ async def chat_job(
         params.structured_outputs = answer_constraint(*written)
     if template is not None:
         params.skip_special_tokens = False  # they may be marks of calls and of reasoning
-    _check_length(params, serving.llm.info.max_model_len, len(prompt), max_tokens_field)
-    job = accepted.job(
-        [prompt],
-        params,
-        prefix=prefix,
-        beam=beam_params(body, params),
-        default_max_tokens=defaults.get("max_tokens"),
-        max_tokens_field=max_tokens_field,
-        endpoint=endpoint,
-    )
+    check_token_ids("prompt", prompt, serving.llm.input_processor.num_ids(accepted.lora))
+    try:
+        job = await accepted.prepare(
+            [ParsedPrompt(prompt, field="messages")],
+            params,
+            prefix=prefix,
+            beam=beam_params(body, params),
+            default_max_tokens=defaults.get("max_tokens"),
+            max_tokens_field=max_tokens_field,
+            endpoint=endpoint,
+        )
+    except PromptTooLongError as error:
+        raise renamed(error, {"max_tokens": max_tokens_field}) from error
     return ChatJob(job, parser_maker(choice, template, opened))
 
 
@@ -121,16 +126,6 @@ def _opened(template: dict[str, Any] | None, tokenizer: Any, prompt: list[int]) 
     if template is None:
         return ""
     return open_region(template, str(tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)))
-
-
-def _check_length(params: SamplingParams, limit: int, num_prompt_tokens: int, max_tokens_field: str) -> None:
-    """Check the context length in the words of a chat; prompts that are only scored are left to the engine's client."""
-    max_tokens = params.max_tokens or 1
-    if num_prompt_tokens + max_tokens > limit and not (
-        num_prompt_tokens == limit and params.prompt_logprobs is not None
-    ):
-        param = "messages" if num_prompt_tokens >= limit else max_tokens_field
-        raise PromptTooLongError.of(limit, num_prompt_tokens, max_tokens, prompt="messages", param=param)
 
 
 def _sampling_params(

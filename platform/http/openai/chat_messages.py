@@ -172,6 +172,12 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 """The field with a part's text, by the part's type in OpenAI's two APIs."""
 
 
+def tower_hint(kind: object) -> str:
+    """Reason why a part of this type is refused, as the end of a message; "" for other types than images and sound."""
+    is_seen = isinstance(kind, str) and any(name in kind for name in ("image", "video", "audio"))
+    return "; models are served without their vision and audio towers" if is_seen else ""
+
+
 def _part(part: Any, place: str) -> str:
     if isinstance(part, str):
         return part
@@ -183,7 +189,7 @@ def _part(part: Any, place: str) -> str:
         name = "text"
     if name is None:
         raise InvalidRequestError(
-            f"{place}: parts of type {shorten(repr(kind))} are not supported, only text", param=place
+            f"{place}: parts of type {shorten(repr(kind))} are not supported, only text{tower_hint(kind)}", param=place
         )
     unknown = sorted(key for key, value in part.items() if key not in ("type", name) and value is not None)
     if unknown:

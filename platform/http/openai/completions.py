@@ -46,7 +46,7 @@ async def create_completion(request: Request) -> Response:
         body.prompts, add_special_tokens=body.add_special_tokens is not False, lora=accepted.lora
     )
     params = _sampling_params(body, defaults)
-    job = accepted.job(
+    job = await accepted.prepare(
         prompts,
         params,
         prefix="cmpl",

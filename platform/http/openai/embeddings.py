@@ -138,7 +138,9 @@ async def _run(
     except InvalidRequestError as error:
         error.param = field
         raise
-    job = accepted.job(prompts, sampling, prefix=endpoint.rpartition("/")[2], endpoint=endpoint, keeps_output=False)
+    job = await accepted.prepare(
+        prompts, sampling, prefix=endpoint.rpartition("/")[2], endpoint=endpoint, keeps_output=False
+    )
     totals = Totals()
 
     async def collect() -> dict[int, list[float]]:

@@ -3,20 +3,58 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...client.prepared import Prepared
+from ...client.prompts import has_new_constraint
 from ...core.errors import OutriderError
 from ...core.messages import SpeculationCounts
 from ...core.outputs import CompletionOutput, Logprob, RequestOutput
 from ...core.tasks import cancel
-from ..protect.accounting import accounted, check_params
+from ..body.lenient import ignore
+from ..observe.generations import Generation
+from ..observe.request_log import MAX_IGNORED_NAME, current_log
+from ..protect.accounting import accounted
 from ..serving_state import Serving
 from .beams import beam_outputs
 from .job import Event, Job
 from .logprobs import Packed, pack
+
+
+async def prepare(serving: Serving, job: Job) -> None:
+    """Check the job's prompts and parameters; nothing is checked again when it runs. Keywords of a schema that do not
+    hold are named as ignored.
+
+    Raises:
+        InvalidRequestError: a prompt or parameter is refused, or a keyword is ignored with --strict-fields.
+        ConstraintCheckError: as the constraint checker's.
+    """
+    llm = serving.llm
+    job.bound_logprobs(llm.info)
+    is_new = has_new_constraint(job.params)
+    made: dict[int, Prepared] = {}
+    async with serving.constraint_locks.of(job.principal.tenant) if is_new else nullcontext():
+        for index in sorted(
+            range(len(job.prompts)), key=lambda i: -job.prompt_lengths[i]
+        ):  # an error names the longest
+            if made:
+                await asyncio.sleep(0)  # others go on between the checks of two prompts
+            made[index] = await llm.prepare(
+                job.prompts[index],
+                job.params_of(index, llm.info.max_model_len),
+                job.id_of(index),
+                lora_request=job.lora,
+                arrival_time=job.arrival.monotonic,
+                **job.options,
+            )
+    job.prepared = [made[index] for index in range(len(job.prompts))]
+    for place in job.prepared[0].ignored_keywords:
+        head = place.split(".", 1)[0]
+        name = place if len(place) <= MAX_IGNORED_NAME else f"{head}...{place[len(head) + 3 - MAX_IGNORED_NAME :]}"
+        ignore(name, strict=serving.config.strict_fields)
 
 
 def generate(serving: Serving, job: Job) -> AsyncGenerator[Event]:
@@ -26,10 +64,8 @@ def generate(serving: Serving, job: Job) -> AsyncGenerator[Event]:
     in the ledger.
 
     Raises:
-        OutriderError: a prompt or parameter is refused (maybe at once, else at the first step), too many wait, or the
-            engine fails.
+        OutriderError: the limits refuse the job, too many wait, or the engine fails.
     """
-    job.bound_logprobs(serving.llm.info)
     if serving.tenancy is not None:
         return accounted(serving, serving.tenancy, job, lambda: _outputs(serving, job))
     job.on_admitted()
@@ -37,60 +73,50 @@ def generate(serving: Serving, job: Job) -> AsyncGenerator[Event]:
 
 
 def _outputs(serving: Serving, job: Job) -> AsyncGenerator[Event]:
+    job.generations = [Generation(prepared) for prepared in job.prepared]
+    log = current_log()
+    if log is not None:
+        log.begin(job.generations)
     if len(job.prompts) == 1:
         return _generate_one(serving, job, 0)
     return _merge(serving, job)
 
 
 async def _generate_one(serving: Serving, job: Job, index: int) -> AsyncGenerator[Event]:
-    if serving.tenancy is None and len(job.prompts) == 1 and job.params.structured_outputs is not None:
-        await check_params(serving, job)  # it names the keywords that are not enforced
-    label = "" if job.lora is None else job.lora.label
-    recorder = serving.metrics.recorder(label, job.principal.tenant, job.arrival.monotonic)
+    generation = job.generations[index]
+    recorder = serving.metrics.recorder(generation, job.principal.tenant)
     outputs = _outputs_of(serving, job, index)
-    finished = False
     in_engine: AbstractContextManager[object] = nullcontext()  # of several prompts `_merge` has counted all
     if len(job.prompts) == 1:
         in_engine = serving.queue.enter_engine(job.params.n)
     with in_engine:
         try:
-            async with aclosing(_as_generator(outputs)) as stream:
+            async with aclosing(outputs) as stream:
                 async for output in stream:
+                    generation.update(output)
                     recorder.on_output(output)
-                    finished = output.finished
                     yield Event(index, output)
         except OutriderError as error:
             if error.status >= 500:
-                recorder.on_end("error")
+                generation.failure = "error"
+                recorder.on_end(generation.failure)
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            if not finished:
-                recorder.on_end("abort")
+            if generation.ended_at is None:
+                generation.failure = "abort"
+                recorder.on_end(generation.failure)
             raise
 
 
-def _outputs_of(serving: Serving, job: Job, index: int) -> AsyncIterator[RequestOutput]:
+def _outputs_of(serving: Serving, job: Job, index: int) -> AsyncGenerator[RequestOutput]:
     """Outputs of a prompt, each with what is new."""
     if job.beam is not None:
         return beam_outputs(serving, job, index)
-    return serving.llm.generate(
-        {"prompt_token_ids": job.prompts[index]},
-        job.params_of(index, serving.llm.info.max_model_len),
-        request_id=job.id_of(index),
-        delta=True,
-        **job.options,
-    )
-
-
-def _as_generator(outputs: AsyncIterator[RequestOutput]) -> AsyncGenerator[RequestOutput]:
-    assert isinstance(outputs, AsyncGenerator), "AsyncLLM.generate is an async generator: closing it aborts the request"
-    return outputs
+    return serving.llm.run(job.prepared[index], delta=True)
 
 
 async def _merge(serving: Serving, job: Job) -> AsyncGenerator[Event]:
     """The events of all prompts, each as soon as it comes. The first error ends all."""
-    if serving.tenancy is None:  # else it has been done
-        await check_params(serving, job)  # none may start before it is known that all can
     queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
 
     async def pump(stream: AsyncGenerator[Event]) -> None:
@@ -103,13 +129,13 @@ async def _merge(serving: Serving, job: Job) -> AsyncGenerator[Event]:
         else:
             queue.put_nowait(None)
 
-    with serving.queue.enter_engine(job.params.n * len(job.prompts)) as leave:
+    with serving.queue.enter_engine(job.num_sequences) as leave:
         streams = [_generate_one(serving, job, i) for i in range(len(job.prompts))]
         tasks: list[asyncio.Task[None]] = []
         try:
             for stream in streams:
                 tasks.append(asyncio.create_task(pump(stream)))
-                await asyncio.sleep(0)  # others go on between the checks of two prompts
+                await asyncio.sleep(0)  # others go on between the starts of two prompts
             running = len(tasks)
             while running:
                 item = await queue.get()

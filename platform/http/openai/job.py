@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ...client.prepared import ParsedPrompt, Prepared, RequestOptions
 from ...core.beam_search import BeamSearchParams
 from ...core.errors import InvalidRequestError, invalid
 from ...core.lora_request import LoRA
@@ -16,6 +17,7 @@ from ...core.sampling_params import SamplingParams
 from ...tenancy.accounts.principal import OPEN, Principal
 from ...tenancy.limits.demand import Demand
 from ..body.bounds import MAX_LOGPROBS
+from ..observe.generations import Generation
 
 
 class Arrival(NamedTuple):
@@ -39,7 +41,7 @@ class Job:
     """The prompts and parameters of one request, and on whose behalf they run."""
 
     request_id: str
-    prompts: list[list[int]]
+    prompts: list[ParsedPrompt]
     params: SamplingParams
     lora: LoRA | None
     priority: int = 0
@@ -61,14 +63,25 @@ class Job:
     arrival: Arrival = field(default_factory=now)
     on_admitted: Callable[[], None] = lambda: None
     """Called when the job has its places and waits no longer."""
-    granted: list[int] | None = None
-    """`max_tokens` of each prompt that the limits leave where `params` has none."""
+    prepared: list[Prepared] = field(default_factory=list)
+    """A request for each prompt, once they have been checked."""
+    generations: list[Generation] = field(default_factory=list)
+    """A generation for each prompt, once the job runs."""
 
     @property
-    def options(self) -> dict[str, Any]:
+    def prompt_lengths(self) -> tuple[int, ...]:
+        """Number of tokens of each prompt."""
+        return tuple(len(prompt.token_ids) for prompt in self.prompts)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that the engine runs for it."""
+        return self.params.n * len(self.prompts)
+
+    @property
+    def options(self) -> RequestOptions:
         """Options of each of its requests to the engine's client."""
         return {
-            "lora_request": self.lora,
             "priority": self.priority,
             "tenant": self.principal.tenant,
             "weight": self.principal.weight,
@@ -83,12 +96,20 @@ class Job:
         """The parameters for one of the prompts."""
         if self.params.max_tokens is not None:
             return self.params
-        if self.granted is not None:
-            return self.params.clone(max_tokens=self.granted[index])
         if self.default_max_tokens is None:
             return self.params
-        room = max_model_len - len(self.prompts[index])
+        room = max_model_len - len(self.prompts[index].token_ids)
         return self.params.clone(max_tokens=max(1, min(self.default_max_tokens, room)))
+
+    def grant(self, max_tokens: Sequence[int]) -> None:
+        """Lower the `max_tokens` of each prompt to what the limits leave, unless the client has named one.
+
+        Raises:
+            InvalidRequestError: another parameter needs more.
+        """
+        if self.params.max_tokens is None:
+            pairs = zip(self.prepared, max_tokens, strict=True)
+            self.prepared = [prepared.with_max_tokens(most) for prepared, most in pairs]
 
     def bound_logprobs(self, info: EngineInfo) -> None:
         """Refuse to make more log-probabilities than `MAX_LOGPROBS`. Where the client has named no `max_tokens`, it
@@ -99,7 +120,7 @@ class Job:
                 f"use_beam_search takes n up to {info.max_logprobs // 2} (half of max_logprobs), got {params.n}",
                 param="n",
             )
-        num_tokens = params.n * sum(map(len, self.prompts))  # each choice has its prompt's
+        num_tokens = params.n * sum(self.prompt_lengths)  # each choice has its prompt's
         most_top = min(info.vocab_size, info.max_logprobs)  # -1 asks for as many
 
         def per_token(count: int) -> int:
@@ -113,20 +134,20 @@ class Job:
             )
         if params.logprobs is None:
             return
-        most = MAX_LOGPROBS // (params.n * len(self.prompts) * per_token(params.logprobs))
+        most = MAX_LOGPROBS // (self.num_sequences * per_token(params.logprobs))
         if params.max_tokens is None:
             self.default_max_tokens = min(self.default_max_tokens or info.max_model_len, most)
         elif params.max_tokens > most:
             raise invalid(
                 "logprobs",
-                f"is {params.logprobs} for {params.n * len(self.prompts)} sequences of up to {params.max_tokens} "
+                f"is {params.logprobs} for {self.num_sequences} sequences of up to {params.max_tokens} "
                 f"tokens: at most {MAX_LOGPROBS} log-probabilities are given, each token's own among them",
             )
 
     def demand(self) -> Demand:
         """Demand of the job on the tenant's limits."""
         return Demand(
-            prompt_tokens=tuple(map(len, self.prompts)),
+            prompt_tokens=self.prompt_lengths,
             n=self.params.n,
             max_tokens=self.params.max_tokens if self.keeps_output else 0,
             default_max_tokens=self.default_max_tokens,

@@ -139,7 +139,7 @@ def _chat_item(token_id: int, entry: Logprob) -> dict[str, Any]:
 
 
 def prompt_logprobs(entries: Sequence[Entries | None]) -> Slices:
-    """vLLM's `prompt_logprobs`: for each prompt token, token id -> logprob, rank and text."""
+    """Field `prompt_logprobs` of vLLM: for each prompt token, token id -> logprob, rank and text."""
     return Slices(entries, _prompt_entries)
 
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from ...client.prompts import has_new_constraint, is_long
 from ...core.adapter_names import label_text
-from ...core.constraint_check import CHECKER
 from ...core.errors import AuthenticationError, OutriderError, OverloadedError
 from ...core.logs import current_request_id
-from ...core.outputs import RequestMetrics
 from ...tenancy.ledger.usage_row import Status, UsageRow
-from ..body.lenient import ignore
-from ..observe.request_log import MAX_IGNORED_NAME
+from ..observe.generations import counts_of, first_output
 from ..openai.job import Event, Job
 from ..serving_state import Serving, principal_of, serving_of
 
@@ -73,7 +69,7 @@ async def accounted(
     try:
         async with aclosing(run()) as events:
             async for event in events:
-                account.on_event(event)
+                account.checkpoint()
                 yield event
     except (asyncio.CancelledError, GeneratorExit):
         account.abort()
@@ -88,53 +84,20 @@ async def accounted(
 
 async def _admit(serving: Serving, tenancy: Tenancy, job: Job) -> Account:
     """Admit the job, or raise the reason why not; a job that is refused or cancelled leaves nothing behind."""
-    serving.check_ready()  # it may be draining since the prompt was tokenized, and nobody is to wait for a place then
+    serving.check_ready()  # it may be draining since the job was prepared, and nobody is to wait for a place then
     tenancy.ledger.check()
     limiter = tenancy.limiter
     ticket = await limiter.admit(job.principal, job.demand(), serving.llm.info.max_model_len)
     try:
         if not tenancy.directory.is_valid(job.principal):  # any more: there may have been a queue, or a slow body
             raise AuthenticationError("The API key has expired or has been revoked")
-        job.granted = ticket.max_tokens
-        await check_params(serving, job)
         serving.check_ready()
+        job.grant(ticket.max_tokens)
         job.on_admitted()
         return Account(serving, tenancy, job, ticket)
     except BaseException:
         limiter.release(ticket, 0, ran=False)
         raise
-
-
-async def check_params(serving: Serving, job: Job) -> None:
-    """Refuse parameters that the engine would refuse. All prompts share them, so the longest stands for all. Keywords
-    of a schema that do not hold are named as ignored.
-
-    Raises:
-        InvalidRequestError: as the input processor's, or a keyword is ignored with --strict-fields.
-        ConstraintCheckError: as the constraint checker's.
-    """
-    constraint = job.params.structured_outputs
-    longest = max(range(len(job.prompts)), key=lambda i: len(job.prompts[i]))
-    prompt = job.prompts[longest]
-
-    def check() -> list[str]:
-        params = job.params_of(longest, serving.llm.info.max_model_len)
-        serving.llm.input_processor.process(
-            job.request_id, prompt, params, lora=job.lora, priority=job.priority, cache_salt=job.cache_salt
-        )
-        return [] if constraint is None else CHECKER.check(constraint)
-
-    if has_new_constraint(job.params):
-        async with serving.constraint_locks.of(job.principal.tenant):
-            ignored = await asyncio.get_running_loop().run_in_executor(CHECKER.thread, check)
-    elif is_long(prompt, job.params):
-        ignored = await asyncio.to_thread(check)
-    else:
-        ignored = check()
-    for place in ignored:
-        field = place.split(".", 1)[0]
-        name = place if len(place) <= MAX_IGNORED_NAME else f"{field}...{place[len(field) + 3 - MAX_IGNORED_NAME :]}"
-        ignore(name, strict=serving.config.strict_fields)
 
 
 class Account:
@@ -150,9 +113,6 @@ class Account:
         self._tenancy = tenancy
         self._job = job
         self._ticket = ticket
-        self._metrics: dict[int, RequestMetrics] = {}  # by prompt, of those that have begun to be answered
-        self._num_running = job.params.n * len(job.prompts)  # sequences
-        self._status: Status = "stop"
         self._checkpoint_at = time.monotonic() + CHECKPOINT_SECONDS
         self.row = UsageRow(
             request_id=job.request_id,
@@ -167,45 +127,35 @@ class Account:
         )
         tenancy.ledger.begin(self.row)
 
-    def on_event(self, event: Event) -> None:
-        """Count the new tokens of an event."""
-        row, output = self.row, event.output
+    def checkpoint(self) -> None:
+        """Bring the journal up to date, unless that was done a moment ago."""
         moment = time.monotonic()
-        if event.prompt_index not in self._metrics:
-            self._metrics[event.prompt_index] = output.metrics or RequestMetrics()
-            row.prompt_tokens += len(output.prompt_token_ids)
-            if row.first_token_at is None:
-                row.first_token_at = self._job.arrival.at(moment)
-        for completion in output.outputs:
-            if self._job.keeps_output:
-                row.output_tokens += len(completion.token_ids)
-            if completion.finish_reason is not None:
-                self._num_running -= 1
-                self._status = _worse(self._status, completion.finish_reason)
         if moment >= self._checkpoint_at:
             self._checkpoint_at = moment + CHECKPOINT_SECONDS
-            for index in self._metrics:
-                self._serving.llm.count_speculation(self._job.id_of(index))
+            for prepared in self._job.prepared:
+                self._serving.llm.count_speculation(prepared.request_id)
             self._update(moment)
-            self._tenancy.ledger.checkpoint(row)
+            self._tenancy.ledger.checkpoint(self.row)
 
     def finish(self) -> None:
         """End the row: all sequences are complete."""
-        self._end(self._status)
+        self._end(_worst(self._finish_reasons))
 
     def abort(self) -> None:
         """Count an abandoned job. The prompts count wholly: they may have been computed. Of a beam search the sequences
         count that it had found by then."""
-        if self._num_running == 0:  # only the last bytes had not been taken
-            self._end(self._status)
+        if len(self._finish_reasons) == self._job.num_sequences:  # only the last bytes had not been taken
+            self.finish()
             return
-        self.row.prompt_tokens = sum(map(len, self._job.prompts))
+        self._update(time.monotonic())
+        self.row.prompt_tokens = sum(self._job.prompt_lengths)
         self.row.output_tokens += sum(self._job.searching.values())
-        self._end("abort")
+        self._settle("abort")
 
     def fail(self, error: Exception) -> None:
         """Count a failed job. Prompts without a token of an answer cost nothing."""
-        if isinstance(error, OverloadedError) and not self._metrics:  # the engine's queue is full: it was not admitted
+        has_begun = first_output(self._job.generations) is not None
+        if isinstance(error, OverloadedError) and not has_begun:  # the engine's queue is full: it was not admitted
             self._tenancy.ledger.drop(self.row)
             self._tenancy.limiter.release(self._ticket, 0, ran=False)
             return
@@ -216,24 +166,34 @@ class Account:
         """Wait until the row is safe."""
         await self._tenancy.ledger.committed(self.row)
 
+    @property
+    def _finish_reasons(self) -> list[str]:
+        return [reason for generation in self._job.generations for reason in generation.finish_reasons.values()]
+
     def _end(self, status: Status) -> None:
         self._update(time.monotonic())
+        self._settle(status)
+
+    def _settle(self, status: Status) -> None:
         self.row.status = status
         self._tenancy.ledger.end(self.row)
         self._tenancy.limiter.release(self._ticket, self.row.total_tokens, ended_at=self.row.finished_at)
 
     def _update(self, moment: float) -> None:
-        row, metrics = self.row, self._metrics.values()
-        # Known when a prompt's first sequence has a token, which need not be its first output.
-        row.cached_tokens = sum(m.num_cached_tokens for m in metrics)
-        row.adapter_digest = next((m.adapter_digest for m in metrics if m.adapter_digest), row.adapter_digest)
-        row.drafted_tokens = sum(m.num_draft_tokens for m in metrics)
-        row.accepted_tokens = sum(m.num_accepted_tokens for m in metrics)
-        row.finished_at = self._job.arrival.at(moment)
+        row, job = self.row, self._job
+        counts, first = counts_of(job.generations), first_output(job.generations)
+        row.prompt_tokens = counts.prompt_tokens
+        row.cached_tokens = counts.cached_tokens
+        row.output_tokens = counts.output_tokens if job.keeps_output else 0
+        row.drafted_tokens, row.accepted_tokens = counts.draft_tokens, counts.accepted_tokens
+        row.first_token_at = None if first is None else job.arrival.at(first)
+        digests = (g.metrics.adapter_digest for g in job.generations if g.metrics is not None)
+        row.adapter_digest = next(filter(None, digests), row.adapter_digest)
+        row.finished_at = job.arrival.at(moment)
 
 
-def _worse(one: Status, other: str) -> Status:
-    """The status that says more about the request."""
-    if "abort" in (one, other):
+def _worst(finish_reasons: Sequence[str]) -> Status:
+    """The finish reason that says most about the request."""
+    if "abort" in finish_reasons:
         return "abort"
-    return "length" if "length" in (one, other) else "stop"
+    return "length" if "length" in finish_reasons else "stop"

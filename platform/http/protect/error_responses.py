@@ -18,7 +18,7 @@ from ...core.adapter_names import public_text
 from ...core.errors import AuthenticationError, InvalidRequestError, OutriderError, OverloadedError, RateLimitError
 from ...core.text import shorten
 from ..anthropic import errors as anthropic
-from ..observe.request_log import current_note, note_error
+from ..observe.request_log import current_log, log_error
 from .paths import is_to_come
 
 logger = logging.getLogger(__name__)
@@ -78,9 +78,9 @@ class ClientDisconnectedError(Exception):
 def error_body(error: OutriderError) -> dict[str, Any]:
     """The JSON of `error`."""
     kind = type(error).type
-    param, note = error.param, current_note()
-    if param in _ADAPTER_FIELDS and note is not None and note.model_field:
-        param = note.model_field
+    param, log = error.param, current_log()
+    if param in _ADAPTER_FIELDS and log is not None and log.model_field:
+        param = log.model_field
     code = _CODES.get((kind, param), _CODES_BY_TYPE.get(kind))
     if isinstance(error, RateLimitError):
         code = error.code
@@ -109,7 +109,7 @@ def error_headers(error: OutriderError) -> dict[str, str]:
 
 def error_response(error: OutriderError) -> Response:
     """The HTTP answer for `error`. The message of an untyped one is kept inside."""
-    note_error(type(error).type, error.param if isinstance(error, RateLimitError) else None)
+    log_error(type(error).type, error.param if isinstance(error, RateLimitError) else None)
     if error.status >= 500 and type(error) is OutriderError:
         logger.error("internal error: %s", error.message)
         return internal_error_response()
@@ -118,21 +118,21 @@ def error_response(error: OutriderError) -> Response:
 
 def _response(body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None) -> Response:
     """Answer with an error in the form of its route."""
-    note = current_note()
-    if note is not None and note.is_anthropic:
+    log = current_log()
+    if log is not None and log.is_anthropic:
         body, status = anthropic.in_form(body, status)
     return JSONResponse(body, status, dict(headers) if headers else None)
 
 
 def internal_error_response() -> Response:
     """Answer with status 500 that tells nothing about the server's inside."""
-    note_error(OutriderError.type)
+    log_error(OutriderError.type)
     return _response(INTERNAL_ERROR, 500)
 
 
 def error_content(error: Exception) -> dict[str, Any]:
     """The JSON for an error in the middle of a stream."""
-    note_error(type(error).type if isinstance(error, OutriderError) else OutriderError.type)
+    log_error(type(error).type if isinstance(error, OutriderError) else OutriderError.type)
     if isinstance(error, OutriderError) and type(error) is not OutriderError:
         return error_body(error)
     return INTERNAL_ERROR
@@ -141,7 +141,7 @@ def error_content(error: Exception) -> dict[str, Any]:
 def plain_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
     """The answer for an error that the web framework found: an unknown route, a wrong method."""
     kind = _TYPES_BY_STATUS.get(status, "BadRequestError" if status < 500 else "InternalServerError")
-    note_error(kind)
+    log_error(kind)
     return _response(error_json(message, kind), status, headers)
 
 

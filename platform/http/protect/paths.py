@@ -30,7 +30,8 @@ def is_to_come(path: str) -> bool:
 
 
 class Paths:
-    """Outermost layer of the application. HEAD is routed as GET: the HTTP server leaves the answer's body out."""
+    """Outermost layer of the application, around `request_log.Observer`. HEAD is routed as GET: the HTTP server leaves
+    the answer's body out."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -36,7 +36,7 @@ class Actor:
     """Address of the client, or user@machine of the command line."""
 
     @property
-    def shown(self) -> str:
+    def description(self) -> str:
         """Text for the log."""
         who = f"{self.key_id} ({self.tenant})" if self.key_id else "the server's own admin key"
         return f"{who if self.via == 'http' else 'outrider admin'}, from {self.client or 'unknown'}"
@@ -62,7 +62,7 @@ def write_line(actor: Actor, action: str) -> None:
     """Write the line of the log, when the change has been made."""
     extra = {"key_id": actor.key_id, "tenant": actor.tenant, "client": actor.client}
     action = action[:MAX_ACTION]
-    logger.info("%s, %s", actor.shown, action, extra=extra | {"action": action})
+    logger.info("%s, %s", actor.description, action, extra=extra | {"action": action})
 
 
 def list_audit(database: Database, limit: int = 100, before: int | None = None) -> list[dict[str, Any]]:

@@ -308,7 +308,7 @@ class Limiter:
                 raise self._refusal(
                     principal,
                     "max_queued_requests",
-                    f"{scope.shown} runs as many requests as it may, and {num_waiting} wait; "
+                    f"{scope.description} runs as many requests as it may, and {num_waiting} wait; "
                     f"max_queued_requests is {most}",
                     QUEUE_RETRY_SECONDS,
                 )
@@ -323,7 +323,7 @@ class Limiter:
         raise self._refusal(
             principal,
             "token_budget",
-            f"{scope.shown} has used {budget.used} tokens of this {budget.period}, running requests reserve "
+            f"{scope.description} has used {budget.used} tokens of this {budget.period}, running requests reserve "
             f"{budget.reserved + budget.reserved_elsewhere}, and this one may need {tokens}; "
             f"token_budget is {budget.limit}",
             QUEUE_RETRY_SECONDS if fits_later else budget.end - self._clock.time(),
@@ -339,8 +339,8 @@ class Limiter:
             raise self._refusal(
                 principal,
                 reason,
-                f"{scope.shown} is over its limit: {reason} is {bucket.limit}, {bucket.remaining(now)} are left and "
-                f"{amount} needed; try again in {shown_duration(wait)}",
+                f"{scope.description} is over its limit: {reason} is {bucket.limit}, {bucket.remaining(now)} are left "
+                f"and {amount} needed; try again in {shown_duration(wait)}",
                 wait / SECOND,
             )
 

@@ -77,7 +77,7 @@ class Scope:
         self._reading: asyncio.Task[None] | None = None
 
     @property
-    def shown(self) -> str:
+    def description(self) -> str:
         """Text for messages."""
         return f"API key {self.key_id}" if self.key_id else f"tenant {self.tenant!r}"
 

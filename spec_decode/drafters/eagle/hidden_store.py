@@ -43,6 +43,7 @@ class HiddenStore:
         self._halves: tuple[Tensor, Tensor] | None = None
         self._block_size = 0
         self._deferred: list[tuple[Tensor, ...]] = []  # hidden states of steps that are not written yet
+        self._deferred_rows: list[tuple[Any, int]] = []  # adapter and number of tokens of their rows
         self._deferred_slots: dict[int, None] = {}  # slot of each of their tokens, in their order
 
     @property
@@ -75,14 +76,14 @@ class HiddenStore:
             slots = to_device(np.array(self._known_slots(rows, counts), dtype=np.int64), self._device)
         else:
             slots = self._slots([row.block_table for row in rows], [row.start for row in rows], counts, overshoot)
-        return self._write(states, self._adapters(rows, counts), slots)
+        return self._write(states, _adapter_rows(rows, counts), slots)
 
     def defer(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...], overshoot: Tensor | None) -> None:
         """`write` for a step whose vectors are not read now. It may be deferred until `read`, `write` or `flush`, if
-        its slots are known and no adapter's draft weights take part (they may leave the device before then)."""
+        its slots are known. Draft weights that leave the device before then take no part, which costs acceptance."""
         num_tokens = len(states[0])
         counts = _counts(rows, num_tokens)
-        if overshoot is not None or num_tokens >= _MOST_DEFERRED or self._adapters(rows, counts) is not None:
+        if overshoot is not None or num_tokens >= _MOST_DEFERRED:
             self.write(rows, states, overshoot)
             return
         slots = self._known_slots(rows, counts)
@@ -90,6 +91,7 @@ class HiddenStore:
         if len(pending) + num_tokens > _MOST_DEFERRED or any(slot in pending for slot in slots):
             self.flush()  # a slot is written once in a product: of two writes either may be the last
         self._deferred.append(tuple(state.clone() for state in states))  # the next step may be written over them
+        self._deferred_rows += _adapter_rows(rows, counts)
         self._deferred_slots.update(dict.fromkeys(slots))
 
     def flush(self) -> None:
@@ -98,14 +100,9 @@ class HiddenStore:
             return
         deferred, slots = self._deferred, np.fromiter(self._deferred_slots, dtype=np.int64)
         states = deferred[0] if len(deferred) == 1 else tuple(map(torch.cat, zip(*deferred, strict=True)))
-        self._write(states, None, to_device(slots, self._device))
-        self._deferred, self._deferred_slots = [], {}  # not before: their tokens' KV counts as valid
-
-    def _adapters(self, rows: Sequence[DraftRow], counts: Sequence[int]) -> Any:
-        """Adapters of the rows' tokens for `fuse`; None when none has draft weights."""
-        if not self._adapts or all(row.request.adapter is None for row in rows):
-            return None
-        return self._prepare_adapters([(row.request.adapter, n) for row, n in zip(rows, counts, strict=True)])
+        self._write(states, self._deferred_rows, to_device(slots, self._device))
+        # Not before: their tokens' KV counts as valid.
+        self._deferred, self._deferred_rows, self._deferred_slots = [], [], {}
 
     def _known_slots(self, rows: Sequence[DraftRow], counts: Sequence[int]) -> list[int]:
         size, slots = self._block_size, []
@@ -114,7 +111,9 @@ class HiddenStore:
             slots += [table[at // size] * size + at % size for at in range(row.start, row.start + count)]
         return slots
 
-    def _write(self, states: Sequence[Tensor], adapters: Any, slots: Tensor) -> Tensor:
+    def _write(self, states: Sequence[Tensor], rows: list[tuple[Any, int]], slots: Tensor) -> Tensor:
+        adapts = self._adapts and any(adapter is not None for adapter, _ in rows)
+        adapters = self._prepare_adapters(rows) if adapts else None
         vectors = self._fuse(states, adapters).nan_to_num(0.0, 0.0, 0.0)
         assert self._halves is not None, "bind comes first"
         for half, values in zip(self._halves, vectors.chunk(2, dim=-1), strict=True):
@@ -137,6 +136,11 @@ class HiddenStore:
     ) -> Tensor:
         most = 0 if overshoot is None else MAX_DRAFTS
         return device_slots(block_tables, starts, counts, self._block_size, overshoot, most, self._device)
+
+
+def _adapter_rows(rows: Sequence[DraftRow], counts: Sequence[int]) -> list[tuple[Any, int]]:
+    """Adapter and number of tokens of each row."""
+    return [(row.request.adapter, count) for row, count in zip(rows, counts, strict=True)]
 
 
 def _counts(rows: Sequence[DraftRow], num_tokens: int) -> list[int]:

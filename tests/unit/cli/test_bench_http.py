@@ -6,32 +6,13 @@ import json
 
 import pytest
 
-from outrider.models.checkpoint.tokenizer import load_tokenizer
-from outrider.models.demo import demo_model_path
 from outrider.platform.cli.bench.request_figures import RequestRecord
-from outrider.platform.cli.bench.serving.datasets import Sample
-from outrider.platform.cli.bench.serving.http_client import HttpClient, RequestFailed
-from outrider.platform.cli.bench.serving.request_load import offer
-from outrider.platform.cli.bench.serving.server_facts import find_model, since, speculation_counts
-from outrider.platform.cli.bench.serving.streaming import Asker, EventReader
-from outrider.platform.core.errors import InvalidRequestError, NotFoundError
+from outrider.platform.cli.bench.serving.completions import CHAT, COMPLETIONS, Server
+from outrider.platform.core.errors import InvalidRequestError
 from outrider.platform.core.messages import SpeculationCounts
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(demo_model_path())
-
-
-def test_events_however_they_are_cut():
-    stream = b'data: {"a": 1}\r\n\r\n: ping\n\ndata:{"b": "\xc3\xa4"}\n\nevent: x\ndata: [DONE]\n\n'
-    whole = EventReader().feed(stream)
-    assert whole == [b'{"a": 1}', '{"b": "ä"}'.encode(), b"[DONE]"]
-    reader = EventReader()
-    assert [event for byte in stream for event in reader.feed(bytes([byte]))] == whole
-
-
-class Server:
+class FakeServer:
     """Answers every request with the next of some raw answers: pieces of bytes, sent one after the other."""
 
     def __init__(self, *answers):
@@ -79,179 +60,85 @@ def _delta(finish=None, **delta):
     return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
 
 
-def _ask(*answers, sample=None, endpoint="/v1/completions", count=1, tokenizer=None, **common):
+def _ask(*answers, path=COMPLETIONS, count=1, **body):
     """Records of `count` requests, one after the other, and the server."""
 
     async def run():
-        async with Server(*answers) as server:
-            client = HttpClient(server.url, "secret")
-            asker = Asker(client, endpoint, "base", common, tokenizer)
+        async with FakeServer(*answers) as server:
             records = [RequestRecord(index) for index in range(count)]
             for record in records:
-                await asker.ask(sample or Sample([1, 2], 2, 9), record)
-            client.close()
-            return records, server, asker
+                await Server(server.url, "secret").stream(path, body, record)
+            return records, server
 
     return asyncio.run(run())
 
 
 def test_a_streamed_completion():
+    counts = {"num_drafts": 4, "num_draft_tokens": 8, "num_accepted_tokens": 3, "accepted_per_position": [0.5, 0.25]}
+    last = {"choices": [], "metrics": {"speculative_decoding": counts}}
     usage = {"prompt_tokens": 2, "completion_tokens": 5}
-    stream = _chunked(_text(""), _text("one "), _text("two"), _text("", "length"), usage=usage)
-    (first, second), server, asker = _ask(stream, stream, count=2, temperature=0.0, ignore_eos=True)
+    stream = _chunked(_text(""), _text("one "), _text("two"), _text("", "length"), last, usage=usage)
+    (first, second), server = _ask(stream, stream, count=2, prompt=[1, 2])
     assert first.error is None
     assert (first.text, first.finish_reason) == ("one two", "length")
     assert (first.num_prompt_tokens, first.num_output_tokens) == (2, 5)
+    assert first.speculation == SpeculationCounts(4, 8, 3, [2, 1])
     assert len(first.arrivals) == 2  # chunks without content are no arrivals
     assert 0 < first.ttft < first.e2el <= first.ended - first.started
-    assert server.num_connections == 1  # kept alive
-    assert not asker.counted_chunks
     head, body = server.requests[1]
     assert head.startswith("POST /v1/completions HTTP/1.1\r\n")
     assert "Authorization: Bearer secret\r\n" in head
-    assert json.loads(body) == {
-        "model": "base",
-        "prompt": [1, 2],
-        "max_tokens": 9,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "temperature": 0.0,
-        "ignore_eos": True,
-    }
+    assert json.loads(body) == {"prompt": [1, 2]}
     assert second.num_output_tokens == 5
 
 
-def test_a_streamed_chat_for_an_adapter():
+def test_a_streamed_chat_without_usage_counts_its_chunks():
     stream = _chunked(_delta(role="assistant", content=""), _delta(reasoning_content="hm"), _delta("stop", content="A"))
-    sample = Sample("Hi", None, 4, "sql")
-    (record,), server, asker = _ask(stream, sample=sample, endpoint="/v1/chat/completions")
+    (record,), _ = _ask(stream, path=CHAT)
     assert (record.text, record.finish_reason, len(record.arrivals)) == ("hmA", "stop", 2)
-    assert record.num_output_tokens == 2  # neither usage nor tokenizer
-    assert asker.counted_chunks
-    body = json.loads(server.requests[0][1])
-    assert (body["model"], body["messages"]) == ("sql", [{"role": "user", "content": "Hi"}])
+    assert record.num_output_tokens == 2
 
 
-def test_tokens_are_counted_where_the_server_does_not_tell(tokenizer):
-    text = "The capital of Portugal is Lisbon."
-    (record,), _, asker = _ask(_chunked(_text(text, "stop")), sample=Sample("Hi there", None, 9), tokenizer=tokenizer)
-    assert record.num_output_tokens == len(tokenizer.encode(text, add_special_tokens=False)) > 1
-    assert record.num_prompt_tokens == len(tokenizer.encode("Hi there"))
-    assert not asker.counted_chunks
-
-
-def test_token_ids_become_text_for_chats(tokenizer):
-    ids = tokenizer.encode("What is it?", add_special_tokens=False)
-    _, server, _ = _ask(
-        _chunked(_delta(content="A")), sample=Sample(ids, 3, 1), endpoint="/v1/chat/completions", tokenizer=tokenizer
-    )
-    assert json.loads(server.requests[0][1])["messages"][0]["content"] == tokenizer.decode(ids)
+def test_events_however_they_are_cut():
+    body = b"".join(_chunked(_text("\u00e4"), _text("b", "stop"))[1:])
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    (record,), _ = _ask([head, *(body[i : i + 7] for i in range(0, len(body), 7))])
+    assert (record.text, record.error) == ("\u00e4b", None)
 
 
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
         ([b'HTTP/1.1 400 Bad\r\nContent-Length: 29\r\n\r\n{"error": {"message": "nope"}}'[:-1] + b"}"], "status 400"),
-        ([b"HTTP/1.1 503 No\r\nContent-Length: 4\r\n\r\nbusy"], "status 503: b'busy'"),
-        ([*_chunked(_text("one"))[:2], None], "closed the connection"),
-        ([None], "closed the connection"),
+        ([b"HTTP/1.1 503 No\r\nContent-Length: 4\r\n\r\nbusy"], "status 503: busy"),
+        ([*_chunked(_text("one"))[:2], None], "ended before its last event"),
+        ([None], "status 0"),
         ([b"nonsense\r\n\r\n"], "not a readable answer"),
-        ([b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"], "no stream of completions"),
+        ([b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"], "ended before its last event"),
         (_chunked({"error": {"message": "engine died"}}), "engine died"),
-        ([*_chunked(_text("one"))[:1], b"7\r\ndata: {\r\n", b"1\r\n\n\r\n"], "not a readable answer"),
+        ([*_chunked(_text("one"))[:1], b"8\r\ndata: {\n\r\n"], "Expecting property name"),
     ],
 )
 def test_what_goes_wrong_is_the_requests_error(answer, message):
-    (record, after), _, _ = _ask(answer, _chunked(_text("one", "stop")), count=2)
+    (record, after), _ = _ask(answer, _chunked(_text("one", "stop")), count=2)
     assert message in record.error
-    assert after.error is None  # the next one has a new connection
-
-
-def test_messages_need_the_chat_endpoint():
-    (record,), server, _ = _ask(sample=Sample([{"role": "user", "content": "Hi"}], None, 1))
-    assert "/v1/chat/completions" in record.error
-    assert not server.requests
-
-
-def test_a_body_may_end_with_the_connection():
-    async def run():
-        async with Server([b"HTTP/1.0 200 OK\r\n\r\n", b"all ", b"of it", None]) as server:
-            return await HttpClient(server.url + "/prefix").get("/x"), server.requests[0][0]
-
-    response, head = asyncio.run(run())
-    assert response.body == b"all of it"
-    assert head.startswith("GET /prefix/x HTTP/1.1")
-    with pytest.raises(RequestFailed, match="not JSON"):
-        response.json()
-
-
-def test_counts_of_speculation_come_from_the_metrics_page():
-    text = (
-        b'# TYPE outrider:spec_decode_num_drafts counter\noutrider:spec_decode_num_drafts_total{adapter=""} 3.0\n'
-        b'outrider:spec_decode_num_drafts_total{adapter="sql"} 4.0\n'
-        b"outrider:spec_decode_num_draft_tokens_total 21.0\noutrider:spec_decode_num_accepted_tokens_total 9.0\n"
-        b'outrider:spec_decode_num_accepted_tokens_per_pos_total{adapter="",position="1"} 3.0\n'
-        b'outrider:spec_decode_num_accepted_tokens_per_pos_total{adapter="",position="0"} 6.0\n'
-    )
-    answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text)
-
-    async def run():
-        async with Server([answer], [b"HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n"]) as server:
-            client = HttpClient(server.url)
-            return await speculation_counts(client), await speculation_counts(client)
-
-    counts, none = asyncio.run(run())
-    assert counts == SpeculationCounts(7, 21, 9, [6, 3])
-    assert none is None
-    assert since(SpeculationCounts(2, 6, 3, [3]), counts) == SpeculationCounts(5, 15, 6, [3, 3])
-    assert since(None, counts) == SpeculationCounts()
+    assert after.error is None
 
 
 def _answer(status, body):
     text = json.dumps(body).encode()
-    return [b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%s" % (status, len(text), text)]
+    return [b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%s" % (status, len(text), text), None]
 
 
-def test_the_model_is_the_first_of_the_list_or_the_one_that_is_named():
-    listed = _answer(200, {"data": [{"id": "base", "root": "/models/base"}, {"id": "sql"}]})
-
-    def find(name, *answers):
+def test_the_model_is_the_first_of_the_list():
+    def find(answer):
         async def run():
-            async with Server(*answers) as server:
-                found = await find_model(HttpClient(server.url), name, "lora_modules")
-                return found, [head.split()[1] for head, _ in server.requests]
+            async with FakeServer(answer) as server:
+                return await asyncio.to_thread(Server(server.url).first_model)
 
         return asyncio.run(run())
 
-    assert find(None, listed)[0] == ("base", "/models/base")
-    assert find("sql", listed)[0] == ("sql", None)
-    # One that the server finds when it is asked for.
-    found, paths = find("org/new one", listed, _answer(200, {"id": "org/new one"}))
-    assert (found.name, paths) == ("org/new one", ["/v1/models", "/v1/models/org/new%20one"])
-    with pytest.raises(NotFoundError, match="it has base, sql") as error:
-        find("nobody", listed, _answer(404, {}))
-    assert error.value.param == "lora_modules"
-    assert find("any", _answer(404, {}))[0] == ("any", None)  # a server without a list may answer all the same
-    with pytest.raises(InvalidRequestError, match="lists no models"):
-        find(None, _answer(404, {}))
-    with pytest.raises(InvalidRequestError, match="401") as error:
-        find(None, _answer(401, {}))
-    assert error.value.param == "api_key"
-
-
-def test_never_more_requests_at_once_than_allowed():
-    running, most = 0, 0
-
-    async def ask(sample, record):
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0.001)
-        running -= 1
-        record.ended = asyncio.get_running_loop().time() + 100
-
-    ended = []
-    samples = [Sample("x", None, 1) for _ in range(20)]
-    load = asyncio.run(offer(samples, [0.0] * 20, ask, 3, ended.append))
-    assert most == load.client["peak_concurrency"] == 3
-    assert sorted(record.index for record in ended) == list(range(20))
+    assert find(_answer(200, {"data": [{"id": "base"}, {"id": "sql"}]})) == "base"
+    for answer, message in ((_answer(200, {"data": []}), "lists no models"), (_answer(401, {}), "401")):
+        with pytest.raises(InvalidRequestError, match=message):
+            find(answer)

@@ -1,66 +1,18 @@
-"""`outrider bench latency | throughput | serve`, from options to files."""
+"""`outrider bench latency | serve`, from options to files."""
 
-import argparse
 import json
-import random
 from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from outrider.models.checkpoint.tokenizer import load_tokenizer
-from outrider.models.demo import demo_adapters, demo_model_path
-from outrider.platform.cli.bench.serving import datasets
+from outrider.models.demo import demo_model_path
+from outrider.platform.cli.bench.latency.latency_session import prompt_batches
+from outrider.platform.cli.bench.serving.serve_command import make_groups
 from outrider.platform.cli.main import build_parser, main
 
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(demo_model_path())
-
-
 _ENGINE = ["--no-speculation", "--max-model-len", "64", "--num-gpu-blocks-override", "64", "--disable-tqdm"]
-
-
-@pytest.mark.slow
-def test_throughput_on_the_demo(tmp_path, capsys):
-    out, png = tmp_path / "t.json", tmp_path / "t.png"
-    options = ["--num-prompts", "5", "--input-len", "8", "--output-len", "4", "--lora", "json"]
-    other = f"other={demo_adapters()['sql']}"
-    files = ["--output-json", str(out), "--save-detailed", "--plot", str(png)]
-    command = ["bench", "throughput", *options, "--lora", other, "--lora-assignment", "round-robin", *files, *_ENGINE]
-    assert main(command) == 0
-    report = json.loads(out.read_text())
-    found = report["figures"]
-    assert (found["completed"], found["total_input_tokens"], found["total_output_tokens"]) == (5, 40, 20)
-    assert found["output_throughput"] == pytest.approx(20 / found["duration"], rel=0.01)
-    assert found["total_token_throughput"] == pytest.approx(60 / found["duration"], rel=0.01)
-    assert [request["adapter"] for request in report["requests"]] == ["json", "other", "json", "other", "json"]
-    assert all(r["finish_reason"] == "length" and r["itl"] == [] for r in report["requests"])
-    assert report["arguments"]["lora_assignment"] == "round-robin"
-    assert report["machine"]["outrider"]
-    assert report["model"]["name"] == "outrider-demo"
-    assert png.read_bytes().startswith(b"\x89PNG")
-    assert "Output token throughput (tok/s):" in capsys.readouterr().out
-
-
-def test_throughput_with_speculation_and_made_up_acceptance(tmp_path, capsys):
-    out = tmp_path / "t.json"
-    config = {
-        "method": "ngram",
-        "num_speculative_tokens": 2,
-        "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_rates": [1.0, 1.0],
-    }
-    options = ["--num-prompts", "3", "--input-len", "8", "--output-len", "12", "--output-json", str(out)]
-    engine = [option for option in _ENGINE if option != "--no-speculation"]
-    assert main(["bench", "throughput", *options, *engine, "--speculative-config", json.dumps(config)]) == 0
-    assert capsys.readouterr().out.startswith("SYNTHETIC ACCEPTANCE (1, 1)")
-    report = json.loads(out.read_text())
-    assert report["labels"][0].startswith("SYNTHETIC ACCEPTANCE")
-    assert report["figures"]["acceptance_rate"] == 1
-    assert 1 < report["figures"]["acceptance_length"] <= 3
 
 
 @pytest.mark.slow
@@ -96,33 +48,49 @@ def test_latency_on_the_demo_with_its_profile(tmp_path, capsys):
     assert sorted(path.name for path in folder.iterdir()) == ["timeline.json", "torch.json", "torch.txt"]
 
 
-def test_batches_differ_so_that_no_drafter_remembers(tokenizer):
-    from outrider.platform.cli.bench.serving.latency import prompt_batches
-
+def test_batches_differ_so_that_no_drafter_remembers():
     options = build_parser().parse_args(["bench", "latency", "--batch-size", "2", "--input-len", "5"])
-    batches = prompt_batches(options, tokenizer, 0)
+    batches = prompt_batches(options, load_tokenizer(demo_model_path()), 0)
     prompts = [prompt["prompt_token_ids"] for _ in range(3) for prompt in next(batches)]
     assert len({tuple(prompt) for prompt in prompts}) == 6
-    assert datasets.random_prompt(tokenizer, 5, random.Random(0)) == prompts[0]
+
+
+def test_made_up_acceptance_is_labelled(tmp_path, capsys):
+    out = tmp_path / "l.json"
+    config = {
+        "method": "ngram",
+        "num_speculative_tokens": 2,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": [1.0, 1.0],
+    }
+    options = ["--batch-size", "3", "--num-iters", "1", "--num-iters-warmup", "0", "--input-len", "8"]
+    engine = [option for option in _ENGINE if option != "--no-speculation"]
+    options += ["--output-len", "12", "--output-json", str(out), *engine, "--speculative-config", json.dumps(config)]
+    assert main(["bench", "latency", *options]) == 0
+    assert capsys.readouterr().out.startswith("SYNTHETIC ACCEPTANCE (1, 1)")
+    report = json.loads(out.read_text())
+    assert report["labels"][0].startswith("SYNTHETIC ACCEPTANCE")
+    assert report["figures"]["acceptance_rate"] == 1
+    assert 1 < report["figures"]["acceptance_length"] <= 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("serve --dataset sharegpt", "--dataset-path: is needed"),
-        ("serve --dataset-path x", "--dataset-path: means nothing to the dataset random"),
         ("serve --base-url ftp://host", "--base-url: must be http"),
-        ("serve --base-url http://host:port", "--base-url: not a URL"),
-        ("serve --base-url http://127.0.0.1:1", "--base-url: cannot connect"),
-        ("serve --base-url http://me:secret@127.0.0.1:1", "--base-url: must not hold a user or password"),
-        ("serve --host 127.0.0.1 --port 1", "--base-url: cannot connect to 127.0.0.1:1"),
-        ("serve --save-detailed", "--save-detailed: has no file"),
-        ("throughput --no-speculation --input-len 40000", "--input-len: a prompt of 40000 tokens"),
-        ("throughput --lora nobody", "--lora: the adapter 'nobody' needs a path"),
-        ("throughput --lora json --lora json", "--lora: there are two"),
-        ("throughput --lora json --no-enable-lora", "--lora: needs LoRA"),
-        ("throughput --no-speculation --speculative-config {}", "--no-speculation: not allowed together"),
+        ("serve --base-url http://me:secret@127.0.0.1:1", "--base-url: must be http"),
+        ("serve --base-url http://127.0.0.1:1", "--base-url: http://127.0.0.1:1: "),
+        ("serve --group a x --group b", "--group: must be NAME KEY=VALUE ..., got a x"),
+        ("serve --group a --group a", "--group: every group needs a name of its own"),
+        ("serve --group a request_rate=0", "--group: a: request_rate must be a number greater than 0"),
+        ("serve --group a api_key_env=NO_SUCH_KEY", "--group: a: the variable NO_SUCH_KEY holds no key"),
+        ("latency --save-detailed", "--save-detailed: has no file"),
+        ("latency --no-speculation --input-len 40000", "--input-len: 40128 tokens"),
+        ("latency --lora nobody", "--lora: the adapter 'nobody' needs a path"),
+        ("latency --lora json --lora json", "--lora: there are two"),
+        ("latency --lora json --no-enable-lora", "--lora: needs LoRA"),
+        ("latency --no-speculation --speculative-config {}", "--no-speculation: not allowed together"),
         ("latency --max-num-seqs 0", "--max-num-seqs: "),
         ("latency --profile /dev/null/x", "--profile: /dev/null/x cannot be made"),
         ("latency --output-json /nowhere/x.json", "there is no folder /nowhere"),
@@ -134,75 +102,38 @@ def test_bad_options_are_named(command, message, capsys):
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
+    ("command", "option", "value"),
     [
-        ("--request-rate", "0"),
-        ("--request-rate", "nan"),
-        ("--burstiness", "0"),
-        ("--max-concurrency", "0"),
-        ("--random-range-ratio", "1"),
-        ("--metric-percentiles", "101"),
-        ("--percentile-metrics", "speed"),
-        ("--goodput", "ttft"),
-        ("--goodput", "ttft:fast"),
-        ("--goodput", "speed:3"),
-        ("--temperature", "-1"),
-        ("--dataset-name", "nothing"),
-        ("--lora-assignment", "nobody"),
-        ("--extra-body", "[]"),
-        ("--endpoint", "/v1/embeddings"),
-        ("--prefix-len", "-1"),
+        ("serve", "--request-rate", "0"),
+        ("serve", "--request-rate", "nan"),
+        ("serve", "--max-concurrency", "0"),
+        ("serve", "--temperature", "-1"),
+        ("serve", "--extra-body", "[]"),
+        ("latency", "--metric-percentiles", "101"),
+        ("latency", "--percentile-metrics", "speed"),
     ],
 )
-def test_bad_values_are_refused_at_once(option, value, capsys):
+def test_bad_values_are_refused_at_once(command, option, value, capsys):
     with pytest.raises(SystemExit) as error:
-        main(["bench", "serve", option, value])
+        main(["bench", command, option, value])
     assert error.value.code == 2
     assert f"argument {option}" in capsys.readouterr().err
 
 
-def test_names_that_users_of_vllm_know():
-    lengths = "--random-input-len 3 --random-output-len 4 --random-prefix-len 5"
-    shown = "--goodput ttft:200 tpot:50 --percentile-metrics ttft,itl --metric-percentiles 50,99.9"
-    options = build_parser().parse_args(f"bench serve --request-rate inf {lengths} {shown}".split())
-    assert (options.input_len, options.output_len, options.prefix_len) == (3, 4, 5)
-    assert options.goodput == [("ttft", 200.0), ("tpot", 50.0)]
-    assert (options.percentile_metrics, options.metric_percentiles) == (["ttft", "itl"], [50.0, 99.9])
+def test_groups_have_settings_and_fields_of_their_own(monkeypatch):
+    monkeypatch.delenv("OUTRIDER_API_KEY", raising=False)
+    monkeypatch.setenv("FLOOD", "secret")
+    line = "bench serve --num-prompts 7 --group calm speculative=false request_rate=2 "
+    line += "--group flood api_key_env=FLOOD max_concurrency=3 num_prompts=9 base_url=http://x/ model=sql"
+    calm, flood = make_groups(build_parser().parse_args(line.split()))
+    assert (calm.fields, calm.request_rate, calm.num_prompts) == ({"speculative": False}, 2.0, 7)
+    assert (flood.fields, flood.api_key, flood.max_concurrency) == ({"model": "sql"}, "secret", 3)
+    assert (flood.num_prompts, flood.base_url) == (9, "http://x")
+    assert "secret" not in repr(flood) + str(flood.as_dict())
 
 
-@pytest.mark.parametrize(
-    ("given", "url", "endpoint"),
-    [
-        ("", "http://127.0.0.1:8000", "/v1/completions"),
-        ("--host ::1 --port 8001", "http://[::1]:8001", "/v1/completions"),
-        ("--backend openai-chat --host api", "http://api:8000", "/v1/chat/completions"),
-        ("--backend vllm --base-url https://x/y --endpoint /v2/completions", "https://x/y", "/v2/completions"),
-    ],
-)
-def test_where_requests_go(given, url, endpoint, monkeypatch):
-    class Stop(Exception):
-        pass
-
-    def stop(options, client):
-        assert (options.base_url, options.endpoint) == (url, endpoint)
-        raise Stop
-
-    monkeypatch.setattr("outrider.platform.cli.bench.serving.over_http._measure", stop)
-    with pytest.raises(Stop):
-        main(["bench", "serve", *given.split()])
-
-
-@pytest.mark.parametrize(
-    "command", ["serve --goodpu ttft:1", "lora --adapters 3", "compare a b --plo c", "speculation --rand"]
-)
+@pytest.mark.parametrize("command", ["serve --grou a", "lora --adapters 3", "speculation --rand"])
 def test_options_are_not_abbreviated(command, capsys):
     with pytest.raises(SystemExit):
         main(["bench", *command.split()])
     assert "unrecognized arguments" in capsys.readouterr().err
-
-
-def test_arguments_in_a_report_hold_no_secret():
-    from outrider.platform.cli.bench.serving.serving_commands import arguments
-
-    namespace = argparse.Namespace(api_key="secret", request_rate=float("inf"), run=SimpleNamespace(), seed=0)
-    assert arguments(namespace) == {"request_rate": "inf", "seed": 0}

@@ -83,8 +83,10 @@ class FakeAdapters:
             raise AdapterError("the adapter is broken", param="lora_path")
         if path == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if path.startswith("once:"):
-            Path(path[5:]).unlink()  # cannot be loaded a second time
+        if path.startswith("once:"):  # cannot be loaded a second time
+            if not Path(path[5:]).exists():
+                raise AdapterError("the adapter is gone", param="lora_path")
+            Path(path[5:]).unlink()
         while path.startswith("until:") and not Path(path[6:]).exists():
             time.sleep(0.01)
         return path

@@ -208,7 +208,7 @@ def test_what_llm_has_too(model_path: str) -> None:
 
 def test_tenant_and_weight_reach_the_engine(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(llm: AsyncLLM) -> None:
-        engine = llm._supervisor.ready_engine()
+        engine = llm.engine.process()
         sent: list[Any] = []
         send = engine.send
         monkeypatch.setattr(engine, "send", lambda message: (sent.append(decode(encode(message))), send(message)))
@@ -225,11 +225,12 @@ def test_tenant_and_weight_reach_the_engine(model_path: str, monkeypatch: pytest
 def test_undecodable_messages_are_answered_and_stop_nothing(model_path: str) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         stream, pid = await first_output(llm), llm.engine_pid
-        engine = llm._supervisor.ready_engine()
+        engine = llm.engine.process()
         wrong: Any = 5
-        request = llm.input_processor.process("r", [5])
+        prepared = llm.input_processor.prepare("r", [5])
+        request = prepared.sequences()
         request[0].tenant = wrong
-        state = llm.output_processor.add("r", request)
+        state = llm.output_processor.add(prepared, request)
         engine.send(Add(request))
         await until(lambda: state.finished)
         assert isinstance(state.error, InvalidRequestError)
@@ -372,7 +373,7 @@ def test_a_name_is_forgotten_only_when_the_engine_has(model_path: str) -> None:
         await until(lambda: llm.num_restarts == 1 and llm.state == "ready")
         assert [info.name for info in await llm.adapters.list()] == [lora.name]
         await llm.adapters.load(LoRARequest("b", path="/b"))
-        await llm._supervisor.ready_engine().call("adapters.unload", name="b")
+        await llm.engine.process().call("adapters.unload", name="b")
         with pytest.raises(NotFoundError):
             await llm.adapters.unload("b")
         assert set(llm.adapters.requests) == {lora.name}

@@ -21,7 +21,7 @@ def processor(tokenizer: Any) -> InputProcessor:
 
 def test_text_becomes_token_ids(processor: InputProcessor, tokenizer: Any) -> None:
     lora = LoRARequest("sql", path="/sql")
-    [request] = processor.process("r", "hello", lora=lora, priority=3, tenant="t", cache_salt="s")
+    [request] = processor.prepare("r", "hello", lora=lora, priority=3, tenant="t", cache_salt="s").sequences()
     assert request.prompt_token_ids == tokenizer.encode("hello")
     assert (request.request_id, request.lora, request.priority) == ("r", lora, 3)
     assert (request.tenant, request.cache_salt, request.eos_token_ids, request.group) == ("t", "s", [1], None)
@@ -31,7 +31,7 @@ def test_text_becomes_token_ids(processor: InputProcessor, tokenizer: Any) -> No
 
 @pytest.mark.parametrize("prompt", [[5, 6], (5, 6), {"prompt_token_ids": [5, 6]}, {"prompt_token_ids": range(5, 7)}])
 def test_token_ids_are_taken_as_they_are(processor: InputProcessor, prompt: Any) -> None:
-    assert processor.process("r", prompt)[0].prompt_token_ids == [5, 6]
+    assert processor.prepare("r", prompt).sequences()[0].prompt_token_ids == [5, 6]
 
 
 @pytest.mark.slow
@@ -55,40 +55,44 @@ def test_a_cut_text_is_the_first_tokens(
 
 def test_numpy_ids_become_plain_integers(processor: InputProcessor) -> None:
     numpy = pytest.importorskip("numpy")
-    ids = processor.process("r", numpy.array([5, 6]))[0].prompt_token_ids
+    ids = processor.prepare("r", numpy.array([5, 6])).sequences()[0].prompt_token_ids
     assert [type(token_id) for token_id in ids] == [int, int]
 
 
 def test_ids_win_over_text_and_salt_may_come_with_the_prompt(processor: InputProcessor) -> None:
     parsed = processor.parse_prompt({"prompt": "hello", "prompt_token_ids": [7], "cache_salt": "s"})
-    assert parsed == ([7], "s")
+    assert (parsed.token_ids, parsed.cache_salt) == ([7], "s")
 
 
 def test_n_sequences_have_their_own_seeds_and_one_group(processor: InputProcessor) -> None:
     params = SamplingParams(n=3, seed=MAX_SEED - 1)
-    requests = processor.process("r", "hello", params)
+    requests = processor.prepare("r", "hello", params).sequences()
     assert [r.request_id for r in requests] == ["r#0", "r#1", "r#2"]
     assert [r.params.seed for r in requests] == [MAX_SEED - 1, MAX_SEED, -MAX_SEED - 1]
     assert {(r.group, r.params.n) for r in requests} == {("r", 1)}
     assert requests[0].prompt_token_ids is requests[1].prompt_token_ids
     assert params.n == 3
-    assert {r.params.seed for r in processor.process("r", "hello", SamplingParams(n=2))} == {None}
-    assert {r.params.seed for r in processor.process("r", "hello", SamplingParams(n=2, seed=-1))} == {None}
-    assert [r.params.seed for r in processor.process("r", "hello", SamplingParams(n=3, seed=-3))] == [-3, -2, 0]
+    assert {r.params.seed for r in processor.prepare("r", "hello", SamplingParams(n=2)).sequences()} == {None}
+    assert {r.params.seed for r in processor.prepare("r", "hello", SamplingParams(n=2, seed=-1)).sequences()} == {None}
+    assert [r.params.seed for r in processor.prepare("r", "hello", SamplingParams(n=3, seed=-3)).sequences()] == [
+        -3,
+        -2,
+        0,
+    ]
 
 
 def test_the_tenants_weight_goes_with_every_sequence(processor: InputProcessor) -> None:
-    assert [r.weight for r in processor.process("r", "a", SamplingParams(n=2), weight=0.25)] == [0.25, 0.25]
-    assert processor.process("r", "a")[0].weight == 1.0
+    assert [r.weight for r in processor.prepare("r", "a", SamplingParams(n=2), weight=0.25).sequences()] == [0.25, 0.25]
+    assert processor.prepare("r", "a").sequences()[0].weight == 1.0
 
 
 def test_max_tokens_none_is_what_is_left(processor: InputProcessor) -> None:
-    [request] = processor.process("r", [5] * 20, SamplingParams(max_tokens=None))
+    [request] = processor.prepare("r", [5] * 20, SamplingParams(max_tokens=None)).sequences()
     assert request.params.max_tokens == MAX_MODEL_LEN - 20
 
 
 def test_bad_words_are_found_after_a_space_too(processor: InputProcessor, tokenizer: Any) -> None:
-    [request] = processor.process("r", "x", SamplingParams(bad_words=["fox"]))
+    [request] = processor.prepare("r", "x", SamplingParams(bad_words=["fox"])).sequences()
     assert request.params.bad_words_token_ids == [
         tokenizer.encode("fox", add_special_tokens=False),
         tokenizer.encode(" fox", add_special_tokens=False),
@@ -98,7 +102,7 @@ def test_bad_words_are_found_after_a_space_too(processor: InputProcessor, tokeni
 def test_a_bad_word_without_tokens_is_refused(processor: InputProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(processor.tokenizer), "encode", lambda *_, **__: [])
     with pytest.raises(InvalidRequestError, match="bad_words"):
-        processor.process("r", [5], SamplingParams(bad_words=["fox"]))
+        processor.prepare("r", [5], SamplingParams(bad_words=["fox"])).sequences()
 
 
 @pytest.mark.parametrize(
@@ -116,7 +120,7 @@ def test_an_engines_work_for_one_request_is_bounded(params: dict[str, Any], fiel
 
 
 def test_repeated_bad_words_count_once(processor: InputProcessor) -> None:
-    [request] = processor.process("r", "x", SamplingParams(bad_words=["fox", "dog", "fox", " fox"]))
+    [request] = processor.prepare("r", "x", SamplingParams(bad_words=["fox", "dog", "fox", " fox"])).sequences()
     assert len(request.params.bad_words_token_ids) == 4
 
 
@@ -131,11 +135,11 @@ def test_the_first_sibling_reports_the_prompt(
 ) -> None:
     """The others need not compute it; a prompt without an answer may fill the context, and is taken for that alone."""
     params = SamplingParams(n=3, prompt_logprobs=2, max_tokens=max_tokens)
-    assert [r.params.prompt_logprobs for r in processor.process("r", "hello", params)] == wanted
+    assert [r.params.prompt_logprobs for r in processor.prepare("r", "hello", params).sequences()] == wanted
 
 
 def test_siblings_share_what_they_do_not_change(processor: InputProcessor) -> None:
-    requests = processor.process("r", "hello", SamplingParams(n=3, stop_token_ids=[3], bad_words=["fox"]))
+    requests = processor.prepare("r", "hello", SamplingParams(n=3, stop_token_ids=[3], bad_words=["fox"])).sequences()
     assert len({id(r.params.stop_token_ids) for r in requests}) == 1
     assert len({id(r.params.bad_words_token_ids) for r in requests}) == 1
 
@@ -168,7 +172,7 @@ def test_siblings_share_what_they_do_not_change(processor: InputProcessor) -> No
 )
 def test_refused(processor: InputProcessor, prompt: Any, params: dict[str, Any], param: str, words: list[str]) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        processor.process("r", prompt, SamplingParams(**params))
+        processor.prepare("r", prompt, SamplingParams(**params)).sequences()
     assert caught.value.param == param
     for word in words:
         assert word in caught.value.message
@@ -180,14 +184,14 @@ def test_refused(processor: InputProcessor, prompt: Any, params: dict[str, Any],
 )
 def test_too_long(processor: InputProcessor, length: int, max_tokens: int, param: str, figures: list[str]) -> None:
     with pytest.raises(PromptTooLongError) as caught:
-        processor.process("r", [5] * length, SamplingParams(max_tokens=max_tokens))
+        processor.prepare("r", [5] * length, SamplingParams(max_tokens=max_tokens)).sequences()
     assert caught.value.param == param
     assert all(figure in caught.value.message for figure in figures)
 
 
 def test_as_long_as_allowed(processor: InputProcessor) -> None:
-    assert processor.process("r", [5] * 100, SamplingParams(max_tokens=28))
-    assert processor.process("r", [5] * (MAX_MODEL_LEN - 1), SamplingParams(max_tokens=1))
+    assert processor.prepare("r", [5] * 100, SamplingParams(max_tokens=28)).sequences()
+    assert processor.prepare("r", [5] * (MAX_MODEL_LEN - 1), SamplingParams(max_tokens=1)).sequences()
 
 
 @pytest.mark.parametrize(
@@ -212,7 +216,7 @@ def test_as_long_as_allowed(processor: InputProcessor) -> None:
 )
 def test_wrong_types(processor: InputProcessor, arguments: Any, options: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        processor.process(*arguments, **options)
+        processor.prepare(*arguments, **options).sequences()
     assert caught.value.param == param
 
 
@@ -323,7 +327,7 @@ def test_the_length_is_checked_before_the_ids(processor: InputProcessor, make: A
 
 def test_a_prompt_that_is_only_scored_may_fill_the_context(processor: InputProcessor) -> None:
     whole = [5] * MAX_MODEL_LEN
-    [request] = processor.process("r", whole, SamplingParams(prompt_logprobs=0, max_tokens=1))
+    [request] = processor.prepare("r", whole, SamplingParams(prompt_logprobs=0, max_tokens=1)).sequences()
     assert (len(request.prompt_token_ids), request.params.max_tokens) == (MAX_MODEL_LEN, 1)
     for prompt, params in (
         ([*whole, 5], SamplingParams(prompt_logprobs=0, max_tokens=1)),
@@ -332,7 +336,7 @@ def test_a_prompt_that_is_only_scored_may_fill_the_context(processor: InputProce
         (whole, SamplingParams(max_tokens=1)),
     ):
         with pytest.raises(PromptTooLongError) as caught:
-            processor.process("r", prompt, params)
+            processor.prepare("r", prompt, params).sequences()
         num_tokens, max_tokens = len(prompt), params.max_tokens or 1
         requested = f"{num_tokens + max_tokens} tokens ({num_tokens} in the prompt, {max_tokens} in the completion)"
         assert f"you requested {requested}" in caught.value.message

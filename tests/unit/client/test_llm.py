@@ -121,7 +121,7 @@ def test_n_and_stop_strings(llm: LLM, tokenizer: Any) -> None:
     params = SamplingParams(n=2, max_tokens=50, stop=["fox"])
     [output] = llm.generate("the quick brown fox jumps ", params, use_tqdm=False)
     assert [sequence.text for sequence in output.outputs] == ["the quick brown "] * 2
-    assert engine_of(llm).aborted == [f"{output.request_id}#{i}" for i in range(2)]
+    assert engine_of(llm).aborted == [f"{output.request_id}~0#{i}" for i in range(2)]
 
 
 def test_wrong_request_starts_nothing(llm: LLM) -> None:

@@ -7,10 +7,10 @@ import fake_engine
 import pytest
 
 from outrider.platform.client.async_llm import AsyncLLM
-from outrider.platform.client.engine_methods import PROFILE_VARIABLES
 from outrider.platform.client.llm import LLM
 from outrider.platform.client.llm_engine import LLMEngine
 from outrider.platform.client.metrics import Counter
+from outrider.platform.client.profile_folder import PROFILE_VARIABLES
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import (
     AsleepError,

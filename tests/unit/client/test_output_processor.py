@@ -24,12 +24,13 @@ from outrider.platform.core.sampling_params import SamplingParams
 
 @pytest.fixture
 def processor(tokenizer: Any) -> OutputProcessor:
-    return OutputProcessor(tokenizer)
+    return OutputProcessor()
 
 
 def add(processor: OutputProcessor, tokenizer: Any, request_id: str = "r", **params: Any) -> RequestState:
     inputs = InputProcessor(tokenizer, FakeEngine(EngineArgs(model="x")).info, [1])
-    return processor.add(request_id, inputs.process(request_id, "hello", SamplingParams(**params)), "hello")
+    prepared = inputs.prepare(request_id, "hello", SamplingParams(**params))
+    return processor.add(prepared, prepared.sequences())
 
 
 def ids(tokenizer: Any, text: str) -> list[int]:
@@ -284,7 +285,7 @@ def test_marks_stay_with_their_tokens_when_text_is_held_back(processor: OutputPr
 def test_deltas_add_up_however_they_are_taken(
     tokenizer: Any, tokens: list[int], sizes: list[int], takes: list[bool]
 ) -> None:
-    processor = OutputProcessor(tokenizer)
+    processor = OutputProcessor()
     state = add(processor, tokenizer, max_tokens=99, stop=["q", "the"])
     outputs, start, index = [], 0, 0
     while start < len(tokens) and not state.finished:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from outrider.platform.client.adapters.async_adapters import AsyncLLMAdapters
 from outrider.platform.client.adapters.llm_adapters import LLMAdapters
+from outrider.platform.client.adapters.loaded_adapters import LoadedAdapters
 from outrider.platform.client.async_llm import AsyncLLM
 from outrider.platform.client.llm import LLM
 from outrider.platform.core.adapter_verbs import VERBS, Adapters
@@ -82,7 +82,7 @@ def test_the_same_construction() -> None:
     assert parameters(LLM) == parameters(AsyncLLM)
 
 
-@pytest.mark.parametrize("kind", [LLMAdapters, AsyncLLMAdapters])
+@pytest.mark.parametrize("kind", [LLMAdapters, LoadedAdapters])
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_verbs_for_adapters(kind: type, verb: str) -> None:
     declared = getattr(Adapters, verb)

@@ -179,9 +179,10 @@ def processor(tokenizer: Any) -> InputProcessor:
 )
 def test_prompts_of_vllm(processor: InputProcessor, tokenizer: Any, prompt: dict[str, Any]) -> None:
     parsed = processor.parse_prompt(prompt)
-    assert parsed == (tokenizer.encode("hello"), "")
+    assert (parsed.token_ids, parsed.cache_salt) == (tokenizer.encode("hello"), "")
     tokens = {"type": "token", "prompt_token_ids": [5, 6], "prompt": None, "multi_modal_data": None, "cache_salt": "s"}
-    assert processor.parse_prompt(tokens) == ([5, 6], "s")
+    parsed = processor.parse_prompt(tokens)
+    assert (parsed.token_ids, parsed.cache_salt) == ([5, 6], "s")
 
 
 @pytest.mark.parametrize(
@@ -269,10 +270,10 @@ def test_an_unknown_field_of_sampling_params_gets_a_suggestion() -> None:
 def test_all_log_probabilities(tokenizer: Any, name: str) -> None:
     info = FakeEngine(EngineArgs(model="x")).info
     whole = InputProcessor(tokenizer, dataclasses.replace(info, max_logprobs=VOCAB_SIZE), [1])
-    [request] = whole.process("r", "a", SamplingParams(**{name: -1}))
+    [request] = whole.prepare("r", "a", SamplingParams(**{name: -1})).sequences()
     assert getattr(request.params, name) == VOCAB_SIZE
     with pytest.raises(InvalidRequestError, match=f"all {VOCAB_SIZE} tokens.*max_logprobs 5") as caught:
-        InputProcessor(tokenizer, info, [1]).process("r", "a", SamplingParams(**{name: -1}))
+        InputProcessor(tokenizer, info, [1]).prepare("r", "a", SamplingParams(**{name: -1})).sequences()
     assert caught.value.param == name
 
 

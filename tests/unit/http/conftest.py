@@ -2,7 +2,8 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ import pytest
 
 from outrider.platform.client.adapters.sources import AdapterSources
 from outrider.platform.client.input_processor import InputProcessor
+from outrider.platform.client.prepared import Prepared
+from outrider.platform.client.requests import RequestMaker
 from outrider.platform.client.sampling_defaults import SamplingDefaults
+from outrider.platform.client.waiting import Steps, dual
 from outrider.platform.core.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from outrider.platform.core.errors import InvalidUserInputError, NotFoundError, OutriderError
 from outrider.platform.core.lora_request import LoRARequest
@@ -106,6 +110,15 @@ class FakeAdapters:
         return [*self._llm.in_engine.values()]
 
 
+class FakeRequests(RequestMaker):
+    """Checks requests in the threads of `AsyncLLM`. The folders of its adapters do not exist."""
+
+    @dual
+    def processor_of(self, lora_request: Any) -> Steps[InputProcessor]:
+        yield from ()
+        return self.input_processor
+
+
 @dataclass
 class FakeAsyncLLM:
     """`AsyncLLM`, whose engine answers `reply`, one character a token."""
@@ -141,20 +154,26 @@ class FakeAsyncLLM:
     async def beam_search(
         self, prompt: Any, params: BeamSearchParams, request_id: str, **options: Any
     ) -> BeamSearchOutput:
-        ids = prompt["prompt_token_ids"]
+        ids = prompt.token_ids
         self.searches.append((ids, params, options["lora_request"]))
         found = [(-1.5 - number, [*ids, *map(ord, "ab"), 2]) for number in range(params.beam_width)]
         return BeamSearchOutput([BeamSearchSequence(tokens, [], None, score, "", "stop") for score, tokens in found])
 
-    async def generate(
-        self, prompt: Any, sampling_params: SamplingParams, *, request_id: str, **options: Any
-    ) -> AsyncIterator[RequestOutput]:
-        assert options.pop("delta")
-        requests = self.input_processor.process(request_id, prompt, sampling_params, lora=options.get("lora_request"))
-        self.calls.append({"prompt": prompt, "params": sampling_params, "request_id": request_id, **options})
+    async def prepare(
+        self, prompt: Any, params: SamplingParams, request_id: str, *, lora_request: Any, **options: Any
+    ) -> Prepared:
+        requests = FakeRequests(self.input_processor, dict, self.sources, self.sampling_defaults)
+        return await requests.prepare(prompt, params, request_id=request_id, lora_request=lora_request, **options)
+
+    async def run(self, prepared: Prepared, *, delta: bool) -> AsyncGenerator[RequestOutput]:
+        assert delta
+        request_id, sampling_params, ids = prepared.request_id, prepared.params, prepared.prompt.token_ids
+        called = {"prompt": {"prompt_token_ids": ids}, "params": sampling_params, "request_id": request_id}
+        self.calls.append({**called, "lora_request": prepared.lora, **prepared.options})
         self.running.add(request_id)
-        metrics = RequestMetrics(num_cached_tokens=2)
-        max_tokens = requests[0].params.max_tokens
+        waited = time.monotonic() - prepared.arrival_time
+        metrics = RequestMetrics(arrival_time=prepared.arrival_time, num_cached_tokens=2, queue_seconds=waited)
+        max_tokens = sampling_params.max_tokens
         text = self.reply[:max_tokens]
         reason = "length" if len(text) == max_tokens else "stop"
         try:
@@ -181,7 +200,6 @@ class FakeAsyncLLM:
                     )
                     for index in range(sampling_params.n)
                 ]
-                ids = requests[0].prompt_token_ids
                 prompt_logprobs = self._prompt_logprobs(sampling_params, ids) if i == 0 else None
                 yield RequestOutput(request_id, None, ids, outputs, last, metrics, prompt_logprobs)
         finally:

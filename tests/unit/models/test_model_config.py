@@ -232,3 +232,15 @@ def test_stored_dtype() -> None:
     assert stored_dtype({}) == "float32"
     with pytest.raises(UnsupportedModelError, match="float8_e4m3fn"):
         stored_dtype({"dtype": "float8_e4m3fn"})
+
+
+def test_a_scaling_of_olmo_3_is_for_layers_without_a_window() -> None:
+    raw = {
+        **{"architectures": ["Olmo3ForCausalLM"], "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4},
+        **{"intermediate_size": 128, "rope_theta": 5e5, "max_position_embeddings": 65536, "sliding_window": 8},
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192},
+    }
+    config = config_from_hf(raw, torch.float32)
+    assert [(rope.rope_type, rope.theta) for rope in config.layer_ropes] == [("default", 5e5)] * 3 + [("yarn", 5e5)]
+    assert config.windows == (8, 8, 8, None)
+    assert config.max_position_embeddings == 65536

@@ -38,6 +38,8 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         "SmolLM3",
         {"no_rope_layer_interval": 2, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "exaone4-no-window": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "seed-oss-usual-biases": ("SeedOss", {"head_dim": 16}),
     **{name: (family.prefix, family.config) for name, family in FAMILIES.items()},
 }
 

@@ -58,6 +58,18 @@ def test_what_transformers_knows_better_is_left_to_it(tmp_path: Path, monkeypatc
     assert load_tokenizer(tmp_path) == "chosen by transformers"
 
 
+def test_template_of_a_processor(tmp_path: Path) -> None:
+    """chat_template.json of older multimodal models counts if the tokenizer has no template of its own."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((demo_model_path() / name).read_bytes())
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "a processor's"}))
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": "its own"}))
+    assert load_tokenizer(tmp_path).chat_template == "its own"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": None}))
+    assert load_tokenizer(tmp_path).chat_template == "a processor's"
+
+
 @pytest.fixture
 def sentencepiece_directory(tmp_path: Path) -> Path:
     """A folder with nothing but SentencePiece's own file."""

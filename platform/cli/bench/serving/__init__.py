@@ -1,1 +1,1 @@
-"""`outrider bench latency | throughput | serve | compare`, as in `vllm bench`; `command` lists them."""
+"""`outrider bench serve`: groups of requests to servers, side by side."""

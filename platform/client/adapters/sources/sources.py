@@ -16,7 +16,7 @@ from .....models.checkpoint.generation_config import adapter_defaults
 from ....core.adapter_files import ANYWHERE, AdapterFolder, files_digest, real_roots
 from ....core.errors import OutriderError
 from ....core.lora_request import LoRA, LoRAMix, LoRAPart, LoRARequest
-from ...waiting import Waits, Work, answer, waits
+from ...waiting import Steps, Task, dual, wait_for
 from .cache import DEFAULT_MAX_CACHE_BYTES, DownloadCache
 from .folders import AdapterDirectory, FolderRules
 from .hub import HubResolver
@@ -96,8 +96,8 @@ class AdapterSources:
 
     # --- from a source to a folder --------------------------------------------------------------------------------
 
-    @waits
-    def localize(self, lora: L, *, again: bool = False) -> Waits[L]:
+    @dual
+    def localize(self, lora: L, *, again: bool = False) -> Steps[L]:
         """Replace the sources of an adapter, or of a mix, by local folders; what has them already comes back as it is.
 
         Args:
@@ -117,7 +117,7 @@ class AdapterSources:
             result = LoRAMix(tuple(parts))
         return cast(L, result)
 
-    def _localized(self, request: LoRARequest, again: bool) -> Waits[LoRARequest]:
+    def _localized(self, request: LoRARequest, again: bool) -> Steps[LoRARequest]:
         if not _is_remote(request):
             return request
         path = yield from self._folder(request.name, request.path, "lora_path", again)
@@ -134,12 +134,12 @@ class AdapterSources:
         is_download = scheme_of(source) == HUB_SCHEME or folder.startswith(f"{self._cache.folder}/")
         return real_roots([folder]) if is_download else ANYWHERE
 
-    def _folder(self, name: str, source: str, field: str, again: bool) -> Waits[str]:
+    def _folder(self, name: str, source: str, field: str, again: bool) -> Steps[str]:
         if not _needs_fetch(source):
             return local_path(source)
         while (folder := self._known_folder(name, source, again)) is None:
             try:
-                yield from answer(self._fetch(name, source))
+                yield from wait_for(self._fetch(name, source))
             except OutriderError as error:
                 raise type(error)(error.message, param=field) from error
             again = False
@@ -223,8 +223,8 @@ class AdapterSources:
         """True when a name may mean an adapter that has not been loaded: there are directories or plug-ins."""
         return bool(self._directories) or bool(self._all_plugins())
 
-    @waits
-    def find(self, name: str) -> Waits[LoRARequest | None]:
+    @dual
+    def find(self, name: str) -> Steps[LoRARequest | None]:
         """The adapter that a name means without having been loaded: that of a directory, or a plug-in's.
 
         Raises:
@@ -235,21 +235,21 @@ class AdapterSources:
         if self._directories:
             roots = tuple(dict.fromkeys(root for directory in self._directories for root in directory.roots))
             look = partial(self._ask, self._directories, name, None)
-            folder = yield from answer(self._looks.call(("name", name), look, LOOK_SECONDS, LOOK_SECONDS))
+            folder = yield from wait_for(self._looks.call(("name", name), look, LOOK_SECONDS, LOOK_SECONDS))
         plugins = self._all_plugins()
         if folder is None and plugins:
             ask = partial(self._ask, plugins, name, None)
             roots = ANYWHERE
             # What is there holds until `restrict`.
-            folder = yield from answer(self._fetches.call(("name", name), ask, float("inf"), FAILURE_SECONDS))
+            folder = yield from wait_for(self._fetches.call(("name", name), ask, float("inf"), FAILURE_SECONDS))
         return LoRARequest(name, path=folder, roots=roots) if folder is not None else None
 
-    @waits
-    def in_directories(self) -> Waits[dict[str, str]]:
+    @dual
+    def in_directories(self) -> Steps[dict[str, str]]:
         """The adapters in the directories: name -> folder."""
         if not self._directories:
             return {}
-        return (yield from answer(self._looks.call("list", self._list_directories, LOOK_SECONDS)))
+        return (yield from wait_for(self._looks.call("list", self._list_directories, LOOK_SECONDS)))
 
     def _list_directories(self) -> dict[str, str]:
         found: dict[str, str] = {}
@@ -259,7 +259,7 @@ class AdapterSources:
 
     # --- sampling parameters --------------------------------------------------------------------------------------
 
-    def sampling_defaults(self, folder: AdapterFolder) -> Work[dict[str, Any]]:
+    def sampling_defaults(self, folder: AdapterFolder) -> Task[dict[str, Any]]:
         """The fields of `SamplingParams` that the generation_config.json of an adapter's folder sets.
 
         Raises:
@@ -267,22 +267,22 @@ class AdapterSources:
         """
         return self.look("defaults", folder.path, lambda: adapter_defaults(folder))
 
-    @waits
-    def look(self, what: str, folder: str, read: Callable[[], T]) -> Waits[T]:
+    @dual
+    def look(self, what: str, folder: str, read: Callable[[], T]) -> Steps[T]:
         """The result of `read`, which is called in a thread at most once in `LOOK_SECONDS` for a folder. It takes
         milliseconds: others wait for the same threads."""
-        return (yield from answer(self._looks.call((what, folder), read, LOOK_SECONDS, LOOK_SECONDS)))
+        return (yield from wait_for(self._looks.call((what, folder), read, LOOK_SECONDS, LOOK_SECONDS)))
 
-    @waits
-    def study(self, what: str, folder: str, read: Callable[[], T]) -> Waits[T]:
+    @dual
+    def study(self, what: str, folder: str, read: Callable[[], T]) -> Steps[T]:
         """The result of `read` as of `look`, where it may take a second: it has a thread of its own."""
-        return (yield from answer(self._studies.call((what, folder), read, LOOK_SECONDS, LOOK_SECONDS)))
+        return (yield from wait_for(self._studies.call((what, folder), read, LOOK_SECONDS, LOOK_SECONDS)))
 
-    @waits
-    def digest(self, folder: AdapterFolder) -> Waits[str | None]:
+    @dual
+    def digest(self, folder: AdapterFolder) -> Steps[str | None]:
         """`files_digest` of what is in a folder now, with threads of its own: large files take seconds."""
         read = partial(files_digest, folder, most=self._options.max_adapter_bytes)
-        return (yield from answer(self._digests.call(object(), read)))
+        return (yield from wait_for(self._digests.call(object(), read)))
 
     # --- what is still needed -------------------------------------------------------------------------------------
 

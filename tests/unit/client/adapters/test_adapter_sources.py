@@ -12,7 +12,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from outrider.platform.client.adapters.sources import AdapterSources, SourceOptions, resolver
-from outrider.platform.client.waiting import Work
+from outrider.platform.client.waiting import Task
 from outrider.platform.core.errors import (
     AdapterError,
     AdapterSourceError,
@@ -102,7 +102,7 @@ def localize(sources: AdapterSources, source: str, name: str = "x", **options) -
     return sources.localize(LoRARequest(name, path=source), **options).result().path
 
 
-def awaited(work: Work[T]) -> T:
+def awaited(work: Task[T]) -> T:
     async def run() -> T:
         return await work
 

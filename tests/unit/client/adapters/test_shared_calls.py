@@ -6,7 +6,7 @@ import time
 import pytest
 
 from outrider.platform.client.adapters.sources.shared_calls import SharedCalls
-from outrider.platform.client.waiting import Work, answer
+from outrider.platform.client.waiting import Task, wait_for
 from outrider.platform.core.errors import AdapterError, OverloadedError, ShuttingDownError
 
 
@@ -53,7 +53,7 @@ def test_every_caller_gets_an_error_of_its_own(clock):
     errors = []
     for _ in range(2):
         with pytest.raises(AdapterError) as caught:
-            Work(answer(calls.call("k", fail, nothing_seconds=5.0))).result()
+            Task(wait_for(calls.call("k", fail, nothing_seconds=5.0))).result()
         errors.append(caught.value)
     assert errors[0] is not errors[1]
     assert (errors[0].message, errors[0].param) == ("bad", "lora_path")

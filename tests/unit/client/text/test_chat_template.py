@@ -9,7 +9,7 @@ import pytest
 
 from outrider.platform.client.input_processor import InputProcessor
 from outrider.platform.client.text import chat_template
-from outrider.platform.client.text.template_checks import check_texts_arrive
+from outrider.platform.client.text.template_checks import check_arrival
 from outrider.platform.core.errors import InvalidRequestError
 from outrider.platform.core.messages import EngineInfo
 
@@ -84,11 +84,17 @@ DEEPSEEK_R1 = (
     "{%- set content = content.split('</think>')[-1] %}{%- endif %}{{'<｜Assistant｜>' + content + eos_token}}{%- endif %}"
     "{%- endfor -%}{% if add_generation_prompt %}{{'<｜Assistant｜><think>\n'}}{% endif %}"
 )
+SMOL_VLM = (
+    "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}{% if message['content'][0]['type'] == "
+    "'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}{% for line in message['content'] %}{% if line['type'] == 'text' %}"
+    "{{ line['text'] }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+)
 ASCII = "{% for m in messages %}{{ m.content | tojson(ensure_ascii=True) }}\n{% endfor %}"
 JSON = "{% for m in messages %}{{ {'role': m.role, 'content': m.content} | tojson }}\n{% endfor %}"
 REAL = {
     "Llama 3": LLAMA_3, "Qwen 3": QWEN_3, "Gemma": GEMMA, "Mistral": MISTRAL, "SmolLM2": SMOLLM_2, "SmolLM3": SMOLLM_3,
     "DeepSeek R1": DEEPSEEK_R1, "JSON": JSON, "ASCII": ASCII, "string": STRING, "parts": PARTS, "either": EITHER, "trims": TRIMS,
+    "SmolVLM": SMOL_VLM,
 }  # fmt: skip
 GUARD = (  # drops what is no list of parts
     "{% for message in messages %}{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
@@ -119,8 +125,8 @@ def as_parts(*texts: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize(
     "template",
-    [PARTS, EITHER, STRING, ONLY_USERS_HAVE_PARTS, GUARD, GEMMA],
-    ids=["parts", "either", "string", "users", "guard", "Gemma"],
+    [PARTS, EITHER, STRING, ONLY_USERS_HAVE_PARTS, GUARD, GEMMA, SMOL_VLM],
+    ids=["parts", "either", "string", "users", "guard", "Gemma", "SmolVLM"],
 )
 def test_text_arrives_in_whichever_form_it_is_sent(processor: InputProcessor, template: str) -> None:
     turns = [("system", "Be brief."), ("user", "Is it safe?"), ("assistant", "Yes it is."), ("user", "Why?")]
@@ -194,38 +200,36 @@ def test_parts_stay_parts_for_a_template_that_reads_them(processor: InputProcess
     assert prompt(processor, STRING, ("user", as_parts("a", "b"))) == "<|user|>a\nb</s><|assistant|>"
 
 
-@pytest.mark.parametrize(
-    "arguments", ["call.function.arguments", "'' + call.function.arguments", "call.function.arguments | tojson"]
-)
-def test_arguments_of_calls_are_json(processor: InputProcessor, arguments: str) -> None:
-    template = (
-        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
-        "{{ call.id + call.function.name }}{{ " + arguments + " }}{% endfor %}{% endfor %}"
-    )
-    function = {"name": "weather", "arguments": '{"city":"Z\u00fcrich"}'}
-    call = {"id": "c1", "type": "function", "function": function}
-    conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    text = processor.chat_prompt(conversation, {"chat_template": template, "add_generation_prompt": False})["prompt"]
-    assert text == 'ac1weather{"city": "Z\u00fcrich"}'
+ARGUMENTS = "call.function.arguments"
+AS_TEXT, ITEMS = f"'' + {ARGUMENTS}", f"{ARGUMENTS}.items() | list"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "written"),
-    [("'' + call.function.arguments", '{"city": "Z'), ("call.function.arguments.items() | list", "[]")],
+    ("arguments", "written", "expected"),
+    [
+        *(
+            ('{"city":"Z\u00fcrich"}', way, '{"city": "Z\u00fcrich"}')
+            for way in (ARGUMENTS, AS_TEXT, f"{ARGUMENTS} | tojson")
+        ),
+        ('{"city": "Z', AS_TEXT, '{"city": "Z'),  # as a model left it
+        ('{"city": "Z', ITEMS, "[]"),
+        *((none, AS_TEXT, "{}") for none in ("null", '""', "[1]", "3", "")),
+        *((none, ITEMS, "[]") for none in ("null", '""', "[1]", "3", "")),
+    ],
 )
-def test_arguments_that_a_model_left_broken(processor: InputProcessor, arguments: str, written: str) -> None:
+def test_arguments_of_the_past_are_an_object_or_its_text(processor, arguments, written, expected) -> None:
     template = (
         "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
-        "{{ call.id + call.function.name }}{{ " + arguments + " }}{% endfor %}{% endfor %}"
+        "{{ call.id + call.function.name }}{{ " + written + " }}{% endfor %}{% endfor %}"
     )
-    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Z'}}
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     conversation = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "no JSON", "tool_call_id": "c1"},
     ]
     text = processor.chat_prompt(conversation, {"chat_template": template, "add_generation_prompt": False})["prompt"]
-    assert text == f"ac1weather{written}no JSON"
+    assert text == f"ac1weather{expected}no JSON"
 
 
 CALLED = "{% for c in m.tool_calls %}<call>{{ c.function.name + c.function.arguments }}</call>{% endfor %}"
@@ -269,19 +273,6 @@ def test_calls_and_results_that_a_template_leaves_out(processor: InputProcessor,
     with pytest.raises(InvalidRequestError, match="leaves tool calls or their results out") as caught:
         processor.chat_prompt(conversation, {"chat_template": template, "tools": tools})
     assert caught.value.param == ("messages[1].tool_calls" if left_out == "calls" else "messages[2]")
-
-
-@pytest.mark.parametrize("arguments", ["null", '""', "[1]", "3", ""])
-@pytest.mark.parametrize("written", ["'' + call.function.arguments", "call.function.arguments.items() | list | length"])
-def test_arguments_of_the_past_that_are_no_object(processor: InputProcessor, arguments: str, written: str) -> None:
-    template = (
-        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
-        "{{ call.function.name }}{{ " + written + " }}{% endfor %}{% endfor %}"
-    )
-    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": arguments}}
-    conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    text = processor.chat_prompt(conversation, {"chat_template": template, "add_generation_prompt": False})["prompt"]
-    assert text == "anow" + ("{}" if written.startswith("''") else "0")
 
 
 @pytest.mark.parametrize("template", REAL.values(), ids=REAL)
@@ -363,9 +354,6 @@ class Rendered(str):
 
     num_misses = 0
 
-    def casefold(self) -> "Rendered":
-        return self
-
     def find(self, *args: Any) -> int:
         place = super().find(*args)
         self.num_misses += place < 0
@@ -377,8 +365,15 @@ def test_many_altered_texts_are_found_without_looking_at_all_of_the_prompt_for_e
     texts = [f"number{i}\n\ttext" for i in range(100)]
     messages = [{"role": "user", "content": [{"type": "text", "text": text}]} for text in texts]
     rendered = Rendered("".join(f"<u>{alter(text)}" for text in texts))
-    check_texts_arrive(messages, rendered)
+    renderings: list[Any] = []
+
+    def render(messages: list[dict[str, Any]], tools: list[Any]) -> str:
+        renderings.append(messages)
+        return "".join(message["content"][0]["text"] for message in messages)
+
+    check_arrival(messages, [], rendered, render)
     assert rendered.num_misses < 5
+    assert len(renderings) == 1
 
 
 ENDLESS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"

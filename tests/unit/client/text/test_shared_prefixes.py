@@ -45,11 +45,11 @@ def test_it_is_the_longest_common_beginning_in_whole_blocks(prefixes, prompt, bl
 def test_requests_say_how_much_of_them_is_shared(tokenizer):
     """It is the server's doing: a salt takes part in nothing, and no field of a prompt says otherwise."""
     processor = InputProcessor(tokenizer, FakeEngine(EngineArgs(model="x")).info, [1])
-    assert processor.process("r", list(range(3, 40)))[0].num_shared_tokens == 0
+    assert processor.prepare("r", list(range(3, 40))).sequences()[0].num_shared_tokens == 0
     processor.shared_prefixes = SharedPrefixes([range(3, 30)], block_size=8)
-    assert processor.process("r", list(range(3, 40)), SamplingParams(n=2))[1].num_shared_tokens == 24
-    assert processor.process("r", list(range(3, 40)), cache_salt="mine")[0].num_shared_tokens == 0
+    assert processor.prepare("r", list(range(3, 40)), SamplingParams(n=2)).sequences()[1].num_shared_tokens == 24
+    assert processor.prepare("r", list(range(3, 40)), cache_salt="mine").sequences()[0].num_shared_tokens == 0
     salted = {"prompt_token_ids": list(range(3, 40)), "cache_salt": "mine"}
-    assert processor.process("r", salted)[0].num_shared_tokens == 0
+    assert processor.prepare("r", salted).sequences()[0].num_shared_tokens == 0
     with pytest.raises(InvalidRequestError, match="num_shared_tokens"):
-        processor.process("r", {"prompt_token_ids": [3, 4], "num_shared_tokens": 2})
+        processor.prepare("r", {"prompt_token_ids": [3, 4], "num_shared_tokens": 2}).sequences()

@@ -1,5 +1,6 @@
 """Texts and bytes of single tokens: joined they are the text, for each kind of vocabulary."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from outrider.platform.client.output_processor import OutputProcessor
-from outrider.platform.core.messages import EngineRequest, PromptTable, TokenDelta, TokenLogprobs
+from outrider.platform.client.output_processor import OutputProcessor, RequestState
+from outrider.platform.client.prepared import ParsedPrompt, Prepared
+from outrider.platform.core.messages import PromptTable, TokenDelta, TokenLogprobs
 from outrider.platform.core.outputs import CompletionOutput, Logprob
 from outrider.platform.core.sampling_params import SamplingParams
 
@@ -33,13 +35,18 @@ def word_pieces() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, sep_token="[SEP]", clean_up_tokenization_spaces=False)
 
 
+def added(processor: OutputProcessor, tokenizer: Any, prompt: list[int], params: SamplingParams) -> RequestState:
+    inputs: Any = SimpleNamespace(tokenizer=tokenizer, eos_token_ids=[], num_shared_tokens=lambda token_ids: 0)
+    prepared = Prepared("r", inputs, ParsedPrompt(prompt), params, None)
+    return processor.add(prepared, prepared.sequences())
+
+
 def answer(
     tokenizer: Any, ids: list[int], prompt: list[int], sizes: list[int], end: str = "length", **params: Any
 ) -> CompletionOutput:
     """The output when the engine brings `ids` in steps of these sizes; the alternative at each place is its token."""
-    processor = OutputProcessor(tokenizer)
-    request = EngineRequest("r", prompt, SamplingParams(logprobs=1, max_tokens=99, **params), [])
-    state = processor.add("r", [request])
+    processor = OutputProcessor()
+    state = added(processor, tokenizer, prompt, SamplingParams(logprobs=1, max_tokens=99, **params))
     start, step = 0, 0
     while start < len(ids):
         part = ids[start : start + sizes[step % len(sizes)]]
@@ -88,8 +95,8 @@ def test_a_character_belongs_to_the_token_that_completes_it(tokenizer: Any) -> N
 
 def test_an_alternative_may_be_a_part_of_a_character(tokenizer: Any) -> None:
     letter, part = (tokenizer.encode(text, add_special_tokens=False)[0] for text in ("a", "😀"))
-    processor = OutputProcessor(tokenizer)
-    state = processor.add("r", [EngineRequest("r", [letter], SamplingParams(logprobs=2), [])])
+    processor = OutputProcessor()
+    state = added(processor, tokenizer, [letter], SamplingParams(logprobs=2))
     position = TokenLogprobs([letter, part, letter], [-2.0, -1.0, -2.0], 2)
     processor.process([TokenDelta("r", [letter], [position], finish_reason="length")])
     [entries] = state.take().outputs[0].logprobs or []
@@ -116,8 +123,8 @@ def test_a_prompts_positions_may_be_read_in_any_order(tokenizer: Any, order: lis
     prompt = tokenizer.encode("a😀", add_special_tokens=False)
     positions = PromptTable()
     positions.extend([TokenLogprobs([i, prompt[0]], [-1.0, -2.0], 1) for i in prompt[1:]])
-    processor = OutputProcessor(tokenizer)
-    state = processor.add("r", [EngineRequest("r", prompt, SamplingParams(prompt_logprobs=1), [])])
+    processor = OutputProcessor()
+    state = added(processor, tokenizer, prompt, SamplingParams(prompt_logprobs=1))
     processor.process([TokenDelta("r", prompt[:1], prompt_logprobs=positions)])
     read = state.take(delta=True).prompt_logprobs
     assert read is not None

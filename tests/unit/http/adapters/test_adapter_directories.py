@@ -108,7 +108,7 @@ def test_details_of_a_card(http, llm):
 
 
 def test_a_plug_in_that_fails_concerns_its_names_only(http, llm, monkeypatch):
-    class Broken:
+    class Broken(AdapterSources):
         finds_names = True
 
         async def find(self, name):

@@ -7,8 +7,7 @@ from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
-from outrider.platform.client import async_llm
-from outrider.platform.client.async_llm import AsyncLLM
+from outrider.platform.client import request_streams
 from outrider.platform.client.input_processor import InputProcessor
 from outrider.platform.http.adapters.database_sync import PrefixSync
 from outrider.platform.tenancy.accounts.directory import Snapshot
@@ -40,7 +39,7 @@ class Cutter:
         self.may_end = threading.Event()
         self.began: list[list[str]] = []
         self.threads: set[int] = set()
-        monkeypatch.setattr(async_llm, "SharedPrefixes", self._cut)
+        monkeypatch.setattr(request_streams, "SharedPrefixes", self._cut)
 
     def _cut(self, prefixes, block_size):
         self.threads.add(threading.get_ident())
@@ -54,7 +53,9 @@ class Cutter:
 def llm():
     """The client, as far as prefixes are concerned."""
     llm = SimpleNamespace(info=INFO, input_processor=InputProcessor(CharTokenizer(), INFO, eos_token_ids=[2]))
-    llm.share_prefixes = partial(AsyncLLM.share_prefixes, llm)
+    text_side = SimpleNamespace(requests=llm)
+    streams = SimpleNamespace(text_side=text_side, engine=llm)
+    llm.share_prefixes = partial(request_streams.RequestStreams.share_prefixes, streams)
     return llm
 
 
@@ -116,7 +117,7 @@ def test_a_failure_is_told_and_the_next_change_is_taken(llm, monkeypatch, caplog
         follower = PrefixSync(llm, directory)
         await follower.start()
         with monkeypatch.context() as patch:
-            patch.setattr(async_llm, "SharedPrefixes", None)
+            patch.setattr(request_streams, "SharedPrefixes", None)
             directory.tell("a")
             await follower.applied()
         assert "cannot be taken" in caplog.text

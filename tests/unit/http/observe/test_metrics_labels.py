@@ -25,6 +25,8 @@ from outrider.platform.tenancy.accounts.principal import Principal
 from outrider.platform.tenancy.ledger.ledger import LedgerStatus
 from outrider.platform.tenancy.limits.queue_bound import QueueBound
 
+from .generation_helpers import Recorded
+
 OWN = engine_name("acme", "own")
 
 
@@ -94,9 +96,9 @@ def test_the_engines_numbers_have_the_same_labels():
             waiting_adapters=[engine_name("globex", "x")],
         )
     )
-    recorder = metrics.recorder(OWN, "acme")
+    recorded = Recorded(metrics, OWN, "acme")
     output = CompletionOutput(0, "x", [1], finish_reason="stop")
-    recorder.on_output(RequestOutput("r", None, [1, 2], [output], True, RequestMetrics(queue_seconds=0.03)))
+    recorded.on_output(RequestOutput("r", None, [1, 2], [output], True, RequestMetrics(queue_seconds=0.03)))
     found = samples(metrics)
     both = (("adapter", "acme/own"), ("tenant", "acme"))
     assert found["spec_decode_num_accepted_tokens_total", both] == 6
@@ -114,10 +116,10 @@ def test_a_stream_finds_its_series_once(monkeypatch):
     for series in (metrics.generation_tokens, metrics.inter_token_latency):
         labels = series.labels
         monkeypatch.setattr(series, "labels", lambda *names, labels=labels: found.append(names) or labels(*names))
-    recorder = metrics.recorder("sql", "acme")
+    recorded = Recorded(metrics, "sql", "acme")
     for index in range(5):
         output = CompletionOutput(0, "x", [index], finish_reason="stop" if index == 4 else None)
-        recorder.on_output(RequestOutput("r", None, [1, 2], [output], index == 4, RequestMetrics()))
+        recorded.on_output(RequestOutput("r", None, [1, 2], [output], index == 4, RequestMetrics()))
     assert found == [("sql", "acme")] * 2
     both = (("adapter", "sql"), ("tenant", "acme"))
     assert samples(metrics)["generation_tokens_total", both] == 5

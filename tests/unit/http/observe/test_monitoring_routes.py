@@ -11,6 +11,8 @@ from outrider.platform.http.observe import metric_families as metrics_module
 from outrider.platform.http.observe import series_labels as labels_module
 from outrider.platform.http.observe.prometheus_metrics import Metrics
 
+from .generation_helpers import Recorded
+
 
 def samples(http) -> dict:
     """(name, sorted labels) -> value; fails on an exposition that Prometheus could not read."""
@@ -210,7 +212,7 @@ def test_tenants_beyond_the_bound_share_a_label(monkeypatch):
     monkeypatch.setattr(labels_module, "MAX_TENANTS", 2)
     metrics = Metrics()
     for tenant in ("", "acme", "more", "most", "acme"):
-        metrics.recorder("sql", tenant).on_end("stop")
+        Recorded(metrics, "sql", tenant).on_end("stop")
     families = text_string_to_metric_families(metrics.render().decode())
     found = {
         s.labels["tenant"]: s.value for f in families for s in f.samples if s.name.endswith("request_success_total")
@@ -224,7 +226,7 @@ def test_adapters_beyond_the_bound_share_a_label(http, llm, monkeypatch):
     http.app.state.serving.metrics = metrics = Metrics()
     names = ("a", "b", "c", "d", "a")
     for name in (*names, ""):
-        metrics.recorder(name, "").on_end("stop")
+        Recorded(metrics, name, "").on_end("stop")
     llm.snapshot = EngineStats(
         speculation=[SpeculationEntry(name, "", SpeculationCounts(1, 1, 1, [1])) for name in ("d", "c", "", "b", "a")]
     )
@@ -240,7 +242,7 @@ def test_names_that_come_and_go_do_not_grow_the_exposition_for_ever():
 
     def size_after(count):
         for i in range(count):
-            metrics.recorder(f"adapter-{i}", "").on_end("stop")
+            Recorded(metrics, f"adapter-{i}", "").on_end("stop")
         return metrics.render().count(b"\n")
 
     assert size_after(labels_module.MAX_ADAPTERS + 1) == size_after(3 * labels_module.MAX_ADAPTERS)

@@ -18,7 +18,7 @@ from outrider.platform.core.logs import (
     trace_of,
     with_fields,
 )
-from outrider.platform.http.app import Gate, create_app
+from outrider.platform.http.app import Authentication, create_app
 from outrider.platform.http.server_config import ServerConfig
 from outrider.platform.tenancy.accounts.authenticator import StaticKeys
 from outrider.platform.tenancy.accounts.principal import Principal
@@ -242,7 +242,7 @@ async def _cut_short(scope, receive, send):
 
 def test_an_answer_that_is_cut_short_tells_the_http_server_nothing_of_the_prompt(any_log):
     """It logs what it gets, when the request's own context is gone."""
-    gate = Gate(_cut_short, StaticKeys())
+    gate = Authentication(_cut_short, StaticKeys())
     scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [], "state": {}}
     sent = []
 

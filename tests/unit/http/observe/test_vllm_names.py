@@ -9,6 +9,8 @@ from outrider.platform.core.messages import EngineStats, SpeculationCounts, Spec
 from outrider.platform.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from outrider.platform.http.observe.prometheus_metrics import Metrics
 
+from .generation_helpers import Recorded
+
 STATS = EngineStats(
     num_running=3,
     running_adapters=["json", "sql"],
@@ -24,7 +26,7 @@ def exposition(model: str | None) -> str:
     metrics = Metrics(model)
     metrics.max_loras = 4
     metrics.update(STATS)
-    recorder = metrics.recorder("sql", "acme")
+    recorder = Recorded(metrics, "sql", "acme")
     for reason in (None, "stop"):
         completion = CompletionOutput(0, "a", [5, 6], finish_reason=reason)
         recorder.on_output(RequestOutput("r", None, [1, 2], [completion], reason is not None, RequestMetrics()))

@@ -86,7 +86,7 @@ def test_before_the_first_token_of_a_stream(http, llm):
     async def run():
         waits = asyncio.Event()
 
-        async def generate(*args, **options):
+        async def run(*args, **options):
             llm.running.add("x")
             try:
                 await waits.wait()
@@ -94,7 +94,7 @@ def test_before_the_first_token_of_a_stream(http, llm):
             finally:
                 llm.running.discard("x")
 
-        llm.generate = generate
+        llm.run = run
         client = Client(http.app, "/v1/completions", {"prompt": "x", "stream": True})
         await until(lambda: llm.running)
         client.hung_up.set()

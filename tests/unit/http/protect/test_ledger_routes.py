@@ -1,11 +1,13 @@
 """Limits and the ledger around the generating routes: one row a request, safe before the last byte is sent."""
 
 import asyncio
+import logging
 import time
 
 import pytest
 
 from outrider.platform.core.errors import EngineDeadError, OverloadedError
+from outrider.platform.core.logs import REQUEST_LOGGER, fields_of
 from outrider.platform.http.openai import event_stream
 from outrider.platform.http.protect import accounting
 from outrider.platform.tenancy.accounts.principal import Limits
@@ -69,6 +71,22 @@ def test_an_abandoned_beam_search_costs_what_it_had_found(ledger_server, llm, pa
         assert (row.status, row.output_tokens, row.prompt_tokens > 0) == ("abort", 4, True)
 
     ledger_server(scenario)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_prompt_is_tokenized_and_checked_once(ledger_server, llm, monkeypatch, path):
+    encoded, checked = [], []
+    encode, prepare = llm.tokenizer.encode, llm.input_processor.prepare
+    monkeypatch.setattr(llm.tokenizer, "encode", lambda *args, **options: encoded.append(args) or encode(*args))
+    monkeypatch.setattr(
+        llm.input_processor, "prepare", lambda *args, **options: checked.append(args) or prepare(*args, **options)
+    )
+
+    async def scenario(server):
+        assert (await server.http.post(path, json=BODIES[path])).status_code == 200
+        assert (len(encoded), len(checked)) == (1, 1)
+
+    ledger_server(scenario, Limits(max_concurrent_requests=1, tokens_per_minute=1000))
 
 
 def test_a_token_that_is_thrown_away_is_not_charged(ledger_server):
@@ -171,7 +189,7 @@ def server_principal(server):
 
 
 def test_gone_before_the_first_token(ledger_server, llm):
-    async def generate(*args, **options):
+    async def run(*args, **options):
         llm.running.add("x")
         try:
             await asyncio.Event().wait()
@@ -179,7 +197,7 @@ def test_gone_before_the_first_token(ledger_server, llm):
         finally:
             llm.running.discard("x")
 
-    llm.generate = generate
+    llm.run = run
 
     async def scenario(server):
         client = Client(server, COMPLETIONS, stream=True)
@@ -314,8 +332,9 @@ def test_limits_over_http(ledger_server, llm):
     ledger_server(scenario, Limits(requests_per_minute=2, max_output_tokens=7))
 
 
-def test_the_wait_for_a_place_is_in_the_metrics(ledger_server, llm):
-    """In the time to the first token and in the queue's, as in the ledger and in the log."""
+def test_the_wait_for_a_place_is_in_the_metrics(ledger_server, llm, caplog):
+    """In the time to the first token and in the queue's, the same in the ledger and in the log."""
+    caplog.set_level(logging.INFO, REQUEST_LOGGER)
 
     async def scenario(server):
         llm.blocked = True
@@ -330,9 +349,18 @@ def test_the_wait_for_a_place_is_in_the_metrics(ledger_server, llm):
         assert answer.status_code == 200
         row = next(row for row in server.rows() if row.request_id == answer.json()["id"])
         text = server.app.state.serving.metrics.render().decode()
-        for name in ("time_to_first_token_seconds", "request_queue_time_seconds"):
-            total = sum(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"outrider:{name}_sum"))
-            assert total >= 0.3
-        assert row.first_token_at - row.received_at >= 0.3
+
+        def total(name):  # of both requests: the first one waited for nothing
+            return sum(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"outrider:{name}_sum"))
+
+        logged = {fields["id"]: fields for record in caplog.records if "id" in (fields := fields_of(record))}
+        line = logged.pop(row.request_id)
+        [before] = logged.values()
+        assert line["first_token_seconds"] >= line["queue_seconds"] >= 0.3
+        assert row.first_token_at - row.received_at == pytest.approx(line["first_token_seconds"], abs=1e-5)
+        for name, field in (
+            ("time_to_first_token_seconds", "first_token_seconds"), ("request_queue_time_seconds", "queue_seconds")
+        ):  # fmt: skip
+            assert total(name) == pytest.approx(line[field] + before[field], abs=1e-5)
 
     ledger_server(scenario, Limits(max_concurrent_requests=1))

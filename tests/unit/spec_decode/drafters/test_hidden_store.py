@@ -21,12 +21,15 @@ class Fused:
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
+        self.adapters: list[list[object]] = []
         self.store = HiddenStore(WIDTH, self._fuse, torch.device("cpu"), adapts=True)
         halves = (torch.zeros(NUM_BLOCKS, 1, BLOCK, WIDTH // 2) for _ in range(2))
-        self.store.bind(LayerKV(*halves), lambda rows: "drafts" if ("drafts" in (name for name, _ in rows)) else None)
+        self.store.bind(LayerKV(*halves), lambda rows: [name for name, count in rows for _ in range(count)])
 
     def _fuse(self, states, adapters):
         self.sizes.append(len(states[0]))
+        if adapters:
+            self.adapters.append(adapters)
         return states[0]
 
 
@@ -82,14 +85,15 @@ def test_a_flush_writes_and_few_tokens_are_put_off():
     assert sum(fused.sizes) > 400
 
 
-@pytest.mark.parametrize(("adapter", "sizes"), [("drafts", [2]), ("plain", [])])
-def test_a_step_with_an_adapter_is_put_off_if_the_adapter_has_no_draft_weights(adapter, sizes):
+def test_deferred_steps_are_fused_with_the_adapter_of_each_row():
     fused = Fused()
     adapted = Request("a", [0] * 4, 4, SamplingParams(), seed_key=1)
-    adapted.adapter = adapter
-    fused.store.defer(rows_at(0, request=adapted), vectors(1.0, 2.0), None)
-    assert fused.sizes == sizes
-    assert read(fused.store, 1) == [[1], [2]]
+    adapted.adapter = "drafts"
+    fused.store.defer(rows_at(0), vectors(1.0, 2.0), None)
+    fused.store.defer(rows_at(1, request=adapted), vectors(3.0, 4.0), None)
+    assert fused.sizes == []
+    assert read(fused.store, 2) == [[1, 3], [2, 4]]
+    assert fused.adapters == [[None, None, "drafts", "drafts"]]
 
 
 def test_a_step_with_an_unknown_beginning_is_not_put_off():

@@ -120,7 +120,7 @@ def test_pages(store, database):
     ],
 )
 def test_who(actor, shown):
-    assert actor.shown == shown
+    assert actor.description == shown
 
 
 def test_work_for_the_database_sees_the_requests_context(sqlite):

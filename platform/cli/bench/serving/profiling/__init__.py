@@ -1,1 +1,0 @@
-"""`outrider bench latency --profile`: the time of each part of a step."""

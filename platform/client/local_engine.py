@@ -1,0 +1,118 @@
+"""`LocalEngine`: an engine in this process, stepped by its caller."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from typing import Any
+
+from ..core.adapter_verbs import LocalAdapters
+from ..core.errors import ShuttingDownError
+from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
+from .engine_client import EngineState, asleep, level_on
+from .engine_factory import Engine
+
+_SHUT_DOWN = "this LLM has been shut down; make a new one"
+_ASLEEP_RESULTS: dict[str, Callable[[], Any]] = {"stats": EngineStats, "reset_prefix_cache": lambda: True}
+"""Results of the verbs that an engine answers while it sleeps."""
+
+
+class LocalEngine:
+    """See `EngineClient`."""
+
+    def __init__(
+        self,
+        make: Callable[[], Engine],
+        *,
+        on_end: Callable[[Sequence[AdapterInfo]], None],
+        on_restart: Callable[[], None],
+    ) -> None:
+        """`make` starts the engine, now and after a sleep of level 2, which calls `on_end` with the adapters of the
+        engine that ends, and `on_restart` once the next one is there."""
+        self._make, self._on_end, self._on_restart = make, on_end, on_restart
+        self._core: Engine | None = make()
+        self.info: EngineInfo = self._core.info
+        self.state = EngineState.READY
+
+    @property
+    def core(self) -> Engine:
+        """The engine itself; AsleepError while it sleeps without its weights."""
+        if self._core is None:
+            raise asleep()
+        return self._core
+
+    @property
+    def adapters(self) -> LocalAdapters:
+        """The engine's adapters; AsleepError while it sleeps."""
+        self.check_admits()
+        return self.core.adapters
+
+    def check_open(self) -> None:
+        """Raise ShuttingDownError after `close`."""
+        if self.state is EngineState.STOPPED:
+            raise ShuttingDownError(_SHUT_DOWN)
+
+    def check_admits(self) -> None:
+        """Raise the error that a new request gets, if any."""
+        if error := self.state.refusal(_SHUT_DOWN):
+            raise error
+
+    def add(self, requests: list[EngineRequest]) -> None:
+        """See EngineClient."""
+        self.check_admits()
+        for request in requests:
+            self.core.add_request(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """See EngineClient. An engine that sleeps has no sequences."""
+        if not self.state.sleep_level:
+            self.core.abort(request_ids)
+
+    def has_work(self) -> bool:
+        """True when `step` has something to do."""
+        return not self.state.sleep_level and self.core.has_work()
+
+    def step(self) -> list[TokenDelta]:
+        """Compute one step."""
+        return self.core.step()
+
+    def call(self, verb: str, /, **arguments: Any) -> Any:
+        """See EngineClient."""
+        self.check_open()
+        if self.state.sleep_level and verb in _ASLEEP_RESULTS:
+            return _ASLEEP_RESULTS[verb]()
+        self.check_admits()
+        return attrgetter(verb)(self.core)(**arguments)
+
+    def sleep(self, level: int) -> None:
+        """See EngineClient.
+
+        Raises:
+            InvalidUserInputError: there are sequences.
+        """
+        self.check_open()
+        level = level_on(self.info.device, level)
+        if level <= self.state.sleep_level:
+            return
+        self.core.release_memory()
+        if level == 2:
+            self._on_end(self.core.adapters.list())
+            self.core.shutdown()
+            self._core = None
+        self.state = EngineState.ASLEEP_1 if level == 1 else EngineState.ASLEEP_2
+        gc.collect()
+
+    def wake_up(self) -> None:
+        """See EngineClient; the errors are those of a start."""
+        self.check_open()
+        before, self._core = self._core, self._core or self._make()
+        self.info, self.state = self._core.info, EngineState.READY
+        if before is None:
+            self._on_restart()
+
+    def close(self) -> None:
+        """See EngineClient. A further call does nothing."""
+        if self.state is not EngineState.STOPPED and self._core is not None:
+            self._core.shutdown()
+        self.state = EngineState.STOPPED

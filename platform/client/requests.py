@@ -1,0 +1,111 @@
+"""The way of a request from what users give to what the engine gets: `prepare`, then `sequences`."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Unpack
+
+from ..core.constraint_check import CHECKER
+from ..core.lora_request import LoRA, LoRARequest
+from ..core.messages import EngineRequest
+from ..core.sampling_params import SamplingParams
+from .adapters.lora_argument import AnyLoRA, resolve_lora
+from .adapters.sources import AdapterSources
+from .input_processor import InputProcessor
+from .prepared import Defaults, ParsedPrompt, Prepared, RequestOptions
+from .prompts import Prompt, has_new_constraint, is_long
+from .sampling_defaults import SamplingDefaults
+from .text.adapter_templates import adapter_chat_template
+from .text.adapter_tokenizers import AdapterTokenizers
+from .text.chat_template import ChatOptions
+from .waiting import Steps, dual, wait_for
+
+
+class RequestMaker:
+    """Checks requests. Files are fetched and long prompts are checked in threads."""
+
+    def __init__(
+        self,
+        input_processor: InputProcessor,
+        known: Callable[[], Mapping[str, LoRARequest]],
+        sources: AdapterSources,
+        defaults: SamplingDefaults,
+    ) -> None:
+        """`known` returns the adapters that a name may mean."""
+        self.input_processor = input_processor
+        self._known = known
+        self._sources = sources
+        self._defaults = defaults
+        # Threads that check long requests in Python: an event loop waits its turn behind each that runs.
+        self._checkers = ThreadPoolExecutor(2, "check-request")
+        self._processors = AdapterTokenizers(input_processor.tokenizer, input_processor.with_tokenizer)
+
+    @dual
+    def prepare(
+        self,
+        prompt: Prompt | ParsedPrompt,
+        params: SamplingParams | None,
+        request_id: str,
+        *,
+        lora_request: AnyLoRA | None,
+        arrival_time: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Steps[Prepared]:
+        """Check a request; errors as of `InputProcessor.prepare`, `AdapterSources.localize` and `processor_of`."""
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        lora = resolve_lora(lora_request, self._known)
+        local = yield from self._sources.localize(lora)
+        chosen = params if params is not None else Defaults((yield from self._defaults.of(local)))
+        processor = yield from self.processor_of(local)
+        check = functools.partial(
+            processor.prepare, request_id, prompt, chosen, lora=lora, arrival_time=arrival_time, **options
+        )
+        if has_new_constraint(params):
+            return (yield from wait_for(CHECKER.thread.submit(check)))
+        if is_long(prompt, params):
+            return (yield from wait_for(self._checkers.submit(check)))
+        return check()
+
+    @dual
+    def sequences(self, prepared: Prepared, engine_id: str) -> Steps[list[EngineRequest]]:
+        """Sequences of a request that is to run now. The files of its adapter are fetched again if they have been
+        removed while it waited."""
+        return prepared.sequences(engine_id, (yield from self._sources.localize(prepared.lora)))
+
+    @dual
+    def processor_of(self, lora_request: AnyLoRA | None) -> Steps[InputProcessor]:
+        """The processor of an adapter's texts: its folder may hold a tokenizer. A weighted sum has the model's.
+
+        Raises:
+            AdapterError: the adapter's tokenizer cannot be read.
+        """
+        lora = yield from self._localized(lora_request)
+        if not isinstance(lora, LoRARequest):
+            return self.input_processor
+        read = functools.partial(self._processors.read, lora.folder)
+        own = yield from self._sources.study("tokenizer", lora.path, read)
+        return self.input_processor if own is None else own
+
+    @dual
+    def chat_prompt(
+        self, messages: list[dict[str, Any]], lora_request: AnyLoRA | None, options: ChatOptions
+    ) -> Steps[Prompt]:
+        """A conversation as a prompt, under the template of `options`, of the adapter or of the model, in this order.
+
+        Raises:
+            InvalidRequestError: the template refuses the messages. AdapterError: the adapter's cannot be read.
+        """
+        lora = yield from self._localized(lora_request)
+        processor = yield from self.processor_of(lora)
+
+        def render() -> Prompt:
+            template = options.get("chat_template") or adapter_chat_template(lora)
+            return processor.chat_prompt(messages, {**options, "chat_template": template})
+
+        return (yield from wait_for(self._checkers.submit(render)))
+
+    def _localized(self, lora: AnyLoRA | None) -> Steps[LoRA | None]:
+        return (yield from self._sources.localize(resolve_lora(lora, self._known)))

@@ -1,0 +1,93 @@
+"""Prompts that are generated from, as the log, the metrics, the traces and the ledger see them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...client.prepared import Prepared
+from ...core.adapter_names import label_text
+from ...core.outputs import RequestMetrics, RequestOutput
+
+
+@dataclass(slots=True)
+class Generation:
+    """One running prompt. `update` is called once for each output; all else only reads. Times are those of the
+    monotonic clock, and latencies begin at `Prepared.arrival_time`."""
+
+    prepared: Prepared
+    metrics: RequestMetrics | None = None
+    """The engine's counts; None before the first output."""
+    first_at: float | None = None
+    """Time of the first output."""
+    last_at: float | None = None
+    """Time of the latest output."""
+    ended_at: float | None = None
+    """Time of the last output; None if there was none."""
+    num_tokens: dict[int, int] = field(default_factory=dict)
+    """Output tokens so far of each sequence, by its index."""
+    finish_reasons: dict[int, str] = field(default_factory=dict)
+    """Finish reasons of the sequences that have ended."""
+    failure: str = ""
+    """ "abort" or "error" for a prompt that ended without the engine's word."""
+    pieces: list[str] | None = None
+    """Text of the answer, with --log-prompts."""
+
+    def update(self, output: RequestOutput) -> None:
+        """Count an output that holds only what is new."""
+        self.last_at = time.monotonic()
+        if self.metrics is None:
+            self.metrics, self.first_at = output.metrics or RequestMetrics(), self.last_at
+        for completion in output.outputs:
+            index = completion.index
+            self.num_tokens[index] = self.num_tokens.get(index, 0) + len(completion.token_ids)
+            if completion.finish_reason is not None:
+                self.finish_reasons[index] = completion.finish_reason
+            if self.pieces is not None:
+                self.pieces.append(completion.text)
+        if output.finished:
+            self.ended_at = self.last_at
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """Token ids of the prompt."""
+        return self.prepared.prompt.token_ids
+
+    @property
+    def adapter(self) -> str:
+        """Adapter's label; "" for the base model."""
+        return "" if self.prepared.lora is None else label_text(self.prepared.lora.label)
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """Seconds from the acceptance of the request, waits for places included, to the first output."""
+        return None if self.first_at is None else self.first_at - self.prepared.arrival_time
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Sums over the prompts of a request that have begun to be answered."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
+
+
+def counts_of(generations: Sequence[Generation]) -> Counts:
+    """Counts of a request so far. The engine counts drafts when a prompt ends, or when it is asked."""
+    begun = [(g, g.metrics) for g in generations if g.metrics is not None]
+    return Counts(
+        sum(len(generation.prompt_token_ids) for generation, _ in begun),
+        sum(metrics.num_cached_tokens for _, metrics in begun),
+        sum(sum(generation.num_tokens.values()) for generation, _ in begun),
+        sum(metrics.num_draft_tokens for _, metrics in begun),
+        sum(metrics.num_accepted_tokens for _, metrics in begun),
+    )
+
+
+def first_output(generations: Sequence[Generation]) -> float | None:
+    """Time of a request's first output, on the monotonic clock; None before it."""
+    return min((g.first_at for g in generations if g.first_at is not None), default=None)
