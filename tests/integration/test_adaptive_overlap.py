@@ -168,7 +168,7 @@ def test_spells_without_drafts_overlap_as_without_speculation(
     jobs = jobs_of(models, prompts, KINDS)
     want = plain_tokens(jobs)
     assert tokens(run(engine, jobs)) == want
-    assert all(plan.is_followed for plan, _ in plans)
+    assert all(plan.can_overlap_next for plan, _ in plans)
     assert [overlaps for _, overlaps in plans].count(False) == 1, "the first"
     assert any(not row.samples or row.num_tokens > 1 for plan, beside in plans for row in plan.rows)
     script.drafters, script.counts = [None, 0], [4]
@@ -225,6 +225,6 @@ def test_choices_of_the_policy(models, make_engine, plain_tokens, run, prompts, 
     for _ in range(3):
         plans.clear()
         assert tokens(run(engine, jobs)) == plain_tokens(jobs)
-        pairs = [(before.is_followed, overlaps) for (before, _), (_, overlaps) in itertools.pairwise(plans)]
+        pairs = [(before.can_overlap_next, overlaps) for (before, _), (_, overlaps) in itertools.pairwise(plans)]
         assert (False, True) not in pairs
         assert pairs.count((True, False)) <= len(jobs), "where all rows are about to end"

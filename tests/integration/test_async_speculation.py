@@ -147,7 +147,7 @@ def test_any_number_of_drafts_and_any_length(models, make_engine, plain_tokens, 
 def test_unseeded_requests_draw_what_they_draw_one_step_after_the_other(
     models, make_engine, run, prompts, method, on_device, monkeypatch
 ):
-    """But for their ends, where a sequence gets fewer drafts while nobody knows how long it is. So the drafts,
+    """Except at their ends, where a sequence gets fewer drafts while the host does not know its length. So the drafts,
     what they were drawn from, and the noise of every position are the same, and with them the distribution."""
     if on_device:
         monkeypatch.setattr(drawing, "stays_on_device", lambda logits: True)
@@ -162,7 +162,7 @@ def test_unseeded_requests_draw_what_they_draw_one_step_after_the_other(
 
 
 @pytest.mark.parametrize("method", CLASSES)
-def test_requests_that_are_aborted_disturb_no_one(models, make_engine, plain_tokens, run, prompts, method):
+def test_aborted_requests_do_not_affect_others(models, make_engine, plain_tokens, run, prompts, method):
     engine = make(make_engine, models, method, block_size=4, num_gpu_blocks_override=72)
     jobs = jobs_of(models, prompts, KINDS, True)
     want = plain_tokens(jobs)
@@ -192,7 +192,7 @@ def test_a_step_is_launched_before_the_host_knows_what_the_one_before_accepted(
     event = threading.Event()
 
     def noted(plan, before=None):
-        if plan.is_followed and before is None and not held:
+        if plan.can_overlap_next and before is None and not held:
             held.append(True)
             engine._runner._queue.submit(lambda: seen.append(event.wait(timeout=60)))
         elif before is not None and any(row.num_drafts for row in plan.rows):
@@ -214,13 +214,13 @@ def test_an_error_in_a_step_in_flight_leaves_a_usable_engine(
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_who_decides_on_the_host_waits_for_it(models, make_engine, run, prompts, greedy, adaptive, monkeypatch):
+def test_rows_decided_on_the_host_wait_for_it(models, make_engine, run, prompts, greedy, adaptive, monkeypatch):
     rates = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.8, 0.5, 0.2]}
     config = models.speculative("draft_model", 3) | {"adaptive": adaptive} | rates
     engine = make_engine(speculative_config=config, async_scheduling=True)
     plans = watch(engine, monkeypatch)
     run(engine, [(prompt, greedy) for prompt in prompts])
-    assert not any(plan.is_followed or row.awaits_token for plan in plans for row in plan.rows)
+    assert not any(plan.can_overlap_next or row.awaits_token for plan in plans for row in plan.rows)
 
 
 def note_drafts(engine):

@@ -56,7 +56,7 @@ def test_any_order_over_two_ranks(models, make_engine, prompts, plain_tokens, mo
         @rule(name=NAMES, content=CONTENTS, pinned=st.booleans())
         def load(self, name, content, pinned):
             request = LoRARequest(name, path=models.adapters[content])
-            with contextlib.suppress(InvalidUserInputError):  # no room beside the pinned ones
+            with contextlib.suppress(InvalidUserInputError):  # no room in addition to the pinned ones
                 engine.adapters.load(request, load_inplace=True, pinned=pinned)
                 self.contents[name] = content
 

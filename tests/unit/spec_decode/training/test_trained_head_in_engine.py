@@ -1,4 +1,5 @@
-"""A head that was trained here drafts in the engine: more is accepted than of an untrained one, and the text stays."""
+"""A head that was trained here drafts in the engine: more is accepted than from an untrained one, and the text stays
+the same."""
 
 import pytest
 
