@@ -37,7 +37,7 @@ class DeviceIds(Sequence[int]):
     __slots__ = ("places", "source")
 
     def __init__(self, source: OnDevice, places: Sequence[int]) -> None:
-        """Choose the ids at `places` of `source`."""
+        """Choose the ids at indices `places` of `source`."""
         self.source = source
         self.places = places
 
@@ -57,10 +57,10 @@ class DeviceIds(Sequence[int]):
 
 
 class DeviceTokens(NamedTuple):
-    """Token ids on the device, and their places in a list whose other ids the host knows."""
+    """Token ids on the device, and their indices in a list whose other ids the host knows."""
 
     places: Sequence[int]
-    """[L] places in the list."""
+    """[L] indices in the list."""
     source: Tensor
     """[S] int64 on the device; the device writes it before `fill` reads it."""
     origins: Sequence[int]
@@ -81,13 +81,13 @@ class DeviceOutcome(NamedTuple):
     accepted. The next step is planned as if all drafts were accepted."""
 
     tokens: Tensor
-    """[R] int64: for each row its accepted drafts and the next token; what follows them has no meaning."""
+    """[R] int64: for each row its accepted drafts and the next token; later values are undefined."""
     next_tokens: Tensor
     """[S] int64: the token after the accepted drafts."""
     accepted: Tensor
     """[S] int64: a, the number of accepted drafts."""
     rejected: Tensor | None
-    """[S + 1] int64: k - a, and a zero that rows use which follow none of these; None when there were no drafts."""
+    """[S + 1] int64: k - a, and a zero for rows that follow none of these; None when there were no drafts."""
     overshoot: Tensor | None = None
     """[S] int64: number of positions by which the step's own rows start before their planned start; None: 0."""
     counts: Sequence[int] = ()
@@ -126,7 +126,7 @@ class DeviceOutcome(NamedTuple):
 
     @property
     def total(self) -> Tensor | None:
-        """[S] int64: positions by which the ends of the sequences were planned too far; None: 0."""
+        """[S] int64: positions by which the planned ends of the sequences are too large; None: 0."""
         if self.unused is None or self.overshoot is None:
             return self.unused if self.overshoot is None else self.overshoot
         return self.unused + self.overshoot
@@ -168,7 +168,7 @@ def host_ids(ids: Sequence[int]) -> Sequence[int]:
 
 
 def device_tokens(parts: Iterable[tuple[int, Sequence[int]]]) -> list[DeviceTokens]:
-    """Tokens of `parts` that are only on the device, grouped by source. A part is (place of its first token, ids)."""
+    """Tokens of `parts` that are only on the device, grouped by source. A part is (index of its first token, ids)."""
     by_source: dict[OnDevice, tuple[list[int], list[int]]] = {}
     for first, ids in parts:
         if isinstance(ids, DeviceIds):

@@ -39,7 +39,7 @@ class GraphBackend(Protocol):
 
 
 class CudaGraphs:
-    """CUDA graphs that share one pool of memory; they run one after the other in one stream."""
+    """CUDA graphs that share one pool of memory; they run serially in one stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -55,7 +55,7 @@ class CudaGraphs:
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         collects = gc.isenabled()
-        gc.disable()  # what it frees may call the driver in the middle of a capture
+        gc.disable()  # freeing memory may call the driver in the middle of a capture
         try:
             with torch.cuda.stream(self._stream):
                 # Calls of other threads to the driver, which load adapters meanwhile, do not fail the capture.

@@ -1,4 +1,4 @@
-"""Memory that the system provides when it is used first, so that no start waits for it, and memory of weights."""
+"""Lazily allocated memory, which delays no start, and memory of weights."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 _CHUNK = 64 << 20
-"""Bytes that the system is asked for at once for weights."""
+"""Bytes allocated at once for weights."""
 _HUGE_PAGE = 2 << 20
 _CACHE_LINE = 64
 
 
 def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """Tensor of zeros. On a CPU the system provides its pages at the first write, huge pages where it has any: unused
-    parts take no memory, and nothing waits until gigabytes are cleared."""
+    """Tensor of zeros. On a CPU the system provides its pages at the first write, huge pages if available: unused parts
+    take no memory, and no start waits for clearing gigabytes."""
     device, shape = torch.device(device), tuple(shape)
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size == 0:
@@ -33,18 +33,18 @@ def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | 
 
 
 def release_pages(tensor: Tensor) -> None:
-    """Give the pages of a tensor of `lazy_zeros` back to the system: it holds zeros then. Does nothing on a GPU."""
+    """Return the pages of a tensor of `lazy_zeros` to the system: it holds zeros then. Does nothing on a GPU."""
     if tensor.device.type == "cpu" and tensor.nbytes and hasattr(mmap, "MADV_DONTNEED"):
         libc = ctypes.CDLL(None)
         libc.madvise(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), mmap.MADV_DONTNEED)
 
 
 class WeightMemory:
-    """Memory of packed weights, those of a model side by side on huge pages.
+    """Memory of packed weights, contiguous on huge pages for each model.
 
-    A weight of its own mapping has small pages where it is less than a huge page, and at both ends: of 2 MiB it is read
+    A separately mapped weight has small pages if it is less than a huge page, and at both ends: of 2 MiB it is read
     at 13 GB/s instead of 18, of 0.7 MiB at 5 instead of 9 (AMD EPYC, two threads). A chunk lives as long as any weight
-    in it, so weights that come and go, as adapters' do, have memory of their own. Thread-safe.
+    in it, so short-lived weights, as adapters', have memory of their own. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class WeightMemory:
 
     @contextlib.contextmanager
     def of_model(self) -> Iterator[None]:
-        """Put the weights that are packed meanwhile side by side, but not beside those packed before."""
+        """Put the weights that are packed meanwhile into new contiguous memory."""
         with self._lock:
             self._num_loads += 1
             before, self._chunk = (self._chunk, self._next), None

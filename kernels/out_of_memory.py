@@ -11,7 +11,7 @@ _TEXTS = ("can't allocate memory", "out of memory", "Cannot allocate memory")
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether an error says that there is no memory, on the host or on a device."""
+    """True for an out-of-memory error of the host or a device."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, MemoryError | torch.OutOfMemoryError):

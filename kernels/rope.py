@@ -1,6 +1,7 @@
-"""Rotary position embedding (Su et al. 2021) with the half-split pairs of HF Llama, or with neighbours as pairs (GLM).
+"""Rotary position embedding (Su et al. 2021) with the half-split pairs of HF Llama, or with adjacent elements as pairs
+(GLM).
 
-On a GPU, and in C++, the kernels of attention rotate on the way.
+On a GPU, and in C++, the attention kernels rotate.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ class Rotation(NamedTuple):
     cos: Tensor
     sin: Tensor
     rows: Tensor | None = None
-    """[T] int64, contiguous: each token's place in the tables `cos` and `sin` [P, 1, R], below P; for kernels that look
-    the angles up and do not check the places. None: `cos` and `sin` are the tokens' own."""
+    """[T] int64, contiguous: each token's index in the tables `cos` and `sin` [P, 1, R], below P; for kernels that look
+    the angles up and do not check the indices. None: `cos` and `sin` are the tokens' own."""
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -51,7 +52,7 @@ def apply_rope_invariant(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rope_of_part(
     rope: Callable[[Tensor, Tensor, Tensor], Tensor], rotary_dim: int, *, interleaved: bool
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """`rope` for the first `rotary_dim` elements of each head, whose neighbours are the pairs if `interleaved`."""
+    """`rope` for the first `rotary_dim` elements of each head, with adjacent elements as pairs if `interleaved`."""
 
     def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         part, rest = x[..., :rotary_dim], x[..., rotary_dim:]

@@ -1,4 +1,5 @@
-"""Work alongside other work of a captured graph: a second stream, forked from the first one and joined to it again.
+"""Work concurrent with other work of a captured graph: a second stream, forked from the first one and joined to it
+again.
 
 Outside of a capture there is no second stream: events between single launches cost the host more than they save.
 """
@@ -18,11 +19,11 @@ class SideStream:
     """Second stream of a CUDA device. The work of the two must not depend on each other until they are joined."""
 
     def __init__(self, device: torch.device) -> None:
-        # Short launches go first: beside a large product, whose blocks fill the multiprocessors, they would come last.
+        # Short launches go first: a large product, whose blocks fill the multiprocessors, would delay them to its end.
         self._stream = torch.cuda.Stream(device, priority=-1)
 
     def run(self, work: Callable[[], None]) -> Join:
-        """Launch `work` after all that the current stream has been given, and alongside what it will be given until the
+        """Launch `work` after all launches of the current stream so far, and concurrently with its launches until the
         join. The work allocates no memory: its tensors are those of the current stream."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)

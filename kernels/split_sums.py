@@ -10,7 +10,7 @@ import triton.language as tl
 @triton.jit
 def is_last(arrival, num_programs):
     """True in the last of the programs that arrive, which sees what the others stored and sets the count to zero."""
-    tl.debug_barrier()  # every thread has stored when one of them says that this program has
+    tl.debug_barrier()  # every thread has stored before one of them counts this program
     last = tl.atomic_add(arrival, 1, sem="acq_rel") == num_programs - 1
     if last:
         tl.store(arrival, 0)
@@ -23,7 +23,7 @@ def sum_of_parts(first, each, inside, PARTS: tl.constexpr):
     total = tl.zeros(inside.shape, tl.float32)
     # As many loads at a time as leave the product its registers.
     for part in tl.range(PARTS, loop_unroll_factor=max(1, 128 // inside.shape[1])):
-        # Other multiprocessors wrote them: the own cache is passed over.
+        # Other multiprocessors wrote them: this one's cache is bypassed.
         total += tl.load(first + part * each, mask=inside, other=0.0, cache_modifier=".cg")
     return total
 

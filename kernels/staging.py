@@ -14,8 +14,8 @@ from torch import Tensor
 def upload(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
     """Copy host arrays [n_i] of int64 or float64 to `device` in one copy; return a tensor for each.
 
-    Each tensor begins at a multiple of 16 bytes: Triton compiles a kernel anew for pointers that are aligned
-    differently. The pinned memory is the caching allocator's, which keeps it until the copy is over.
+    Each tensor begins at a multiple of 16 bytes: Triton recompiles a kernel for pointers with another alignment. The
+    pinned memory is the caching allocator's, which keeps it until the copy is over.
     """
     sizes = [(array.size + 1) // 2 * 2 for array in arrays]
     starts = list(accumulate(sizes, initial=0))
@@ -31,7 +31,7 @@ def upload(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
 
 
 def staged(array: np.ndarray, device: torch.device) -> Tensor:
-    """Host tensor of an array of any dtype, in memory from which `device` can copy while the host goes on."""
+    """Host tensor of an array of any dtype, in memory from which `device` can copy asynchronously."""
     host = torch.from_numpy(array)
     return host.pin_memory() if device.type == "cuda" else host
 

@@ -22,5 +22,5 @@ A request is bound to a `registry.versions.AdapterVersion`: a name, a digest and
 
 The engine uses `manager.AdapterManager` for requests and steps, and its `catalog` for load, unload, pin and list. The
 engine's thread owns all state; loader threads read and write, and return results to it. A request keeps the version
-that it began with, also when the adapter is loaded again. A broken adapter fails only its own requests.
+that it began with, even if the adapter is reloaded. A broken adapter fails only its own requests.
 """

@@ -10,7 +10,7 @@ import numpy as np
 from ..platform.core.adapter_files import AdapterFolder
 from ..platform.core.errors import AdapterError
 from .device.layout import LM_HEAD, SCORE, PackedModules, latents_of
-from .files.peft_config import adapter_error, shown
+from .files.peft_config import adapter_error, quote_path
 
 DRAFT_LOADED = "loaded"
 """`Adapter.draft` when there are draft weights."""
@@ -21,11 +21,11 @@ class AdapterSource(NamedTuple):
 
     path: str
     draft_path: str | None = None
-    """Folder of the draft weights when it was named; None: the folder "draft" of `path`, if it exists and fits."""
+    """Folder of the draft weights, if it was named; None: the folder "draft" of `path`, if it exists and fits."""
     digest: str | None = None
-    """Digest of the files as another server registered them (`files_digest`); None: no server did."""
+    """Digest of the files as registered by another server (`files_digest`); None: not registered."""
     roots: tuple[str, ...] = ()
-    """Real paths of the folders out of which no file may lie; see `AdapterFolder`."""
+    """Real paths of the folders that must contain all files; see `AdapterFolder`."""
 
     @property
     def folder(self) -> AdapterFolder:
@@ -33,8 +33,7 @@ class AdapterSource(NamedTuple):
         return AdapterFolder(self.path, tuple(self.roots))
 
     def matches(self, asked: AdapterSource) -> bool:
-        """Return whether a request for `asked` means this source. A request without a draft path means the registered
-        one."""
+        """True if a request for `asked` means this source. A request without a draft path means the registered one."""
         return self.path == asked.path and asked.draft_path in (None, self.draft_path)
 
 
@@ -65,7 +64,7 @@ class Adapter:
 
     @property
     def bytes_beside_rows(self) -> int:
-        """Bytes of device memory beside its rank rows; see `PackedModules.bytes_beside_rows`."""
+        """Bytes of device memory in addition to its rank rows; see `PackedModules.bytes_beside_rows`."""
         return self.target.bytes_beside_rows + self.drafter.bytes_beside_rows
 
     @property
@@ -92,8 +91,9 @@ class Adapter:
 
 
 def changed_error(name: str, reason: str = "") -> AdapterError:
-    """The error for an adapter whose files are not those that were registered."""
+    """The error for an adapter whose files have changed since they were registered."""
     why = f" ({reason})" if reason else ""
     return adapter_error(
-        f"the files of adapter {shown(name)} have changed since it was loaded{why}; load it again with load_inplace"
+        f"the files of adapter {quote_path(name)} have changed since it was loaded{why}; load it "
+        "again with load_inplace"
     )

@@ -1,10 +1,11 @@
-"""The adapters of an engine: its parts put together, admission of requests, and the adapters of each step.
+"""The adapters of an engine: its parts, admission of requests, and the adapters of each step.
 
     disk --read--> host tier (packed adapters, LRU) --write--> device rows (RowPool, LRU)
 
 Loader threads read and write; the engine's thread does everything else. A request is bound to a version when it is
-added (`resolve`), waits alone while that version is not on the device (`admit`), and holds its rows from admission to
-`release`. It stays bound to the version, whose content stays in host memory, until it is gone for good (`forget`).
+added (`resolve`), waits, without delaying others, while that version is not on the device (`admit`), and holds its rows
+from admission to `release`. It stays bound to the version, whose content stays in host memory, until it ends
+(`forget`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MAX_LORAS = "max_loras"
 
 
 class AdapterManager:
-    """See the module's docstring. Errors are typed and concern one adapter; they change nothing for the others."""
+    """See the module's docstring. Errors are typed and affect one adapter only."""
 
     def __init__(
         self,
@@ -97,8 +98,8 @@ class AdapterManager:
     # --- admission of requests ---
 
     def resolve(self, request: Request) -> None:
-        """Bind a new request to the version that its adapter's name has now; see `Catalog.version_of`. The files are
-        read in the background; `admit` raises the errors of that.
+        """Bind a new request to the current version of its adapter's name; see `Catalog.version_of`. The files are read
+        in the background; `admit` raises their errors.
 
         Raises:
             AdapterError: a path is not a folder.
@@ -108,15 +109,15 @@ class AdapterManager:
         self._poll()
         version = self.catalog.version_of(request.lora)
         self._registry.bind(request, version, self._clock())
-        # Requests that were refused room come first; `admit`, called in the policy's order, sees to that.
+        # `admit`, called in the policy's order, serves requests that were refused room first.
         if version.digest not in self._residency.host and not self._aging.any_blocked:
             self._start_read(version, LEAST_URGENT)
 
     def admit(self, request: Request) -> str | None:
-        """Let a request run: its rows are on the device and stay until `release` or `forget`.
+        """Admit a request: its rows are on the device and stay until `release` or `forget`.
 
         Returns:
-            None when admitted (again, too, without effect), else why it must wait: LOADING, ROWS or MAX_LORAS.
+            None when admitted (repeated calls have no effect), else why it must wait: LOADING, ROWS or MAX_LORAS.
 
         Raises:
             AdapterError: the adapter cannot be loaded; the request is forgotten.
@@ -126,7 +127,7 @@ class AdapterManager:
             return None
         self._poll()
         if self._refusals and self._clock() >= self._refused_until:
-            self._changed()  # requests of different accounts change places without anything else
+            self._changed()  # the order of requests of different accounts changes with time
         refusal = self._refusals.get(version)
         if refusal is not None and request.order >= refusal.order:
             return refusal.reason
@@ -162,7 +163,7 @@ class AdapterManager:
         """Start the version's next transfer; None when it may run, else the reason why the request must wait.
 
         Raises:
-            AdapterError: there will never be room for it, or it could not be written.
+            AdapterError: it can never fit, or it could not be written.
         """
         first = version.first_waiting()
         reason = self._transfer(request, version, first.order if first is not None else request.order)
@@ -187,18 +188,18 @@ class AdapterManager:
             if not residency.place(adapter, order):
                 residency.check_room_beside_pins(version.name, adapter)
                 return ROWS
-            self._poll()  # a small adapter is written already; no later request may find it before this one
+            self._poll()  # a small adapter is written already; this request must use it before any later one
             if version.error is not None:
                 raise error_from_info(version.error)
             if digest not in pool:
-                return ROWS  # another transfer that had ended was more urgent
+                return ROWS  # another finished transfer was more urgent
         if not pool.is_ready(digest):
             return LOADING
         return None if pool.can_run(digest) else MAX_LORAS
 
     def release(self, request: Request) -> None:
-        """Give back the rows of a request that was preempted, or found no room elsewhere. It stays bound to its version
-        and waits as if it had never run. Without effect on one that was not admitted."""
+        """Release the rows of a request that was preempted, or found no other room. It stays bound to its version and
+        waits as if it had never run. No effect on one that was not admitted."""
         version: AdapterVersion | None = request.adapter
         if version is None or request not in version.running:
             return
@@ -208,7 +209,7 @@ class AdapterManager:
         self._changed()
 
     def forget(self, request: Request) -> None:
-        """Unbind a request that is gone for good: it finished, failed or was aborted, whether admitted or not."""
+        """Unbind a request that finished, failed or was aborted, admitted or not."""
         self.release(request)
         version: AdapterVersion | None = request.adapter
         if version is not None and request in version.waiting:
@@ -226,7 +227,7 @@ class AdapterManager:
         return version.digest
 
     def vocab_size(self, request: Request) -> int:
-        """Return the number of tokens of an admitted request's adapter; 0 where it is the base model's."""
+        """Return the number of tokens of an admitted request's adapter; 0 if it is the base model's."""
         version: AdapterVersion | None = request.adapter
         return 0 if version is None else version.vocab_size
 
@@ -240,7 +241,7 @@ class AdapterManager:
         return self._steps.prepare(rows, always=always)
 
     def start_reader(self) -> None:
-        """Start the reader process, if there is to be one, before it is needed: its start disturbs steps."""
+        """Start the reader process, if enabled, before it is needed: its start slows steps down."""
         if self._transfers.reader is not None:
             self._transfers.reader.start()
 
@@ -256,13 +257,13 @@ class AdapterManager:
             self._finish(done)
 
     def _start_read(self, version: AdapterVersion, order: Order) -> None:
-        """Read the version in the background, for a request of this order, when there is room for it."""
+        """Read the version in the background, for a request of this order, if there is room for it."""
         size = version.num_bytes or None
         if not version.loading and self._residency.make_room(order, self._transfers.num_reads, size):
             self._transfers.read(version, self._residency.host)
 
     def _finish(self, done: ReadDone | WriteDone) -> None:
-        """Update the books after a transfer. Its error, if any, concerns the adapter's requests alone."""
+        """Record a finished transfer. Its error, if any, fails only the adapter's requests."""
         if isinstance(done, ReadDone):
             self.catalog.finish_read(done)
         else:
@@ -275,7 +276,7 @@ class AdapterManager:
         self._changed()
 
     def _changed(self) -> None:
-        """Try again what was refused, and drop contents that no version needs any more."""
+        """Retry refused requests, and drop contents that no version needs any more."""
         self._refusals.clear()
         self._residency.changed()
         self._aging.changed()

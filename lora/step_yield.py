@@ -8,25 +8,25 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from ..platform.core.threads import give_way as release_gil
+from ..platform.core.threads import yield_lock as release_gil
 
 _GIL_SECONDS = 0.5e-3
 """Longest time for which a loader thread keeps Python's lock (the GIL) from the thread that steps."""
 _WORK_SECONDS = 0.5e-3
-"""Processor time of the reader process between two looks at the machine's load."""
+"""Processor time of the reader process between two checks of the machine's load."""
 _PAUSE_RATIO = 3.0
-"""Length of a pause of the reader process, in multiples of the time that it worked, where processors are scarce."""
+"""Length of a pause of the reader process, in multiples of its working time, if processors are scarce."""
 _MAX_WAIT_SECONDS = 0.05
 """Longest time for which the reader process waits while one long step follows another."""
 _POLL_SECONDS = 1e-3
-"""Time between two looks at the flag of long steps."""
+"""Time between two checks of the flag of long steps."""
 _PROMPT_TOKENS = 8
 """Tokens from which a row counts as part of a prompt."""
 
 
 class LongStepFlag:
-    """A byte of shared memory, set by the engine's process while a long step runs: one with prompts beside sequences
-    that decode. These sequences wait longer than usual for their next token, so the reader process pauses."""
+    """A byte of shared memory, set by the engine's process while a long step runs: one with both prompts and decodes.
+    The decoding sequences wait longer than usual for their next token, so the reader process pauses."""
 
     def __init__(self, descriptor: int) -> None:
         """Map the file of `create`; the descriptor may be closed then."""
@@ -41,19 +41,19 @@ class LongStepFlag:
         return descriptor
 
     def update(self, counts: Iterable[int]) -> None:
-        """Set or clear the flag for a step that begins, by the number of tokens of each row."""
+        """Set or clear the flag for a step that starts, by the number of tokens of each row."""
         long = [count >= _PROMPT_TOKENS for count in counts]
         if (any(long) and not all(long)) != self._is_set:
             self._is_set = not self._is_set
             self._memory[0] = self._is_set
 
     def is_set(self) -> bool:
-        """Return the state that the engine's process wrote last."""
+        """Return the state last written by the engine's process."""
         return bool(self._memory[0])
 
 
 class GilYielder(threading.local):
-    """Releases the GIL now and then, for threads beside the one that steps. Each thread has its own time."""
+    """Releases the GIL now and then, in threads other than the one that steps. Each thread has its own time."""
 
     def __init__(self) -> None:
         self._since = 0.0
@@ -66,11 +66,11 @@ class GilYielder(threading.local):
 
 
 class CpuYielder:
-    """Pauses a process beside the engine's while more threads want to run than there are processors.
+    """Pauses a process other than the engine's while more threads want to run than there are processors.
 
-    The threads of an operation wait for each other, so a processor that one of them lacks delays all of them. The
-    operating system would take a processor away for a clock tick at a time (4 ms, the step of a small model), whatever
-    the priorities. Many short pauses cost each step only a little.
+    The threads of an operation wait for each other, so one without a processor delays all of them. The operating system
+    would preempt a thread for a clock tick at a time (4 ms, the step of a small model), whatever the priorities. Many
+    short pauses cost each step only a little.
     """
 
     def __init__(self, flag: LongStepFlag | None = None) -> None:
@@ -115,5 +115,5 @@ def set_yielder(yielder: Callable[[], None]) -> None:
 
 
 def yield_to_steps() -> None:
-    """Let steps run, if it is time. Called between two pieces of work of at most some 100 µs."""
+    """Yield to steps, if it is time. Called between two pieces of work of at most some 100 µs."""
     _yielder()

@@ -45,9 +45,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in lines]
 
 
-def source(*names: str, keep: Callable[[Row], bool] = lambda run: True) -> list[str]:
-    """Sentences that say on what machine, when and with which code the results were measured: the runs to `keep`.
-    Those named after AMX are not in the tables."""
+def source(*names: str, keep: Callable[[Row], bool] = lambda run: True, dated: bool = True) -> list[str]:
+    """Machines, results and, if `dated`, dates and commits of the runs to `keep`. Runs named after AMX are not in the
+    tables."""
     machines: dict[str, None] = {}
     files = []
     for name in names:
@@ -58,7 +58,7 @@ def source(*names: str, keep: Callable[[Row], bool] = lambda run: True) -> list[
             processor = f"{machine['cpu']} ({features}), {machine['threads']} of {machine['cores']} cores"
             machines[machine.get("gpu") or processor] = None
             times[f"{machine['date']} at {machine['commit']}"] = None
-        files.append(f"[{name}]({{results}}/{name}.json) ({', '.join(times)})")
+        files.append(f"[{name}]({{results}}/{name}.json)" + (f" ({', '.join(times)})" if dated else ""))
     return textwrap.wrap(f"{'; '.join(machines)}. {', '.join(files)}.", LINE, break_on_hyphens=False)
 
 
@@ -336,7 +336,7 @@ def summary() -> list[str]:
             assert row is not None
             label = f"494M, EAGLE-3, adapter `{task}` {kind}, over no speculation"
             rows.append([label, number(row["speedup"]), "", ""])
-    lines = source("peers", "lora", "speculation-adapters", keep=lambda run: "int" not in run["run"])
+    lines = source("peers", "lora", "speculation-adapters", keep=lambda run: "int" not in run["run"], dated=False)
     return [*table(["output tokens/s", "1 request", "8", "32"], rows), "", *lines]
 
 

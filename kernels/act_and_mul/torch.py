@@ -37,7 +37,7 @@ def act_and_mul_invariant(x: Tensor, activation: str = "silu") -> Tensor:
     """`act_and_mul` in which a row's result does not depend, bit for bit, on other rows.
 
     The exponential of a vector's lane and that of a leftover element differ in the last bit. In a slice of a wider
-    tensor, in one thread, every row has its leftovers at the same places. A row that is too large for one thread is
+    tensor, in one thread, every row has its leftovers at the same indices. A row that is too large for one thread is
     computed alone, divided in the same way each time.
     """
     half = x.shape[-1] // 2

@@ -1,4 +1,5 @@
-"""Conversion of stored matrices to the dtype in which they are used, and their placement side by side in rows."""
+"""Conversion of stored matrices to the dtype in which they are used, and their placement in adjacent columns of
+rows."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ __all__ = ["Conversion", "Matrix", "StoredGroups", "StoredMatrix", "convert", "p
 def convert(out: Tensor, matrices: Sequence[Matrix]) -> bool:
     """out = (scale_0 M_0 | scale_1 M_1ᵀ | ...) one after another, in the dtype of `out`.
 
-    Products are in float32, or float64 where the matrix is. The result has the same bits with each implementation.
+    Products are in float32, or float64 if the matrix is. The result has the same bits with each implementation.
 
     Args:
         out: [n], contiguous, as many elements as the matrices have; mutated.
         matrices: Contiguous, on the CPU.
 
     Returns:
-        True when all of `out` is finite; otherwise its content has no meaning.
+        True when all of `out` is finite; otherwise its content is undefined.
     """
     convert = _native.convert if _native.serves(out) else _torch.convert
     return convert(out, matrices)

@@ -1,4 +1,5 @@
-// Conversion of stored matrices to the dtype in use, scaled and maybe transposed; their placement side by side in rows.
+// Conversion of stored matrices to the dtype in use, scaled and maybe transposed; their placement in adjacent columns
+// of rows.
 #include <algorithm>
 
 #include "vector_math.h"
@@ -26,7 +27,7 @@ inline VecU32 rounded(Vec value) {
     return bits + 0x7fff + ((bits >> 16) & 1);
 }
 
-// Writes the lanes up to `count`; a lane of the result is 0 where the number is finite.
+// Writes the lanes up to `count`; a lane of the result is 0 if the number is finite.
 inline VecU32 put(float* p, Vec value, int64_t count) {
     store(p, value, count);
     return (VecU32)(((VecU32)value & 0x7f800000u) == 0x7f800000u);

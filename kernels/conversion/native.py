@@ -28,7 +28,7 @@ class Functions(NamedTuple):
 
 @functools.cache
 def functions() -> Functions:
-    """Functions of the kernels; `serves` says when there are any."""
+    """Functions of the kernels, if `serves` is true."""
     types = (POINTER, INTEGER, POINTER, INTEGER)
     return Functions(function("outrider_convert", *types, result=INTEGER), function("outrider_place", *types))
 

@@ -17,7 +17,7 @@ from .native import MATRIX, PART, functions
 
 
 class StoredMatrix(NamedTuple):
-    """One matrix in the bytes of its group, and its place in the rows."""
+    """One matrix in the bytes of its group, and its columns in the rows."""
 
     offset: int
     """Position of its first byte in the group."""
@@ -36,7 +36,7 @@ class StoredMatrix(NamedTuple):
 
 
 class StoredGroups:
-    """Groups of matrices and their places in the rows; immutable, and used for many files of one layout."""
+    """Groups of matrices and their columns in the rows; immutable, and used for many files of one layout."""
 
     def __init__(self, groups: Sequence[Sequence[StoredMatrix]], dtype: torch.dtype, shape: tuple[int, int]) -> None:
         """Plan conversions to `dtype` into rows of `shape`; `serves_stored(dtype)` must be True."""

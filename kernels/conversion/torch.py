@@ -33,8 +33,8 @@ def convert(out: Tensor, matrices: Sequence[Matrix]) -> bool:
             values.t() if matrix.transposed else values
         )
         start += values.numel()
-    # A sum with an infinity or a NaN in it is not finite. It is taken in the dtype itself: float32 sums take torch
-    # forty times as long. Where the sum of finite weights overflows, the weights are checked one by one.
+    # A sum with an infinity or a NaN in it is not finite. It is computed in the dtype itself: float32 sums take torch
+    # forty times as long. If the sum of finite weights overflows, the weights are checked one by one.
     return bool(out.sum().isfinite()) or bool(out.isfinite().all())
 
 

@@ -52,7 +52,7 @@ def pack(
     """Pack E experts: `gate_up` [2I, H] each, as `activation` takes their products, and `down` [H, I] each.
 
     With `batch_invariant` a row's result does not depend, bit for bit, on other rows. With `partial` other processes
-    have more experts, for which a routing has the number E.
+    have more experts, which have the number E in a routing.
     """
     if is_native(gate_up, down) and activation in ("silu", "clamped_swiglu"):
         return NativeExperts(cast(Weights, gate_up), cast(Weights, down), activation)
@@ -78,7 +78,7 @@ def _biases(weights: Sequence[Any]) -> Tensor | None:
 
 
 def _on_triton(weights: Sequence[Packed]) -> list[Any]:
-    """Weights for one of Triton's kernels; none where it does not serve them."""
+    """Weights for one of Triton's kernels; none if it does not serve them."""
     plain = [weight.plain for weight in weights if isinstance(weight, PackedLinear)]
     if plain:
         served = [weight for weight in plain if weight is not None and use_triton(weight)]
@@ -100,7 +100,7 @@ def route(logits: Tensor, top_k: int, *, renormalised: bool, rounded: bool, scor
         top_k: Experts of a token.
         renormalised: True: a token's weights are divided by their sum.
         rounded: True: they are rounded to the logits' dtype then.
-        scoring: Another rule by which experts are chosen and weighed; the weights are not rounded.
+        scoring: Another rule for the choice and weights of experts; the weights are not rounded.
     """
     if scoring is not None:
         return _torch.route_scored(logits, top_k, scoring, renormalised=renormalised)
@@ -109,7 +109,7 @@ def route(logits: Tensor, top_k: int, *, renormalised: bool, rounded: bool, scor
 
 
 def run_products(x: Tensor, routing: Routing, residual: Tensor | None = None, *, products: Products) -> Tensor:
-    """Experts by the products of the caller, who may add something to them. The bits are those of `PackedExperts` with
+    """Experts by the caller's products, which may include other terms. The bits are those of `PackedExperts` with
     the same products."""
     outputs = _torch.outputs_of_pairs(x, routing, products)
     y = _native.combine(outputs, routing, residual)

@@ -1,4 +1,4 @@
-"""Tiles of a step's pairs of token and expert, found on the device: each has pairs of one expert.
+"""Tiles of a step's pairs of token and expert, computed on the device: each has pairs of one expert.
 
 P pairs of a token and its j-th expert, k experts of a token, E experts.
 """
@@ -19,7 +19,7 @@ class Plan(NamedTuple):
     order: Tensor
     """[P] int64: pairs, sorted by expert."""
     experts: Tensor
-    """[tiles] int64: expert of each tile; E where there is no such tile."""
+    """[tiles] int64: expert of each tile; E if there is no such tile."""
     pair_ends: Tensor
     """[E] int64: end of each expert's pairs in `order`."""
     tile_ends: Tensor
@@ -43,7 +43,7 @@ def plan_tiles(experts: Tensor, num_experts: int) -> Plan:
 
 @triton.jit
 def pairs_of_tile(tile, expert, order, pair_ends, tile_ends, TILE: tl.constexpr):
-    """Pairs [TILE] of a tile of this expert, and a mask of those that there are."""
+    """Pairs [TILE] of a tile of this expert, and a mask of the existing ones."""
     before = expert > 0
     first = tl.load(pair_ends + expert - 1, mask=before, other=0)
     tile -= tl.load(tile_ends + expert - 1, mask=before, other=0).to(tl.int32)

@@ -28,8 +28,8 @@ struct Routing {
 
 constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 15;  // fewer do not pay for waking threads
 
-// y[t] = residual[t] + sum over j of weights[t][j] * outputs[place[t][j]], in the order of j, for places below `pairs`;
-// without `place` the outputs are in the order of the pairs.
+// y[t] = residual[t] + sum over j of weights[t][j] * outputs[place[t][j]], in the order of j, for indices below
+// `pairs`; without `place` the outputs are in the order of the pairs.
 template <typename E>
 void combine(const E* outputs, const int64_t* place, const Routing& routing, const E* residual, E* y, int64_t hidden,
              int64_t pairs, int64_t first, int64_t last) {
@@ -100,7 +100,7 @@ void route(const void* logits, int64_t rows, int64_t num_experts, int64_t top_k,
 // Pairs sorted by expert.
 struct Sorted {
     std::vector<int64_t> begin;   // [E + 2]: first pair of each expert; begin[E] is their number
-    std::vector<int64_t> place;   // [T * k]: place of each pair
+    std::vector<int64_t> place;   // [T * k]: index of each pair
     std::vector<int64_t> active;  // experts that have pairs
 
     void sort(const Routing& routing, int64_t num_experts) {
@@ -118,7 +118,7 @@ struct Sorted {
     }
 };
 
-// The first weights of the next expert: the memory would idle until they are asked for.
+// Prefetch the first weights of the next expert: the memory would idle until they are requested.
 void prefetch(const void* weights) {
     for (int64_t byte = 0; byte < AHEAD; byte += LINE) __builtin_prefetch((const char*)weights + byte, 0, 2);
 }

@@ -102,7 +102,7 @@ def route_scored(logits: Tensor, top_k: int, scoring: Scoring, *, renormalised: 
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Sigmoid as the softmax of x and 0: torch's own depends on an element's place, in the last bit."""
+    """Sigmoid as the softmax of x and 0: torch's own depends on an element's index, in the last bit."""
     return torch.stack((x, torch.zeros_like(x)), -1).softmax(-1)[..., 0]
 
 

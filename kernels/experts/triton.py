@@ -70,7 +70,7 @@ def _grouped_kernel(
 
 
 class PlainExperts:
-    """One product of all experts, whose contiguous weights [out, in] stay where they are."""
+    """One product of all experts, whose contiguous weights [out, in] are not moved."""
 
     def __init__(self, weights: Sequence[Tensor], biases: Tensor | None) -> None:
         self._weights = weights
@@ -98,7 +98,7 @@ class PlainExperts:
 
 
 class TritonExperts:
-    """Weights of each expert of a layer, which stay where they are."""
+    """Weights of each expert of a layer, which are not moved."""
 
     def __init__(
         self,

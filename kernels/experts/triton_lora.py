@@ -15,7 +15,7 @@ from .device_plan import Plan, plan_tiles
 from .triton import PlainExperts
 
 _ALIGNMENT = 16
-"""Bytes of which each expert's weight begins at a multiple, as the kernel believes."""
+"""Alignment in bytes of each expert's weight that the kernel assumes."""
 
 
 class ExpertRows(NamedTuple):
@@ -33,7 +33,7 @@ class ExpertRows(NamedTuple):
 
 def stack(weights: dict[int, Tensor], num_experts: int, shape: tuple[int, int], device: torch.device) -> PlainExperts:
     """Copy weights by expert, of `shape` or smaller, to the device; the rest of a shape is zeros. Experts without
-    weights must not be asked for."""
+    weights must not be used."""
     dtype = next(iter(weights.values())).dtype
     size, unit = shape[0] * shape[1], _ALIGNMENT // dtype.itemsize
     rows = torch.zeros(len(weights), -(-size // unit) * unit, dtype=dtype, device=device)

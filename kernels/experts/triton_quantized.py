@@ -66,7 +66,7 @@ def serves(weights: Sequence[DeviceWeight]) -> bool:
 
 
 class QuantizedExperts:
-    """One product of all experts, whose weights stay where they are; `serves` must be True."""
+    """One product of all experts, whose weights are not moved; `serves` must be True."""
 
     def __init__(self, weights: Sequence[DeviceWeight], biases: Tensor | None) -> None:
         self._weights = weights

@@ -1,4 +1,4 @@
-"""y = x Wᵀ + b (+ residual), with the weight packed once into the layout that the machine reads fastest."""
+"""y = x Wᵀ + b (+ residual), with the weight packed once into the machine's fastest layout."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Packed(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weight as it is held."""
+        """Bytes of the weight in memory."""
         ...
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from .triton import BLOCK_K, BLOCK_O, BLOCK_T, NUM_STAGES, NUM_WARPS, invariant_kernel
 
 _PROGRAMS = 264
-"""Programs that large devices run at a time, two on each of 132 multiprocessors. It is no property of the device, so
+"""Programs that large devices run at a time, two on each of 132 multiprocessors. It is not read from the device, so
 that devices agree."""
 _MAX_PARTS = 16
 _LEAST = 512
@@ -19,7 +19,7 @@ _LEAST = 512
 class TritonInvariantLinear:
     """Weight and bias whose results for a row do not depend on other rows; the weight is not copied.
 
-    Two calls must not run concurrently: they share the count of programs that have ended.
+    Two calls must not run concurrently: they share the count of finished programs.
     """
 
     fuses_adapters = False

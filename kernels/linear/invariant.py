@@ -6,7 +6,7 @@ if, on this machine and with this number of threads, it gives the bits of pieces
 
 A trial sees a difference only if one of its numbers shows it, and sums of a few products of 16-bit numbers hardly do.
 On a processor with AMX tiles oneDNN has other kernels of 16-bit numbers for other numbers of rows; there all pieces
-have one size, and nothing is left to a trial but a row's independence of its index in the piece.
+have one size, and a trial only checks that a row does not depend on its index in the piece.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ the time of reading the weights."""
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # Most elements of a result in a trial.
 _MAX_TRIAL = 1 << 24
-# Distinct rows of a trial's weight, which are repeated: the shape alone matters.
+# Distinct rows of a trial's weight, which are repeated: only the shape matters.
 _TRIAL_ROWS = 512
 # Multiply-adds up to which a trial of one size computes all rows: about a millisecond. Larger ones compute fewer.
 _TRIAL_WORK = 1 << 26
@@ -64,8 +64,8 @@ class InvariantLinear:
 
 @torch.inference_mode()
 def pack_invariant(weight: Tensor, bias: Tensor | None = None) -> InvariantLinear | TritonInvariantLinear:
-    """Pack a weight and try out its shape. The trial of a new shape needs memory for one more weight of that shape. On
-    a GPU nothing is tried: our kernel has one order of sums."""
+    """Pack a weight and run a trial of its shape. The trial of a new shape needs memory for one more weight of that
+    shape. On a GPU nothing is tried: our kernel has one order of sums."""
     if use_triton(weight):
         from .device_invariant import TritonInvariantLinear
 
@@ -95,16 +95,16 @@ def has_tiles() -> bool:
     try:
         return "amx_tile" in Path("/proc/cpuinfo").read_text(errors="replace").split()
     except OSError:
-        return False  # not Linux, without which nothing may use tiles
+        return False  # not Linux: tiles cannot be used
 
 
 def trial_operands(left: tuple[int, ...], right: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Random float32 `left` [..., K] and `right` [..., K] whose products over K reveal the order of the summation.
 
     `right` holds every number twice, at random indices; so does half of the rows of `left`, the second time negated.
-    Such a product is zero but for rounding, and its bits show the order of the sum in any dtype. Rounding to bfloat16
-    mostly hides the order for plain random numbers. The pairs have scales from 1 down to 2^-12, since products of
-    16-bit numbers of one scale are so short that a few of them have an exact sum. For a K of a few numbers the other
+    Such a product is zero except for rounding, and its bits show the order of the sum in any dtype. Rounding to
+    bfloat16 mostly hides the order for plain random numbers. The pairs have scales from 1 down to 2^-12, since products
+    of 16-bit numbers of one scale are so short that a few of them have an exact sum. For a K of a few numbers the other
     half of the rows shows more.
     """
     inner = left[-1]

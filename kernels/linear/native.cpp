@@ -41,7 +41,7 @@ void multiply(const Call& call, int64_t rows, const Adapters<bf16>* adapters) {
                    [&](int64_t part) { adapters->finish(part, team, PANEL); }});
 }
 
-// Packs `weight` [rows, in] as the outputs from `first` on, where a panel begins.
+// Packs `weight` [rows, in] as the outputs from `first`, the start of a panel, on.
 void pack(const Weight& to, const bf16* weight, int64_t first, int64_t rows) {
     const int64_t in = to.in_features, num_pairs = in / 2;
     const int64_t num_panels = (rows + PANEL - 1) / PANEL;

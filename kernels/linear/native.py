@@ -175,7 +175,7 @@ class NativeLinear(NativeProduct):
         """Pack `blocks`, the rows of the weight in order, each a tensor for which `is_native` is True; they may be
         freed."""
         functions = _functions()
-        assert functions is not None, "is_native says when this may be made"
+        assert functions is not None, "is_native must be True"
         if any(len(block) % functions.panel for block in blocks[:-1]):
             blocks = [torch.cat(list(blocks))]
         self.out_features, self.in_features = sum(map(len, blocks)), blocks[0].shape[1]

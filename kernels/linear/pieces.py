@@ -1,5 +1,5 @@
-"""Rows of a product in pieces of a few sizes, each padded with zeros: a library that makes a kernel for each number of
-rows makes a few."""
+"""Rows of a product in pieces of a few sizes, each padded with zeros: a library that prepares a kernel for each number
+of rows then prepares few."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ SIZES = (
     *range(128, 256, 16),
     *range(256, 513, 32),
 )
-"""Rows of a product of oneDNN. It prepares each number of rows of each shape anew, which takes 1 to 3 ms and about 0.6
-MiB, and keeps that: the demo's five shapes took 800 MiB for steps of 1 to 300 rows (AVX2, one thread)."""
+"""Rows of a product of oneDNN. It prepares each number of rows of each shape separately, which takes 1 to 3 ms and
+about 0.6 MiB, and keeps that: the demo's five shapes took 800 MiB for steps of 1 to 300 rows (AVX2, one thread)."""
 KEPT_PRODUCTS = 128
-"""Products that oneDNN, and torch's layer above it, each keep what they prepared for: about 80 MiB. Their own number is
-1,024. Steps of few sizes need 5 to 10 for each."""
+"""Prepared products that oneDNN, and torch's layer above it, each keep: about 80 MiB. Their default is 1,024. Steps of
+few sizes need 5 to 10 for each."""
 # Both read their variable at the first product. A user's value is left.
 for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_name, str(KEPT_PRODUCTS))
@@ -76,7 +76,7 @@ class PackedLinear:
 
     @property
     def plain(self) -> Tensor | None:
-        """Weight [out, in]; None where it is prepacked."""
+        """Weight [out, in]; None if it is prepacked."""
         return None if self._prepacked else self._weight
 
     @property

@@ -1,7 +1,7 @@
 """Choice between the native product by AMX tiles and oneDNN's: a trial of each shape, kept for each machine.
 
-A shape has one product for all numbers of rows. The native one gives a row the same bits in any batch. Where oneDNN's
-is faster, a near-tie may fall differently in another batch, as on processors without a native product. Without tiles
+A shape has one product for all numbers of rows. The native one gives a row the same bits in any batch. If oneDNN's is
+faster, a near-tie may have another winner in another batch, as on processors without a native product. Without tiles
 the native product is always faster and is not tried.
 """
 
@@ -27,10 +27,10 @@ ROWS = (1, 8, 32, 128)
 ROUNDS = 5
 """Rounds of a trial, of which the shortest counts."""
 TOLERANCE = 1.02
-"""Ratio of two times that are taken for the same. What counts is the geometric mean over `ROWS`: on a shared machine
-some single one is always slower by chance."""
+"""Ratio of two times that count as equal. The geometric mean over `ROWS` is compared: on a shared machine some single
+time is always longer by chance."""
 _KEPT = "shapes by the mean of their rows"
-"""Name of what is kept. It changes with the rule, so that a machine tries its shapes again."""
+"""Name of the stored results. It changes with the rule, so that a machine tries its shapes again."""
 _MAX_WEIGHT = 1 << 24
 """Elements of a trial's weight; larger ones lose outputs."""
 
@@ -38,7 +38,7 @@ _MAX_WEIGHT = 1 << 24
 def prefers_native(out_features: int, in_features: int, *, batch_invariant: bool = False) -> bool:
     """True when `NativeLinear` should hold weights [out, in]; the trial of a new shape takes about half a second.
 
-    With `batch_invariant` it always should, with tiles or without: the order of its sums is its own, while oneDNN's
+    With `batch_invariant` it always should, with tiles or without: the order of its sums is fixed, while oneDNN's
     kernels depend on the number of rows and on the processor.
     """
     if not tiles.are_granted():

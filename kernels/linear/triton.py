@@ -13,7 +13,7 @@ from ..compile_case import CompileCase, make_case
 from ..split_sums import is_last, store_sums, sum_of_parts
 
 BLOCK_T = 64
-"""Tokens of every tile. Up to so many, products take about the time of reading the weight."""
+"""Tokens of every tile. Up to this number, products take about the time of reading the weight."""
 BLOCK_O, BLOCK_K = 128, 64
 """Outputs of a program, and inputs of a step of its loop."""
 NUM_WARPS, NUM_STAGES = 8, 4

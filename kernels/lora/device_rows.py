@@ -33,7 +33,7 @@ from .triton import (
 
 @functools.cache
 def _num_programs(device: torch.device, per_processor: int) -> int:
-    """Most programs of a launch. The interpreter gets few, so that there too a program takes several units."""
+    """Most programs of a launch. The interpreter gets few, so that its programs take several units too."""
     if device.type != "cuda":
         return 3
     return per_processor * torch.cuda.get_device_properties(device).multi_processor_count
@@ -58,7 +58,7 @@ class _Blocks(NamedTuple):
 
 
 class _Splits(NamedTuple):
-    """What a shrink's splits depend on in addition to the number of items, which the device knows."""
+    """Parameters of a shrink's splits, in addition to the number of items, which the device knows."""
 
     units: int
     most: int
@@ -85,10 +85,10 @@ class TritonRows:
             a: [R, S, in], contiguous but for its first stride, which is that of `b`.
             b: [R, sum(slice_sizes)], the slices side by side, the scale folded in.
             slice_sizes: Outputs of each of the S slices.
-            live: [R, S] uint8 on the same device: 0 where a row has no weights in a slice; these are not read.
+            live: [R, S] uint8 on the same device: 0 if a row has no weights in a slice; these are not read.
 
         Raises:
-            ValueError: shapes, strides, dtypes or devices that do not go together.
+            ValueError: shapes, strides, dtypes or devices that do not match.
         """
         num_rows, num_slices, in_features = a.shape
         if b.shape != (num_rows, sum(slice_sizes)) or len(slice_sizes) != num_slices or live.shape != a.shape[:2]:
@@ -119,7 +119,7 @@ class TritonRows:
             self._output_blocks[tile] = _Blocks(table, len(large), len(small))
 
     def shrink(self, x: Tensor, groups: RowGroups) -> Shrunk | None:
-        """Start x a[rows, s]ᵀ for the tokens of each group and each slice s, alongside what is launched until `add`
+        """Start x a[rows, s]ᵀ for the tokens of each group and each slice s, concurrently with launches until `add`
         joins it; None when no token has an adapter.
 
         Args:
@@ -127,7 +127,7 @@ class TritonRows:
             groups: Groups of these T tokens.
 
         Raises:
-            ValueError: shapes or dtypes that do not go together.
+            ValueError: shapes or dtypes that do not match.
         """
         if x.dtype != self._a.dtype or x.shape[1] != self._in_features or len(x) < groups.stop:
             raise ValueError(
@@ -155,7 +155,7 @@ class TritonRows:
             shrunk: Result of `shrink` for the same x and groups, if it was called.
 
         Raises:
-            ValueError: shapes or dtypes that do not go together.
+            ValueError: shapes or dtypes that do not match.
         """
         self._check(y, len(x), groups)
         shrunk = shrunk or self.shrink(x, groups)
@@ -193,7 +193,7 @@ class TritonRows:
         """y[t] += a[rows, 0, ids[t]] b[rows] for the tokens of each group: one slice, ids [T]; y [T, out] is mutated.
 
         Raises:
-            ValueError: shapes or dtypes that do not go together.
+            ValueError: shapes or dtypes that do not match.
         """
         self._check(y, len(ids), groups)
         if self._num_slices != 1 or ids.dtype not in (torch.int32, torch.int64):

@@ -3,7 +3,7 @@
     header  | tiles | items | order | rows          offsets of the last three, and the counts, are in the header, and
                                                     whether the tiles are mostly shared
 
-A *group* is all tokens of one adapter, wherever they stand: `order` lists the step's adapter tokens group by group, so
+A *group* is all tokens of one adapter, contiguous or not: `order` lists the step's adapter tokens group by group, so
 that decode rows of one adapter share loads of its weights. A *tile* is up to `tile` tokens of a group with all its
 rank rows, an *item* a tile with up to 16 of these rows. The float32 values between shrink and expand lie group by group
 too, `tokens * rank` of each: ranks are ragged and nothing is padded.

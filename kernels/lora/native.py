@@ -79,7 +79,7 @@ class NativeRows:
             a: [R, S, in], contiguous but for its first stride, which is that of `b`.
             b: [R, sum(slice_sizes)], the slices side by side, the scale folded in.
             slice_sizes: Outputs of each of the S slices.
-            live: [R, S], the rows side by side: 0 where a row has no weights in a slice; these are not read.
+            live: [R, S], contiguous: 0 if a row has no weights in a slice; these are not read.
         """
         num_rows, num_slices, in_features = a.shape
         if b.shape != (num_rows, sum(slice_sizes)) or len(slice_sizes) != num_slices or live.shape != a.shape[:2]:
@@ -117,8 +117,8 @@ class NativeRows:
             y: [T, out], contiguous; mutated.
             x: [T, in], contiguous.
             segments: Segments of these T tokens. Tensors are checked at the first call with these segments and as many
-                tokens, and not again: a check costs as much as a small projection, because the weights have swept
-                Python's memory from the caches.
+                tokens, and not again: a check costs as much as a small projection, since the weights evict Python's
+                memory from the caches.
         """
         num_tokens = len(x)
         if segments.checked.get(self) != num_tokens:

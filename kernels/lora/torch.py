@@ -32,7 +32,7 @@ def shrink_expand(y: Tensor, x: Tensor, a: Tensor, b: Sequence[Tensor], keep: Te
         keep: from `keep_mask`, [T, n]: which rows are of the token's adapter; None when all are.
 
     Raises:
-        ValueError: shapes that do not go together.
+        ValueError: shapes that do not match.
     """
     num_rows, num_slices, in_features = a.shape
     if len(b) != num_slices or any(part.shape[0] != num_rows for part in b):

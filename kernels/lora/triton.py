@@ -37,7 +37,7 @@ INVARIANT_SPLITS = 8
 """Most parts of a shrink's sums when they must be as many in every step: an adapter alone has 8 programs a slice, and
 the parts of a long prompt still take little memory."""
 INVARIANT_UNITS = 1 << 30
-"""Units of work that no launch has, so that the parts are always as many as may be."""
+"""More units of work than any launch has, so that the number of parts is always the maximum."""
 EXPAND_SPLITS = {1: MAX_SPLITS, 16: 4, 64: 2}
 """Parts of the shrink's sums that an expand loads at once, by the number of tokens: as many as registers hold."""
 
@@ -57,7 +57,7 @@ def fit_registers(config: LoRAExpandConfig, alignment: int, itemsize: int, *, em
 def split_inputs(features, num_units, wanted, most, block):
     """(parts, inputs of a part) of the sums over `features` inputs: parts enough for `wanted` units of work in a launch
     that has `num_units` without splits, at most `most`. Parts are multiples of `block`, and none is empty: a loop that
-    Triton unrolls runs when it should not if it starts behind its end."""
+    Triton unrolls runs even if it starts after its end."""
     splits = tl.maximum(1, tl.minimum(tl.cdiv(wanted, tl.maximum(num_units, 1)), most))
     chunk = tl.cdiv(tl.cdiv(features, splits), block) * block
     return tl.cdiv(features, chunk), chunk
@@ -65,7 +65,7 @@ def split_inputs(features, num_units, wanted, most, block):
 
 @triton.jit
 def _rows_of(pool_rows, first, num_rows, live, live_stride, part_slice, ROWS: tl.constexpr):
-    """Places `first` to `first + ROWS` in a group's list of rows, the pool's rows there, and a mask of those that have
+    """Indices `first` to `first + ROWS` in a group's list of rows, the pool's rows there, and a mask of those that have
     weights."""
     r = first + tl.arange(0, ROWS)
     row = tl.load(pool_rows + r, mask=r < num_rows, other=0).to(tl.int64)

@@ -1,7 +1,7 @@
 """CPU kernels in C++, built with the machine's own compiler at first use.
 
 Sources are `kernels/<op>/native.cpp` with a plain C interface (pointers and integers) over the helpers in `simd.h`; the
-wrappers beside them check shapes. Without a compiler the torch paths serve.
+wrappers next to them check shapes. Without a compiler the torch paths are used.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
 def library() -> ctypes.PyDLL | None:
     """The loaded kernels; None when they are switched off or cannot be built here (logged once).
 
-    Calls keep Python's lock: releasing it would let other threads run between two layers. Long products release it all
-    the same (`kernels.linear.native`). The first call may take seconds to compile; the result is kept in the user's
+    Calls keep Python's lock: releasing it would let other threads run between two layers. Long products release it
+    nevertheless (`kernels.linear.native`). The first call may take seconds to compile; the result is kept in the user's
     cache folder.
     """
     if os.environ.get(SWITCH) == "0":

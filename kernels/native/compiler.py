@@ -21,7 +21,7 @@ KERNELS = Path(__file__).parent.parent
 COMPILERS = ("c++", "g++", "clang++")
 TIMEOUT_SECONDS = 300
 
-# No -ffast-math: what a row gets must not depend on how a compiler reorders sums. The order is written in the sources.
+# No -ffast-math: a row's result must not depend on a compiler's order of sums. The order is written in the sources.
 FLAGS = (
     "-O3",
     "-march=native",
@@ -50,7 +50,7 @@ def build(cache: Path | None = None) -> Path:
         cache: Where it is kept; None: `outrider/native` in the user's cache folder.
 
     Raises:
-        BuildError: there is no compiler, or it fails; the message says why.
+        BuildError: there is no compiler, or it fails; the message has the reason.
         OSError: the cache cannot be written.
     """
     if not sys.platform.startswith("linux"):

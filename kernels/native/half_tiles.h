@@ -1,4 +1,4 @@
-// Products of bfloat16 inputs with codes of a panel that are no integers, where the processor multiplies bfloat16 in
+// Products of bfloat16 inputs with codes of a panel that are no integers, if the processor multiplies bfloat16 in
 // pairs: float8 is exact in bfloat16, levels are rounded to it.
 #pragma once
 

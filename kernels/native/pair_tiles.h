@@ -1,6 +1,6 @@
 // y = x Wᵀ in bfloat16 by the tiles of AMX, from the panels of panels.h.
 //
-// A result is a sum over blocks of 32 inputs in their order, whatever stands beside it: its bits depend on its own row
+// A result is a sum over blocks of 32 inputs in their order, whatever else is computed: its bits depend on its own row
 // and column alone. They are not those of AVX512-BF16, which adds pair by pair: so all numbers of rows use tiles.
 #pragma once
 
@@ -134,7 +134,7 @@ inline void compute_by_tiles(const Call& call, int64_t panel, int64_t begin, int
 
 #ifdef OUTRIDER_PANELS
 
-// Computes rows [begin, end) of a panel's outputs, by tiles where the process uses them.
+// Computes rows [begin, end) of a panel's outputs, by tiles if the process uses them.
 inline void compute_panel(const Call& call, int64_t panel, int64_t begin, int64_t end, bool is_last, Fetch* fetch) {
 #ifdef OUTRIDER_TILES
     if (TileUse::pairs().load(std::memory_order_relaxed))

@@ -1,8 +1,8 @@
 // A pool of threads that take the parts of one job after another.
 //
-// Parts have numbers that never repeat: a job is the numbers [begin, end), and `next_` is the first that nobody has
-// taken. A thread takes it by a compare-and-swap, which fails if another one has been faster. So a thread that the
-// system has stopped for a while in between cannot take a part of a later job for one of the job that it knew.
+// Parts have numbers that never repeat: a job is the numbers [begin, end), and `next_` is the first one not taken. A
+// thread takes it by a compare-and-swap, which fails if another one has been faster. So a thread that the system has
+// stopped for a while in between cannot take a part of a later job for one of the job that it knew.
 //
 // A thread without work looks for more during SPIN, longer than the time between two kernels of a step, and then sleeps.
 // So does the caller while others compute the last parts.
@@ -135,7 +135,7 @@ class __attribute__((visibility("hidden"))) Pool {
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
-    // Waits actively for a short time; true when `ready` says so.
+    // Waits actively for a short time; returns true once `ready` does.
     template <typename F>
     static bool wait(F ready) {
         const auto begin = std::chrono::steady_clock::now();

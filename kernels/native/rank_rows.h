@@ -15,7 +15,7 @@
 namespace outrider {
 namespace {  // of each source its own
 
-struct Site {                    // one projection's place in the rows' arena; counts in elements
+struct Site {                    // one projection's columns in the rows' arena; counts in elements
     int64_t in_features;
     int64_t out_features;        // outputs of all slices
     int64_t num_slices;
@@ -124,7 +124,7 @@ class Adapters {
 
     bool are_few() const { return num_tokens_ <= FEW; }
 
-    // The deltas are added in two phases. The first has `team` parts, and may stand beside other work on x and y.
+    // The deltas are added in two phases. The first has `team` parts, and may run alongside other work on x and y.
     void begin(int64_t part, int team) const {
         if (are_few()) shrink(int(part), team);
     }

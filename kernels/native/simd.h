@@ -35,7 +35,7 @@ enum DType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT8 = 2 };
 inline Vec zeros() { return Vec{} ; }
 inline Vec all(float value) { return value - Vec{}; }
 
-// a * b + sum, rounded once where the processor can: elsewhere GCC may fuse nothing (compiler.py).
+// a * b + sum, rounded once if the processor can: elsewhere GCC may fuse nothing (compiler.py).
 inline Vec multiply_add(Vec a, Vec b, Vec sum) {
 #if OUTRIDER_LANES == 16
     return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);

@@ -16,7 +16,7 @@ constexpr int ROWS = 6, VECS = 4;  // of 32 registers
 constexpr int ROWS = 4, VECS = 2;  // of 16 registers
 #endif
 
-// LANES vectors as columns: zipping those that are half of all apart moves each element by one bit of its place.
+// LANES vectors as columns: zipping those that are half of all apart moves each element by one bit of its index.
 inline void transpose(Vec (&x)[LANES]) {
     Vec y[LANES];
     for (int stage = LANES; stage > 1; stage /= 2) {

@@ -5,8 +5,8 @@
 // processor that is busy with something else costs its share of the work and no more. OpenMP's regions wait for
 // every thread to arrive.
 //
-// The threads are those of a pool of our own where `outrider_use_pool` has said so, else OpenMP's: an engine whose products
-// are oneDNN's must not have two sets of threads that wait for the same processors.
+// The threads are those of a pool of our own if `outrider_use_pool` has chosen it, else OpenMP's: an engine whose
+// products are oneDNN's must not have two sets of threads that wait for the same processors.
 #pragma once
 
 #include <atomic>
@@ -37,7 +37,7 @@ inline int num_threads() {
 #endif
 }
 
-// Size of the team for work that pays for more than one thread or not.
+// Size of the team for work that is worth more than one thread or not.
 inline int team_for(bool pays) { return pays ? num_threads() : 1; }
 
 template <typename... F>

@@ -133,7 +133,7 @@ struct RowTiles {
         : rows(rows), count((rows + TILE_ROWS - 1) / TILE_ROWS), height((rows + count - 1) / count) {}
 
     int64_t first(int64_t tile) const { return std::min(tile * height, rows - height); }
-    // The place of a row in memory that has TILE_ROWS rows for each tile.
+    // The index of a row in memory that has TILE_ROWS rows for each tile.
     int64_t place(int64_t row) const {
         const int64_t tile = std::min(row / height, count - 1);
         return tile * TILE_ROWS + row - first(tile);

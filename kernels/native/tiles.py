@@ -3,10 +3,10 @@
 A child process of limited time computes products on the real instructions first. It compares those of bfloat16 with
 float64, those of integers with AVX512's, and times the latter (`tile_check`). A product that is wrong is not used, and
 if the child fails none is; a warning and the start-up summary say so. `linear.trial` then times each shape of bfloat16.
-All of this is kept beside the compiled library under a lock, so processes that start together choose alike. A child
-that ends otherwise, as for want of time or memory, leaves nothing: the next process checks again.
+All results are stored next to the compiled library under a lock, so processes that start together choose alike. A child
+that fails, as for lack of time or memory, stores nothing: the next process checks again.
 
-OUTRIDER_AMX: "0" does without our own tiles, and oneDNN's products serve bfloat16; "1" uses right ones for every shape
+OUTRIDER_AMX: "0" switches our own tiles off, and bfloat16 uses oneDNN's products; "1" uses right ones for every shape
 of bfloat16, without a trial.
 """
 
@@ -36,7 +36,7 @@ CHECK_SECONDS = 120
 NEVER = (1 << 63) - 1
 """Number of rows that no product has."""
 _CRASHES = {signal.SIGILL, signal.SIGSEGV}
-"""Signals of instructions that do not work here. Others may come from want of memory, or from outside."""
+"""Signals of unsupported instructions. Others may come from lack of memory, or from outside."""
 
 
 class TileUse(NamedTuple):
@@ -47,7 +47,7 @@ class TileUse(NamedTuple):
     byte_rows: int
     """Rows from which products of integers use tiles; NEVER: none do."""
     fault: str = ""
-    """Text for people: why some products do not use tiles; "": all were found right."""
+    """Description: why some products do not use tiles; "": all were found right."""
 
 
 NOTHING = TileUse(False, NEVER)
@@ -66,7 +66,7 @@ def are_forced() -> bool:
 
 
 def use(tiles: TileUse) -> None:
-    """Let the kernels of this process use tiles from the next call on; `are_granted` must have said so."""
+    """Let the kernels of this process use tiles from the next call on; `are_granted` must have returned True."""
     kernels = library()
     assert kernels is not None, "there are tiles"
     kernels.outrider_use_tiles(INTEGER(tiles.pairs), INTEGER(tiles.byte_rows))
@@ -84,7 +84,7 @@ def prepare() -> TileUse:
             if tiles is None:
                 tiles = _check(kept)
     except OSError as error:
-        logger.warning("findings about AMX tiles are not kept, so every start checks them: %s", error)
+        logger.warning("results about AMX tiles cannot be stored, so every start checks them: %s", error)
         tiles = tiles or _check({})
     if tiles.fault:
         logger.warning("AMX tiles: %s", _words(tiles))
@@ -93,7 +93,7 @@ def prepare() -> TileUse:
 
 
 def describe() -> str:
-    """Text for people about the products by tiles; "": the processor has none, or nothing was packed."""
+    """Description of the products by tiles; "": the processor has none, or nothing was packed."""
     if not prepare.cache_info().currsize or not are_granted():
         return ""
     return _words(prepare())
@@ -144,7 +144,7 @@ def _parse(found: dict[str, Any]) -> TileUse | None:
 
 
 def _check(kept: dict[str, Any]) -> TileUse:
-    """Run `tile_check` in a child process, and add to `kept` what every other run would find too."""
+    """Run `tile_check` in a child process, and add to `kept` the results that apply to every run."""
     logger.info("checking the products by AMX tiles (once)")
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     command = [sys.executable, "-P", "-m", f"{__package__.rpartition('.')[0]}.tile_check"]

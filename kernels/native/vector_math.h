@@ -68,7 +68,7 @@ inline float largest(Vec value) {
     return lanes[0] > lanes[LANES - 1] ? lanes[0] : lanes[LANES - 1];
 }
 
-// Loads `count` elements followed by zeros, so that the end of a row is computed like its beginning.
+// Loads `count` elements followed by zeros, so that the end of a row is computed like its start.
 template <typename E>
 inline Vec load(const E* p, int64_t count) {
     if (count >= LANES) return load(p);

@@ -30,7 +30,7 @@ from torch import Tensor, int64
 
 from ..dispatch import use_triton
 
-# In this package the name `torch` is the module beside this file: `import torch` here would hide it.
+# In this package the name `torch` is the module next to this file: `import torch` here would hide it.
 from . import torch as _reference
 from .native import gumbel_argmax as _native_argmax
 
@@ -53,7 +53,7 @@ def row_keys(seed_keys: Sequence[int], positions: Sequence[int], stream: Stream)
 
     Args:
         seed_keys: [R] the requests' 64-bit keys; only the low 64 bits of each count, negative ones are fine.
-        positions: [R] absolute index in the sequence where the token will stand.
+        positions: [R] absolute index of the token in the sequence.
         stream: what the noise is for.
 
     Returns:
@@ -98,7 +98,7 @@ def gumbel_argmax(scores: Tensor, row_keys: Tensor) -> Tensor:
     """Argmax over t of scores[row, t] + G(row, t): a draw from softmax(scores). The noise is never stored in memory.
 
     Args:
-        scores: [R, V] float32 logits or unnormalised log-probabilities, -inf where the mass is zero. Not changed.
+        scores: [R, V] float32 logits or unnormalised log-probabilities, -inf for zero mass. Not changed.
         row_keys: [R] int64 on the same device.
 
     Returns:

@@ -9,7 +9,7 @@ A query sees only positions up to its own, and within its window.
 
 The cache of a layer is two tensors [Hk, num_blocks, block_size, D]: a selection of whole blocks in dimension 1 leaves
 each head's keys contiguous, as the products need them. The cache has the model's dtype or, for half of the memory,
-float8 e4m3, which holds the numbers as they come: those larger than 448 are cut off. Where keys are the values too
+float8 e4m3, which holds the numbers as they come: those larger than 448 are cut off. If keys are the values too
 (`AttentionOptions.shared`) both are one tensor, and a projection's output ends with the keys.
 """
 

@@ -1,4 +1,4 @@
-"""Attention in which the bits of a query's result do not depend on what else a step computes.
+"""Attention in which the bits of a query's result do not depend on the rest of the step.
 
 One compiled kernel with one launch config serves decodes, verification rows and prompts: a query lies in a tile of the
 same size whether the tile's other queries are there or not. Its keys are cut into *units* of UNIT_KEYS keys from key 0
@@ -185,7 +185,7 @@ def invariant_constants(
 
 
 def _case(name: str, dtype: str, shape: Shape, block_m: int, arch: int) -> CompileCase:
-    """Case for one architecture, with a window, a cap, sinks or an fp8 cache if `name` says so."""
+    """Case for one architecture, with a window, a cap, sinks or an fp8 cache if in its `name`."""
     config = invariant_config(shape.head_dim, 4 if dtype == "fp32" else 2, arch)
     return make_case(
         f"paged_attention invariant {name}{dtype} d{shape.head_dim} m{block_m} sm{arch}",

@@ -27,7 +27,7 @@ constexpr int64_t MIN_PARALLEL_WORK = 1 << 19;  // multiply-adds below which wak
 struct Step {                       // what all layers share
     int64_t num_tokens, num_rows, num_heads, num_kv_heads, head_dim, block_size, dtype, first_key;
     int64_t rotary_dim;             // elements of a head that are rotated, from the first on
-    int64_t interleaved;            // neighbours are the pairs
+    int64_t interleaved;            // adjacent elements are the pairs
     double scale, soft_cap;         // of the scores; 0: 1 / sqrt(D), and no cap
     const int64_t* slots;           // [T] slot of each token's KV
     const int64_t* query_lens;      // [B] in this and the next three
@@ -40,7 +40,7 @@ struct Step {                       // what all layers share
 struct Layer {                      // strides in elements; heads of a token side by side
     const void *q, *k, *v;
     int64_t token_stride;           // of q, k and v
-    void *key_cache, *value_cache;  // [Hk, num_blocks, block_size, D]; the same where keys are the values too
+    void *key_cache, *value_cache;  // [Hk, num_blocks, block_size, D]; the same if keys are the values too
     int64_t head_stride;            // of the caches
     int64_t window;                 // 0: none
     const void *cos, *sin;          // of each token [D], the sines of the first half negated

@@ -52,7 +52,7 @@ class RowArrays(NamedTuple):
     """B rows of T tokens as contiguous int64 arrays."""
 
     slots: np.ndarray[Any, Any]
-    """[T] place of each token's KV: block * block_size + offset."""
+    """[T] slot of each token's KV: block * block_size + offset."""
     query_lens: np.ndarray[Any, Any]
     """[B] tokens of each row, at least 1, in sum T."""
     starts: np.ndarray[Any, Any]
@@ -60,7 +60,7 @@ class RowArrays(NamedTuple):
     token_starts: np.ndarray[Any, Any]
     """[B] first token of each row."""
     table_starts: np.ndarray[Any, Any]
-    """[B] place of each row's first block in `blocks`, which holds enough blocks for starts + query_lens positions."""
+    """[B] index of each row's first block in `blocks`, which holds enough blocks for starts + query_lens positions."""
     blocks: np.ndarray[Any, Any]
 
 

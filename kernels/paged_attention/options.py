@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class AttentionOptions(NamedTuple):
-    """Properties of a model's attention beside its heads."""
+    """Properties of a model's attention other than its heads."""
 
     scale: float | None = None
     """Factor of the scores; None: 1 / sqrt(D)."""
@@ -15,7 +15,8 @@ class AttentionOptions(NamedTuple):
     rotary_dim: int | None = None
     """Elements of a head that are rotated, from its first on; None: all."""
     interleaved: bool = False
-    """True: neighbours are rotated as pairs; False: an element and the one half of the rotated elements after it."""
+    """True: adjacent elements are rotated as pairs; False: an element and the one half of the rotated elements after
+    it."""
     shared: bool = False
     """True: keys are the values too, and the cache holds them once (latent attention)."""
 

@@ -14,14 +14,15 @@ from .native import RowArrays, Shape
 from .options import DEFAULT_OPTIONS, AttentionOptions
 
 TILE_FIELDS = 8
-"""Numbers of a tile: first token, queries (0: an empty tile), position of the first query, place of the row's first
+"""Numbers of a tile: first token, queries (0: an empty tile), position of the first query, index of the row's first
 block in the block table, first position of the row, row; then zeros for alignment."""
-# Arrays begin at multiples of 16 bytes: the kernels are compiled anew for pointers that are aligned differently.
+# Arrays begin at multiples of 16 bytes: the kernels are recompiled for pointers with another alignment.
 _ALIGNMENT = 4
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_HEAD_DIM = 256
-# Splits of a tile of short rows, for any number of rows: one long context among many short ones must not end last.
+# Splits of a tile of short rows, for any number of rows: one long context among many short ones must not delay the
+# launch.
 _MIN_SPLITS, _MAX_SPLITS = 4, 64
 MIN_SPLIT_KEYS = 256
 """Fewest keys of a split: below, a split costs more than it gains."""
@@ -100,12 +101,12 @@ class Layout(NamedTuple):
 
     @property
     def first_slot(self) -> int:
-        """Place of the slots in the packed array."""
+        """Index of the slots in the packed array."""
         return self.num_tiles * TILE_FIELDS
 
     @property
     def first_block(self) -> int:
-        """Place of the block table in the packed array."""
+        """Index of the block table in the packed array."""
         return self.first_slot + -(-self.num_tokens // _ALIGNMENT) * _ALIGNMENT
 
     @property
@@ -302,8 +303,8 @@ def default_config(block_m: int, head_dim: int, itemsize: int, arch: int, is_lon
 
 
 def invariant_config(head_dim: int, itemsize: int, arch: int) -> AttentionConfig:
-    """Launch config of all tiles of batch-invariant attention: fewer keys at a time where registers are short, which
-    hold the sums of a split and of all splits. It is not tuned: texts would depend on the file of a machine."""
+    """Launch config of all tiles of batch-invariant attention: fewer keys at a time if registers, which hold the sums
+    of a split and of all splits, are scarce. It is not tuned: texts would depend on a machine's file."""
     is_wide = padded_dim(head_dim) > 128
     if itemsize == 4:
         blocks = 16 if is_wide else 32, 8, 2

@@ -1,5 +1,5 @@
-"""Moves of planned rows by numbers that only the device knows: rows that start earlier than planned, and rows of one
-query that go on to the next position. Needs Triton."""
+"""Corrections of planned rows by numbers that only the device knows: rows that start earlier than planned, and rows of
+one query that advance to the next position. Needs Triton."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def _add_tile(parts, part_sums, part, inside, real, columns, used_splits, HEAD_D
         )
         new_top = tl.maximum(top, sums)
         fading, weights = tl.exp2(top - new_top), tl.exp2(sums - new_top)
-        # A part without keys for a query is not read: what it holds has no meaning.
+        # A part without keys for a query is not read: its content is undefined.
         values = tl.where((sums > float("-inf"))[:, None], values, 0.0)
         acc = acc * fading[:, None] + values * weights[:, None]
         total = total * fading + weights

@@ -40,9 +40,9 @@ class ShortGroup:
     query_index: Tensor | None
     """[B*Q] tokens of the batch; None when the group is the whole batch in order, without padding."""
     padded_index: Tensor | None
-    """[n] places in B*Q of the real queries; None when all are real."""
+    """[n] indices in B*Q of the real queries; None when all are real."""
     token_index: Tensor | None
-    """[n] tokens of the batch at those places; None when the group is the whole batch in order."""
+    """[n] tokens of the batch at those indices; None when the group is the whole batch in order."""
     block_index: Tensor
     """[B*num_blocks] cache blocks; a shorter row repeats its last block."""
     key_range: tuple[int, int] | None

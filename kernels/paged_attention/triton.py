@@ -6,8 +6,8 @@ heads. For small batches several programs share the chunks of a tile that has ma
 the last one to finish adds their results. The grid does not depend on the rows' lengths, which are in device memory.
 
 A program rotates its queries itself: of 32 heads and 8 KV heads, rotating them in memory would move three times the
-bytes of writing keys and values. Where every row is one tile it writes the new keys and values of its chunks, too,
-before it reads them: nothing else reads them in that step. Else a launch before writes them.
+bytes of writing keys and values. If every row is one tile it writes the new keys and values of its chunks, too, before
+it reads them: nothing else reads them in that step. Else a launch before writes them.
 """
 
 from __future__ import annotations
@@ -305,7 +305,7 @@ def attention_constants(
         "WHOLE_CHUNKS": max(1, WHOLE_KEYS // block_n),
         "SPLITS": min(64, 4096 // padded_dim(shape.head_dim)),  # as many as registers hold
         "HAS_SPLITS": features.splits,
-        # Masks are cheap beside loads from memory, but not beside matrix products.
+        # Masks are cheap compared with loads from memory, but not with matrix products.
         "TWO_LOOPS": block_m > 64,
         "HAS_WINDOW": features.window,
         "HAS_CAP": features.cap,
@@ -322,8 +322,8 @@ def attention_constants(
 def _attention_case(
     name: str, dtype: str, shape: Shape, block_size: int, block_m: int, arch: int = 90, *, cache: str | None = None
 ) -> CompileCase:
-    """Case for Ampere alone or for Hopper and later, with a window, a cap or sinks if `name` says so; `cache`: dtype of
-    the cache, if it is another."""
+    """Case for Ampere alone or for Hopper and later, with a window, a cap or sinks if in its `name`; `cache`: dtype of
+    the cache, if it differs."""
     is_float32, is_split = dtype == "fp32", block_m <= 64
     config = default_config(block_m, shape.head_dim, 4 if is_float32 else 2, arch, not is_split)
     writes = block_m <= MAX_WRITING

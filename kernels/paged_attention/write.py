@@ -108,7 +108,7 @@ def write_rotated(
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY_HALF: tl.constexpr,
     NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Write the keys at `source` [BLOCK_M], rotated, and the values `value_offset` behind them to a head's part of the
+    """Write the keys at `source` [BLOCK_M], rotated, and the values `value_offset` after them to a head's part of the
     cache, at the slots at `slots` [BLOCK_M] (negative: nowhere); only those that are `here`."""
     slot = tl.load(slots, mask=here, other=-1).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)

@@ -1,8 +1,8 @@
 """Penalties in one launch: a program takes a row of logits and goes through its sequence's tokens, some at a time.
 
 Tokens that were known when the step was prepared come as entries with counts. Tokens generated since (drafts, and the
-token that the last step sampled) may be on the device alone: each program counts them, both where they equal an entry
-and where they are new.
+token that the last step sampled) may be on the device alone: each program counts them, whether they equal an entry or
+are new.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def penalty_kernel(
     for start in range(begin, end, BLOCK):
         place = start + tl.arange(0, BLOCK)
         entry = tl.load(entries + place, mask=place < end, other=-1)
-        token = entry >> _COUNT_BITS  # -1 behind the last: equal to no token
+        token = entry >> _COUNT_BITS  # -1 after the last: equal to no token
         same = ((token[:, None] == late[None, :]) & (late >= 0)[None, :]).to(tl.int32)
         count = (entry & 0x7FFFFFFF).to(tl.int32) + tl.sum(same, 1)
         found = tl.maximum(found, tl.max(same, 0))

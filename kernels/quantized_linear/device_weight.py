@@ -1,6 +1,6 @@
 """Form in which a GPU reads a quantised weight: `QuantizedWeight` rearranged so that few bytes are read.
 
-W[o, order[i]] = (level(codes[o, i]) · scales[i // group, o] + offsets[i // group, o]) · factors[o]; where inputs are
+W[o, order[i]] = (level(codes[o, i]) · scales[i // group, o] + offsets[i // group, o]) · factors[o]; if inputs are
 rounded, offsets are not multiplied by factors.
 
 O outputs, I inputs, G groups, S bytes of a row of codes.
@@ -126,7 +126,7 @@ class DeviceWeight:
 
 
 def rounds_to_float8(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
-    """True when inputs of this weight are rounded to float8: the checkpoint says so, and tensor cores multiply it.
+    """True when inputs of this weight are rounded to float8: the checkpoint specifies it, and tensor cores multiply it.
     `torch._scaled_mm` has results in bfloat16 on all devices, and shapes of multiples of 16, to which rows of codes are
     padded."""
     if weight.float8_scale is None or weight.codes.dtype != torch.float8_e4m3fn or weight.scales.shape[1] > 1:
@@ -164,7 +164,8 @@ def is_served(weight: QuantizedWeight) -> bool:
 
 
 def join(blocks: Sequence[QuantizedWeight], dtype: torch.dtype) -> list[DeviceWeight]:
-    """Rearrange `blocks`, the rows of a weight in order, for products in `dtype`; neighbours of one form become one."""
+    """Rearrange `blocks`, the rows of a weight in order, for products in `dtype`; adjacent ones of one form become
+    one."""
     joined: list[list[DeviceWeight]] = []
     for block in blocks:
         stored = _store(block, dtype)

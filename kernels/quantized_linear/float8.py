@@ -1,4 +1,4 @@
-"""Products of float8 weights with inputs that are rounded to float8 e4m3, as the checkpoint wants.
+"""Products of float8 weights with inputs that are rounded to float8 e4m3, as the checkpoint specifies.
 
     x ≈ s · q,  s = max |x| / 448 of each row, or the checkpoint's number;  q = float8(x / s), ties to even
     y = s · factors · (q · codes) + b

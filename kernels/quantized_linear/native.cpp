@@ -134,7 +134,7 @@ extern "C" void outrider_quantized_rows(const QuantizedWeight* weight, const int
     });
 }
 
-// 1 where the processor multiplies integers; elsewhere SMALL_LEVELS is not served.
+// 1 if the processor multiplies integers; else SMALL_LEVELS is not served.
 extern "C" int64_t outrider_quantized_integers() { return HAS_INTEGER_TILES; }
 
 // Bytes of a block's panels.

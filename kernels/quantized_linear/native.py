@@ -115,7 +115,7 @@ class NativeQuantizedLinear(NativeProduct):
             ValueError: a scale or an offset is not finite, or 2^24 or more.
         """
         functions = _functions()
-        assert functions is not None, "is_native says when this may be made"
+        assert functions is not None, "is_native must be True"
         self.out_features, self.in_features = sum(block.shape[0] for block in blocks), blocks[0].shape[1]
         self._product, self._releasing = functions.product, functions.releasing
         self._rows = max(1, RELEASING_WORK // (self.out_features * self.in_features))
@@ -232,8 +232,8 @@ def _form(block: QuantizedWeight, has_integers: bool) -> tuple[int, int, int]:
 
 
 def _zero_points(block: QuantizedWeight, zero: int) -> Tensor | None:
-    """Numbers [O, G] uint8 that are subtracted from the codes in place of `zero` and of the offsets; None: there are
-    none. Larger ones would make sums of a chunk that 32 bits do not hold."""
+    """Numbers [O, G] uint8 that are subtracted from the codes instead of `zero` and the offsets; None: there are none.
+    Larger ones would make sums of a chunk that 32 bits do not hold."""
     assert block.offsets is not None
     if block.codes.is_floating_point() or block.levels is not None:
         return None

@@ -2,8 +2,8 @@
 tile of tokens, and multiplies the sums of a group with its scale. The weight is the left operand: that one tensor cores
 take from registers.
 
-Where outputs and tokens make too few programs, the inputs are split among several; the last one of them to end adds
-their sums, in order. A tile holds up to 128 tokens, so that a code is made a number once for all of them.
+If outputs and tokens make too few programs, the inputs are split among several; the last one of them to end adds their
+sums, in order. A tile holds up to 128 tokens, so that a code is made a number once for all of them.
 
 `torch._int_mm` and `torch._weight_int4pack_mm` would serve some forms, but refuse few tokens or round scales
 to bfloat16, and would be further paths. `torch._scaled_mm` multiplies float8 with inputs in float8 (`float8.py`).
@@ -59,7 +59,7 @@ def tile_product(
     puts_codes_in_order: tl.constexpr = BLOCK_T > 8
     if not puts_codes_in_order:
         step = inputs_of(step, CHUNK)
-    k = tl.minimum(first, stop - 1)  # a part may be empty, with its end before its beginning
+    k = tl.minimum(first, stop - 1)  # a part may be empty, with its end before its start
     scale, offset = _group_values(scales, offsets, rows, k, OUT, GROUP, HAS_SCALES, HAS_OFFSETS)
     scale_2, offset_2 = _group_values(scales, offsets, rows, k + upper, OUT, GROUP, HAS_SCALES, HAS_OFFSETS)
     for start in tl.range(first, stop, BLOCK_K):
@@ -203,7 +203,7 @@ def round_kernel(
         tl.store(codes + token * IN + k, code.to(tl.int8), mask=k < IN)
         total += code
     total = tl.sum(total, 0)
-    tl.store(rounded + 2 * token, scale + 0 * total)  # NaN where an input is not finite
+    tl.store(rounded + 2 * token, scale + 0 * total)  # NaN if an input is not finite
     tl.store(rounded + 2 * token + 1, total)
 
 
@@ -225,7 +225,7 @@ def default_config(tile: int, bits: int, itemsize: int) -> QuantizedLinearConfig
 TILES = (8, 16, 32, 64, 128)
 """Tokens of a tile: of few tokens, as drafts of a request are, of some, and of more."""
 INVARIANT_TILE = 32
-"""Tile of every step where a row must not depend on other rows: it has registers for the sums of all parts too."""
+"""Tile of every step if a row must not depend on other rows: it has registers for the sums of all parts too."""
 FLOAT32_TILE = 64
 """Largest tile of products in float32, whose sums fill the registers sooner."""
 

@@ -1,5 +1,5 @@
-"""Rows of a quantised weight in the dtype of products. For many tokens a library's product reads them: what it saves
-over numbers that are made again for each tile of tokens is more than writing them once.
+"""Rows of a quantised weight in the dtype of products. For many tokens a library's product reads them: writing them
+once costs less than dequantising them for each tile of tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Canonical form of a quantised weight, into which every format is read and which all kernels take.
+"""Canonical form of a quantised weight, into which every format is read and which all kernels use.
 
 O outputs, I inputs, G groups of inputs that share a scale.
 """
@@ -46,7 +46,7 @@ class QuantizedWeight:
     """Scale with which the checkpoint's inputs are rounded to float8 e4m3, as its weights are; 0: each row has its own;
     None: they are not rounded. Devices that do not multiply float8 leave inputs as they are."""
     coarse_inputs: bool = False
-    """True: kernels may round inputs to int8 where that is faster, with one scale for each group of a row."""
+    """True: kernels may round inputs to int8 if that is faster, with one scale for each group of a row."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -54,7 +54,7 @@ class QuantizedWeight:
         return self.codes.shape[0], self.codes.shape[1]
 
     def to(self, device: torch.device) -> QuantizedWeight:
-        """Copy to a device; self where it is there already."""
+        """Copy to a device; self if it is there already."""
         if self.codes.device == device:
             return self
         offsets, order, levels = (
@@ -69,7 +69,7 @@ class QuantizedWeight:
         return replace(self, codes=self.codes[start:stop], scales=self.scales[start:stop], offsets=offsets)
 
     def columns(self, start: int, stop: int) -> QuantizedWeight:
-        """Inputs `start` to `stop` - 1. Where they cut groups, their groups are smaller ones with the same scales.
+        """Inputs `start` to `stop` - 1. If they cut groups, their groups are smaller ones with the same scales.
 
         Raises:
             ValueError: their groups would be too small, or the inputs are in another order.
@@ -122,7 +122,7 @@ class QuantizedWeight:
         return torch.empty_like(result).index_copy_(1, self.order, result)
 
     def _spread(self, values: Tensor) -> Tensor:
-        """Values [O, G] of the groups for each input, or [O, 1] where all inputs share them."""
+        """Values [O, G] of the groups for each input, or [O, 1] if all inputs share them."""
         if values.shape[1] == 1:
             return values
         return values.repeat_interleave(self.group, 1)[:, : self.shape[1]]

@@ -46,8 +46,8 @@ def rms_norm(x: Tensor, weight: NormWeight) -> Tensor:
 def rms_norm_invariant(x: Tensor, weight: NormWeight) -> Tensor:
     """`rms_norm` in which a row's result does not depend, bit for bit, on other rows.
 
-    Beside one sum of a row in a fixed order it uses only operations that IEEE 754 rounds exactly: `hypot` may give a
-    vector's lane and a leftover element different bits. It overflows where |x|² does, as the reference formula.
+    In addition to one sum of a row in a fixed order it uses only operations that IEEE 754 rounds exactly: `hypot` may
+    give a vector's lane and a leftover element different bits. It overflows if |x|² does, as the reference formula.
     """
     wide = x.float().contiguous()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)

@@ -41,7 +41,7 @@ def _rms_norm_kernel(
         value = (value.to(tl.float32) + added).to(value.dtype)
         tl.store(total + rows * WIDTH + columns, value, mask=inside)
     wide = value.to(tl.float32)
-    # Where |x|² overflows the factor is 1 / inf = 0, as in the reference.
+    # If |x|² overflows the factor is 1 / inf = 0, as in the reference.
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) + root_square)
     factors = tl.load(scale + columns, mask=columns < WIDTH, other=0.0)
     normed = wide * inverse[:, None] * factors

@@ -1,4 +1,4 @@
-"""Distribution that a request asked for, from logits, and log-probabilities for its report.
+"""A request's distribution, from logits, and its reported log-probabilities.
 
 Every function works row by row: a row's result does not depend, bit for bit, on other rows or their parameters. So a
 request gets the same text alone, in a batch, and with any number of drafts.
@@ -13,7 +13,7 @@ from torch import Tensor, float32
 
 from ..dispatch import use_triton
 
-# In this package the name `torch` is the module beside this file: `import torch` here would hide it.
+# In this package the name `torch` is the module next to this file: `import torch` here would hide it.
 from . import native as _native
 from . import torch as _reference
 
@@ -40,7 +40,7 @@ def filter_logits(
     min-p keeps tokens of at least `min_p` times the top probability; top-k keeps the k largest logits and all that
     equal the k-th; top-p keeps the smallest set of most likely tokens, of what min-p and top-k left, that has a mass
     of at least `top_p`, lower ids first among equals. At least one token is always kept, of those that have mass: a row
-    that is all -inf stays so, and what comes of one with NaN or +inf is up to the caller to discard.
+    that is all -inf stays so, and the caller must discard the result of one with NaN or +inf.
 
     Args:
         logits: [R, V] float32; -inf is a mass of exactly zero and stays so. Not changed.

@@ -1,8 +1,8 @@
 """Launch configs of the Triton kernels (block sizes, warps, stages, splits), by device and shape.
 
-A kernel asks `tuned(device, default, *shape)` and gets what `tools/tune` found for that shape on that device, or the
-default that stands beside the kernel. Configs are found by the shape of the model, never by the rows of a step: a
-row's rounding must not depend on the rows beside it. Importing this package imports neither torch nor Triton.
+A kernel asks `tuned(device, default, *shape)` and gets the result of `tools/tune` for that shape on that device, or the
+default next to the kernel. Configs are looked up by the shape of the model, never by the rows of a step: a row's
+rounding must not depend on other rows. Importing this package imports neither torch nor Triton.
 """
 
 from .configs import KINDS, KernelConfig, bucket

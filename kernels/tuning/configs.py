@@ -101,7 +101,7 @@ class QuantizedLinearConfig(KernelConfig):
     block_o: int = _power_of_two(16, 256)
     """Outputs of a program."""
     block_k: int = _power_of_two(32, 128)
-    """Bytes of codes in a block; fewer where a group has fewer inputs."""
+    """Bytes of codes in a block; fewer if a group has fewer inputs."""
     num_warps: int = _power_of_two(1, 16)
     num_stages: int = _stages()
     programs: int = _any(1, 4096)

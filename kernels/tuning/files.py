@@ -1,4 +1,4 @@
-"""The file that `tools/tune` writes for a device, and what is wrong with one.
+"""The file that `tools/tune` writes for a device, and its checks.
 
 {"version": 1, "device": {"name": "...", "capability": [9, 0]}, "triton": "3.6.0", "date": "2026-01-31",
  "kernels": {"rms_norm": [{"shape": {"width": 4096, "itemsize": 2}, "config": {"rows": 1, "num_warps": 8},
@@ -52,7 +52,7 @@ class ConfigEntry(NamedTuple):
 
     config: KernelConfig
     times: dict[str, Times]
-    """Times by the workload's name; for people, never read by kernels."""
+    """Times by the workload's name; for information, never read by kernels."""
 
 
 Key = tuple[str, tuple[int, ...]]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 VARIABLE = "OUTRIDER_KERNEL_CONFIGS"
-"""Variable that names a file of configs, or a folder of them, in place of the shipped ones."""
+"""Variable that names a file of configs, or a folder of them, instead of the shipped ones."""
 SHIPPED = Path(__file__).resolve().parent.parent / "configs"
 
 C = TypeVar("C", bound=KernelConfig)

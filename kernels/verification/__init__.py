@@ -7,7 +7,7 @@ Request b has k_b drafts and 1 + k_b rows of logits; row j is the distribution p
                 accept draft j while t_j = d_j;  next token t_a
     rejection:  accept draft j while u_j q_j(d_j) < p_j(d_j)                 u_j: uniform, (seed, position + j, ACCEPT)
                 next token argmax_v log max(p_a - q_a, 0)[v] + G_a[v]        G_a: noise, (seed, position + a, RESIDUAL)
-                with q_k = 0, and p_a instead where p_a - q_a has no positive part
+                with q_k = 0, and p_a instead if p_a - q_a has no positive part
 
 a is the number of accepted drafts. Sources: see `spec_decode/verify/verification.py`.
 """
@@ -25,7 +25,7 @@ from ..device_outcome import device_tokens, host_ids
 from ..dispatch import use_triton
 from ..staging import upload
 
-# In this package the name `torch` is the module beside this file: `import torch` here would hide it.
+# In this package the name `torch` is the module next to this file: `import torch` here would hide it.
 from . import torch as _reference
 from .torch import GREEDY, INVARIANT, REJECTION
 
@@ -102,10 +102,10 @@ def verify(
     """Choose the next tokens of all requests.
 
     Args:
-        logits: [R, V] float32 after every sampling parameter. Not changed. A row without a finite maximum decides
-            nothing: its token is some token.
+        logits: [R, V] float32 after every sampling parameter. Not changed. A row without a finite maximum has an
+        arbitrary token.
         draft_probs: [N, V] float32, what the drafts that are not certain were drawn from; None: there are none.
-        stats: `kernels.sampling.row_stats` of `logits`, where the caller has them; not needed for greedy requests.
+        stats: `kernels.sampling.row_stats` of `logits`, if the caller has them; not needed for greedy requests.
 
     Returns:
         (tokens [R] int64: in a request's rows its accepted drafts, the next token, and NO_TOKEN after it;

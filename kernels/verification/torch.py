@@ -1,6 +1,6 @@
 """Verification in PyTorch, for all rows at once: the path of CPUs, and the reference of the kernel.
 
-The host keeps the books, in numpy; tensors hold what is as wide as the vocabulary.
+Bookkeeping is on the host, in numpy; tensors hold vocabulary-wide data.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _subtract_q(p: Tensor, draft_probs: Tensor | None, drafts: Ints, draft_rows:
     residual = p.clone()
     dense, certain = np.flatnonzero(draft_rows >= 0), np.flatnonzero((draft_rows < 0) & (drafts >= 0))
     if draft_probs is not None and len(dense):
-        # Where the drafter failed (q is NaN) its draft was rejected, whatever u; then the token is a draw from p.
+        # If the drafter failed (q is NaN) its draft was rejected, whatever u; then the token is a draw from p.
         q = draft_probs[draft_rows[dense]].nan_to_num_(0.0)
         residual.index_add_(0, torch.from_numpy(dense).to(p.device), q, alpha=-1)
     residual[certain, drafts[certain]] = 0.0

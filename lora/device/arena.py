@@ -1,10 +1,10 @@
 """Memory of the rank rows: one tensor [R, width] with the columns of a `RowLayout`.
 
-All weights of a rank row are side by side, so a thread copies a row at once, while steps read other rows.
+All weights of a rank row are contiguous, so a thread copies a row at once, while steps read other rows.
 
-Of pinned memory a GPU copies only what is contiguous by itself: any other copy goes through memory that is not pinned,
-and the thread waits for it. So each packed row goes to the device whole, into memory that is always there, and from
-there its columns go to their positions. Nothing is allocated, and nothing waits.
+From pinned memory only contiguous copies are asynchronous: any other goes through pageable memory, and the thread waits
+for it. So each packed row is copied whole to a staging buffer on the device, and from there its columns to their
+positions, without allocations and waits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .pool import Allocation
 
 _PAGE = 4096
 _STAGED_BYTES = 16 << 20
-"""Device memory for packed rows on their way, in bytes: three rows of an adapter on all projections of Llama-3-8B."""
+"""Device staging memory for packed rows, in bytes: three rows of an adapter on all projections of Llama-3-8B."""
 
 
 class RowArena:
@@ -34,7 +34,7 @@ class RowArena:
 
     def __init__(self, layout: RowLayout, device: torch.device, *, is_apart: bool | None = None) -> None:
         """Make an arena without rows; call `allocate` when all sites have their columns in the layout. `is_apart`: the
-        rows are in another memory than packed ones; by default they are unless the device is a CPU."""
+        rows are in other memory than packed ones; by default true unless the device is a CPU."""
         self.layout = layout
         self._device = device
         self._is_apart = device.type != "cpu" if is_apart is None else is_apart
@@ -42,7 +42,7 @@ class RowArena:
         self.rows = torch.empty(0, 0, dtype=layout.dtype, device=device)
         """[R, width]; only `write` changes them."""
         self.live: NDArray[np.uint8] = np.zeros((0, 0), np.uint8)
-        """[R, modules]: 0 where a row has no weights of the module."""
+        """[R, modules]: 0 if a row has no weights of the module."""
         self.live_on_device: Tensor | None = None
         """`live` in the memory of a CUDA device, for its kernels; None elsewhere."""
 
@@ -52,11 +52,11 @@ class RowArena:
         return self.layout.width * self.layout.dtype.itemsize
 
     def allocate(self, num_rows: int, width: int | None = None) -> None:
-        """Allocate the rows; `width`: of the first columns alone, as other memory has the rest."""
+        """Allocate the rows; `width`: only of the first columns, if other memory has the rest."""
         width = self.layout.width if width is None else width
         dtype, stride = self.layout.dtype, width
         if stride * dtype.itemsize % _PAGE < ALIGNMENT:
-            # A cache finds addresses by their low bits: rows a multiple of the page apart would share its few lines.
+            # Caches index by low address bits: rows a multiple of the page apart would share a few lines.
             stride += 5 * ALIGNMENT // dtype.itemsize
         self.rows = lazy_zeros((num_rows, stride), dtype, self._device)[:, :width]
         self.live = np.zeros((num_rows, len(self.layout.pieces)), np.uint8, order="F")  # as the kernel reads it
@@ -67,8 +67,8 @@ class RowArena:
             self.live_on_device = torch.zeros(self.live.shape, dtype=torch.uint8, device=self._device)
 
     def write(self, allocation: Allocation, packed: PackedRows) -> None:
-        """Write an adapter's rows, and clear the weights of a former owner, while no step reads these rows. One thread
-        writes at a time; steps may run between two spans."""
+        """Write an adapter's rows, and clear the weights of the previous owner, while no step reads these rows. One
+        thread writes at a time; steps may run between two spans."""
         num_rows = len(packed.data)
         owned = allocation.index
         live = np.zeros((len(owned), len(self.layout.pieces)), np.uint8)
@@ -93,7 +93,8 @@ class RowArena:
                 self.live_on_device[rows] = there[here]
 
     def _pieces(self, owned: NDArray[np.int32], num_columns: int) -> Iterator[tuple[slice, slice]]:
-        """Yield (packed rows, rows of the arena) that are copied together: neighbours that have room on their way."""
+        """Yield (packed rows, rows of the arena) that are copied together: adjacent rows that fit into the staging
+        memory."""
         most = max(1, self._staging.numel() // max(1, num_columns)) if self._is_apart else max(1, len(owned))
         for here, rows in _runs(owned):
             for start in range(here.start, here.stop, most):
@@ -101,7 +102,7 @@ class RowArena:
                 yield slice(start, stop), slice(first, first + stop - start)
 
     def _staged(self, data: Tensor, spans: list[tuple[int, int]]) -> Tensor:
-        """Return the columns of `spans` of packed rows [n, packed width] in the device's memory, side by side."""
+        """Return the columns of `spans` of packed rows [n, packed width] in device memory, contiguous."""
         if not self._is_apart:
             return data
         num_columns = sum(stop - start for start, stop in spans)
@@ -112,7 +113,7 @@ class RowArena:
 
 
 def _runs(index: NDArray[np.int32]) -> Iterator[tuple[slice, slice]]:
-    """Yield (positions in `index`, rows) of each run of neighbours among ascending rows. A slice is copied several
+    """Yield (positions in `index`, rows) of each run of adjacent rows among ascending ones. A slice is copied several
     times faster than single rows, and needs no index on the device."""
     starts = np.flatnonzero(np.diff(index, prepend=-2) != 1).tolist()
     for start, stop in itertools.pairwise([*starts, len(index)]):

@@ -1,8 +1,8 @@
-"""LoraBatches: the adapters of a step's tokens, in the form of the kernels. Most steps have those of the step before.
+"""LoraBatches: the adapters of a step's tokens, in the kernels' format. Most steps have those of the step before.
 
 The native kernel takes each run of one adapter's tokens, the kernels of a CUDA device take all tokens of an adapter as
 one group. Without these kernels one masked product over all rank rows in use serves the tokens of several adapters. A
-long run of one adapter's tokens has a product of its own with that adapter's rows; a long run of the base model's has
+long run of one adapter's tokens has a separate product with that adapter's rows; a long run of the base model's has
 none.
 """
 
@@ -21,7 +21,7 @@ from .layers import LoraBatch, LoraRun, LoraSegment, RowSelection, row_segments
 from .pool import Allocation, RowPool
 
 LONG_RUN = 64
-"""Tokens from which a run has a matrix product of its own."""
+"""Minimum tokens of a run with a separate matrix product."""
 
 Rows = Sequence[tuple[Allocation | None, int]]
 """(the adapter's device rows or None, number of tokens)."""
@@ -101,7 +101,7 @@ class LoraBatcher:
             rows: The rows.
             is_plain: No adapter has more than rank rows.
             targets_experts: An adapter has weights of experts.
-            always: Return a batch that adds nothing instead of None, if captured graphs serve batches.
+            always: Return an empty batch instead of None, if captured graphs are used.
         """
         if (rows, always) != self._last[0]:
             batch = self._build(rows, is_plain, always=always)
@@ -169,7 +169,7 @@ class StepAdapters:
             dtype: Dtype of the rows.
             device: Device of the rows.
             max_rank: Largest rank of steps that are replayed from captured graphs.
-            batch_invariant: See `LoraBatcher`; for the target and its head, as a drafter's rounding changes no text.
+            batch_invariant: See `LoraBatcher`; for the target and its head, since a drafter's rounding changes no text.
         """
         self._pool = pool
 
@@ -190,7 +190,7 @@ class StepAdapters:
 
     def prepare_draft(self, rows: PlanRows, *, always: bool = False) -> LoraBatch | None:
         """Return the batch of a drafter's pass over rows of tokens; None when no adapter has draft weights. An adapter
-        that was unloaded and left with the commit of its last request counts as the base model."""
+        that was unloaded and dropped at the commit of its last request counts as the base model."""
         return self._build(
             self._draft, rows, lambda version: version.has_draft and self._pool.is_ready(version.digest), always=always
         )
@@ -199,7 +199,7 @@ class StepAdapters:
         self, batcher: LoraBatcher, rows: PlanRows, applies: Callable[[AdapterVersion], bool], *, always: bool
     ) -> LoraBatch | None:
         if not any(version is not None and applies(version) for version, _ in rows):
-            # It keeps the allocations of its last batch no longer.
+            # It must not keep the allocations of its last batch.
             return batcher.build([(None, sum(count for _, count in rows))] if always else (), always=always)
         allocations, is_plain, targets_experts = [], True, False
         for version, count in rows:

@@ -1,4 +1,4 @@
-"""DoRA: adapters with trained magnitudes (Liu et al. 2024, arXiv:2402.09353, section 4), beside adapters without.
+"""DoRA: adapters with trained magnitudes (Liu et al. 2024, arXiv:2402.09353, section 4), batched with adapters without.
 
     y = g ∘ (x Wᵀ + x Aᵀ Bᵀ) + bias        g = m / ||W + B A||, row by row; B with the scale folded in
       = (x Wᵀ + bias) + (g - 1) ∘ x Wᵀ + x Aᵀ (g ∘ B)ᵀ
@@ -35,8 +35,8 @@ class BaseWeight(NamedTuple):
 
 
 def divided_weight(read: Callable[[], Tensor], bias: Callable[[], Tensor | None] = lambda: None) -> BaseWeight:
-    """Return a weight [out, in] of which each of several ranks has a part: `read` reads all of it from the checkpoint.
-    So ranks need not compute together what only the one that reads adapters wants to know."""
+    """Return a weight [out, in] of which each of several ranks has a part: `read` reads all of it from the checkpoint,
+    so that the rank that reads adapters needs no others."""
 
     def measure(x: Tensor) -> tuple[Tensor, Tensor]:
         weight = read().contiguous()

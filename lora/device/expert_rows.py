@@ -1,4 +1,4 @@
-"""Adapters' weights of experts on a GPU. They lie in memory of their own while their adapter is there: rank rows of all
+"""Adapters' weights of experts on a GPU. They have separate memory while their adapter is loaded: rank rows of all
 experts would be as wide as the model.
 
 E experts of a layer, P pairs of a token and one of its experts, k experts of a token, T tokens.
@@ -92,7 +92,7 @@ class ExpertSites:
 
     @torch.inference_mode()
     def write(self, allocation: Allocation, packed: PackedRows) -> None:
-        """Write an adapter's weights. They leave the device with the allocation."""
+        """Write an adapter's weights. They are freed with the allocation."""
         weights = packed.weights()
         for site in self._sites:
             site.write(allocation, weights)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ...kernels.lora.device_rows import Shrunk, TritonRows
 
 Live = NDArray[np.uint8]
-"""[R, modules]: 0 where a rank row has no weights of a module."""
+"""[R, modules]: 0 if a rank row has no weights of a module."""
 
 
 class RowSelection:
@@ -50,7 +50,7 @@ class RowSelection:
         )
 
     def gather(self, pool: Tensor) -> Tensor:
-        """Return the selected rows of a pool [R, ...]: a view of neighbours, else a copy."""
+        """Return the selected rows of a pool [R, ...]: a view if adjacent, else a copy."""
         return pool[self._where] if isinstance(self._where, slice) else pool.index_select(0, self._where)
 
     def columns(self, pool: Tensor, index: Tensor) -> Tensor:
@@ -68,13 +68,13 @@ class LoraSegment:
     stop: int
     selection: RowSelection
     keep: Tensor | None = None
-    """[stop - start, n], from `kernels.lora.keep_mask`; None when every row applies to every token."""
+    """[stop - start, n], from `kernels.lora.keep_mask`; None if every row applies to every token."""
     invariant: bool = False
-    """True when no bit of a delta may depend on the other tokens; the selection is one adapter then."""
+    """True when no bit of a delta may depend on other tokens; then the selection is one adapter."""
 
 
 class LoraRun(NamedTuple):
-    """Neighbouring tokens of one adapter, or of the base model when `owner` is None."""
+    """Adjacent tokens of one adapter, or of the base model if `owner` is None."""
 
     owner: Allocation | None
     start: int
@@ -83,24 +83,25 @@ class LoraRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoraBatch:
-    """Adapters of one step's tokens. The models pass it to every site. Tokens of no run belong to the base model."""
+    """Adapters of one step's tokens. The models pass it to every site. Tokens outside all runs belong to the base
+    model."""
 
     runs: tuple[LoraRun, ...]
     """Runs of the adapters, ascending."""
     native: RowSegments | None
     """All runs, for the native kernel."""
     segments: tuple[LoraSegment, ...]
-    """All runs, where there are no such kernels: disjoint and ascending."""
+    """All runs, if there are no such kernels: disjoint and ascending."""
     invariant: bool = False
     groups: RowGroups | None = None
     """All runs, for the kernels of a CUDA device."""
     replayable: bool = False
     """True when a captured graph of the same batcher, for at least as many tokens, serves this step. The batcher's
-    buffer has rank rows alone, so a step with gains or biases runs without a graph."""
+    buffer has only rank rows, so a step with gains or biases runs without a graph."""
     targets_experts: bool = False
     """True when an adapter has weights of experts."""
     lookups: dict[EmbeddingSite, tuple[LoraRun, ...]] = field(default_factory=dict, compare=False)
-    """Runs whose adapters have embeddings, by site. Cached, as a batch serves many steps."""
+    """Runs whose adapters have embeddings, by site. Cached, since a batch is used for many steps."""
 
     def tokens(self) -> list[int]:
         """Tokens that have adapters, ascending."""
@@ -142,7 +143,7 @@ class LoraSite:
         self._grouped = _grouped(a, b, slice_sizes, live_on_device)
 
     def fused(self, adapters: LoraBatch) -> tuple[int, RowSegments] | None:
-        """Return the inputs with which `NativeLinear` does `add` in its own call; None where it cannot."""
+        """Return the inputs with which `NativeLinear` does `add` in its own call; None if it cannot."""
         if adapters.native is None or self._native is None:
             return None
         return self._native.address, adapters.native
@@ -158,8 +159,8 @@ class LoraSite:
         return found
 
     def start(self, x: Tensor, adapters: LoraBatch) -> Shrunk | None:
-        """Start what `add` needs of the inputs `x` [T, in] alone, alongside what is launched until then; None where
-        nothing can run alongside."""
+        """Start the part of `add` that needs only the inputs `x` [T, in], concurrently with later launches; None if it
+        cannot run concurrently."""
         if adapters.groups is None:
             return None
         assert self._grouped is not None
@@ -226,5 +227,5 @@ class EmbeddingSite:
                 y[start:stop].addmm_(columns, rows)
 
     def _has(self, run: LoraRun) -> bool:
-        """Return whether the adapter has embeddings; this does not change while it has its rows."""
+        """True if the adapter has embeddings; constant while it has its rows."""
         return run.owner is not None and bool(self._live[run.owner.index].any())

@@ -2,8 +2,8 @@
 
     row r   | A of site 0 | B of site 0 | A of site 1 | B of site 1 | ...
 
-A packed adapter has only the columns of its own modules, side by side, in rank order. So it is copied to the device in
-a few large pieces.
+A packed adapter has only the columns of its own modules, contiguous, in rank order. So it is copied to the device in a
+few large pieces.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LM_HEAD = "lm_head"
 SCORE = "score"
 """Module of a classifier's score matrix."""
 _LATENTS = ".kv_b_proj"
-"""End of the names of products of latents, which are never computed; see `models.layers.latent_products`."""
+"""Suffix of the names of products of latents, which are never computed; see `models.layers.latent_products`."""
 ALIGNMENT = 64
 """Bytes of a cache line. The columns of A and of B begin at a multiple of it."""
 _HUGE_BYTES = 32 << 20
@@ -50,7 +50,7 @@ class LoraWeights(NamedTuple):
 
 
 class OwnRows(NamedTuple):
-    """Rows of the embeddings, the head or the score matrix that an adapter brings itself; see `own_rows`."""
+    """An adapter's own rows of the embeddings, the head or the score matrix; see `own_rows`."""
 
     weight: Tensor
     """[n, H], in the dtype of use; a score matrix in float32."""
@@ -63,15 +63,15 @@ class OwnRows(NamedTuple):
 
 
 class PackedRows(NamedTuple):
-    """Rank rows of one adapter in one layout, without the columns that it does not have. Immutable."""
+    """Rank rows of one adapter in one layout, with only its own columns. Immutable."""
 
     layout: RowLayout
     spans: tuple[tuple[int, int], ...]
     """Columns [start, stop) of the layout that it has."""
     data: Tensor
-    """[n, sum of the spans' lengths]: these columns side by side."""
+    """[n, sum of the spans' lengths]: these columns, contiguous."""
     live: NDArray[np.uint8]
-    """[n, modules]: 1 where a row holds weights of the module."""
+    """[n, modules]: 1 if a row has weights of the module."""
 
     @property
     def num_bytes(self) -> int:
@@ -119,7 +119,7 @@ class PackedShape(NamedTuple):
     matrices: list[MatrixColumn]
     """Ascending by column."""
     is_full: bool
-    """True when the matrices leave no element of the rows free."""
+    """True when the matrices fill the rows."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -142,7 +142,7 @@ class RowLayout:
 
     def __init__(self, dtype: torch.dtype, *, pinned: bool = False) -> None:
         """Make an empty layout. Reserve the columns of every site before the first use. `pinned`: packed rows are in
-        memory that a GPU reads by itself."""
+        pinned memory."""
         self.dtype = dtype
         self.pinned = pinned
         self.width = 0
@@ -152,7 +152,7 @@ class RowLayout:
         self.modules: dict[str, int] = {}
         """Index of each module."""
         self.pieces: list[tuple[slice, slice]] = []
-        """Columns of A and of B by the module's index. Those of one site are side by side: A of all, then B of all."""
+        """Columns of A and of B by the module's index. Those of one site are contiguous: A of all, then B of all."""
 
     def reserve(self, names: Sequence[str], in_features: int, sizes: Sequence[int]) -> None:
         """Reserve the columns of a site: modules of one input, with `sizes` outputs."""
@@ -208,7 +208,7 @@ class RowLayout:
 
 
 def _joined(columns: Sequence[slice], gap: int) -> list[tuple[int, int]]:
-    """Join ascending columns to spans where they are less than `gap` apart."""
+    """Join ascending columns to spans if they are less than `gap` apart."""
     spans: list[tuple[int, int]] = []
     for part in columns:
         if spans and part.start - spans[-1][1] < gap:
@@ -230,7 +230,7 @@ class PackedModules(NamedTuple):
     own_rows: Mapping[str, OwnRows] = MappingProxyType({})
     """By module, for the token embeddings, `LM_HEAD` and `SCORE`."""
     invocation: tuple[int, ...] = ()
-    """Tokens of the prompt from which on the weights apply (activated LoRA); (): they apply to all tokens."""
+    """Invocation tokens from which on the weights apply (activated LoRA); (): they apply to all tokens."""
     left_out: tuple[str, ...] = ()
     """Keys in the file of tensors that are not used: those of a vision tower."""
 
@@ -254,14 +254,14 @@ class PackedModules(NamedTuple):
 
     @property
     def bytes_beside_rows(self) -> int:
-        """Bytes of device memory beside the rank rows of the linears. A tied head's rows are copied for it."""
+        """Bytes of device memory in addition to the rank rows of the linears. A tied head's rows are copied for it."""
         own = (rows.weight.nbytes for rows in self.own_rows.values())
         vectors = (part.nbytes for part in (*self.gains.values(), *self.biases.values()))
         return self.vocabulary.data.nbytes + sum(own) + sum(vectors)
 
     @property
     def vocab_size(self) -> int:
-        """Number of the adapter's tokens where its own rows say it, else 0."""
+        """Number of the adapter's tokens if it has own rows, else 0."""
         return max((rows.vocab_size for rows in self.own_rows.values()), default=0)
 
     @property

@@ -1,11 +1,11 @@
-"""Rows of the token embeddings, the head and the score matrix that an adapter brings itself, in place of the base's.
+"""An adapter's own rows of the token embeddings, the head and the score matrix, which replace the base's.
 
 PEFT's `modules_to_save` gives whole matrices, `trainable_token_indices` some of their rows. The adapter's tokens look
-up these rows, and its logits come from them. Other tokens of the step are left alone, and a step without such an
+up these rows, and its logits come from them. Other tokens of the step are unaffected, and a step without such an
 adapter does nothing here.
 
 An adapter may have more tokens than the base model, from id V on. Then the logits of a step with one of its requests
-are wider, and -inf where a row's adapter does not have the token. All other steps are as wide as the base model's.
+are wider, and -inf for tokens that a row's adapter does not have. All other steps are as wide as the base model's.
 
 T tokens of a step; V vocabulary of the base model; W columns of a step's logits; H hidden; n rows of an adapter.
 """
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 _COLUMNS = 64
-"""Columns are added to the logits in multiples of this: kernels are compiled for multiples of 16 and for others."""
+"""Columns are added to the logits in multiples of this: kernels are specialised for multiples of 16."""
 
 
 class _DeviceRows(NamedTuple):
-    """Rows of one adapter on the device; `table` and `head` are None where the adapter has none."""
+    """Rows of one adapter on the device; `table` and `head` are None if the adapter has none."""
 
     table: OwnRows | None
     head: Packed | None
@@ -52,7 +52,7 @@ class _DeviceRows(NamedTuple):
 
 
 class OwnRowSites:
-    """Own rows of the adapters on the device. They leave its memory with the adapter's `Allocation`."""
+    """Own rows of the adapters on the device. They are freed with the adapter's `Allocation`."""
 
     def __init__(self, embedding: Embedding) -> None:
         self._embedding = embedding
@@ -93,8 +93,8 @@ class OwnRowSites:
             y[start:stop] = torch.where(known.unsqueeze(1), weight[place], y[start:stop])
 
     def logits(self, y: Tensor, hidden: Tensor, adapters: LoraBatch) -> Tensor:
-        """Return the logits y [T, V] as [T, W], with those of the adapters' own rows, for hidden states [T, H]. `mask`
-        comes after scales and caps."""
+        """Return the logits y [T, V] as [T, W], with those of the adapters' own rows, for hidden states [T, H]. Apply
+        `mask` after scales and caps."""
         found = self._of_runs(adapters)
         added = max((rows.vocab_size for rows, _, _ in found), default=0) - y.shape[1]
         if added > 0:
@@ -110,7 +110,7 @@ class OwnRowSites:
         return y
 
     def score(self, adapters: LoraBatch) -> Tensor | None:
-        """Return the score matrix [labels, H] of a batch of one row; None where its adapter has none."""
+        """Return the score matrix [labels, H] of a batch of one row; None if its adapter has none."""
         return next((rows.score for rows, _, _ in self._of_runs(adapters)), None)
 
     def mask(self, y: Tensor, adapters: LoraBatch) -> None:

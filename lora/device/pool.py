@@ -3,8 +3,8 @@
     rows:  0 1 2 3 4 5 6 7 8 9 ...
            a a a a . . b b c c        row r of *every* projection's pool belongs to the same adapter
 
-One unit is one rank row across all layers, so a rank-8 adapter takes half of what a rank-16 one takes. Memory that an
-adapter has beside its rank rows, such as embeddings of its own, counts as so many rows: these stay free for nobody.
+One unit is one rank row across all layers, so a rank-8 adapter takes half of what a rank-16 one takes. Other memory of
+an adapter, such as its own embeddings, counts as rank rows, which are then left unused.
 
     free --allocate, begin_write--> being written --end_write--> ready --evict--> free
                                     being written --evict--> no owner --end_write--> free
@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from ...platform.core.config import LoRAConfig
 from ...platform.core.errors import InvalidRequestError
-from ...platform.core.sizes import shown_bytes
+from ...platform.core.sizes import format_bytes
 
 
 def count_rows(config: LoRAConfig, bytes_per_row: int) -> int:
-    """Return the number of rank rows: what `lora_memory` has room for, else `max_loras` adapters of the largest rank.
+    """Return the number of rank rows: as many as fit into `lora_memory`, else `max_loras` adapters of the largest rank.
 
     `bytes_per_row` is without the vocabulary's rows. These are far wider, and count only for adapters that have some.
 
@@ -38,8 +38,8 @@ def count_rows(config: LoRAConfig, bytes_per_row: int) -> int:
     if num_rows < config.max_lora_rank:
         least = config.max_lora_rank * bytes_per_row
         raise InvalidRequestError(
-            f"lora_memory of {shown_bytes(config.memory_bytes)} has room for {num_rows} rank rows; one adapter of rank "
-            f"{config.max_lora_rank} (max_lora_rank) takes {shown_bytes(least)}",
+            f"lora_memory of {format_bytes(config.memory_bytes)} has room for {num_rows} rank rows; one adapter of "
+            f"rank {config.max_lora_rank} (max_lora_rank) takes {format_bytes(least)}",
             param="lora_memory",
         )
     return num_rows
@@ -55,7 +55,7 @@ class Allocation:
         self.rows = rows
         """Ascending."""
         self.size = len(rows) + num_reserved
-        """Rank rows that it counts as: its own, and those whose memory its other weights take."""
+        """Rank rows that it counts as: its own, and those equivalent to its other memory."""
         self.index: NDArray[np.int32] = np.array(rows, np.int32)
         """`rows` as an array, [n]."""
 
@@ -71,7 +71,7 @@ class RowPool:
     """Rank rows by adapter. The key is the digest of its content. At most `max_running` adapters have users.
 
     Adapters that are neither pinned, in use nor being written are evicted for others, the least recently used first.
-    Rows that are being written get no new owner before that has ended, even when their owner is evicted.
+    Rows that are being written get no new owner until that ends, even if their owner is evicted.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class RowPool:
         Args:
             num_rows: Number of rank rows.
             max_running: Number of adapters that may have users.
-            row_bytes: Bytes of a rank row; 0: memory beside rank rows is not counted.
-            on_free: Called with rows that nobody owns or writes any more.
+            row_bytes: Bytes of a rank row; 0: other memory is not counted.
+            on_free: Called with rows that are neither owned nor being written any more.
         """
         self.num_rows = num_rows
         self.max_running = max_running
         self.num_free = num_rows
-        """Rows that nothing counts as."""
+        """Rows that are not counted by any adapter."""
         self._row_bytes = row_bytes
         self._on_free = on_free
         self.num_running = 0
@@ -133,24 +133,24 @@ class RowPool:
         return entry is not None and entry.allocation not in self._writing
 
     def is_evictable(self, key: bytes) -> bool:
-        """Return whether the adapter has rows that could be given to another one now."""
+        """True if the adapter's rows could be given to another one now."""
         entry = self._entries.get(key)
         return entry is not None and not entry.pinned and entry.num_users == 0 and entry.allocation not in self._writing
 
     def size(self, num_rows: int, num_bytes: int) -> int:
-        """Return the rows that an adapter counts as, which has `num_rows` and `num_bytes` beside them."""
+        """Return the rows that an adapter with `num_rows` rank rows and `num_bytes` of other memory counts as."""
         return num_rows + (-(-num_bytes // self._row_bytes) if self._row_bytes else 0)
 
     def allocate(
         self, key: bytes, num_rows: int, victims: Iterable[bytes] | None = None, *, num_bytes: int = 0
     ) -> Allocation | None:
-        """Give `key` rows, and evict others for them; None, with nothing changed, when there are not enough.
+        """Give `key` rows, and evict others for them; None, without a change, if there are not enough.
 
         Args:
             key: Key of the adapter.
             num_rows: Number of its rank rows.
             victims: Adapters that may be evicted, in this order; by default all, the least recently used first.
-            num_bytes: Memory that it takes beside its rank rows.
+            num_bytes: Memory that it takes in addition to its rank rows.
         """
         if key in self._entries:
             raise ValueError("the adapter has rows already")
@@ -191,12 +191,12 @@ class RowPool:
         self._on_free(allocation)
 
     def begin_write(self, allocation: Allocation) -> None:
-        """Note that the writing of these rows begins."""
+        """Record the start of a write of these rows."""
         assert self._entries[allocation.key].allocation is allocation
         self._writing.add(allocation)
 
     def end_write(self, allocation: Allocation) -> None:
-        """Note that the writing of these rows has ended. They are free when their owner was evicted meanwhile."""
+        """Record the end of a write of these rows. They are free if their owner was evicted meanwhile."""
         self._writing.remove(allocation)
         entry = self._entries.get(allocation.key)
         if entry is None or entry.allocation is not allocation:
@@ -230,7 +230,7 @@ class RowPool:
         """Count one running request less that uses the adapter."""
         entry = self._entries[key]
         if entry.num_users < 1:
-            raise ValueError("nobody uses the adapter")
+            raise ValueError("no request uses the adapter")
         entry.num_users -= 1
         self.num_running -= entry.num_users == 0
         self._entries.move_to_end(key)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class AdapterHooks(NamedTuple):
-    """Parts of an engine that adapters need, beside its target's linears."""
+    """Parts of an engine that adapters need, in addition to its target's linears."""
 
     embedding: Embedding | None = None
     """The target's embeddings and head; None: adapters on them are refused."""
@@ -36,15 +36,15 @@ class AdapterHooks(NamedTuple):
     draft_linears: Sequence[Linear] = ()
     """The drafter's linears; none: draft weights are not read."""
     on_gone: Callable[[bytes], None] = lambda digest: None
-    """Called with the digest of an adapter that no name and no request has any more."""
+    """Called with the digest of an adapter without names and requests."""
     batch_invariant: bool = False
     """True when no bit of a token's delta may depend on the other tokens."""
     reader_process: bool = False
-    """True when another process reads adapters, where that is possible."""
+    """True when another process reads adapters, if possible."""
     num_readers: int = 1
     """Number of adapters that are read at once, each in a thread."""
     on_write: Callable[[Allocation, PackedModules], None] | None = None
-    """Called before an adapter's rows are written, where other ranks must write theirs; None: there are none."""
+    """Called before an adapter's rows are written, so that other ranks write theirs; None: there are none."""
     on_free: Callable[[Allocation], None] = lambda allocation: None
     """Called when an adapter's rows are free again."""
     score: ScoreHead | None = None
@@ -95,7 +95,7 @@ class AdapterSites:
             if embedding.part is not None:
                 self._layout.vocabulary.reserve([embedding.names.table], vocab_size, [hidden_size])
                 self._layout.vocabulary.reserve([LM_HEAD], hidden_size, [embedding.part.size])
-        # The rows of all experts would fill a device's memory; a CPU's takes only what is written.
+        # The rows of all experts would fill a device's memory; on a CPU only written pages take memory.
         apart = _on_gpu(dtype, device)
         experts = [linear for linear in linears if linear.expert and apart]
         here = [linear for linear in experts if not linear.is_elsewhere]
@@ -140,8 +140,8 @@ class AdapterSites:
         self._embedding.head_gains = self._vectors.add(head)
 
     def write(self, allocation: Allocation, packed: PackedModules) -> None:
-        """Write an adapter's rows at all sites, and clear them where it has no weights. Thread-safe while no step uses
-        these rows."""
+        """Write an adapter's rows at all sites, and clear them if it has no weights there. Thread-safe while no step
+        uses these rows."""
         if self._is_divided:
             packed = self._share_of(packed)
         self._rows.write(allocation, packed.linears)
@@ -192,7 +192,7 @@ def _serves(experts: Sequence[Linear]) -> bool:
 
 
 def _reserve(linear: Linear, model: ModelModules) -> None:
-    """Reserve a linear's columns, and note the shapes of its modules."""
+    """Reserve a linear's columns, and record the shapes of its modules."""
     start, whole = 0, linear if linear.part is None else linear.part
     for name, size in whole.slices:
         base = None if linear.expert else slice_weight(linear, start, size, name)

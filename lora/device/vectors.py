@@ -1,4 +1,4 @@
-"""Vectors that adapters have at a site beside their rank rows: gains (DoRA) and biases.
+"""Adapters' vectors at a site, in addition to their rank rows: gains (DoRA) and biases.
 
     y = base + (g - 1) ∘ (base - bias - residual) + d      base = x Wᵀ + bias + residual
     g  gain [out] of each row of the base weight, see `dora`
@@ -38,7 +38,7 @@ def _slot_tokens(runs: Sequence[tuple[int, int, int]], device: torch.device) -> 
     lengths = [stop - start for _, start, stop in runs]
     first, last = runs[0][1], runs[-1][2]
     tokens: slice | Tensor = slice(first, last)
-    if sum(lengths) < last - first:  # not side by side
+    if sum(lengths) < last - first:  # not adjacent
         tokens = torch.tensor([token for _, start, stop in runs for token in range(start, stop)], device=device)
     if len({slot for slot, _, _ in runs}) == 1:
         return _SlotTokens(tokens, runs[0][0])
@@ -56,7 +56,7 @@ class _Table:
         """Bit s is set when the adapter in slot s has a vector here."""
 
     def write(self, slot: int, parts: Sequence[Tensor | None]) -> None:
-        """Write an adapter's vectors to a slot; `parts` has one entry for each module, None where there are none."""
+        """Write an adapter's vectors to a slot; `parts` has one entry for each module, None if there are none."""
         self.written &= ~(1 << slot)
         if all(part is None for part in parts):
             return
@@ -86,7 +86,7 @@ class SiteVectors:
         """Bit s is set when the adapter in slot s has vectors here."""
 
     def write(self, slot: int, gains: Sequence[Tensor | None], biases: Sequence[Tensor | None]) -> None:
-        """Write an adapter's vectors to a slot, one entry for each module; None where there are none."""
+        """Write an adapter's vectors to a slot, one entry for each module; None if there are none."""
         self._excess.write(slot, [None if gain is None else gain - 1 for gain in gains])
         self._biases.write(slot, biases)
         self.written = self._excess.written | self._biases.written
@@ -104,8 +104,8 @@ class SiteVectors:
         The adapters' biases are left out unless `biased`.
 
         The subtraction recovers the base product, so that one fused product serves all tokens. In a narrow dtype this
-        adds rounding errors as large as those of `y`, scaled by |g - 1|, which is mostly far below 1. Each product and
-        each sum is rounded by itself, so a token's result does not depend on its position.
+        adds rounding errors of `y`'s size times |g - 1|, which is usually far below 1. Each product and each sum is
+        rounded by itself, so a token's result does not depend on its position.
         """
         for table, apply in ((self._excess, self._apply_gains), (self._biases, self._add_biases)):
             if table.written and (biased or table is self._excess):
@@ -139,7 +139,7 @@ class SiteVectors:
         if is_grouped(y.dtype, y.device):
             slots = self._sites.of_tokens(adapters, table.written, len(y))
             if slots is not None:
-                # Not a product with 0: a bias that is not finite would reach the tokens of others.
+                # Not a product with 0: a bias that is not finite would affect other adapters' tokens.
                 y += table.rows[slots.clamp(min=0)].masked_fill_((slots < 0).unsqueeze(1), 0)
             return
         found = self._sites.slot_tokens(adapters, table.written)
@@ -169,7 +169,7 @@ class VectorSites:
     def write(self, allocation: Allocation, gains: Mapping[str, Tensor], biases: Mapping[str, Tensor]) -> None:
         """Write an adapter's vectors by module, and remove the vectors of former owners of its rows.
 
-        While no step uses these rows. Steps write small adapters, and a thread beside them large ones.
+        While no step uses these rows. The engine's thread writes small adapters, a loader thread large ones.
         """
         with self._lock:
             for row in allocation.rows:
@@ -195,7 +195,7 @@ class VectorSites:
         return slot_tokens
 
     def of_tokens(self, step: LoraBatch, written: int, num_tokens: int) -> Tensor | None:
-        """Return each token's slot, [T] int32 with -1 for tokens without vectors; None where no token has any."""
+        """Return each token's slot, [T] int32 with -1 for tokens without vectors; None if no token has any."""
         found = self._of_step(step)
         if written not in found:
             runs = self._runs(step, written)

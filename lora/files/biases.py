@@ -18,11 +18,11 @@ from .tensor_keys import BIAS, LORA_BIAS, FileModule, ModelModules, ModuleShape
 
 
 def check_biases(module: FileModule, config: PeftConfig) -> None:
-    """Refuse (AdapterError) biases of which adapter_config.json says nothing, and missing ones."""
+    """Refuse (AdapterError) biases that adapter_config.json does not declare, and missing ones."""
     if config.lora_bias != (LORA_BIAS in module.keys) and set(module.keys) != {BIAS}:
         verb = "is missing: the configuration has" if config.lora_bias else "has no use without"
         raise adapter_error(f"{module.name}: {LORA_BIAS} {verb} lora_bias")
-    # PEFT copies an embedding or head beside its adapter, or saves it trained; `vocabulary` reads its bias.
+    # PEFT copies an embedding or head along with its adapter, or saves it trained; `vocabulary` reads its bias.
     if BIAS in module.keys and config.bias == "none" and module.shape.is_base is None:
         raise adapter_error(f"{module.name}: {module.keys[BIAS]} has no use: the configuration has bias='none'")
 
@@ -65,7 +65,7 @@ def read_biases(
 
 
 def base_bias(module: FileModule, shape: ModuleShape) -> Tensor:
-    """Return the model's bias [out] float32 on the CPU; AdapterError where the module has none."""
+    """Return the model's bias [out] float32 on the CPU; AdapterError if the module has none."""
     assert shape.base is not None
     bias = shape.base.bias()
     if bias is None:

@@ -4,10 +4,10 @@
     ….experts.lora_B.weight             [out, r · E]   columns e, e + E, e + 2 E... belong to expert e
     ….experts.base_layer.lora_A.weight                 of a second parameter, which PEFT wraps first
 
-The shapes say whether the parameter is gate_up_proj or down_proj. The delta of expert e is B[:, e::E] A[e · r:].
+The shapes show whether the parameter is gate_up_proj or down_proj. The delta of expert e is B[:, e::E] A[e · r:].
 
 Before PEFT 0.19 in and out were those of a parameter [E, in, out], although most models have [E, out, in]: A and B fit
-the transposed delta there. Such files are refused by their shapes, or where a parameter is square by their version.
+the transposed delta there. Such files are refused by their shapes, or by their version if a parameter is square.
 """
 
 from __future__ import annotations

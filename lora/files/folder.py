@@ -4,7 +4,7 @@
     <adapter>/draft/<method>/     the same for the drafter of that method of speculation ...
     <adapter>/draft/              ... or for the only drafter that the adapter knows
 
-Both parts are one adapter: read, digested, placed and dropped together.
+Both parts are one adapter: read, digested, loaded and evicted together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...platform.core.speculative_config import MODEL_METHODS
 from ..adapter import DRAFT_LOADED, Adapter, AdapterSource, changed_error
 from ..device.layout import PackedModules
 from ..step_yield import yield_to_steps
-from .peft_config import adapter_error, shown
+from .peft_config import adapter_error, quote_path
 from .peft_weights import WeightsReader
 from .tensor_keys import BASE, DRAFTER, ModelModules
 
@@ -46,15 +46,15 @@ class AdapterFiles:
     def check(self, source: AdapterSource) -> None:
         """Refuse (AdapterError) folders that do not exist, without reading a file."""
         if not os.path.isdir(source.path):  # False, too, for a path that no file system takes
-            raise adapter_error(f"the adapter's folder {shown(source.folder.label)} does not exist")
+            raise adapter_error(f"the adapter's folder {quote_path(source.folder.label)} does not exist")
         if source.draft_path is not None and not os.path.isdir(source.draft_path):
             label = AdapterFolder(source.draft_path, source.roots).label
-            raise AdapterError(f"draft_path: the folder {shown(label)} does not exist", param="draft_path")
+            raise AdapterError(f"draft_path: the folder {quote_path(label)} does not exist", param="draft_path")
 
     def num_bytes(self, source: AdapterSource) -> int:
         """Return the size of the files that `read` may read."""
         folders = [source.folder]
-        with contextlib.suppress(AdapterError):  # `read` says so
+        with contextlib.suppress(AdapterError):  # `read` raises the error
             folders += filter(None, self._draft_folders(source) if self._draft is not None else ())
         size = 0
         for folder in folders:
@@ -99,10 +99,10 @@ class AdapterFiles:
             raise AdapterError(f"draft_path: {error.message}", param="draft_path") from error
 
     def _draft_folders(self, source: AdapterSource) -> tuple[AdapterFolder | None, AdapterFolder | None]:
-        """Return the folders where draft weights may lie, which exist; the first is meant.
+        """Return the existing folders for draft weights; the first is used.
 
         Raises:
-            AdapterError: something else has the name of one, or a link leads out of the roots.
+            AdapterError: one of the names is no folder, or a link leads out of the roots.
         """
         if source.draft_path is None:
             root = source.folder.below(DRAFT_FOLDER)
@@ -111,10 +111,10 @@ class AdapterFiles:
         return None if root is None else root.below(self.draft_method), root
 
     def _find_draft(self, source: AdapterSource) -> AdapterFolder | None:
-        """Find the folder with the draft weights; None when there are none, or only some for other methods.
+        """Find the folder with the draft weights; None if there are none, or only for other methods.
 
         Raises:
-            AdapterError: something has the name of draft weights and is none.
+            AdapterError: a folder with the name of draft weights has none.
         """
         nested, root = self._draft_folders(source)
         if nested is not None or root is None:

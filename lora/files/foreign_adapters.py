@@ -1,4 +1,4 @@
-"""Adapters of tools that have a format of their own: those of mlx-lm are seen as PEFT's, others refused by name.
+"""Adapters in other tools' formats: those of mlx-lm are read as PEFT's, others refused by name.
 
 mlx-lm writes adapter_config.json with `lora_parameters`, and adapters.safetensors:
 
@@ -39,7 +39,7 @@ _MAX_ENTRIES = 1000
 
 
 def tool_hint(folder: AdapterFolder) -> str:
-    """Return what a folder without PEFT's files seems to hold, as the end of a message; "" when that is unknown."""
+    """Return the likely content of a folder without PEFT's files, as the end of a message; "" if unknown."""
     with contextlib.suppress(OSError, ValueError):  # a path that is too long, or has a NUL
         names = _some_names(folder.path)
         if "weights" in names and not os.path.islink(os.path.join(folder.path, "weights")):
@@ -65,7 +65,7 @@ def peft_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return PEFT's fields of mlx-lm's configuration.
 
     Raises:
-        AdapterError: it is of a model that was trained as a whole, or has no numbers for rank and scale.
+        AdapterError: it is of a fully trained model, or has no numbers for rank and scale.
     """
     kind, lora = config.get("fine_tune_type", "lora"), config["lora_parameters"]
     if kind not in ("lora", "dora"):

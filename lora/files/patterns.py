@@ -1,7 +1,7 @@
 """`rank_pattern` and `alpha_pattern`: values of modules by regular expressions, as PEFT's `get_pattern_key` finds them.
 
-The patterns come from the user who uploaded the adapter. PEFT writes up to thousands of plain names, one for each
-module; these are looked up in a dictionary. Regular expressions are few, and their time is bounded.
+The patterns are untrusted: they come with the adapter. PEFT writes up to thousands of plain names, one for each module;
+these are looked up in a dictionary. Regular expressions are limited in number and time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import regex
 
 from ...platform.core.errors import AdapterError
-from ...platform.core.sampling_params import shown
+from ...platform.core.sampling_params import quote_for_error
 from ..step_yield import yield_to_steps
 
 MAX_PATTERNS = 1 << 14
@@ -67,13 +67,15 @@ class Patterns:
 
     def _compile(self, pattern: str) -> Any:
         if (num_groups := pattern.count("(")) > MAX_GROUPS:
-            raise _error(f"{self._name}: {shown(pattern)} has {num_groups} groups; at most {MAX_GROUPS} are read")
+            raise _error(
+                f"{self._name}: {quote_for_error(pattern)} has {num_groups} groups; at most {MAX_GROUPS} are read"
+            )
         started = time.thread_time()
         try:
             regex.compile(pattern)  # alone first: inside brackets an unbalanced one would be valid
             return regex.compile(rf"(.*\.)?({pattern})$")
         except (regex.error, OverflowError, RecursionError) as error:
-            message = f"{self._name}: {shown(pattern)} is no regular expression: {error}"
+            message = f"{self._name}: {quote_for_error(pattern)} is no regular expression: {error}"
             raise _error(message) from None
         finally:
             self._count_time(started, pattern)
@@ -117,5 +119,6 @@ class Patterns:
 
     def _slow(self, pattern: str) -> Exception:
         return _error(
-            f"{self._name}: matching {len(self._expressions)} patterns, such as {shown(pattern)}, takes too long"
+            f"{self._name}: matching {len(self._expressions)} patterns, such as {quote_for_error(pattern)}, "
+            "takes too long"
         )

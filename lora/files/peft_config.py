@@ -11,7 +11,7 @@ from typing import Any
 from ...models.families.multimodal import is_of_tower
 from ...platform.core.adapter_files import CONFIG_FILE, AdapterFolder
 from ...platform.core.errors import AdapterError
-from ...platform.core.sampling_params import shown as shown_value
+from ...platform.core.sampling_params import quote_for_error
 from ...platform.core.text import shorten
 from .foreign_adapters import is_mlx, peft_fields, tool_hint
 from .patterns import Patterns
@@ -28,7 +28,7 @@ def adapter_error(message: str) -> AdapterError:
     return AdapterError(message, param="lora_path")
 
 
-def shown(path: object) -> str:
+def quote_path(path: object) -> str:
     """Return a path for a message: quoted, so that it stays on one line, and of bounded length."""
     return repr(shorten(str(path)))
 
@@ -43,18 +43,18 @@ class PeftConfig:
     rank_pattern: Patterns
     alpha_pattern: Patterns
     target_parameters: tuple[str, ...]
-    """Ends of the names of parameters that were targeted; a module is configured as its `weight` where that is one."""
+    """Ends of the names of parameters that were targeted; a module is configured as its `weight` if that is one."""
     use_dora: bool
     bias: str
-    """Which of the model's biases the file may have: "none", "all" or "lora_only"."""
+    """The model's biases that the file may have: "none", "all" or "lora_only"."""
     lora_bias: bool
     """True when every lora_B has a bias."""
     modules_to_save: tuple[str, ...]
     """Only embeddings and heads."""
     invocation: tuple[int, ...]
-    """Tokens of the prompt from which on the adapter applies; (): it applies to all tokens."""
+    """Invocation tokens from which on the adapter applies; (): it applies to all tokens."""
     ties_weights: bool
-    """True when what is trained of a tied embedding is trained of the head too."""
+    """True when trained parts of a tied embedding apply to the head too."""
     trainable_tokens: tuple[tuple[str, tuple[int, ...]], ...]
     """Tokens of trained rows, by name of the embedding or head; the name "" stands for the embedding."""
     version: tuple[int, ...] = ()
@@ -107,10 +107,10 @@ def _positive(name: str, value: Any, *, integer: bool) -> Any:
 def _pattern(config: dict[str, Any], name: str, *, integer: bool) -> Patterns:
     values = config.get(name) or {}
     if not isinstance(values, dict):
-        raise adapter_error(f"{CONFIG_FILE}: {name} must be an object, got {shown_value(values)}")
+        raise adapter_error(f"{CONFIG_FILE}: {name} must be an object, got {quote_for_error(values)}")
     patterns = Patterns(name, values)
     for pattern, value in values.items():
-        _positive(f"{name}[{shown_value(pattern)}]", value, integer=integer)
+        _positive(f"{name}[{quote_for_error(pattern)}]", value, integer=integer)
     return patterns
 
 
@@ -123,11 +123,11 @@ def read_config(folder: AdapterFolder) -> PeftConfig:
     """Read and check `folder`/adapter_config.json.
 
     Raises:
-        AdapterError: the file is missing or broken, or asks for something that is not served (named in the message).
+        AdapterError: the file is missing or broken, or needs something that is not served (named in the message).
     """
     content = folder.read(CONFIG_FILE, _MAX_CONFIG_BYTES)
     if content is None:
-        raise adapter_error(f"no {CONFIG_FILE} in {shown(folder.label)}{tool_hint(folder)}")
+        raise adapter_error(f"no {CONFIG_FILE} in {quote_path(folder.label)}{tool_hint(folder)}")
     try:
         config = json.loads(content.decode())
     except (ValueError, RecursionError) as error:

@@ -1,6 +1,6 @@
-"""Fields of PEFT's `LoraConfig`: what each means here, and which values are refused.
+"""Fields of PEFT's `LoraConfig`: the served and refused values of each.
 
-`tests/unit/lora` drives every field against PEFT; the table in docs/guides/adapters.md is made of this one.
+`tests/unit/lora` tests every field against PEFT; the table in docs/guides/adapters.md is generated from this one.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from ...models.families.multimodal import is_of_tower
 from ...platform.core.adapter_files import CONFIG_FILE
 from ...platform.core.errors import AdapterError
-from ...platform.core.sampling_params import shown
+from ...platform.core.sampling_params import quote_for_error
 
 # Initializations that leave the base model alone. Others change its weights too, and without those changes the adapter
-# means something else. `save_pretrained(..., path_initial_model_for_weight_conversion=...)` makes plain LoRA of them,
-# and says so.
+# is wrong. `save_pretrained(..., path_initial_model_for_weight_conversion=...)` converts them to plain LoRA, and
+# records it.
 _PLAIN_INITS = ("true", "false", "none", "gaussian", "orthogonal", "eva", "mica")
 
 
@@ -139,11 +139,11 @@ FIELDS: dict[str, FieldRule] = {
         _is_no_names,
     ),
     "alora_invocation_tokens": FieldRule(
-        "lists of tokens: what stands before their last occurrence in the prompt is the base model's, and shares its "
-        "cached prefixes",
+        "lists of tokens; the base model computes the prompt before their last occurrence, and shares its cached "
+        "prefixes",
         "anything but lists of tokens",
         _is_no_tokens,
-        refused_on="`kv_b_proj`, beside trained biases and whole weights",
+        refused_on="`kv_b_proj`, with trained biases or whole weights",
     ),
     "use_qalora": FieldRule("", "QA-LoRA"),
     "use_bdlora": FieldRule("", "block-diagonal LoRA"),
@@ -155,19 +155,20 @@ FIELDS: dict[str, FieldRule] = {
 def check_fields(config: dict[str, Any]) -> None:
     """Refuse (AdapterError) a configuration with a value that is not served; the message names the field.
 
-    Of fields that are not known, as newer versions of PEFT write them, those are refused that switch something on: the
-    value true, and objects.
+    Of unknown fields, as newer versions of PEFT write them, those that switch something on are refused: the value true,
+    and objects.
     """
     for name, rule in FIELDS.items():
         if rule.refuses(config.get(name)):
             raise AdapterError(
-                f"{CONFIG_FILE}: {name}={shown(config.get(name))} is not served ({rule.refused})", param="lora_path"
+                f"{CONFIG_FILE}: {name}={quote_for_error(config.get(name))} is not served ({rule.refused})",
+                param="lora_path",
             )
     for name, value in config.items():
         if name not in FIELDS and (value is True or (isinstance(value, dict) and value)):
             raise AdapterError(
-                f"{CONFIG_FILE}: {shown(name)}: {shown(value)} is not known, and may change what the adapter computes; "
-                "where it concerns training alone, remove it",
+                f"{CONFIG_FILE}: {quote_for_error(name)}: {quote_for_error(value)} is not known, and may "
+                "change what the adapter computes; if it concerns training alone, remove it",
                 param="lora_path",
             )
 

@@ -1,6 +1,6 @@
 """Reading of one PEFT folder: keys and shapes checked against a model's modules, then the tensors.
 
-The tensors' keys and shapes say what is adapted; adapter_config.json says how it is scaled.
+The tensors' keys and shapes determine the adapted modules, adapter_config.json their scale.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class WeightsReader:
         return None
 
     def _check_module(self, module: FileModule, config: PeftConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Refuse a rank above the limit, shapes that do not fit, and magnitudes where there should be none or some."""
+        """Refuse a rank above the limit, shapes that do not fit, and unexpected or missing magnitudes."""
         name, shape, rank = module.name, module.shape, config.rank_of(module.configured)
         if rank > self._max_rank:
             raise adapter_error(f"{name}: rank {rank} exceeds the limit max_lora_rank={self._max_rank}")
@@ -134,7 +134,7 @@ class WeightsReader:
 
 
 def _check_activated(packed: PackedModules, config: PeftConfig) -> None:
-    """Refuse parts of an activated adapter that would change what stands before its invocation."""
+    """Refuse parts of an activated adapter that would affect tokens before its invocation."""
     if latents := latents_of(packed):
         raise adapter_error(
             f"{latents[0]}: alora_invocation_tokens is not served on products of latents, which queries "
@@ -143,7 +143,7 @@ def _check_activated(packed: PackedModules, config: PeftConfig) -> None:
     whole = [*packed.own_rows, *(packed.biases if config.bias != "none" else ())]
     if whole:
         raise adapter_error(
-            f"{whole[0]}: alora_invocation_tokens is not served beside trained biases and whole weights, which PEFT "
+            f"{whole[0]}: alora_invocation_tokens is not served with trained biases or whole weights, which PEFT "
             "applies before the invocation too"
         )
 

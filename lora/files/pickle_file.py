@@ -1,7 +1,7 @@
 """adapter_model.bin: a pickle of torch.save, whose size is checked before it is unpickled.
 
-Unpickling with `weights_only` runs no code, but takes the time and memory that the file asks for: for tens of thousands
-of tensors, or for numbers that are not in the file at all. The largest adapter of the model is the limit.
+Unpickling with `weights_only` runs no code, but the file determines its time and memory: it may have tens of thousands
+of tensors, or claim numbers that are not in it. The largest adapter of the model is the limit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PICKLED_BYTES = 400
 _OPERATIONS = 64
 """Largest number of operations in a tensor's part of the pickle."""
 _REST = 1 << 16
-"""Largest size of a file beside its tensors."""
+"""Largest size of a file without its tensors."""
 _PIECE = 1 << 20
 """Bytes that are read in one call."""
 _END = struct.Struct("<4s4H2LH")
@@ -37,10 +37,10 @@ _LOCATOR_BYTES = 20
 
 def load_pickle(file: FileIO, name: str, limits: FileLimits) -> dict[str, Tensor]:
     """Return the tensors by key. With strides, a tensor may be larger than its part of the file. The file is read into
-    memory first, so that what is checked is what is unpickled; errors call it `name`.
+    memory first, so that the checked bytes are the unpickled ones; errors call it `name`.
 
     Raises:
-        AdapterError: the file is larger than any adapter of the model, or holds something else than plain tensors.
+        AdapterError: the file is larger than any adapter of the model, or has something other than plain tensors.
     """
     most = limits.num_bytes + (_ENTRY_BYTES + _PICKLED_BYTES) * limits.num_tensors + _REST
     content = _read(file, most)
@@ -58,7 +58,7 @@ def load_pickle(file: FileIO, name: str, limits: FileLimits) -> dict[str, Tensor
     if b"bytearray" in content:
         raise adapter_error(f"{name} holds something else than tensors (a bytearray)")
     opened.seek(0)
-    # weights_only: the pickle may hold tensors and nothing that runs
+    # weights_only: the pickle may hold tensors and no code
     state: Any = torch.load(opened, map_location="cpu", weights_only=True)
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise adapter_error(f"{name} does not hold a dictionary of tensors")
@@ -70,7 +70,7 @@ def load_pickle(file: FileIO, name: str, limits: FileLimits) -> dict[str, Tensor
 
 
 def _read(file: FileIO, most: int) -> bytes:
-    """Read a file, unless it has more than `most` bytes: then the first one too many is the last one read."""
+    """Read a file, or if it has more than `most` bytes, its first `most` + 1."""
     if os.fstat(file.fileno()).st_size > most:
         return b""
     content = bytearray()

@@ -1,7 +1,8 @@
-"""Read plans: adapters of one recipe have the same header, byte for byte, and the same configuration but for scales.
+"""Read plans: adapters of one recipe have the same header, byte for byte, and the same configuration except for scales.
 
-For such a form keys, shapes and positions are found once. Then a file goes to its rows in a few native calls, through
-the processor's cache. Reading every tensor by itself takes three times as long, and evicts the caches of other threads.
+For such a form keys, shapes and positions are determined once. Then a file goes to its rows in a few native calls,
+through the processor's cache. Reading every tensor separately takes three times as long, and evicts the caches of other
+threads.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _MAX_PLANS = 16
 
 
 class _NoPlanError(Exception):
-    """No plan is possible; says why."""
+    """No plan is possible; the message has the reason."""
 
 
 class ReadPlan:
@@ -36,8 +37,8 @@ class ReadPlan:
         """Plan; `left_out`: see `PackedModules`.
 
         Raises:
-            _NoPlanError: no plan is possible. A module has magnitudes, a dtype or an order that no plan takes, or is a
-                vocabulary module; or there are no native kernels.
+            _NoPlanError: no plan is possible. A module has magnitudes, a dtype or an order that plans do not support,
+            or is a vocabulary module; or there are no native kernels.
         """
         dtype = layout.dtype
         if not serves_stored(dtype) or not all(module.name in layout.linears.modules for module in modules):
@@ -78,7 +79,7 @@ class ReadPlan:
 
 
 def _matrices(stored: StoredModule, header: Header, columns: dict[tuple[str, int], int]) -> Iterator[StoredMatrix]:
-    """A and B of a module in the file's data; _NoPlanError when no plan takes them."""
+    """A and B of a module in the file's data; _NoPlanError if plans do not support them."""
     keys = stored.module.keys
     if len(keys) > 2:
         raise _NoPlanError("magnitudes")
@@ -100,7 +101,7 @@ class ReadPlans:
     def __init__(self, layout: ModelLayout) -> None:
         """Keep plans that read into this layout."""
         self._layout = layout
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._plans: OrderedDict[tuple[Any, ...], ReadPlan] = OrderedDict()
 
     def find(self, header: Header | None, form: tuple[Any, ...]) -> ReadPlan | None:

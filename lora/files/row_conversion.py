@@ -42,7 +42,7 @@ def convert_modules(
 
     Returns:
         The rows, and the digest: SHA-256 of every module's name, A and scaled B in the dtype of use, and for DoRA of
-        the magnitude and B as the file has them. Equal digests mean that two files compute the same on one base.
+        the magnitude and B as the file has them. Files with equal digests compute the same on one base.
 
     Args:
         modules: In the order of their names.
@@ -80,7 +80,7 @@ def convert_modules(
 
 
 def start_digest(modules: Sequence[StoredModule], dtype: torch.dtype) -> Any:
-    """Return the hash of the modules' names and shapes, to which the weights are still to be added."""
+    """Return the hash of the modules' names and shapes, without the weights yet."""
     return hashlib.sha256(repr([(*module[:4], str(dtype)) for module in modules]).encode())
 
 
@@ -92,7 +92,7 @@ def update_digest(digest: Any, content: memoryview) -> None:
 
 
 def group_modules(modules: Sequence[StoredModule]) -> Iterator[Sequence[StoredModule]]:
-    """Split modules into groups of neighbours with few numbers together; a large module is alone."""
+    """Split modules into groups of adjacent ones with few numbers in all; a large module is alone."""
     first = size = 0
     for index, module in enumerate(modules):
         more = module.rank * (module.in_features + module.out_features)

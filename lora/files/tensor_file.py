@@ -1,4 +1,4 @@
-"""Files with an adapter's tensors: no code in them runs, and shapes are known before data is read."""
+"""Files with an adapter's tensors: their code is never run, and shapes are known before data is read."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ...platform.core.adapter_files import INDEX_FILES, WEIGHT_FILES, AdapterFol
 from ...platform.core.errors import OutriderError
 from ..step_yield import yield_to_steps
 from .foreign_adapters import tool_hint
-from .peft_config import adapter_error, shown
+from .peft_config import adapter_error, quote_path
 from .pickle_file import load_pickle
 from .tensor_header import FileLimits, HeaderEntry, InvalidFileError, read_header
 
 _MAX_HEADER_BYTES = 16 << 20
 """Largest header. It has a line of JSON for each tensor; a large model's adapter has ten thousand of 150 bytes."""
 _METADATA_BYTES = 1 << 20
-"""Largest size of a header beside its tensors."""
+"""Largest size of a header without its tensors."""
 _ENTRY_BYTES = 512
 """Largest size of a tensor in a header."""
 _LENGTH_BYTES = 8
-"""Size of the header's length, which comes first in the file."""
+"""Size of the header's length field, which comes first in the file."""
 _PIECE = 1 << 20
 """Bytes read in one call, which releases the GIL."""
 
@@ -77,7 +77,7 @@ class TensorFile(NamedTuple):
     header: Header | None = None
     """Header of a safetensors file."""
     fill: Callable[[memoryview, int], None] | None = None
-    """Fills a buffer from a safetensors file, beginning at this byte of the data."""
+    """Fills a buffer from a safetensors file, starting at this byte of the data."""
 
 
 @contextmanager
@@ -85,14 +85,15 @@ def open_tensors(folder: AdapterFolder, limits: FileLimits) -> Iterator[TensorFi
     """Open adapter_model.safetensors of a folder, or else adapter_model.bin.
 
     Raises:
-        AdapterError: there is neither; the file is broken, also when a tensor is read later, or larger than `limits`.
+        AdapterError: there is neither; the file is broken, which may show only when a tensor is read, or larger than
+        `limits`.
     """
     name, file = next(((name, file) for name in WEIGHT_FILES if (file := folder.open(name))), ("", None))
     if file is None:
         for index in INDEX_FILES:
             if folder.has(index):
-                raise adapter_error(f"an adapter in several files ({index}) is not served; {shown(folder.label)}")
-        raise adapter_error(f"no {' or '.join(WEIGHT_FILES)} in {shown(folder.label)}{tool_hint(folder)}")
+                raise adapter_error(f"an adapter in several files ({index}) is not served; {quote_path(folder.label)}")
+        raise adapter_error(f"no {' or '.join(WEIGHT_FILES)} in {quote_path(folder.label)}{tool_hint(folder)}")
     shown_name = f"{folder.prefix}{name}"
     try:
         with file:
@@ -114,7 +115,7 @@ def open_tensors(folder: AdapterFolder, limits: FileLimits) -> Iterator[TensorFi
 
 
 def _open_safetensors(opened: FileIO, limits: FileLimits) -> TensorFile:
-    """View a file. Each tensor is read when it is used, so that it is still in the processor's cache then."""
+    """View a file. Each tensor is read when it is used, so that it is in the processor's cache then."""
     descriptor = opened.fileno()
     num_bytes = os.fstat(descriptor).st_size
     size = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
@@ -152,8 +153,8 @@ def _header(text: bytes, num_bytes: int) -> Header:
 
 
 def _check(text: bytes, num_bytes: int) -> None:
-    """Have the library check sizes, gaps and keys; SafetensorError. It maps the file, and the process would end if
-    somebody made that shorter meanwhile: so it gets one without data."""
+    """Have the library check sizes, gaps and keys; SafetensorError. It maps the file, and the process would crash if
+    the file were truncated meanwhile: so it gets one without data."""
     descriptor = os.memfd_create("header")
     try:
         os.pwrite(descriptor, len(text).to_bytes(_LENGTH_BYTES, "little") + text, 0)
@@ -178,7 +179,7 @@ def _content(descriptor: int, start: int, size: int) -> NDArray[np.uint8]:
 
 
 def _fill(descriptor: int, rest: memoryview, start: int) -> None:
-    """Read into a buffer, in pieces between which steps may run."""
+    """Read into a buffer, in pieces, and yield to steps between them."""
     while rest.nbytes:
         count = os.preadv(descriptor, [rest[:_PIECE]], start)
         if not count:

@@ -1,10 +1,10 @@
-"""Header of a safetensors file, checked before data is read: the user who uploaded it may have made it up.
+"""Header of a safetensors file, checked before data is read: it is untrusted.
 
     8 bytes: length | JSON: {key: {"dtype", "shape", "data_offsets": [start, stop]}, "__metadata__"} | data
 
 The library has checked the file before (`tensor_file`), but does not return the positions of tensors, and the file may
-have changed since. So all is checked here, too: every tensor has as many bytes as its shape says, and all tensors
-together are the data, without gaps and overlaps.
+have changed since. So all is checked here, too: every tensor's bytes match its shape, and all tensors together are the
+data, without gaps and overlaps.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class FileLimits(NamedTuple):
 
 
 class InvalidFileError(Exception):
-    """The file is no safetensors file; says why."""
+    """The file is no safetensors file; the message has the reason."""
 
 
 class HeaderEntry(NamedTuple):

@@ -1,4 +1,4 @@
-"""Keys of a PEFT file and the model's modules that they mean: prefixes, wrappers, adapter names, merged projections.
+"""Maps keys of a PEFT file to the model's modules: prefixes, wrappers, adapter names, merged projections.
 
 base_model.model.model.layers.3.mlp.up_proj.lora_A.default.weight
 |  wrappers     | module as configured     | part | the adapter's name
@@ -49,7 +49,7 @@ _WRAPPERS = ("base_model.model.", "base_model.")
 _TRAINING_WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^module\."
 )
-# Name of the model within the causal one, which PEFT may have been given alone.
+# Name of the model within the causal one; PEFT may have wrapped it alone.
 _INNER = ("", "model.", "transformer.", "gpt_neox.")
 # The text model in a multimodal one.
 _TEXT_MODEL = re.compile(r"(^|\.)(?:language_model|text_model)\.")
@@ -75,7 +75,7 @@ _MAX_CACHED = 200
 
 
 class ModuleShape(NamedTuple):
-    """Shape of a module of the base model, and its weight as far as checks need it."""
+    """Shape of a module of the base model, and access to its weight for checks."""
 
     in_features: int
     """The vocabulary for an embedding."""
@@ -109,8 +109,8 @@ class ModelModules(NamedTuple):
 def file_limits(known: Mapping[str, ModuleShape], max_rank: int) -> FileLimits:
     """Return the size of the largest file that is read for a model with `known` modules.
 
-    A number may take 8 bytes, and the file may have magnitudes and copies of the base's weights. It may be a little
-    larger still, so that an adapter of another model is refused with its keys in the message, not with its size.
+    A number may take 8 bytes, and the file may have magnitudes and copies of the base's weights. The limit has some
+    slack, so that an adapter of another model is refused with its keys in the message, not with its size.
     """
     num_tensors, num_elements = _MORE_TENSORS, _MORE_ELEMENTS
     for shape in known.values():
@@ -133,14 +133,14 @@ BASE, DRAFTER = Owner("base", "the served model"), Owner("drafter", "the drafter
 
 @dataclass(slots=True)
 class FileModule:
-    """Keys of one module in a file, or of several modules that the file has as one merged projection."""
+    """Keys of one module in a file, or of several modules merged into one projection in the file."""
 
     name: str
     """Name in the model; "…qkv_proj" for a merged projection."""
     configured: str
     """Name in the file, which the patterns of adapter_config.json match."""
     targets: tuple[str, ...]
-    """Modules of the model: one, or those side by side in lora_B of the merged projection."""
+    """Modules of the model: one, or the consecutive ones in lora_B of the merged projection."""
     shape: ModuleShape
     keys: dict[str, str] = field(default_factory=dict)
     """Key of each part: A, B, MAGNITUDE, LORA_BIAS, BIAS. A module that has no adapter may have BIAS alone."""
@@ -152,7 +152,7 @@ def group_keys(
     """Group a file's keys by the modules of a model with `known` modules, called `owner` in messages.
 
     Returns:
-        The file's modules, and by key the embedding or head of which the file holds the weight or some rows.
+        The file's modules, and by key the embedding or head whose weight or rows the file has.
 
     Raises:
         AdapterError: a key of something that is not served, two keys for one weight, a weight that is missing.
@@ -229,7 +229,7 @@ def _matched(key: str) -> re.Match[str] | None:
 
 @_cached
 def unwrapped(module: str) -> str:
-    """Strip the names of wrappers that were around the model in training."""
+    """Strip the names of wrappers around the model in training."""
     module = _TRAINING_WRAPPERS.sub("", module)
     for wrapper in _WRAPPERS:
         if module.startswith(wrapper):
@@ -238,7 +238,7 @@ def unwrapped(module: str) -> str:
 
 
 def names_of(configured: str) -> Iterator[str]:
-    """Names that a module of a file may have in the model."""
+    """Possible names in the model of a module of a file."""
     text = _TEXT_MODEL.sub(r"\1", configured, count=1)
     for name in dict.fromkeys(f"{prefix}{given}" for given in (configured, text) for prefix in _INNER):
         yield name
@@ -248,7 +248,7 @@ def names_of(configured: str) -> Iterator[str]:
 
 
 def _find_module(module: str, known: Mapping[str, ModuleShape]) -> FileModule | None:
-    """Find the model's module of a key. PEFT may have been given the inner model, or one around it."""
+    """Find the model's module of a key. PEFT may have wrapped the inner model, or one around it."""
     configured = unwrapped(module)
     for name in names_of(configured):
         if name in known:
@@ -286,6 +286,6 @@ def _refused(key: str, text: str) -> AdapterError | None:
 
 
 def first_of(errors: Sequence[AdapterError], what: str) -> AdapterError:
-    """Return the error for several tensors or modules: that of the first, and the number of the others."""
+    """Return the error for several tensors or modules: the first one's, and the number of the others."""
     more = f", and {len(errors) - 1} more {what}" if len(errors) > 1 else ""
     return adapter_error(f"{errors[0].message}{more}")

@@ -4,8 +4,8 @@
     ….token_adapter.trainable_tokens_delta       rows of `trainable_token_indices`; no delta: they replace the base's
     ….base_layer.weight, ….original_module.weight    copy of the weight beneath
 
-A vocabulary that was resized for training is larger than the base model's. Then PEFT writes all these weights, whatever
-was trained, and the adapter brings the rows of the added tokens. Rows that equal the base model's are not kept.
+A vocabulary that was resized for training is larger than the base model's. Then PEFT always writes all these weights,
+and the adapter has the rows of the added tokens. Rows that equal the base model's are not kept.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_ADDED_TOKENS = 1 << 16
 
 
 class SavedKeys(NamedTuple):
-    """Keys of one embedding or head in a file; "" where there is none."""
+    """Keys of one embedding or head in a file; "" if there is none."""
 
     trained: str = ""
     rows: str = ""
@@ -54,7 +54,7 @@ def saved_keys(saved: Mapping[str, str], file: TensorFile) -> dict[str, SavedKey
             kind = "beneath"
         group = groups.setdefault(name, SavedKeys())
         other = getattr(group, kind)
-        # PEFT writes a trained weight twice where the vocabulary was resized.
+        # PEFT writes a trained weight twice if the vocabulary was resized.
         if other and (file.shapes[other] != file.shapes[key] or not torch.equal(file.read(other), file.read(key))):
             raise adapter_error(f"two tensors for the same weight: {other} and {key}")
         groups[name] = group._replace(**{kind: key})
@@ -62,7 +62,7 @@ def saved_keys(saved: Mapping[str, str], file: TensorFile) -> dict[str, SavedKey
 
 
 def resize(modules: Mapping[str, FileModule], groups: Mapping[str, SavedKeys], file: TensorFile) -> None:
-    """Give modules with low-rank weights the size of the file's vocabulary, where that is larger than the base's."""
+    """Give modules with low-rank weights the size of the file's vocabulary, if it is larger than the base's."""
     for name, group in groups.items():
         if name in modules and group.whole:
             module, size = modules[name], _num_rows(file.shapes[group.whole], modules[name].shape)
@@ -83,15 +83,15 @@ class VocabularyReader:
         self._known, self._dtype = model.shapes, model.layout.dtype
 
     def read(self, groups: Mapping[str, SavedKeys], modules: dict[str, FileModule]) -> tuple[dict[str, OwnRows], bytes]:
-        """Return the rows that an adapter brings itself, by module, and their digest.
+        """Return the adapter's own rows, by module, and their digest.
 
         Args:
             groups: Keys of each module.
-            modules: Modules with low-rank weights. Those of a larger vocabulary are taken from it: their deltas become
-                part of the rows.
+            modules: Modules with low-rank weights. Those of a larger vocabulary are removed from it: their deltas
+                become part of the rows.
 
         Raises:
-            AdapterError: a weight that the configuration does not name, is missing, has another shape or is not finite.
+            AdapterError: a weight is not named in the configuration, is missing, has another shape or is not finite.
         """
         own: dict[str, OwnRows] = {}
         for name, group in groups.items():
@@ -125,7 +125,7 @@ class VocabularyReader:
         beside = modules[name].keys.keys() if name in modules else set()
         if whole is not None and beside and (beside - {BIAS} or self._config.bias != "none"):
             extra = group.rows or key
-            raise adapter_error(f"{name}: a trained weight ({extra}) beside other weights of this module is not served")
+            raise adapter_error(f"{name}: a trained weight ({extra}) with other weights of this module is not served")
         return whole
 
     def _score(self, group: SavedKeys) -> OwnRows | None:
@@ -224,18 +224,20 @@ class VocabularyReader:
             return
         if self._config.has_token_indices:
             if LM_HEAD in modules:
-                raise adapter_error(f"{LM_HEAD}: an adapter beside trainable_token_indices of the tied embedding")
+                raise adapter_error(
+                    f"{LM_HEAD}: an adapter together with trainable_token_indices of the tied embedding"
+                )
             own[LM_HEAD] = trained
 
     def _read_bias(self, own: dict[str, OwnRows], modules: dict[str, FileModule]) -> None:
-        """Take the head's bias from `modules`: it is trained together with the head, or a copy of the base's."""
+        """Remove the head's bias from `modules`: it is trained together with the head, or a copy of the base's."""
         head = modules.get(LM_HEAD)
         if head is None or BIAS not in head.keys or self._config.bias != "none":
             return
         key = head.keys[BIAS]
         bias, base = self._file.read(key).to(self._dtype), base_bias(head, self._known[LM_HEAD]).to(self._dtype)
         if LM_HEAD in own and own[LM_HEAD].tokens is not None:
-            raise adapter_error(f"{LM_HEAD}: a bias ({key}) beside rows of some tokens is not served")
+            raise adapter_error(f"{LM_HEAD}: a bias ({key}) together with rows of some tokens is not served")
         if LM_HEAD in own:
             own[LM_HEAD] = own[LM_HEAD]._replace(bias=self._checked(LM_HEAD, OwnRows(bias, None)).weight)
         elif not torch.equal(bias, base):
@@ -249,7 +251,7 @@ class VocabularyReader:
             del modules[LM_HEAD]
 
     def _check_sizes(self, own: Mapping[str, OwnRows]) -> None:
-        """Refuse a head that says tokens of which the embedding has no rows."""
+        """Refuse a head with tokens that the embedding lacks."""
         if not own or LM_HEAD not in self._known:
             return
         table = next(name for name, shape in self._known.items() if shape.embedding)

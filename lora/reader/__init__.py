@@ -1,1 +1,1 @@
-"""Reader: another process that reads adapters' files beside the engine's steps."""
+"""Reader: a separate process that reads adapters' files concurrently with the engine's steps."""

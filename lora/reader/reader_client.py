@@ -1,8 +1,8 @@
 """The engine's side of the reader process. That process reads adapters; their rows come back in shared memory.
 
 A thread that reads an adapter takes some ten milliseconds of Python, and shares Python's lock with the thread that
-steps. A process does not (`reader_process`). The host tier keeps a mapping of the memory that it filled. A failure of
-the process only costs time: the caller then reads by itself.
+steps. A process does not (`reader_process`). The host tier keeps the shared mapping. If the process fails, the caller
+reads instead, which only takes longer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ READS_BEFORE = 8
 START_SECONDS = 60.0
 """Longest time until the process is ready."""
 READ_SECONDS = 10.0
-"""Longest time until it answers, beside the time for the files."""
+"""Longest time until it answers, in addition to the time for the files."""
 BYTES_A_SECOND = 20 << 20
 """Bytes of an adapter's files that add one second to that time."""
 NICE = 5
@@ -45,17 +45,17 @@ _MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
     "THP_MEM_ALLOC_ENABLE": "0",
 }
-"""Settings of the C allocator. One adapter's memory is used again for the next: fresh memory takes longer to get than
-the weights take to read."""
+"""Settings of the C allocator. One adapter's memory is reused for the next: allocating fresh memory takes longer than
+reading the weights."""
 MAX_FAILURES = 3
 """Failures in a row after which it is not started again."""
 
 
 def pays(num_computing: int, *, long_steps: bool = False) -> bool:
-    """Return whether reading in another process is possible here, and makes steps shorter.
+    """True if reading in another process is possible here, and makes steps shorter.
 
-    It needs a core beside the `num_computing` threads of a step, or long steps. Otherwise the process and the step wait
-    for each other longer than threads wait for Python's lock.
+    It needs a core in addition to the `num_computing` threads of a step, or long steps. Otherwise the process and the
+    step wait for each other longer than threads wait for Python's lock.
     """
     return (
         os.environ.get(SWITCH) != "0"
@@ -67,12 +67,12 @@ def pays(num_computing: int, *, long_steps: bool = False) -> bool:
 
 
 class AdapterReader:
-    """Starts the process when it is needed and keeps it. Thread-safe: one thread at a time reads."""
+    """Starts the process on demand and keeps it. Thread-safe: one thread at a time reads."""
 
     def __init__(self, files: AdapterFiles) -> None:
         """Read adapters as `files` does. The process is not started yet."""
         self._files = files
-        self._lock = threading.Lock()  # guards what follows, but for the end of the process
+        self._lock = threading.Lock()  # guards the fields below, except for killing the process
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._ready = False
@@ -85,7 +85,7 @@ class AdapterReader:
         """Flag of long steps; the thread that steps sets it."""
         self._flag_file = os.fdopen(descriptor, "rb", 0)  # closed with this object
         self.num_reads = 0
-        """Adapters asked for so far."""
+        """Requested adapters so far."""
         self.num_answers = 0
         """Adapters that the process has read, or refused."""
 
@@ -96,8 +96,8 @@ class AdapterReader:
         return None if process is None else process.pid
 
     def read(self, source: AdapterSource) -> Adapter | None:
-        """Read an adapter. None: the caller must read it, because the process is not ready or gone, reads another one,
-        does not answer in time, or needs the base's weights.
+        """Read an adapter. None: the caller must read it, because the process is not ready, gone, busy or too slow, or
+        needs the base's weights.
 
         Raises:
             AdapterError: as in `AdapterFiles.read`.
@@ -174,17 +174,17 @@ class AdapterReader:
         except OSError as error:
             self._failed(f"it cannot be started: {error}")
             return
-        with contextlib.suppress(OSError):  # not where it is forbidden
+        with contextlib.suppress(OSError):  # unless forbidden
             # From its first instruction on: its imports are a second of work.
             os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0) + NICE)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         self._connection, theirs = socket.socketpair()
         with theirs:
-            # A group of its own: an interrupt typed in the terminal is not for it. Not a session: Linux may give each
-            # session the same share of a core (autogroups), and its niceness would count for nothing.
-            # A program that is started, not a copy of this process: it runs no code of the user's script. `-P`: no
-            # folder of the caller's comes before the standard library.
+            # A group of its own: an interrupt typed in the terminal is not for it. Not a session: with autogroups Linux
+            # gives each session the same share of a core, and its niceness would have no effect. A program that is
+            # started, not a copy of this process: it runs no code of the user's script. `-P`: no folder of the caller's
+            # comes before the standard library.
             path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
             environment = {
                 **os.environ,
@@ -238,7 +238,7 @@ class AdapterReader:
                 process.wait(1.0)
 
     def close(self) -> None:
-        """Kill the process for good. Threads that wait for its answer read by themselves."""
+        """Kill the process and do not restart it. Threads that wait for its answer read instead."""
         self._closed = True
         process = self._process
         if process is not None:

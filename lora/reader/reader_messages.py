@@ -9,7 +9,7 @@
                                    <-     {"unable": reason}        the engine's process must read it
 
 A message is 8 bytes with its length, and JSON. The rows of an adapter are in its memory one part after another, as the
-host tier keeps them; the message says where.
+host tier keeps them; the message has their offsets.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _describe_model(model: ModelModules) -> list[Any]:
 
 
 def make_files(setup: Setup, base: BaseWeight, is_base: Callable[[Tensor], bool]) -> AdapterFiles:
-    """Make the reader of a setup; `base` and `is_base` stand for those of every module that has them."""
+    """Make the reader of a setup; `base` and `is_base` replace those of every module that has them."""
     dtype = getattr(torch, setup.dtype)
 
     def make_layout(sites: list[Any]) -> RowLayout:
@@ -163,7 +163,7 @@ def receive(connection: socket.socket) -> tuple[Any, list[int]]:
     Raises:
         EOFError, OSError: the other process is gone. TimeoutError: the socket's timeout has passed.
     """
-    # Not `recv_fds`, which forgets the flag: descriptors must not be inherited by the programs that others start.
+    # Not `recv_fds`, which lacks the flag: child processes must not inherit the descriptors.
     header, ancillary, _, _ = connection.recvmsg(_LENGTH.size, socket.CMSG_LEN(_INT.size), socket.MSG_CMSG_CLOEXEC)
     found = [
         _INT.unpack(data[: _INT.size])[0]

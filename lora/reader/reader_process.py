@@ -1,6 +1,6 @@
 """The reader process: `python -m outrider.lora.reader.reader_process DESCRIPTOR`, started by `AdapterReader`.
 
-It reads, checks, digests and packs adapters, one after another, beside the engine's process, whose threads share
+It reads, checks, digests and packs adapters, one after another, outside the engine's process, whose threads share
 Python's lock. It has no model. Adapters that need the base's weights (DoRA's gains, copies of base weights in the file)
 are left to the engine's process.
 
@@ -30,14 +30,14 @@ from ..step_yield import CpuYielder, LongStepFlag, set_yielder, yield_to_steps
 from .reader_messages import Setup, encode_adapter, make_files, receive, send
 
 _PARENT_MS = 1000
-"""Milliseconds between two looks whether the parent is still there."""
+"""Milliseconds between two checks for the parent."""
 _PIECE = 1 << 17
 """Bytes written in one call."""
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class _BaseNeededError(OutriderError):
-    """The adapter needs the base's weights. It is an OutriderError, so that no handler takes it for a broken file."""
+    """The adapter needs the base's weights. It is an OutriderError, so that no handler treats it as a broken file."""
 
 
 def _no_base(*_: object) -> NoReturn:
@@ -57,12 +57,12 @@ def answer(source: AdapterSource, files: AdapterFiles) -> tuple[dict[str, Any], 
     except OutriderError as error:
         info = error.info()
         return {"error": [info.type, info.message, info.param]}, None
-    except Exception as error:  # out of memory, for one: the engine's process may fare better, and says it if not
+    except Exception as error:  # such as out of memory: the engine's process may succeed, or raises the error
         return {"unable": f"{type(error).__name__}: {error}"}, None
 
 
 def _sealed(buffers: list[memoryview]) -> int:
-    """Make a file in memory with this content, which nobody can change. Returns its descriptor."""
+    """Make a sealed file in memory with this content. Returns its descriptor."""
     memory = os.memfd_create("outrider-adapter", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         for buffer in buffers:
@@ -88,7 +88,7 @@ def run(connection: socket.socket) -> None:
     asked = select.poll()
     asked.register(connection, select.POLLIN)
     while True:
-        # The socket may also be held open by children of the parent, hence the look at the parent's id.
+        # Children of the parent may hold the socket open, hence the check of the parent's id.
         readable = asked.poll(_PARENT_MS)
         if os.getppid() != setup.parent:
             return

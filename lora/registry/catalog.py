@@ -32,7 +32,7 @@ UNLOAD_MODES = ("drain", "abort")
 MAX_LOAD_SECONDS = 1024
 """Durations of loads kept until the next `stats`."""
 _POLL_SECONDS = 0.01
-"""Seconds between two looks at other transfers while a caller waits for a read."""
+"""Seconds between two polls of other transfers while a caller waits for a read."""
 
 
 class AdapterStats(NamedTuple):
@@ -74,7 +74,7 @@ class Catalog:
         wait: Callable[[float], None],
         on_change: Callable[[], None],
     ) -> None:
-        """`wait` waits up to so many seconds for a transfer, and finishes those that have ended; `on_change` is called
+        """`wait` waits at most that many seconds for a transfer, and records finished ones; `on_change` is called
         after every change of names and pins."""
         self._files = files
         self._registry = registry
@@ -87,8 +87,8 @@ class Catalog:
     # --- loads ---
 
     def start_read(self, verb: str, arguments: Mapping[str, Any]) -> PendingRead | None:
-        """Start to read the files for a call of `load` or `pin` in a loader thread. The result is the further argument
-        `read` of the call. None when the call needs no file.
+        """Start to read the files for a call of `load` or `pin` in a loader thread. The result is the call's additional
+        argument `read`; None if the call needs no file.
 
         Raises:
             NotFoundError, InvalidUserInputError: as the verb does. AdapterError is raised by the result.
@@ -103,7 +103,7 @@ class Catalog:
         return self._transfers.start_read(source)
 
     def _read(self, source: AdapterSource) -> Adapter:
-        """Read an adapter, and meanwhile finish the reads that hold the room for it."""
+        """Read an adapter, and meanwhile record the reads that hold the room for it."""
         pending = self._transfers.start_read(source)
         while not pending.wait(_POLL_SECONDS):
             self._wait(0)
@@ -126,7 +126,7 @@ class Catalog:
         Args:
             request: Name and folders.
             load_inplace: Replace an adapter of this name; requests on it finish on the version that they began with.
-            pinned: Keep it on the device. Without `read` it is there when this returns, otherwise on its way.
+            pinned: Keep it on the device. Without `read` it is there when this returns, otherwise it is loading.
             read: Result of `start_read`; the files are not read again.
 
         Raises:
@@ -140,7 +140,7 @@ class Catalog:
         return self._info_after_write(version, wait=pinned and read is None)
 
     def _register(self, name: str, source: AdapterSource, adapter: Adapter, *, pinned: bool) -> AdapterVersion:
-        """Register an adapter that was read, and bring it into memory."""
+        """Register an adapter that was read, and load it into memory."""
         self._load_seconds.append(adapter.load_seconds)
         self._residency.check_fits(name, adapter)
         host, num_reads = self._residency.host, self._transfers.num_reads
@@ -172,7 +172,7 @@ class Catalog:
         return self._info(version)
 
     def register(self, requests: Sequence[LoRARequest]) -> None:
-        """Make names known without reading a file; files are read when requests come.
+        """Register names without reading a file; files are read when requests arrive.
 
         Raises:
             InvalidUserInputError: a name is taken, or given twice. AdapterError: a folder does not exist. Nothing has
@@ -192,7 +192,7 @@ class Catalog:
     # --- results of reads ---
 
     def finish_read(self, read: ReadDone) -> None:
-        """Give a version, and the parts of a mix, the contents that were read. An error fails the requests."""
+        """Set the contents that were read, of a version or of a mix's parts. An error fails the requests."""
         self._load_seconds.append(read.seconds)
         num_reads = self._transfers.num_reads
         errors = [self._finish_one(part, num_reads + 1) for part in read.parts]  # the mix itself needs room, too
@@ -202,8 +202,8 @@ class Catalog:
         self._finish_one(read, num_reads)
 
     def _finish_one(self, read: ReadDone, num_reads: int) -> OutriderError | None:
-        """Take a version's content, and keep it in host memory where there is room beside `num_reads` reads in flight.
-        Returns the error, if any."""
+        """Set a version's content, and keep it in host memory if there is room in addition to `num_reads` reads in
+        flight. Returns the error, if any."""
         version, adapter = read.version, read.result
         if isinstance(adapter, Adapter):
             adapter = self._checked(version, adapter)
@@ -215,14 +215,14 @@ class Catalog:
         first = version.first_waiting()
         order = first.order if first is not None else LEAST_URGENT
         self._take_content(version, adapter)
-        # Only now is its size known. When a request waits for it, it is kept anyway: a second read makes it no smaller.
+        # Its size is not known before. If a request waits for it, it is kept anyway: a second read makes it no smaller.
         if self._residency.make_room(order, num_reads, adapter.num_bytes) or first is not None:
             self._residency.host.put(adapter)
         self._registry.promote(version)
         return None
 
     def _checked(self, version: AdapterVersion, adapter: Adapter) -> Adapter | AdapterError:
-        """Return the adapter, or the reason why it cannot be the version's content."""
+        """Return the adapter, or why it cannot be the version's content."""
         if version.expected not in (None, adapter.digest):
             return changed_error(version.name)
         try:
@@ -242,12 +242,12 @@ class Catalog:
     # --- unloads ---
 
     def unload(self, name: str, mode: str = "drain") -> builtins.list[Request]:
-        """Forget a name; its content leaves memory with the last request that has it.
+        """Remove a name; its content is dropped with the last request that has it.
 
         Args:
             name: Name of the adapter.
-            mode: "drain": requests that have it finish. "abort": they end now, also those of versions that were
-                unloaded or replaced before.
+            mode: "drain": requests that have it finish. "abort": they are aborted now, even those of versions that were
+            unloaded or replaced before.
 
         Returns:
             The requests that the caller must abort.
@@ -268,9 +268,10 @@ class Catalog:
     # --- pins ---
 
     def pin(self, name: str, *, read: Adapter | None = None) -> AdapterInfo:
-        """Keep a registered adapter on the device. Without `read` it is there when this returns, otherwise on its way.
+        """Keep a registered adapter on the device. Without `read` it is there when this returns, otherwise it is
+        loading.
 
-        An adapter that is not in memory is loaded again, from `read` if that is given.
+        An adapter that is not in memory is reloaded, from `read` if given.
 
         Raises:
             NotFoundError: the name is unknown. InvalidUserInputError, AdapterError: as in `load`; it is not pinned.
@@ -305,9 +306,8 @@ class Catalog:
     def version_of(self, lora: LoRA) -> AdapterVersion:
         """Return the version for a new request, and register its names on first use.
 
-        A registered content stays even when its files change: read again, they are refused. A request that names other
-        folders replaces it once these have been read. A mix has a version for as long as each of its parts has the
-        version that it was made of.
+        A registered content stays even if its files change: when read again, they are refused. A request that names
+        other folders replaces it once these have been read. A mix's version lasts as long as those of its parts.
 
         Raises:
             AdapterError: a path is not a folder; nothing has changed.

@@ -17,8 +17,8 @@ from ..files.peft_config import adapter_error
 
 
 def check_mixable(name: str, adapter: Adapter) -> None:
-    """Refuse (AdapterError) a part that scales base weights (DoRA) or replaces some: its weight is not a factor of
-    what it adds."""
+    """Refuse (AdapterError) a part that scales base weights (DoRA) or replaces some: a weight does not scale its
+    effect."""
     if adapter.target.gains or adapter.drafter.gains:
         raise adapter_error(
             f"adapter '{name}' uses DoRA: it can neither be mixed with others nor have a weight other than 1"
@@ -36,11 +36,11 @@ def check_mixable(name: str, adapter: Adapter) -> None:
 
 
 def mix_adapters(parts: Sequence[tuple[Adapter, float]]) -> Adapter:
-    """Make the adapter that adds the weighted sum of what the `parts` add; each is an adapter and its weight.
+    """Make the adapter of the weighted sum of `parts`; each is an adapter and its weight.
 
     A module has the rows of all parts that adapt it, so its rank is the sum of their ranks. Other parts cost nothing
-    there. The same holds for the drafter's modules; parts without draft weights do not change the drafts. The order of
-    the parts changes no bit of the result.
+    there. The same holds for the drafter's modules; parts without draft weights do not change the drafts. The result
+    does not depend on the order of the parts, bit for bit.
     """
     parts = sorted(parts, key=lambda part: (part[0].digest, part[1]))
     digest = hashlib.sha256(b"mix")

@@ -2,10 +2,10 @@
 
     candidate --read--> current --replaced, unloaded--> draining --no requests--> gone
 
-A request may name other folders under a name that is taken. Their version is a candidate: it takes the name when its
-files have been read. A candidate that cannot be read changes nothing for the current version.
+A request may name other folders under a name that is taken. Their version is a candidate: it becomes current when its
+files have been read. If they cannot be read, the current version stays.
 
-Thousands of names only cost memory: a step and a request look at versions in use alone.
+Thousands of names only cost memory: a step and a request visit only versions in use.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class AdapterRegistry:
     # --- names ---
 
     def register(self, name: str, source: AdapterSource) -> AdapterVersion:
-        """Make a new version the current one. Its content has been read; where the name is free, it may also be read
+        """Make a new version the current one. Its content has been read; if the name is free, it may also be read
         later. Requests on an earlier version stay there."""
         self._drop_candidate(name)
         version = AdapterVersion(name, source)
@@ -86,8 +86,8 @@ class AdapterRegistry:
         return self._replace(version)
 
     def add_candidate(self, name: str, source: AdapterSource) -> AdapterVersion:
-        """Add a version that a request brings and whose files have not been read. It is the current one where the name
-        is free, else the candidate."""
+        """Add a version that a request brings and whose files have not been read. It is the current one if the name is
+        free, else the candidate."""
         self._drop_candidate(name)
         version = AdapterVersion(name, source)
         if name not in self._current:
@@ -103,7 +103,7 @@ class AdapterRegistry:
         return self._replace(version)
 
     def promote(self, version: AdapterVersion) -> None:
-        """Give a candidate whose files have been read its name; without effect on other versions."""
+        """Make a candidate whose files have been read current; no effect on other versions."""
         if self._candidates.get(version.name) is version:
             self._replace(self._candidates.pop(version.name))
 
@@ -128,7 +128,7 @@ class AdapterRegistry:
                 self._replace(self._candidates.pop(name))
 
     def remove(self, name: str) -> None:
-        """Forget a name; NotFoundError when it is unknown."""
+        """Remove a name; NotFoundError if it is unknown."""
         version = self.get(name)
         del self._current[name]
         self._drop_candidate(name)
@@ -161,9 +161,9 @@ class AdapterRegistry:
         return self._mixes.get(parts)
 
     def mix(self, name: str, parts: tuple[VersionPart, ...]) -> AdapterVersion:
-        """Return the version of a mix of these versions, a new one if need be.
+        """Return the version of a mix of these versions, a new one if needed.
 
-        It goes when a part is replaced or unloaded, and when it is in no memory and no request has it, since requests
+        It is dropped when a part is replaced or unloaded, and when it is neither in memory nor in use, since requests
         may name any number of mixes.
         """
         version = self._mixes.get(parts)
@@ -195,7 +195,7 @@ class AdapterRegistry:
         self._in_use[version] = None
 
     def unbind(self, request: Request, version: AdapterVersion) -> None:
-        """Remove a request that is gone for good."""
+        """Remove a request that has ended."""
         version.unbind(request)
         if not version.in_use:
             self._in_use.pop(version, None)
@@ -206,7 +206,7 @@ class AdapterRegistry:
         return [request for version in versions for request in (*version.running, *version.waiting)]
 
     def take_content(self, version: AdapterVersion, adapter: Adapter) -> None:
-        """Note what was read for a version."""
+        """Record the content that was read for a version."""
         version.take_content(adapter)
         self._contents.setdefault(adapter.digest, {})[version] = None
 
@@ -216,11 +216,11 @@ class AdapterRegistry:
         return min((first.order for first in firsts if first is not None), default=None)
 
     def is_held(self, digest: bytes) -> bool:
-        """Return whether a preempted request waits to go on with the content, which must then stay in host memory."""
+        """True if a preempted request waits to continue with the content, which must then stay in host memory."""
         return any(len(version.started) > len(version.running) for version in self.with_content(digest))
 
     def collect(self, resident: Container[object]) -> list[bytes]:
-        """Forget draining versions without requests and loads, and such mixes whose content is not `resident`.
+        """Drop draining versions without requests and loads, and such mixes whose content is not `resident`.
 
         Returns:
             The digests of contents that no version has any more.
@@ -238,7 +238,7 @@ class AdapterRegistry:
         return gone
 
     def _forget_content(self, version: AdapterVersion) -> list[bytes]:
-        """Forget a version's content; returns its digest where no other version has it."""
+        """Drop a version's content; returns its digest if no other version has it."""
         if version.digest is None:
             return []
         versions = self._contents[version.digest]

@@ -14,14 +14,14 @@ from ..adapter import Adapter, AdapterSource
 
 _TOKEN_BYTES = array("q").itemsize
 _NEVER = 1 << 62
-"""More tokens than any text has."""
+"""A number above that of any text's tokens."""
 
 Order = tuple[Any, ...]
 """Position in the scheduling policy's order, see `Request.order`: the smallest is the most urgent."""
 
 
 class Refusal(NamedTuple):
-    """Reason why a version's requests that are as urgent as `order`, or less, must wait until something changes."""
+    """Why requests at or below this priority are blocked until the next change."""
 
     order: Order
     reason: str
@@ -43,20 +43,20 @@ class AdapterVersion:
     parts: tuple[VersionPart, ...] = ()
     """Parts of a mix, which has no source of its own."""
     num_mixes: int = 0
-    """Number of mixes, current or not, that are made of this version. It is not forgotten before them."""
+    """Number of mixes, current or not, that are made of this version. It is not dropped before them."""
     registered: bool = False
-    """True when a user registered it, False when a request brought it. A registered name stays when its files cannot be
-    read."""
+    """True when a user registered it, False when a request brought it. A registered name stays even if its files cannot
+    be read."""
     digest: bytes | None = None
-    """Digest of the content; None until it was read."""
+    """Digest of the content; None until read."""
     expected: bytes | None = None
-    """Digest that its files must have, as they were read before under this registration; None when they were not."""
+    """Digest that its files must have: that of the first read under this registration; None before it."""
     rank: int = 0
     """Largest rank of the base model's modules; 0 until it was read."""
     rows: int = 0
     """Rank rows on the device."""
     bytes_beside_rows: int = 0
-    """Bytes of device memory beside them."""
+    """Bytes of device memory in addition to them."""
     num_bytes: int = 0
     """Bytes of host memory."""
     targets_head: bool = False
@@ -68,9 +68,9 @@ class AdapterVersion:
     is_plain: bool = True
     """True when it has rank rows and nothing else, for the model and for the drafter, at sites that graphs have."""
     invocation: tuple[int, ...] = ()
-    """Tokens of the prompt from which on it applies; (): it applies to all tokens."""
+    """Invocation tokens from which on it applies; (): it applies to all tokens."""
     has_draft: bool = False
-    """True when it brings weights for the drafter."""
+    """True when it has weights for the drafter."""
     draft: str = ""
     """State of the draft weights; see `Adapter.draft`."""
     load_seconds: float = 0.0
@@ -87,14 +87,15 @@ class AdapterVersion:
     running: dict[Request, float] = field(default_factory=dict)
     """Admitted requests, with the same time. Each counts as a user of the device rows."""
     started: set[Request] = field(default_factory=set)
-    """Requests of either that were ever admitted. They must go on with this content, so it stays in host memory."""
+    """Requests of either kind that were ever admitted. They must continue with this content, so it stays in host
+    memory."""
     # Waiting requests that are not in a heap yet: new ones have no order before the next step.
     _unordered: list[Request] = field(default_factory=list)
-    # Waiting requests by account, as accounts change places, and in each by order. Some have gone meanwhile.
+    # Waiting requests by account, since the order of accounts changes, and in each by order. Some may be gone.
     _heaps: dict[Any, list[tuple[Order, int, Request]]] = field(default_factory=dict)
 
     def take_content(self, adapter: Adapter) -> None:
-        """Note the facts about what was read."""
+        """Record the properties of the content that was read."""
         self.digest = self.expected = adapter.digest
         self.rank, self.rows, self.num_bytes = adapter.target.rank, adapter.rows, adapter.num_bytes
         self.bytes_beside_rows = adapter.bytes_beside_rows
@@ -107,7 +108,7 @@ class AdapterVersion:
 
     def count_base_tokens(self, prompt: Sequence[int]) -> int:
         """Return the number of a prompt's tokens before the last invocation of an activated adapter: the base model
-        computes these. Without an invocation the base model computes all that there will ever be."""
+        computes these. Without an invocation the base model computes all tokens."""
         if not self.invocation:
             return 0
         tokens, wanted = (array("q", part).tobytes() for part in (prompt, self.invocation))
@@ -143,7 +144,7 @@ class AdapterVersion:
         self._unordered.append(request)
 
     def unbind(self, request: Request) -> None:
-        """Remove a request that is gone for good."""
+        """Remove a request that has ended."""
         self.waiting.pop(request, None)
         self.running.pop(request, None)
         self.started.discard(request)

@@ -49,13 +49,13 @@ class HostTier:
             self.num_bytes -= adapter.num_bytes
 
     def has_room(self, num_reserved: int, num_bytes: int | None, num_kept_bytes: int) -> bool:
-        """Return whether one more adapter fits, beside adapters that are still being read.
+        """True if one more adapter fits, in addition to adapters that are still being read.
 
         Args:
             num_reserved: Number of adapters being read; each is expected to be as large as the largest so far.
             num_bytes: Size of the adapter; None when it has not been read, and the largest size so far is expected.
-            num_kept_bytes: Size of the adapters that are here to stay. The adapter is not expected to take more than
-                they leave, so that it fits once all others are gone.
+            num_kept_bytes: Size of the adapters that cannot be evicted. The adapter is not expected to take more than
+            they leave, so that it fits once all others are evicted.
         """
         if len(self._adapters) + num_reserved >= self.max_adapters:
             return False

@@ -1,4 +1,4 @@
-"""Threads for work that would hold up a step: several for reads, one for writes."""
+"""Threads for work that would delay a step: several for reads, one for writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 MAX_BYTES = 2 << 30
-"""Bytes of all long jobs in flight, from which another one waits: 24 adapters of rank 16 of an 8B model."""
+"""Bytes of long jobs in flight above which another one waits: 24 adapters of rank 16 of an 8B model."""
 
 
 class _Done(NamedTuple, Generic[T]):
@@ -62,8 +62,8 @@ class LoaderThreads(Generic[T]):
     """Runs long jobs in several threads and short ones, which wait for no long one, in a further thread. `poll` and
     `wait` return the results, except those of `submit_alone`.
 
-    Jobs of each kind begin in the order of `submit`. A long job begins when its bytes fit beside those of the long jobs
-    in flight, or no other one is in flight.
+    Jobs of each kind start in the order of `submit`. A long job starts when its bytes fit in addition to those of the
+    long jobs in flight, or none is in flight.
 
     Belongs to one thread, except for the jobs themselves. A job must not raise: a failure is its result.
     """
@@ -78,8 +78,8 @@ class LoaderThreads(Generic[T]):
         self._has_writer = False  # True when there is one of short jobs
         self._num_long = 0  # long jobs so far
         self._results: SimpleQueue[_Done[T]] = SimpleQueue()
-        self._next = threading.Lock()  # held by the thread whose job is the next to begin
-        self._room = threading.Condition()  # guards the two that follow
+        self._next = threading.Lock()  # held by the thread whose job is the next to start
+        self._room = threading.Condition()  # guards the next two
         self._num_bytes = 0
         self._closing = False
         self.num_in_flight = 0
@@ -91,7 +91,7 @@ class LoaderThreads(Generic[T]):
         self._submit_long(_Job(job, num_bytes, self._results.put))
 
     def submit_alone(self, job: Callable[[], S], *, num_bytes: Callable[[], int] = lambda: 0) -> PendingResult[S]:
-        """Run a long job whose result is not one of `poll` and `wait`, and does not count as in flight."""
+        """Run a long job whose result `poll` and `wait` do not return, and which does not count as in flight."""
         future: Future[_Done[S]] = Future()
         self._submit_long(_Job(job, num_bytes, future.set_result))
         return PendingResult(future, self._release)
@@ -147,7 +147,7 @@ class LoaderThreads(Generic[T]):
                 self._room.notify_all()
 
     def close(self) -> None:
-        """Stop the threads after the jobs in flight; jobs not begun are dropped."""
+        """Stop the threads after the jobs in flight; jobs not started are dropped."""
         with self._room:
             self._closing = True
             self._room.notify_all()

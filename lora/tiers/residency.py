@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from ...platform.core.config import LoRAConfig
 from ...platform.core.errors import InvalidUserInputError
-from ...platform.core.sizes import shown_bytes
+from ...platform.core.sizes import format_bytes
 from ..adapter import Adapter
 from ..device.pool import Allocation, RowPool
 from ..files.peft_config import adapter_error
@@ -43,7 +43,7 @@ class Residency:
         self._registry = registry
         self._write = write
         self.num_host_evictions = self.num_device_evictions = 0
-        # Requests refused since the last change: a less urgent one that needs no less is refused without a look.
+        # Requests refused since the last change: a less urgent one that needs no less is refused at once.
         self._no_memory: tuple[Order, float] | None = None
         self._no_rows: dict[int, Order] = {}
 
@@ -52,11 +52,11 @@ class Residency:
         return "device" if self.pool.is_ready(digest) else "host" if digest in self.host else "disk"
 
     def is_moving(self, version: AdapterVersion) -> bool:
-        """Return whether a version is being read or written, so that it has the room for that."""
+        """True if a version is being read or written, and so has room already."""
         return version.loading or (version.digest in self.pool and not self.pool.is_ready(version.digest))
 
     def changed(self) -> None:
-        """Note that room may have come free."""
+        """Record that room may have become free."""
         self._no_memory = None
         self._no_rows.clear()
 
@@ -76,8 +76,8 @@ class Residency:
         limit = self.host.max_bytes
         if limit is not None and adapter.num_bytes > limit:
             raise adapter_error(
-                f"adapter '{name}' takes {shown_bytes(adapter.num_bytes)} of host memory, and there are "
-                f"{shown_bytes(limit)} (max_cpu_lora_memory)"
+                f"adapter '{name}' takes {format_bytes(adapter.num_bytes)} of host memory, and there are "
+                f"{format_bytes(limit)} (max_cpu_lora_memory)"
             )
 
     def check_room_beside_pins(self, name: str, adapter: Adapter) -> None:
@@ -100,7 +100,7 @@ class Residency:
 
         Adapters without waiting requests go first, then those of the least urgent requests; those on the device last,
         the least recently used of each first. An adapter that a more urgent request waits for stays, otherwise two
-        adapters would evict each other. So does one that a preempted request began with: its files may have changed.
+        adapters would evict each other. So does one of a preempted request: its files may have changed.
 
         Args:
             order: Order of the most urgent request that needs the room.
@@ -131,7 +131,7 @@ class Residency:
             candidate = (self._registry.first_order(digest) or LEAST_URGENT, not on_device)
             if victim is None or candidate > found:
                 found, victim = candidate, digest
-            if found == (LEAST_URGENT, True):  # none of thousands more can come before this one
+            if found == (LEAST_URGENT, True):  # none of the thousands of others can come before this one
                 break
         return None if found[0] <= order and found[0] != LEAST_URGENT else victim
 
@@ -139,7 +139,7 @@ class Residency:
 
     def place(self, adapter: Adapter, order: Order) -> bool:
         """Give an adapter rows on the device and start to write them, for a request of this order; False when there is
-        no room now. Without effect when it has rows."""
+        no room now. No effect if it has rows."""
         digest, size = adapter.digest, self._size(adapter)
         if digest in self.pool:
             return True
@@ -167,7 +167,7 @@ class Residency:
         return [digest for first, digest in evictable if first > order or first == LEAST_URGENT]
 
     def written(self, allocation: Allocation, *, failed: bool) -> None:
-        """Note that the writing of these rows has ended. When it failed, they are free again."""
+        """Record the end of a write of these rows. If it failed, they are free again."""
         digest = allocation.key
         if failed and digest in self.pool and self.pool.allocation(digest) is allocation:
             self.pool.evict(digest)
@@ -176,7 +176,7 @@ class Residency:
     # --- pins ---
 
     def pin(self, name: str, adapter: Adapter, num_reserved: int) -> None:
-        """Bring an adapter onto the device that is about to be pinned.
+        """Load an adapter that is about to be pinned onto the device.
 
         Raises:
             InvalidUserInputError: too many are pinned, or there is no room for it now; nothing has changed.
@@ -218,8 +218,8 @@ class Residency:
             num_bytes = sum(v.num_bytes for v in others.values()) + adapter.num_bytes
             if 2 * num_bytes > self.host.max_bytes:
                 problem = (
-                    f"the pinned adapters would take {shown_bytes(num_bytes)} of host memory, more than half of "
-                    f"{shown_bytes(self.host.max_bytes)} (max_cpu_lora_memory)"
+                    f"the pinned adapters would take {format_bytes(num_bytes)} of host memory, more than half of "
+                    f"{format_bytes(self.host.max_bytes)} (max_cpu_lora_memory)"
                 )
         if problem is not None:
             raise InvalidUserInputError(f"cannot pin '{name}': {problem}", param="pinned")
@@ -254,6 +254,6 @@ def _shown(adapter: Adapter, size: int) -> str:
     if size == adapter.rows:
         return f"{size} rank rows"
     return (
-        f"memory of {size} rank rows ({adapter.rows}, and {shown_bytes(adapter.bytes_beside_rows)} for embeddings and "
+        f"memory of {size} rank rows ({adapter.rows}, and {format_bytes(adapter.bytes_beside_rows)} for embeddings and "
         "other weights of its own)"
     )

@@ -26,7 +26,7 @@ class RowWriter:
         self._sites = sites
         self._on_write = on_write
         self._device = device
-        self._stream: torch.cuda.Stream | None = None  # beside the one that steps use
+        self._stream: torch.cuda.Stream | None = None  # other than the one that steps use
 
     @property
     def on_gpu(self) -> bool:
@@ -34,7 +34,7 @@ class RowWriter:
         return self._device.type == "cuda"
 
     def prepare(self, adapter: Adapter) -> Adapter:
-        """Return the adapter in memory that the device can read by itself: for a GPU pinned memory. Thread-safe."""
+        """Return the adapter in memory that the device can read: for a GPU pinned memory. Thread-safe."""
         if not self.on_gpu:
             return adapter
         return replace(adapter, target=_pin_memory(adapter.target), drafter=_pin_memory(adapter.drafter))
@@ -46,7 +46,7 @@ class RowWriter:
         """
         if not self.on_gpu:
             return lambda: self._write(allocation, adapter)
-        # Steps in flight may still read these rows for their former owner.
+        # Steps in flight may still read these rows for their previous owner.
         before = torch.cuda.Event()
         before.record(torch.cuda.current_stream(self._device))
 

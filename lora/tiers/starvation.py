@@ -1,4 +1,4 @@
-"""Aging: a request that has waited too long for room makes less urgent requests give up what it needs.
+"""Aging: a request that has waited too long for room makes less urgent requests yield it.
 
     room that it waits for                what less urgent requests give up
     host memory                           one adapter on the device, so that it can leave host memory
@@ -21,9 +21,9 @@ from ..registry.versions import AdapterVersion, Order
 from .residency import Residency
 
 AGING_SECONDS = 2.0
-"""Time after which a request that waits for room makes others give it up."""
+"""Time after which other requests must yield to one that waits for room."""
 LOOK_SECONDS = 0.05
-"""Time between two looks for requests that have waited that long."""
+"""Time between two checks for requests that have waited that long."""
 
 
 class Aging:
@@ -36,7 +36,7 @@ class Aging:
         self._blocked: dict[AdapterVersion, None] = {}  # refused room, and not admitted since
         self._starving: deque[AdapterVersion] = deque()  # of these the ones that waited too long, most urgent first
         self._next_look = -math.inf
-        self._draining: set[bytes] | None = None  # digests to give up, until the next change
+        self._draining: set[bytes] | None = None  # digests to evict, until the next change
 
     @property
     def any_blocked(self) -> bool:
@@ -44,13 +44,13 @@ class Aging:
         return bool(self._blocked)
 
     def block(self, version: AdapterVersion) -> None:
-        """Note that a version was refused room."""
+        """Record that a version was refused room."""
         if version not in self._blocked:
             self._blocked[version] = None
             self._next_look = -math.inf
 
     def unblock(self, version: AdapterVersion) -> bool:
-        """Note that a version has room, or needs none any more. Returns whether it was blocked."""
+        """Record that a version has room, or needs none any more. Returns whether it was blocked."""
         if version not in self._blocked:
             return False
         del self._blocked[version]
@@ -58,14 +58,14 @@ class Aging:
         return True
 
     def changed(self) -> None:
-        """Note that room may have come free, or that requests may have gone."""
+        """Record that room may have become free, or that requests may have ended."""
         self._draining = None
 
     def must_yield(self, request: Request, version: AdapterVersion) -> bool:
         """Return whether a request must wait, so that a more urgent one that is starving gets the room it needs.
 
         The version's content is in host memory. The request may not take free room that the other one needs, and may
-        not run on an adapter that is to leave the device.
+        not run on an adapter that is to be evicted from the device.
         """
         starving = self._find_starving()
         if starving is None or starving.loading or version.digest is None or version.digest == starving.digest:

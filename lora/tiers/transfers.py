@@ -12,7 +12,7 @@ from ...platform.core.errors import AdapterError, OutriderError
 from ..adapter import Adapter, AdapterSource
 from ..device.pool import Allocation
 from ..files.folder import AdapterFiles
-from ..files.peft_config import adapter_error, shown
+from ..files.peft_config import adapter_error, quote_path
 from ..reader.reader_client import AdapterReader
 from ..registry.mixes import check_mixable, mix_adapters
 from ..registry.versions import AdapterVersion
@@ -22,18 +22,18 @@ from .row_writer import RowWriter
 
 AT_ONCE_BYTES = 4 << 20
 """Largest adapter that the stepping thread copies itself. That takes half a millisecond; a thread takes two or three,
-beside a step whose threads want every core."""
+alongside a step whose threads use every core."""
 
 
 class ReadResult(NamedTuple):
-    """An adapter that was read, or why it cannot be served, and the seconds that this took."""
+    """An adapter that was read, or why it cannot be served, and the duration."""
 
     adapter: Adapter | OutriderError
     seconds: float
 
 
 class ReadDone(NamedTuple):
-    """A read has ended, or the making of a mix."""
+    """A finished read, or construction of a mix."""
 
     version: AdapterVersion
     result: Adapter | OutriderError
@@ -43,7 +43,7 @@ class ReadDone(NamedTuple):
 
 
 class WriteDone(NamedTuple):
-    """A write to device rows has ended."""
+    """A finished write to device rows."""
 
     allocation: Allocation
     error: OutriderError | None
@@ -92,7 +92,7 @@ class Transfers:
         reader_process: bool = False,
     ) -> None:
         """Read up to `num_threads` adapters at once, of `max_bytes` together; None: of `MAX_BYTES`. With
-        `reader_process` another process reads what it can instead of one of the threads."""
+        `reader_process` another process replaces one of the threads for the adapters that it can read."""
         self._files = files
         self._writer = writer
         self.reader = AdapterReader(files) if reader_process else None
@@ -124,7 +124,7 @@ class Transfers:
     def _read(self, source: AdapterSource) -> ReadResult:
         started = time.perf_counter()
         try:
-            with _typed_errors(f"load {shown(source.folder.label)}"):
+            with _typed_errors(f"load {quote_path(source.folder.label)}"):
                 found = self.reader.read(source) if self.reader is not None else None
                 found = self._writer.prepare(found or self._files.read(source))
         except OutriderError as error:
@@ -155,7 +155,7 @@ class Transfers:
                 adapter = result
             found.append((adapter, weight))
         try:
-            with _typed_errors(f"load {shown(mix.name)}"):
+            with _typed_errors(f"load {quote_path(mix.name)}"):
                 for (version, _), (adapter, _) in zip(mix.parts, found, strict=True):
                     check_mixable(version.name, adapter)
                 adapter = self._writer.prepare(mix_adapters(found))
@@ -164,7 +164,7 @@ class Transfers:
         return done(replace(adapter, load_seconds=time.perf_counter() - started))
 
     def write(self, allocation: Allocation, adapter: Adapter) -> None:
-        """Write an adapter's rows: a small adapter at once, where rows are in host memory."""
+        """Write an adapter's rows: a small adapter at once, if rows are in host memory."""
         write, what = self._writer.writing(allocation, adapter), "write the adapter to the device"
 
         def job() -> WriteDone:
@@ -181,13 +181,13 @@ class Transfers:
         result = WriteDone(allocation, adapter_error(f"cannot {what}: interrupted"))
         try:
             result = job()
-        finally:  # an interrupt from the keyboard leaves no rows behind that are never written
+        finally:  # after a KeyboardInterrupt no rows stay reserved without a write
             self._threads.add_result(result)
 
     def poll(self) -> Iterator[ReadDone | WriteDone]:
         """Return the transfers that have ended since the last call, without waiting.
 
-        Each counts as in flight until its turn: what the one before it changes must not drop its version.
+        Each counts as in flight until it is returned: handling the one before must not drop its version.
         """
         return map(self._ended, self._threads.poll() if self._threads.num_in_flight else ())
 

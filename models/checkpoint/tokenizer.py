@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...platform.core.errors import InvalidRequestError, NotFoundError
 from ...platform.core.model_limits import MAX_TOKEN_IDS
-from ...platform.core.sampling_params import shown
+from ...platform.core.sampling_params import quote_for_error
 from ..families import FAMILIES
 from ..families.multimodal import language_config
 from .gguf_file import is_gguf
@@ -178,7 +178,7 @@ def end_ids(value: Any, source: str) -> frozenset[int]:
         if type(item) is not int or not 0 <= item < MAX_TOKEN_IDS:
             raise InvalidRequestError(
                 f"{source}: eos_token_id must be a token id, 0 to {MAX_TOKEN_IDS - 1}, or a list of them, got "
-                f"{shown(item)}",
+                f"{quote_for_error(item)}",
                 param="eos_token_id",
             )
     return frozenset(values)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...kernels.out_of_memory import is_out_of_memory
 from ...platform.core.errors import InvalidRequestError, NotFoundError
-from ...platform.core.sampling_params import shown
+from ...platform.core.sampling_params import quote_for_error
 from ..layers.weights import Weight, WeightSlot
 from .json_files import read_json
 
@@ -88,7 +88,9 @@ def _shards(found: Path, param: str, hint: str) -> list[Path]:
     if not isinstance(weight_map, dict):
         raise InvalidRequestError(f"{found} has no weight_map", param=param)
     files = [found.parent / name for name in sorted({Path(str(name)).name for name in weight_map.values()})]
-    missing = [shown(file.name) for file in files if not os.path.isfile(file)]  # False for names that none can have
+    missing = [
+        quote_for_error(file.name) for file in files if not os.path.isfile(file)
+    ]  # False for names that none can have
     if missing:
         raise NotFoundError(f"{found.parent} lacks {_listed(missing)}{hint}", param=param)
     return files

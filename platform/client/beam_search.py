@@ -15,7 +15,7 @@ from ..core.errors import OutriderError, invalid
 from ..core.lora_request import LoRA
 from ..core.messages import EngineInfo, EngineRequest
 from ..core.outputs import Logprob, RequestOutput
-from ..core.sampling_params import SamplingParams, shown
+from ..core.sampling_params import SamplingParams, quote_for_error
 from ..core.tasks import run_all
 from .adapters.lora_argument import AnyLoRA, lora_of_each
 from .input_processor import take_options
@@ -112,7 +112,7 @@ def step_params(params: BeamSearchParams, info: EngineInfo) -> SamplingParams:
         InvalidRequestError: the engine gives too few log-probabilities.
     """
     if not isinstance(params, BeamSearchParams):
-        raise invalid("params", f"must be BeamSearchParams, got {shown(params)}")
+        raise invalid("params", f"must be BeamSearchParams, got {quote_for_error(params)}")
     if 2 * params.beam_width > info.max_logprobs:
         raise invalid(
             "beam_width",

@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 
 from ...models.demo import demo_adapters
 from ..core.adapter_verbs import LocalAdapters
-from ..core.compat.foreign_options import take_foreign
+from ..core.compat.unsupported_options import reject_unsupported_options
 from ..core.compat.vllm_options import ENGINE, without_effect
 from ..core.compat.vllm_python import ENGINE_LIFE, METHODS
 from ..core.config import EngineArgs
@@ -90,7 +90,7 @@ def own_options(who: str, options: dict[str, Any]) -> dict[str, Any]:
     """
     fields = EngineArgs.__dataclass_fields__
     given = dict(options)
-    take_foreign(f"{who}()", given, ENGINE, fields)
+    reject_unsupported_options(f"{who}()", given, ENGINE, fields)
     for name, why in without_effect({}, ENGINE, given.get("speculative_config")).items():
         logger.warning("%s has no effect: %s", name, why)
     # vLLM writes None for the default of every option.
@@ -99,7 +99,7 @@ def own_options(who: str, options: dict[str, Any]) -> dict[str, Any]:
 
 def check_life_options(who: str, of_vllm: dict[str, Any]) -> None:
     """Check the keywords of vLLM's `from_engine_args` (`vllm_python.ENGINE_LIFE`), which have no effect."""
-    take_foreign(f"{who}.from_engine_args()", of_vllm, ENGINE_LIFE, ("engine_args", "engine", "sources"))
+    reject_unsupported_options(f"{who}.from_engine_args()", of_vllm, ENGINE_LIFE, ("engine_args", "engine", "sources"))
 
 
 def missing_attribute(owner: object, name: str) -> AttributeError:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any, Unpack, cast
 
-from ..core.compat.foreign_options import check_foreign, take_foreign
+from ..core.compat.unsupported_options import check_unsupported_options, reject_unsupported_options
 from ..core.compat.vllm_python import GENERATE, PROMPT
 from ..core.constraint_check import CHECKER
 from ..core.errors import InvalidRequestError, PromptTooLongError, invalid
@@ -27,7 +27,7 @@ from ..core.sampling_params import (
     check_integer,
     check_number,
     check_text,
-    shown,
+    quote_for_error,
 )
 from ..core.text import did_you_mean
 from .prepared import Defaults, ParsedPrompt, Prepared, RequestOptions
@@ -46,8 +46,8 @@ _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 def take_options(who: str, options: RequestOptions | dict[str, Any]) -> None:
-    """Check the further options of a method; see `take_foreign`."""
-    take_foreign(who, cast(dict[str, Any], options), GENERATE, RequestOptions.__annotations__)
+    """Check the further options of a method; see `reject_unsupported_options`."""
+    reject_unsupported_options(who, cast(dict[str, Any], options), GENERATE, RequestOptions.__annotations__)
 
 
 class InputProcessor:
@@ -103,7 +103,7 @@ class InputProcessor:
         check_number("weight", options.get("weight", 1.0), 1 / MAX_TENANT_WEIGHT, MAX_TENANT_WEIGHT)
         check_text("cache_salt", options.get("cache_salt", ""), MAX_SALT_CHARS)
         if lora is not None and not isinstance(lora, LoRARequest | LoRAMix):
-            raise invalid("lora_request", f"must be a LoRARequest or a LoRAMix, got {shown(lora)}")
+            raise invalid("lora_request", f"must be a LoRARequest or a LoRAMix, got {quote_for_error(lora)}")
         if not isinstance(prompt, ParsedPrompt):
             prompt = self.parse_prompt(prompt, self.num_ids(lora))
         kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
@@ -133,11 +133,13 @@ class InputProcessor:
         if isinstance(prompt, str):
             text = prompt
         elif isinstance(prompt, dict):
-            check_foreign(prompt, PROMPT, "prompt")
+            check_unsupported_options(prompt, PROMPT, "prompt")
             unknown = [key for key in prompt if key not in _PROMPT_KEYS and key not in PROMPT]
             if unknown:
                 hint = did_you_mean(str(unknown[0]), _PROMPT_KEYS)
-                raise InvalidRequestError(f"prompt: unsupported key {shown(unknown[0])}{hint}", param="prompt")
+                raise InvalidRequestError(
+                    f"prompt: unsupported key {quote_for_error(unknown[0])}{hint}", param="prompt"
+                )
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
             cache_salt = "" if prompt.get("cache_salt") is None else prompt["cache_salt"]
         else:
@@ -214,7 +216,9 @@ class InputProcessor:
 
     def _check_prompt_ids(self, token_ids: object, num_ids: int) -> list[int]:
         if not isinstance(token_ids, Iterable) or isinstance(token_ids, (str, bytes, bytearray, dict)):
-            raise InvalidRequestError(f"a prompt must be text or token ids, got {shown(token_ids)}", param="prompt")
+            raise InvalidRequestError(
+                f"a prompt must be text or token ids, got {quote_for_error(token_ids)}", param="prompt"
+            )
         if isinstance(token_ids, Sequence):
             self._check_num_tokens(len(token_ids))
         try:
@@ -271,7 +275,7 @@ class InputProcessor:
                 source = resolved.structured_outputs.source
                 raise InvalidRequestError(
                     f"{source}: structured outputs are not served with an adapter whose tokenizer.json gives tokens of "
-                    f"the model other ids, such as {shown(self._renamed)}: grammars know the model's tokens",
+                    f"the model other ids, such as {quote_for_error(self._renamed)}: grammars know the model's tokens",
                     param=source,
                 )
             ignored = CHECKER.check(resolved.structured_outputs)

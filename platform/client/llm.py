@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
 from ..core.beam_search import BeamSearchOutput, BeamSearchParams
-from ..core.compat.foreign_options import take_foreign
+from ..core.compat.unsupported_options import reject_unsupported_options
 from ..core.compat.vllm_python import GENERATE
 from ..core.config import EngineArgs
 from ..core.errors import invalid
@@ -137,7 +137,7 @@ class LLM:
         """
         engine = self.llm_engine
         engine.check_open()
-        take_foreign("LLM.generate()", options, GENERATE, _OPTION_DEFAULTS)
+        reject_unsupported_options("LLM.generate()", options, GENERATE, _OPTION_DEFAULTS)
         batch = as_prompts(prompts)
         params: list[SamplingParams | None] = for_each("sampling_params", sampling_params, len(batch), None)
         loras = lora_of_each(lora_request, len(batch))

@@ -1,1 +1,1 @@
-"""The vocabulary every other package shares; imports no torch at run time."""
+"""Types that all packages share; imports no torch at run time."""

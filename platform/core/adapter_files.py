@@ -1,8 +1,8 @@
 """Files of an adapter's folder. `AdapterFolder` is the only code that opens them.
 
-Whoever fills the folder is a stranger to the server: its files may be links to other tenants' secrets, pipes that never
-end or devices, and may be exchanged at any moment. So a file is located first, without opening it (O_PATH), then the
-descriptor is checked (kind, size, real path), and the descriptor alone is read. Nothing is looked up a second time.
+The folder's content is untrusted: its files may be links to other tenants' secrets, endless pipes or devices, and may
+be replaced at any moment. So a file is located first, without opening it (O_PATH), then the descriptor is checked
+(kind, size, real path), and only that descriptor is read. No path is looked up twice.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _repository(path: str) -> str:
 
 
 class AdapterFolder(NamedTuple):
-    """A folder of an adapter's files. Each method raises AdapterError for what may not be read, naming the file."""
+    """A folder of an adapter's files. Each method raises AdapterError for a file that may not be read, naming it."""
 
     path: str
     roots: tuple[str, ...] = ()
@@ -87,12 +87,12 @@ class AdapterFolder(NamedTuple):
         return self.inspect(name) is not None
 
     def inspect(self, name: str) -> tuple[str, os.stat_result] | None:
-        """Return the real path and the state of a regular file without opening it; None when nothing has this name."""
+        """Return the real path and the state of a regular file without opening it; None if there is none."""
         with self._located(name) as found:
             return None if found is None else (os.readlink(_proc(found)), _regular(self, name, found))
 
     def open(self, name: str, most: int | None = None) -> FileIO | None:
-        """Open a regular file of at most `most` bytes, unbuffered; None when nothing has this name."""
+        """Open a regular file of at most `most` bytes, unbuffered; None if there is none."""
         with self._located(name) as found:
             if found is None:
                 return None
@@ -102,7 +102,7 @@ class AdapterFolder(NamedTuple):
             return FileIO(os.open(_proc(found), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
 
     def read(self, name: str, most: int) -> bytes | None:
-        """Return the content of a regular file of at most `most` bytes; None when nothing has this name."""
+        """Return the content of a regular file of at most `most` bytes; None if there is none."""
         file = self.open(name, most)
         if file is None:
             return None
@@ -115,7 +115,7 @@ class AdapterFolder(NamedTuple):
         return bytes(content)
 
     def below(self, name: str) -> AdapterFolder | None:
-        """Return a folder in this one; None when nothing has this name."""
+        """Return a folder in this one; None if there is none."""
         with self._located(name) as found:
             if found is None:
                 return None
@@ -130,9 +130,9 @@ class AdapterFolder(NamedTuple):
 
     @contextmanager
     def _located(self, name: str) -> Iterator[int | None]:
-        """Locate what has this name: a descriptor with which nothing can be read yet, or None.
+        """Locate a file or folder: a descriptor that cannot be read from yet, or None.
 
-        A link out of the roots and one that leads nowhere have the same error: it says nothing about what is outside.
+        A link out of the roots and a dangling one have the same error, which reveals nothing about files outside.
         """
         assert name in _NAMES or "." not in name, "a new file must be listed above, to be counted and tested"
         path = os.path.join(self.path, name)
@@ -183,10 +183,10 @@ def _is_link(path: str) -> bool:
 
 
 def files_digest(
-    folder: AdapterFolder | str, give_way: Callable[[], None] = lambda: None, most: int | None = None
+    folder: AdapterFolder | str, yield_lock: Callable[[], None] = lambda: None, most: int | None = None
 ) -> str | None:
     """SHA-256 of the configuration and the weights in an adapter's folder, in hexadecimal; None when they cannot be
-    read, or have more than `most` bytes. Draft weights, which change no text, do not count. `give_way` is called
+    read, or have more than `most` bytes. Draft weights, which change no text, do not count. `yield_lock` is called
     between pieces.
     """
     folder = AdapterFolder(folder) if isinstance(folder, str) else folder
@@ -207,7 +207,7 @@ def files_digest(
                     if left < 0:  # it grows while it is read
                         return None
                     digest.update(piece)
-                    give_way()
+                    yield_lock()
     except (OSError, ValueError):  # an AdapterError is a ValueError
         return None
     return digest.hexdigest()

@@ -1,10 +1,10 @@
 """Engine names of tenants' adapters.
 
-Two tenants may each have an adapter "support", and neither may reach the other's, so the engine knows a tenant's own
-adapter by a name that nobody can spell: the tenant's between two marks, then its own. The mark is a control
-character, which no name of an adapter may have. Adapters that all share go by their plain names.
+Two tenants may each have an adapter "support", and neither may reach the other's, so the engine's name of a tenant's
+own adapter is one that no request can contain: the tenant's between two marks, then its own. The mark is a control
+character, which no name of an adapter may have. Shared adapters have their plain names.
 
-People see plain names in answers and errors, and "tenant/name" in labels and logs, where all tenants' meet.
+Users see plain names in answers and errors, and "tenant/name" in labels and logs, which cover all tenants.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 MARK = "\x1f"
 """Unit separator. Names with it are refused wherever users write them."""
 
-# As it stands in a text, or in the `repr` of one.
+# As in a text, or in the `repr` of one.
 _OWNED = re.compile(r"(?:\x1f|\\x1f)([a-z0-9._-]*)(?:\x1f|\\x1f)")
 
 
@@ -32,10 +32,10 @@ def split_engine_name(name: str) -> tuple[str, str]:
 
 
 def public_text(text: str) -> str:
-    """A text for the tenant itself, such as an error: adapters stand in it as the tenant calls them."""
+    """A text for the tenant itself, such as an error: adapters have the tenant's own names in it."""
     return _OWNED.sub("", text) if "x1f" in text or MARK in text else text
 
 
 def label_text(text: str) -> str:
-    """A text for those who see all tenants: adapters stand in it as "tenant/name"."""
+    """A text for operators, who see all tenants: adapters are "tenant/name" in it."""
     return _OWNED.sub(r"\1/", text) if "x1f" in text or MARK in text else text

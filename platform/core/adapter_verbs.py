@@ -1,4 +1,4 @@
-"""The six verbs for the adapters of an engine. They are declared here alone, and everybody has them as `.adapters`:
+"""The six verbs for the adapters of an engine. They are declared here alone, and available as `.adapters`:
 
     LLM.adapters         client     fetches files, then calls the engine of its own process
     AsyncLLM.adapters    client     fetches files, then sends verb and arguments to the engine process; is awaited
@@ -33,12 +33,12 @@ class Adapters(Protocol[Info, Infos, Nothing]):
 
         Raises:
             AdapterError: the adapter cannot be served; one that had the name stays.
-            InvalidUserInputError: the name is taken, or there is no room for it beside the other pinned ones.
+            InvalidUserInputError: the name is taken, or there is no room for it in addition to the other pinned ones.
             AdapterSourceError: the store that it comes from failed.
         """
 
     def register(self, requests: Sequence[LoRARequest]) -> Nothing:
-        """Make adapters known by name. Their files are read when requests come, and those requests get the errors.
+        """Make adapters known by name. Their files are read when requests arrive, and those requests get the errors.
 
         Raises:
             AdapterError: a folder does not exist. InvalidUserInputError: a name is taken. None is registered then.
@@ -59,7 +59,7 @@ class Adapters(Protocol[Info, Infos, Nothing]):
 
         Raises:
             NotFoundError: no adapter has that name. AdapterError: it cannot be served.
-            InvalidUserInputError: there is no room for it beside the other pinned ones, or none now.
+            InvalidUserInputError: there is no room for it in addition to the other pinned ones, or none now.
         """
 
     def unpin(self, name: str) -> Info:
@@ -89,8 +89,8 @@ class LocalAdapters(Adapters[AdapterInfo, list[AdapterInfo], None], Protocol):
         """The adapter registered under a name."""
 
     def start_read(self, verb: str, arguments: Mapping[str, Any]) -> PendingRead | None:
-        """Start to read the files for a call of a verb, concurrently with steps. The result is the call's further
-        argument `read`. None when the call needs no file.
+        """Start to read the files for a call of a verb, concurrently with steps. The result is the call's additional
+        argument `read`; None if the call needs no file.
 
         Raises:
             NotFoundError, InvalidUserInputError: as the verb does. AdapterError is raised by the result.

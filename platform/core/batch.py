@@ -1,10 +1,9 @@
-"""One step: what the scheduler plans, and what the runner answers.
+"""One step: the scheduler's plan and the runner's result.
 
 Scheduler.schedule() -> StepPlan -> ModelRunner.launch, collect -> StepResult -> Scheduler.commit, ModelRunner.draft
 
-A step may be planned while the one before it runs: then it is not known yet which tokens that one samples, and how many
-drafts it accepts. Such a row is planned as if all were right, and the device, which knows, puts it where it belongs
-(`RowPlan.awaits_token`).
+A step may be planned while the one before it runs, before its tokens and accepted drafts are known. Such a row is
+planned as if all drafts were right, and the device corrects its positions (`RowPlan.awaits_token`).
 """
 
 from __future__ import annotations
@@ -48,20 +47,20 @@ class RowPlan:
 
     request: Request
     start: int
-    """First position: the request's `num_computed` when planned. Until the step before is committed, a row that awaits
-    a token has the largest start that it may have."""
+    """First position: the request's `num_computed_tokens` when planned. A row that awaits a token has the largest
+    possible start until the step before is committed."""
     num_tokens: int
     """Tokens to compute; the last `num_drafts` of them are drafts."""
     num_drafts: int
     samples: bool
     """True when the row reaches the end of its tokens, so that a token is sampled: it has logits for its last
-    1 + num_drafts positions. Never true where the prompt is pooled."""
+    1 + num_drafts positions. Never true for pooled prompts."""
     max_new_drafts: int
     """Drafts to propose after this step: there are KV blocks for them."""
     drafter: int = 0
     """Index of the drafter that proposes them."""
     is_forced: bool = False
-    """True: its drafts are tokens that a grammar leaves no choice about."""
+    """True if a grammar allows no tokens but its drafts."""
     states: RowStates | None = None
     """Recurrent states; None: the model has none."""
     awaits_token: bool = False
@@ -88,7 +87,7 @@ class StepPlan:
     """One step's work. Rows are in the order in which they were scheduled."""
 
     rows: list[RowPlan] = field(default_factory=list)
-    is_followed: bool = False
+    can_overlap_next: bool = False
     """True when the next step may be planned before the host knows the results of this one. Then the device makes the
     drafts for that step, if there are any, without the host."""
     moves: Sequence[Move] = ()
@@ -115,7 +114,7 @@ class RowResult(NamedTuple):
     error: ErrorInfo | None = None
     """Error when this sequence cannot go on; then nothing else is set."""
     is_deferred: bool = False
-    """True when the row reached its end, but nothing could be sampled yet: its last token is computed again."""
+    """True when the row reached its end but nothing could be sampled yet; its last token is computed again."""
 
 
 class StepResult(NamedTuple):
@@ -124,6 +123,7 @@ class StepResult(NamedTuple):
     rows: list[RowResult]
     """Aligned with the plan's."""
     seconds: float = 0.0
-    """Duration of the target's forward pass, sampling and verification; 0 if it was not measured."""
+    """Duration of the target's forward pass, sampling and verification; 0 if not measured."""
     gap: float | None = None
-    """Seconds between the target's work of the step before and this one's: drafting, and host time not hidden."""
+    """Seconds between the target's work of the step before and this one's: drafting, and host time that is not
+    overlapped."""

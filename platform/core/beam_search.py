@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from .errors import invalid
 from .lora_request import LoRA
 from .outputs import Logprob
-from .sampling_params import check_integer, check_number, shown
+from .sampling_params import check_integer, check_number, quote_for_error
 
 MAX_BEAM_WIDTH = 128
 """Largest `beam_width`, as of `n`. An engine's `max_logprobs` must be twice the width, too."""
 MAX_LENGTH_PENALTY = 20.0
-"""Largest `length_penalty`, and smallest when negated. A million to this power is far from the bounds of a float."""
+"""Bound of `length_penalty` in both directions. A million to this power is far from the bounds of a float."""
 
 
 @dataclass(slots=True)
@@ -20,14 +20,15 @@ class BeamSearchParams:
     """Parameters of `LLM.beam_search`. Wrong values raise `InvalidRequestError` with the field in `param`."""
 
     beam_width: int
-    """Sequences that each step keeps, and that the result has: at most 128, and half of the engine's `max_logprobs`."""
+    """Number of sequences that each step keeps, and of the result: at most 128, and half of the engine's
+    `max_logprobs`."""
     max_tokens: int
     ignore_eos: bool = False
     temperature: float = 0.0
-    """Without an effect: sequences are ranked by the model's own log-probabilities, and nothing is drawn."""
+    """No effect: sequences are ranked by the model's own log-probabilities, and nothing is sampled."""
     length_penalty: float = 1.0
     """Sequences are ranked by their log-probability over (number of tokens) ** length_penalty, from -20 to 20. As in
-    vLLM the tokens of the prompt count, and the end token does not."""
+    vLLM prompt tokens count, and the end token does not."""
     include_stop_str_in_output: bool = False
     """Leave the end token in the text."""
 
@@ -42,7 +43,7 @@ class BeamSearchParams:
         check_number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
-                raise invalid(name, f"must be true or false, got {shown(getattr(self, name))}")
+                raise invalid(name, f"must be true or false, got {quote_for_error(getattr(self, name))}")
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class BeamSearchSequence:
     tokens: list[int]
     """Token ids, those of the prompt first."""
     logprobs: list[dict[int, Logprob]]
-    """For each generated token the most likely ones at its place."""
+    """For each generated token the most likely ones at its position."""
     lora_request: LoRA | None = None
     cum_logprob: float = 0.0
     """Log-probability of all generated tokens."""

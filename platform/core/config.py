@@ -1,7 +1,7 @@
 """Options as users give them, and the frozen configuration that the engine is built from.
 
 `resolve` is the only way from one to the other: a pure function over the options, facts about the model and the
-machine, and a declared table of options that do not go together.
+machine, and a declared table of incompatible options.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from . import incompatibilities
-from .compat.foreign_options import takes_foreign
+from .compat.unsupported_options import accepts_unsupported_options
 from .compat.vllm_options import ENGINE, plain_value
 from .errors import InvalidRequestError, invalid
 from .kv_size import cache_memory, num_device_blocks, num_host_blocks
@@ -34,7 +34,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 _MAX_COST = 1e6
 
 
-@takes_foreign(ENGINE)
+@accepts_unsupported_options(ENGINE)
 @dataclass(slots=True, kw_only=True)
 class EngineArgs:
     """Engine options with the names that vLLM's users know."""
@@ -48,13 +48,13 @@ class EngineArgs:
     skip_tokenizer_init: bool = False
     """Load no tokenizer: prompts are token ids, answers have token ids and no text."""
     download_dir: str | None = None
-    """The hub's cache; None: where its library keeps it."""
+    """The hub's cache; None: the default of its library."""
     served_model_name: str | None = None
     generation_config: str = "auto"
     """Sampling parameters of requests that leave them out: of the model's generation_config.json ("auto"), of a file
     or the one in a folder, or none of any file ("none", or vLLM's word "vllm")."""
     override_generation_config: dict[str, Any] | None = None
-    """Sampling parameters, by the names of a generation_config.json, that come before those of any file."""
+    """Sampling parameters, by the names of a generation_config.json, that take precedence over those of any file."""
     dtype: str = "auto"
     device: str = "auto"
     load_format: str = "auto"
@@ -64,7 +64,7 @@ class EngineArgs:
     such as "gptq": as they are stored."""
     model_impl: str = "auto"
     """Code that computes the model: "native", "transformers" (its modelling code over this engine's cache and linear
-    layers), or "auto": native where there is a family for the architecture."""
+    layers), or "auto": native if there is a family for the architecture."""
     seed: int = 0
     max_model_len: int | None = None
     """Context length in tokens, also as "4k" (4000) or "4K" (4096); None, "auto" or -1: the model's."""
@@ -80,15 +80,15 @@ class EngineArgs:
     """"auto": the model's; "fp8" (the same as "fp8_e4m3"): 8 bits a number, rounded, and at most 448 in size."""
     gpu_memory_utilization: float = 0.9
     swap_space: float = 0.0
-    """GiB of host memory for KV blocks that have to leave the device; see `platform.engine.memory.host_tier`."""
+    """GiB of host memory for KV blocks evicted from the device; see `platform.engine.memory.host_tier`."""
     preemption_mode: str | None = None
-    """"swap" or "recompute": get the KV of a preempted sequence back from swap_space, or compute it again; None: as is
-    faster by measured times."""
+    """"swap" or "recompute": get the KV of a preempted sequence back from swap_space, or recompute it; None: the faster
+    one by measured times."""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     prompt_pacing: bool | None = None
     """Limit the prompt tokens of a step that also decodes, so that running sequences hardly slow down; see
-    `platform.engine.queue.prompt_throttle`. None: yes, but not in `LLM`, whose users wait for the last output. It needs
+    `platform.engine.queue.prompt_throttle`. None: yes, except in `LLM`, whose users wait for the last output. It needs
     chunked prefill."""
     scheduling_policy: str = "fcfs"
     fair_prompt_cost: float = 1.0
@@ -103,17 +103,17 @@ class EngineArgs:
     lora_memory: int | str | None = None
     """Device memory for adapters' rank rows, in bytes or as "512MiB"; None: max_loras * max_lora_rank rows."""
     max_cpu_lora_memory: int | str | None = None
-    """Host memory for adapters, beside `max_cpu_loras`; None: no limit in bytes."""
+    """Host memory for adapters, in addition to `max_cpu_loras`; None: no limit in bytes."""
     speculative_config: dict[str, Any] | None = None
     batch_invariant: bool = False
-    """Compute each row so that its bits do not depend on the rows beside it."""
+    """Compute each row so that its bits do not depend on other rows of the batch."""
     enforce_eager: bool = False
     async_scheduling: bool | None = None
     """Plan and prepare a step on the host while the one before it runs; None: on a GPU."""
     tensor_parallel_size: int = 1
     """Processes that compute the model together, each with its share of every layer: one for each GPU."""
     distributed_executor_backend: str | None = None
-    """"mp": processes of this machine; "ray": actors of a Ray cluster; "uni": one process. None: mp where there are
+    """"mp": processes of this machine; "ray": actors of a Ray cluster; "uni": one process. None: mp if there are
     several ranks. One rank is always one process."""
 
     def __post_init__(self) -> None:
@@ -182,7 +182,7 @@ class FairConfig:
     output_cost: float = 2.0
     """Price of an output token."""
     rejected_draft_cost: float = 1.0
-    """Price of a rejected draft. It is computed as a prompt token is, beside others of its sequence."""
+    """Price of a rejected draft. It is computed like a prompt token, together with others of its sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,8 +204,8 @@ class LoRAConfig:
     """Limits on adapters that run, and on those that the device and the host keep."""
 
     max_loras: int
-    """Largest number of distinct adapters that run at once. An adapter that nobody runs stays on the device while there
-    are rows."""
+    """Largest number of distinct adapters that run at once. An idle adapter stays on the device while there are
+    rows."""
     max_cpu_loras: int
     """Largest number of adapters in host memory; those on the device are also there."""
     max_lora_rank: int
@@ -236,7 +236,7 @@ class EngineConfig:
     enforce_eager: bool = False
     """True when nothing is captured in graphs."""
     async_scheduling: bool = False
-    """True when a step is launched before the one before it has ended."""
+    """True when a step is launched before the previous one has ended."""
     num_ranks: int = 1
     """Processes that compute the target, each its share."""
     executor_backend: str = "uni"
@@ -262,7 +262,7 @@ def _check_value(name: str, kind: str, value: Any) -> None:
     elif name == "gpu_memory_utilization":
         check_number(name, value, 0.0, 1.0, low_open=True)
     elif kind == "float":
-        # Output must cost something: who is charged nothing is always next.
+        # Output must cost something: an account that is charged nothing would always be next.
         check_number(name, value, 0.0, _MAX_COST, low_open=name == "fair_output_cost")
 
 
@@ -321,7 +321,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
     """The configuration for these options, model and machine. Pure.
 
     Raises:
-        InvalidRequestError: an option is wrong or does not go with another; `param` names it.
+        InvalidRequestError: an option is wrong or incompatible with another; `param` names it.
     """
     check_args(args)
     for excluded, name, message in incompatibilities.WITH_DEVICE:

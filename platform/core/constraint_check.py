@@ -1,7 +1,7 @@
-"""Check of constraints in a process of its own, which a constraint that takes too long or too much memory ends.
+"""Check of constraints in a separate process, which is killed if a constraint takes too much time or memory.
 
-The package `llguidance` bounds most of its work, but not all of it: there are patterns of fifty characters that it
-would work on for hours. What has been checked here costs an engine as little as it cost here.
+The package `llguidance` bounds most of its work, but not all of it: some patterns of fifty characters would take it
+hours. A constraint that passed here costs an engine no more than it did here.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .structured_outputs import StructuredOutputsParams, grammar_package, on_dee
 logger = logging.getLogger(__name__)
 
 CPU_SECONDS = 1.5
-"""Most time for a constraint. A schema of 65,536 characters takes 0.5 s."""
+"""Maximum processor time for a constraint. A schema of 65,536 characters takes 0.5 s."""
 _MEMORY = 2 << 30
 _PATIENCE = 20.0
-"""Seconds on the clock, for a machine that is busy with other things."""
+"""Wall-clock seconds, for a busy machine."""
 _MAX_KEPT = 256
 _TOO_COMPLEX = f"too complex; it takes more than {CPU_SECONDS} s or 2 GiB to compile"
 _ENDED_BY_LIMITS = (-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV)
@@ -42,34 +42,35 @@ class Finding(NamedTuple):
     problem: str
     """Why it cannot be served; "" if it can."""
     ignored: list[str] = []  # noqa: RUF012 (never changed)
-    """Places of keywords that do not hold; see `StructuredOutputsParams.compile`."""
+    """Paths of keywords that are not enforced; see `StructuredOutputsParams.compile`."""
 
 
 class ConstraintChecker:
-    """The process, started for the first constraint, and what it has found out. Callable from any thread."""
+    """The process, started for the first constraint, and its findings. Callable from any thread."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[Any, Finding] = OrderedDict()
         self._begin()
-        # A process that was forked has another one: two would read each other's answers.
+        # A forked process gets its own: two would read each other's answers.
         os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
         self.thread = ThreadPoolExecutor(1, "check-constraint")
-        """Thread for constraints that are not known: in a pool with other work they would keep all its threads."""
+        """Thread for new constraints: in a shared pool they could occupy all threads."""
         self._asking = threading.Lock()  # guards the process, and is held while it works
         self._process: subprocess.Popen[str] | None = None
-        self._lock = threading.Lock()  # guards what has been found out
+        self._lock = threading.Lock()  # guards the findings
 
     def knows(self, params: StructuredOutputsParams) -> bool:
         """True when a check takes no time."""
         return self._known(params) is not None
 
     def check(self, params: StructuredOutputsParams) -> list[str]:
-        """Check a constraint, up to 1.5 s of a processor, and return the places of keywords that do not hold.
+        """Check a constraint, for up to 1.5 s of processor time, and return the paths of keywords that are not
+        enforced.
 
         Raises:
-            InvalidRequestError: it cannot be served; the message names the keyword or the place.
+            InvalidRequestError: it cannot be served; the message names the keyword or its path.
             ConstraintCheckError: the process has ended, or gave no answer in 20 s on a busy machine.
         """
         grammar_package()
@@ -81,7 +82,7 @@ class ConstraintChecker:
                     found = self._ask(params)
                     self._keep(params, found)
                     if found.ignored:
-                        logger.info("keywords that do not hold: %s", ", ".join(found.ignored)[:500])
+                        logger.info("keywords that are not enforced: %s", ", ".join(found.ignored)[:500])
         if found.problem:
             raise InvalidRequestError(found.problem, param=params.source)
         return found.ignored
@@ -126,7 +127,7 @@ class ConstraintChecker:
             return Finding(f"{params.source}: {_TOO_COMPLEX}")
         if not is_new:  # it may have been killed before this constraint
             return self._ask(params)
-        # Not remembered: it says nothing about the constraint.
+        # Not cached: it is not a property of the constraint.
         raise ConstraintCheckError(
             f"{params.source}: the process that checks constraints ended with status {process.returncode}; try again"
         )
@@ -166,7 +167,7 @@ def _finding(params: StructuredOutputsParams) -> Finding:
         )
         if is_wrong:
             return Finding(f"{params.source}: {_in_own_words('; '.join(messages))[:500]}")
-        # With a vocabulary of bytes it takes as long as with any other one. A token's number stands for no text.
+        # With a vocabulary of bytes it takes as long as with any other.
         numbered = re.sub(r"<\[[^]]*\]>", "<[1]>", text)
         bytewise = package.LLTokenizer("byte")
         on_deep_stack(

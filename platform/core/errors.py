@@ -1,4 +1,4 @@
-"""Typed errors. Each knows the field it is about and survives the trip between processes.
+"""Typed errors. Each has the field that it is about, and can be sent between processes.
 
 `type` is the name clients see in the HTTP body (`error.type`), `status` the HTTP status that fits it.
 """
@@ -31,8 +31,8 @@ class OutriderError(Exception):
         self.param = param
 
     def info(self) -> ErrorInfo:
-        """The error as plain data. Its text can be sent: halves of characters, which names in files may hold, are shown
-        as their numbers."""
+        """The error as plain data. Its text can be encoded: lone surrogates, which file names may contain, are
+        escaped."""
         message = self.message.encode(errors="backslashreplace").decode()
         return ErrorInfo(type(self).type, message, self.param)
 
@@ -54,19 +54,18 @@ class PromptTooLongError(InvalidRequestError):
 
     type = "ContextLengthExceeded"
     counts: tuple[int, int, int] | None = None
-    """Limit, and tokens of prompt and completion, for APIs with a sentence of their own. Of a text far too long only
+    """Limit, and tokens of prompt and completion, for APIs with a message of their own. Of a text far too long only
     the first part is counted."""
 
     @classmethod
     def of(
         cls, limit: int, num_prompt: int, max_tokens: int = 1, *, param: str, prompt: str = "prompt", of: str = ""
     ) -> PromptTooLongError:
-        """Make the error with OpenAI's sentence, by which gateways know to shorten a conversation or to choose another
-        model.
+        """Make the error with OpenAI's message, which makes gateways shorten a conversation or choose another model.
 
         Args:
             prompt: what the client calls it, "messages" in a chat.
-            of: whose limit it is, where it is not the model's alone.
+            of: whose limit it is, if not the model's alone.
         """
         requested = num_prompt + max_tokens
         error = cls(
@@ -113,14 +112,14 @@ class PermissionDeniedError(OutriderError):
 
 
 class AdapterSourceError(OutriderError):
-    """The store that an adapter comes from cannot be reached, or failed; trying again later may help."""
+    """The store that an adapter comes from cannot be reached, or failed; a later retry may succeed."""
 
     type = "AdapterSourceError"
     status = 503
 
 
 class RateLimitError(OutriderError):
-    """A tenant or a key has used up what it may; `param` names the limit."""
+    """A tenant or a key has reached a limit, which `param` names."""
 
     type = "RateLimitError"
     status = 429
@@ -137,7 +136,7 @@ class RateLimitError(OutriderError):
         """
         Args:
             retry_after: seconds after which the same request may be admitted.
-            code: as OpenAI's clients know it; "insufficient_quota" where waiting for seconds does not help.
+            code: as OpenAI's clients know it; "insufficient_quota" if waiting for seconds does not help.
             headers: of the HTTP answer, with the state of the limits.
         """
         super().__init__(message, param=param)
@@ -147,21 +146,21 @@ class RateLimitError(OutriderError):
 
 
 class OverloadedError(OutriderError):
-    """The queue is full; try again later."""
+    """The queue is full; retry later."""
 
     type = "OverloadedError"
     status = 503
 
 
 class ConstraintCheckError(OutriderError):
-    """The process that checks constraints on answers has ended; trying again starts another one."""
+    """The process that checks constraints on answers has ended; a retry starts another one."""
 
     type = "ServiceUnavailableError"
     status = 503
 
 
 class EngineDeadError(OutriderError):
-    """The engine process died while it had this request; it is being restarted."""
+    """The engine process died with this request in flight; it is being restarted."""
 
     type = "EngineDeadError"
     status = 503

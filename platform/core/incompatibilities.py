@@ -1,4 +1,4 @@
-"""Options that do not go together, or not with the device: (condition, the field to name, what to say)."""
+"""Options that are incompatible with each other or with the device: (condition, field to name, message)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def _divided(holds: Callable[[EngineArgs], bool]) -> Callable[[EngineArgs], bool]:
-    """The condition `holds`, where several ranks compute the model."""
+    """The condition `holds`, if several ranks compute the model."""
     return lambda args: args.tensor_parallel_size > 1 and holds(args)
 
 

@@ -1,18 +1,18 @@
-"""Sizes of the KV cache: blocks on the device, and those that the host keeps."""
+"""Sizes of the KV cache: blocks on the device and on the host."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from .errors import InvalidRequestError, invalid
-from .sizes import shown_bytes
+from .sizes import format_bytes
 
 if TYPE_CHECKING:
     from .config import EngineArgs, Hardware, ModelFacts
 
 _ACTIVATION_RESERVE = 1 << 30
 _GRAPH_RESERVE = 512 << 20
-"""Memory reserved for captured graphs: 8 MiB for each of the 60 that there may be. An estimate, not measured yet."""
+"""Memory reserved for captured graphs: 8 MiB for each of up to 60. An estimate, not measured yet."""
 _MOST_OF_HOST = 0.7
 """Share of the host's memory that `swap_space` may take."""
 
@@ -52,7 +52,7 @@ def num_device_blocks(args: EngineArgs, facts: ModelFacts, memory: int, max_mode
 
 
 def num_host_blocks(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> int:
-    """Blocks that `swap_space` holds; 0 where nothing is swapped.
+    """Blocks that `swap_space` holds; 0 if nothing is swapped.
 
     Raises:
         InvalidRequestError: it holds none, or is most of the host's memory.
@@ -62,13 +62,13 @@ def num_host_blocks(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> 
         return 0
     block_bytes = facts.kv_bytes_per_token * args.block_size
     if size < block_bytes:
-        raise invalid("swap_space", f"has {shown_bytes(size)}, less than a KV block's {shown_bytes(block_bytes)}")
+        raise invalid("swap_space", f"has {format_bytes(size)}, less than a KV block's {format_bytes(block_bytes)}")
     most = int(_MOST_OF_HOST * hardware.host_memory_bytes)
     taken = size if hardware.device == "cpu" else 1 << (size - 1).bit_length()  # as PyTorch pins memory
     if 0 < most < taken:
         raise invalid(
             "swap_space",
-            f"{args.swap_space:g} GiB takes {shown_bytes(taken)}, more than {_MOST_OF_HOST:.0%} of the host's memory, "
-            f"which are {shown_bytes(most)}",
+            f"{args.swap_space:g} GiB takes {format_bytes(taken)}, more than {_MOST_OF_HOST:.0%} of the host's memory, "
+            f"which are {format_bytes(most)}",
         )
     return size // block_bytes

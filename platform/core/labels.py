@@ -1,4 +1,4 @@
-"""Names that become metric labels: a bounded number of them, since users choose them and a series never goes away."""
+"""Names that become metric labels: a bounded number of them, since users choose them and a series is never removed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_MIXES = 50
 
 
 class LabelValues:
-    """Label values: the first `limit` names keep theirs for good, since a counter that moved between labels would
+    """Label values: the first `limit` names keep theirs, since a counter that moved between labels would
     fall."""
 
     def __init__(self, limit: int) -> None:
@@ -33,8 +33,8 @@ class LabelValues:
 
 
 class AdapterLabels:
-    """Labels of requests' adapters. Mixes ("a+b") have a bound of their own: any client may invent new ones, and the
-    adapters that an admin loads later keep their names."""
+    """Labels of requests' adapters. Mixes ("a+b") have a bound of their own: any client may make new ones, which must
+    not use up the labels of adapters."""
 
     def __init__(self, max_adapters: int = MAX_ADAPTERS, max_mixes: int = MAX_MIXES) -> None:
         self._adapters, self._mixes = LabelValues(max_adapters), LabelValues(max_mixes)

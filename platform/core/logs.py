@@ -1,6 +1,6 @@
-"""Log lines of a server's processes: text for people, or one JSON object a line.
+"""Log lines of a server's processes: plain text, or one JSON object a line.
 
-No text of a prompt or an answer gets in, unless the operator asks for it: while a request is being answered, an
+They contain no text of a prompt or an answer, unless the operator asks for it: while a request is being answered, an
 exception's own message, which may quote it, is left out of the traceback.
 """
 
@@ -25,7 +25,7 @@ REQUEST_LOGGER = "outrider.requests"
 """Logger of the line that each request gets."""
 
 current_request_id: ContextVar[str] = ContextVar("current_request_id", default="")
-"""Id of the HTTP request that the running code answers; "" outside of one."""
+"""Id of the HTTP request that is being handled; "" outside of one."""
 
 _in_use: LogFormat = "text"
 _with_prompts = False
@@ -43,7 +43,7 @@ def set_up_logging(level: int | str, log_format: LogFormat, process: str, *, pro
     handler = logging.StreamHandler()
     handler.setFormatter(json_formatter(process) if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
-    logging.captureWarnings(log_format == "json")  # else they would stand between the objects
+    logging.captureWarnings(log_format == "json")  # else they would be mixed with the objects
 
 
 def format_in_use() -> LogFormat:
@@ -100,8 +100,8 @@ class TextFormatter(logging.Formatter):
 
 
 def json_formatter(process: str) -> logging.Formatter:
-    """One JSON object a line: `time`, `level`, `logger`, `process`, `message`, what the call gave as `extra`,
-    `request_id` while a request is answered, and `exc_info`."""
+    """One JSON object a line: `time`, `level`, `logger`, `process`, `message`, the call's `extra`, `request_id` while a
+    request is being answered, and `exc_info`."""
     from pythonjsonlogger.core import RESERVED_ATTRS
     from pythonjsonlogger.json import JsonFormatter
 
@@ -139,7 +139,7 @@ def json_formatter(process: str) -> logging.Formatter:
 
 
 def with_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`extra` of a logging call: values with names, beside the message."""
+    """`extra` of a logging call: named values in addition to the message."""
     return {"fields": dict(fields)}
 
 
@@ -150,7 +150,7 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _shown(value: object) -> str:
-    """A value on a line of text: one that could be taken for something else is quoted."""
+    """A value on a line of text: an ambiguous one is quoted."""
     if isinstance(value, float):
         return f"{value:.6g}"
     text = value if isinstance(value, str) else json.dumps(value, default=str)

@@ -10,33 +10,33 @@ from numbers import Real
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from .adapter_files import AdapterFolder
-from .compat.foreign_options import take_foreign
+from .compat.unsupported_options import reject_unsupported_options
 from .compat.vllm_python import LORA
 from .errors import InvalidRequestError, invalid
-from .sampling_params import shown
+from .sampling_params import quote_for_error
 
 MAX_PARTS = 8
 """Adapters in one mix."""
 MAX_WEIGHT = 100.0
-"""Largest weight of an adapter, and smallest when negated."""
+"""Bound of an adapter's weight in both directions."""
 
-# A weight has a decimal point: "sql:2" and "llama3:8" are versions. A "+" would stand between two adapters, so
-# exponents have none; a weight within the limits needs none.
+# A weight has a decimal point: "sql:2" and "llama3:8" are versions. A "+" separates adapters, so exponents have none; a
+# weight within the limits needs none.
 _SCALED = re.compile(r"(?P<name>.+):(?P<weight>-?(?:\d+\.\d*|\.\d+)(?:[eE]-?\d+)?)", re.ASCII | re.DOTALL)
 
 
 @dataclass(slots=True, frozen=True, init=False)
 class LoRARequest:
-    """Names an adapter and where its files are.
+    """The name of an adapter and the location of its files.
 
     Both spellings work: `LoRARequest("sql", 1, "/adapters/sql")` as in vLLM, and `LoRARequest("sql",
-    path="/adapters/sql")`. The integer is kept for the caller and has no meaning here: adapters are told apart by
-    the digest of their content.
+    path="/adapters/sql")`. The integer is kept for the caller and has no meaning here: adapters are identified by the
+    digest of their content.
 
     `draft_path` is the folder of its draft weights, a PEFT adapter for the engine's draft model or draft head; without
-    one they are looked for in the adapter's own folder, under `draft/`. Engines that draft with neither ignore it.
+    one they are looked up in `draft/` of the adapter's folder. Engines that draft with neither ignore it.
 
-    `digest` is that of the files (`adapter_files.files_digest`), when other files are to be refused.
+    `digest` is that of the files (`adapter_files.files_digest`), if other files must be refused.
 
     `roots` are real paths of folders: no file of the adapter may lie outside them, whatever links say. (): any may.
     """
@@ -63,7 +63,9 @@ class LoRARequest:
         """Check and set the fields; InvalidRequestError names a wrong one. `of_vllm` are the keywords of
         `vllm_python.LORA`."""
         path = of_vllm.pop("lora_local_path", path)
-        take_foreign("LoRARequest()", of_vllm, LORA, ("lora_name", "lora_int_id", "lora_path", "path", "draft_path"))
+        reject_unsupported_options(
+            "LoRARequest()", of_vllm, LORA, ("lora_name", "lora_int_id", "lora_path", "path", "draft_path")
+        )
         if not isinstance(lora_name, str) or not lora_name:
             raise invalid("lora_name", "must be a non-empty string")
         if not isinstance(lora_int_id, int):
@@ -109,15 +111,15 @@ class LoRAMix(NamedTuple):
     """A weighted sum of adapters: the base model plus `weight` times what each part adds to it. Also one adapter with
     a scale.
 
-    A tuple, since a message between processes tells it from a LoRARequest by that. Whoever takes one from a user passes
-    its parts through `mix_of`, which checks them and puts them into their one order.
+    A tuple, which distinguishes it from a LoRARequest in messages between processes. Parts from users go through
+    `mix_of`, which checks and sorts them.
     """
 
     parts: tuple[LoRAPart, ...]
 
     @property
     def name(self) -> str:
-        """Name as HTTP clients write it: "a:0.7+b:0.3", and "+a:0.5" where there is one adapter."""
+        """Name as HTTP clients write it: "a:0.7+b:0.3", and "+a:0.5" for one adapter."""
         text = "+".join(f"{part.request.name}:{_shown_weight(part.weight)}" for part in self.parts)
         return text if len(self.parts) > 1 else f"+{text}"
 
@@ -128,7 +130,7 @@ class LoRAMix(NamedTuple):
 
 
 LoRA: TypeAlias = LoRARequest | LoRAMix
-"""The adapter or the mix that a request runs on beside the base model."""
+"""The adapter or the mix of a request."""
 
 
 def mix_of(parts: Iterable[tuple[LoRARequest, Any]], *, param: str = "lora_request") -> LoRA | None:
@@ -149,7 +151,9 @@ def mix_of(parts: Iterable[tuple[LoRARequest, Any]], *, param: str = "lora_reque
         name = request.name
         known = requests.setdefault(name, request)
         if (known.path, known.draft_path) != (request.path, request.draft_path):
-            raise InvalidRequestError(f"{param}: {shown(name)} names two adapters, in different folders", param=param)
+            raise InvalidRequestError(
+                f"{param}: {quote_for_error(name)} names two adapters, in different folders", param=param
+            )
         weights[name] = _checked_weight(name, weights.get(name, 0.0) + _checked_weight(name, weight, param), param)
     mixed = tuple(LoRAPart(requests[name], weight) for name, weight in sorted(weights.items()) if weight)
     if not mixed:
@@ -161,9 +165,9 @@ def split_mix(text: str, is_name: Callable[[str], bool]) -> list[tuple[str, floa
     """The names and weights of a mix written as "a:0.7+b:0.3", "a+b", where a missing weight is 1, or "+a:0.5"; None
     when `text` is not written like a mix.
 
-    Version tags look like weights, so that a weight stands in a sum alone, after a '+' or before one, and has a decimal
-    point: "a:2", "v1:0.5" and "llama3:8b" are names. What `is_name` says is a name, of an adapter that is registered or
-    was, is taken as it stands, whatever is in it.
+    Version tags look like weights, so a weight is read only in a sum, after a '+' or before one, and has a decimal
+    point: "a:2", "v1:0.5" and "llama3:8b" are names. A text for which `is_name` is true, the name of a present or
+    former adapter, is never split.
 
     Raises:
         InvalidRequestError: too many parts.
@@ -189,8 +193,8 @@ def _checked_weight(name: str, weight: object, param: str) -> float:
     # Not for NaN either. Python's integers may be too large for a float, but compare well.
     if not isinstance(weight, Real) or isinstance(weight, bool) or not abs(cast(float, weight)) <= MAX_WEIGHT:
         raise InvalidRequestError(
-            f"{param}: the weight of adapter {shown(name)} must be a number from {-MAX_WEIGHT:g} to {MAX_WEIGHT:g}, "
-            f"got {shown(weight)}",
+            f"{param}: the weight of adapter {quote_for_error(name)} must be a number from {-MAX_WEIGHT:g} "
+            f"to {MAX_WEIGHT:g}, got {quote_for_error(weight)}",
             param=param,
         )
     return float(weight)

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 _STATM = Path("/proc/self/statm")
-"""File of Linux with sizes in pages; the second one is what is resident."""
+"""File of Linux with sizes in pages; the second one is the resident size."""
 
 
 def resident_memory_bytes() -> int:
-    """Resident memory of this process in bytes; 0 on systems that do not say."""
+    """Resident memory of this process in bytes; 0 on systems that do not report it."""
     try:
         return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):

@@ -35,8 +35,7 @@ class EngineRequest:
     cache_salt: str = ""
     """Requests share cached prefixes only with the same salt."""
     num_shared_tokens: int = 0
-    """Leading prompt tokens that are declared to be no secret: the KV of blocks wholly inside is shared by all
-    tenants."""
+    """Leading prompt tokens that are declared not secret: all tenants share the KV of blocks wholly inside."""
     group: str | None = None
     """Name shared by the sequences of one request with `n` > 1, which share the prompt's blocks."""
     arrival_time: float = 0.0
@@ -56,8 +55,7 @@ class TokenLogprobs(NamedTuple):
 @dataclass(slots=True)
 class PromptTable:
     """Log-probabilities of a prompt: None for its first token, then a `TokenLogprobs` for each. They are kept in arrays
-    of P positions and W entries, because a process that decodes a million lists and numbers does nothing else for a
-    second."""
+    of P positions and W entries, because decoding a million lists and numbers would take a process a second."""
 
     width: int = 0
     """W; it is the same for all positions."""
@@ -91,15 +89,15 @@ class PromptTable:
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """Cumulative counts for one request, or for several: verification rounds, drafts verified, drafts accepted."""
+    """Cumulative counts for one request, or for several: verification steps, draft tokens verified and accepted."""
 
     num_drafts: int = 0
-    """Verification rounds, that is steps that verified at least one draft token."""
+    """Steps that verified at least one draft token."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_pos: list[int] = field(default_factory=list)
     steps_by_k: list[int] = field(default_factory=list)
-    """Number of sampling steps that verified 0, 1, 2, ... drafts; empty where nothing is drafted at all."""
+    """Number of sampling steps that verified 0, 1, 2, ... drafts; empty if nothing is ever drafted."""
 
     def count(self, drafted: int, accepted: int) -> None:
         """Add one step that sampled: it verified `drafted` tokens, of which the first `accepted` were right."""
@@ -126,7 +124,7 @@ class SpeculationCounts:
                 mine[index] += number
 
     def since(self, earlier: SpeculationCounts) -> SpeculationCounts:
-        """Counts since an earlier moment of the same run, without the numbers of steps."""
+        """Counts since an earlier snapshot of the same run, without the numbers of steps."""
         before = earlier.accepted_per_pos + [0] * len(self.accepted_per_pos)
         return SpeculationCounts(
             self.num_drafts - earlier.num_drafts,
@@ -142,7 +140,7 @@ class SpeculationCounts:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Mean number of tokens that a verification brought, the sampled one included; None without any."""
+        """Mean number of tokens per verification step, the sampled one included; None without any."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
     @property
@@ -183,9 +181,9 @@ class TokenDelta:
     """The stop token id that ended it (None for end-of-sequence)."""
     error: ErrorInfo | None = None
     num_cached_tokens: int = 0
-    """Prompt tokens taken from the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     speculation: SpeculationCounts | None = None
-    """Cumulative, where drafts are proposed at all: the client may end the sequence after any delta."""
+    """Cumulative, if drafts are proposed at all: the client may end the sequence after any delta."""
     num_draft_tokens: int = 0
     """Drafts that this step verified."""
     num_accepted: int = 0
@@ -210,7 +208,7 @@ class AdapterInfo:
     rank: int
     """Largest rank of the base model's modules."""
     rows: int
-    """Rank rows that it takes on the device: more than `rank` where its draft weights have a larger one."""
+    """Rank rows that it takes on the device: more than `rank` if its draft weights have a larger one."""
     level: str
     """"device", "host" or "disk": the highest tier that holds it."""
     pinned: bool = False
@@ -221,7 +219,7 @@ class AdapterInfo:
     num_waiting: int = 0
     """Requests that wait to be admitted."""
     num_bytes: int = 0
-    """Host memory that its content takes while it is there; 0 until its files have been read."""
+    """Host memory that its content takes while loaded; 0 until its files have been read."""
     load_seconds: float = 0.0
     """Seconds that the last read of its files took; 0 until then."""
 
@@ -231,14 +229,14 @@ class EngineStats:
     """A snapshot of the engine. Counters are cumulative since the engine started."""
 
     run_id: str = ""
-    """Id of the engine's run. With another id the counters have started anew."""
+    """Id of the engine's run. Counters restart with a new id."""
     num_running: int = 0
     num_waiting: int = 0
     num_waiting_by_reason: dict[str, int] = field(default_factory=dict)
     num_preemptions: int = 0
     num_steps: int = 0
     resident_memory_bytes: int = 0
-    """Resident memory of the engine's process; 0 where the system does not say."""
+    """Resident memory of the engine's process; 0 if the system does not report it."""
     kv_cache_usage: float = 0.0
     """Share of KV blocks in use, 0 to 1; cached but unused blocks count as free."""
     prefix_cache_queries: int = 0
@@ -248,7 +246,7 @@ class EngineStats:
     kv_host_hits: int = 0
     """Tokens whose KV came back from host memory (`swap_space`), for new sequences and preempted ones."""
     kv_host_bytes: int = 0
-    """Host memory of the KV that is kept there."""
+    """Host memory of swapped KV."""
     speculation: list[SpeculationEntry] = field(default_factory=list)
     """Counts for each adapter and tenant whose drafts have been verified."""
     adapters: list[AdapterInfo] = field(default_factory=list)
@@ -262,7 +260,7 @@ class EngineStats:
     lora_load_failures: int = 0
     """Loads that failed."""
     lora_evictions: dict[str, int] = field(default_factory=dict)
-    """Adapters that made way for others, by the level that they left: "device" or "host"."""
+    """Evicted adapters, by the tier that they left: "device" or "host"."""
     lora_host_bytes: int = 0
     """Host memory of adapters, those unloaded but still running too."""
     lora_rows_used: int = 0
@@ -289,7 +287,7 @@ class EngineInfo:
     max_loras: int
     max_lora_rank: int
     speculation: str
-    """Text for people: "off", or the method and the number of drafts."""
+    """Description: "off", or the method and the number of drafts."""
     load_seconds: float
     kv_cache_dtype: str = "auto"
     model_impl: str = "native"
@@ -297,7 +295,7 @@ class EngineInfo:
     max_num_seqs: int = 0
     max_num_queued_reqs: int | None = None
     quantization: str = ""
-    """Text for people about the form of the weights; "": they are not quantised."""
+    """Description of the weights' format; "": they are not quantised."""
     weight_bytes: int = 0
     """Bytes of all weights as they are held, on all ranks together."""
     num_labels: int = 0
@@ -305,4 +303,4 @@ class EngineInfo:
     has_tokenizer: bool = True
     """False under `skip_tokenizer_init`: prompts are token ids, and answers have no text."""
     tiles: str = ""
-    """Text for people about products by AMX tiles; "": the processor has none."""
+    """Description of the use of AMX tiles; "": the processor has none."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from .errors import InvalidRequestError, invalid
-from .sampling_params import CLASSIFY, SamplingParams, shown
+from .sampling_params import CLASSIFY, SamplingParams, quote_for_error
 
 MAX_BAD_WORD_TOKENS = 1 << 14
-"""Largest number of tokens in one request's bad words: an automaton is built of them, which takes two microseconds a
-token."""
+"""Largest number of tokens in one request's bad words: an automaton is built from them, in two microseconds a token."""
 MAX_BAD_WORD_TOKENS_X_N = 1 << 19
 """Largest number of tokens in the bad words, counted once for each sequence of a request: each is sent to the engine
 with them."""
@@ -26,7 +25,7 @@ def check_params(
     num_token_ids: int | None = None,
     num_labels: int = 0,
 ) -> None:
-    """Refuse parameters that a model cannot serve. Pure. `num_token_ids`: bound of token ids, where an adapter may have
+    """Refuse parameters that a model cannot serve. Pure. `num_token_ids`: bound of token ids, if an adapter may have
     more than the model's. `num_labels`: as in `EngineInfo`.
 
     `bad_words_token_ids` count as `bad_words`, which they are made from.
@@ -84,11 +83,12 @@ def _check_total(name: str, num_tokens: int, n: int, most: int) -> None:
 
 
 def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
-    """Refuse ids outside the vocabulary; `name` is the field they stand in."""
+    """Refuse ids outside the vocabulary; `name` is their field."""
     if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):  # no loop in Python: they may be many
         return
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequestError(
-                f"{name}: token id {shown(token_id)} is outside the vocabulary of {vocab_size} tokens", param=name
+                f"{name}: token id {quote_for_error(token_id)} is outside the vocabulary of {vocab_size} tokens",
+                param=name,
             )

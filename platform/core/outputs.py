@@ -18,7 +18,7 @@ class Logprob(NamedTuple):
     """1 for the most likely token."""
     decoded_token: str | None = None
     """The token's part of the text. A character belongs to the token that completes it; the tokens before have "". An
-    alternative that is a part of a character is written "bytes:\\xe4"."""
+    alternative that is part of a character is written "bytes:\\xe4"."""
     token_bytes: bytes | None = None
     """The token's part of the text's UTF-8; empty for tokens that the text leaves out. None without texts."""
 
@@ -63,8 +63,8 @@ class CompletionOutput:
     drafted: list[bool] | None = None
     """Aligned with `token_ids`: True for a draft that the model accepted, False for a token that it sampled."""
     rejected_drafts: list[int] | None = None
-    """Aligned with `token_ids`: how many drafts the step that ended with this token rejected; the token stands at the
-    place of the first of them."""
+    """Aligned with `token_ids`: how many drafts the step that ended with this token rejected; the token is at the
+    position of the first of them."""
 
     def finished(self) -> bool:
         """True when this sequence is complete."""
@@ -92,5 +92,5 @@ class RequestOutput:
 
     @property
     def num_cached_tokens(self) -> int | None:
-        """Prompt tokens that the prefix cache had; None without metrics."""
+        """Prompt tokens found in the prefix cache; None without metrics."""
         return None if self.metrics is None else self.metrics.num_cached_tokens

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from .compat.foreign_options import takes_foreign
+from .compat.unsupported_options import accepts_unsupported_options
 from .compat.vllm_python import POOLING
 from .errors import invalid
-from .sampling_params import CLASSIFY, POOLINGS, SamplingParams, check_integer, shown
+from .sampling_params import CLASSIFY, POOLINGS, SamplingParams, check_integer, quote_for_error
 
 T = TypeVar("T")
 
 
-@takes_foreign(POOLING)
+@accepts_unsupported_options(POOLING)
 @dataclass(slots=True)
 class PoolingParams:
     """Parameters of one prompt's pooling.
@@ -24,7 +24,7 @@ class PoolingParams:
     """
 
     pooling: str | None = None
-    """"last", "mean" or "cls" (the first token); None: as the model's sentence-transformers files say, else "last"."""
+    """"last", "mean" or "cls" (the first token); None: as in the model's sentence-transformers files, else "last"."""
     normalize: bool | None = None
     """Whether the vector is scaled to length 1; None: for `embed` and `score`, not for `encode`."""
     dimensions: int | None = None
@@ -32,9 +32,9 @@ class PoolingParams:
 
     def __post_init__(self) -> None:
         if self.pooling is not None and not (isinstance(self.pooling, str) and self.pooling in POOLINGS):
-            raise invalid("pooling", f"must be one of {', '.join(POOLINGS)}, got {shown(self.pooling)}")
+            raise invalid("pooling", f"must be one of {', '.join(POOLINGS)}, got {quote_for_error(self.pooling)}")
         if not isinstance(self.normalize, bool | None):
-            raise invalid("normalize", f"must be true or false, got {shown(self.normalize)}")
+            raise invalid("normalize", f"must be true or false, got {quote_for_error(self.normalize)}")
         if self.dimensions is not None:
             check_integer("dimensions", self.dimensions, 1)
 
@@ -43,7 +43,7 @@ class PoolingParams:
         return SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, pooling=self.pooling or default)
 
     def vector(self, pooled: Sequence[float], *, normalize: bool) -> list[float]:
-        """The vector of pooled hidden states [H], with `normalize` where these parameters do not say.
+        """The vector of pooled hidden states [H], with `normalize` as the default of these parameters.
 
         Raises:
             InvalidRequestError: the model has fewer dimensions.

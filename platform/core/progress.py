@@ -1,4 +1,4 @@
-"""Lines about long work: its events as they come, and how far it is whenever nothing was said for a while."""
+"""Progress of long work: its events as they occur, and a status line after each pause without one."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable
 
 EVERY = 30.0
-"""Seconds without a line after which one says how far a run of minutes or hours is."""
+"""Seconds without a line after which a run of minutes or hours reports its progress."""
 START_EVERY = 10.0
-"""Seconds between such lines while a model is loaded, or a server has not answered; most models load in less."""
+"""Seconds between such lines while a model is loading or a server does not answer; most models load in less."""
 
 
 class Progress:
-    """Says lines through a function, from a thread of its own while long work keeps the caller's busy."""
+    """Writes lines through a function, from a separate thread while long work keeps the caller's busy."""
 
     def __init__(self, report: Callable[[str], None], every: float | None = EVERY) -> None:
-        """every: seconds; None for no lines between events, where a progress bar is shown."""
+        """every: seconds; None for no lines between events, if a progress bar is shown."""
         self._report, self._every = report, every
         self._describe: Callable[[], str] = lambda: "starting"
         self._said = time.monotonic()
@@ -35,13 +35,13 @@ class Progress:
             self._thread.join()
 
     def say(self, line: str) -> None:
-        """Say an event."""
+        """Write an event."""
         with self._lock:
             self._report(line)
             self._said = time.monotonic()
 
     def doing(self, describe: Callable[[], str]) -> None:
-        """From now on `describe()` says how far the run is."""
+        """Report progress by `describe()` from now on."""
         self._describe = describe
 
     def _watch(self) -> None:
@@ -59,7 +59,7 @@ def duration(seconds: float) -> str:
 
 
 class Stopwatch:
-    """Seconds since it was made, as `duration` writes them."""
+    """Time since construction, formatted by `duration`."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()

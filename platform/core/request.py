@@ -18,12 +18,12 @@ class Drafts(NamedTuple):
     """Proposed, unverified continuations of a sequence."""
 
     token_ids: Sequence[int]
-    """May be `kernels.device_outcome.DeviceIds`, which the host would have to wait for."""
+    """May be `kernels.device_outcome.DeviceIds`; reading those on the host waits for the device."""
     probs: Any = None
     """Tensor [len(token_ids), vocab]: the distribution each draft was drawn from; None when drafts are certain
     (n-gram), or when the request's verification does not need it."""
     forced: bool = False
-    """True: they are tokens that a grammar leaves no choice about, and are verified whatever a drafter may do."""
+    """True if a grammar allows no other tokens; they are verified whether or not a drafter is in use."""
 
     def truncated(self, k: int) -> Drafts:
         """The first `k` drafts."""
@@ -37,13 +37,13 @@ NO_DRAFTS = Drafts([])
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Counts of a sequence's generated tokens; they grow with the sequence, when something asks."""
+    """Counts of a sequence's generated tokens, brought up to date when they are read."""
 
     num_counted: int = 0
     """Leading tokens of the sequence that are counted."""
     entries: array[int] = field(default_factory=lambda: array("q"))
     """One entry for each different token, in the order of their first positions: token << 32 | count; the count is 0
-    for a token that stands in the prompt alone."""
+    for a token that is only in the prompt."""
     places: dict[int, int] = field(default_factory=dict)
     """Index of each token's entry."""
 
@@ -69,8 +69,8 @@ class Status(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence. Only `Scheduler.commit` moves `tokens` and `num_computed`; `ModelRunner.draft` sets `drafts` after
-    it."""
+    """One sequence. Only `Scheduler.commit` moves `tokens` and `num_computed_tokens`; after it `ModelRunner.draft` sets
+    `drafts`."""
 
     request_id: str
     tokens: list[int]
@@ -84,7 +84,7 @@ class Request:
     adapter: Any = None
     """The adapter's handle while admitted; opaque here. It belongs to the adapter manager."""
     sharing: bytes | None = None
-    """Key of those with whom its KV may be shared (tenant, salt and such); None: with nobody."""
+    """Key of the requests that may share its KV (tenant, salt); None: no other request."""
     namespace: bytes | None = None
     """Prefix-cache namespace, `sharing` and the adapter's content, set at admission; None keeps it out of the cache."""
     num_shared_tokens: int = 0
@@ -92,7 +92,7 @@ class Request:
     num_base_tokens: int = 0
     """Leading tokens that the base model computes although there is an adapter (activated LoRA), set at admission."""
     activation: bytes = b""
-    """Namespace of what follows them, set at admission; their own blocks are in the base model's namespace."""
+    """Namespace of the blocks that follow them, set at admission; their own are in the base model's namespace."""
     shared_namespace: bytes = b""
     """Namespace of the adapter's content alone, set at admission."""
     text_namespace: tuple[bytes, bytes] = (b"", b"")
@@ -105,15 +105,15 @@ class Request:
     arrival_time: float = 0.0
 
     order: tuple[Any, ...] = (0, 0, 0)
-    """(account, rank, arrival), set when it is queued: the smallest runs first. Accounts are compared as they stand
-    now: requests with different ones change places, those with the same never do."""
+    """(account, rank, arrival), set when it is queued: the smallest runs first. An account's value changes while
+    requests wait, so requests of different accounts may change their order; those of one account never do."""
     status: Status = Status.WAITING
     in_flight: list[Any] = field(default_factory=list)
     """Its rows (`batch.RowPlan`) that were launched and are not committed, oldest first: at most one while a step is
-    planned, two between the launch of a step and the commit of the one before."""
+    planned; two between the launch of a step and the commit of the one before it."""
     drafts: Drafts = NO_DRAFTS
     """Proposed after the last step, to be verified by the next."""
-    num_computed: int = 0
+    num_computed_tokens: int = 0
     """Length of the prefix of `tokens` whose KV is valid."""
     num_draft_computed: int = 0
     """Length of the prefix whose KV is valid in the drafter's own layers."""
@@ -136,9 +136,9 @@ class Request:
     counts: TokenCounts = field(default_factory=TokenCounts)
     """Counts of its tokens, for penalties."""
     edit_state: Any = None
-    """State that the edits of its logits remember; opaque here."""
+    """State of its logits edits; opaque here."""
     grammar: Any = None
-    """Place in the grammar of `params.structured_outputs`, set at admission; opaque here."""
+    """Position in the grammar of `params.structured_outputs`, set at admission; opaque here."""
     prompt_logprobs: PromptTable | None = None
     """Collected while the prompt is computed in chunks."""
     pooled: Any = None
@@ -150,7 +150,7 @@ class Request:
     counts_tokens: bool = field(init=False)
     """`params.penalises`."""
     is_plain: bool = field(init=False)
-    """True when its tokens are the most likely ones of those that edits leave, and no log-probabilities are wanted."""
+    """True when it takes the largest logit after edits and wants no log-probabilities."""
     token_cost: float = field(init=False)
     """`params.token_cost`."""
     most_tokens: int = field(init=False)
@@ -182,8 +182,8 @@ class Request:
 
     @property
     def num_planned(self) -> int:
-        """`num_computed` once what is in flight is committed, if all of its drafts are right."""
-        return self.in_flight[-1].end if self.in_flight else self.num_computed
+        """`num_computed_tokens` after the rows in flight are committed, if all of their drafts are right."""
+        return self.in_flight[-1].end if self.in_flight else self.num_computed_tokens
 
     @property
     def awaits_token(self) -> bool:
@@ -192,29 +192,29 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Most tokens that the rows in flight bring: one, and all their drafts if these are right."""
+        """Most tokens that the rows in flight can add: one, and all their drafts."""
         return self.in_flight[-1].end + 1 - len(self.tokens) if self.awaits_token else 0
 
     @property
     def num_unplanned(self) -> int:
         """Number of tokens that no step computes yet; one that is being sampled counts."""
         if not self.in_flight:
-            return len(self.tokens) - self.num_computed
+            return len(self.tokens) - self.num_computed_tokens
         row = self.in_flight[-1]
         return 1 if row.samples else len(self.tokens) - row.end
 
-    def land(self, row: Any) -> None:
-        """Remove `row`, which is committed and was the oldest, from those in flight; a row that was never launched
-        beside others is not among them."""
+    def retire_row(self, row: Any) -> None:
+        """Remove a committed `row`, the oldest, from those in flight. A row of a step that did not overlap another is
+        not among them."""
         if self.in_flight:
             oldest = self.in_flight.pop(0)
             assert oldest is row, "steps are committed in the order of their launch"
 
-    def settle(self) -> None:
-        """Correct the rows that were planned beside a step that is now committed: they were planned as if all drafts
-        were right, and begin where the computed tokens end."""
+    def rebase_in_flight(self) -> None:
+        """Set the start of the rows still in flight to the computed tokens' end: they were planned as if all drafts of
+        the step just committed were right."""
         for row in self.in_flight:
-            row.start = self.num_computed
+            row.start = self.num_computed_tokens
 
     @property
     def deterministic(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from .compat.foreign_options import takes_foreign
+from .compat.unsupported_options import accepts_unsupported_options
 from .compat.vllm_python import SAMPLING
 from .errors import InvalidRequestError, invalid
 from .structured_outputs import StructuredOutputsParams, parse
@@ -20,10 +20,10 @@ MAX_SEED = 2**63 - 1
 GREEDY_TEMPERATURE = 1e-5
 """Below it a request is greedy. `kernels.sampling` has the same number: neither may import the other."""
 
-# Limits on what one request may ask for: all of it is looked at for every token.
+# Limits of one request's parameters, all of which are processed for every token.
 MAX_TOP_K = 2**31 - 1
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 100.0
-"""Within them a logit that is divided or multiplied by the penalty stays a float32."""
+"""Bounds within which a logit times or over the penalty stays in float32's range."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 8192
 """Characters of all stop strings together."""
@@ -37,7 +37,7 @@ MAX_LOGIT_BIASES = 1024
 ENTRIES_A_TOKEN = 16_384
 """Entries of lists that take as long as one token of a small model, 0.4 ms on a CPU."""
 LOGPROBS_A_TOKEN = 32
-"""Log-probabilities that take as long as one token: they are sent and written, too."""
+"""Log-probabilities that take as long as one token, sending and formatting included."""
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
 """The largest vocabularies have about as many tokens."""
 POOLINGS = ("last", "mean", "cls")
@@ -60,22 +60,22 @@ _SWITCHES = (
 )
 
 _NO_DEFAULT_FOR_NONE = ("max_tokens", *_SWITCHES)
-"""Fields of which None is not the default: `max_tokens` has a meaning of its own for it, switches refuse it."""
+"""Fields whose None is not replaced by the default: for `max_tokens` it has a meaning, switches refuse it."""
 
 
 class RequestOutputKind(Enum):
-    """Outputs of a request that is read while it runs."""
+    """Contents of a request's outputs while it runs."""
 
     CUMULATIVE = 0
-    """Each has everything so far."""
+    """Each has all tokens so far."""
     DELTA = 1
-    """Each has what is new."""
+    """Each has the new tokens."""
     FINAL_ONLY = 2
     """One, at the end."""
 
 
-def shown(value: object) -> str:
-    """`value` for an error message: short, whatever it is."""
+def quote_for_error(value: object) -> str:
+    """Return `value` as short text for an error message."""
     if isinstance(value, str | bytes):
         value = value[:100]
     try:
@@ -92,7 +92,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
-        with contextlib.suppress(OverflowError):  # a fraction beyond all limits
+        with contextlib.suppress(OverflowError):  # a fraction too large for a float
             return float(value)
     return value
 
@@ -100,26 +100,26 @@ def _plain(value: Any) -> Any:
 def check_number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
     """Refuse `value` unless it is a finite number in [low, high] (or (low, high])."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
-        raise invalid(name, f"must be a number, got {shown(value)}")
+        raise invalid(name, f"must be a number, got {quote_for_error(value)}")
     if value > high or value < low or (low_open and value == low):
         opening = "(" if low_open else "["
-        raise invalid(name, f"must be in {opening}{low}, {high}], got {shown(value)}")
+        raise invalid(name, f"must be in {opening}{low}, {high}], got {quote_for_error(value)}")
 
 
 def check_integer(name: str, value: object, low: int, high: int = MAX_SEED) -> None:
     """Refuse `value` unless it is an integer in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise invalid(name, f"must be an integer, got {shown(value)}")
+        raise invalid(name, f"must be an integer, got {quote_for_error(value)}")
     if not low <= value <= high:
         limit = f"at least {low}" if value < low and high == MAX_SEED else f"in [{low}, {high}]"
-        raise invalid(name, f"must be {limit}, got {shown(value)}")
+        raise invalid(name, f"must be {limit}, got {quote_for_error(value)}")
 
 
 def check_text(name: str, value: object, most: int | None = None) -> None:
     """Refuse `value` unless it is a string that UTF-8 can hold, one without lone surrogates, of at most `most`
     characters."""
     if not isinstance(value, str):
-        raise invalid(name, f"must be a string, got {shown(value)}")
+        raise invalid(name, f"must be a string, got {quote_for_error(value)}")
     if most is not None and len(value) > most:
         raise invalid(name, f"has {len(value)} characters; at most {most} are allowed")
     try:
@@ -135,7 +135,7 @@ def _length(name: str, value: Sized, most: int) -> None:
 
 def _token_ids(name: str, value: object, most: int | None = None) -> None:
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        raise invalid(name, f"must be a list of token ids, got {shown(value)}")
+        raise invalid(name, f"must be a list of token ids, got {quote_for_error(value)}")
     if most is not None:
         _length(name, value, most)
     if set(map(type, value)) <= {int} and min(value, default=0) >= 0 and max(value, default=0) <= MAX_SEED:
@@ -146,7 +146,7 @@ def _token_ids(name: str, value: object, most: int | None = None) -> None:
 
 def _strings(name: str, value: object, most: int, most_chars: int) -> None:
     if not isinstance(value, list | tuple):
-        raise invalid(name, f"must be a list of non-empty strings, got {shown(value)}")
+        raise invalid(name, f"must be a list of non-empty strings, got {quote_for_error(value)}")
     _length(name, value, most)
     chars = 0
     for item in value:
@@ -164,11 +164,11 @@ def _bias_token(key: object) -> int:
     if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20:
         number = int(key)
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= MAX_SEED:
-        raise InvalidRequestError(f"logit_bias: {shown(key)} is not a token id", param="logit_bias")
+        raise InvalidRequestError(f"logit_bias: {quote_for_error(key)} is not a token id", param="logit_bias")
     return number
 
 
-@takes_foreign(SAMPLING, keeps_none=_NO_DEFAULT_FOR_NONE)
+@accepts_unsupported_options(SAMPLING, keeps_none=_NO_DEFAULT_FOR_NONE)
 @dataclass(slots=True)
 class SamplingParams:
     """Sampling parameters of one request; the names are vLLM's and OpenAI's.
@@ -192,7 +192,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """0.001 to 100."""
     seed: int | None = None
-    """-1 is taken as None: clients send it for "no seed"."""
+    """-1 means None: clients send it for "no seed"."""
     stop: str | list[str] | None = None
     """Stop strings: at most 64, of 8,192 characters together."""
     stop_token_ids: list[int] | None = None
@@ -205,8 +205,8 @@ class SamplingParams:
     """None: up to `max_model_len`."""
     min_tokens: int = 0
     logprobs: int | None = None
-    """Number of top log-probabilities a generated token, beside the chosen token's own; from the raw logits. -1: the
-    whole vocabulary, where the engine's `max_logprobs` allows it."""
+    """Number of top log-probabilities a generated token, in addition to the chosen token's own; from the raw logits.
+    -1: the whole vocabulary, if the engine's `max_logprobs` allows it."""
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
     """Biases of logits: at most 1,024 tokens, -100 to 100 each."""
@@ -217,12 +217,12 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     speculative: bool | int | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """Outputs that `LLMEngine.step` and `AsyncLLM.generate` bring; those of `LLM` are final."""
+    """Kind of outputs of `LLMEngine.step` and `AsyncLLM.generate`; those of `LLM` are final."""
     pooling: str | None = None
     """"last", "mean", "cls" or "classify": pool the prompt's hidden states and generate nothing; set by `LLM.embed` and
     its kin."""
     structured_outputs: StructuredOutputsParams | None = None
-    """Constraint on the form of the answer; a mapping with its fields is taken too."""
+    """Constraint on the form of the answer; a mapping with its fields is accepted too."""
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
     """Filled in at admission from `bad_words` with the model's tokenizer."""
 
@@ -260,7 +260,7 @@ class SamplingParams:
         _strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
-                raise invalid(name, f"must be true or false, got {shown(getattr(self, name))}")
+                raise invalid(name, f"must be true or false, got {quote_for_error(getattr(self, name))}")
         self._check_lengths()
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
@@ -274,11 +274,13 @@ class SamplingParams:
             self.structured_outputs = parse(self.structured_outputs)
         if self.pooling is not None and not (isinstance(self.pooling, str) and self.pooling in (*POOLINGS, CLASSIFY)):
             named = ", ".join((*POOLINGS, CLASSIFY))
-            raise invalid("pooling", f"must be one of {named}, got {shown(self.pooling)}")
+            raise invalid("pooling", f"must be one of {named}, got {quote_for_error(self.pooling)}")
         try:
             self.output_kind = RequestOutputKind(getattr(self.output_kind, "value", self.output_kind))
         except ValueError as error:
-            raise invalid("output_kind", f"must be a RequestOutputKind, got {shown(self.output_kind)}") from error
+            raise invalid(
+                "output_kind", f"must be a RequestOutputKind, got {quote_for_error(self.output_kind)}"
+            ) from error
         if self.speculative is not None and not isinstance(self.speculative, bool):
             check_integer("speculative", self.speculative, 0)
         if not isinstance(self.bad_words_token_ids, list):
@@ -313,18 +315,18 @@ class SamplingParams:
 
     @property
     def only_scores(self) -> bool:
-        """True when the prompt's log-probabilities are wanted with no more than the one token that comes with them, or
-        the prompt's hidden states: such a prompt may fill the whole context."""
+        """True when the request wants the prompt's log-probabilities with at most one generated token, or its hidden
+        states: such a prompt may fill the whole context."""
         return (self.prompt_logprobs is not None and self.max_tokens == 1) or self.pooling is not None
 
     @property
     def reads_prompt(self) -> bool:
-        """True when something is wanted of the prompt itself: its log-probabilities, or its pooled hidden states."""
+        """True when the prompt's log-probabilities or pooled hidden states are wanted."""
         return self.prompt_logprobs is not None or self.pooling is not None
 
     @property
     def reads_whole_prompt(self) -> bool:
-        """True when every token of the prompt has to be computed, even where the prefix cache has its KV."""
+        """True when every token of the prompt must be computed, even if the prefix cache has its KV."""
         return self.prompt_logprobs is not None or self.pooling in ("mean", "cls")
 
     @property
@@ -356,14 +358,14 @@ class SamplingParams:
 
     @property
     def token_cost(self) -> float:
-        """Work of choosing one token, as a multiple of the whole cost of a plain token. Long lists and
+        """Cost of choosing one token, as a multiple of the whole cost of a plain token. Long lists and
         log-probabilities are processed for each token."""
         entries = len(self.allowed_token_ids or ()) + len(self.logit_bias or ()) + len(self.bad_words_token_ids)
         return 1.0 + entries / ENTRIES_A_TOKEN + (self.logprobs or 0) / LOGPROBS_A_TOKEN
 
     @property
     def max_drafts(self) -> int | None:
-        """The cap on drafts a step that this request asks for; None when it asks for none."""
+        """The request's cap on drafts per step; None without one."""
         if self.speculative is None or self.speculative is True:
             return None
         return int(self.speculative)

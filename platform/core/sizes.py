@@ -61,7 +61,7 @@ def parse_length(name: str, value: object) -> int | None:
     return None if count == -1 else count
 
 
-def shown_bytes(size: int) -> str:
+def format_bytes(size: int) -> str:
     """A size for people, exact: 1536 -> "1536 bytes (1.5 KiB)"."""
     number, unit = float(size), ""
     for unit in ("", "KiB", "MiB", "GiB", "TiB"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from .compat.foreign_options import check_foreign
+from .compat.unsupported_options import check_unsupported_options
 from .compat.vllm_options import SPECULATIVE, plain_value
 from .errors import InvalidRequestError
 from .text import did_you_mean
@@ -35,31 +35,31 @@ class SpeculativeConfig:
     download_dir: str | None = None
     """The hub's cache, from the engine's options; never written in a `speculative_config`."""
     adaptive: bool = False
-    """Choose the number of drafts by predicted goodput, for each request and step; it may be 0. The default is true
-    where `num_speculative_tokens` is not given, else false: the number is then fixed."""
+    """Choose the number of drafts by predicted goodput, for each request and step; it may be 0. The default is true if
+    `num_speculative_tokens` is not given, else false: the number is then fixed."""
     prompt_lookup_max: int = _LOOKUP_MAX
     prompt_lookup_min: int = 1
     suffix_decoding_max_tree_depth: int = 24
     """Longest context that is matched, in tokens."""
     suffix_decoding_max_cached_requests: int = 10000
-    """Past outputs remembered, over all tenants and adapters; 0: each request sees itself alone."""
+    """Past outputs remembered, over all tenants and adapters; 0: each request uses only its own text."""
     suffix_decoding_max_spec_factor: float = 1.0
-    """Largest number of drafts for each token of context that matched."""
+    """Largest number of drafts for each matched token of context."""
     suffix_decoding_min_token_prob: float = 0.1
-    """A draft whose estimated probability is less is not proposed."""
+    """Drafts with a lower estimated probability are not proposed."""
     rejection_sample_method: str = "standard"
     """"standard": drafter-invariant for greedy and seeded requests, rejection sampling for the rest;
-    "invariant": drafter-invariant for all; "synthetic": drafts are accepted at `synthetic_acceptance_rates` whatever
-    they are, for benchmarks: the text is meaningless."""
+    "invariant": drafter-invariant for all; "synthetic": drafts are accepted at `synthetic_acceptance_rates` regardless
+    of their tokens, for benchmarks: the text is meaningless."""
     synthetic_acceptance_rates: tuple[float, ...] | None = None
-    """Share of the drafts at each position that is accepted, of all drafts at that position."""
+    """Share of the drafts at each position that are accepted."""
     drafts_given: bool = True
-    """True when the user gave their number, by `num_speculative_tokens` or by the number of rates. Never written."""
+    """True when the user gave the number, by `num_speculative_tokens` or by the number of rates. Not a user's field."""
 
 
 _DERIVED = ("drafts_given", "download_dir")
 _FIELDS = tuple(name for name in SpeculativeConfig.__dataclass_fields__ if name not in _DERIVED)
-# method -> the fields of a `speculative_config` that mean nothing to it.
+# method -> the fields of a `speculative_config` that do not apply to it.
 _LOOKUP = ("prompt_lookup_max", "prompt_lookup_min")
 _SUFFIX = tuple(name for name in _FIELDS if name.startswith("suffix_decoding_"))
 _NOT_FOR_METHOD: dict[str, tuple[str, ...]] = {
@@ -80,12 +80,12 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 """Least and largest values; fields with integers here take integers alone."""
 _WITHOUT_MODEL = ("ngram", "[ngram]", "suffix")
-"""Methods that vLLM takes as `model` too."""
+"""Methods that vLLM accepts as `model` too."""
 _DEFAULT_DRAFTS = {"ngram": 3, "suffix": 8}
 _ADAPTIVE_LOOKUP_DRAFTS = 16
-"""Most drafts a step of adaptive prompt lookup. The policy makes as many as pay: on SmolLM2-135M repetitive text at
-batch 1 gained 4.99 over no drafts with at most 16 and 2.69 with at most 3; a step with 6 drafts took 33.3 ms, without
-drafts 32.0."""
+"""Most drafts a step of adaptive prompt lookup. The policy chooses as many as are worth their time: on SmolLM2-135M
+repetitive text at batch 1 gained 4.99 over no drafts with at most 16 and 2.69 with at most 3; a step with 6 drafts took
+33.3 ms, without drafts 32.0."""
 
 
 def _wrong(message: str) -> InvalidRequestError:
@@ -110,7 +110,7 @@ def parse_speculative(config: Mapping[str, Any] | None, download_dir: str | None
         return None
     if not isinstance(config, Mapping):
         raise _wrong(f"it must be an object with a method, got {config!r}")
-    check_foreign(config, SPECULATIVE, "speculative_config")
+    check_unsupported_options(config, SPECULATIVE, "speculative_config")
     given = {name: value for name, value in config.items() if value is not None and name not in SPECULATIVE}
     if given.get("model") in _WITHOUT_MODEL and given.get("method", given["model"]) in _WITHOUT_MODEL:
         given.setdefault("method", given.pop("model"))
@@ -165,7 +165,7 @@ def _method_of(model: object) -> str:
 
 
 def _check_fit(config: SpeculativeConfig, given: Mapping[str, Any]) -> None:
-    """Refuse fields that mean nothing to the method."""
+    """Refuse fields that do not apply to the method."""
     for name in _NOT_FOR_METHOD[config.method]:
         fallback = name in _LOOKUP and config.method in MODEL_METHODS  # adaptive, it falls back on prompt lookup
         if name in given and not (fallback and config.adaptive):

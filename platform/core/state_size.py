@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .errors import InvalidRequestError
-from .sizes import shown_bytes
+from .sizes import format_bytes
 
 if TYPE_CHECKING:
     from .config import ModelFacts
@@ -63,8 +63,8 @@ def state_config(facts: ModelFacts, max_num_seqs: int, num_drafts: int, memory: 
     taken = size * rings * facts.state_bytes
     if taken >= memory:
         raise InvalidRequestError(
-            f"the recurrent states of max_num_seqs {max_num_seqs} take {shown_bytes(taken)}, and the cache has "
-            f"{shown_bytes(memory)}; lower max_num_seqs or num_speculative_tokens, or raise kv_cache_memory_bytes",
+            f"the recurrent states of max_num_seqs {max_num_seqs} take {format_bytes(taken)}, and the cache has "
+            f"{format_bytes(memory)}; lower max_num_seqs or num_speculative_tokens, or raise kv_cache_memory_bytes",
             param="max_num_seqs",
         )
     fits = int(_SHARE_OF_SNAPSHOTS * memory) // facts.state_bytes

@@ -1,6 +1,6 @@
 """Constraints on the form of an answer: JSON, a regular expression, choices, a grammar. The names are vLLM's.
 
-The package `llguidance` makes token masks of them. This module holds what a request asks for, and its text for that
+The package `llguidance` computes token masks for them. This module has the request's constraint and its text for that
 package; `platform/engine/sampling/grammars.py` follows it token by token.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from .compat.foreign_options import takes_foreign
+from .compat.unsupported_options import accepts_unsupported_options
 from .compat.vllm_python import STRUCTURED
 from .errors import InvalidRequestError
 from .json_schema import served
@@ -30,16 +30,17 @@ _OPTIONS = '%llguidance {"no_forcing": true}'
 """Tokens of a text without a choice are chosen by `grammar_state.py`: the package would tokenize all of that text for
 each mask, 60 ms for 150,000 characters."""
 MAX_LEXER_STATES = 16_384
-"""Most states of a grammar's lexer, 5 to 16 MB; then it begins anew. A text of bounded length needs one a character."""
+"""Most states of a grammar's lexer, 5 to 16 MB; then it starts again. A text of bounded length needs one a
+character."""
 _STACK_BYTES = 1 << 28
-"""Stack of a thread that compiles: `llguidance` calls itself for each rule within another one, and 65,536 characters
-hold more of them than a usual stack of 8 MiB. Only what is used takes memory."""
+"""Stack of a thread that compiles: `llguidance` recurses for nested rules, and 65,536 characters can nest deeper than a
+usual stack of 8 MiB. Only used pages take memory."""
 _stack_size = threading.Lock()
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _NO_PACKAGE = "structured outputs need the package llguidance: pip install 'outrider[structured]'"
 
 
-@takes_foreign(STRUCTURED)
+@accepts_unsupported_options(STRUCTURED)
 @dataclass(slots=True, kw_only=True)
 class StructuredOutputsParams:
     """Constraint on an answer; exactly one kind is given.
@@ -64,18 +65,18 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     """True: JSON has ", " and ": " between its parts and no other whitespace."""
     disable_additional_properties: bool = False
-    """True: objects of the schema have no other properties than it names, unless it says otherwise."""
+    """True: objects of the schema have only the properties that it names, unless it specifies otherwise."""
     whitespace_pattern: str | None = None
-    """Regular expression for the whitespace between two parts of JSON, where there is any; by default one space, or a
+    """Regular expression for the whitespace between two parts of JSON, if there is any; by default one space, or a
     line's end with up to 40 spaces or tabs."""
     source: str = "structured_outputs"
-    """Field of the request that it comes from, which errors name."""
+    """The request's field, which errors name."""
     frame: str | None = None
-    """Grammar in Lark's syntax in which `@body` is the constraint; the chat API writes it, no client may."""
+    """Grammar in Lark's syntax in which `@body` is the constraint; only the chat API sets it."""
     ignored: tuple[str, ...] = ()
-    """Places of keywords that the chat API left out of `grammar` or `frame`."""
+    """Paths of keywords that the chat API left out of `grammar` or `frame`."""
     ends_list: bool = False
-    """True: the list of calls ends when the tokens left cannot hold another; the chat API sets it, no client may."""
+    """True: the list of calls ends when the tokens left cannot hold another; only the chat API sets it."""
 
     def __post_init__(self) -> None:
         if self.json_object is False:
@@ -139,7 +140,7 @@ class StructuredOutputsParams:
         return self.compile()[0]
 
     def compile(self) -> tuple[str, list[str]]:
-        """Grammar in the form of `llguidance`, and the places of the schema's keywords that it leaves out, such as
+        """Grammar in the form of `llguidance`, and the paths of the schema's keywords that it leaves out, such as
         "response_format.properties.tags.uniqueItems"; errors as of `grammar_text`."""
         package = grammar_package()
         ignored: list[str] = []
@@ -250,7 +251,7 @@ def parser_limits() -> Any:
 
 
 def parse(value: Any, source: str = "structured_outputs") -> StructuredOutputsParams:
-    """Constraint of a mapping with the fields above; `source` is the name that errors give it.
+    """Constraint of a mapping with the fields above; `source` is its name in errors.
 
     Raises:
         InvalidRequestError: it is none, or has an unknown field.
@@ -301,7 +302,7 @@ def _shortened(text: str) -> str:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema with `additionalProperties` false wherever objects have properties and nothing is said."""
+    """The schema with `additionalProperties` false for objects with properties that do not specify it."""
     if isinstance(schema, list):
         return [_closed(item) for item in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""Tasks of an event loop that end together, or before their time."""
+"""Tasks of an event loop that end together or are cancelled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads of an engine process: how many compute, and how one lets others run."""
+"""Threads of an engine process: how many compute, and how one yields to others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LARGE_WEIGHTS = 32 << 20
-"""Bytes of weights from which a model's steps are so long that every core should compute them."""
+"""Bytes of weights from which a model's steps are long enough to use every core."""
 
 _left_free = False
 
@@ -41,7 +41,7 @@ def _cgroup_folders(root: Path) -> Iterator[Path]:
 
 
 def _quota(folder: Path) -> float | None:
-    """Processors' worth of time that a group may use, from files of either version of cgroups; None: all."""
+    """Processor time, in cores, that a group may use, from files of either version of cgroups; None: all."""
     with contextlib.suppress(OSError, ValueError):
         limit, period = (folder / "cpu.max").read_text().split()
         return None if limit == "max" else int(limit) / int(period)
@@ -52,10 +52,10 @@ def _quota(folder: Path) -> float | None:
 
 
 def leave_a_core_free() -> None:
-    """Let this process's OpenMP use one core less than there are, unless the user has set OMP_NUM_THREADS. Call it
-    before torch is imported.
+    """Let this process's OpenMP leave one core free, unless the user has set OMP_NUM_THREADS. Call it before torch is
+    imported.
 
-    The API process and its clients need a core too. Where they share the engine's, each parallel region waits for a
+    The API process and its clients need a core too. If they share the engine's, each parallel region waits for a
     thread that is not running while the others spin: a tiny model's regions take microseconds, and such a wait takes
     milliseconds (docs/decisions/0010-two-processes-and-bounds.md).
     """
@@ -66,10 +66,10 @@ def leave_a_core_free() -> None:
 
 
 def threads_for(weight_bytes: int, current: int) -> int:
-    """Number of threads for a model of `weight_bytes`, where `current` would compute.
+    """Number of threads for a model of `weight_bytes`; `current` is the present number.
 
-    A larger model's regions are long against such waits, so it also takes the core that `leave_a_core_free` has left.
-    A number that the user has set stays; the default is at most `usable_cores`, for torch does not know of quotas.
+    A larger model's regions are long compared with such waits, so it also takes the core that `leave_a_core_free` left.
+    A number set by the user stays; the default is at most `usable_cores`, since torch ignores quotas.
     """
     if _left_free:
         return usable_cores() if weight_bytes >= LARGE_WEIGHTS else current
@@ -81,9 +81,9 @@ def beside_a_server() -> bool:
     return _left_free
 
 
-def give_way() -> None:
-    """Let another thread that is in a hurry have Python's lock.
+def yield_lock() -> None:
+    """Yield Python's lock to a more urgent thread.
 
-    A pause, as `sleep(0)` hardly ever does it: the lock is taken again before the other has woken up.
+    It sleeps for a moment: after `sleep(0)` this thread usually takes the lock again before the other has woken up.
     """
     time.sleep(1e-5)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class EngineAdapters:
     """Implements `core.adapter_verbs.LocalAdapters`; belongs to the engine's thread.
 
-    `load` and `pin` take a further argument `read`, the result of `start_read`. Without it they wait for files, and
+    `load` and `pin` take an additional argument `read`, the result of `start_read`. Without it they wait for files, and
     a pinned adapter is on the device when they return.
     """
 
@@ -27,7 +27,7 @@ class EngineAdapters:
         self.find, self.list = catalog.find, catalog.list
 
     def unload(self, name: str, mode: str = "drain") -> None:
-        """Forget an adapter, and with `mode` "abort" end its requests."""
+        """Remove an adapter, and with `mode` "abort" abort its requests."""
         ending = self._catalog.unload(name, mode)
         gone = NotFoundError(f"the adapter {name!r} was unloaded while the request ran (mode 'abort')", param="model")
         self._scheduler.end([request.request_id for request in ending], gone.info())

@@ -1,4 +1,4 @@
-"""Facts about a built engine: the bytes of its weights, and what is reported to clients."""
+"""Facts about a built engine: the bytes of its weights, and the information for clients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def weight_bytes(model: LanguageModel, dtype: torch.dtype) -> int:
     one."""
     linears, embedding = model.linears(), model.embedding
     wholes = [linear if linear.part is None else linear.part for linear in linears]
-    # Elements of the whole model, as `num_parameters`: each rank holds all that is neither linear nor the vocabulary's.
+    # Elements of the whole model, as `num_parameters`: each rank holds all but linear layers and the vocabulary's.
     packed = sum(whole.in_features * sum(rows for _, rows in whole.slices) for whole in wholes)
     table = embedding.vocab_size * embedding.hidden_size * (1 if embedding.tied else 2)
     others = max(0, model.num_parameters - packed - table) * dtype.itemsize
@@ -32,15 +32,15 @@ def weight_bytes(model: LanguageModel, dtype: torch.dtype) -> int:
 
 
 def has_long_steps(config: EngineConfig, model: LanguageModel) -> bool:
-    """True when a step takes every core for so long that another process may come in between: on a CPU."""
+    """True when a step uses every core for so long that another process may interrupt it: on a CPU."""
     return config.device == "cpu" and weight_bytes(model, getattr(torch, config.dtype)) >= LARGE_WEIGHTS
 
 
 def describe(
     args: EngineArgs, config: EngineConfig, model: LanguageModel, load_seconds: float, other_bytes: int
 ) -> EngineInfo:
-    """Information for clients about an engine that took `load_seconds` to load. `other_bytes`: bytes of the weights
-    that the other ranks hold."""
+    """Information for clients about an engine that took `load_seconds` to load. `other_bytes`: bytes of the other
+    ranks' weights."""
     speculation = "off"
     if config.speculative is not None:
         most = "at most " if config.speculative.adaptive else ""
@@ -76,7 +76,7 @@ def describe(
 
 
 def _describe_tiles(model: LanguageModel) -> str:
-    """Text for people: use of AMX tiles, and whose products serve how many linear layers; "": there are no tiles."""
+    """Description of the use of AMX tiles, and of the products of linear layers; "": there are no tiles."""
     text = tiles.describe()
     packed = [linear.packed for linear in model.linears() if not linear.is_elsewhere]
     if model.embedding.head is not None:

@@ -1,4 +1,4 @@
-"""The engine: sequences in, tokens out, a step at a time."""
+"""The engine: sequences in, tokens out, one step at a time."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class EngineCore:
         return self._runner.model
 
     def step(self) -> list[TokenDelta]:
-        """Compute one step of whatever is due. Errors of single sequences come as deltas; others go on. With
-        `async_scheduling` the next step is in flight when this returns.
+        """Compute one step of the scheduled sequences. Errors of single sequences are returned as deltas; others go on.
+        With `async_scheduling` the next step is in flight when this returns.
 
         Raises:
             EngineDeadError: another rank is gone; every further step raises it too.
@@ -87,20 +87,20 @@ class EngineCore:
             if self._executor.is_broken:
                 raise self._executor.error() from error
             raise
-        if self._executor.is_broken:  # maybe since the middle of a pass, of which nothing is known then
+        if self._executor.is_broken:  # maybe since the middle of a pass, whose results are unknown then
             raise self._executor.error()
         return deltas
 
     def has_work(self) -> bool:
-        """Return whether `step` has anything to do, or to raise."""
+        """True if `step` would do work or raise."""
         return self.scheduler.has_work() or not self._pipeline.is_idle or self._executor.is_broken
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a sequence.
 
         Raises:
-            PromptTooLongError, InvalidRequestError, AdapterError, NotFoundError, OverloadedError: it is refused, and
-                nothing else is affected.
+            PromptTooLongError, InvalidRequestError, AdapterError, NotFoundError, OverloadedError: it is refused; other
+            sequences are unaffected.
         """
         self._check(request)
         self._num_added += 1
@@ -131,7 +131,7 @@ class EngineCore:
         self.scheduler.add(sequence)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget these sequences; unknown ids are ignored and no delta follows."""
+        """Abort these sequences; unknown ids are ignored and no delta follows."""
         self.scheduler.abort(request_ids)
 
     def stats(self) -> EngineStats:
@@ -172,11 +172,12 @@ class EngineCore:
         return self._profiler.stop()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the cached KV that no sequence uses; True when nothing is cached any more."""
+        """Drop the cached KV that no sequence uses; True when the cache is empty."""
         return self.scheduler.prefix_cache.reset()
 
     def release_memory(self) -> None:
-        """Give the memory of KV blocks, the host's too, back to the system, on a CPU; it comes back at its next use.
+        """Return the memory of KV blocks, the host's too, to the system, on a CPU; it is allocated again at its next
+        use.
 
         Raises:
             InvalidUserInputError: there are sequences.
@@ -192,20 +193,20 @@ class EngineCore:
             self._host.release_memory()
 
     def shutdown(self) -> None:
-        """Abort what is left, stop background work and free all memory, whoever still holds this object. Calls that
-        need the engine raise ShuttingDownError from then on; a second one of this does nothing."""
+        """Abort unfinished sequences, stop background work and free all memory, even if this object is still
+        referenced. Later calls that need the engine raise ShuttingDownError; a second shutdown does nothing."""
         if "_runner" not in vars(self):
             return
         device = self.model.device
         self.scheduler.abort([request.request_id for request in (*self.scheduler.running, *self.scheduler.waiting)])
-        with ExitStack() as last_first:  # all of it, also if one fails
+        with ExitStack() as last_first:  # all of it, even if one fails
             last_first.callback(self._free, device)
             for part in (self._grammars, self._executor, self._adapters, self._runner, self._profiler):
                 last_first.callback(part.close)
             last_first.callback(self._pipeline.abandon)
 
     def _free(self, device: torch.device) -> None:
-        """Drop what `_FREED` names."""
+        """Drop the attributes named by `_FREED`."""
         for name in _FREED:
             delattr(self, name)
         gc.collect()  # parts refer to each other
@@ -215,18 +216,18 @@ class EngineCore:
     if not TYPE_CHECKING:  # mypy finds attributes that do not exist
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise ShuttingDownError for what `shutdown` has dropped."""
+            """Raise ShuttingDownError for attributes that `shutdown` has dropped."""
             if name in _FREED:
                 raise ShuttingDownError("the engine is shut down")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless all allocators agree with what the sequences hold."""
+        """Raise AssertionError unless all allocators agree with the sequences' blocks and rows."""
         self.scheduler.check_integrity()
         self._adapters.check_integrity()
 
     def _wait(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds for a grammar or an adapter, unless none is on its way."""
+        """Wait up to `timeout` seconds for a grammar or an adapter, if one is loading."""
         if not self._grammars.wait(timeout):
             self._adapters.wait(timeout)
 
@@ -255,7 +256,7 @@ class EngineCore:
 
     def _sharing(self, request: EngineRequest) -> bytes | None:
         """Key of the sequences that may share this one's KV; None: no other may. Siblings (`n` > 1) always share, and a
-        sequence shares with itself, where it may be swapped."""
+        sequence shares with itself, if it may be swapped."""
         if self._config.cache.enable_prefix_caching:
             return _joined(request.tenant, request.cache_salt)
         if request.group is None:
@@ -263,7 +264,7 @@ class EngineCore:
         return _joined(request.tenant, request.cache_salt, request.group)
 
     def _num_shared(self, request: EngineRequest) -> int:
-        """Number of leading tokens whose KV all tenants share. A salt is a wish to share nothing."""
+        """Number of leading tokens whose KV all tenants share. None with a salt."""
         if request.cache_salt or not self._config.cache.enable_prefix_caching:
             return 0
         return request.num_shared_tokens
@@ -271,9 +272,9 @@ class EngineCore:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector: a step makes objects by the thousand, which last until the next one, and each
-    time there are so many more it would look at them, or at all that the process has."""
-    if not gc.isenabled():  # somebody has turned it off, or another engine's step has and will turn it on
+    """Pause Python's garbage collector: a step creates thousands of objects that live until the next one, which would
+    trigger collections, some of them of all objects of the process."""
+    if not gc.isenabled():  # it is off already: by the user, or by another engine's step, which will turn it on
         yield
         return
     gc.disable()

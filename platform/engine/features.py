@@ -17,7 +17,7 @@ from .queue.gates import Gate
 
 
 class NoAdapters(Gate):
-    """Adapters when they are not enabled: a request that names one is refused, the rest cost nothing."""
+    """Adapters when they are not enabled: requests that name one are refused."""
 
     def resolve(self, request: Request) -> None:
         """Refuse a request that names an adapter."""
@@ -81,7 +81,7 @@ class NoAdapters(Gate):
         return []
 
     def stats(self) -> AdapterStats:
-        """Nothing to tell."""
+        """None."""
         return AdapterStats([], [], [], [])
 
     def close(self) -> None:
@@ -92,14 +92,14 @@ class NoAdapters(Gate):
 
 
 class PrefixNamespaces(Gate):
-    """Fixes each sequence's prefix-cache namespace when it is admitted: only then is its adapter's content known.
+    """Sets each sequence's prefix-cache namespace at admission: its adapter's content is not known before.
 
     Listed after the adapters' gate.
     """
 
     def __init__(self, adapter_namespace: Callable[[Request], bytes], short_context: int | None = None) -> None:
-        """Store both. Prompts beyond LongRoPE's short context share KV among themselves alone: their keys are turned
-        otherwise."""
+        """Store both. Prompts beyond LongRoPE's short context share KV among themselves alone: their keys use other
+        rotary frequencies."""
         self._adapter_namespace = adapter_namespace
         self._short_context = short_context
 
@@ -122,25 +122,25 @@ class PrefixNamespaces(Gate):
 
 
 class Vocabularies(Gate):
-    """Checks the token ids of adapters' requests when they are admitted: only then is known how many tokens the adapter
-    has. Listed after the adapters' gate."""
+    """Checks the token ids of adapters' requests at admission: the adapter's number of tokens is not known before.
+    Listed after the adapters' gate."""
 
     def __init__(self, size: int, adapter_size: Callable[[Request], int], *, drafts_with_weights: bool) -> None:
         """`size` is the base model's number of tokens, and `adapter_size` returns that of an admitted request's adapter
-        or 0. A drafter with weights knows the base model's tokens alone."""
+        or 0. A drafter with weights knows only the base model's tokens."""
         self._size = size
         self._adapter_size = adapter_size
         self._drafts_with_weights = drafts_with_weights
 
     def admit(self, request: Request) -> str | None:
-        """Refuse (InvalidRequestError) ids that the adapter does not have, and grammars where it has more. A drafter
+        """Refuse (InvalidRequestError) ids that the adapter does not have, and grammars if it has more. A drafter
         that does not know the adapter's tokens drafts nothing then."""
         if request.lora is None:
             return None
         size = max(self._size, self._adapter_size(request))
         check_token_ids("prompt", request.tokens[: request.num_prompt_tokens], size)
         if any(token >= size for token in request.eos_token_ids):
-            # A tokenizer may name end tokens that the model cannot say; edits of the logits know them otherwise.
+            # A tokenizer may name end tokens that the model cannot generate.
             request.eos_token_ids, request.edit_state = frozenset(t for t in request.eos_token_ids if t < size), None
         check_tokens_of(request.params, size)
         if size > self._size and request.params.structured_outputs is not None:

@@ -43,7 +43,7 @@ def find_hardware(device: str) -> Hardware:
 
 
 def host_memory() -> tuple[int, int]:
-    """(bytes that can be had without swapping, all bytes) of this machine, or of the container if that has less."""
+    """(bytes available without swapping, all bytes) of this machine, or of the container if that has less."""
     free = total = _UNKNOWN_MEMORY
     if _MEMINFO.exists():
         fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines() if ":" in line)

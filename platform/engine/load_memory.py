@@ -1,4 +1,4 @@
-"""Errors of a start that finds no memory: one line that says what did not fit, and what to lower."""
+"""Out-of-memory errors at start: one line with the part that did not fit, and the option to lower."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ WARM_UP = (
 
 @contextmanager
 def memory_for(part: tuple[str, str, str]) -> Iterator[None]:
-    """Raise InvalidRequestError where this block finds no memory. `part`: what it is for, what to lower, and the option
-    that the error names."""
+    """Raise InvalidRequestError if this block runs out of memory. `part`: its name, advice, and the option that the
+    error names."""
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:

@@ -22,13 +22,13 @@ class Profiler:
         self._file = Path()
 
     def start(self, folder: str, prefix: str) -> None:
-        """Begin to record. Steps are slower meanwhile.
+        """Start recording, which slows steps down.
 
         Raises:
-            InvalidUserInputError: a profile is being recorded already in this process, by whomever.
+            InvalidUserInputError: this process is already recording a profile.
             InvalidRequestError: the folder cannot be made.
         """
-        # torch has one profiler for a process; to stop a second one ends the process.
+        # torch has one profiler per process; stopping a second one kills the process.
         if torch.autograd.profiler._is_profiler_enabled:
             raise InvalidUserInputError("a profile is being recorded already in this process: stop it first")
         if "/" in prefix or "\0" in prefix:
@@ -40,11 +40,11 @@ class Profiler:
         self._file = Path(folder) / f"{prefix}{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 10**6:06}.json"
         self._running = torch.profiler.profile()
         self._running.start()
-        atexit.register(self.close)  # a process that ends while torch records is ended by a segmentation fault
+        atexit.register(self.close)  # a process that exits while torch records crashes with a segmentation fault
 
     def stop(self) -> str:
-        """End and write a trace for chrome://tracing or Perfetto, and a table of operations beside it (.txt); returns
-        the trace's path.
+        """Stop, and write a trace for chrome://tracing or Perfetto, and next to it a table of operations (.txt);
+        returns the trace's path.
 
         Raises:
             InvalidUserInputError: nothing is being recorded. InvalidRequestError: the files cannot be written.
@@ -63,7 +63,7 @@ class Profiler:
         return str(self._file)
 
     def close(self) -> None:
-        """End without a file."""
+        """Stop without a file."""
         if self._running is not None:
             self._running.stop()
             self._running = None

@@ -85,7 +85,7 @@ def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
     started = time.perf_counter()
     check_args(args)
     path = _model_path(args)
-    config = _resolve(args, path)  # all that is wrong with the options is found before anything is loaded
+    config = _resolve(args, path)  # wrong options are found before anything is loaded
     dtype = getattr(torch, config.dtype)
     check_drafter(config.speculative, read_config(read_model_config(path), dtype, config.model_impl), path)
     parallel = _start_ranks(config)
@@ -116,7 +116,7 @@ def _build(
     adapters = _make_adapters(config, model, speculation, parallel)
     captures = graphs is not None and graphs.captures(model)
     logits = graphs.token_logits(model.config.vocab_size, model.device) if captures and graphs is not None else None
-    config = _resolve(args, path, num_local)  # again: the KV cache gets of the memory that all this has left
+    config = _resolve(args, path, num_local)  # again: the KV cache gets a share of the remaining memory
     kv = _allocate_kv(config, [*model.kv_layers, *drafter.needs.kv_layers])
     drafter.bind(kv[len(model.kv_layers) :], adapters.prepare_draft)
     moving = None if parallel is None else parallel.move_blocks
@@ -152,7 +152,7 @@ def _build(
         if passes is not None and graphs is not None:
             capture_ahead(graphs, executor, has_ranks=parallel is not None)
         _warm_up(config, scheduler, runner, speculation, adapters, model)
-    if beside_a_server():  # these would hold up its requests later
+    if beside_a_server():  # these would delay its requests later
         grammars.prepare()
         if has_long_steps(config, model):
             adapters.start_reader()
@@ -190,7 +190,7 @@ def _load_tokenizer(args: EngineArgs, path: Path) -> Any:
 
 
 def _start_ranks(config: EngineConfig) -> ParallelExecutor | None:
-    """The other ranks, which load their shares from now on; None: there are none."""
+    """Start the other ranks, which load their shares from now on; None: there are none."""
     if config.num_ranks == 1:
         return None
     from .executor.parallel import ParallelExecutor
@@ -214,7 +214,7 @@ def _make_executor(
     parallel: ParallelExecutor | None,
     passes: TargetPasses | None,
 ) -> Executor:
-    """What computes the target's passes; with several ranks all of them have their memory then."""
+    """Executor of the target's passes; with several ranks all of them have their memory then."""
     preparers = adapters.prepare, adapters.prepare_head
     if parallel is None:
         return LocalExecutor(model, kv, preparers, passes, _allocate_states(config, model))
@@ -237,9 +237,9 @@ def _load(config: EngineConfig, path: Path, parallel: ParallelExecutor | None, *
 
 
 def _resolve(args: EngineArgs, path: Path, num_local: int | None = None) -> EngineConfig:
-    """The configuration for the memory free now; the KV cache is sized for the target's layers and a draft model's.
+    """The configuration for the memory free now; the KV cache is sized for the layers of target and draft model.
 
-    `num_local`: ranks on this machine, which share its memory; None: as if all were."""
+    `num_local`: ranks on this machine, which share its memory; None: all."""
     facts = read_facts(
         path,
         None if args.dtype == "auto" else args.dtype,
@@ -260,7 +260,7 @@ def _resolve(args: EngineArgs, path: Path, num_local: int | None = None) -> Engi
 
 
 def _choose_threads(model: LanguageModel, dtype: torch.dtype, num_ranks: int) -> None:
-    """Before anything is timed or packed for a number of threads. Ranks on a CPU share its cores."""
+    """Set the number of threads, before anything is timed or packed for it. Ranks on a CPU share its cores."""
     if model.device.type == "cpu":
         count = max(1, threads_for(weight_bytes(model, dtype), torch.get_num_threads()) // num_ranks)
         if count != torch.get_num_threads():
@@ -277,7 +277,7 @@ def _warm_up(
     adapters: AdapterManager | NoAdapters,
     model: LanguageModel,
 ) -> None:
-    """Do before the first request what it would wait for."""
+    """Warm up before the first request."""
     policy = speculation.policy
     if config.device != "cpu":
         if policy is not None:  # as many drafts as a step may have
@@ -329,7 +329,7 @@ def _make_adapters(
     """One manager for the target's adapters and their draft weights: they are loaded and dropped together.
 
     Raises:
-        InvalidRequestError: there is no memory for as many rows as the options want.
+        InvalidRequestError: there is no memory for the number of rows in the options.
     """
     if config.lora is None:
         return NoAdapters()

@@ -8,12 +8,12 @@ from ..core.labels import MAX_TENANTS, OTHER, AdapterLabels, LabelValues
 from ..core.messages import SpeculationCounts, SpeculationEntry
 
 MAX_PAIRS = 2000
-"""Different pairs of adapter and tenant that are counted apart."""
+"""Pairs of adapter and tenant with counts of their own."""
 
 
 class SpeculationTotals:
-    """Counts by (adapter, tenant). The first ones have their own, the rest share that of `OTHER`; nothing is ever
-    forgotten or moved, not even when an adapter is unloaded: monitoring counts on numbers that never fall."""
+    """Counts by (adapter, tenant). The first ones have their own, the rest share that of `OTHER`; counts are never
+    removed or moved, not even when an adapter is unloaded: monitoring needs counters that never fall."""
 
     def __init__(self, max_tenants: int = MAX_TENANTS, max_pairs: int = MAX_PAIRS) -> None:
         self._tenant = LabelValues(max_tenants)
@@ -29,7 +29,7 @@ class SpeculationTotals:
         return self._counts.setdefault(key, SpeculationCounts())
 
     def entries(self) -> list[SpeculationEntry]:
-        """A copy, of those where drafts have been verified."""
+        """A copy of those with verified drafts."""
         return [
             SpeculationEntry(adapter, tenant, copy.deepcopy(counts))
             for (adapter, tenant), counts in self._counts.items()

@@ -1,16 +1,16 @@
-"""Control: who drafts for each request, and how many tokens, chosen before a step runs.
+"""Control: each request's drafter and number of drafts, chosen before a step runs.
 
-1. Each request has an estimate of how likely a draft at each position is right, which starts from the estimate of its
+1. Each request has an estimate of acceptance at each draft position, which starts from the estimate of its
    adapter and follows the request's own verified drafts (`acceptance`).
-2. Step times are measured by number of rows and of drafts, and what a round of drafting adds is measured by drafter and
-   number of drafts; a drafter's catching up with a request is priced by the token (`costs`). Old times are forgotten.
-3. `SpeculationPolicy.choose` sets each row's drafter and number of drafts so that expected tokens over expected seconds
-   is largest (`goodput`); where that is not better than no drafts by a margin, nothing is drafted.
-4. An adapter whose requests get no drafts, or whose fallback is better, tries a drafter again now and then; all trials
+2. Step times are measured by number of rows and of drafts, and drafting time by drafter and number of drafts; a
+   drafter's catching up with a request is priced per token (`costs`). Old times are forgotten.
+3. `SpeculationPolicy.choose` sets each row's drafter and number of drafts so that expected tokens per expected second
+   are maximal (`goodput`); if that gains less than a margin over no drafts, nothing is drafted.
+4. An adapter whose requests get no drafts, or whose fallback is better, retries a drafter now and then; all trials
    together take at most about one per cent of the time (`adapters`).
-5. Where steps take less than 3 ms the choice is made about once a second for all rows of an adapter in a class of batch
+5. If steps take less than 3 ms the choice is made about once a second for all rows of an adapter in a class of batch
    sizes, since a choice in each step would cost more than it gains.
 
 The policy drafts nothing itself: `DrafterGroup` calls the drafters that it chose. Text does not depend on any of this,
-since whatever is drafted is verified.
+since all drafts are verified.
 """

@@ -1,9 +1,9 @@
-"""Acceptance: how likely a draft that is asked for at each position is made and right, given that those before it were.
+"""Acceptance: probability that a requested draft at each position is made and right, given that those before it were.
 
 Positions are pooled (1, 2, 3, 4-5, 6-8, 9 and more), because acceptance changes little from one late position to the
 next and long runs of drafts are rare. Counts are forgotten exponentially. The estimate of a request is the mean of a
-Beta distribution whose prior is its adapter's estimate; the prior of a later pool moves with what the request showed in
-the earlier ones, since text that is copied once tends to be copied on.
+Beta distribution whose prior is its adapter's estimate; the prior of a later pool moves with the request's results in
+the earlier ones, since copied text tends to continue.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ ADAPTER_MEMORY = 100.0
 """Rounds after which an adapter's counts have faded to 1/e: a second of one request of the demo model, one round of
 which in four counts."""
 _PRIOR_ROUNDS = 3.0
-"""Rounds that a request's prior counts for: after three rounds of its own a request is judged by itself as much as by
-its adapter."""
+"""Weight of a request's prior, in rounds: after three rounds of its own a request's counts weigh as much as its
+adapter's."""
 _FIRST_ROUNDS = 4.0
-"""Rounds that the prior of an adapter without requests counts for."""
+"""Weight, in rounds, of the prior of an adapter without requests."""
 _FIRST_FADES = 10.0
-"""Rounds of an adapter with which that prior counts for one round less, down to one: a good drafter is believed."""
+"""Rounds of an adapter after which that prior weighs one round less, down to one: a good drafter is trusted."""
 _CARRIED = 0.7
 """Share of a pool's surprise, in log odds, that moves the prior of the next pool."""
 _LEAST, _MOST = 0.02, 0.98
-"""Bounds of a prior: neither certainty is believed."""
+"""Bounds of a prior, which is never certain."""
 
 
 def pool_of(position: int) -> int:
@@ -54,8 +54,8 @@ class AcceptanceRate:
         self._made = [0.0] * NUM_POOLS
 
     def add_round(self, num_asked: int, num_drafts: int, num_accepted: int) -> None:
-        """Count one round: `num_asked` drafts were asked for, the first `num_drafts` of them were made, and the first
-        `num_accepted` of these were right. The one behind them was wrong, or not made, which counts as wrong."""
+        """Count one round: `num_asked` drafts were requested, the first `num_drafts` of them were made, and the first
+        `num_accepted` of these were right. The next one was wrong, or not made, which counts as wrong."""
         fade = self._fade
         right, tried, asked, made = self.right, self.tried, self._asked, self._made
         for pool, first in enumerate(_FIRST_POSITIONS):
@@ -72,10 +72,10 @@ class AcceptanceRate:
                 right[pool] += 1.0
 
     def made_shares(self, prior: Sequence[float]) -> list[float]:
-        """[NUM_POOLS] share of the drafts asked for that are made. Prompt lookup needs a long match for many.
+        """[NUM_POOLS] share of the requested drafts that are made. Prompt lookup needs a long match for many.
 
         Args:
-            prior: [NUM_POOLS] the same of whom this one belongs to; it counts for one draft.
+            prior: [NUM_POOLS] the same of the adapter, or its first estimate; it counts for one draft.
         """
         return [(made + one) / (asked + 1.0) for made, asked, one in zip(self._made, self._asked, prior, strict=True)]
 
@@ -83,8 +83,8 @@ class AcceptanceRate:
         """[NUM_POOLS] acceptance by pool, given that all earlier drafts were right.
 
         Args:
-            prior: [NUM_POOLS] the same of whom this one belongs to.
-            strength: Rounds that the prior counts for.
+            prior: [NUM_POOLS] the same of the adapter, or its first estimate.
+            strength: Weight of the prior, in rounds.
         """
         rates = []
         shift = 0.0
@@ -97,7 +97,7 @@ class AcceptanceRate:
 
 
 def adapter_rates(counts: AcceptanceRate, first: float) -> list[float]:
-    """[NUM_POOLS] acceptance of an adapter's requests; `first`: what is expected before any draft was verified."""
+    """[NUM_POOLS] acceptance of an adapter's requests; `first`: estimate before any draft was verified."""
     strength = max(1.0, _FIRST_ROUNDS - counts.tried[0] / _FIRST_FADES)
     return counts.rates([first] * NUM_POOLS, strength)
 
@@ -117,7 +117,7 @@ def survival(rates: Sequence[float], count: int) -> list[float]:
 
 
 def expected_drafts(shares: Sequence[float], count: int) -> list[float]:
-    """[count] expected number of drafts at each position that is asked for.
+    """[count] expected number of drafts at each requested position.
 
     Args:
         shares: [NUM_POOLS] see `AcceptanceRate.made_shares`.

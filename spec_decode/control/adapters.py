@@ -1,4 +1,4 @@
-"""Adapters: what is known of each adapter's requests, greedy and sampled ones apart, and when drafters are tried."""
+"""Adapters: estimates of each adapter's requests, greedy and sampled ones separately, and the schedule of trials."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from .acceptance import (
 from .goodput import Offer
 
 MAX_ADAPTERS = 4096
-"""Number of adapters that are remembered; the one that was used longest ago goes first. One takes some kilobytes."""
+"""Number of adapters that are remembered, least recently used dropped first. One takes some kilobytes."""
 TRIAL_ROUNDS = 4
 """Number of rounds of a trial for each of its rows: enough to outweigh a request's prior of three rounds."""
 TRIAL_ROWS = 2
-"""Most rows of an adapter that take part in a trial, so that a large batch goes on as it was."""
+"""Most rows of an adapter in a trial, so that most of a large batch is unaffected."""
 TRIAL_DRAFTS = 4
 """Most drafts of a row in a trial: later positions follow the first ones' acceptance."""
 TRIAL_SHARE = 0.01
-"""Share of the time that the trials of all adapters may cost: the least that a measurement can tell from noise."""
+"""Share of time that the trials of all adapters may cost: the smallest that can be measured above noise."""
 LEAST_LAG = MAX_DRAFTS + 1
-"""Tokens from which on a row lags behind: fewer may be drafts that a step in flight verifies."""
+"""Minimum of tokens by which a row lags: fewer may be drafts that a step in flight verifies."""
 TRIAL_STEPS = 16.0
-"""Most steps that a round of a trial is charged for drafting, and for verifying."""
+"""Cap, in steps, of a trial round's charge for drafting, and for verifying."""
 FIRST_TRIAL_SECONDS, MOST_TRIAL_SECONDS = 0.5, 60.0
 """Least and most seconds between two trials of a drafter; a trial that changes nothing doubles them. A text changes
 within seconds, the requests of an adapter within minutes."""
 
 
 _ALL_MADE = [1.0] * NUM_POOLS
-"""Shares of drafts that are made, before any was asked for."""
+"""Shares of drafts that are made, before any was requested."""
 
 
 class AdapterKey(NamedTuple):
@@ -67,7 +67,7 @@ class TrialSchedule:
         self.due_at = now + self.interval
 
     def ended(self, now: float, *, has_helped: bool) -> None:
-        """A trial is over."""
+        """Record the end of a trial."""
         self.interval = FIRST_TRIAL_SECONDS if has_helped else min(2 * self.interval, MOST_TRIAL_SECONDS)
         self.due_at = now + self.interval
 
@@ -90,7 +90,7 @@ class AdapterState:
         self.drafter = 0
         """The drafter in use."""
         self.num_drafts: dict[int, int] = {}
-        """Drafts for each of its rows by class of batch size, where steps are short."""
+        """Drafts for each of its rows by class of batch size, if steps are short."""
         self.trials = [TrialSchedule(now) for _ in first_rates]
         self.trial_drafter = -1
         """The drafter on trial, or -1."""
@@ -113,8 +113,8 @@ class AdapterState:
         return Offer(drafter, survival(self.rates(drafter), count), expected_drafts(shares, count), rows)
 
     def due_trial(self, now: float, *, is_drafting: bool) -> tuple[float, int]:
-        """(time it was due, drafter) of the trial that is due longest; (inf, -1) if none is. The drafter that drafts
-        now needs none."""
+        """(time it was due, drafter) of the trial that is due longest; (inf, -1) if none is. The drafter in use needs
+        none."""
         due = [
             (trial.due_at, index)
             for index, trial in enumerate(self.trials)
@@ -123,11 +123,11 @@ class AdapterState:
         return min(due, default=(math.inf, -1))
 
     def begin_trial(self, drafter: int, num_rows: int) -> None:
-        """Some rows draft with `drafter` for `TRIAL_ROUNDS` rounds."""
+        """Start a trial of `drafter` with some rows, for `TRIAL_ROUNDS` rounds."""
         self.trial_drafter, self.trial_rows, self.trial_cost = drafter, num_rows, 0.0
 
     def end_trial(self, now: float, *, has_helped: bool) -> None:
-        """The rows have finished, or are gone."""
+        """End the trial: its rows have finished, or are gone."""
         self.trials[self.trial_drafter].ended(now, has_helped=has_helped)
         self.trial_drafter, self.trial_rows = -1, 0
 
@@ -153,22 +153,22 @@ class RowState:
         self.counts = [[AcceptanceRate(REQUEST_MEMORY) for _ in (False, True)] for _ in range(num_drafters)]
         """[drafter][is_right] the request's own rates, as in `AdapterState.after`."""
         self.is_right = False
-        """True when all drafts of its last round were right, and there were any: copied text goes on."""
+        """True when all drafts of its last round were right, and there were any: copied text continues."""
         self.drafter, self.num_drafts = adapter.drafter, 0
         """Drafter and number of drafts that were chosen for it."""
         self.proposed_by = 0
         """The drafter of the drafts that its next step verifies."""
         self.asked = (0, 0)
-        """Numbers of these drafts: asked for, and made."""
+        """Numbers of these drafts: requested, and made."""
         self.trial_rounds = 0
-        """Rounds that are left of its trial."""
+        """Remaining rounds of its trial."""
         self.lag = 0
         """Tokens that the first drafter had not seen when its row was planned."""
         self.num_unseen = 0
         """Tokens that the first drafter has to catch up with once: the prompt, or more if nothing was drafted since."""
 
     def see(self, row: RowPlan) -> None:
-        """Read from a row that is planned how far the first drafter lags behind."""
+        """Update the first drafter's lag from a planned row."""
         lag = row.end - row.num_drafts - row.request.num_draft_computed
         self.lag = lag if lag >= LEAST_LAG else 0
         self.num_unseen = max(self.lag, row.request.num_prompt_tokens)
@@ -182,7 +182,7 @@ class RowState:
 
 
 class Adapters:
-    """The adapters that were used lately."""
+    """The recently used adapters."""
 
     def __init__(self, first_rates: Sequence[float]) -> None:
         self._first_rates = first_rates
@@ -203,6 +203,6 @@ class Adapters:
         return state
 
     def forget(self, digest: bytes) -> None:
-        """Drop what was learned of an adapter whose content is gone."""
+        """Drop the estimates of an adapter whose content is gone."""
         for key in [key for key in self._states if key.digest == digest]:
             del self._states[key]

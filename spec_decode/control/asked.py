@@ -1,4 +1,4 @@
-"""Drafts that are asked for after a step, to which the time until the next step belongs."""
+"""Drafts requested after a step, which account for the time until the next step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_decode(row: RowPlan) -> bool:
 
 
 def asked_after(rows: Sequence[RowPlan], states: Mapping[Request, RowState]) -> Asked | None:
-    """Drafts that are asked for after a step of these rows; None if two drafters are asked."""
+    """Drafts requested after a step of these rows; None if two drafters are used."""
     asked: dict[int, int] = {}
     for row in rows:
         if row.max_new_drafts > asked.get(row.drafter, 0):

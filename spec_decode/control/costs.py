@@ -1,9 +1,9 @@
-"""Costs: seconds of a target step by its rows and drafts, and what a round of drafting adds.
+"""Costs: seconds of a target step by its rows and drafts, and of drafting.
 
 Both are tables of medians of recent measurements over classes of sizes (1, 2, 3, 4, 6, 8, 12, 16, ...), linear
-between them. All times share one drift factor, so that a machine that becomes slower or faster does not make the sizes
-that were measured lately look worse than the others. Sizes with drafts age with each round that drafts: an old time
-counts less than new ones of its neighbours, and is then forgotten, so that a slow start does not last.
+between them. All times share one drift factor, so that a machine that becomes slower or faster does not bias recently
+measured sizes. Sizes with drafts age with each draft step: an old time counts less than new ones of its neighbours, and
+is then forgotten, so that a slow start has no lasting effect.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections import deque
 from collections.abc import Callable
 
 _REMEMBERED = 5
-"""Measurements of a size that are remembered: their median ignores two steps that other programs on the machine made
-longer, and one trial of four rounds is enough to correct it."""
+"""Measurements of a size that are remembered: their median ignores two steps delayed by other programs, and one trial
+of four rounds is enough to correct it."""
 _DRIFT = 0.35
-"""Exponent with which a step that took longer than expected raises all estimates: two thirds of a change of the machine
-are followed within three steps, while the median of the size in use takes the rest for a change of that size."""
+"""Exponent with which a step that took longer than expected raises all estimates: two thirds of a change of the
+machine's speed are followed within three steps; the median of the size in use absorbs the rest."""
 _CLIP = 2.0
-"""Ratio to the expected time from which a step does not count as drift: other programs made it longer."""
+"""Ratio to the expected time from which a step does not count as drift: other programs delayed it."""
 _SURE = 3
 """Measurements after which the time of a size counts as known."""
 _FREE_SLOPE = 1.0 / 256
-"""Cost of one more token, as a share of a step without drafts, where nothing was measured: decoding reads weights, so
-one more token costs little, and an optimist measures it soon."""
+"""Cost of one more token, as a share of a step without drafts, before any measurement: decoding reads weights, so one
+more token costs little, and a low guess is soon measured."""
 _LEAST_SHARE = 0.5
-"""Least time of a step, as a share of that with the fewest drafts that were measured: a line through two noisy points
-may lead to zero where nothing was measured, and no step takes no time."""
+"""Least time of a step, as a share of that with the fewest drafts that were measured: extrapolation from two noisy
+points may reach zero."""
 
 _HALF_LIFE = 8
 """Rounds with drafts after which the time of another size counts half: two trials of four rounds."""
@@ -54,7 +54,7 @@ class RecentTimes:
         self.size = 0.0
         """Mean of the sizes at which it was measured."""
         self.count = -1
-        """Measurements. The first one of a size is left out: kernels are prepared and memory is taken for it."""
+        """Measurements, without the first one of a size, which prepares kernels and allocates memory."""
         self.measured_at = 0
         """Number of the round that measured it last, counted by the curve."""
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
@@ -99,7 +99,7 @@ class Curve:
         return self._rounds - recent.measured_at if recent.size else 0
 
     def is_known(self, size: int) -> bool:
-        """Return whether this class of sizes was measured often enough."""
+        """True if this class of sizes was measured often enough."""
         known = self._sizes.get(size_class(size))
         return known is not None and known.count >= _SURE
 
@@ -111,7 +111,7 @@ class Curve:
         after = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
         left, right = sizes[after - 1], sizes[after]
         slope = (seconds[after] - seconds[after - 1]) / (right - left)
-        if size > sizes[-1]:  # the last two points alone are too noisy to go on from
+        if size > sizes[-1]:  # the last two points alone are too noisy to extrapolate
             slope = (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0])
             return seconds[-1] + slope * (size - sizes[-1])
         return max(0.0, seconds[after - 1] + slope * (size - left))
@@ -131,7 +131,7 @@ class Curve:
         pooled: list[tuple[float, float, int]] = []  # (seconds, weight, number of points)
         by_size = sorted(self._sizes.items(), key=lambda entry: entry[1].size)
         kept = [(key, it) for key, it in by_size if it.size <= self._last or self._age(it) < _FORGOTTEN]
-        if len(kept) == 1:  # alone it has no slope: the next size stays, within what more drafts can cost
+        if len(kept) == 1:  # a single point has no slope: the next size stays, within the possible cost of more drafts
             kept = by_size[:2]
         self._sizes = dict(kept)
         known = list(self._sizes.values())
@@ -151,7 +151,7 @@ class Curve:
 
 
 Padded = Callable[[int, float], float]
-"""Function from numbers of rows and of drafts to the number of drafts that the step's shape has room for."""
+"""Function from numbers of rows and of drafts to the number of drafts that fit into the step's padded shape."""
 
 
 class StepCosts:
@@ -166,7 +166,7 @@ class StepCosts:
 
     @property
     def drift(self) -> float:
-        """Ratio of the times of now to those that the curves hold."""
+        """Ratio of present times to those of the curves."""
         return self._drift
 
     def add(self, rows: int, drafts: int, seconds: float) -> None:
@@ -201,18 +201,18 @@ class StepCosts:
 
 
 class DraftCosts:
-    """Seconds that a round adds to the target's own: drafting, and whatever else passes until the next step. The first
-    drafts of a request take longer, since the drafter computes the tokens that it has not seen."""
+    """Seconds from one target step to the next: drafting and other work. The first drafts of a request take longer,
+    since the drafter computes the tokens that it has not seen."""
 
     def __init__(self, steps: StepCosts) -> None:
-        """`steps` know how fast the machine is now."""
+        """`steps` has the present speed of the machine."""
         self._steps = steps
         self._curves: dict[tuple[int, bool], dict[int, Curve]] = {}
         self._catch_up = RecentTimes()  # seconds a token
 
     def add(self, drafter: int, rows: int, drafts: int, seconds: float, lag: int = 0) -> None:
         """Record a round: `drafter` made at most `drafts` drafts for each of some of `rows` rows; with 0 drafts it is
-        what a round without drafting adds.
+        the gap of a round without drafting.
 
         Args:
             lag: Tokens that the drafter computed first.
@@ -227,7 +227,7 @@ class DraftCosts:
         by_rows.setdefault(size_class(rows), Curve()).add(drafts, seconds)
 
     def seconds(self, drafter: int, rows: int, drafts: int) -> float:
-        """Expected seconds; 0 where nothing like it was measured."""
+        """Expected seconds; 0 if nothing similar was measured."""
         curve = _nearest(self._curves.get((drafter if drafts else -1, drafts > 0), {}), rows)
         return 0.0 if curve is None else curve.at(drafts) * self._steps.drift
 

@@ -1,4 +1,4 @@
-"""DrafterGroup: several drafters behind the contract of one. Each row's `drafter` says who drafts for it."""
+"""DrafterGroup: several drafters behind the contract of one. Each row's `drafter` is the index of its drafter."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class DrafterGroup(Drafter):
         self._first.bind(kv, prepare_adapters)
 
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
-        """Drafts of each row by its drafter. The first drafter sees all rows, since what it computed of them is its own
-        to say; a fallback sees the rows that ask for it. On the device the first drafter drafts for all."""
+        """Drafts of each row by its drafter. The first drafter sees all rows, since it reports its computed tokens of
+        each; a fallback sees only its own rows. On the device the first drafter drafts for all."""
         if target.on_device is not None:
             return self._first.propose(rows, target)
         results: list[Proposal] = []
@@ -40,7 +40,7 @@ class DrafterGroup(Drafter):
             if not asking:
                 drafter.watch(rows, target)
                 if index == 0:
-                    results = [Proposal(NO_DRAFTS, self._num_computed(row)) for row in rows]
+                    results = [Proposal(NO_DRAFTS, self._num_draft_computed(row)) for row in rows]
             elif index == 0:
                 own = [row if row.drafter == 0 else row._replace(max_drafts=0) for row in rows]
                 results = drafter.propose(own, target)
@@ -50,7 +50,7 @@ class DrafterGroup(Drafter):
                     results[at] = Proposal(proposal.drafts, results[at].num_draft_computed)
         return results
 
-    def _num_computed(self, row: DraftRow) -> int:
+    def _num_draft_computed(self, row: DraftRow) -> int:
         return row.num_draft_valid if self._has_layers else len(row.tokens)
 
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:

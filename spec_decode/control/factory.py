@@ -1,4 +1,4 @@
-"""From a speculative configuration to the drafters that serve it and the policy that chooses among them."""
+"""Builds drafters, and the policy that chooses among them, from a speculative configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .policy import DrafterTraits, SpeculationPolicy
 _LOOKUP_MIN = 2
 """Tokens that must repeat for the fallback to draft: a match of one token is rarely right if the network is wrong."""
 _NEURAL_RATE, _LOOKUP_RATE = 0.7, 0.5
-"""Acceptance that is expected before any draft was verified: high enough that each drafter is tried at once."""
+"""Expected acceptance before any draft was verified: high enough that each drafter is tried at once."""
 
 
 class Speculation(NamedTuple):
@@ -29,8 +29,8 @@ class Speculation(NamedTuple):
 def make_speculation(
     config: SpeculativeConfig | None, context: DrafterContext, padded: Padded | None = None
 ) -> Speculation:
-    """The drafter that `config` asks for; if it is adaptive, with the policy, and with prompt lookup to fall back on
-    if the drafter is neural. `padded`: see `StepCosts`.
+    """The drafter of `config`; if adaptive, with the policy, and with prompt lookup as fallback of a neural drafter.
+    `padded`: see `StepCosts`.
 
     Raises:
         InvalidRequestError, UnsupportedModelError, NotFoundError: see `make_drafter`.

@@ -1,12 +1,12 @@
-"""Goodput: the numbers of drafts for which expected tokens over expected seconds is largest.
+"""Goodput: the numbers of drafts that maximise expected tokens per expected second.
 
     tokens(k) = sum over rows of 1 + (s_1 + ... + s_k)        s_j: chance that the first j drafts are all right
     seconds(k) = step(rows, all drafts) + draft(drafter, most drafts of a row)
 
-A drafter may find nothing to draft. The first draft of a step costs more than each other one, so `step` is the mean of
-a step without drafts and of one with the number that is expected if there are any, by how likely each of them is.
+A drafter may find nothing to draft. The first draft of a step costs more than each further one, so `step` is the mean,
+weighted by probability, of a step without drafts and of one with the expected number if there are any.
 
-Drafts of all rows compete: the one with the best chance is added first, as long as it pays. While requests wait, the
+Drafts of all rows compete: the most likely one is added first, while it raises goodput. While requests wait, the
 sum of tokens counts, since each finished request lets another start. While none waits, the sum of the logarithms of the
 rows' tokens counts (proportional fairness): the slowest request decides when a batch is done, and drafts of others that
 make its steps longer are worth less.
@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 LEAST_CHANCE = 0.01
-"""A draft with a smaller chance to count is never made: one more token costs more than that share of a row's step."""
+"""Drafts with a lower probability are never made: one more token costs more than that share of a row's step."""
 
 
 class Offer(NamedTuple):
@@ -30,7 +30,7 @@ class Offer(NamedTuple):
     survival: Sequence[float]
     """[limit] chance that the first j drafts are made and all right."""
     made: Sequence[float] = ()
-    """[limit] chance that the draft at each position is made; empty where all are."""
+    """[limit] chance that the draft at each position is made; empty if all are."""
     rows: int = 1
     """Rows that share this offer and get the same number."""
 
@@ -41,7 +41,7 @@ class Plan(NamedTuple):
     num_drafts: list[int]
     """Number for each offer."""
     gain: float
-    """Goodput over that without drafts, 1.0 for no gain; under proportional fairness of the geometric mean."""
+    """Goodput over that without drafts, 1.0 for no gain; under proportional fairness that of the geometric mean."""
     seconds: float
     """Expected, of a step and its drafting."""
 
@@ -59,7 +59,7 @@ def best_plan(offers: Sequence[Offer], prices: StepPrices, num_rows: int, *, fai
     """The best numbers of drafts for the rows of `offers`, out of a batch of `num_rows`.
 
     Args:
-        fair: Whether the logarithms of the rows' tokens count, and not their sum.
+        fair: True to maximise the sum of the rows' log tokens, not of their tokens.
     """
     drafters = sorted({offer.drafter for offer in offers if offer.survival})
     base = prices.step(0) + prices.draft(0, 0)
@@ -74,8 +74,8 @@ def best_plan(offers: Sequence[Offer], prices: StepPrices, num_rows: int, *, fai
 
 
 def _passes(offers: Sequence[Offer]) -> list[int]:
-    """Most drafts of a row that are tried, since the row with most decides about the time of drafting; a single offer
-    passes all numbers on its way to the limit."""
+    """Most drafts of a row that are tried, since the row with most determines the drafting time; a single offer passes
+    all numbers on the way to the limit."""
     limit = max((len(offer.survival) for offer in offers), default=0)
     if len(offers) == 1:
         return [limit]
@@ -95,7 +95,7 @@ def _greedy(offers: Sequence[Offer], prices: StepPrices, num_rows: int, most: in
     for index in range(len(offers)):
         push(index)
     total, logs, added = float(num_rows), 0.0, 0.0
-    none_made = 1.0  # chance that the step has no drafts
+    none_made = 1.0  # probability that the step has no drafts
     reached: dict[int, int] = {}  # most drafts of a row, by drafter
     best = Plan(list(counts), 1.0, base)
     while heap:
@@ -121,7 +121,7 @@ def _greedy(offers: Sequence[Offer], prices: StepPrices, num_rows: int, most: in
 
 
 def _expected_step(step: Callable[[float], float], num_drafts: float, none_made: float) -> float:
-    """Expected seconds of a step with `num_drafts` drafts on average, and none with a chance of `none_made`."""
+    """Expected seconds of a step with `num_drafts` drafts on average, and none with probability `none_made`."""
     if none_made == 0.0:
         return step(num_drafts)
     if none_made == 1.0:

@@ -25,43 +25,42 @@ from .costs import DraftCosts, Padded, StepCosts, size_class
 from .goodput import StepPrices, best_plan
 
 SHORT_STEP = 0.003
-"""Seconds of a step below which nothing is chosen per step: a choice for one row takes 0.13 ms and one for 16 rows 1.5
-ms, which is a fifth or more of a step of the demo model of 3.5M parameters."""
+"""Steps shorter than this, in seconds, get no choice of their own: one for one row takes 0.13 ms and one for 16 rows
+1.5 ms, which is a fifth or more of a step of the demo model of 3.5M parameters."""
 SHORT_INTERVAL, FIRST_SHORT_INTERVAL = 1.0, 0.1
 """Seconds between two choices for a class of batch sizes whose steps are short, and after the first of them; in between
-they double. The first choice is made from what is expected of a drafter, the next ones from what it has shown."""
+they double. The first choice uses expected acceptance, the next ones measured."""
 DECISION_SHARE = 0.01
-"""Share of the time that choices may take: the next one waits until a hundred times the last one's time has passed."""
-BEGIN, GO_ON = 1.03, 1.005
-"""Least ratio of goodputs to begin drafting, and to go on with it. Estimates of step times are off by one to three per
-cent (SmolLM2-135M, 494M model), and a switch costs a round of drafts that come too late."""
+"""Share of time that choices may take: the next one waits until a hundred times the last one's time has passed."""
+START_GAIN, KEEP_GAIN = 1.03, 1.005
+"""Minimum goodput ratio to start drafting, and to keep drafting. Estimates of step times are off by one to three per
+cent (SmolLM2-135M, 494M model), and switching costs one round without drafts."""
 OTHER_DRAFTER = 1.05
-"""Least ratio of gains for which an adapter changes its drafter: the other one's gain is known from a few trials."""
+"""Least ratio of gains for which an adapter changes its drafter: the other's gain is known only from a few trials."""
 LONGEST_GAP = 0.05
-"""Longest gap between two steps, in seconds, that counts if nothing was drafted in it: in longer ones the engine waited
-for requests. Drafting may take as long."""
+"""Gaps without drafting longer than this, in seconds, mean the engine was idle and are not recorded. Drafting may take
+longer."""
 SAMPLED_STEPS = 4
 """Number of short steps of which one counts for acceptance: observing takes 0.02 ms for one row and 0.1 ms for 32."""
 FEW_ROUNDS = 32
-"""Rounds of an adapter up to which each one counts: a drafter that does not pay is found out within a tenth of a
-second."""
+"""Rounds of an adapter up to which each one counts: a useless drafter is detected within a tenth of a second."""
 QUIET_STEPS = 16
-"""Number of short steps without drafts of which two in a row are observed, so that the gap between them is too: 0.05 ms
-for one row of the demo model of 3.5M parameters, whose steps take 2 ms."""
+"""Number of short steps without drafts of which two in a row are observed, so that the gap between them is, too: 0.05
+ms for one row of the demo model of 3.5M parameters, whose steps take 2 ms."""
 ANSWER_TOKENS = 128.0
-"""Tokens of an answer before any has ended, over which a drafter's catching up with the request is spread."""
+"""Initial estimate of an answer's tokens, over which a drafter's catching up with the request is spread."""
 ANSWER_MEMORY = 16.0
-"""Answers after which the length of one has faded to 1/e."""
+"""Answers after which the weight of one's length has faded to 1/e."""
 
 
 class DrafterTraits(NamedTuple):
-    """Traits of a drafter that the policy has to know."""
+    """Traits of a drafter for the policy."""
 
     name: str
     max_drafts: int
     """Most drafts of a row."""
     first_rate: float
-    """Acceptance that is expected before any draft was verified."""
+    """Expected acceptance before any draft was verified."""
 
 
 class SpeculationPolicy:
@@ -76,7 +75,7 @@ class SpeculationPolicy:
         """Start without measurements.
 
         Args:
-            drafters: The one that was asked for, then the fallback if there is one.
+            drafters: The configured one, then the fallback if there is one.
             clock: Seconds.
             padded: See `StepCosts`.
         """
@@ -102,14 +101,14 @@ class SpeculationPolicy:
 
     @property
     def plans_no_drafts(self) -> bool:
-        """Return whether the next step is planned without drafts, and nothing is chosen for it."""
+        """True if the next step is planned without drafts, and without a choice."""
         return self._nothing_chosen and self._clock() < self._decide_at
 
     def choose(self, rows: Sequence[RowPlan], *, requests_wait: bool = False) -> None:
         """Set `drafter` and lower `max_new_drafts` of the rows of a step that is being planned.
 
         Args:
-            requests_wait: Whether more requests are waiting than can run.
+            requests_wait: True if requests are queued.
         """
         now = self._clock()
         states = [self._rows.get(row.request) or self._new_row(row.request, now) for row in rows]
@@ -165,7 +164,7 @@ class SpeculationPolicy:
         prices = self._prices(num_rows, offering)
         plan = best_plan(offers, prices, num_rows, fair=not requests_wait)
         if rated:  # else all are on trial
-            self._is_drafting = plan.gain >= (GO_ON if self._is_drafting else BEGIN)
+            self._is_drafting = plan.gain >= (KEEP_GAIN if self._is_drafting else START_GAIN)
         for state, count in zip(rated, plan.num_drafts, strict=True):
             state.num_drafts = count if self._is_drafting else 0
         self._begin_trials(offering, now)
@@ -180,7 +179,7 @@ class SpeculationPolicy:
             by_adapter.setdefault(state.adapter, []).append(state)
         due, interval = self._class_due.get(rows, (now, FIRST_SHORT_INTERVAL))
         if now >= due or any(rows not in adapter.num_drafts for adapter in by_adapter):
-            self._end_lost_trials(now)  # it may clear what is due
+            self._end_lost_trials(now)  # it may clear the due times
             self._class_due[rows] = now + interval, min(2 * interval, SHORT_INTERVAL)
             self._compare_drafters(offering, num_rows, now)
             offers = []
@@ -188,7 +187,7 @@ class SpeculationPolicy:
                 most = self._drafters[adapter.drafter].max_drafts
                 offers.append(adapter.offer(adapter.drafter, most, len(states)))
             plan = best_plan(offers, self._prices(num_rows, offering), num_rows, fair=not requests_wait)
-            is_drafting = plan.gain >= (GO_ON if any(a.num_drafts.get(rows) for a in by_adapter) else BEGIN)
+            is_drafting = plan.gain >= (KEEP_GAIN if any(a.num_drafts.get(rows) for a in by_adapter) else START_GAIN)
             for adapter, count in zip(by_adapter, plan.num_drafts, strict=True):
                 adapter.num_drafts[rows] = count if is_drafting else 0
             self._begin_trials(offering, now)
@@ -269,7 +268,7 @@ class SpeculationPolicy:
             self._leave_trial(state.adapter, now)
 
     def _end_lost_trials(self, now: float) -> None:
-        """End trials of rows that have finished or were preempted: no other of their adapters begins before."""
+        """End trials of rows that have finished or were preempted, which would block the next trial."""
         for request, state in self._rows.items():
             if state.trial_rounds and request.status is not Status.RUNNING:
                 self._leave(state, now)
@@ -283,7 +282,7 @@ class SpeculationPolicy:
         self._try_at = now + min(adapter.trial_cost / TRIAL_SHARE, MOST_TRIAL_SECONDS)
         gain = self._gain(adapter, adapter.trial_drafter)
         in_use = 1.0 if adapter.trial_drafter == adapter.drafter else self._gain(adapter, adapter.drafter)
-        adapter.end_trial(now, has_helped=gain >= BEGIN * in_use)
+        adapter.end_trial(now, has_helped=gain >= START_GAIN * in_use)
         self._compare_at = self._decide_at = now
         self._class_due.clear()
 
@@ -295,8 +294,7 @@ class SpeculationPolicy:
     # ------------------------------------------------------------------ observation
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
-        """Update the estimates from a step, after the drafts for the next one were made. Call it for each step, in
-        their order."""
+        """Update the estimates from a finished step, after its drafts were made; call once per step, in order."""
         now = self._clock()
         self._num_steps += 1
         rows, seconds = plan.rows, result.seconds
@@ -305,7 +303,7 @@ class SpeculationPolicy:
         before, self._asked = self._asked, None
         if seconds > 0.0 and rows and all(is_decode(row) for row in rows):
             self._steps.add(len(rows), sum(row.num_drafts for row in rows), seconds)
-            # The time since the step before belongs to what was drafted after that one.
+            # The time since the step before is that of the drafts made after it.
             if before is not None and result.gap is not None and (result.gap < LONGEST_GAP or before.num_drafts):
                 self._drafts.add(before.drafter, before.num_rows, before.num_drafts, result.gap, before.lag)
             self._charge_trial(rows, seconds, result.gap or 0.0)
@@ -316,7 +314,7 @@ class SpeculationPolicy:
             self._count(rows, result, now)
 
     def _is_quiet(self, rows: Sequence[RowPlan]) -> bool:
-        """True if a short step without drafts says nothing that others do not: of those most are left out."""
+        """True if a short step without drafts is skipped, as most are: it adds no information."""
         if self._held is not None or self._trial is not None or self._num_steps % QUIET_STEPS < 2:
             return False
         if not self._is_short(len(rows)) or any(row.num_drafts or row.max_new_drafts for row in rows):
@@ -325,7 +323,8 @@ class SpeculationPolicy:
         return True
 
     def _charge_trial(self, rows: Sequence[RowPlan], seconds: float, gap: float) -> None:
-        """Charge the adapter on trial what its drafts added: at most `TRIAL_STEPS` steps to each part of a round."""
+        """Charge the adapter on trial for the time that its drafts added: at most `TRIAL_STEPS` steps for each part of
+        a round."""
         on_trial = [bool((s := self._rows.get(row.request)) and s.trial_rounds) for row in rows]
         if self._trial is None or not any(on_trial):
             return
@@ -345,7 +344,7 @@ class SpeculationPolicy:
                 asked, made = state.asked
                 if row.is_forced or got.is_deferred:  # no drafter made them, or nothing was sampled
                     asked = made = 0
-                elif row.num_drafts != made:  # no room for all, or a row that was planned before its request ended
+                elif row.num_drafts != made:  # no room for all, or a row planned before its request ended
                     asked = made = row.num_drafts
                 if asked:
                     for counts in _counts_of(state, state.proposed_by):
@@ -360,24 +359,25 @@ class SpeculationPolicy:
     # ------------------------------------------------------------------ life
 
     def forget(self, digest: bytes) -> None:
-        """An adapter's content is gone from the engine."""
+        """Drop the estimates of an adapter whose content is gone from the engine."""
         self._adapters.forget(digest)
 
     @property
     def choices(self) -> list[tuple[int, int]]:
-        """(drafter, number of drafts) whose times say most of all others, for `hold`; the first is no drafts."""
+        """(drafter, number of drafts) to measure with `hold`, from which other times are interpolated; the first is no
+        drafts."""
         first, *others = self._drafters
         most = first.max_drafts
         own = [(0, count) for count in dict.fromkeys((0, most, 1, max(1, most // 2)))]
         return [*own, *[(index, traits.max_drafts) for index, traits in enumerate(others, 1)]]
 
     def hold(self, drafter: int, num_drafts: int) -> None:
-        """Give every row `num_drafts` of a drafter until `release`, to measure what that takes."""
+        """Give every row `num_drafts` of a drafter until `release`, to measure its cost."""
         self._held = drafter, num_drafts
         self._nothing_chosen = False
 
     def release(self) -> None:
-        """Choose again; nothing of the requests since `hold` is remembered."""
+        """Resume choosing, and drop the estimates since `hold`."""
         self._held, self._asked, self._trial = None, None, None
         self._answer_tokens = ANSWER_TOKENS
         self._rows.clear()

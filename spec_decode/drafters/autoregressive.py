@@ -1,13 +1,13 @@
-"""Drafting token by token with layers of one's own: what draft models and EAGLE heads have in common.
+"""Drafting token by token with layers of its own: the common part of draft models and EAGLE heads.
 
     tokens   t0 t1 ... tn             one ragged catch-up pass over all rows: KV up to tn, and the first draft d0
-    drafts                d0 d1 d2    then one token a pass, for the rows that want more: KV of d0, d1; d2 has none
+    drafts                d0 d1 d2    then one token a pass, for rows with more drafts: KV of d0, d1; d2 has none
 
-All passes and draws are one graph where the device allows it (`models/pass_chain`); else each pass is one, or its
-kernels are launched singly.
+All passes and draws are one graph if the device allows it (`models/pass_chain`); else each pass is one, or its kernels
+are launched separately.
 
-A row may lag (no drafts asked for, a prefix-cache hit without draft KV, a long prompt): the catch-up pass has a budget
-of tokens, shortest lag first, and a row that does not get through drafts nothing in this step and goes on in the next.
+A row may lag (no drafts requested, a prefix-cache hit without draft KV, a long prompt): the catch-up pass has a budget
+of tokens, shortest lag first, and a row that does not catch up drafts nothing in this step and continues in the next.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 def warn_of_short_reach(model: str | None, max_positions: int, max_model_len: int) -> None:
-    """Say so when `model`, which was made for `max_positions`, does not draft for the longest sequences."""
+    """Warn if `model`, which was made for `max_positions`, cannot draft for the longest sequences."""
     if max_positions < max_model_len:
         log.warning(
             "speculative_config: %s makes no drafts beyond its max_position_embeddings of %d tokens (2048 where its "
@@ -86,7 +86,7 @@ class TokenDrafter(Drafter):
     parameters."""
 
     first_position = 0
-    """Positions before it need no computing, and hold no keys."""
+    """First position that is computed; those before hold no keys."""
     drafts_count = True
     """True when the KV of drafts stays valid once they are accepted; else it is computed again."""
     reads_states = False
@@ -129,16 +129,16 @@ class TokenDrafter(Drafter):
     # --- the network's part ---
 
     def _known_states(self, rows: SequenceRows) -> Tensor | None:
-        """States [T, H] before the tokens of `_known_rows`; None when the network reads none."""
+        """States [T, H] before the tokens of `_known_rows`; None if the network reads none."""
         return None
 
     def _sampled_states(self, rows: SequenceRows, kept: Any) -> Tensor | None:
-        """States [T, H] before the tokens of `_sampled_rows`, from what `_keep` returned. What comes after the last
-        token of each row counts for nothing, and is overwritten."""
+        """States [T, H] before the tokens of `_sampled_rows`, from what `_keep` returned. Values after the last token
+        of each row are undefined, and overwritten."""
         return None
 
     def _draw_from(self, output: PassOutput) -> tuple[Tensor, DraftVocabulary | None]:
-        """Logits [B, V] of the next draft, and the vocabulary that they are of."""
+        """Logits [B, V] of the next draft, and their vocabulary."""
         raise NotImplementedError
 
     def _widened(self, logits: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class TokenDrafter(Drafter):
         return logits if vocabulary is None else vocabulary.widen(logits)
 
     def _run(self, rows: SequenceRows, handles: list[tuple[Any, int]], states: Tensor | None) -> PassOutput:
-        """Compute a pass without a graph; `states` [T, H] where the network reads them."""
+        """Compute a pass without a graph; `states` [T, H] if the network reads them."""
         raise NotImplementedError
 
     def _compute(self, batch: ForwardBatch, inputs: PassInputs) -> tuple[Tensor, ...]:
@@ -155,13 +155,13 @@ class TokenDrafter(Drafter):
         raise NotImplementedError
 
     def _keep(self, rows: Sequence[DraftRow], target: TargetOutput) -> Any:
-        """Keep what it needs of the target's output."""
+        """Keep the part of the target's output that it needs."""
         return None
 
     # --- the order of passes ---
 
     def _forward(self, sequences: Sequence[Drafting], rows: SequenceRows, states: Tensor | None = None) -> PassOutput:
-        """Compute the `rows` of B sequences, in a graph where there is one."""
+        """Compute the `rows` of B sequences, in a graph if there is one."""
         handles = self._handles(sequences, rows)
         found = None if self._passes is None else self._passes.run(rows, handles, states)
         if found is not None:
@@ -170,15 +170,16 @@ class TokenDrafter(Drafter):
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
-        """Catch up with `rows`, draft for those that ask for it. The KV of drafts is written behind their tokens."""
+        """Catch up with `rows`, and draft for those with `max_drafts`. The KV of drafts is written after their
+        tokens."""
         kept, step = self._keep(rows, target), target.on_device
         if step is not None:
             return self._propose_on_device(rows, step, kept)
         if all(row.max_drafts == 0 for row in rows):
-            # k = 0 costs nothing: prompts, too, are computed when drafts are wanted.
+            # k = 0 costs nothing: even prompts are computed only when drafts are wanted.
             return [Proposal(NO_DRAFTS, max(row.num_draft_valid, self.first_position)) for row in rows]
         sequences = [self._drafting(row) for row in rows]
-        # Parts of prompts are fed along with others, never for their own sake.
+        # Parts of prompts are computed only together with other rows.
         if any(s.num_wanted for s in sequences):
             self._catch_up(sequences)
             join_drafts(sequences)
@@ -206,7 +207,7 @@ class TokenDrafter(Drafter):
         if (
             request.params.max_drafts == 0
             or request.status is Status.FINISHED
-            or (row.sampled and row.max_drafts == 0)  # maybe it never asks again
+            or (row.sampled and row.max_drafts == 0)  # maybe no drafts are requested again
         ):
             return Drafting(row, rule, start=start, end=start)
         room = min(len(row.block_table) * self._block_size, self._num_positions)
@@ -216,12 +217,11 @@ class TokenDrafter(Drafter):
             num_wanted = min(row.max_drafts, room - num_tokens + 1)  # the last draft is not computed
         if num_wanted < 1:
             return Drafting(row, rule, start=start, end=max(start, min(row.num_valid, room)))
-        # The last token's logits are needed even where its KV should be there already.
+        # The last token's logits are needed even if its KV is there already.
         return Drafting(row, rule, num_wanted, start=min(start, num_tokens - 1), end=num_tokens)
 
     def _catch_up(self, sequences: list[Drafting]) -> None:
-        """One pass over what `sequences` lag, as far as the budget reaches; drafts of those that got through and want
-        some."""
+        """One pass over the lag of `sequences`, within the budget; drafts of those that caught up and want some."""
         budget = self._max_num_batched_tokens
         behind: list[Drafting] = []
         chunks: list[list[int]] = []
@@ -245,8 +245,8 @@ class TokenDrafter(Drafter):
             behind[i].start += behind[i].num_wanted - 1
 
     def _loop(self, sequences: Sequence[Drafting], rows: SequenceRows, states: Tensor | None) -> bool:
-        """Compute the `rows` of B sequences and draft for those that they bring to their end, in one graph; False, and
-        nothing is done, when there is none."""
+        """Compute the `rows` of B sequences and draft for those that reach their end, in one graph; False, without a
+        change, if there is none."""
         if self._passes is None:
             return False
         draws = chain_draws(sequences, self._edit_logits)

@@ -1,14 +1,14 @@
-"""The contract of drafters: `Drafter`, with the types that pass between it and the engine.
+"""The contract of drafters: `Drafter`, and the types that it exchanges with the engine.
 
 A drafter proposes tokens, the target verifies them all in its next step. For each step of the engine, after the target:
 
-    propose(rows, target) -> proposals     where a row may have drafts: of all rows of the step, also of those without
+    propose(rows, target) -> proposals     if a row may have drafts: for all rows of the step, also those without
     watch(rows, target)                    after every other step
 
-The host may not know yet what a step brought, when steps overlap. A drafter that drafts all the same, from tokens and
-lengths that are on the device, declares `DrafterNeeds.drafts_on_device`; `TargetOutput.on_device` tells it when to.
+When steps overlap, the host may not have a step's results yet. A drafter that can draft from tokens and lengths on the
+device declares `DrafterNeeds.drafts_on_device`; `TargetOutput.on_device` is set when it must.
 
-A new drafter is a file or a folder beside this one, and its name in the lists that CONTRIBUTING.md names.
+A new drafter is a file or a folder next to this one, and its name in the lists that CONTRIBUTING.md names.
 """
 
 from __future__ import annotations
@@ -32,24 +32,23 @@ def no_adapters(rows: Sequence[tuple[Any, int]], *, always: bool = False) -> Non
 
 
 class Adapters(NamedTuple):
-    """Result of an `AdapterPreparer`, for projections of some rows where no whole `ForwardBatch` is needed."""
+    """Result of an `AdapterPreparer`, for projections of some rows without a whole `ForwardBatch`."""
 
     adapters: Any
 
 
 class DraftRow(NamedTuple):
-    """One request after a step. Where only the device knows the outcome (`TargetOutput.on_device`), all fields are as
+    """One request after a step. If only the device knows the outcome (`TargetOutput.on_device`), all fields are as
     if every draft had been accepted."""
 
     request: Request
     tokens: Sequence[int]
-    """The request's tokens after this step. Not to be changed. With `TargetOutput.on_device` only their number means
-    anything."""
+    """The request's tokens after this step. Read only. With `TargetOutput.on_device` only their number is valid."""
     num_valid: int
     """Number of leading `tokens` that have valid KV in the target after this step."""
     num_draft_valid: int
-    """Number of leading `tokens` that have valid KV in the drafter's layers: the drafter's last answer
-    (`Proposal.num_draft_computed`), clipped to the drafts that were accepted."""
+    """Number of leading `tokens` that have valid KV in the drafter's layers: the drafter's last
+    `Proposal.num_draft_computed`, clipped to the accepted drafts."""
     max_drafts: int
     """Drafts that may be proposed: there are KV blocks for them. 0: propose nothing."""
     block_table: Sequence[int]
@@ -65,40 +64,39 @@ class DraftRow(NamedTuple):
     num_accepted: int = 0
     """Accepted drafts of this step; unknown (0) with `TargetOutput.on_device`."""
     drafter: int = 0
-    """Index of the drafter that is asked for `max_drafts`, where several are composed."""
+    """Index of the drafter to use, if several are composed."""
     seen: Any = None
-    """Tokens for edits of logits, where the host does not know all of them; opaque here."""
+    """Tokens for edits of logits, if the host does not know all of them; opaque here."""
 
 
 class DeviceStep(NamedTuple):
     """The outcome of a step, on the device."""
 
     outcome: DeviceOutcome | None
-    """Tokens and accepted drafts of all rows, each of which reaches its end; None where no row may have drafts."""
+    """Tokens and accepted drafts of all rows, each of which reaches its end; None if no row may have drafts."""
     overshoot: Tensor | None
-    """[B] int64, number of positions by which each row begins before `DraftRow.start`; None: all 0."""
+    """[B] int64, number of positions by which each row starts before `DraftRow.start`; None: all 0."""
 
 
 class TargetOutput(NamedTuple):
-    """Output of the target in this step, for drafters that read it. The tensors may be kept, and not changed."""
+    """Output of the target in this step, for drafters that read it. The tensors may be kept, but not changed."""
 
     hidden: Tensor | None = None
     """[T, H] after the final norm."""
     aux: tuple[Tensor, ...] = ()
     """[T, H] each: the hidden states entering the layers of `DrafterNeeds.aux_layers`, in that order."""
     on_device: DeviceStep | None = None
-    """The outcome, where the host does not know it yet."""
+    """The outcome, if the host does not have it yet."""
 
 
 class Proposal(NamedTuple):
-    """Answer of a drafter for one row."""
+    """Drafts for one row."""
 
     drafts: Drafts
     num_draft_computed: int
     """Leading positions of `tokens` and then the drafts, as proposed, whose KV is valid in the drafter's own layers;
-    the engine clips it to the accepted drafts. A drafter without layers says: all of `tokens`.
-    With `TargetOutput.on_device`: the number of `tokens`, which stands for that of the true ones, or 0 where nothing
-    was computed, so that nothing changes."""
+    the engine clips it to the accepted drafts. A drafter without layers returns len(tokens). With
+    `TargetOutput.on_device`: len(tokens), which stands for the true number, or 0 if nothing was computed."""
 
 
 class DrafterNeeds(NamedTuple):
@@ -107,7 +105,7 @@ class DrafterNeeds(NamedTuple):
     kv_layers: tuple[KVLayerSpec, ...] = ()
     """The KV layers it owns: further layers of the shared block table. Empty for most."""
     aux_layers: tuple[int, ...] = ()
-    """Target layers whose entering hidden states it reads; the number of layers stands for the output of the last."""
+    """Target layers whose input hidden states it reads; the number of layers means the output of the last."""
     linears: tuple[Linear, ...] = ()
     """Its projections that adapters' draft weights may target."""
     max_drafts: int = sys.maxsize
@@ -119,8 +117,8 @@ class DrafterNeeds(NamedTuple):
 
 
 class Drafter:
-    """Proposes tokens. One object serves all requests of an engine; what it knows of one request never reaches another
-    with another `Request.text_namespace`."""
+    """Proposes tokens. One object serves all requests of an engine. Text of a request never reaches one with another
+    `Request.text_namespace`."""
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -128,33 +126,34 @@ class Drafter:
         return DrafterNeeds()
 
     def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
-        """Take its layers of the shared cache, once, before the first step; the cache belongs to the engine.
+        """Set its layers of the shared cache, once, before the first step; the cache belongs to the engine.
         `prepare_adapters` makes `ForwardBatch.adapters` for its own passes (None when no row has draft weights)."""
 
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Make drafts for the next step: one `Proposal` for each of `rows`, all rows of the step, with at most
-        `max_drafts` drafts. A drafter that lags behind may answer with none and catch up later.
+        `max_drafts` drafts. A drafter that lags may return none and catch up later.
 
         With `target.on_device` each row has logits for its 1 + k tokens, the drafter's own layers lag by no more than
-        these, and the answer is exactly `max_drafts` drafts for each row.
+        these, and it must return exactly `max_drafts` drafts for each row.
         """
         raise NotImplementedError
 
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
-        """See a step after which nothing is drafted, to keep what would be lost otherwise; cheap. By default nothing
-        is kept."""
+        """Observe a step after which nothing is drafted, to keep states that would be lost otherwise; cheap. By default
+        nothing is kept."""
 
     def flush(self) -> None:
-        """Write to its layers what `watch` has put off; called before KV blocks are copied. By default nothing is."""
+        """Write deferred states of `watch` to its layers; called before KV blocks are copied. By default there are
+        none."""
 
     def forget_adapter(self, digest: bytes) -> None:
-        """Drop everything learned from requests of an adapter whose content is gone from the engine. By default
-        nothing outlives a request."""
+        """Drop all state of requests of an adapter whose content is gone from the engine. By default nothing outlives a
+        request."""
 
 
 class NoDrafter(Drafter):
     """No speculation: proposes nothing."""
 
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
-        """Answer every row without drafts."""
+        """Return no drafts for every row."""
         return [Proposal(NO_DRAFTS, len(row.tokens)) for row in rows]

@@ -1,4 +1,4 @@
-"""Reads the weight files of draft heads: safetensors, whole or sharded, and pickles of tensors and nothing else."""
+"""Reads the weight files of draft heads: safetensors, whole or sharded, and pickles that contain only tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TABLES = ("d2t",)
 
 
 def refuse(message: str) -> InvalidRequestError:
-    """The error for a draft that cannot be used."""
+    """The error for an unusable draft."""
     return InvalidRequestError(f"{PARAM}: {message}", param=PARAM)
 
 
@@ -42,7 +42,7 @@ def read_tensors(path: Path, extra: Sequence[str] = ()) -> dict[str, StoredTenso
 
     Raises:
         NotFoundError: there are no weights.
-        InvalidRequestError: a file is broken, or is a pickle of anything but tensors.
+        InvalidRequestError: a file is broken, or is a pickle of other things than tensors.
     """
     return read_weights(path, PARAM, extra=extra)
 
@@ -71,7 +71,8 @@ def fill(path: Path, slots: Mapping[str, WeightSlot], tensors: Mapping[str, Stor
     """Load `tensors` into the `slots` of the same names.
 
     Raises:
-        InvalidRequestError: names what is missing, unexpected, of the wrong shape, with both shapes, or no weight.
+        InvalidRequestError: names tensors that are missing, unexpected, of the wrong shape, with both shapes, or no
+        weights.
     """
     problems = misfits(slots, {name: tensor.shape for name, tensor in tensors.items()})
     if problems:

@@ -1,7 +1,7 @@
 """A small causal LM that drafts for a large one (Leviathan et al. 2023, section 3; Chen et al. 2023).
 
-Its layers are further layers of the target's block table: where the target keeps position i of a sequence, so does the
-draft model. So blocks, prefix cache and preemption hold for both. `autoregressive` says who is computed when.
+Its layers are further layers of the target's block table: both keep position i of a sequence in the same slot, and
+share blocks, prefix cache and preemption. `autoregressive` has the order of passes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MIN_AGREEMENT = 0.5
-"""Share of tokens with the same id from which a draft model's vocabulary may be of another size than the target's."""
+"""Minimum share of tokens with the same id for a draft model whose vocabulary has another size than the target's."""
 
 
 def load(config: SpeculativeConfig, context: DrafterContext) -> DraftModelDrafter:
@@ -83,8 +83,8 @@ def check(config: SpeculativeConfig, target: ModelConfig, model_path: Path) -> N
 def _check_vocabulary(
     model: str, own: tuple[Path, int], target: tuple[Path | str | None, int], *, warns: bool = False
 ) -> None:
-    """Refuse a vocabulary of another size unless both are padded ones of tokenizers that agree; warn where tokens
-    differ. `own` and `target`: folder and size of the vocabulary."""
+    """Refuse a vocabulary of another size unless both are padded ones of tokenizers that agree; warn if tokens differ.
+    `own` and `target`: folder and size of the vocabulary."""
     (path, vocab_size), (folder, wanted) = own, target
     share = None if not folder else agreement(Path(folder), path)
     percent = "unknown, as a tokenizer.json is missing" if share is None else f"{share:.1%}"
@@ -108,13 +108,13 @@ class DraftModelDrafter(TokenDrafter):
     """Drafts by a causal LM with the target's vocabulary and each request's own sampling parameters.
 
     Greedy requests get its most likely tokens; requests under the drafter-invariant rule draw from its q with the noise
-    that the target will use; the others draw with noise of their own, and q goes along for rejection sampling.
+    that the target will use; the others draw with noise of their own, and keep q for rejection sampling.
     """
 
     def __init__(
         self, model: LanguageModel, *, vocab_size: int | None = None, **options: Unpack[TokenDrafterOptions]
     ) -> None:
-        """`model` belongs to the drafter. `vocab_size`: the target's, where it may be another than the model's."""
+        """`model` belongs to the drafter. `vocab_size`: the target's, which may differ from the model's."""
         own_size = model.config.vocab_size
         super().__init__(model, own_size, **options)
         self._model = model

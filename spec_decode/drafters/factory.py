@@ -1,4 +1,4 @@
-"""The choice of a drafter: the registry of methods, and what drafters are built from."""
+"""The choice of a drafter: the registry of methods, and the context that drafters are built from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_SHOWN = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterContext:
-    """Everything that drafters are built from, beside their own configuration."""
+    """Everything that drafters are built from, in addition to their own configuration."""
 
     target: LanguageModel
     """Drafts are its token ids; heads read its hidden states, and may share its embeddings and its head."""
@@ -37,8 +37,8 @@ class DrafterContext:
     load_format: str = "auto"
     """"auto" or "dummy"."""
     quantization: str | None = None
-    """Method by which a drafter's weights are quantised while loading, where neither its configuration nor its files
-    name one."""
+    """Method by which a drafter's weights are quantised while loading, if neither its configuration nor its files name
+    one."""
     seed: int = 0
     """Seed of dummy weights."""
     progress: bool = False
@@ -60,17 +60,17 @@ _MODULES = {
     "eagle3": ".eagle.drafter",
     "medusa": ".medusa.drafter",
 }
-"""Method of `speculative_config` -> module, imported on use. It has `load(config, context) -> Drafter` and, where the
-drafter owns layers, `kv_bytes_per_token(config, dtype, kv_cache_dtype) -> int`; where it has files,
-`check(config, target, model_path)`."""
+"""Method of `speculative_config` -> module, imported on use. It has `load(config, context) -> Drafter` and, if the
+drafter owns layers, `kv_bytes_per_token(config, dtype, kv_cache_dtype) -> int`; if it has files, `check(config,
+target, model_path)`."""
 
 
 def make_drafter(config: SpeculativeConfig | None, context: DrafterContext) -> Drafter:
-    """The drafter that `config` asks for; None is no speculation.
+    """The drafter of `config`; None is no speculation.
 
     Raises:
         InvalidRequestError: the drafter does not fit the target, or its files are damaged.
-        UnsupportedModelError: something it would need is not supported.
+        UnsupportedModelError: it needs something that is not supported.
         NotFoundError: its model does not exist. `param` is "speculative_config" for all of these.
     """
     if config is None:

@@ -1,4 +1,4 @@
-"""From options to the drafter that is trained: new heads, and heads and draft models read from a folder."""
+"""Builds the drafter to train from options: new heads, and heads and draft models read from a folder."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _REFUSED = ("norm_before_fc", "fc_norm", "norm_output", "fc_bias", "qkv_bias", "
 
 
 def head_config(options: TrainOptions, target: Target, samples: Sequence[Sample]) -> EagleConfig:
-    """Sizes of a new head: the target's unless told otherwise; EAGLE-3's vocabulary is what `samples` need.
+    """Sizes of a new head: by default the target's; EAGLE-3's vocabulary is chosen from `samples`.
 
     Raises:
-        InvalidRequestError: sizes that do not go together; names the option.
+        InvalidRequestError: incompatible sizes; names the option.
         UnsupportedModelError: the target is not of Llama's shape.
     """
     config, eagle3 = target.config, options.method == "eagle3"

@@ -91,7 +91,7 @@ class Reader:
         return prompts
 
     def samples(self, path: str | Path, max_length: int) -> list[Sample]:
-        """The samples of a file, cut to `max_length`; those of which too little is left are dropped.
+        """The samples of a file, cut to `max_length`; those that become too short are dropped.
 
         Raises:
             NotFoundError, InvalidRequestError: names the file, and the line.
@@ -189,7 +189,7 @@ def _records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def check_held_out(count: int, available: int) -> None:
-    """Raises InvalidRequestError when nothing would be left to learn from."""
+    """Raises InvalidRequestError if no samples would be left to learn from."""
     if count >= available:
         raise InvalidRequestError(
             f"--held-out {count} leaves nothing of {available} samples to learn from", param="held_out"
@@ -238,7 +238,7 @@ def plan_epoch(num_batches: int, seed: int, epoch: int) -> list[int]:
 
 
 def collate(samples: Sequence[Sample], device: torch.device) -> Batch:
-    """Pad samples on the right with token 0, which causal attention never shows to what is before it."""
+    """Pad samples on the right with token 0, which earlier tokens do not attend to."""
     length = max(len(sample.token_ids) for sample in samples)
     ids = torch.zeros(len(samples), length, dtype=torch.long)
     learned = torch.zeros(len(samples), length, dtype=torch.bool)
@@ -259,7 +259,7 @@ def learned_tokens(samples: Iterable[Sample]) -> Counter[int]:
 def choose_vocab_size(samples: Sequence[Sample], vocab_size: int) -> int:
     """Size of the draft vocabulary for a target's: the smallest of `_DRAFT_SIZES` that covers `_COVERED`, or the last.
 
-    It is chosen from most samples and checked on the others, as the tokens of few samples are not all that come. A
+    It is chosen from most samples and checked on the others, since few samples do not contain all tokens. A
     vocabulary of at most twice the smallest is used whole: beyond it the lm_head is most of a head's work.
     """
     if vocab_size <= 2 * _DRAFT_SIZES[0]:
@@ -275,7 +275,7 @@ def choose_vocab_size(samples: Sequence[Sample], vocab_size: int) -> int:
 def frequent_tokens(samples: Iterable[Sample], count: int, always: Iterable[int] = ()) -> list[int]:
     """The `count` most frequent learned tokens, ascending, `always` among them; unseen ones fill up by id.
 
-    Tokenizers number what they merged early, and so what is frequent, first.
+    Tokenizers give the lowest ids to early merges, which are frequent.
     """
     seen = learned_tokens(samples)
     ranked = dict.fromkeys([*always, *sorted(seen, key=lambda token: (-seen[token], token))])

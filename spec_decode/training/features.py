@@ -1,4 +1,5 @@
-"""The target's features of fixed batches, kept as far as memory allows: in later epochs the target is not run again."""
+"""The target's features of fixed batches, cached as far as memory allows, so that later epochs do not run the
+target."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from .target import Features, Target
 class FeatureCache:
     """Features of batches of samples.
 
-    They are the same whether they were kept or computed again, as each batch always holds the same samples: how much
-    is kept decides how long a run takes, and not its result.
+    Each batch always holds the same samples, so cached and recomputed features are equal: the cache's size affects the
+    duration of a run, not its result.
     """
 
     def __init__(

@@ -16,9 +16,9 @@ class Measured(NamedTuple):
 
     loss: float
     acceptance_length: float
-    """Mean tokens of a round: the accepted drafts and the token that the target adds."""
+    """Mean tokens of a round: the accepted drafts and the target's own token."""
     per_position: list[float]
-    """Share of the rounds that accept the draft at this place, and so all before it."""
+    """Share of the rounds that accept the draft at this position, and so all before it."""
 
 
 def rounds_of(hits: Sequence[Sequence[bool]], k: int) -> list[int]:
@@ -58,7 +58,7 @@ def summarize(loss: float, rounds: Sequence[int], k: int) -> Measured:
 
 @torch.no_grad()
 def measure(drafter: TrainedDrafter, batches: Iterable[Features], k: int) -> Measured:
-    """Measure a drafter; it comes back in the mode it was in."""
+    """Measure a drafter; its training mode is restored."""
     training = drafter.training
     drafter.eval()
     losses: list[float] = []

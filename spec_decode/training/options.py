@@ -24,8 +24,7 @@ _MOST = 2**31 - 1
 def _option(default: Any, text: str, group: str, **more: Any) -> Any:
     """A field with its flag.
 
-    `within`: other bounds than 0 to 1e6, or 1 to `_MOST` of integers; `methods`: the only ones for which it has a
-    meaning.
+    `within`: bounds other than 0 to 1e6, or 1 to `_MOST` for integers; `methods`: the only ones to which it applies.
     """
     return field(default=default, metadata={"help": text, "group": group, **more})
 
@@ -112,10 +111,10 @@ class TrainOptions:
     medusa_layers: int = _option(1, "residual layers of each Medusa head", "heads", methods=("medusa",), within=(1, 16))
 
     def check(self, given: Collection[str] | None = None) -> None:
-        """Refuse values that no run can have; what depends on the model is checked when it is loaded.
+        """Refuse invalid values; checks that depend on the model come when it is loaded.
 
         Args:
-            given: names of the options that the user named; None for those that are not their defaults.
+            given: names of the user's options; None for those that differ from their defaults.
 
         Raises:
             InvalidRequestError: names the option and the limit.
@@ -159,7 +158,7 @@ class TrainOptions:
                 raise wrong(name, "is for --generate")
 
     def comparable(self) -> dict[str, Any]:
-        """The options that decide the result, as JSON would have them; data count by content, in `run_folder`."""
+        """The options that determine the result, as JSON values; data are compared by content, in `run_folder`."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         values["aux_layers"] = list(self.aux_layers) if self.aux_layers else None
         return {
@@ -167,7 +166,7 @@ class TrainOptions:
         }
 
     def generation(self) -> dict[str, Any] | None:
-        """The options that decide what --generate writes; None without it."""
+        """The options that determine the output of --generate; None without it."""
         if not self.generate:
             return None
         names = ("model", "adapter", "dtype", "temperature", "max_tokens")
@@ -180,6 +179,6 @@ def wrong(name: str, message: str) -> InvalidRequestError:
 
 
 def reason(error: BaseException) -> str:
-    """The first line of what an error says: libraries' errors go on for many, and may say nothing."""
+    """The first line of an error's message: libraries' messages are long, or empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""Expected results of a run, said before it starts; warnings where data or steps are too few."""
+"""Expected results of a run, logged before it starts; warnings if data or steps are too few."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _MEASURED = ((10_000, 1.14), (37_000, 1.20), (75_000, 1.25))
 """Trained tokens, and the acceptance length with 4 drafts on prompts of other topics that an EAGLE-3 head of
 SmolLM2-135M had reached with them."""
 _FEW_TOKENS = 100_000
-"""Learned tokens below which a draft vocabulary and a head know too few words: 85,000 of SmolLM2's answers had only 90%
+"""Learned tokens below which a draft vocabulary and a head have too few words: 85,000 of SmolLM2's answers had only 90%
 of the words of answers to other prompts."""
 _FEW_TRAINED = 500_000
 """Trained tokens, counted in every epoch, that a run should have: at a seventh of them the loss of SmolLM2's head still
 fell fast. Public heads see a hundred times as many."""
 _FEW_STEPS = 200
-"""Steps below which warm-up and decay of the learning rate leave little between."""
+"""Steps below which warm-up and decay of the learning rate take most of the run."""
 _COVERED = 0.97
-"""Share of the held-out tokens in the draft vocabulary below which the rest is felt: a draft outside is impossible."""
+"""Share of the held-out tokens in the draft vocabulary below which a warning is logged: others cannot be drafted."""
 
 
 def outlook(

@@ -1,4 +1,4 @@
-"""Files written so that a name never shows half a file: written aside, then renamed."""
+"""Files written atomically: under another name, then renamed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def aside(path: Path) -> Iterator[Path]:
-    """Path to write to, which becomes `path` at the end."""
+    """Path to write to, renamed to `path` at the end."""
     written = path.with_name(path.name + ".new")
     yield written
     os.replace(written, path)

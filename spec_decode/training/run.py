@@ -42,13 +42,13 @@ class Loaded(NamedTuple):
 
 
 def load(options: TrainOptions, samples: Sequence[Sample] = ()) -> Loaded:
-    """Everything before the first step: whatever does not fit is found here.
+    """Everything before the first step: mismatches are found here.
 
     Args:
         samples: the head's vocabulary is chosen from them; without any it is an arbitrary one.
 
     Raises:
-        OutriderError: the typed error for what does not fit.
+        OutriderError: a typed error for a mismatch.
     """
     device = choose_device(options.device)
     target = _target(options, device)
@@ -62,13 +62,13 @@ def train_draft(
     report: Callable[[str], None] = lambda line: None,
     begin: Callable[[], None] = lambda: None,
 ) -> Measured:
-    """Train and write what `options` ask for into `options.output`, a folder that exists once `begin` has been called.
+    """Train, and write the results into `options.output`, a folder that exists once `begin` has been called.
 
     Args:
         begin: called when everything has been loaded, before anything is written.
 
     Raises:
-        OutriderError: the typed error for what does not fit.
+        OutriderError: a typed error for a mismatch.
         KeyboardInterrupt: Ctrl-C; `options.resume` goes on from the checkpoint. SystemExit: SIGTERM, likewise.
     """
     with Progress(report, None if options.progress else EVERY) as progress:

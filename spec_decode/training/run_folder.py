@@ -1,8 +1,8 @@
-"""The output folder of a training run: whether it may be used, what describes the run, what --overwrite deletes.
+"""The output folder of a training run: checks before it is used, the description of the run, and --overwrite.
 
-`run.json` holds the options that decide the result, those that decide what --generate writes, and what the files that
-a run reads were: by content, for a name may come to mean another file. It is written only when everything has been
-loaded, so that a start that fails leaves nothing behind. Nothing is deleted in a folder without one.
+`run.json` holds the options that determine the result, those that determine the output of --generate, and digests of
+the files that a run reads. It is written only when everything has been loaded, so that a failed start leaves nothing
+behind. Nothing is deleted in a folder without one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OURS = (RUN_FILE, GENERATED, GENERATED_EVAL, "training_log.jsonl", "config.json"
 """Files that a run writes."""
 _INPUTS = ("model", "adapter", "draft", "data", "eval_data")
 _DESCRIBING = ("config.json", "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-"""Files of a model's or adapter's folder that stand for it; a model's weights are too large to be read for that."""
+"""Files of a model's or adapter's folder that identify it; a model's weights are too large to be read for that."""
 
 
 def check_output(options: TrainOptions) -> None:
@@ -67,7 +67,7 @@ def prepare_output(options: TrainOptions) -> None:
             for name in OURS:
                 if name not in kept:
                     (folder / name).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # not there, or something else is in it
+            with contextlib.suppress(OSError):  # missing, or not empty
                 (folder / _STATE).parent.rmdir()
         write_json(folder / RUN_FILE, described)
     except OSError as error:
@@ -75,7 +75,7 @@ def prepare_output(options: TrainOptions) -> None:
 
 
 def kept_files(options: TrainOptions) -> set[str]:
-    """Files of generated completions in the output folder that are what this run would generate."""
+    """Files in the output folder with the completions that this run would generate."""
     if options.resume:
         return {GENERATED, GENERATED_EVAL}
     before = _read_run(Path(options.output))
@@ -101,7 +101,7 @@ def describe(options: TrainOptions) -> dict[str, Any]:
 
 
 def _digest(option: str, path: str | None) -> str | None:
-    """SHA-256 of a file, or of what describes a model's folder; None for what is on a hub, a pipe, or not given."""
+    """SHA-256 of a file, or of the files that identify a model's folder; None for a hub id, a pipe, or no path."""
     if not path:
         return None
     place = _place(option, path)
@@ -144,7 +144,7 @@ def _check_apart(options: TrainOptions) -> None:
 
 
 def _read_run(folder: Path) -> dict[str, Any] | None:
-    """`run.json`; None where there is none of ours."""
+    """`run.json`; None if there is none of ours."""
     try:
         value = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -16,7 +16,7 @@ class Speed:
         self._window: deque[tuple[int, float]] = deque(maxlen=50)
 
     def note(self, done: int, losses: Sequence[float], tokens: int, seconds: float) -> None:
-        """Note a step, and the last losses."""
+        """Record a step, and the last losses."""
         if len(self._window) == 1 and done == self._first + 2:  # the very first step warms up
             self._window.clear()
         self._window.append((tokens, seconds))

@@ -1,4 +1,4 @@
-"""The frozen target: what heads read from it, and the distributions that they learn."""
+"""The frozen target: the states that heads read, and the distributions that they learn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MISSING_EXTRA = "training with adapters needs peft: pip install 'outrider[train]
 
 
 class Labels(NamedTuple):
-    """N positions after which a token comes that is learned, row by row and ascending within a row."""
+    """N positions whose next token is learned, row by row and ascending within a row."""
 
     rows: Tensor
     """[N] row of the batch."""
@@ -85,7 +85,7 @@ def import_peft() -> Any:
         import peft
     except ImportError as error:
         raise OutriderError(MISSING_EXTRA) from error
-    # Between two of the libraries' own versions, and nothing that a user can change.
+    # Caused by the libraries' versions; a user cannot change it.
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing. is deprecated", category=FutureWarning)
     return peft
 
@@ -155,7 +155,7 @@ class Target:
     def last_layer(self) -> dict[str, Tensor]:
         """The last decoder layer's weights by module, without any adapter.
 
-        Besides "norm.weight", the final norm's, and "first_norm.weight", that which embeddings enter.
+        In addition "norm.weight" of the final norm and "first_norm.weight" of the first layer's input norm.
         """
         decoder = self._causal.base_model
         weights = {
@@ -213,7 +213,7 @@ def load_target(
     """Load a target.
 
     Args:
-        aux_layers: whose inputs are wanted; None chooses them as EAGLE-3 does (`choose_aux_layers`).
+        aux_layers: layers whose inputs are read; None chooses them as EAGLE-3 does (`choose_aux_layers`).
 
     Raises:
         NotFoundError, UnsupportedModelError, AdapterError: it cannot be loaded.
@@ -237,7 +237,7 @@ def load_target(
 
 
 def _check_adapter(adapter: str) -> None:
-    """PEFT asks a hub for what a folder lacks, and takes much for a configuration: look first."""
+    """Check a folder before PEFT, which asks a hub for missing files and accepts invalid configurations."""
     folder = Path(adapter)
     if not os.path.isdir(folder):
         raise AdapterError(f"--adapter: there is no folder {adapter}", param="adapter")
@@ -252,7 +252,7 @@ def _check_adapter(adapter: str) -> None:
 
 
 def choose_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """Layers 2, L//2 and L-3 (Li et al. 2025, EAGLE-3), or three neighbours near the end where these are not distinct.
+    """Layers 2, L//2 and L-3 (Li et al. 2025, EAGLE-3), or three adjacent ones near the end if these are not distinct.
 
     Raises:
         InvalidRequestError: the target has no three.

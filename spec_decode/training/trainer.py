@@ -1,4 +1,4 @@
-"""The training loop: the same result whether it ran through or was interrupted and resumed."""
+"""The training loop: an interrupted and resumed run has the same result as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def rate_factor(step: int, steps: int, warmup: int) -> float:
 
 
 def make_optimizers(drafter: TrainedDrafter, options: TrainOptions) -> list[torch.optim.Optimizer]:
-    """AdamW for what is trained, or Muon for the matrices of layers and AdamW for the rest."""
+    """AdamW for all trained tensors, or Muon for the matrices of layers and AdamW for the rest."""
     matrices = drafter.matrices() if options.optimizer == "muon" else []
     chosen = {id(p) for p in matrices}
     rest = [p for p in drafter.parameters() if p.requires_grad and id(p) not in chosen]
@@ -112,7 +112,7 @@ class Trainer:
         return len(self._learned)
 
     def run(self, progress: Progress) -> Measured:
-        """Train to the end; `progress` says each measurement, and how far the run is. Returns the last measurement.
+        """Train to the end; `progress` gets each measurement, and the state of the run. Returns the last measurement.
 
         Raises:
             KeyboardInterrupt: Ctrl-C; the checkpoint has been written. SystemExit: SIGTERM, likewise.
@@ -171,7 +171,7 @@ class Trainer:
         return loss.item()
 
     def _precision(self) -> torch.autocast:
-        """Products in bfloat16 where that is asked for."""
+        """Products in bfloat16 if requested."""
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._options.dtype == "bfloat16")
 
     def _measure(self, step: int, loss: float | None, progress: Progress, *, log: bool = True) -> Measured:

@@ -1,1 +1,1 @@
-"""Verification: which drafts are accepted, and which token follows them."""
+"""Verification: accepted drafts, and the token after them."""

@@ -38,7 +38,7 @@ class Drafting:
     """First position that the catch-up pass need not compute."""
     draft_ids: list[int] = field(default_factory=list)
     device_ids: list[tuple[OnDevice, int]] = field(default_factory=list)
-    """Source of each draft and its place there: in place of `draft_ids`, where the host does not wait for them."""
+    """Source of each draft and its index there, instead of `draft_ids` if the host does not wait for them."""
     draft_probs: list[Tensor] = field(default_factory=list)
     """[V] float32 each, when the request is verified by rejection sampling."""
 
@@ -71,13 +71,12 @@ class PassOutput(NamedTuple):
     hidden: Tensor
     """[B, H] of their last tokens."""
     logits: Tensor | None = None
-    """[B, V] or [B, Vd] float32 of the next tokens, where the pass made them too: good until the next pass, and a draw
+    """[B, V] or [B, Vd] float32 of the next tokens, if the pass computed them: valid until the next pass, and a draw
     may change them."""
     best: Tensor | None = None
-    """[B] int64: the most likely of these tokens, by the target's ids; good until the next pass."""
+    """[B] int64: the most likely of these tokens, by the target's ids; valid until the next pass."""
     overshoot: Tensor | None = None
-    """[B] int64 on the device: by how many positions the sequences end before where the host takes them to; None: the
-    host knows."""
+    """[B] int64 on the device: by how many positions the sequences are shorter than the host assumes; None: 0."""
 
     def rows(self, index: Tensor) -> PassOutput:
         """The output of some of the sequences."""
@@ -94,7 +93,7 @@ class DraftVocabulary:
     """V"""
 
     def widen(self, logits: Tensor) -> Tensor:
-        """[B, Vd] to [B, V]; what the drafter does not know gets -inf."""
+        """[B, Vd] to [B, V]; other tokens get -inf."""
         wide = logits.new_full((logits.shape[0], self.target_size), -torch.inf)
         return wide.index_copy_(1, self.target_ids, logits)
 
@@ -110,12 +109,12 @@ def draw(
     """Append one draft to each of B sequences.
 
     Greedy requests get the most likely token; requests under the drafter-invariant rule draw from q with the noise that
-    the target will use, by the *target's* token ids; the others draw with noise of their own, and q goes along.
+    the target will use, by the *target's* token ids; the others draw with noise of their own, and keep q.
 
     Args:
         logits: [B, V] float32, or [B, Vd] with a `vocabulary`; may be changed.
-        edit: for requests with such parameters. A drafter that did not know of a mask would be wrong most of the time.
-        best: `most_likely_ids` of the logits, where they are known already; may be overwritten later.
+        edit: for requests with such parameters. A drafter without the request's mask would be wrong most of the time.
+        best: `most_likely_ids` of the logits, if known already; may be overwritten later.
         overshoot: see `PassOutput.overshoot`.
     """
     if best is not None and takes_best(sequences, edit):
@@ -159,7 +158,7 @@ def takes_best(sequences: Sequence[Drafting], edit: EditLogits | None) -> bool:
 
 
 def append_best(sequences: Sequence[Drafting], best: Tensor) -> None:
-    """Append to each of B sequences as many drafts as it wants, all of which are known.
+    """Append to each of B sequences its number of drafts, all of which are known.
 
     Args:
         best: [k or more, B] int64 on the device: the most likely tokens, by the target's ids; may be overwritten later.
@@ -214,7 +213,7 @@ def stays_on_device(logits: Tensor) -> bool:
 
 def last_drafts(sequences: Sequence[Drafting]) -> tuple[list[list[int]], list[DeviceTokens]]:
     """The last draft of each of B sequences, which were drawn together, as one pass's tokens: [B] lists of one, with
-    their sources where the host does not know them."""
+    their sources if the host does not know them."""
     if not sequences[0].device_ids:
         return [s.draft_ids[-1:] for s in sequences], []
     ids = [DeviceIds(source, [place]) for source, place in (s.device_ids[-1] for s in sequences)]

@@ -1,13 +1,14 @@
-"""Synthetic acceptance: drafts are accepted at given rates, whatever they are. For benchmarks; the text is meaningless.
+"""Synthetic acceptance: drafts are accepted at given rates, regardless of their tokens. For benchmarks; the text is
+meaningless.
 
-It shows what a drafter's speed would be worth at an acceptance that nobody has trained yet. The rates are COMPAT's and
-vLLM's: `rates[j]` is the share of all rounds in which the draft at position j is accepted, so that
+It shows the speed of a drafter at an acceptance that it does not have yet. The rates are COMPAT's and vLLM's:
+`rates[j]` is the share of all rounds in which the draft at position j is accepted, so that
 
     P(draft j is accepted | those before it were) = rates[j] / rates[j - 1],  rates[-1] = 1,
 
 and the mean number of tokens a round is 1 + sum(rates). The accepted tokens are the drafts themselves, and the token
-after them is the target's, so every part of a step costs what it costs in earnest. The coins are counter-based, like
-all noise: a request with a seed accepts the same numbers of drafts in every run, whatever the batch.
+after them is the target's, so every part of a step has its real cost. The coins are counter-based, like all noise: a
+request with a seed accepts the same numbers of drafts in every run and batch.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def accept_at_rates(row: VerifyRow, rates: Sequence[float]) -> int:
 
 
 def choose_synthetic(logits: Tensor, rows: Sequence[VerifyRow], rates: Sequence[float]) -> Choices:
-    """Stands in for `verification.choose`, for rows of every rule; the host waits for the device.
+    """Replaces `verification.choose`, for rows of every rule; the host waits for the device.
 
     Args:
         logits: [sum(1 + k_i), V] float32 after every sampling parameter, the rows' in order.

@@ -1,4 +1,4 @@
-"""Verification of drafts: two lossless rules. The output has the target's distribution, whatever the drafter.
+"""Verification of drafts: two lossless rules. The output has the target's distribution with any drafter.
 
 Drafter-invariant (greedy and seeded requests): the token at position i is argmax(log p_i + G_i), where the noise G_i is
 a function of the request's seed, i and the token id alone; a draft is right when it is that token. So the text, not
@@ -13,8 +13,8 @@ norm(max(p - q, 0)) instead; when all are accepted, one more token from p. A dra
 
 A request with k drafts brings 1 + k rows of logits: row j is the distribution p of the token after j drafts, after
 every sampling parameter (penalties at row j count the drafts before j). Rows of requests with different k and different
-rules lie one after the other; everything is computed for all of them at once (`kernels/verification`) and read back
-once. On a GPU that is one launch, which `choose` makes without waiting for it.
+rules are concatenated; all are computed at once (`kernels/verification`) and read back once. On a GPU that is one
+launch, which `choose` makes without waiting for it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Verified(NamedTuple):
     """Result of a verification for one request."""
 
     token_ids: list[int]
-    """The accepted drafts and one token more."""
+    """The accepted drafts and one more token."""
     num_accepted: int
 
 
@@ -80,7 +80,7 @@ def verify(logits: Tensor, rows: Sequence[VerifyRow]) -> list[Verified]:
 
     Args:
         logits: [sum(1 + k_i), V] float32 after every sampling parameter (`filter_logits` last), the rows' in order.
-            A row without a finite maximum decides nothing: the caller must cut the result there.
+            A row without a finite maximum has no valid token: the caller must cut the result there.
         rows: the requests; k_i = len(draft_ids) may be 0.
 
     Returns:
@@ -117,8 +117,8 @@ def choose(
 
     Args:
         logits, rows: those of `verify`; at least one row.
-        stats: `row_stats` of `logits`, where the caller has them.
-        overshoot: [B] int64 on the device: by how much the rows' `first_position` is too large; None: nowhere.
+        stats: `row_stats` of `logits`, if the caller has them.
+        overshoot: [B] int64 on the device: by how much the rows' `first_position` is too large; None: 0.
     """
     probs = [
         row.draft_probs
@@ -167,7 +167,7 @@ def target_tokens(
     Args:
         logits: [R, V] float32, filtered; -inf is never chosen.
         seed_keys, positions, greedy: [R] on the host.
-        overshoot: [R] int64 on the device: by how much the positions are too large; None: nowhere.
+        overshoot: [R] int64 on the device: by how much the positions are too large; None: 0.
 
     Returns:
         [R] int64 on the device of `logits`.
@@ -179,7 +179,7 @@ def target_tokens(
 
 
 def accept_equal(draft_ids: Sequence[int], target_ids: Sequence[int]) -> Verified:
-    """The longest prefix of k drafts that equals the 1 + k target tokens, and the target's token at that place."""
+    """The longest prefix of k drafts that equals the 1 + k target tokens, and the target's token at that position."""
     accepted = 0
     while accepted < len(draft_ids) and draft_ids[accepted] == target_ids[accepted]:
         accepted += 1

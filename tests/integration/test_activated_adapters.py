@@ -56,7 +56,7 @@ def expected(models, prompts, activated):
 
 
 @pytest.mark.parametrize("method", [None, "ngram", "draft_model", "eagle"])
-def test_texts_equal_those_of_peft_beside_the_base_model(
+def test_texts_equal_those_of_peft_in_a_batch_with_the_base_model(
     models, make_engine, run, prompts, greedy, activated, expected, method
 ):
     engine = make_engine(**LORA, speculative_config=models.speculative(method, 3), max_num_batched_tokens=24)

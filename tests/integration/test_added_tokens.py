@@ -56,7 +56,7 @@ def test_text_is_that_of_peft_whatever_drafts(models, make_engine, run, prompts,
 
 
 def test_samples_of_others_are_as_alone(make_engine, run, prompts, resized, models):
-    """With every sampling parameter beside a request of the adapter, whose steps have more columns."""
+    """With every sampling parameter, in a batch with a request of the adapter, whose steps have more columns."""
     params = [
         SamplingParams(seed=4, max_tokens=40, ignore_eos=True, temperature=3.0, logprobs=3),
         SamplingParams(seed=5, max_tokens=40, ignore_eos=True, top_p=0.9, repetition_penalty=1.3, temperature=2.0),
@@ -73,7 +73,7 @@ def test_samples_of_others_are_as_alone(make_engine, run, prompts, resized, mode
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_sampled_drafts_of_others_are_verified_beside_it(models, make_engine, run, prompts, greedy, resized, method):
+def test_sampled_drafts_of_others_share_its_step(models, make_engine, run, prompts, greedy, resized, method):
     """Drafters give probabilities of the base model's tokens; a step with the adapter has more columns."""
     engine = make_engine(**LORA, speculative_config=models.speculative(method, 3))
     sampled = SamplingParams(max_tokens=12, ignore_eos=True)  # without a seed drafts are drawn

@@ -55,7 +55,7 @@ def work(models, prompts):
 
 
 def words(outcomes):
-    """All that a client is told, but for how many tokens came at once."""
+    """All outputs of a client, except how many tokens came at once."""
     return [(o.token_ids, o.logprobs, o.prompt_logprobs, o.finish_reason, o.stop_reason, o.error) for o in outcomes]
 
 
@@ -119,7 +119,7 @@ def test_unseeded_requests_draw_the_same(make_engine, run, work):
 
 
 @pytest.mark.parametrize("method", [None, "draft_model"])
-def test_requests_that_are_aborted_disturb_no_one(models, make_engine, work, wanted, method):
+def test_aborted_requests_do_not_affect_others(models, make_engine, work, wanted, method):
     engine = make_engine(
         speculative_config=models.speculative(method, 3), enable_lora=True, max_loras=3, max_lora_rank=8,
         async_scheduling=True, block_size=4, num_gpu_blocks_override=64,
@@ -162,7 +162,7 @@ def test_a_step_is_planned_and_launched_while_the_one_before_runs(make_engine, r
     assert len(outcomes[0].token_ids) == 24
 
 
-def test_bad_words_are_given_the_token_before(make_engine, run, prompts, monkeypatch):
+def test_bad_words_of_several_tokens_see_the_token_before(make_engine, run, prompts, monkeypatch):
     """The same engine does not launch past a step whose tokens the host needs for the next one; for penalties the
     device has them."""
     engine = make_engine(async_scheduling=True)

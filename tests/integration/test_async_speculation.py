@@ -11,6 +11,10 @@ from outrider.platform.core.messages import EngineRequest
 from outrider.spec_decode.verify import draft_sampling as drawing
 
 METHODS = ["draft_model", "eagle", "eagle3", "medusa"]
+CLASSES = ["draft_model", "eagle3", "medusa"]
+"""One method for each class of drafters: EAGLE drafts with EAGLE-3's."""
+BOTH_WAYS = [("draft_model", False), ("draft_model", True), ("eagle", True), ("eagle3", False), ("medusa", True)]
+"""What a switch does in one class; each other method has it once. Batches that come and go have the rest."""
 KINDS = [
     {"temperature": 0.0},
     {"temperature": 0.9, "seed": 5, "min_tokens": 5},
@@ -45,8 +49,7 @@ def watch(engine, monkeypatch):
     return plans
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "adapters"), BOTH_WAYS)
 def test_the_text_is_that_without_drafts(
     models, make_engine, plain_tokens, run, prompts, method, adapters, monkeypatch
 ):
@@ -61,7 +64,7 @@ def test_the_text_is_that_without_drafts(
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CLASSES)
 def test_steps_with_penalties_overlap(models, make_engine, plain_tokens, run, prompts, method, monkeypatch):
     """The device counts what the step before accepts and samples, for the drafter's logits too."""
     kinds = [
@@ -140,12 +143,11 @@ def test_any_number_of_drafts_and_any_length(models, make_engine, plain_tokens, 
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "on_device"), BOTH_WAYS)
 def test_unseeded_requests_draw_what_they_draw_one_step_after_the_other(
     models, make_engine, run, prompts, method, on_device, monkeypatch
 ):
-    """But for their ends, where a sequence gets fewer drafts while nobody knows how long it is. So the drafts,
+    """Except at their ends, where a sequence gets fewer drafts while the host does not know its length. So the drafts,
     what they were drawn from, and the noise of every position are the same, and with them the distribution."""
     if on_device:
         monkeypatch.setattr(drawing, "stays_on_device", lambda logits: True)
@@ -159,8 +161,8 @@ def test_unseeded_requests_draw_what_they_draw_one_step_after_the_other(
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_requests_that_are_aborted_disturb_no_one(models, make_engine, plain_tokens, run, prompts, method):
+@pytest.mark.parametrize("method", CLASSES)
+def test_aborted_requests_do_not_affect_others(models, make_engine, plain_tokens, run, prompts, method):
     engine = make(make_engine, models, method, block_size=4, num_gpu_blocks_override=72)
     jobs = jobs_of(models, prompts, KINDS, True)
     want = plain_tokens(jobs)
@@ -190,7 +192,7 @@ def test_a_step_is_launched_before_the_host_knows_what_the_one_before_accepted(
     event = threading.Event()
 
     def noted(plan, before=None):
-        if plan.is_followed and before is None and not held:
+        if plan.can_overlap_next and before is None and not held:
             held.append(True)
             engine._runner._queue.submit(lambda: seen.append(event.wait(timeout=60)))
         elif before is not None and any(row.num_drafts for row in plan.rows):
@@ -212,13 +214,13 @@ def test_an_error_in_a_step_in_flight_leaves_a_usable_engine(
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_who_decides_on_the_host_waits_for_it(models, make_engine, run, prompts, greedy, adaptive, monkeypatch):
+def test_rows_decided_on_the_host_wait_for_it(models, make_engine, run, prompts, greedy, adaptive, monkeypatch):
     rates = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.8, 0.5, 0.2]}
     config = models.speculative("draft_model", 3) | {"adaptive": adaptive} | rates
     engine = make_engine(speculative_config=config, async_scheduling=True)
     plans = watch(engine, monkeypatch)
     run(engine, [(prompt, greedy) for prompt in prompts])
-    assert not any(plan.is_followed or row.awaits_token for plan in plans for row in plan.rows)
+    assert not any(plan.can_overlap_next or row.awaits_token for plan in plans for row in plan.rows)
 
 
 def note_drafts(engine):
@@ -236,7 +238,7 @@ def note_drafts(engine):
     return drafted
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CLASSES)
 def test_the_drafts_are_those_of_steps_one_after_the_other(models, make_engine, run, prompts, method):
     """Also after prompts whose KV, and whose hidden states, such steps have left in the prefix cache."""
     found = []

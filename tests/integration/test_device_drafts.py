@@ -1,4 +1,4 @@
-"""Drafts that stay on the device, where the host does not wait for them: the same text, and nobody reads them early."""
+"""Drafts that stay on the device, without waits on the host: the same text, and they are not read early."""
 
 from __future__ import annotations
 
@@ -161,6 +161,6 @@ def test_under_the_policy(models, make_engine, plain_tokens, run, prompts, draft
 
 @pytest.mark.usefixtures("every_other_row_by_lookup")
 def test_with_a_fallback(models, make_engine, plain_tokens, run, prompts, drafts):
-    """Rows whose drafts the host knows, from prompt lookup, stand beside others."""
+    """Rows whose drafts the host knows, from prompt lookup, in a batch with others."""
     assert run_adaptive(models, make_engine, plain_tokens, run, prompts, drafts) > 0
     assert drafts.num_mixed > 0

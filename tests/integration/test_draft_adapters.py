@@ -250,9 +250,7 @@ def test_draft_path(engine_of, bare, run, prompts, greedy, drafted):
     assert engine_of("ngram").adapters.load(nowhere).draft == ""  # nothing there would read them
 
 
-def test_a_wrong_draft_path_of_one_request_takes_nothing_from_others(
-    engine_of, run, prompts, greedy, drafted, tmp_path
-):
+def test_a_wrong_draft_path_of_one_request_does_not_affect_others(engine_of, run, prompts, greedy, drafted, tmp_path):
     """Nor does one whose files turn out to be broken: the adapter stays, with its pin and its place on the device."""
     engine = engine_of()
     good = request_of("a", drafted["a"])

@@ -143,8 +143,8 @@ def test_unloading_lets_running_requests_finish(models, make_engine, run, prompt
     assert run(engine, [(prompts[1], greedy, models.lora("b"))])[0].token_ids == alone["b"]
 
 
-def test_unloading_with_abort_ends_what_has_the_adapter(models, make_engine, run, prompts, greedy, alone):
-    """Running or waiting; the base model's request beside them notices nothing, and all memory comes back."""
+def test_unloading_with_abort_aborts_its_requests(models, make_engine, run, prompts, greedy, alone):
+    """Running or waiting; the base model's request in the batch is unaffected, and all memory is freed."""
     engine = make_engine(**LORA, max_loras=1, max_num_seqs=2)
     engine.adapters.load(models.lora("a"))
     for request_id, name in (("runs", "a"), ("base", None), ("waits", "a")):
@@ -357,7 +357,7 @@ def rows(plain_engine, run, prompts, wide):
     [("draft_model", 1), *((method, 3) for method in ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa"))],
 )
 def test_each_row_of_logits_has_its_own_adapter(models, make_engine, run, wide, rows, method, k, monkeypatch):
-    """1 + k rows of each request, and its prompt's, beside those of requests without an adapter there."""
+    """1 + k rows of each request, and its prompt's, in a batch with requests without an adapter there."""
     monkeypatch.setattr("outrider.platform.engine.runner.model_runner.LOGITS_CHUNK", 7)
     jobs, plain = rows
     engine = {"max_loras": 6, "max_num_seqs": 10, "enable_prefix_caching": False, **LORA}

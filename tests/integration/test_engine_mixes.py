@@ -65,7 +65,7 @@ def test_texts_are_those_of_the_merged_models(models, make_engine, run, prompts,
         assert {"a+b", "a+b+c"} <= labels or method == "ngram"
 
 
-def test_fewer_places_than_mixes(models, make_engine, run, prompts, greedy, merged_texts):
+def test_fewer_slots_than_mixes(models, make_engine, run, prompts, greedy, merged_texts):
     """They take turns on the device and in host memory as adapters do."""
     engine = make_engine(**LORA, max_loras=2, max_cpu_loras=3)
     names = [name for name in WEIGHTS if name != "without"] * 2

@@ -1,4 +1,4 @@
-"""Engines of models with experts: a request's bytes do not depend on what a step computes beside it, nor on drafts."""
+"""Engines of models with experts: a request's bytes depend neither on the rest of the batch nor on drafts."""
 
 from __future__ import annotations
 

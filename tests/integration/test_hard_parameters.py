@@ -144,7 +144,7 @@ def test_an_adapter_that_overflows_fails_its_own_requests(
     assert len(first.token_ids) == len(last.token_ids) == 24
 
 
-def test_logits_that_turn_bad_inside_a_prompt_are_told_when_the_prompt_is(make_engine, run, prompts, monkeypatch):
+def test_logits_not_finite_inside_a_prompt_are_reported_at_its_end(make_engine, run, prompts, monkeypatch):
     """The rows of some prompt tokens are NaN, the last is not: only who asks for the prompt's log-probabilities sees
     it."""
     engine = make_engine(enable_prefix_caching=False)

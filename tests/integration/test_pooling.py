@@ -70,7 +70,7 @@ def test_embeddings_equal_transformers_in_chunks_with_and_without_an_adapter(llm
         assert len(output.prompt_token_ids) == len(llm.get_tokenizer().encode(text))
 
 
-def test_a_cached_prefix_and_generation_beside_it_change_nothing(llm):
+def test_a_cached_prefix_and_concurrent_generation_change_nothing(llm):
     fresh = [llm.embed(TEXTS[3], PoolingParams("mean"), cache_salt="x", use_tqdm=False) for _ in range(2)]
     assert fresh[0][0].outputs.embedding == pytest.approx(fresh[1][0].outputs.embedding, abs=1e-6)
     last = [llm.embed(TEXTS[3], cache_salt="y", use_tqdm=False)[0] for _ in range(2)]

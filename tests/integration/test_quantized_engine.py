@@ -83,7 +83,7 @@ def test_a_quantised_head(make_engine, models, run, jobs, greedy, tmp_path):
     assert accepted[0] == accepted[1]
 
 
-def test_info_says_the_form_and_its_memory(make_engine, packed):
+def test_info_has_the_format_and_its_memory(make_engine, packed):
     info = make_engine(quantization="int8").info
     assert info.quantization == "int8 (rounded while loading)"
     assert 8 < 8 * info.weight_bytes / info.num_parameters < 11

@@ -1,4 +1,4 @@
-"""The reader process beside an engine in the process of a user's script."""
+"""The reader process of an engine in the process of a user's script."""
 
 from __future__ import annotations
 

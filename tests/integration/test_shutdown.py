@@ -1,4 +1,4 @@
-"""An engine that is shut down gives all memory back, whoever still holds it."""
+"""An engine frees all memory at shutdown, even if it is still referenced."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def reference(generate):
     return params, said
 
 
-def test_what_is_stopped_forbidden_and_forked(reference):
+def test_stop_strings_bad_words_and_siblings(reference):
     """That the comparison below is about something."""
     params, said = reference
     assert sum(first[2:] == ("stop", p.stop[1]) for (first, _), p in zip(said, params, strict=True)) >= 4

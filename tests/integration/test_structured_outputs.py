@@ -121,7 +121,7 @@ def test_other_parameters_combine(llm):
     assert llm.generate([PROMPTS[0]] * 2, wanted, use_tqdm=False)[0].outputs[0].text == free
 
 
-def test_behind_its_end_an_answer_has_ends_alone(llm):
+def test_after_its_end_an_answer_has_only_end_tokens(llm):
     wanted = params({"regex": "(ab){2}"}, ignore_eos=True, max_tokens=24)
     output = llm.generate("Hello", wanted, use_tqdm=False)[0].outputs[0]
     assert output.text == "abab"
@@ -129,7 +129,7 @@ def test_behind_its_end_an_answer_has_ends_alone(llm):
     assert len(set(output.token_ids[-18:])) == 1
 
 
-def test_what_leaves_no_token_is_an_error_of_that_request(llm):
+def test_a_request_without_an_allowed_token_is_an_error_of_that_request(llm):
     banned = params(
         {"choice": ["yes"]}, allowed_token_ids=[llm.get_tokenizer().encode("Q", add_special_tokens=False)[0]]
     )
@@ -158,7 +158,7 @@ def test_preemption_keeps_the_form():
     engine.shutdown()
 
 
-def test_the_host_asks_no_grammar_that_a_step_in_flight_may_read(monkeypatch):
+def test_the_host_changes_no_grammar_that_a_step_in_flight_may_read(monkeypatch):
     """A chunk of a prompt is committed while the chunk after it, which samples, runs in a thread."""
     asked, forced = [], GrammarState.forced
 

@@ -50,7 +50,7 @@ class TestTexts(RankTests):
     """See `RankTests`."""
 
 
-def test_what_clients_are_told_is_of_all_ranks(llm: LLM, whole: LLM) -> None:  # noqa: F811
+def test_engine_info_covers_all_ranks(llm: LLM, whole: LLM) -> None:  # noqa: F811
     found, one = llm.llm_engine.engine_info, whole.llm_engine.engine_info
     assert found.num_parameters == one.num_parameters
     assert one.weight_bytes <= found.weight_bytes < 1.02 * one.weight_bytes, "norms are held twice"
@@ -155,7 +155,7 @@ def test_a_rank_that_cannot_join_ends_the_others(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(rank_process, "ProcessRanks", refuse)
     with pytest.raises(OutriderError, match="no way to rank 0"):
         LLM(tensor_parallel_size=2, device="cpu")
-    assert "outrider-join" not in {thread.name for thread in threading.enumerate()}, "nobody waits for it"
+    assert "outrider-join" not in {thread.name for thread in threading.enumerate()}, "no thread waits for it"
 
     def hang(*arguments: Any) -> None:
         arguments[-1]()

@@ -112,7 +112,7 @@ def test_a_copy_that_differs_where_another_rank_has_the_rows(
 def test_an_unloaded_adapter_leaves_all_ranks(
     make_engine: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own rows are as large as the vocabulary, and count for nobody from then on."""
+    """Its own rows are as large as the vocabulary, and are not counted from then on."""
     ranks_as_threads(monkeypatch)
     save_base(tmp_path / "base", "Llama", False)
     options = {"r": 4, "target_modules": ["q_proj"], "modules_to_save": [*ENDS]}

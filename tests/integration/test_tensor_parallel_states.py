@@ -56,7 +56,7 @@ def test_any_order_over_two_ranks(models, make_engine, prompts, plain_tokens, mo
         @rule(name=NAMES, content=CONTENTS, pinned=st.booleans())
         def load(self, name, content, pinned):
             request = LoRARequest(name, path=models.adapters[content])
-            with contextlib.suppress(InvalidUserInputError):  # no room beside the pinned ones
+            with contextlib.suppress(InvalidUserInputError):  # no room in addition to the pinned ones
                 engine.adapters.load(request, load_inplace=True, pinned=pinned)
                 self.contents[name] = content
 
@@ -119,7 +119,7 @@ def test_any_order_over_two_ranks(models, make_engine, prompts, plain_tokens, mo
                 assert tokens == whole[: len(tokens)]
                 assert key in num_aborted or len(tokens) == 20
 
-    options = settings(max_examples=8, stateful_step_count=25, derandomize=True, database=None, deadline=None)
+    options = settings(max_examples=6, stateful_step_count=25, derandomize=True, database=None, deadline=None)
     run_state_machine_as_test(Machine, settings=options)
     stats = engine.stats()
     assert stats.num_preemptions

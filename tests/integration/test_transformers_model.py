@@ -187,7 +187,7 @@ def test_encoders_are_refused_by_name(architecture, kind, tmp_path):
             read_facts(tmp_path, impl=impl)
 
 
-def test_options_that_do_not_go(models, tmp_path):
+def test_incompatible_options(models, tmp_path):
     with pytest.raises(InvalidRequestError, match="batch_invariant"):
         load_model(models.target, options=ModelOptions("transformers"), batch_invariant=True)
     raw = json.loads((models.target / "config.json").read_text())

@@ -66,7 +66,7 @@ def test_pieces_cover_all_rows_in_sizes_that_are_allowed(num_rows: int, sizes: s
 
 
 class _Fickle:
-    """A product whose every result depends on the number of rows, and on the place if told so."""
+    """A product whose every result depends on the number of rows, and optionally on the index."""
 
     def __init__(self, by_place: bool) -> None:
         self._by_place = by_place

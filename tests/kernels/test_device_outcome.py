@@ -115,7 +115,7 @@ def test_new_tokens_are_given_without_waiting(source):
     ids=["greedy", "edited", "mixed"],
 )
 def test_the_next_tokens_are_written_for_the_step_after(device, kinds):
-    """As the host is told them later; a row without a choice gets some token of the vocabulary."""
+    """As the host gets them later; a row without an allowed token gets any token of the vocabulary."""
     rows = [
         SampleRow(Request(str(i), [1, 2], 2, SamplingParams(**kind), seed_key=i), Drafts([]))
         for i, kind in enumerate(kinds)
@@ -244,7 +244,7 @@ def test_drafts_are_drawn_with_the_noise_of_their_true_position(params):
 
 
 def test_of_each_row_what_it_accepted_and_sampled(device):
-    """Rows without drafts stand beside others."""
+    """Rows without drafts in a batch with others."""
     tokens = torch.tensor([10, 11, 12, 20, 30, 31], device=device)
     accepted = torch.tensor([1, 0, 1], device=device)
     outcome = DeviceOutcome(tokens, tokens[[1, 3, 5]], accepted, None, counts=[3, 1, 2])

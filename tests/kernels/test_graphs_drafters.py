@@ -99,7 +99,7 @@ class Running:
 
     request: Request
     block_table: list[int]
-    num_computed: int = 0
+    num_computed_tokens: int = 0
     num_draft_computed: int = 0
 
 
@@ -122,14 +122,14 @@ class Pair:
         """All tokens but the last are computed by the target, and drafted for; some drafts are accepted. The drafts."""
         rows, first = [], 0
         for sequence, most in zip(sequences, wanted, strict=True):
-            tokens, start = list(sequence.request.tokens), sequence.num_computed
+            tokens, start = list(sequence.request.tokens), sequence.num_computed_tokens
             rows.append(
                 DraftRow(
                     sequence.request, tokens, len(tokens) - 1, sequence.num_draft_computed, most,
                     sequence.block_table, True, start, first,
                 )
             )  # fmt: skip
-            sequence.num_computed = len(tokens) - 1
+            sequence.num_computed_tokens = len(tokens) - 1
             first += len(tokens) - 1 - start
         states = torch.randn(first, HIDDEN, generator=torch.Generator().manual_seed(rng.randrange(1 << 30)))
         plain, graphed = self.plain.propose(rows, states), self.graphed.propose(rows, states)
@@ -213,7 +213,7 @@ def _count_logits(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_one_replay_makes_all_drafts(
     make_pair: Callable[..., Pair], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of greedy rows: nothing is computed beside what was captured, and no draft changes with a later replay."""
+    """Of greedy rows: nothing is computed outside the capture, and no draft changes with a later replay."""
     pair, rng = make_pair(method), random.Random(2)
     sequences = pair.sequences([GREEDY, GREEDY], rng)
     for sequence in sequences:

@@ -215,7 +215,7 @@ def graphs(device: str, monkeypatch: pytest.MonkeyPatch) -> PassGraphs:
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampling and verification by the device's rules, and nobody asks where late rows begin."""
+    """Sampling and verification by the device's rules; the host does not read the starts of late rows."""
     for module in (sampler, kernels_penalties):
         monkeypatch.setattr(module, "use_triton", lambda x: True)
 
@@ -266,7 +266,7 @@ def test_text_is_the_same(
 def test_penalties_are_counted_where_the_tokens_are(
     files: dict[str, Path], graphs: PassGraphs, device: str, method: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps overlap, and nobody on the host reads what the step before has drafted, accepted or sampled."""
+    """Steps overlap, and the host does not read the drafts, accepted counts or tokens of the step before."""
     as_on_a_gpu(monkeypatch)
     penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "presence_penalty": -0.2}
     launch, late = ModelRunner.launch, []

@@ -121,7 +121,7 @@ def passes(make_passes: Callable[..., Passes]) -> Passes:
         (
             [(30, 1), (0, 41), (4, 1)],
             [[(10, 50), (3, 1)], [(0, 17), (0, 18), (70, 1), (20, 1)]],
-        ),  # prompts beside decodes
+        ),  # prompts with decodes
     ],
 )
 def test_a_replay_computes_other_rows(

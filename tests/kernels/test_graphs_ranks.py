@@ -180,7 +180,7 @@ def test_a_rank_that_dies_within_a_replay(
     tapes: list[CallTape],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """NCCL's kernels wait for it for ever, unless they are told to end; then nobody gets what they have computed."""
+    """NCCL's kernels wait for it for ever, unless they are aborted; then their results are not used."""
     replay, finish = _Recorder.replay, collectives._finish
     of_engine, replays, ended = get_ident(), Counter[int](), Event()
     step, told = EngineCore.step, []

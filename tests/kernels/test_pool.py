@@ -1,4 +1,4 @@
-"""The pool of threads of the native kernels: right results, whoever uses it."""
+"""The pool of threads of the native kernels: right results from any thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A thread that computes beside another one has no helpers."""
+"""A thread that computes concurrently with another one has no helpers."""
 
 import os
 import subprocess

@@ -90,7 +90,7 @@ def chosen(kernels):
 
 @pytest.mark.parametrize("shape", [(1, 2), (70, 6), (64, 64), (129, 1066)], ids=str)
 def test_products_of_bfloat16(chosen, shape):
-    """Against float64: 2^-8 for the rounding of the result. A row has the same bits beside any others."""
+    """Against float64: 2^-8 for the rounding of the result. A row has the same bits in any batch."""
     weight, x, bias, residual = operands(50, shape)
     linear = NativeLinear([weight], bias)
     y = linear(x, residual)
@@ -276,7 +276,7 @@ class TestChoice:
         assert trial.prefers_native(256, 256, batch_invariant=True)
 
     def test_weights_of_a_trial_are_freed_with_it(self, monkeypatch, right):
-        """They do not lie beside the model's, which would keep their memory."""
+        """They do not share chunks with the model's, which would keep their memory."""
         memory = WeightMemory()
         for module in (linear_native, trial):
             monkeypatch.setattr(module, "weight_memory", memory)

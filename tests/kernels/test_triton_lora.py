@@ -290,7 +290,7 @@ def test_groups_pad_nothing() -> None:
     ("num_tokens", "rank", "replayable"),
     [(3, 4, True), (3, 5, False), (SMALL_STEP, 4, True), (SMALL_STEP + 1, 1, False)],
 )
-def test_what_captured_graphs_cannot_serve_gets_memory_of_its_own(
+def test_groups_too_large_for_captured_graphs_get_separate_memory(
     num_tokens: int, rank: int, replayable: bool, device: str
 ) -> None:
     buffer = GroupBuffer(8, 4, torch.device(device))

@@ -112,7 +112,7 @@ def test_every_site_of_a_model(expected: list[list[torch.Tensor]], grouped: None
         assert groups.data.data_ptr() == batcher._buffer.data.data_ptr()
 
 
-def test_rows_of_an_evicted_adapter_are_read_by_nobody(grouped: None, device: str) -> None:
+def test_rows_of_an_evicted_adapter_are_not_read(grouped: None, device: str) -> None:
     model = Model(torch.device(device))
     batcher = LoraBatcher(torch.float32, model.device)
     base = model.run(model.rows((None, 2)), batcher)

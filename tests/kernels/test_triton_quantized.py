@@ -186,7 +186,7 @@ def test_parts_without_inputs_read_no_scales(
 ) -> None:
     """34 blocks of a row are divided among 16 parts, of which the last are empty."""
     if device != "cpu":
-        pytest.skip("only the interpreter tells the addresses that are read")
+        pytest.skip("only the interpreter shows the addresses that are read")
     interpreter = importlib.import_module("triton.runtime.interpreter").interpreter_builder
     weight = replace(make("int8" if kind == "block8" else kind, 40, inputs), group=128)
     weight = replace(weight, scales=torch.rand(40, -(-inputs // 128)), offsets=None)

@@ -100,7 +100,7 @@ def test_padding_rows_and_their_requests_are_left_alone(device: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_rows_without_a_choice_disturb_nobody(device: str, rule: int) -> None:
+def test_rows_without_an_allowed_token_do_not_affect_others(device: str, rule: int) -> None:
     logits = torch.randn(9, 1500)
     clean = logits.clone()
     logits[0], logits[3, 700], logits[4, 3] = -INF, NAN, INF
@@ -231,7 +231,7 @@ def sample_rows() -> list[SampleRow]:
     ]
 
 
-def test_the_sampler_waits_once_and_tells_what_the_cpu_tells(device: str, request: pytest.FixtureRequest) -> None:
+def test_the_sampler_waits_once_and_returns_the_cpus_results(device: str, request: pytest.FixtureRequest) -> None:
     rows = sample_rows()
     logits = torch.randn(sum(1 + len(row.drafts.token_ids) for row in rows), 60)
     logits[-5] = NAN  # the request without parameters has no usable logits

@@ -147,7 +147,7 @@ def test_a_device_finds_its_own_file_then_its_capabilitys_then_none(tmp_path: Pa
     assert find_configs(H200, None, tmp_path).source == tmp_path / "nvidia-h200.json"
 
 
-def test_what_is_named_takes_the_place_of_what_is_shipped(tmp_path: Path) -> None:
+def test_a_named_file_replaces_the_shipped_one(tmp_path: Path) -> None:
     shipped, mine = tmp_path / "shipped", tmp_path / "mine"
     a_file(H200, NORM).write(shipped / H200.file_name)
     a_file(H100, OTHER).write(mine / "any-name.json")

@@ -139,7 +139,7 @@ def test_other_errors_are_not_hidden(device: str) -> None:
 
 
 def test_wrong_results_do_not_count(device: str) -> None:
-    """The fastest of all gives another result: it is told, and the next one is taken."""
+    """The fastest of all gives another result: it is reported, and the next one is chosen."""
 
     def make(where: torch.device) -> Callable[[], tuple[torch.Tensor, ...]]:
         config = configs_of(where).get(ActAndMulConfig(1024, 4), 128, 2)

@@ -9,7 +9,7 @@ import re
 from typing import Any, NamedTuple
 
 from ...client.adapters.sources import SourceOptions
-from ...core.compat.foreign_options import check_foreign
+from ...core.compat.unsupported_options import check_unsupported_options
 from ...core.compat.vllm_python import LORA
 from ...core.errors import InvalidRequestError
 from ...core.text import shorten
@@ -55,7 +55,7 @@ def lora_module(text: str) -> LoraModule:
             unknown = sorted(set(module) - {"name", "path", "draft_path", *LORA})
             if unknown:
                 raise argparse.ArgumentTypeError(f"unknown field {unknown[0]!r}; known are name, path and draft_path")
-            check_foreign(module, LORA)
+            check_unsupported_options(module, LORA)
         except InvalidRequestError as error:
             raise argparse.ArgumentTypeError(error.message) from None
         except ValueError as error:

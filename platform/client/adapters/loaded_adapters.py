@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from ...core.errors import EngineDeadError, InvalidRequestError, NotFoundError, OutriderError
 from ...core.lora_request import LoRARequest
 from ...core.messages import AdapterInfo
-from ...core.sampling_params import shown
+from ...core.sampling_params import quote_for_error
 from .lora_int_ids import LoRAIntIds
 from .sources import AdapterSources
 
@@ -199,7 +199,9 @@ class LoadedAdapters:
 
 def _check(lora: object) -> None:
     if not isinstance(lora, LoRARequest):
-        raise InvalidRequestError(f"lora_request must be a LoRARequest, got {shown(lora)}", param="lora_request")
+        raise InvalidRequestError(
+            f"lora_request must be a LoRARequest, got {quote_for_error(lora)}", param="lora_request"
+        )
 
 
 async def _register_all(call: Call, requests: list[LoRARequest]) -> bool:

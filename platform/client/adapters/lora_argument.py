@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from ...core.errors import InvalidRequestError, NotFoundError, invalid
 from ...core.lora_request import LoRA, LoRAMix, LoRARequest, mix_of, split_mix
-from ...core.sampling_params import shown
+from ...core.sampling_params import quote_for_error
 
 AnyLoRA: TypeAlias = LoRA | str | tuple[LoRARequest | str, float] | Sequence[tuple[LoRARequest | str, float]]
 """One request's adapter, named in any way but None."""
@@ -45,7 +45,7 @@ def resolve_lora(lora: AnyLoRA | None, known: Callable[[], Mapping[str, LoRARequ
     raise invalid(
         "lora_request",
         "must be a LoRARequest or a name, one with a scale as (adapter, 0.5), or several as [(a, 0.7), (b, 0.3)]; "
-        f"got {shown(lora)}",
+        f"got {quote_for_error(lora)}",
     )
 
 
@@ -79,7 +79,7 @@ def _is_part(value: Any) -> bool:
 def _resolve_parts(parts: Any, known: Callable[[], Mapping[str, LoRARequest]]) -> Iterable[tuple[LoRARequest, Any]]:
     if not isinstance(parts, (list, tuple)) or not all(map(_is_part, parts)):
         raise InvalidRequestError(
-            f"lora_request: the parts of a mix are pairs of an adapter and a weight, got {shown(parts)}",
+            f"lora_request: the parts of a mix are pairs of an adapter and a weight, got {quote_for_error(parts)}",
             param="lora_request",
         )
     for adapter, weight in parts:

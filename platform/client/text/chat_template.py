@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypedDict, cast
 
-from ...core.compat.foreign_options import take_foreign
+from ...core.compat.unsupported_options import reject_unsupported_options
 from ...core.compat.vllm_python import CHAT
 from ...core.errors import InvalidRequestError, invalid
 from .deadline import DeadlineError, deadline
@@ -64,7 +64,9 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
     Raises:
         InvalidRequestError: the messages are malformed, there is no template, or the template refuses them.
     """
-    take_foreign("chat()", cast(dict[str, Any], options := options.copy()), CHAT, ChatOptions.__annotations__)
+    reject_unsupported_options(
+        "chat()", cast(dict[str, Any], options := options.copy()), CHAT, ChatOptions.__annotations__
+    )
     add_generation_prompt = options.get("add_generation_prompt", True)
     continue_final_message = options.get("continue_final_message", False)
     if add_generation_prompt and continue_final_message:

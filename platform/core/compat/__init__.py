@@ -1,1 +1,1 @@
-"""Options of other systems: tables of names that are taken, ignored or refused."""
+"""Options of other systems: tables of names that are accepted, ignored or refused."""

@@ -1,4 +1,4 @@
-"""Names of metrics in vLLM. Those listed mean there what they mean here."""
+"""Names of metrics in vLLM. Those listed have the same meaning there and here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OLDER_NAMES = {
 
 
 def vllm_names(name: str) -> list[str]:
-    """Names in vLLM, the older one last, of a metric of ours; both without a prefix. Empty where vLLM has none."""
+    """VLLM's names, the older one last, of a metric of ours; both without a prefix. Empty if vLLM has none."""
     if name not in SAME_NAMES:
         return []
     return [name, *([OLDER_NAMES[name]] if name in OLDER_NAMES else [])]

@@ -1,8 +1,8 @@
 """Options of vLLM (and some of SGLang) that this project does not have, grouped by the reason.
 
 `ALIASES` are other spellings of flags. `ENGINE` has keywords of `LLM(...)`, which are flags of `outrider serve` too,
-and `SERVER` further flags. `SPECULATIVE` has keys of a `speculative_config`. A value that asks for what is done anyway
-is taken. A value without an effect on results is taken with a warning. Any other is refused by name.
+and `SERVER` further flags. `SPECULATIVE` has keys of a `speculative_config`. A value that matches the actual behaviour
+is accepted. A value without an effect on results is accepted with a warning. Any other is refused by name.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .foreign_options import (
+from .unsupported_options import (
     IN_CONFIG_JSON,
     IN_SPECULATIVE_CONFIG,
     NO_CODE,
@@ -26,7 +26,7 @@ from .foreign_options import (
     RAY_NODES,
     WHOLE_EXPERTS,
     Option,
-    check_foreign,
+    check_unsupported_options,
     each,
     ignored,
     ignored_flag,
@@ -320,10 +320,10 @@ SPECULATIVE: dict[str, Option] = {
 
 
 def without_effect(given: Mapping[str, Any], table: Mapping[str, Option], speculative_config: object) -> dict[str, str]:
-    """`check_foreign` of options, and of the keys in their `speculative_config`."""
-    names = check_foreign(given, table)
+    """`check_unsupported_options` for options, and for the keys of their `speculative_config`."""
+    names = check_unsupported_options(given, table)
     if isinstance(speculative_config, Mapping):
-        inside = check_foreign(speculative_config, SPECULATIVE, "speculative_config")
+        inside = check_unsupported_options(speculative_config, SPECULATIVE, "speculative_config")
         names |= {f"speculative_config.{name}": why for name, why in inside.items()}
     return names
 

@@ -2,13 +2,12 @@
 
 `SAMPLING`, `POOLING` and `STRUCTURED` have keywords of `SamplingParams`, `PoolingParams` and `StructuredOutputsParams`,
 `PROMPT` keys of a prompt, `GENERATE` and `CHAT` keywords of the methods of those names, `ENGINE_LIFE` those with which
-engines are made, `LORA` keywords of `LoRARequest`. `METHODS` says for methods of vLLM's `LLM` what to use in their
-place.
+engines are made, `LORA` keywords of `LoRARequest`. `METHODS` has replacements for methods of vLLM's `LLM`.
 """
 
 from __future__ import annotations
 
-from .foreign_options import (
+from .unsupported_options import (
     NO_EXPERTS,
     NO_IMAGES,
     NO_REASONING,

@@ -1,10 +1,10 @@
-"""JSON schemas in the form that `llguidance` serves rightly (https://json-schema.org/draft/2020-12).
+"""JSON schemas in the form that `llguidance` serves correctly (https://json-schema.org/draft/2020-12).
 
-The package reads most of a schema as the standard says. `served` rewrites the rest before it: a schema means the same
-afterwards, or a little less, so that what fits the rewritten schema fits the one that was asked for. Some things are
-left out instead, and named: `uniqueItems` of a list whose items have one schema (a set), and of a string what no
-grammar holds beside its `format`, or a `format` that is not known. What is still wrong then is refused by the package,
-by name.
+The package reads most of a schema as the standard specifies. `served` rewrites the rest first: a schema means the same
+afterwards, or is slightly stricter, so that text that fits the rewritten schema fits the requested one. Some keywords
+are left out instead, and named: `uniqueItems` of a list whose items have one schema (a set), of a string those that no
+grammar can enforce together with its `format`, and an unknown `format`. The package refuses the remaining errors by
+name.
 
 Each schema within a schema is visited once, without recursion, and nothing is copied into several places: the cost
 grows with the length of the text.
@@ -28,7 +28,7 @@ class ServedSchema(NamedTuple):
 
     schema: Any
     ignored: list[str]
-    """Places of the keywords that are left out, such as "properties.tags.uniqueItems"."""
+    """Paths of the keywords that are left out, such as "properties.tags.uniqueItems"."""
 
 
 def served(text: str, problem_of: Probe | None = None) -> ServedSchema:
@@ -36,8 +36,8 @@ def served(text: str, problem_of: Probe | None = None) -> ServedSchema:
 
     Args:
         text: The schema as JSON.
-        problem_of: Compiler of small schemas. Without one nothing is tried out: lengths beside a format and a pattern
-            stay, and so do `patternProperties` whose names are all properties.
+        problem_of: Compiler of small schemas. Without one nothing is tried out: lengths together with a format and a
+        pattern stay, and so do `patternProperties` whose names are all properties.
 
     Raises:
         ValueError: the text is not JSON, or a value in it cannot be served; the message names the keyword.
@@ -64,8 +64,8 @@ def served(text: str, problem_of: Probe | None = None) -> ServedSchema:
 
 
 _ANNOTATIONS = ("discriminator", "deprecated", "example")
-"""Keywords that say nothing about a value. `llguidance` takes them for ones that do, and refuses them beside references
-of a schema to itself."""
+"""Keywords that do not constrain a value. `llguidance` treats them as if they did, and refuses them together with
+references of a schema to itself."""
 
 
 def _rewrite(schema: dict[str, Any], document: Document) -> list[str]:
@@ -98,7 +98,7 @@ def is_set(schema: dict[str, Any]) -> bool:
 
 
 def _nested(schema: dict[str, Any], place: str) -> Iterator[tuple[Any, str]]:
-    """Schemas directly within a schema, and their places."""
+    """Schemas directly within a schema, and their paths."""
     for keyword in NESTED:
         if keyword in schema:
             yield schema[keyword], f"{place}{keyword}."

@@ -16,8 +16,8 @@ MAX_REFERENCES = 32
 """Longest chain of references that is followed."""
 
 Probe = Callable[[dict[str, Any]], str]
-"""Compiler of a small schema that returns what is wrong with it, or "": that it cannot be compiled, or that it is of an
-object that must have a property and can have none."""
+"""Compiler of a small schema that returns its error, or "": that it cannot be compiled, or that its object must have a
+property and can have none."""
 
 
 class Document:
@@ -48,7 +48,7 @@ class Document:
         return found
 
     def resolve(self, schema: Any) -> Any:
-        """The schema behind references that stand alone; None when it is not to be found."""
+        """The schema behind references without other keywords; None if it is not found."""
         for _ in range(MAX_REFERENCES):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 return schema
@@ -56,7 +56,7 @@ class Document:
         return None
 
     def define(self, schema: Any) -> Any:
-        """A schema to write in several places in place of this one: a reference to it, if it is long."""
+        """A schema to write in several places instead of this one: a reference to it, if it is long."""
         if not isinstance(schema, dict) or (
             len(schema) == 1 and isinstance(schema.get("type") or schema.get("$ref"), str)
         ):

@@ -1,6 +1,6 @@
 """Bounds of numbers.
 
-`llguidance` keeps numbers as doubles and writes a range as a regular expression. Two kinds of bounds go wrong there:
+`llguidance` keeps numbers as doubles and writes a range as a regular expression. It mishandles two kinds of bounds:
 an exclusive one at a whole number accepts the number itself if the other bound lies within the same unit ("0" in
 (0, 0.5]), and integers beyond 2**53 are rounded outwards.
 """
@@ -13,19 +13,19 @@ from typing import Any
 
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 MAX_EXACT = 2**53
-"""Largest integer up to which each one is a double."""
+"""Largest integer up to which all are doubles."""
 MAX_INT = 2**63 - 1
 """Largest upper bound of an integer: larger ones are lowered to it."""
 MAX_DOUBLE = 2**63 - 1024
 """Largest double below 2**63: larger bounds are lowered to it."""
 MAX_OPEN = 10**18 - 1
-"""Largest lower bound that may stand without an upper one."""
+"""Largest lower bound without an upper one."""
 SMALLEST = 1e-16
 """Smallest number above 0 that is written; doubles have smaller ones, of up to 324 digits."""
 
 
 def rewrite_bounds(schema: dict[str, Any]) -> None:
-    """Replace the bounds of a schema in place by those that are served rightly.
+    """Replace the bounds of a schema in place by those that are served correctly.
 
     Raises:
         ValueError: a bound is too large.
@@ -51,7 +51,7 @@ def rewrite_bounds(schema: dict[str, Any]) -> None:
     if of_integers:
         schema.update(_integer_bounds(low, high))
     else:
-        # Both ways round, the lower bound is that of numbers that are mirrored at 0.
+        # An upper bound is handled as the lower bound of the negated numbers.
         schema.update(_number_bound("minimum", "exclusiveMinimum", low, 1, None if high is None else high[0]))
         schema.update(_number_bound("maximum", "exclusiveMaximum", high, -1, None if low is None else low[0]))
 
@@ -122,7 +122,7 @@ def _number_bound(
     if is_open and (value < 0 or value.denominator != 1):
         return found | {exclusive: _double(sign * value, sign)}
     if is_open and value == 0:
-        # Small numbers are all of the range if the other bound is small.
+        # If the other bound is small, the range has small numbers only.
         least = SMALLEST if other is None or sign * other > SMALLEST else float(sign * other) / 2
         return found | {inclusive: sign * (least or math.ulp(0.0))}
     if is_open:
@@ -138,7 +138,7 @@ def _double(value: Fraction, sign: int) -> float:
 
 
 def check_exact(schema: dict[str, Any]) -> None:
-    """Raise ValueError if `const` or `enum` has an integer that would be written as another one."""
+    """Raise ValueError if `const` or `enum` has an integer that would be rounded."""
     for keyword in ("const", "enum"):
         waiting = [schema[keyword]] if keyword in schema else []
         while waiting:

@@ -49,7 +49,7 @@ def _list_names(schema: dict[str, Any], names: list[str], values: Any, document:
     own = {name: value if name in names else False for name, value in properties.items()}
     others = [name for name in names if name not in properties]
     if not own and len(names) > 1 and ("minProperties" in schema or "maxProperties" in schema):
-        # A number of properties is counted only of those that match a pattern.
+        # Only properties that match a pattern count for a number of properties.
         one_of_them = "|".join(map(re.escape, names))
         schema["patternProperties"] = {f"^(?:{one_of_them})$": values}
         return
@@ -59,7 +59,7 @@ def _list_names(schema: dict[str, Any], names: list[str], values: Any, document:
 
 
 def rewrite_pattern_properties(schema: dict[str, Any], document: Document) -> None:
-    """Take away patterns whose names are all properties: `llguidance` would offer a further one, which none can be."""
+    """Remove patterns whose names are all properties: `llguidance` would offer a further name, but there is none."""
     patterns, properties = schema.get("patternProperties"), schema.get("properties")
     problem_of = document.problem_of
     if not isinstance(patterns, dict) or not isinstance(properties, dict) or problem_of is None:

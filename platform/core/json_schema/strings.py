@@ -1,8 +1,8 @@
 """Patterns and formats of strings.
 
-Regular expressions of `llguidance` have no look-around, which one automaton cannot follow. What pydantic, zod and
-people write most can be said without: `^(?=a)b` is a string that matches both `^a` and `^b`, and `^(?![.])` one that
-begins with another character.
+Regular expressions of `llguidance` have no look-around, which one automaton cannot follow. Its most common uses, by
+pydantic, zod and people, can be expressed without: `^(?=a)b` is a string that matches both `^a` and `^b`, and
+`^(?![.])` one that begins with another character.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from .document import Document
 
 FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri unknown".split())
-"""Formats that `llguidance` holds a string to; "unknown" is any text."""
+"""Formats that `llguidance` enforces; "unknown" is any text."""
 _UNDECIDED = "Unable to determine if regex is empty"
-"""Beginning of the error of `llguidance` for a string whose keywords together are too complex."""
+"""Prefix of the error of `llguidance` for a string whose keywords together are too complex."""
 _LEAP = r"(?:0[48]|[2468][048]|[13579][26])"
 _DATE = (
     r"(?:(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|"
@@ -25,7 +25,7 @@ _DATE = (
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _CALENDAR = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[tT]{_TIME}$"}
 """Dates that are in the calendar, without leap seconds: those of `llguidance` have February 29 in each year, the year 0
-and a second 60 in every minute, which no program reads."""
+and a second 60 in every minute, which no program accepts."""
 _UUID = re.compile(r"uuid([1-8])")
 _ATOM = r"(?:\[\^?(?:[^\]\\]|\\.)+\]|\\[dDwWsS]|\\[^\w\s]|[^\\^$.|?*+()\[\]{}])"
 _NOT_FIRST = re.compile(rf"\^?({_ATOM})")
@@ -39,14 +39,13 @@ _DECIMAL = re.compile(
     r"\^\(\?!\^\[-\+\.\]\*\$\)\[\+-\]\?0\*\(\?:\\d\{0,(\d{1,3})\}\|"
     r"\(\?=\[\\d\.\]\{1,\d{1,3}\}0\*\$\)(?:\\d\{0,\d{1,3}\}\\\.\\d\{0,(\d{1,3})\}|\\d\*\\\.\\d\*)0\*\$\)"
 )
-"""Pattern of pydantic 2.12 for a `Decimal` with `max_digits`: digits before the point, or in all, and behind it."""
+"""Pattern of pydantic 2.12 for a `Decimal` with `max_digits`: digits before the point, or in all, and after it."""
 
 
 def rewrite_pattern(schema: dict[str, Any]) -> list[str]:
     """Replace a pattern with look-around in place; return ["pattern"] if a part of it is left out.
 
-    It is left out only beside a format that is served, which holds the string to its form. Else the pattern stays, and
-    is refused by name.
+    It is left out only if a served format constrains the string, too. Else the pattern stays, and is refused by name.
     """
     pattern = schema.get("pattern")
     if not isinstance(pattern, str) or not (groups := _look_around(pattern)):
@@ -105,7 +104,7 @@ def _add(schema: dict[str, Any], patterns: list[str]) -> None:
 
 
 def _decimal(whole: int, places: int | None) -> str:
-    """Pattern for decimal numbers of a number of digits, of which `places` stand behind the point."""
+    """Pattern for decimal numbers of a number of digits, `places` of them after the point."""
     if places is not None:
         return (
             rf"^[+-]?(?:\d{{1,{whole}}}(?:\.\d{{0,{places}}})?{'' if whole else '{0}'}|0*\.\d{{1,{max(places, 1)}}})$"
@@ -143,7 +142,7 @@ def _split(pattern: str, groups: list[tuple[int, int]]) -> _Patterns:
 
 
 def _beside(group: str) -> str | None:
-    """Pattern for strings at whose start a look-ahead holds; None if it is not known how to say it."""
+    """Pattern for strings at whose start a look-ahead matches; None if it cannot be expressed."""
     kind, body = group[:3], group[3:-1]
     if _look_around(body):
         return None
@@ -193,5 +192,5 @@ def _outside(pattern: str) -> str:
 
 
 def _syntax(pattern: str) -> list[tuple[int, str]]:
-    """Characters with a meaning: outside of classes, and not behind a backslash."""
+    """Characters with a meaning: outside of classes, and not after a backslash."""
     return [(found.start(), found[0]) for found in _TOKEN.finditer(pattern) if len(found[0]) == 1]

@@ -1,4 +1,4 @@
-"""`oneOf` as `anyOf`: the same where each instance fits one branch at most.
+"""`oneOf` as `anyOf`: the same if each instance fits at most one branch.
 
 Branches exclude each other by their types, by the values of `const` and `enum`, or, if they are objects, by such
 values of one property, the tag. pydantic's discriminated unions have a tag that is not required, as it has a default;
@@ -63,7 +63,7 @@ def _are_disjoint(values: list[Values]) -> bool:
 
 
 def _kinds(schema: Any, document: Document, depth: int = 0) -> Kinds:
-    """Types of a schema's instances, each with its values; more of them where it is not known."""
+    """Types of a schema's instances, each with its values; a superset if they are not known."""
     schema = document.resolve(schema)
     if not isinstance(schema, dict) or depth == MAX_REFERENCES:
         return {} if schema is False else dict.fromkeys(_TYPES)
@@ -148,7 +148,7 @@ def _key(value: Any) -> str:
 
 
 def _tag(schema: dict[str, Any], branches: list[Any], document: Document) -> str | None:
-    """Name of the property whose values tell these branches apart."""
+    """Name of the property whose values distinguish these branches."""
     discriminator = schema.get("discriminator")
     named = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
     names = [named] if isinstance(named, str) else []
@@ -165,7 +165,7 @@ def _tag(schema: dict[str, Any], branches: list[Any], document: Document) -> str
 
 
 def _listed_properties(schema: Any, document: Document, depth: int = 0) -> list[str]:
-    """Properties whose values a branch lists; of a union those of its first branch."""
+    """Properties with listed values in a branch; of a union those of its first branch."""
     schema = document.resolve(schema)
     if not isinstance(schema, dict) or depth == MAX_REFERENCES:
         return []

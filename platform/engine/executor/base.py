@@ -23,7 +23,7 @@ class Executor(Protocol):
 
     @property
     def is_broken(self) -> bool:
-        """True when it can compute nothing any more: a rank is gone."""
+        """True when it cannot compute any more: a rank is gone."""
         ...
 
     def error(self) -> EngineDeadError:
@@ -33,24 +33,24 @@ class Executor(Protocol):
         """Compute rows of tokens, whose KV is written; see `LanguageModel.forward`."""
 
     def replay(self, rows: SequenceRows, handles: Handles, *, verifies: bool) -> tuple[Tensor, ...] | None:
-        """Do the same from a captured graph; None where `forward` must do it.
+        """Do the same from a captured graph; None if `forward` must be called instead.
 
         Returns:
             Hidden states [T, H], and those that enter the drafter's layers; with `verifies` before them logits [T, V]
-            float32. Valid until the next pass; entries beyond the rows' tokens have no meaning.
+            float32. Valid until the next pass; entries beyond the rows' tokens are undefined.
         """
 
     def announce_captures(self) -> None:
-        """Have the other ranks capture their shares of all passes, as this process does from now on."""
+        """Have the other ranks capture their shares of all passes, as this process then does."""
 
     def logits(self, hidden: Tensor, handles: Handles) -> Tensor:
         """Logits [R, V] float32 of hidden [R, H]."""
 
     def release_memory(self) -> None:
-        """Give the memory of the other ranks' KV back, and that of recurrent states."""
+        """Return the memory of the other ranks' KV, and that of recurrent states, to the system."""
 
     def close(self) -> None:
-        """End the other ranks."""
+        """Stop the other ranks."""
 
 
 class LocalExecutor:

@@ -54,8 +54,8 @@ class TargetPasses:
         verifies: bool,
         begin: Callable[[], None] | None = None,
     ) -> tuple[Tensor, ...] | None:
-        """See `Executor.replay`; for `begin` see `GraphedPass.run`. Verifications that fit into no shape of their own,
-        as of many tokens that a grammar leaves no choice about, take one of prompts; their logits are launched singly.
+        """See `Executor.replay`; for `begin` see `GraphedPass.run`. Verifications too large for their own shapes, as of
+        many forced tokens of a grammar, take one of prompts; their logits are launched separately.
         """
         assert self._verifying is not None, "the attention can be captured"
         assert self._others is not None, "the attention can be captured"
@@ -77,14 +77,14 @@ class TargetPasses:
 
 
 class AgreedGraphs:
-    """Graphs that all ranks have captured. Implements `GraphBackend`: no rank has a recording that another lacks."""
+    """Graphs that all ranks have captured. Implements `GraphBackend`: all ranks have the same recordings."""
 
     def __init__(self, backend: GraphBackend, agree: Callable[[bool], bool]) -> None:
         """`agree`: `ProcessRanks.agree`."""
         self._backend, self._agree = backend, agree
 
     def capture(self, work: Work) -> Captured:
-        """See `GraphBackend`. EngineDeadError: the first run has failed, of which other ranks await their share."""
+        """See `GraphBackend`. EngineDeadError: the first run failed, while other ranks wait for this one's share."""
         num_runs = 0
 
         def counted() -> tuple[Tensor, ...]:

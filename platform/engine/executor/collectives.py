@@ -34,7 +34,7 @@ class ProcessRanks:
             size: Number of processes.
             device: "cpu" or "cuda".
             address: Address at which gloo listens; the variable GLOO_SOCKET_IFNAME names another interface.
-            begin: Called when only the others are waited for.
+            begin: Called before it waits for the others.
         """
         if not dist.is_available():
             raise InvalidRequestError(
@@ -67,8 +67,8 @@ class ProcessRanks:
         begin()
         self._group = gloo(store, rank, size, options)
 
-    # NCCL's work is in order on the stream that launches it, so that a graph captures it and no host waits. gloo's is
-    # waited for.
+    # NCCL's work is in order on the stream that launches it, so a graph captures it and no host waits. gloo's is waited
+    # for.
 
     def sum(self, x: Tensor) -> Tensor:
         """See `Ranks`."""
@@ -91,8 +91,8 @@ class ProcessRanks:
         return int(self.sum(torch.tensor([float(yes)], device=self._device))) == self.size
 
     def abort(self) -> None:
-        """End waits of this process's device for a rank that is gone: NCCL's kernels wait for ever, in a replayed graph
-        unnoticed by its watchdog. gloo notices by itself. What was waited for has no meaning then."""
+        """End waits of this process's device for a rank that is gone: NCCL's kernels would wait for ever, in a replayed
+        graph unnoticed by its watchdog. gloo notices by itself. The awaited values are undefined then."""
         if self._device == "cuda":
             self._group.abort()
 
@@ -103,7 +103,7 @@ def _finish(work: Any) -> None:
 
 
 def open_store(place: list[Any], size: int) -> Any:
-    """Store at a place: ["file", path], or ["tcp", host, port]."""
+    """Store at an address: ["file", path], or ["tcp", host, port]."""
     stores: Any = dist
     if place[0] == "file":
         return stores.FileStore(place[1], size)

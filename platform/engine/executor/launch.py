@@ -1,4 +1,5 @@
-"""Starts the other ranks: the contract, and the one of processes of this machine. `ray_launch` has actors of Ray."""
+"""Starts the other ranks: the contract, and its implementation with processes of this machine. `ray_launch` has actors
+of Ray."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ from ...core.errors import invalid
 from ...core.threads import usable_cores
 
 THIS_MACHINE = "127.0.0.1"
-"""Address of a rank where all ranks are on one machine: nothing is open to the network."""
+"""Address of a rank if all ranks are on one machine: it is not reachable from the network."""
 
 
 class RankSite(NamedTuple):
-    """Place of a rank."""
+    """Location of a rank."""
 
     address: str
-    """Its machine's address, by which the other ranks reach it."""
+    """Its machine's address for the other ranks."""
     num_local: int
     """Ranks on its machine, which share the cores."""
     num_threads: int
@@ -41,27 +42,27 @@ class RemoteRank(Protocol):
     """Socket to it, for `messages`."""
 
     def ended(self) -> str | None:
-        """Way in which it ended; None: it has not, or nobody knows."""
+        """How it ended; None: it has not, or the reason is unknown."""
 
     def end(self) -> None:
-        """End it by force."""
+        """Kill it."""
 
 
 class Launch(Protocol):
-    """Started ranks. It ends them when it is closed, and when it cannot start all."""
+    """Started ranks. It kills them when it is closed, and if it cannot start all."""
 
     sites: list[RankSite]
     """Sites of all ranks, this process first."""
     remote: list[RemoteRank]
     """The ranks from 1 on."""
     store: list[Any]
-    """Place of the store by which the ranks find each other: ["file", path], or ["tcp", host, port]."""
+    """Address of the store by which the ranks find each other: ["file", path], or ["tcp", host, port]."""
 
     def open_store(self) -> Any:
-        """This process's store of torch.distributed at that place."""
+        """This process's store of torch.distributed at that address."""
 
     def close(self) -> None:
-        """End the ranks and free all that was taken for them."""
+        """Kill the ranks and free their resources."""
 
 
 class RankProcess:
@@ -70,9 +71,8 @@ class RankProcess:
     def __init__(self, num_threads: int) -> None:
         self.link, theirs = socket.socketpair()
         with theirs:
-            # A group of its own: an interrupt typed in the terminal is not for it. A program that is started, not a
-            # copy of this process: it runs no code of the user's script. `-P`: no folder of the caller's comes before
-            # the standard library.
+            # A process group of its own: Ctrl-C in the terminal does not reach it. A new program, not a fork: it runs
+            # no code of the user's script. `-P`: no folder of the caller's comes before the standard library.
             path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", f"{__package__}.rank_process", str(theirs.fileno())],
@@ -88,7 +88,7 @@ class RankProcess:
         return self._process.pid
 
     def ended(self) -> str | None:
-        """See `RemoteRank`. Waits a little: its socket closes before the system says that it ended."""
+        """See `RemoteRank`. Waits a little: its socket closes before the system reports its exit."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return f"exit status {self._process.wait(0.5)}"
         return None
@@ -105,7 +105,7 @@ class ProcessLaunch:
     """Ranks in processes of this machine. Implements `Launch`."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Start the processes; InvalidRequestError: there are not as many devices."""
+        """Start the processes; InvalidRequestError: there are too few devices."""
         size = config.num_ranks
         if config.device == "cuda" and torch.cuda.device_count() < size:
             raise invalid("tensor_parallel_size", f"{size} needs as many GPUs; there are {torch.cuda.device_count()}")

@@ -1,4 +1,4 @@
-"""Messages from rank 0 to another rank, over a socket: a line of JSON, and arrays as they lie in memory.
+"""Messages from rank 0 to another rank, over a socket: a line of JSON, then arrays as raw bytes.
 
 rank 0                                     rank
 RankSpec                             ->
@@ -94,7 +94,7 @@ def decode_rows(lengths: list[int], array: NDArray[np.uint8]) -> SequenceRows:
 
 
 def encode_packed(packed: PackedModules) -> tuple[list[Any], list[NDArray[Any]]]:
-    """Weights of an adapter, without own rows of head and score matrix, which rank 0 alone has."""
+    """Weights of an adapter, except its own rows of head and score matrix, which only rank 0 has."""
     parts = packed[:2]
     arrays = [array for part in parts for array in (part.data.view(torch.uint8).numpy(), part.live)]
     own = {name: rows for name, rows in packed.own_rows.items() if name not in (LM_HEAD, SCORE)}
@@ -109,7 +109,7 @@ def encode_packed(packed: PackedModules) -> tuple[list[Any], list[NDArray[Any]]]
 
 
 def decode_packed(facts: list[Any], arrays: Sequence[NDArray[np.uint8]], layout: ModelLayout) -> PackedModules:
-    """Weights of `encode_packed`, in a layout that was made by the same calls."""
+    """Weights of `encode_packed`, in a layout built by the same calls."""
     parts, own, gains, biases = facts
     rest, found = iter(arrays), []
     for (spans, count), rows in zip(parts, layout, strict=True):

@@ -1,4 +1,4 @@
-"""Rank 0 of several: tells the others each pass, then computes its share of it."""
+"""Rank 0 of several: sends each pass to the others, then computes its share of it."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ if TYPE_CHECKING:
 _START_SECONDS = 300.0
 """Longest time until a rank has imported what it needs."""
 _JOIN_SECONDS = 180.0
-"""Longest time until all ranks, which run by then, have found each other; on GPUs they load NCCL, too."""
+"""Longest time until all started ranks have found each other; on GPUs they load NCCL, too."""
 _LOAD_SECONDS = 3600.0
 """Longest time until a rank's weights are loaded."""
 _GLANCE_SECONDS = 0.2
-"""Time between two looks at this process's own way into the group."""
+"""Interval between two checks whether this process has joined the group."""
 
 
 class ParallelExecutor:
     """Computes the target with other ranks. Implements `Executor`; `load` the model, then `bind` its memory.
 
-    An error in a pass, also an interrupt, leaves the ranks at different places: it ends all of them.
+    After an error in a pass, or an interrupt, the ranks' states differ: it kills all of them.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         """Start the ranks; they load their shares while this process loads its own.
 
         Raises:
-            InvalidRequestError: there are not as many devices, or Ray is not installed. EngineDeadError: a rank ended.
+            InvalidRequestError: there are too few devices, or Ray is not installed. EngineDeadError: a rank ended.
         """
         self._size = config.num_ranks
         self._failure: ErrorInfo | None = None
@@ -78,7 +78,7 @@ class ParallelExecutor:
         return self._launch.sites[0].num_local
 
     def _join(self, config: EngineConfig) -> ProcessRanks:
-        from .collectives import ProcessRanks  # nobody else needs torch.distributed
+        from .collectives import ProcessRanks  # only this needs torch.distributed
 
         for rank, remote in enumerate(self._remote, 1):
             site = self._launch.sites[rank]
@@ -109,8 +109,8 @@ class ParallelExecutor:
             except BaseException as error:
                 joined.set_exception(error)
 
-        # A group waits for minutes for a rank that ends now, and nothing can end that wait; the sockets say so at once.
-        # One that cannot join has said so before, so that this thread and its descriptors are not left behind.
+        # A group waits minutes for a rank that dies now, and that wait cannot be cancelled; the sockets show it at
+        # once. A rank that cannot join has reported it before, so this thread and its descriptors are not left behind.
         threading.Thread(target=join, name="outrider-join", daemon=True).start()
         self._await("join the others", _JOIN_SECONDS, joined)
         try:
@@ -121,7 +121,7 @@ class ParallelExecutor:
             ) from error
 
     def _await(self, what: str, seconds: float, own: Future[Any] | None = None) -> list[dict[str, Any]]:
-        """Wait until each rank has said that it did `what`, or `own`, where this process does the same, fails.
+        """Wait until each rank has reported that it did `what`, or until `own`, this process's own part, fails.
 
         Raises:
             EngineDeadError: a rank ended, or did not do it in time. Or the error that a rank has sent.
@@ -130,7 +130,7 @@ class ParallelExecutor:
         ends = time.monotonic() + seconds
         while missing := [rank for rank in range(1, self._size) if rank not in said]:
             has_failed = own is not None and own.done() and own.exception() is not None
-            if has_failed:  # maybe for a reason that another rank is about to say
+            if has_failed:  # maybe for a reason that another rank is about to report
                 ends = min(ends, time.monotonic() + 1.0)
             if time.monotonic() > ends:
                 if has_failed:
@@ -147,7 +147,7 @@ class ParallelExecutor:
         return [said[rank] for rank in sorted(said)]
 
     def _receive(self, rank: int) -> dict[str, Any]:
-        """What a rank says; its error is raised."""
+        """Report of a rank; its error is raised."""
         remote = self._remote[rank - 1]
         try:
             said: dict[str, Any] = receive(remote.link)[0]
@@ -167,7 +167,7 @@ class ParallelExecutor:
         num_lora_rows: int,
         passes: TargetPasses | None,
     ) -> None:
-        """Take this process's share and its memory, and have the other ranks allocate theirs.
+        """Set this process's share and its memory, and have the other ranks allocate theirs.
 
         Args:
             model: This rank's model.
@@ -210,7 +210,7 @@ class ParallelExecutor:
             return self._model.forward(batch, aux_layers)
 
     def replay(self, rows: SequenceRows, handles: Handles, *, verifies: bool) -> tuple[Tensor, ...] | None:
-        """See `Executor`. All ranks hold the same graphs: they have agreed on each capture."""
+        """See `Executor`. All ranks hold the same graphs, since they agreed on each capture."""
         if self._passes is None:
             return None
         assert rows.overshoot is None, "steps do not overlap"
@@ -244,7 +244,7 @@ class ParallelExecutor:
         self._announce(Message("write", [allocation.key.hex(), allocation.rows, facts], arrays))
 
     def free_adapter(self, allocation: Allocation) -> None:
-        """Have the other ranks forget an adapter, whose rows are free. Where they are gone, the next step says so."""
+        """Have the other ranks drop an adapter, whose rows are free. If they are gone, the next step raises."""
         with contextlib.suppress(EngineDeadError):
             self._announce(Message("free", [allocation.key.hex(), allocation.rows]))
 
@@ -260,8 +260,8 @@ class ParallelExecutor:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a rank is gone, or something has failed; also while nothing is computed."""
-        # The ranks say nothing after their start: a socket that can be read has ended.
+        """True if a rank is gone, or something has failed; also while nothing is computed."""
+        # The ranks send nothing after their start: a readable socket is closed.
         if self._failure is None and self._remote and self._sockets.poll(0):
             self._fail(None)
         return self._failure is not None
@@ -273,7 +273,7 @@ class ParallelExecutor:
 
     @contextlib.contextmanager
     def _together(self, message: Message) -> Iterator[None]:
-        """Tell the ranks, and end all of them where this process fails in its share."""
+        """Send a message to the ranks, and kill all of them if this process fails in its share."""
         self._announce(message)
         try:
             yield
@@ -297,7 +297,7 @@ class ParallelExecutor:
                 raise
 
     def _fail(self, error: BaseException | None) -> EngineDeadError:
-        """End all ranks; returns the error that says which one was the first."""
+        """Kill all ranks; returns the error, which names the first one to fail."""
         if self._failure is None:
             why = f"{type(error).__name__}: {error}" if error is not None else "its socket is closed"
             what = [
@@ -317,7 +317,7 @@ class ParallelExecutor:
 
 
 class SharedTarget:
-    """The target as a drafter of rank 0 sees it, whose embeddings and head all ranks compute."""
+    """The target as a drafter of rank 0 sees it, with embeddings and head computed by all ranks."""
 
     def __init__(self, model: LanguageModel, executor: ParallelExecutor) -> None:
         self.config = model.config
@@ -348,7 +348,7 @@ def _plain(handles: Handles) -> list[list[Any]]:
 
 
 def _end_waits(sockets: select.poll, ranks: ProcessRanks) -> None:
-    """Wait until a rank is gone, or all are ended; then nothing of this process must wait for it."""
+    """Wait until a rank is gone, or all are stopped; then end this process's waits for it."""
     sockets.poll()
     ranks.abort()
 

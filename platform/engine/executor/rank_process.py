@@ -1,7 +1,7 @@
 """A rank other than the first: `python -m outrider.platform.engine.executor.rank_process DESCRIPTOR`.
 
-The descriptor is a socket to rank 0. This process does what rank 0 says, in its order, and ends when the socket does.
-An error ends it too: rank 0 sees that, and ends the engine.
+The descriptor is a socket to rank 0. This process executes rank 0's messages in order, and exits when the socket
+closes. It exits on an error too: rank 0 sees that, and shuts the engine down.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterHandle(NamedTuple):
-    """Adapter as rank 0 names it in a pass; stands for an `AdapterVersion` of rank 0."""
+    """Adapter as rank 0 names it in a pass; represents an `AdapterVersion` of rank 0."""
 
     digest: bytes
     targets_head: bool
@@ -53,7 +53,7 @@ class AdapterHandle(NamedTuple):
 
 
 class AdapterRows:
-    """Rows of adapters, where rank 0 has put them. It stands for a `RowPool`, whose decisions are rank 0's."""
+    """Rows of adapters, as allocated by rank 0. It replaces a `RowPool`, whose decisions are rank 0's."""
 
     def __init__(self, sites: AdapterSites, num_rows: int, max_rank: int, device: torch.device) -> None:
         sites.allocate(num_rows)
@@ -79,14 +79,14 @@ class AdapterRows:
         self._sites.write(allocation, decode_packed(facts, message.arrays, self.layout))
 
     def free(self, key: bytes, rows: list[int]) -> None:
-        """Forget an adapter, and with it its weights beside these rows; not where it has others by now."""
+        """Drop an adapter and its weights outside these rows, unless it has other rows by now."""
         allocation = self._allocations.get(key)
         if allocation is not None and allocation.rows == tuple(rows):
             del self._allocations[key]
 
 
 class Rank:
-    """Does what rank 0 says."""
+    """Executes the messages of rank 0."""
 
     def __init__(self, model: LanguageModel, ranks: ProcessRanks) -> None:
         self._model = model
@@ -98,7 +98,7 @@ class Rank:
         self._graphs: PassGraphs | None = None
 
     def handle(self, message: Message) -> None:
-        """Do one piece of work."""
+        """Execute one message."""
         verb, arguments = message.verb, message.arguments
         if verb == "forward":
             lengths, handles, aux_layers = arguments
@@ -227,7 +227,7 @@ def main() -> None:
         logger.exception("a rank failed")
         status = 1
     sys.stderr.flush()
-    os._exit(status)  # libraries may have left threads that never end
+    os._exit(status)  # libraries may leave threads that never end
 
 
 if __name__ == "__main__":

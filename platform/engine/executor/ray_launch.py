@@ -3,7 +3,7 @@
     placement group    one bundle a rank; the first one is on this process's machine, whose device it reserves
     actor of a rank    connects to rank 0 by a socket and runs the loop of `rank_process` on it
 
-Ray places, watches and ends the ranks. Passes go over the sockets, for a message of Ray's takes longer than a pass.
+Ray places, watches and kills the ranks. Passes go over the sockets, since a message of Ray's takes longer than a pass.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from .launch import THIS_MACHINE, RankSite, RemoteRank
 logger = logging.getLogger(__name__)
 
 _ROOM_SECONDS = 300.0
-"""Longest wait for resources of the cluster that others use."""
+"""Longest wait for resources of the cluster that are in use."""
 _START_SECONDS = 300.0
 """Longest time until an actor's process has started and connected."""
 _TOKEN_BYTES = 32
 _MAX_REASON = 500
 """Characters of Ray's description of a death; the rest is in its logs."""
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""Seconds of silence until the other machine is asked whether it is there, between two questions, and their number."""
+"""TCP keepalive: seconds until the first probe, between two probes, and their number."""
 
 
 class RankActor:
@@ -52,7 +52,7 @@ class RankActor:
         return [str(name) for name in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
 
     def work(self, address: tuple[str, int], token: bytes, rank: int) -> None:
-        """Connect to rank 0 and do what it says, until it is gone."""
+        """Connect to rank 0 and execute its messages, until it is gone."""
         from .rank_process import run
 
         with socket.create_connection(address, _START_SECONDS) as link:
@@ -74,7 +74,7 @@ class RayRank:
         self._done = done
 
     def ended(self, seconds: float = 2.0) -> str | None:
-        """See `RemoteRank`. Waits a little: its socket closes before Ray says that it ended."""
+        """See `RemoteRank`. Waits a little: its socket closes before Ray reports its exit."""
         if not ray.is_initialized():  # `wait` would start it again
             return "Ray was shut down"
         if not ray.wait([self._done], timeout=seconds)[0]:
@@ -98,7 +98,7 @@ class RayLaunch:
     """Ranks in actors of a placement group. Implements `Launch`."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Take room of the cluster, and start the actors there.
+        """Reserve resources of the cluster, and start the actors there.
 
         Raises:
             InvalidRequestError: the cluster is too small. EngineDeadError: there is no cluster, it stays full, or an
@@ -144,20 +144,20 @@ class RayLaunch:
         self._group = None
 
     def _make_store(self) -> Any:
-        """Store that listens at this machine's address alone: by itself it would at all addresses."""
+        """Store that listens at this machine's address only: by default it would at all addresses."""
         from .collectives import STORE_TIMEOUT
 
         address = self.sites[0].address
         with _listen(address) as server:
             port, own = server.getsockname()[1], server.detach()
         options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": STORE_TIMEOUT}
-        # The server of libuv leaves descriptors open where it cannot start; for a few ranks the other one is as good.
+        # The libuv server leaves descriptors open if it cannot start; for a few ranks the other one is as good.
         options |= {"master_listen_fd": own, "use_libuv": False}
         return torch.distributed.TCPStore(address, port, len(self.sites), **options)  # type: ignore[attr-defined]
 
     def _take_own_device(self) -> None:
         """Reserve rank 0's GPU: the actor of the first bundle holds it, and this process uses it."""
-        self._holder = self._make_actor(0)  # kept: an actor that nobody refers to ends
+        self._holder = self._make_actor(0)  # kept: an actor without references ends
         (name,) = ray.get(self._holder.devices.remote(), timeout=_START_SECONDS)
         index = device_index(name, os.environ.get("CUDA_VISIBLE_DEVICES"))
         self.sites[0] = self.sites[0]._replace(device_index=index)
@@ -177,7 +177,7 @@ class RayLaunch:
         )
 
     def _start_actors(self) -> None:
-        """Start the actors; returns when each has connected, and shown that it is one of them."""
+        """Start the actors; returns when each has connected and proved its identity."""
         token = secrets.token_bytes(_TOKEN_BYTES)
         with _listen(self.sites[0].address) as server:
             address = server.getsockname()[:2]
@@ -235,7 +235,7 @@ def _connect() -> None:
 
 @contextlib.contextmanager
 def _kept_handlers() -> Iterator[None]:
-    """Give signals back to those who had them: Ray takes SIGTERM."""
+    """Restore signal handlers: Ray replaces that of SIGTERM."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -248,12 +248,12 @@ def _kept_handlers() -> Iterator[None]:
 
 
 def _resources(device: str, cpu: str, gpu: str) -> dict[str, float]:
-    """Resources of a rank, by these names of theirs."""
+    """Resources of a rank, by Ray's names."""
     return {cpu: 0, gpu: 1} if device == "cuda" else {cpu: 1}
 
 
 def _ask_for_room(config: EngineConfig) -> PlacementGroup:
-    """Group with room for all ranks, when it is ready: on one machine where they fit, else on as few as possible."""
+    """Group with room for all ranks, once ready: on one machine if they fit, else on as few as possible."""
     size, each = config.num_ranks, {k: n for k, n in _resources(config.device, "CPU", "GPU").items() if n}
     there = ray.cluster_resources()
     for name, count in each.items():
@@ -286,7 +286,7 @@ def _addresses() -> dict[str, str]:
 
 
 def _sites(group: PlacementGroup) -> list[RankSite]:
-    """Places of the ranks, in their order."""
+    """Sites of the ranks, in their order."""
     addresses = _addresses()
     cores = {node["NodeID"]: int(node["Resources"].get("CPU", 1)) for node in ray.nodes()}
     bundles = placement_group_table(group)["bundles_to_node_id"]

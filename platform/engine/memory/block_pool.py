@@ -10,12 +10,13 @@ class BlockPool:
     """Hands out the block numbers [0, num_blocks).
 
     A block is *in use* while its reference count is above zero, else *free*. A free block keeps its content until it is
-    handed out again, so that the prefix cache can revive it with `acquire`; `on_reuse` tells the cache when it is gone.
+    handed out again, so that the prefix cache can revive it with `acquire`; `on_reuse` notifies the cache when it is
+    reused.
 
         in use  --release to 0-->  free (most recently used end)  --allocate from the least recently used end-->  in use
 
-    Blocks with nothing to keep (`keeps` says so) are handed out first, the one that was released last before all: no
-    cached content goes while there is one of them, and its memory may still be in the processor's caches.
+    Blocks without cached content (`keeps`) are handed out first, the last released one before the others: cached
+    content is not lost while there is one, and its memory may still be in the processor's caches.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -40,11 +41,11 @@ class BlockPool:
         return self._references[block]
 
     def is_free(self, block: int) -> bool:
-        """True when nobody holds a reference to the block."""
+        """True when there is no reference to the block."""
         return self._references[block] == 0
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with one reference each, or None (and nothing changed) when there are not enough."""
+        """`count` blocks with one reference each, or None, without a change, if there are not enough."""
         if count > len(self._free):
             return None
         blocks = []
@@ -56,7 +57,7 @@ class BlockPool:
         return blocks
 
     def grow(self, blocks: MutableSequence[int], count: int) -> bool:
-        """Allocate until `blocks` are `count`; False, and nothing changed, when there are not enough."""
+        """Allocate until `blocks` are `count`; False, without a change, if there are not enough."""
         if count <= len(blocks):
             return True
         more = self.allocate(count - len(blocks))

@@ -17,7 +17,7 @@ from ...core.batch import Move
 from ...core.errors import InvalidRequestError
 
 _STAGING_BYTES = 32 << 20
-"""Largest buffer on the device in which blocks are put together for a copy."""
+"""Largest buffer on the device in which blocks are gathered for a copy."""
 _MEASURED_BLOCKS = 16
 
 
@@ -25,8 +25,8 @@ class HostStore:
     """One row of `block_bytes` for each slot, with a block's content in all layers, the drafter's too, in any dtype.
 
     On a GPU blocks are gathered to rows on the device, which are then copied whole. The host's rows are pinned memory
-    and a side stream copies them: a step waits for what it reads, never for what leaves. On a CPU the rows are a second
-    pool.
+    and a side stream copies them: a step waits for the blocks that it reads, never for those copied to the host. On a
+    CPU the rows are a second pool.
     """
 
     def __init__(
@@ -35,8 +35,8 @@ class HostStore:
         num_slots: int,
         on_run: Callable[[Sequence[Move]], None] | None = None,
     ) -> None:
-        """Allocate `num_slots` rows for the blocks of `kv`. `on_run` is called before copies are made, where other
-        ranks must make theirs; None: there are none.
+        """Allocate `num_slots` rows for the blocks of `kv`. `on_run` is called before copies, so that other ranks make
+        theirs; None: there are none.
 
         Raises:
             InvalidRequestError: the system does not give a GPU's host so much pinned memory.
@@ -60,7 +60,7 @@ class HostStore:
 
     @torch.inference_mode()
     def run(self, moves: Sequence[Move]) -> None:
-        """Make copies in their order. A later one to the same place replaces an earlier one of its kind."""
+        """Make copies in their order. A later one to the same block or slot replaces an earlier one."""
         if self._on_run is not None:
             self._on_run(moves)
         most = max(1, _STAGING_BYTES // self.block_bytes)
@@ -118,10 +118,10 @@ class HostStore:
         ]
 
     def bytes_per_second(self) -> float:
-        """Rate of copies, measured with the first blocks, whose content goes out and comes back."""
+        """Rate of copies, measured by copying the first blocks to the host and back."""
         count = min(_MEASURED_BLOCKS, self._rows.shape[0], self._parts[0].shape[1])
         moves = [Move(index, index, to_host) for to_host in (True, False) for index in range(count)]
-        self.run(moves)  # memory is there from now on
+        self.run(moves)  # the memory is allocated from now on
         self._wait()
         started = time.perf_counter()
         self.run(moves)
@@ -133,7 +133,7 @@ class HostStore:
             torch.cuda.synchronize(self._device)
 
     def release_memory(self) -> None:
-        """Give the memory back to the system, on a CPU; it comes back at its next use."""
+        """Return the memory to the system, on a CPU; it is allocated again at its next use."""
         self._wait()
         if self._side is None:
             release_pages(self._rows)

@@ -1,14 +1,14 @@
-"""KV blocks in host memory: content that had to leave the device, found again by the hash of the prefix cache.
+"""KV blocks in host memory: content evicted from the device, found again by the hash of the prefix cache.
 
-A preempted sequence leaves its full blocks in the prefix cache, as a finished one does. Where the device needs one of
+A preempted sequence leaves its full blocks in the prefix cache, as a finished one does. If the device needs one of
 them, its content is copied to a slot of host memory, and back when a sequence continues with the same prefix. So
-preemption by swap and a second level of the prefix cache are one thing:
+preemption by swap and a second level of the prefix cache are the same mechanism:
 
     device block  --handed out again (`keep`)-->  host slot  --a sequence starts (`take`, `put_back`)-->  device block
 
-The host holds a bounded number of slots; the content that was used least recently makes way. A hash is made of tenant,
-salt and the adapter's content, so that nobody finds the blocks of another. This module decides and sees integers only:
-copies are `Move`s of the next step's plan, which `HostStore` makes in their order before the step computes.
+The host holds a bounded number of slots; the least recently used content is evicted. A hash covers tenant, salt and the
+adapter's content, so no tenant finds another's blocks. This module decides and sees integers only: copies are `Move`s
+of the next step's plan, which `HostStore` makes in their order before the step computes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...core.batch import Move, StepPlan
 _SMOOTHING = 0.2
 """Weight of the latest step in the measured time of a prompt token."""
 _FEWEST_PROMPT_TOKENS = 16
-"""Prompt tokens from which on the time of a step tells what one of them takes."""
+"""Minimum of prompt tokens in a step whose time gives that of one token."""
 
 
 def swap_pays(block_bytes: int, bytes_per_second: float, block_tokens: int, tokens_per_second: float) -> bool:
@@ -30,7 +30,7 @@ def swap_pays(block_bytes: int, bytes_per_second: float, block_tokens: int, toke
 
 
 class SwapCost:
-    """Figures that swap and recompute are compared by, measured on this machine."""
+    """Costs of swap and recompute, measured on this machine."""
 
     def __init__(self, block_bytes: int, block_tokens: int, bytes_per_second: float | None) -> None:
         """`bytes_per_second`: measured rate of copies; None: swap always."""
@@ -40,14 +40,14 @@ class SwapCost:
         self._prompt_token_seconds: float | None = None
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Learn the time of a prompt token from a step that computed mostly such."""
+        """Update the time of a prompt token from a step with mostly prompt tokens."""
         prompts = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1 + row.num_drafts)
         if prompts < _FEWEST_PROMPT_TOKENS or 2 * prompts < plan.num_tokens or seconds <= 0:
             return
         each, known = seconds / plan.num_tokens, self._prompt_token_seconds
         self._prompt_token_seconds = each if known is None else known + _SMOOTHING * (each - known)
 
-    def pays(self) -> bool:
+    def is_cheaper_than_recompute(self) -> bool:
         """Return whether blocks are worth a copy; True before a prompt was measured."""
         if self._bytes_per_second is None or self._prompt_token_seconds is None:
             return True
@@ -62,7 +62,7 @@ class HostTier:
         self.cost = cost
         self.num_slots = num_slots
         self.num_hits = 0
-        """Blocks that came back to the device."""
+        """Blocks that were copied back to the device."""
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
         self._draft_ready: set[bytes] = set()  # their KV in the drafter's layers is valid too
         self._free = list(range(num_slots))
@@ -77,9 +77,8 @@ class HostTier:
         return len(self._slot_of) * self.cost.block_bytes
 
     def keep(self, digest: bytes, block: int, *, draft_ready: bool) -> None:
-        """Copy a block whose content is leaving the device, unless it is here already, or computing it again is
-        cheaper."""
-        if not self.cost.pays():
+        """Copy a block whose content is leaving the device, unless it is here already, or recomputing it is cheaper."""
+        if not self.cost.is_cheaper_than_recompute():
             return
         slot = self._slot_of.pop(digest, None)
         if slot is None or (draft_ready and digest not in self._draft_ready):
@@ -93,7 +92,7 @@ class HostTier:
         self._slot_of[digest] = slot
 
     def _make_way(self) -> int | None:
-        """The slot of the content that was used least recently; None when all slots are taken out."""
+        """The slot of the least recently used content; None if all contents are taken out."""
         if not self._slot_of:
             return None
         digest, slot = self._slot_of.popitem(last=False)
@@ -101,8 +100,8 @@ class HostTier:
         return slot
 
     def take(self, digests: Sequence[bytes]) -> dict[bytes, tuple[int, bool]]:
-        """Take contents out, so that they stay while the device makes room: (slot, draft ready) by hash. `put_back`
-        follows."""
+        """Take contents out, so that they are not evicted while the device makes room: (slot, draft ready) by hash.
+        `put_back` follows."""
         taken = {}
         for digest in digests:
             taken[digest] = (self._slot_of.pop(digest), digest in self._draft_ready)
@@ -110,7 +109,7 @@ class HostTier:
         return taken
 
     def put_back(self, taken: Mapping[bytes, tuple[int, bool]], blocks: Sequence[int]) -> None:
-        """Keep contents that were taken out, as the last used ones, and copy them to `blocks`, if any."""
+        """Put contents back as the most recently used ones, and copy them to `blocks`, if any."""
         for digest, (slot, draft_ready) in taken.items():
             self._slot_of[digest] = slot
             if draft_ready:
@@ -128,13 +127,13 @@ class HostTier:
             self._free.append(slot)
 
     def moves(self) -> tuple[Move, ...]:
-        """Copies to make before the next step computes; they are that step's now."""
+        """Take the copies to make before the next step computes."""
         moves, self._moves = tuple(self._moves), []
         return moves
 
     def reset(self) -> None:
-        """Forget all contents, and the copies that no step has made yet."""
-        self._free = list(range(self.num_slots))  # also those that an interrupt has left taken out
+        """Drop all contents, and the copies that no step has made yet."""
+        self._free = list(range(self.num_slots))  # including those left taken out by an interrupt
         self._slot_of.clear()
         self._draft_ready.clear()
         self._moves.clear()

@@ -1,4 +1,4 @@
-"""Finds KV blocks that already hold the beginning of a sequence.
+"""Finds KV blocks that already hold a prefix of a sequence.
 
 A full block is known by the chained hash of (namespace, parent hash, its tokens), so equal hashes mean equal
 prefixes in an equal namespace. The namespace is made of the tenant, the salt and the digest of the adapter's
@@ -13,11 +13,11 @@ text is as separate as ever:
                                                  +-> tenant b -> block 2 -> ...
     own root (tenant a, salt, adapter) -> block 0 -> ...
 
-An activated adapter (aLoRA) begins to apply in the middle of a prompt. The blocks before that are the base model's,
-in its namespace; the block where it begins is chained from their hash and the adapter's content.
+An activated adapter (aLoRA) starts to apply in the middle of a prompt. The blocks before that are the base model's,
+in its namespace; the block in which it starts is chained from their hash and the adapter's content.
 
-The kinds of roots are hashed under different personalizations, which no tenant has a say in: a namespace of one
-kind cannot be made to look like one of another.
+The kinds of roots are hashed under different personalizations, which no tenant controls: a namespace of one kind cannot
+collide with one of another.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PrefixCache:
         keeps_finished: bool = True,
     ) -> None:
         """`states`: slots of recurrent states; None: the model has none. `keeps_finished`: later sequences may find the
-        blocks of a finished one; else its siblings alone may, and a sequence finds its own after a preemption."""
+        blocks of a finished one; else only its siblings may, and a sequence finds its own after a preemption."""
         self.pool = pool
         self.host = host
         self._states = states
@@ -110,10 +110,15 @@ class PrefixCache:
         self._begin(request, self.match(request))
 
     def bring_back(self, request: Request) -> None:
-        """Give a request that holds the blocks of `start` those after them that the host has. There is room for the
-        whole request, or nothing runs."""
+        """Add the blocks after `start` that the host has to a request. There is room for the whole request, or nothing
+        runs."""
         host = self.host
-        if host is None or request.namespace is None or request.params.reads_whole_prompt or not host.cost.pays():
+        if (
+            host is None
+            or request.namespace is None
+            or request.params.reads_whole_prompt
+            or not host.cost.is_cheaper_than_recompute()
+        ):
             return
         limit, found = (len(request.tokens) - 1) // self.block_size, []
         for digest in request.block_hashes[len(request.blocks) : limit]:
@@ -137,13 +142,13 @@ class PrefixCache:
         self._begin(request, self._matched([*request.blocks, *(self._block_of[digest] for digest in found)]))
 
     def take_back(self, request: Request) -> None:
-        """Free a request's blocks: it has nothing computed any more."""
+        """Free a request's blocks: none of its tokens are computed any more."""
         self.pool.release(request.blocks)
         self._begin(request, PrefixMatch([], 0, 0))
 
     def finish(self, request: Request, *, has_siblings: bool = False) -> None:
-        """Free a finished request's blocks, and forget those that nobody may find any more: with `has_siblings`, that
-        are unfinished, the prompt stays."""
+        """Free a finished request's blocks, and drop those that no request may find any more; with unfinished siblings
+        (`has_siblings`) the prompt's stay."""
         if not self.keeps_finished:
             num_prompt = request.num_prompt_tokens // self.block_size
             if request.group is not None and request.namespace is not None:
@@ -162,14 +167,14 @@ class PrefixCache:
 
     def _begin(self, request: Request, match: PrefixMatch) -> None:
         request.blocks = array("q", match.blocks)
-        request.num_computed, request.num_draft_computed = match.num_tokens, match.num_draft_tokens
+        request.num_computed_tokens, request.num_draft_computed = match.num_tokens, match.num_draft_tokens
         request.num_published = len(match.blocks)
         request.num_draft_published = match.num_draft_tokens // self.block_size
         if self._states is not None:
             self._states.begin(request, match.num_tokens)
 
     def count(self, request: Request, num_found: int) -> None:
-        """Note for the statistics that a request started with `num_found` of its tokens cached."""
+        """Record for the statistics that a request started with `num_found` cached tokens."""
         if request.namespace is not None:
             self.num_queries += len(request.tokens)
             self.num_hits += num_found
@@ -191,14 +196,14 @@ class PrefixCache:
         return self.host is None and self._states is None
 
     def publish(self, request: Request) -> None:
-        """Offer the request's full, accepted blocks. Where another block already holds the same prefix, that one
+        """Publish the request's full, accepted blocks. If another block already holds the same prefix, that one
         stays."""
         if request.namespace is None or (
-            request.num_computed < (request.num_published + 1) * self.block_size
+            request.num_computed_tokens < (request.num_published + 1) * self.block_size
             and request.num_draft_computed < (request.num_draft_published + 1) * self.block_size
         ):
             return
-        full = min(request.num_computed, len(request.tokens)) // self.block_size
+        full = min(request.num_computed_tokens, len(request.tokens)) // self.block_size
         if full > request.num_published:
             self._extend_hashes(request, full)
             for index in range(request.num_published, full):
@@ -217,12 +222,12 @@ class PrefixCache:
         return self.host.moves() if self.host is not None else ()
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Learn from the time of a step."""
+        """Observe the time of a step."""
         if self.host is not None:
             self.host.cost.observe(plan, seconds)
 
     def reset(self) -> bool:
-        """Forget all blocks that no sequence uses, and all of the host's; True when nothing is cached any more."""
+        """Drop all blocks that no sequence uses, and all of the host's; True when the cache is empty."""
         for block in [block for block in self._hash_of if self.pool.is_free(block)]:
             self._forget(block)
         if self.host is not None:
@@ -240,7 +245,7 @@ class PrefixCache:
             hashes.append(_hash(self._parent(request, len(hashes)) + tokens, _BLOCK))
 
     def _parent(self, request: Request, index: int) -> bytes:
-        """Hash that the hash of a request's block `index` continues."""
+        """Parent hash of a request's block `index`."""
         if request.activation and index == request.num_base_tokens // self.block_size:
             return _hash(self._parent_in_namespace(request, index) + request.activation, _ACTIVATED)
         return self._parent_in_namespace(request, index)
@@ -254,7 +259,7 @@ class PrefixCache:
         return _hash(parent + request.namespace, _AFTER_SHARED) if index == num_shared else parent
 
     def _reuse(self, block: int) -> None:
-        """Forget a block that is handed out again; the host may keep its content."""
+        """Remove a block that is handed out again; the host may keep its content."""
         if self.host is not None and block in self._hash_of:
             self.host.keep(self._hash_of[block], block, draft_ready=block in self._draft_ready)
         self._forget(block)

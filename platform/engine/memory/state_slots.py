@@ -135,7 +135,7 @@ class StateSlots(Gate):
         """Publish the snapshots of a committed row of a running sequence, but for those of rejected drafts. The hashes
         of its full blocks are there."""
         request, held = row.request, self._held[row.request]
-        valid = min(request.num_computed, len(request.tokens))
+        valid = min(request.num_computed_tokens, len(request.tokens))
         for length, slot in () if row.states is None else row.states.snapshots:
             held.written.remove((length, slot))
             if length > valid:
@@ -147,7 +147,7 @@ class StateSlots(Gate):
                 self.snapshots.forget(held.latest)
             lasts = length % self._interval == 0 or length == self._prompt_end(request)
             held.latest = digest if is_new and not lasts else None
-        if request.num_computed > held.origin[0]:
+        if request.num_computed_tokens > held.origin[0]:
             self._leave(held)
 
     def check_integrity(self) -> None:

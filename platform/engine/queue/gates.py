@@ -11,26 +11,27 @@ from ...core.request import Request
 
 
 class Gate(Protocol):
-    """Gate: a resource that a sequence must hold while it runs, beside KV blocks. By default nothing is held."""
+    """Gate: a resource, in addition to KV blocks, that a sequence must hold while it runs. By default nothing is
+    held."""
 
     def admit(self, request: Request) -> str | None:
         """Take the resource and return None, or return the reason to wait. A typed error fails this request alone."""
 
     def prefetch(self, request: Request) -> None:
-        """Begin what takes long for a request that will soon be admitted, if nothing more urgent suffers."""
+        """Start slow work for a request that will soon be admitted, if it delays nothing more urgent."""
         return
 
     def release(self, request: Request) -> None:
-        """Give the resource back, to ask again later: the request was preempted, or found no room."""
+        """Release the resource, to take it again later: the request was preempted, or found no room."""
         return
 
     def forget(self, request: Request) -> None:
-        """Give the resource back for good: the request finished, failed or was aborted, maybe before its admission."""
+        """Release the resource: the request finished, failed or was aborted, maybe before its admission."""
         return
 
 
 class DraftLimits(NamedTuple):
-    """Limits that the drafter asks of the scheduler, as integers."""
+    """Limits that the drafter sets for the scheduler, as integers."""
 
     num_drafts: int = 0
     """Most drafts of a row in a step."""
@@ -43,10 +44,11 @@ class DraftLimits(NamedTuple):
     max_verified: int = sys.maxsize
     """Most drafts of a row that a step verifies, those of grammars included."""
     max_drafts_on_device: int = sys.maxsize
-    """Most drafts of a row that the first drafter makes without the host; it then makes as many as were asked for."""
+    """Most drafts of a row that the first drafter makes without the host; it then makes exactly the requested
+    number."""
 
     def room(self, request: Request, least: int, most: int, max_model_len: int) -> int:
-        """Most drafts that may follow when the sequence has grown by `least` to `most` tokens."""
+        """Most drafts that may follow after the sequence has grown by `least` to `most` tokens."""
         limit = len(request.drafts.token_ids) if request.drafts.forced else self.num_drafts
         limit = min(limit, self.max_verified)
         if limit == 0:
@@ -59,7 +61,7 @@ class DraftLimits(NamedTuple):
 
 
 class DraftChooser(Protocol):
-    """Chooser of each row's drafter and number of drafts. Without one a row gets as many drafts as it may have."""
+    """Chooser of each row's drafter and number of drafts. Without one a row gets its maximum number of drafts."""
 
     @property
     def plans_no_drafts(self) -> bool:
@@ -68,5 +70,5 @@ class DraftChooser(Protocol):
 
     def choose(self, rows: Sequence[RowPlan], *, requests_wait: bool) -> None:
         """Set `drafter` and lower `max_new_drafts` of the rows of a step that is being planned. `requests_wait`:
-        whether others wait for a seat."""
+        whether requests are queued."""
         ...

@@ -8,15 +8,15 @@ from ...core.request import NO_DRAFTS, Request
 
 
 def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | None:
-    """Apply `got` to `row.request`; returns what to tell the client, or None when there is nothing yet.
+    """Apply `got` to `row.request`; returns the client's output, or None when there is none yet.
 
-    After `a` of `k` drafts were accepted, `num_computed` grows by the row's tokens less the `k - a` rejected ones,
-    whose KV the next step overwrites.
+    If `a` of `k` drafts are accepted, `num_computed_tokens` grows by the row's tokens less the `k - a` rejected ones.
+    The next step overwrites the KV of those.
     """
     request = row.request
     if got.error is not None:
         return TokenDelta(request.request_id, error=got.error)
-    request.num_computed = row.start + row.num_tokens - row.num_drafts + got.num_accepted - got.is_deferred
+    request.num_computed_tokens = row.start + row.num_tokens - row.num_drafts + got.num_accepted - got.is_deferred
     if got.prompt_logprobs is not None:
         if request.prompt_logprobs is None:
             request.prompt_logprobs = PromptTable()
@@ -60,7 +60,7 @@ def _pooled(request: Request) -> TokenDelta:
 
 
 def _with_facts(delta: TokenDelta, request: Request) -> TokenDelta:
-    """`delta`, which is the first of its sequence, with the facts that the first one has."""
+    """`delta`, the first of its sequence, with the fields that only the first one has."""
     delta.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
     delta.num_cached_tokens, delta.queue_seconds = request.num_cached_tokens, request.queue_seconds
     delta.adapter_digest = request.text_namespace[1].hex()
@@ -68,8 +68,8 @@ def _with_facts(delta: TokenDelta, request: Request) -> TokenDelta:
 
 
 def ends_after(request: Request, max_model_len: int) -> bool:
-    """Return whether the rows in flight of `request`, of which there is one at least, bring the last token that it may
-    have if all their drafts are right, whichever tokens they are."""
+    """True if the rows in flight of `request`, at least one, reach its last allowed token when all their drafts are
+    right, whatever the tokens."""
     if request.params.pooling is not None:
         return request.num_planned >= request.num_prompt_tokens
     row = request.in_flight[-1]
@@ -77,7 +77,7 @@ def ends_after(request: Request, max_model_len: int) -> bool:
 
 
 def _finish_reason(request: Request, token: int, max_model_len: int) -> tuple[str | None, int | None]:
-    """(finish_reason, stop_reason) after `token` became the sequence's last; (None, None) to go on."""
+    """(finish_reason, stop_reason) after `token` became the sequence's last; (None, None) to continue."""
     params, length = request.params, len(request.tokens)
     if length - request.num_prompt_tokens >= params.min_tokens:
         if token in request.eos_token_ids and not params.ignore_eos:

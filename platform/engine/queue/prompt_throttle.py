@@ -1,18 +1,18 @@
-"""Throttle of prompts: the number of prompt tokens in a step together with sequences that decode.
+"""Throttle of prompts: the number of prompt tokens in a step with decodes.
 
-A step with a long prompt takes many times as long as one without, and for all that time nobody gets a token. So a step
-may take at most about `1 + S` times what its decodes take alone, with
+A step with a long prompt takes many times as long as one without, and no sequence gets a token until it ends. So a step
+may take at most about `1 + S` times as long as its decodes alone, with
 
-    S = max(1, 8 * sequences that want their prompts computed / sequences that decode)
+    S = max(1, 8 * sequences with uncomputed prompts / sequences that decode)
 
-One that waits for its first token counts as eight that wait for their next. If one prompt comes to many streams, their
-time between tokens stays within twice the usual, and most of the prompt is computed in the shadow of the weights, which
-a decode reads anyway. If many wait for few, it is computed as fast as it goes. Chunked prefill: Agrawal et al. 2024
-(Sarathi-Serve, OSDI 2024), whose budget is found here by measuring.
+A sequence that waits for its first token counts as eight that wait for their next. If one prompt joins many streams,
+their time between tokens at most doubles, and most of the prompt is computed while the weights are read, as a decode
+must anyway. If many wait and few decode, prompts are computed at full speed. Chunked prefill: Agrawal et al. 2024
+(Sarathi-Serve, OSDI 2024), with a measured budget.
 
 Some of the time that prompts add does not depend on their number of tokens: on a GPU decodes are one graph, and a step
 with prompts may be launched kernel by kernel. Fewer tokens would not shorten such a step, and there would be more such
-steps. So this part counts as time of the decodes. It is where the line through the times of two steps begins.
+steps. So this part counts as time of the decodes. It is the intercept of the line through the times of two steps.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ FEWEST = 8
 UNMEASURED = 16
 """Steps with prompts at an unmeasured number of decodes after which one step runs without prompts, to time it."""
 _IMPATIENCE = 8.0
-"""Number of decoding sequences for which one counts that waits for its first token."""
+"""Weight of a sequence that waits for its first token, in decoding sequences."""
 _SMOOTHING = 0.2
 _LEAST_SECONDS = 1e-9
-"""Time of a step from which on it counts: a clock shows no less."""
+"""Minimum time of a step that counts: the clock's resolution."""
 _LARGEST_CHANGE = 1.25
-"""Largest change of the number of tokens after one step: a step that another process held up says little."""
+"""Largest change of the number of tokens after one step: a step may have been delayed by another process."""
 
 
 class _FixedTime:
     """Part of the seconds that prompts add to a step which does not depend on their number of tokens.
 
-    A line through two successive steps, the second with at most half of the first one's tokens, begins there. Both see
-    the same load of the machine. The median of a few pairs counts: one of the steps may have been held up.
+    It is the intercept of a line through two successive steps, the second with at most half of the first one's tokens.
+    Both see the same load of the machine. The median of a few pairs is used, since a step may have been delayed.
     """
 
     _PAIRS = 5
     _EVERY = 16
-    """Steps after which a pair is made if none came by itself: its small step costs a few per cent of the prompts'
+    """Steps after which a pair is forced if none occurred: its small step costs a few per cent of the prompts'
     speed. A slow start, or a burst of other load, is forgotten after three pairs."""
     _DOUBT = 0.15
-    """Share of a step's added time, against the fixed part: noise alone must not show one."""
+    """Share of a step's added time that is subtracted from the fixed part, so that noise alone gives none."""
 
     def __init__(self) -> None:
         self._fixed: deque[float] = deque(maxlen=self._PAIRS)
@@ -69,9 +69,9 @@ class _FixedTime:
         return median(self._fixed) if len(self._fixed) > self._PAIRS // 2 else 0.0
 
     def record(self, tokens: int, added: float) -> bool:
-        """Record a step whose prompt tokens added so many seconds. True if it makes a pair with the one before."""
+        """Record the seconds that prompt tokens added to a step. True if it forms a pair with the step before."""
         if self._last is None or 2 * tokens > self._last[0]:
-            # A small step that was wanted, and makes no pair with one that was small too, is not wanted again at once.
+            # A forced small step that forms no pair, since the one before was small too, is not forced again at once.
             self._num_steps = 1 if self.wants_pair else self._num_steps + 1
             self._last = tokens, added
             return False
@@ -83,7 +83,7 @@ class _FixedTime:
 
 
 class PromptThrottle:
-    """Throttle that is set by the times of steps. Sizes are numbers of tokens, times seconds."""
+    """Throttle driven by step times. Sizes are numbers of tokens, times are seconds."""
 
     def __init__(self) -> None:
         self._alone: dict[int, float] = {}  # seconds of steps without prompts, by the bit length of their tokens
@@ -92,8 +92,8 @@ class PromptThrottle:
         self._tokens = float(START)  # that take as long as the decodes of their step
 
     def apply(self, step: StepBudget, num_prompts: int) -> None:
-        """Bound what prompts may have of a step, which has decodes alone so far; `num_prompts` sequences want theirs
-        computed and could run."""
+        """Bound the prompt tokens of a step that has only decodes so far; `num_prompts` runnable sequences have
+        uncomputed prompts."""
         num_tokens = sum(row.num_tokens for row in step.rows.values())
         limit = self.limit(num_tokens, len(step.rows), num_prompts)
         if self._unmeasured.get(num_tokens.bit_length(), 0) >= UNMEASURED:
@@ -109,8 +109,8 @@ class PromptThrottle:
 
     def limit(self, num_decode_tokens: int, num_decoding: int, num_prompts: int) -> int | None:
         """Most prompt tokens of a step that computes `num_decode_tokens` of `num_decoding` sequences, while
-        `num_prompts` sequences wait or are within their prompt; None: any number. Now and then it is a quarter, to
-        compare with."""
+        `num_prompts` sequences wait or are within their prompt; None: any number. Now and then it is a quarter, for
+        comparison."""
         if num_decoding == 0 or num_decode_tokens == 0:
             return None
         share = max(1.0, _IMPATIENCE * num_prompts / num_decoding)
@@ -125,7 +125,7 @@ class PromptThrottle:
         kind = num_decode_tokens.bit_length()
         if num_prompt_tokens == 0:
             known = self._alone.get(kind)
-            # The lower part of the times: what holds a step up now and then is not the decodes' price.
+            # A low quantile of the times: occasional delays are not the decodes' cost.
             weight = _SMOOTHING if known is None or seconds < known else _SMOOTHING / 4
             self._alone[kind] = seconds if known is None else known + weight * (seconds - known)
             return
@@ -135,10 +135,10 @@ class PromptThrottle:
         if alone is None:
             return
         if num_prompt_tokens < FEWEST // 2 and not self._fixed.wants_pair:
-            return  # what a prompt's last tokens take says little of what more would
+            return  # the time of a prompt's last few tokens does not predict that of more
         added = max(seconds - alone, 0.05 * alone)
         if self._fixed.record(num_prompt_tokens, added):
-            return  # so few tokens say little of what more would take
+            return  # the time of so few tokens does not predict that of more
         fixed = min(self._fixed.seconds, added)
         least = alone + fixed
         wanted = least * num_prompt_tokens / max(added - fixed, 0.05 * least)

@@ -1,26 +1,26 @@
-"""The queue of waiting sequences and the set of running ones, by account, and the account whose turn is next.
+"""The queue of waiting sequences and the set of running ones, by account, and the next account.
 
 The order is that of virtual token counters, after Sheng et al., "Fairness in Serving Large Language Models" (OSDI
-2024), Algorithm 2 with weights. An account's counter grows by the price of what it is served, over its weight:
+2024), Algorithm 2 with weights. An account's counter grows by the price of its served tokens, over its weight:
 
     when a sequence first starts    prompt_cost          a prompt token that the prefix cache does not have
     in every step                   output_cost          a token emitted
-                                    rejected_draft_cost  a draft verified in vain
+                                    rejected_draft_cost  a rejected draft
 
-The account with the smallest counter is next; nothing waits while there is room, whatever the counters. One that comes
-to the queue with nothing queued is lifted to the smallest counter among those queued, or, when there are none, to that
-of the account that left the queue last, so that an idle tenant gains no credit. It is lifted to S less than the
-paper has it, S what the tokens of one full step cost as output: without this credit whoever uses less than its share
-would stand behind a flood again right after each of its requests.
+The account with the smallest counter is next; nothing waits while there is room, whatever the counters. An account that
+had nothing queued is lifted to the smallest counter among those queued, or, when there are none, to that of the account
+that left the queue last, so that an idle tenant gains no credit. It is lifted to S less than the paper has it, S what
+the tokens of one full step cost as output: without this credit an account that uses less than its share would queue
+behind a flood again after each of its requests.
 
 With U = max(prompt_cost * L, output_cost * M) / weight, L the longest prompt and M the tokens that run together, the
-counters of queued accounts differ by at most U + S (Lemma 4.3, where S is 0), so what two accounts are served while
-both have requests queued differs by at most twice that (Theorem 4.4); S is small beside M. With k drafts a step,
+counters of queued accounts differ by at most U + S (Lemma 4.3, where S is 0), so the service of two accounts with
+queued requests differs by at most twice that (Theorem 4.4); S is small compared with M. With k drafts a step,
 rejected_draft_cost * k is part of the output's cost in U.
 
-Where a step finds no room, the account served most gives way, and inside it the sequence that is least urgent. Beyond
-the paper, which lets running sequences finish: an account may take the place of one that was served more and has more
-running (`displaced_by`), since a first token should not wait for another tenant's last.
+If a step finds no room, the least urgent sequence of the account served most is preempted. Unlike in the paper, which
+lets running sequences finish, a waiting account may also preempt one that was served more and has more running
+(`displaced_by`), since a first token should not wait for another tenant's last.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ...core.request import Request, Status
 
 
 class Policy(NamedTuple):
-    """Order of requests. Inside an account the smallest priority runs first, equal ones go by arrival."""
+    """Order of requests. Inside an account the smallest priority runs first, then the earliest arrival."""
 
     by_tenant: bool
     """Each tenant has an account; else all requests share one, and nothing is charged."""
@@ -50,16 +50,16 @@ POLICIES: dict[str, Policy] = {
     "priority": Policy(by_tenant=False, by_priority=True),
     "fair": Policy(by_tenant=True, by_priority=True),
 }
-"""Accounts alternate by the tokens that they got; a policy with one account for all is a plain sorted queue."""
+"""Accounts alternate by their served tokens; a policy with one account for all is a plain sorted queue."""
 
-# Accounts kept, beside twice those in use, before idle ones are looked through.
+# Accounts kept, in addition to twice those in use, before idle ones are dropped.
 _KEPT = 64
 
 
 @total_ordering
 class Account:
-    """One tenant's sequences. Compared by whose turn it is, which changes all the time: never a key to sort by for
-    long. Also less than infinity, and greater than minus infinity."""
+    """One tenant's sequences. Its order changes with every step, so it is no lasting sort key. It is less than
+    infinity, and greater than minus infinity."""
 
     __slots__ = ("counter", "name", "running", "serial", "waiting", "weight")
 
@@ -98,12 +98,12 @@ def _remove(queue: list[Request], request: Request) -> None:
 
 
 def _in_turn(queues: list[list[Request]]) -> list[Request]:
-    """These lists joined; the only one as it is, for it may be long."""
+    """These lists joined; a single one is returned uncopied, since it may be long."""
     return queues[0] if len(queues) == 1 else list(chain.from_iterable(queues))
 
 
 class RequestQueue:
-    """The scheduler's queue and running set. A request is in the one or in the other from `add` to `remove`."""
+    """The scheduler's queue and running set. A request is in one of them from `add` to `remove`."""
 
     def __init__(self, policy: Policy, prices: FairConfig, max_num_batched_tokens: int) -> None:
         self.num_waiting = self.num_running = 0
@@ -115,19 +115,19 @@ class RequestQueue:
         self._sweep_at = _KEPT
         self._queued: dict[Account, None] = {}  # with waiting sequences
         self._served: dict[Account, None] = {}  # with running ones
-        self._level = 0.0  # what the smallest counter of the queue has been at most, when it was looked at
-        self._last_left: Account | None = None  # the account whose last waiting sequence went, most recently
+        self._level = 0.0  # largest value seen of the queue's smallest counter
+        self._last_left: Account | None = None  # the account that left the queue most recently
 
     # ------------------------------------------------------------------ lists
 
     @property
     def waiting(self) -> Sequence[Request]:
-        """Waiting sequences, account by account, those of the next first. Not to be changed."""
+        """Waiting sequences, account by account, those of the next first. Read only."""
         return _in_turn([account.waiting for account in sorted(self._queued, key=_turn)])
 
     @property
     def running(self) -> Sequence[Request]:
-        """Running sequences, those of the account served least first. Not to be changed."""
+        """Running sequences, those of the account served least first. Read only."""
         return _in_turn([account.running for account in sorted(self._served, key=_turn)])
 
     def least_urgent(self) -> Request:
@@ -135,8 +135,8 @@ class RequestQueue:
         return max(self._served, key=_turn).running[-1]
 
     def candidates(self) -> Iterator[Request]:
-        """Waiting sequences in order, each account's place looked up anew after every one. The
-        sequence just given may have been started or removed when the next is asked for."""
+        """Waiting sequences in order; the order of accounts is updated after each. The sequence just yielded may be
+        started or removed before the next."""
         heap = [(account.turn, account, 0) for account in self._queued]
         heapq.heapify(heap)
         while heap:
@@ -151,7 +151,7 @@ class RequestQueue:
                 heapq.heappush(heap, (account.turn, account, index))
 
     def upcoming(self, number: int) -> list[Request]:
-        """The next `number` to start, about: one of each account in turn."""
+        """The approximate next `number` to start: one of each account in turn."""
         if len(self._queued) == 1:
             return next(iter(self._queued)).waiting[:number]
         heads = [account.waiting[:number] for account in sorted(self._queued, key=_turn)[:number]]
@@ -161,7 +161,7 @@ class RequestQueue:
     # ----------------------------------------------------------- moves, charges
 
     def add(self, request: Request) -> None:
-        """A new sequence waits. Its account's weight is the request's from now on."""
+        """Add a waiting sequence. Its account's weight becomes the request's."""
         name = request.tenant if self._policy.by_tenant else ""
         account = self._accounts.get(name)
         if account is None:
@@ -173,7 +173,7 @@ class RequestQueue:
         self._enqueue(account, request)
 
     def start(self, request: Request, num_prompt_tokens: int) -> None:
-        """A waiting sequence runs; its account is charged for prompt tokens."""
+        """Move a waiting sequence to the running ones, and charge its account for prompt tokens."""
         account: Account = request.order[0]
         self._dequeue(account, request)
         insort(account.running, request, key=_order)
@@ -185,26 +185,26 @@ class RequestQueue:
         account.counter += price * num_prompt_tokens / account.weight
 
     def stop(self, request: Request) -> None:
-        """A running sequence waits again, with what it was charged for paid."""
+        """Move a running sequence back to the queue, without a refund."""
         account: Account = request.order[0]
         self._retire(account, request)
         self._enqueue(account, request)
 
     def remove(self, request: Request, *, running: bool) -> None:
-        """A sequence is gone from where it is."""
+        """Remove a waiting or running sequence."""
         (self._retire if running else self._dequeue)(request.order[0], request)
 
     def charge(self, request: Request, num_emitted: int, num_rejected: int) -> None:
-        """Charge a sequence's account for tokens emitted, by what choosing them takes, and for drafts verified in
-        vain."""
+        """Charge a sequence's account for tokens emitted, weighted by the cost of choosing them, and for rejected
+        drafts."""
         prices, account = self._prices, request.order[0]
         cost = prices.output_cost * request.token_cost * num_emitted + prices.rejected_draft_cost * num_rejected
         account.counter += cost / account.weight
 
     def num_wanted(self, num_seats: int) -> int:
-        """Number of waiting sequences that count as impatient when a step's prompts are bounded: those that find a
-        seat. Where every account has a queue all of them count, for throughput; elsewhere the accounts without a queue
-        would pay for the flood of another."""
+        """Number of waiting sequences that the prompt throttle counts: those for which there is a seat. If every
+        account has a queue all of them count, for throughput; otherwise accounts without a queue would pay for
+        another's flood."""
         if self.num_waiting <= num_seats or all(
             len(account.waiting) > 1 for account in {**self._served, **self._queued}
         ):
@@ -212,18 +212,18 @@ class RequestQueue:
         return num_seats
 
     def is_behind(self, request: Request) -> bool:
-        """Return whether the account of this sequence, which need not run yet, keeps less running for its weight than
-        one that was served more and has a queue: one that floods need not be spared."""
+        """True if the account of this sequence, running or not, has less running for its weight than one with a queue
+        that was served more: an account that floods need not be spared."""
         account: Account = request.order[0]
         num_then = len(account.running) + (request.status is not Status.RUNNING)
         return any(other.waiting for other in self._ahead_of(account, num_then))
 
     def displaced_by(self, request: Request) -> Request | None:
-        """The running sequence that makes way for a waiting one which finds no room; None: it must wait.
+        """The running sequence to preempt for a waiting one that finds no room; None: it must wait.
 
-        It is of an account that was served more, and that keeps at least as many running, for its weight, as the
-        waiting one's then has: so no two take from each other in turn. An account with nothing running need not wait;
-        one with some, until it is behind by more than it may cost to compute again what is taken.
+        It belongs to an account that was served more, and that keeps at least as many running, for its weight, as the
+        waiting one's then has, so no two accounts preempt each other in turn. An account with nothing running need not
+        wait; one with some waits until it is behind by more than the cost of recomputing the victim.
         """
         account: Account = request.order[0]
         others = self._ahead_of(account, len(account.running) + 1)
@@ -232,15 +232,15 @@ class RequestQueue:
         most = max(others, key=_turn)
         victim = most.running[-1]
         behind = (most.counter - account.counter) * most.weight
-        if account.running and behind <= self._prices.prompt_cost * victim.num_computed:
+        if account.running and behind <= self._prices.prompt_cost * victim.num_computed_tokens:
             return None
         return victim
 
     # -------------------------------------------------------------------- inner
 
     def _ahead_of(self, account: Account, num_running: int) -> list[Account]:
-        """The accounts that were served more, and that keep at least as many running for their weight, with one less,
-        as this one with `num_running`."""
+        """The accounts that were served more, and that with one less keep at least as many running for their weight as
+        this one with `num_running`."""
         share = num_running / account.weight
         return [
             other
@@ -270,18 +270,18 @@ class RequestQueue:
             del self._served[account]
 
     def _lowest(self, account: Account) -> float:
-        """The counter that an account has at least which comes to the queue at the present level."""
+        """Minimum counter of an account that joins the queue at the present level."""
         return self._level - self._credit / account.weight
 
     def _raise_level(self) -> None:
         level = self._last_left.counter if self._last_left is not None else 0.0
         if self._queued:
             level = min(other.counter for other in self._queued)
-        # Never lower than before, or credit would add up: each that comes is the smallest for those who follow.
+        # Never lower than before, or credit would add up: each that joins would lower it for the next.
         self._level = max(self._level, level)
 
     def _forget_idle(self) -> None:
-        """Forget accounts without sequences that would be lifted anyway, from time to time: names are the clients'."""
+        """Drop idle accounts that would be lifted anyway, from time to time: clients choose the names."""
         if len(self._accounts) < self._sweep_at:
             return
         self._raise_level()

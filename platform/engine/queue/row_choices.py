@@ -1,4 +1,4 @@
-"""Choices of a sequence's row: its possible sizes, and the rows after which the device can draft without the host."""
+"""Possible sizes of a sequence's row, and the rows after which the device can draft without the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def row_choices(
     request: Request, budget: int, share: int, limits: DraftLimits, longest: int
 ) -> Iterator[tuple[RowPlan, int]]:
     """The next rows of a sequence that `budget` allows, the largest first: with room for new drafts, without, without
-    drafts at all. What is in flight is taken to be right wholly: a row that follows is never longer than that.
+    drafts at all. Drafts in flight count as right: a row that follows is never longer than that.
 
     Args:
         share: Most drafts to verify now, and to propose for the next step.
@@ -52,7 +52,7 @@ def row_choices(
 
 def decode_row(request: Request, block_size: int) -> RowPlan | None:
     """The row of a sequence that computes one token without drafts, and has the KV block for it: most rows of a large
-    batch. None for others, which `row_choices` serves."""
+    batch. None for others, see `row_choices`."""
     start, awaits_token = request.num_planned, request.awaits_token
     if (
         not (awaits_token or len(request.tokens) - start == 1)
@@ -66,10 +66,10 @@ def decode_row(request: Request, block_size: int) -> RowPlan | None:
     return RowPlan(request, start, 1, 0, samples=True, max_new_drafts=0, awaits_token=awaits_token)
 
 
-def is_followed(rows: Sequence[RowPlan], limits: DraftLimits) -> bool:
-    """Return whether the next step can be planned before the host knows what these `rows` bring: the device makes its
-    drafts, or there are none, and no logits wait for the host to see the tokens, as those with bad words of several
-    tokens do."""
+def can_overlap_next(rows: Sequence[RowPlan], limits: DraftLimits) -> bool:
+    """Return whether the next step can be planned before the host has the results of these `rows`: the device makes its
+    drafts, or there are none, and no row's logits need earlier tokens on the host, as bad words of several tokens
+    do."""
     if not limits.overlaps or not rows:
         return False
     if any(row.max_new_drafts for row in rows):
@@ -78,14 +78,14 @@ def is_followed(rows: Sequence[RowPlan], limits: DraftLimits) -> bool:
 
 
 def may_draft_on_device(row: RowPlan, limits: DraftLimits) -> bool:
-    """Return whether the device can make the drafts after this row, exactly as many as planned, before the host knows
-    what the row brought: of a decode or a verification, of a sequence for whose logits the host need not know its
-    tokens, that the drafter does not lag behind."""
+    """Return whether the device can make the drafts after this row, exactly as many as planned, before the host has the
+    row's tokens: the row is a decode or a verification, no logits edit needs the tokens on the host, and the drafter
+    does not lag."""
     request = row.request
     if request.reads_tokens or not row.samples or row.num_tokens != 1 + row.num_drafts:
         return False
     if request.num_output_tokens < max(1, request.params.min_tokens):
-        return False  # how many tokens there are decides about logits; or this may be the last of a prompt
+        return False  # logits edits depend on the number of tokens; or this may be the last row of a prompt
     if not row.max_new_drafts:
         return True
     if row.drafter != 0 or row.max_new_drafts > limits.max_drafts_on_device:
@@ -94,13 +94,13 @@ def may_draft_on_device(row: RowPlan, limits: DraftLimits) -> bool:
         return False
     if not limits.extra_slots:
         return True
-    if row.awaits_token:  # a drafter that was not asked has fallen behind: nobody knows how far before the commit
+    if row.awaits_token:  # a drafter that was not called lags by an amount unknown before the commit
         return bool(request.in_flight[-1].max_new_drafts)
     return request.num_draft_computed >= len(request.tokens)
 
 
 def _is_read(row: RowPlan) -> bool:
-    """True when the logits after this row depend on its tokens, or on their number, so that the host must know them."""
+    """True when the logits after this row depend on its tokens, or on their number, on the host."""
     if not row.samples:
         return False
     request = row.request

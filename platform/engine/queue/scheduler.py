@@ -1,11 +1,11 @@
-"""The scheduler: it plans what each step computes, and takes the results into the sequences.
+"""The scheduler: it plans each step, and applies the results to the sequences.
 
 There are no phases. A sequence is a row of tokens of which a prefix has been computed; a step computes some more of
 each. A prompt chunk, a decode and the verification of k drafts differ only in their counts.
 
-A step may be planned while another one runs (`launched`): a token that is being sampled has its place, and the device
-knows it (`RowPlan.awaits_token`). Drafts that are being verified count as right: blocks are there for that case.
-Whatever depends on the token, or takes from a sequence in flight, waits for the commit.
+A step may be planned while another one runs (`launched`): a token that is being sampled already has a position, and
+only the device knows it (`RowPlan.awaits_token`). Drafts that are being verified count as right, with blocks for that
+case. Anything that depends on the token, or preempts a sequence in flight, waits for the commit.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .gates import DraftChooser, DraftLimits, Gate
 from .outcome import accept, ends_after
 from .prompt_throttle import PromptThrottle
 from .request_queue import POLICIES, RequestQueue
-from .row_choices import decode_row, is_followed, row_choices
+from .row_choices import can_overlap_next, decode_row, row_choices
 from .step_budget import StepBudget, draft_budget
 
-PREFETCHED = 16  # waiting sequences that gates may prepare for while the batch is full
+PREFETCHED = 16  # waiting sequences for which gates may prepare while the batch is full
 
 
 class Scheduler:
@@ -66,12 +66,12 @@ class Scheduler:
 
     @property
     def running(self) -> Sequence[Request]:
-        """Admitted sequences, most urgent first. Not to be changed."""
+        """Admitted sequences, most urgent first. Read only."""
         return self._queue.running
 
     @property
     def waiting(self) -> Sequence[Request]:
-        """Queued sequences, most urgent first. Not to be changed."""
+        """Queued sequences, most urgent first. Read only."""
         return self._queue.waiting
 
     @property
@@ -85,7 +85,7 @@ class Scheduler:
         return self._queue.num_waiting
 
     def waiting_by_reason(self) -> dict[str, int]:
-        """Queued sequences by what held them in the last step; "capacity" where nothing but room is missing."""
+        """Number of queued sequences by the reason in the last step; "capacity" if only room is missing."""
         reasons: dict[str, int] = {}
         for request in self._queue.waiting:
             reason = self._reasons.get(request.request_id, "capacity")
@@ -93,7 +93,7 @@ class Scheduler:
         return reasons
 
     def has_work(self) -> bool:
-        """Return whether any sequence is unfinished, or an error is still to be returned."""
+        """True if any sequence is unfinished, or an error is still to be returned."""
         return bool(self._requests or self._failed or self._leaving)
 
     def __contains__(self, request_id: str) -> bool:
@@ -107,14 +107,14 @@ class Scheduler:
             self._siblings.setdefault(request.group, []).append(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget these sequences and free what they hold; unknown ids are ignored."""
+        """Abort these sequences and free their resources; unknown ids are ignored."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
                 self._finish(request)
 
     def end(self, request_ids: Iterable[str], error: ErrorInfo) -> None:
-        """Forget these sequences and tell the client: the next step's deltas end them with this error."""
+        """Fail these sequences: the next step's deltas end them with this error."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
@@ -128,13 +128,13 @@ class Scheduler:
         for row in plan.rows:
             row.request.in_flight.append(row)
 
-    def may_plan_beside(self, plan: StepPlan) -> bool:
-        """Return whether the next step can be planned while `plan` is in flight: not if a sequence in flight must be
+    def can_plan_next(self, plan: StepPlan) -> bool:
+        """True if the next step can be planned while `plan` is in flight; False if an in-flight sequence must be
         preempted first."""
-        return plan.is_followed and not self._needs_commit
+        return plan.can_overlap_next and not self._needs_commit
 
     def abandon(self) -> None:
-        """Discard what is in flight: its rows will be planned again, from the first token if the cache may be wrong."""
+        """Discard in-flight steps; their rows are scheduled again, from the first token if the cache may be wrong."""
         for request in self._queue.running:
             request.in_flight.clear()
         while self._leaving:
@@ -145,8 +145,8 @@ class Scheduler:
             self.prefix_cache.reset()
 
     def schedule(self) -> StepPlan:
-        """Plan a step under the token budget: first running sequences with one token to compute, and drafts; of what
-        they leave, prompts, those that run and those that wait, each in the policy's order."""
+        """Plan a step under the token budget: first running sequences with one token to compute, and drafts; then
+        running and waiting prompts with the rest, each in the policy's order."""
         step = StepBudget(self.config.max_num_batched_tokens, self._draft_budget())
         prompts: deque[Request] = deque()
         self._needs_commit = False
@@ -167,7 +167,7 @@ class Scheduler:
         if rows and self._chooser is not None:
             self._chooser.choose(rows, requests_wait=self._queue.num_waiting > 0)
         self.prefix_cache.plan(rows)
-        return StepPlan(rows, is_followed(rows, self._draft_limits), self.prefix_cache.moves() if rows else ())
+        return StepPlan(rows, can_overlap_next(rows, self._draft_limits), self.prefix_cache.moves() if rows else ())
 
     def _draft_budget(self) -> int:
         """Tokens of the next step that drafts may take."""
@@ -175,15 +175,15 @@ class Scheduler:
         return 0 if is_off else draft_budget(self._draft_limits, self.config, self._queue)
 
     def _plan_prompt(self, request: Request, step: StepBudget) -> None:
-        """`_plan_row`, for one that may have given way meanwhile, and even have started again."""
+        """`_plan_row`, for a sequence that may have been preempted meanwhile, and even have started again."""
         if request.status is Status.RUNNING and request not in step.rows:
             self._plan_row(request, step)
 
     def _plan_row(self, request: Request, step: StepBudget) -> None:
-        """Add the row of a running sequence, with blocks for it; less urgent ones give way if they must, or itself."""
+        """Add the row of a running sequence, with blocks for it; preempts less urgent ones if needed, or itself."""
         while (budget := step.left_for(request, self._queue)) > 0:
             share = step.for_drafts
-            if share:  # else nothing to divide, as it is without a drafter
+            if share:  # else nothing to divide, as without a drafter
                 share //= self._queue.num_running - len(step.rows)
             row = self._fit(request, budget, share)
             if row is not None:
@@ -192,7 +192,7 @@ class Scheduler:
             step.was_short = True
             victim = self._queue.least_urgent()
             if self._is_in_flight(victim):
-                step.num_left = 0  # nobody less urgent comes first
+                step.num_left = 0  # less urgent ones must not come first
                 return
             self._preempt(victim, step)
             if victim is request:
@@ -210,12 +210,12 @@ class Scheduler:
         return None
 
     def _is_in_flight(self, victim: Request) -> bool:
-        """True when this sequence cannot be preempted now: a step in flight computes it. It can in the next step."""
+        """True when this sequence cannot be preempted now: a step in flight computes it. After that step it can."""
         self._needs_commit |= bool(victim.in_flight)
         return bool(victim.in_flight)
 
     def _preempt(self, request: Request, step: StepBudget | None = None) -> None:
-        """Take a running sequence's blocks; it is computed again later, unless the prefix cache still has them."""
+        """Preempt a running sequence; it is computed again later, unless the prefix cache still has its blocks."""
         if step is not None:
             step.drop(request)
         self._release(request)
@@ -226,13 +226,13 @@ class Scheduler:
         self._queue.stop(request)
 
     def _release(self, request: Request) -> None:
-        """Take all that a sequence holds, which it will ask for again."""
+        """Free all that a sequence holds; it takes it again later."""
         self._take_back(request)
         for gate in self._gates:
             gate.release(request)
 
     def _take_back(self, request: Request) -> None:
-        """Free the request's blocks: it has nothing computed any more."""
+        """Free the request's blocks: none of its tokens are computed any more."""
         self.prefix_cache.take_back(request)
         request.drafts = NO_DRAFTS
         request.prompt_logprobs = request.pooled = None
@@ -240,8 +240,8 @@ class Scheduler:
     # -------------------------------------------------------------- admission
 
     def _admit(self, step: StepBudget, prompts: deque[Request]) -> None:
-        """Start waiting sequences, but for those whose turn comes after one of the running `prompts`, which are planned
-        before them. One that waits for something of its own lets others pass; one that waits for room does not."""
+        """Start waiting sequences; those less urgent than a running one of `prompts` come after it. A sequence that
+        waits for its own gate lets others pass; one that waits for room does not."""
         self._reasons.clear()
         for request in self._queue.candidates():
             while prompts and prompts[0].order < request.order:
@@ -280,8 +280,8 @@ class Scheduler:
                 gate.prefetch(request)
 
     def _blocked(self, request: Request) -> str | None:
-        """The reason of its own why a request cannot start; None once it holds everything but blocks. A gate's error
-        passes through: the request has failed."""
+        """The gate's reason why a request cannot start; None once it holds everything but blocks. A gate's error is
+        raised: the request has failed."""
         if self._awaits_leader(request) or self._leaves_seats(request):
             return "group"
         for index, gate in enumerate(self._gates):
@@ -297,7 +297,7 @@ class Scheduler:
         if request.group is None or request.num_prompt_tokens - 1 < self.prefix_cache.block_size:
             return False
         leader = self._siblings[request.group][0]
-        return leader is not request and leader.num_computed < leader.num_prompt_tokens
+        return leader is not request and leader.num_computed_tokens < leader.num_prompt_tokens
 
     def _leaves_seats(self, request: Request) -> bool:
         """True when its siblings run in all seats but those that one request leaves to others: an eighth of them."""
@@ -305,9 +305,9 @@ class Scheduler:
         return request.group is not None and self._running_siblings[request.group] >= seats - seats // 8
 
     def _start(self, request: Request, step: StepBudget, held: int) -> RowPlan | None:
-        """Let a request run; its first row, after what the prefix cache has. None when there is no room for it now."""
+        """Start a request, after its cached prefix; returns its first row, or None if there is no room now."""
         self.prefix_cache.start(request)
-        uncomputed = len(request.tokens) - request.num_computed
+        uncomputed = len(request.tokens) - request.num_computed_tokens
         if uncomputed > step.num_left - held and not self.config.enable_chunked_prefill:
             return None
         # Admitting a prompt of which only a part fits would only preempt it again a few steps later.
@@ -319,12 +319,12 @@ class Scheduler:
             self._preempt(victim, step)
         self.prefix_cache.bring_back(request)
         if is_new := request.num_preemptions == 0:
-            request.num_cached_tokens = request.num_computed
+            request.num_cached_tokens = request.num_computed_tokens
         share = step.for_drafts and self._draft_budget() // (self._queue.num_running + 1)
         row = self._fit(request, step.num_left - held, share)
         if row is not None:
             self.prefix_cache.count(request, row.start)
-            self._queue.start(request, request.num_prompt_tokens - request.num_computed if is_new else 0)
+            self._queue.start(request, request.num_prompt_tokens - request.num_computed_tokens if is_new else 0)
             request.status = Status.RUNNING
             if is_new and request.arrival_time:
                 request.queue_seconds = max(0.0, time.monotonic() - request.arrival_time)
@@ -334,18 +334,18 @@ class Scheduler:
     # ----------------------------------------------------------------- commit
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
-        """Take a step's results into the sequences. The only place that moves `tokens` and `num_computed`."""
+        """Apply a step's results to the sequences. The only method that moves `tokens` and `num_computed_tokens`."""
         deltas, self._failed = self._failed, []
         for row, got in zip(plan.rows, result.rows, strict=True):
             request = row.request
-            request.land(row)
+            request.retire_row(row)
             if request.status is not Status.RUNNING:  # aborted meanwhile, or ended by the step before
                 if request in self._leaving and not request.in_flight:
                     self._let_go(request)
                 continue
             delta = accept(row, got, self.config.max_model_len)
-            if got.error is None:  # else what is in flight is dropped, and may still be read
-                request.settle()
+            if got.error is None:  # else its rows in flight are dropped, and may still be read
+                request.rebase_in_flight()
             self.prefix_cache.commit(row)
             if delta is None:
                 continue
@@ -357,13 +357,13 @@ class Scheduler:
         return deltas
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Learn from the time of a step, drafting included."""
+        """Observe the time of a step, drafting included."""
         if self._throttle is not None:
             self._throttle.observe(plan, seconds)
         self.prefix_cache.observe(plan, seconds)
 
     def _finish(self, request: Request) -> None:
-        """Remove a sequence for good, with all that it holds."""
+        """Remove a sequence and free all that it holds."""
         self._queue.remove(request, running=request.status is Status.RUNNING)
         self._running_siblings[request.group or ""] -= request.status is Status.RUNNING
         request.status = Status.FINISHED

@@ -19,15 +19,15 @@ class StepBudget:
         self.for_drafts = for_drafts
         """Tokens of `num_left` that drafts may take."""
         self.for_prompts = num_tokens
-        """Tokens of `num_left` that prompts may take which are not urgent; below 0 where urgent ones took more."""
+        """Tokens of `num_left` for prompts that are not urgent; below 0 if urgent ones took more."""
         self.rows: dict[Request, RowPlan] = {}
         """Planned rows, in the order of planning."""
         self.was_short = False
-        """True when a running sequence has found too few blocks."""
+        """True when a running sequence found too few blocks."""
 
     def left_for(self, request: Request, queue: RequestQueue) -> int:
-        """Tokens that this sequence may have. Prompts leave time to sequences that decode. An account that was served
-        less may have the whole budget: it need not spare those that were served more."""
+        """Tokens that this sequence may have. Prompts are throttled for sequences that decode, except those of an
+        account that was served less than these."""
         if self.for_prompts < self.num_left and queue.is_behind(request):
             return self.num_left
         return min(self.num_left, self.for_prompts)
@@ -40,7 +40,7 @@ class StepBudget:
         self.for_drafts -= 0 if row.is_forced else row.num_drafts
 
     def drop(self, request: Request) -> None:
-        """Plan nothing for this sequence; what its row would have taken is left again."""
+        """Remove the row of this sequence, and return its tokens to the budget."""
         row = self.rows.pop(request, None)
         if row is not None:
             self.num_left += row.num_tokens
@@ -49,12 +49,12 @@ class StepBudget:
 
 
 def draft_budget(limits: DraftLimits, config: SchedulerConfig, queue: RequestQueue) -> int:
-    """Tokens of a step that are left for all drafts together. Of long prompts, and of those that wait, a quarter of the
-    budget counts, so that neither they nor drafts stand still."""
+    """Tokens of a step that are left for all drafts together. Long and waiting prompts count with a quarter of the
+    budget, so that neither they nor drafts stall."""
     if not limits.num_drafts:
         return 0
     quarter = max(1, config.max_num_batched_tokens // 4)
-    own = sum(min(len(request.tokens) - request.num_computed, quarter) for request in queue.running)
+    own = sum(min(len(request.tokens) - request.num_computed_tokens, quarter) for request in queue.running)
     if queue.num_waiting and queue.num_running < config.max_num_seqs:
         own += quarter
     return max(0, config.max_num_batched_tokens - own)

@@ -1,1 +1,1 @@
-"""Runner: a planned step on the device, the order of steps, and what is done before the first request."""
+"""Runner: a planned step on the device, the order of steps, and warm-up before the first request."""

@@ -1,5 +1,4 @@
-"""The order of steps on the device: each piece of work runs after those given before it, and its result is asked for
-later."""
+"""The order of steps on the device: work runs in order of submission, and its result is collected later."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ T = TypeVar("T")
 
 
 class Stopwatch:
-    """Time of a device from the making of the watch to its first `stop`, and the gap before it. On a GPU the times are
+    """Time of a device from the watch's construction to its first `stop`, and the gap before it. On a GPU the times are
     those of events of the current stream, and the host waits in `seconds` alone."""
 
     __slots__ = ("_before", "_begin", "_device", "_end")
 
     def __init__(self, device: torch.device, before: Stopwatch | None = None) -> None:
-        """`before`: watch of the step before, which has ended unless the step failed."""
+        """`before`: watch of the step before, which is stopped unless the step failed."""
         self._device = device
         self._before = None if before is None else before._end
         self._begin = self._now()
@@ -39,24 +38,24 @@ class Stopwatch:
         return float(first.elapsed_time(last)) / 1000.0  # from milliseconds
 
     def stop(self) -> None:
-        """End the time, unless it has ended."""
+        """Stop, unless it is stopped."""
         if self._end is None:
             self._end = self._now()
 
     def seconds(self) -> float:
-        """Seconds from the beginning to the end."""
+        """Seconds from start to stop."""
         if self._device.type == "cuda":
             self._end.synchronize()
         return self._between(self._begin, self._end)
 
     def gap(self) -> float | None:
-        """Seconds between the end of the watch before and the beginning of this one: drafting, and time in which the
+        """Seconds between the stop of the watch before and the start of this one: drafting, and time in which the
         device waits for the host. None without a watch before. Call it after `seconds`."""
         return None if self._before is None else self._between(self._before, self._begin)
 
 
 class Done(Generic[T]):
-    """Work that the caller's thread has done, or launched. A future of the library takes microseconds more."""
+    """Result of work done, or launched, by the caller's thread. A library future takes microseconds more."""
 
     __slots__ = ("_error", "_value")
 
@@ -75,10 +74,10 @@ class Done(Generic[T]):
 
 
 class DeviceQueue:
-    """Work of a device, one piece after the other.
+    """Serial work of a device.
 
-    A GPU's work is launched by the caller's thread and not waited for. A CPU's is done by that thread, or, where steps
-    overlap, by a thread in the role of a device: torch releases Python's lock within its operations.
+    A GPU's work is launched by the caller's thread and not waited for. A CPU's is done by that thread, or, if steps
+    overlap, by a separate thread: torch releases Python's lock within its operations.
     """
 
     def __init__(self, device: torch.device, *, asynchronous: bool) -> None:
@@ -92,7 +91,7 @@ class DeviceQueue:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="steps")
 
     def submit(self, work: Callable[[], T]) -> Future[T] | Done[T]:
-        """Have `work` done after all work before it; its errors are raised by `result` alone. Tensors of the result on
+        """Run `work` after all work before it; its errors are raised by `result` alone. Tensors of the result on
         a GPU may still have to be computed."""
         if self._thread is None:
             return Done(work)
@@ -100,7 +99,7 @@ class DeviceQueue:
         return future
 
     def stopwatch(self) -> Stopwatch:
-        """Begin to time a step, in its work; its gap is that after the step that was timed before."""
+        """Start to time a step, in its work; its gap is the time since the last timed step."""
         self._stopwatch = Stopwatch(self._device, self._stopwatch)
         return self._stopwatch
 

@@ -25,14 +25,14 @@ def graph_backend(config: EngineConfig) -> GraphBackend | None:
 
 
 def make_graphs(config: EngineConfig) -> PassGraphs | None:
-    """Graphs that the engine's passes are captured in; None: nothing is."""
+    """Graphs in which the engine's passes are captured; None: none are."""
     backend = graph_backend(config)
     return None if backend is None else PassGraphs(backend, pass_limits(config))
 
 
 def pass_limits(config: EngineConfig) -> PassLimits:
-    """Limits of the captured passes. Without drafts a row has one token: the tokens that a grammar leaves no choice
-    about take a shape of prompts."""
+    """Limits of the captured passes. Without drafts a row has one token: forced tokens of a grammar take a shape of
+    prompts."""
     speculative, graphs_per_shape, has_loops = config.speculative, 1 if config.lora is None else 2, False
     if speculative is not None and speculative.method in MODEL_METHODS and config.num_ranks == 1:
         # With several ranks the drafter's passes are not captured. Medusa's have two graphs.

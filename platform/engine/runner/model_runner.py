@@ -40,7 +40,7 @@ from .pooling import pooled_part
 from .step_inputs import Prepared, continued, drafting_rows, of_rows, prepare
 
 LOGITS_CHUNK = 128
-"""Rows of prompt logits made at once: they are [rows, vocabulary] in float32."""
+"""Rows of prompt logits computed at once: they are [rows, vocabulary] in float32."""
 
 
 class RunnerParts(NamedTuple):
@@ -56,9 +56,9 @@ class RunnerParts(NamedTuple):
     prepare_head: AdapterPreparer
     """Prepares adapters for a classifier's score matrix."""
     queue: DeviceQueue
-    """Takes the work of steps in their order."""
+    """Runs the work of steps in order."""
     graphs: PassGraphs | None = None
-    """Holder of the executor's captured passes and the drafter's; None: every pass is launched piece by piece."""
+    """Holder of the executor's captured passes and the drafter's; None: every pass is launched kernel by kernel."""
     policy: SpeculationPolicy | None = None
     """Chooses numbers of drafts and observes each step; None: they are fixed."""
     host: HostStore | None = None
@@ -70,7 +70,7 @@ class _Computed(NamedTuple):
 
     output: DecoderOutput
     logits: Tensor | None
-    """[T, V] float32 where every token of the step has them; good until the next pass."""
+    """[T, V] float32 if every token of the step has logits; valid until the next pass."""
 
 
 class _Queued(NamedTuple):
@@ -80,11 +80,11 @@ class _Queued(NamedTuple):
     sampling: Sampling | None
     """None: no row reaches its end."""
     prompts: dict[int, list[TokenLogprobs] | Tensor]
-    """`RowResult.prompt_logprobs` or `pooled`, by row, where they are wanted."""
+    """`RowResult.prompt_logprobs` or `pooled`, by row, if wanted."""
     outcome: DeviceOutcome | None
-    """Outcome of the rows that reach their end; None where no step is launched before the host knows it."""
+    """Outcome of the sampled rows; None if no step is launched before the host knows it."""
     proposals: list[Proposal] | None
-    """Proposal of each row, where the device drafted without the host."""
+    """Proposal of each row, if the device drafted without the host."""
     stopwatch: Stopwatch
     """Time of the forward pass, sampling and verification."""
 
@@ -96,13 +96,13 @@ class Launched:
     plan: StepPlan
     work: Future[_Queued] | Done[_Queued]
     places: dict[Request, int]
-    """Place of each request among the rows that reach their end."""
+    """Index of each request among the sampled rows."""
     block_tables: Sequence[Sequence[int]]
-    """KV blocks of each row, also of a sequence that has finished meanwhile."""
+    """KV blocks of each row, also of a sequence that has since finished."""
 
 
 class ModelRunner:
-    """Executes step plans. Keeps nothing between steps but the model and the KV memory."""
+    """Executes step plans. Between steps it keeps only the model and the KV memory."""
 
     def __init__(self, parts: RunnerParts) -> None:
         self._model = parts.model
@@ -132,15 +132,15 @@ class ModelRunner:
         return self._queue.overlaps
 
     def launch(self, plan: StepPlan, before: Launched | None = None) -> Launched:
-        """Have a step computed after those launched before; `plan` has rows. Errors come out of `collect`.
+        """Launch a step after those launched before; `plan` has rows. Errors are raised by `collect`.
 
         Args:
             before: The step in flight, whose tokens the rows of `plan` continue.
         """
-        drafts = plan.is_followed and self._drafts_on_device
+        drafts = plan.can_overlap_next and self._drafts_on_device
         prepared = prepare(plan, {} if before is None else before.places, drafts=drafts)
         earlier = before.work if before is not None and prepared.followed else None
-        work = self._queue.submit(lambda: self._work(prepared, earlier, plan.is_followed, plan.moves))
+        work = self._queue.submit(lambda: self._work(prepared, earlier, plan.can_overlap_next, plan.moves))
         places = {row.request: place for place, row in enumerate(prepared.chosen)}
         return Launched(plan, work, places, prepared.rows.block_tables)
 
@@ -157,8 +157,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def draft(self, launched: Launched, result: StepResult) -> float:
-        """Give the sequences of a committed step their drafts for the next one: the device's, where it has drafted
-        without the host. Returns the seconds of the step and of drafting."""
+        """Give the sequences of a committed step their drafts for the next one: the device's, if it drafted without the
+        host. Returns the seconds of the step and of drafting."""
         plan, queued = launched.plan, launched.work.result()
         started = time.perf_counter()
         proposals = queued.proposals
@@ -171,7 +171,7 @@ class ModelRunner:
                 request, num_computed = row.request, proposal.num_draft_computed
                 if request.status is not Status.RUNNING:
                     continue
-                if queued.proposals is not None:  # the device drafted after tokens whose number it did not tell
+                if queued.proposals is not None:  # the host does not know how many tokens the device drafted after
                     num_computed = len(request.tokens) if num_computed else request.num_draft_computed
                 request.drafts, request.num_draft_computed = proposal.drafts, num_computed
         _propose_forced([row for row in plan.rows if row.samples])
@@ -182,7 +182,7 @@ class ModelRunner:
         return result.seconds + time.perf_counter() - started
 
     def _draft(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
-        """Drafts for the next step, made by the host or for it."""
+        """Drafts for the next step, made with the step's results on the host."""
         if any(row.max_drafts for row in rows):
             return self._drafter.propose(rows, target)
         self._drafter.watch(rows, target)
@@ -205,14 +205,14 @@ class ModelRunner:
         self,
         prepared: Prepared,
         before: Future[_Queued] | Done[_Queued] | None,
-        is_followed: bool,
+        can_overlap_next: bool,
         moves: Sequence[Move],
     ) -> _Queued:
         """Compute a step on the device. On a GPU only log-probabilities of prompts make the host wait for it.
 
         Args:
             before: The step that rows which await a token continue; its work is done.
-            is_followed: Whether another step may follow before the host knows the outcome.
+            can_overlap_next: True if another step may follow before the host knows the outcome.
             moves: Copies of KV blocks that are made first.
         """
         if self._host is not None and moves:
@@ -221,13 +221,13 @@ class ModelRunner:
         stopwatch = self._queue.stopwatch()
         if before is not None:
             queued = before.result()
-            assert queued.outcome is not None, "no step was to follow before the host knew the outcome"
+            assert queued.outcome is not None, "the step before was not planned with can_overlap_next"
             prepared = continued(prepared, queued.outcome, queued.proposals or ())
         computed = self._forward(prepared)
         overshoot = of_rows(prepared.rows.overshoot, prepared.sampling, len(prepared.handles))
         sampling = self._sample(prepared, computed, overshoot)
         outcome = proposals = None
-        if sampling is not None and is_followed:
+        if sampling is not None and can_overlap_next:
             outcome = sampling.outcome()
             outcome = outcome._replace(overshoot=overshoot)
         prompts = {
@@ -242,7 +242,7 @@ class ModelRunner:
     def _draft_on_device(
         self, prepared: Prepared, output: DecoderOutput, outcome: DeviceOutcome | None
     ) -> list[Proposal]:
-        """Drafts, if any are wanted, before the host knows what the step brought."""
+        """Drafts, if any are wanted, made before the host has the step's results."""
         rows, step = prepared.drafting, DeviceStep(outcome, prepared.rows.overshoot)
         target = TargetOutput(output.hidden, output.aux, step)
         if not any(row.max_drafts for row in rows):
@@ -285,7 +285,7 @@ class ModelRunner:
         return pooled_part(pooling, row, hidden, self._model.score, self._prepare_head)
 
     def _prompt_logprobs(self, row: RowPlan, hidden: Tensor) -> list[TokenLogprobs]:
-        """Log-probabilities of the prompt tokens that follow this chunk's positions, maybe none."""
+        """Log-probabilities of the prompt tokens after this chunk's positions, maybe none."""
         request = row.request
         last = request.num_prompt_tokens - 1
         found: list[TokenLogprobs] = []
@@ -298,7 +298,7 @@ class ModelRunner:
 
 
 def _with_prompt(request: Request, got: RowResult, prompt: list[TokenLogprobs] | Tensor) -> RowResult:
-    """`got` with the log-probabilities of the request's prompt, or its pooled hidden states; the request's error where
+    """`got` with the log-probabilities of the request's prompt, or its pooled hidden states; the request's error if
     these are not finite."""
     if isinstance(prompt, Tensor):
         return (
@@ -310,8 +310,8 @@ def _with_prompt(request: Request, got: RowResult, prompt: list[TokenLogprobs] |
 
 
 def _propose_forced(rows: Sequence[RowPlan]) -> None:
-    """Replace the drafts of sequences that follow grammars by the tokens without a choice, where there are any. `rows`:
-    those that reached their end; after a chunk of a prompt, the grammar is that of the step which has the rest."""
+    """Replace the drafts of sequences with grammars by their forced tokens, if any. `rows`: the sampled ones; a
+    prompt's grammar starts with the step that has its last chunk."""
     requests = [row.request for row in rows if row.request.grammar is not None]
     requests = [request for request in requests if request.status is Status.RUNNING]
     if not requests:

@@ -1,11 +1,11 @@
-"""Puts steps one after the other; the next one is planned and prepared while one runs, where the runner can.
+"""Runs steps in order; the next one is planned and prepared while one runs, if the runner supports it.
 
     device  |  step 1         |  step 2         |  step 3
     host    1  2                 |1| 3             |2| 4            n: plan and launch; |n|: commit
 
-So the device need not wait for the host, which learns a step late what was sampled, and how many drafts were right. At
-most one step is in flight when the next is launched. Where that cannot be planned yet (`Scheduler.may_plan_beside`) it
-is launched right after the commit, and the host delivers tokens while it runs.
+So the device need not wait for the host, which gets sampled tokens and accepted drafts a step late. At most one step is
+in flight when the next is launched. If that cannot be planned yet (`Scheduler.can_plan_next`) it is launched right
+after the commit, and the host delivers tokens while it runs.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ..queue.scheduler import Scheduler
 from .model_runner import Launched, ModelRunner
 
 IDLE_WAIT_SECONDS = 0.05
-"""Seconds that a step with nothing to compute waits for what the queued sequences wait for."""
+"""Longest wait of an empty step for the gates of queued sequences."""
 
 
 class Pipeline:
     """Runs steps. Between two calls of `step` at most one is in flight."""
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, wait: Callable[[float], None]) -> None:
-        """`wait(seconds)` waits at most so long for what queued sequences wait for."""
+        """`wait(seconds)` waits at most so long for the gates of queued sequences."""
         self._scheduler = scheduler
         self._runner = runner
         self._wait = wait
@@ -41,15 +41,15 @@ class Pipeline:
         return not self._in_flight and not self._deltas
 
     def step(self) -> list[TokenDelta]:
-        """Run one step and return its deltas. An error in a step, or in the launch of one, ends all that are in flight:
-        their sequences are as they were before, and will be computed again. What was committed is returned by the next
+        """Run one step and return its deltas. An error in a step, or in the launch of one, discards all steps in
+        flight: their sequences are unchanged, and are scheduled again. Committed deltas are returned by the next
         call."""
         try:
             if not self._in_flight:
                 self._launch()
             if not self._in_flight and self._scheduler.num_waiting:
                 self._wait(IDLE_WAIT_SECONDS)
-            if self._in_flight and self._scheduler.may_plan_beside(self._in_flight[0].plan):
+            if self._in_flight and self._scheduler.can_plan_next(self._in_flight[0].plan):
                 self._launch()
             self._commit()
             if self._runner.overlaps and not self._in_flight:
@@ -61,7 +61,7 @@ class Pipeline:
         return deltas
 
     def abandon(self) -> None:
-        """Wait for what is in flight, and forget it."""
+        """Wait for the steps in flight, and discard them."""
         try:
             self._runner.drain()
         finally:

@@ -1,5 +1,5 @@
-"""Steps of the shapes that the first users' requests have, before the first request: a GPU compiles a kernel when it is
-launched first, and the step that launches it waits for that."""
+"""Steps with the shapes of typical requests, before the first request: on a GPU a kernel is compiled at its first
+launch, which that step waits for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTHS = (40, 160, 1100)
 """Tokens of prompts: more than the smallest tile of quantised products has, more than their second one and the
 attention's tile of short rows have, and more than steps with small tiles of adapters have."""
 _ROOM = 64
-"""Tokens that a dummy may get beside its prompt, drafts included."""
+"""Tokens that a dummy may get in addition to its prompt, drafts included."""
 
 
 def rehearse_prompts(
@@ -57,7 +57,7 @@ def rehearse_adapter(
     model: LanguageModel,
     draft: tuple[str, Sequence[Linear]],
 ) -> None:
-    """Rehearse with an adapter at every site of the model and of the drafter; nothing is left of it.
+    """Rehearse with an adapter on every module of the model and of the drafter, which is then removed.
 
     Args:
         draft: the method of drafting, and the drafter's projections.
@@ -73,7 +73,7 @@ def rehearse_adapter(
 
 
 def write_adapter(folder: Path, model: LanguageModel, draft: tuple[str, Sequence[Linear]]) -> LoRARequest:
-    """A PEFT adapter of rank 1 for every module but those of experts, with zeros."""
+    """A PEFT adapter of zeros, of rank 1, for every module except experts."""
     method, draft_linears = draft
     tensors = _tensors([linear for linear in model.linears() if not linear.expert])
     vocab, hidden = model.config.vocab_size, model.config.embedding_size

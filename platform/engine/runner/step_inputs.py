@@ -21,32 +21,32 @@ from ..sampling.sampler import SampleRow
 
 
 class Prepared(NamedTuple):
-    """Inputs of a step from its sequences. They may change while it runs, so nothing of them is read later but what
-    never changes, and the tokens that bad words depend on: see `Request.reads_tokens`."""
+    """Inputs of a step from its sequences. These may change while it runs, so later only their constant fields are
+    read, and the tokens that bad words depend on: see `Request.reads_tokens`."""
 
     rows: SequenceRows
     handles: list[tuple[Any, int]]
     """(adapter, number of tokens)."""
     with_logits: list[int]
-    """Places of the tokens whose logits are wanted."""
+    """Indices of the tokens whose logits are wanted."""
     chosen: list[SampleRow]
-    """The rows that reach their end."""
+    """The sampled rows."""
     prompts: dict[int, tuple[RowPlan, int]]
-    """(row, place of its first token) by index of the row, where log-probabilities or hidden states of its prompt are
+    """(row, index of its first token) by index of the row, if log-probabilities or hidden states of its prompt are
     wanted."""
     replayable: bool
     """True when all rows are decodes or verifications, whose logits are captured too."""
     sampling: list[int]
     """Indices of the rows of `chosen`."""
     followed: list[int]
-    """[R] place of each row's sequence among the chosen rows of the step before, or their number for a row that awaits
+    """[R] index of each row's sequence among the chosen rows of the step before, or their number for a row that awaits
     no token. Empty: no row awaits one."""
     drafting: list[DraftRow]
-    """The rows, where the device drafts without the host; else empty."""
+    """The rows, if the device drafts without the host; else empty."""
 
 
 def prepare(plan: StepPlan, places: dict[Request, int], *, drafts: bool) -> Prepared:
-    """Read a step's sequences. `places`: each request's place among the chosen rows of the step before; `drafts`: the
+    """Read a step's sequences. `places`: each request's index among the chosen rows of the step before; `drafts`: the
     device drafts without the host."""
     planned, requests = plan.rows, [row.request for row in plan.rows]
     counts = [row.num_tokens for row in planned]
@@ -86,7 +86,7 @@ def prepare(plan: StepPlan, places: dict[Request, int], *, drafts: bool) -> Prep
 
 
 def continued(step: Prepared, outcome: DeviceOutcome, proposals: Sequence[Proposal]) -> Prepared:
-    """`step` with what the one before it left on the device: tokens, drafts, and where rows begin."""
+    """`step` with the results that the one before it left on the device: tokens, drafts and first positions of rows."""
     rows, chosen = step.rows, list(step.chosen)
     token_ids, num_before = list(rows.token_ids), len(outcome.accepted)
     drafts: list[tuple[int, Sequence[int]]] = []
@@ -95,7 +95,7 @@ def continued(step: Prepared, outcome: DeviceOutcome, proposals: Sequence[Propos
     late = [row for row, origin in enumerate(step.followed) if origin < num_before]
     firsts = list(accumulate(rows.query_lens, initial=0))
     places, origins = [firsts[row] for row in late], [step.followed[row] for row in late]
-    # Rows of one token each, none of which are counted, take in nothing but that token.
+    # Rows of one token each, without counts, need only that token.
     for row in late if len(late) < len(token_ids) or any(row.seen is not None for row in chosen) else ():
         origin, count, at = step.followed[row], rows.query_lens[row], chosen_at[row]
         first, end = firsts[row], firsts[row + 1]

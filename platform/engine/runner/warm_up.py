@@ -1,9 +1,9 @@
-"""Dummy requests through the engine's own path before the first real one, so that the controller of speculation knows
-from its first decision what steps take with and without drafts, and first calls are behind it.
+"""Dummy requests through the engine's own path before the first real one, so that the speculation policy starts with
+measured step times with and without drafts, and first calls are not in them.
 
-Bounded by a time, since a large model's steps take long: what one request takes is measured first, then batches, of
-each first the extremes. What was not measured is learned while serving. Nothing is left of the dummies: they have a
-namespace of their own, their blocks are not shared, and of acceptance nothing is learned from them.
+The time is bounded, since a large model's steps take long: one request is measured first, then batches, of each the
+extremes first. The rest is measured while serving. The dummies leave no trace: they have their own namespace, their
+blocks are not shared, and their acceptance is not recorded.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..queue.scheduler import Scheduler
 from .model_runner import ModelRunner
 
 SECONDS = float(os.environ.get("OUTRIDER_WARM_UP_SECONDS", "2"))
-"""The bound. Less gives an earlier start and a controller that measures while it serves."""
+"""The bound. A smaller one gives an earlier start, and more is measured while serving."""
 _ROWS = (1, 4, 16, 32, 2, 8, 64, 24, 12, 48, 3, 6)
 _PASSES, _STEPS = 2, 3
-"""Times that each batch comes, and steps with each number of drafts: what disturbs the machine for a while disturbs
-other sizes the next time. The first of the steps verifies what was drafted before."""
+"""Repetitions of each batch, and steps with each number of drafts: a temporary disturbance of the machine hits other
+sizes the next time. The first of the steps verifies what was drafted before."""
 PROMPT = 16
 """Tokens of a dummy's prompt."""
 _SHAPED = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.01}
@@ -64,8 +64,8 @@ def warm_up(
 
 
 def _lives(scheduler: Scheduler, rows: int, choices: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Parts of `choices`, each as many as one batch of `rows` dummies has room for without preemption; none where not
-    even one choice fits."""
+    """Parts of `choices`, each as many as one batch of `rows` dummies has room for without preemption; none if not even
+    one choice fits."""
     config = scheduler.config
     most = max(count for _, count in choices)
     blocks = min(scheduler.pool.num_free // rows, -(-config.max_model_len // scheduler.prefix_cache.block_size))
@@ -89,7 +89,7 @@ def _lives(scheduler: Scheduler, rows: int, choices: Sequence[tuple[int, int]]) 
 
 
 def _tokens(num_drafts: int) -> int:
-    """Number of a dummy's tokens that measuring a choice takes."""
+    """Number of a dummy's tokens for measuring a choice."""
     return 1 + _STEPS * (1 + num_drafts)
 
 
@@ -122,7 +122,7 @@ def _measure(
 
 def rehearse(scheduler: Scheduler, runner: ModelRunner) -> None:
     """Short requests of every kind of sampling: on a GPU a kernel is compiled at its first launch, for which the first
-    request of its kind would wait, and all others of its step. Must come before the first request."""
+    request of its kind, and all others of its step, would wait. Must come before the first request."""
     if scheduler.config.max_model_len <= PROMPT + _REHEARSED_TOKENS:
         return
     together = scheduler.config.max_num_seqs
@@ -139,21 +139,21 @@ def run_through(
     during: Sequence[Request] = (),
     add: Callable[[Request], None] | None = None,
 ) -> None:
-    """Run requests until each has a few tokens, and forget them; `during`: begun once the others have begun to decode,
-    so that one step computes prompts and decodes. `add`: the scheduler's, or one that calls it."""
+    """Run requests until each has a few tokens, and remove them; `during`: started once the others decode, so that one
+    step has prompts and decodes. `add`: the scheduler's, or one that calls it."""
     add = add or scheduler.add
     together = [*dummies, *during]
     for request in dummies:
         add(request)
     try:
-        # Who fails does not come back.
+        # A failed one does not come back.
         while pending := {r for r in together if r.status is not Status.FINISHED and not _is_through(r)}:
             plan, _ = unpaced_step(scheduler, runner)  # kernels are compiled in its seconds
             if during and all(request.num_output_tokens or request.status is Status.FINISHED for request in dummies):
                 for request in during:
                     add(request)
                 during = ()
-            elif not any(row.request in pending for row in plan.rows):  # who is through leaves them no room
+            elif not any(row.request in pending for row in plan.rows):  # finished ones leave them no room
                 scheduler.abort([request.request_id for request in together if _is_through(request)])
     finally:
         scheduler.abort([request.request_id for request in together])
@@ -164,12 +164,12 @@ def _is_through(request: Request) -> bool:
 
 
 def step(scheduler: Scheduler, runner: ModelRunner) -> None:
-    """One step of whatever is due."""
+    """One step of the scheduled requests."""
     scheduler.observe(*unpaced_step(scheduler, runner))
 
 
 def unpaced_step(scheduler: Scheduler, runner: ModelRunner) -> tuple[StepPlan, float]:
-    """One step of whatever is due, and its seconds, by which prompts are not paced."""
+    """One step of the scheduled requests, and its seconds, which do not count for prompt pacing."""
     plan = scheduler.schedule()
     if not plan.rows:
         scheduler.commit(plan, StepResult([]))
@@ -181,7 +181,7 @@ def unpaced_step(scheduler: Scheduler, runner: ModelRunner) -> tuple[StepPlan, f
 
 
 def dummy(name: str, index: int, params: SamplingParams | None = None, length: int = PROMPT) -> Request:
-    """A request whose blocks nobody shares; without `params` a greedy one that ends only when it is aborted."""
+    """A request whose blocks are not shared; without `params` a greedy one that ends only when it is aborted."""
     return Request(
         request_id=name,
         tokens=[1 + (index + at) % 5 for at in range(length)],

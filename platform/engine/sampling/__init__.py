@@ -1,1 +1,1 @@
-"""Sampling: from logits to tokens, with all that requests ask of logits."""
+"""Sampling: from logits to tokens, with all sampling parameters."""

@@ -1,7 +1,7 @@
-"""Bad words as an automaton: a step costs its new tokens, however many words there are.
+"""Bad words as an automaton: the cost of a step depends on its new tokens, not on the number of words.
 
-The states are the beginnings of words (Aho and Corasick 1975). A sequence is in the state of the longest beginning that
-its generated tokens end with; the tokens that would complete a word are known of each state.
+The states are prefixes of words (Aho and Corasick 1975). A sequence is in the state of the longest prefix that its
+generated tokens end with; each state has the tokens that would complete a word.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _MAX_REMEMBERED = 64
 
 
 class BadWords:
-    """The words of one request, shared by its sequences. Changed by `banned` alone, which remembers."""
+    """The words of one request, shared by its sequences. Only `banned` changes it: it caches."""
 
     def __init__(self, words: Iterable[Sequence[int]]) -> None:
         """Takes about two microseconds a token. `words`: token ids, at least one each."""
         self._next: dict[tuple[int, int], int] = {}  # (state, token) -> the state one token longer
-        self._last: list[list[int]] = [[]]  # of each state, the tokens that complete a word which begins like that
-        self._fallback = [0]  # the longest state that it ends with, beside itself
+        self._last: list[list[int]] = [[]]  # of each state, the tokens that complete a word with that prefix
+        self._fallback = [0]  # the longest other state that it ends with
         for word in words:
             state = 0
             for token in word[:-1]:
@@ -38,7 +38,7 @@ class BadWords:
         for (state, token), child in self._next.items():
             children[state].append((token, child))
         self._fallback = [0] * len(self._last)
-        # The nearest fallback that bans something, so that those in between are not visited for every token.
+        # The nearest fallback that bans a token, to skip those in between.
         self._banning = [0] * len(self._last)
         ordered = [0]
         for state in ordered:  # grows

@@ -1,4 +1,4 @@
-"""Compiled constraints, which the sequences that follow them share, and the vocabulary that all of them are made of."""
+"""Compiled constraints, which the sequences that follow them share, and their common vocabulary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CALL_SECONDS = 0.05
 """Time allowed for one token or one mask, which usually takes 1 ms. An ambiguous grammar needs longer with each token,
 up to minutes; a busy or suspended process makes some calls slow, never most."""
 _MAX_COUNTED = 1.0
-"""Most seconds that one call counts."""
+"""Most seconds by which one call counts."""
 _MAX_EXCESS = 2.0
 """Most seconds that a grammar's calls may take beyond what is allowed."""
 _BYTES_PER_STATE, _BYTES_PER_SECOND = 1 << 10, 256 << 20
@@ -28,7 +28,7 @@ class Vocabulary(NamedTuple):
     tokenizer: Any
     """`llguidance.LLTokenizer`, which has the token `end` after the model's."""
     end: int
-    """Token that ends an answer: each request says which of the model's tokens do."""
+    """Token that ends an answer: each request specifies which of the model's tokens do."""
     separators: np.ndarray
     """Tokens [N] int64 that may begin the next item of a list of objects."""
 
@@ -54,7 +54,7 @@ class CompiledGrammar:
         self.lock = threading.Lock()
         """Held by the thread that follows it: another one would wait in the package, and keep Python's lock."""
         self.problem = ""
-        """Reason why no sequence is followed any further; "": there is none."""
+        """Reason why it is not used any more; "": there is none."""
         self.num_renewals = 0
         """Number of lexers that became full."""
         self._make = make
@@ -66,7 +66,7 @@ class CompiledGrammar:
 
     @property
     def num_bytes(self) -> int:
-        """Estimate of its memory, from above: its lexer has no size that could be asked for."""
+        """Upper estimate of its memory: its lexer does not report its size."""
         return self._num_bytes + min(int(self._seconds * _BYTES_PER_SECOND), MAX_LEXER_STATES * _BYTES_PER_STATE)
 
     def start(self) -> Any:
@@ -79,7 +79,7 @@ class CompiledGrammar:
         self._matcher, self._seconds = self._make(), 0.0
 
     def charge(self, seconds: float) -> None:
-        """Record the time of a call. If its calls take too long, nothing is followed any further."""
+        """Record the time of a call. If its calls take too long, it is not used any more."""
         self._seconds += seconds
         self._excess = max(0.0, self._excess + min(seconds, _MAX_COUNTED) - _CALL_SECONDS)
         if self._excess > _MAX_EXCESS:

@@ -1,8 +1,7 @@
 """Token masks of grammars on a step's logits, and drafts of tokens without a choice.
 
-Both are made by `mask_threads.py` in a bounded time. If a sequence's mask is not ready by then, the step brings it
-nothing and its row is computed again; if only those after its drafts are not, it gets fewer tokens. Its text is the
-same.
+`mask_threads.py` makes both in a bounded time. If a sequence's mask is not ready by then, it gets no token in this step
+and its row is computed again; if only those after its drafts are not, it gets fewer tokens. Its text is the same.
 
 R rows of logits, V vocabulary.
 """
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 STEP_SECONDS = 0.012
 """Most time of a step that masks may take; one takes 0.02 to 2 ms in usual grammars."""
 DRAFT_SECONDS = 0.002
-"""Most time that masks may take for one draft of a drafter; without a mask it may draft a token that does not fit."""
+"""Most time for masks of one draft of a drafter; without a mask it may draft a token that does not fit."""
 FORCED_SECONDS = 0.006
 """Most time of a step that the search for tokens without a choice may take."""
 STEP_FORCED = 64

@@ -1,8 +1,8 @@
 """State of one sequence in its grammar: token masks of its next steps, and tokens without a choice.
 
-A sequence follows its grammar by its own tokens alone, as all edits of logits do: drafts before a row are tried and
-taken back, so that neither preemption nor rejected drafts make it stale. Everything here may take long, and is called
-by the threads of `mask_threads.py`, one at a time for each sequence.
+The state depends on the sequence's own tokens alone, as all edits of logits do: drafts before a row are tried and
+undone, so neither preemption nor rejected drafts make it stale. Everything here may take long, and is called by the
+threads of `mask_threads.py`, one at a time for each sequence.
 
 V vocabulary. A mask is [ceil(V / 8)] uint8, a bit for each token that may come next.
 """
@@ -26,7 +26,7 @@ MAX_FORCED = 32
 _MAX_SPELLINGS = 64
 """Most tokens that may come next if the text has no choice: the prefixes of that text which are tokens."""
 _WINDOW_BYTES = 16
-"""Extent of the text without a choice that is tokenized to choose its first token: a word or two."""
+"""Length of the forced text that is tokenized to choose its first token: a word or two."""
 _FULL = "too many states"
 """Part of the package's error when a lexer has `max_lexer_states` states."""
 _MAX_RENEWALS = 256
@@ -54,9 +54,9 @@ class GrammarState:
         self.is_busy = False
         """True while a thread works on it, under the grammar's lock."""
         self.is_deferred = False
-        """True when its mask was not ready for the last step: the step brought it nothing, and is repeated."""
+        """True when its mask was not ready for the last step: it got no token in that step, which is repeated."""
         self.num_deferred = 0
-        """Number of consecutive steps that brought it nothing."""
+        """Number of consecutive steps without a token."""
         self.seconds = 0.0
         """Time that its last mask took."""
         self.grammar = grammar
@@ -80,7 +80,7 @@ class GrammarState:
         return self.grammar.problem or self._problem
 
     def fail(self, problem: str) -> None:
-        """Allow no token any more."""
+        """Allow no more tokens."""
         self._problem = self._problem or problem
 
     def masks(self, tokens: Sequence[int], drafts: Sequence[int]) -> list[np.ndarray]:
@@ -125,8 +125,8 @@ class GrammarState:
     # ------------------------------------------------------------------- masks
 
     def _mask(self, drafts: tuple[int, ...]) -> np.ndarray:
-        """Mask after `drafts`. Where the text has no choice, it is written in the tokenizer's own tokens: other ones
-        than those confuse models. It depends on the tokens before it alone, not on what was tried."""
+        """Mask after `drafts`. Forced text is written in the tokenizer's own tokens: others confuse models. It depends
+        only on the tokens before it, not on drafts that were tried."""
         mask = self._plain_mask(drafts)
         if self._most_of_list is not None:
             mask = self._list_ended(mask, drafts)
@@ -264,7 +264,7 @@ class GrammarState:
         return not self._failed()
 
     def _take_back(self, count: int) -> None:
-        """Take back the last `count` drafts, or more if the grammar cannot take back single ones."""
+        """Undo the last `count` drafts, or more if the grammar cannot undo single ones."""
         if self._kept is None:
             self._matcher.rollback(count)
             del self._ahead[len(self._ahead) - count :]

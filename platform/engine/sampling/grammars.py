@@ -51,7 +51,7 @@ class _Entry(NamedTuple):
 
 
 class Grammars(Gate):
-    """Compiled grammars of an engine. A sequence with structured outputs is admitted once its grammar is there."""
+    """Compiled grammars of an engine. A sequence with structured outputs is admitted once its grammar is compiled."""
 
     def __init__(self, load_tokenizer: Callable[[], Any], vocab_size: int) -> None:
         """`load_tokenizer`: called in a thread, when the first grammar is wanted."""
@@ -64,7 +64,7 @@ class Grammars(Gate):
         self._compiled: OrderedDict[tuple[Any, ...], Future[_Entry]] = OrderedDict()
 
     def prepare(self) -> None:
-        """Make the vocabulary, which would stop other requests later: 0.5 s for 50,000 tokens. If that fails,
+        """Make the vocabulary, which would delay other requests later: 0.5 s for 50,000 tokens. If that fails,
         requests with structured outputs get the reason."""
         if find_spec("llguidance") is not None:
             with suppress(OutriderError):
@@ -89,12 +89,12 @@ class Grammars(Gate):
         return None
 
     def prefetch(self, request: Request) -> None:
-        """Begin to compile."""
+        """Start to compile."""
         if request.params.structured_outputs is not None and request.grammar is None:
             self._job(request.params.structured_outputs)
 
     def _job(self, wanted: StructuredOutputsParams) -> Future[_Entry]:
-        """The compiled grammar of a constraint, begun if there is none; anew if the one there cannot be followed."""
+        """The compiled grammar of a constraint; compiled now if there is none, or if the one there is unusable."""
         key = wanted.key
         job = self._compiled.get(key)
         if job is not None and job.done():
@@ -146,7 +146,7 @@ class Grammars(Gate):
         except OutriderError as error:
             error.__cause__ = error.__context__ = None  # with the frames that they hold
             return _Entry(None, error.with_traceback(None))
-        except BaseException:  # a panic of the package, or no memory: a step that raises would end the engine
+        except BaseException:  # a panic of the package, or no memory: a step that raises would shut down the engine
             logger.exception("a constraint could not be compiled")
             problem = f"{wanted.source}: the constraint could not be compiled; the server's log says why"
             return _Entry(None, InvalidRequestError(problem, param=wanted.source))
@@ -177,7 +177,7 @@ class Grammars(Gate):
                 self._default_ends = frozenset({tokenizer.eos_token_id} - {None})
             except OutriderError:
                 raise
-            except Exception as error:  # the package says so in many ways, and a step that raises ends the engine
+            except Exception as error:  # the package raises many types, and a step that raises shuts down the engine
                 raise InvalidRequestError(
                     f"structured_outputs are not served with this model's tokenizer: {error}",
                     param="structured_outputs",

@@ -1,7 +1,7 @@
-"""End of a list of calls before its tokens are used up: a list that is cut off inside a call is no answer.
+"""End of a list of calls before its tokens are used up: a list that is cut off inside a call is useless.
 
-A model may go on with calls that nobody asked for. It may begin another one if the tokens that are left can hold one as
-long as the longest so far, and a quarter more.
+A model may go on with unwanted calls. It may begin another one if the remaining tokens can hold one as long as the
+longest so far, and a quarter more.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 _BEGIN = b'[{"name"'
-"""Beginning of a list of calls; reasoning may stand before it."""
+"""Start of a list of calls; reasoning may precede it."""
 _BEGIN_DEPTH = 2
 """Brackets that are open after it."""
 _AFTER_LIST = 2
@@ -34,7 +34,7 @@ class ListProgress:
     _is_escaped: bool = False
 
     def feed(self, token: bytes) -> bool:
-        """Take the text of a token; True if another item begins in it."""
+        """Consume the text of a token; True if another item begins in it."""
         self._length += 1
         text, begun = token, self._depth > 0
         self.last = (self.last + token)[-len(_BEGIN) - len(token) :]

@@ -1,9 +1,9 @@
 """Sampling parameters that change single logits: masks, biases and penalties.
 
 Each edit is a function of the request's parameters and its tokens, drafts before the row included, so that neither
-preemption nor rejected drafts can make it stale: `Request.counts` and `EditState` only remember how far the accepted
-tokens, which are never taken back, have been looked at. All are vectorised over the rows that want them, whatever the
-batch. Penalties are a kernel, for which the device need not tell the host which tokens it has drafted or sampled.
+preemption nor rejected drafts can make it stale: `Request.counts` and `EditState` only cache the processed accepted
+tokens, which are never undone. All are vectorised over the rows that need them. Penalties are a kernel, so drafted and
+sampled tokens can stay on the device.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ class Seen(NamedTuple):
     entries: np.ndarray
     """[E], see `Penalised.entries`."""
     on_device: tuple[Sequence[int], ...] = ()
-    """Tokens behind these that only the device knows; -1: none."""
+    """Tokens after these that only the device knows; -1: none."""
 
     def after(self, tokens: Sequence[int]) -> Seen:
-        """Return these tokens with `tokens`, which are on the device, behind them."""
+        """Return these tokens followed by `tokens`, which are on the device."""
         return self._replace(on_device=(*self.on_device, tokens))
 
 
 class LogitsRow(NamedTuple):
-    """Subject of one row of the logits: the request's next token after its tokens and `drafts`."""
+    """One row of the logits: those of the request's next token after its tokens and `drafts`."""
 
     place: int
     """Row of the logits."""
     request: Request
     drafts: tuple[Sequence[int], ...]
-    """The drafts before this row, in some parts, which may be on the device alone; they count like generated tokens."""
+    """The drafts before this row, in parts that may be only on the device; they count like generated tokens."""
     num_tokens: int | None = None
-    """Number of the sequence's tokens while the last one is still being sampled; None: `request.tokens` are all."""
+    """Sequence length including the token in flight; None: len(request.tokens)."""
     seen: Seen | None = None
     """Its tokens, for penalties; None: those that it has."""
     is_draft: bool = False
@@ -68,7 +68,7 @@ class LogitsRow(NamedTuple):
 
 
 class EditTables:
-    """A request's parameters in the form in which steps use them: made once, shared by the sequences of one request."""
+    """A request's parameters in the form that steps use: made once, shared by the request's sequences."""
 
     def __init__(self, request: Request) -> None:
         params = self._params = request.params
@@ -93,7 +93,7 @@ def _tokens(token_ids: Collection[int] | None) -> np.ndarray:
 
 
 class EditState:
-    """State that the edits of one sequence remember between steps."""
+    """State of one sequence's edits between steps."""
 
     def __init__(self, tables: EditTables) -> None:
         self.tables = tables
@@ -114,7 +114,7 @@ class EditState:
 
 
 def edit_state(request: Request, tables: EditTables | None = None) -> EditState:
-    """The request's state. `tables`: of another sequence, maybe of the same request, which it shares then."""
+    """The request's state. `tables`: of another sequence, shared if it is of the same request."""
     if request.edit_state is None:
         shared = tables is not None and tables.fits(request)
         request.edit_state = EditState(tables if tables is not None and shared else EditTables(request))
@@ -124,7 +124,7 @@ def edit_state(request: Request, tables: EditTables | None = None) -> EditState:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One kind of edit: whether a request wants it, and its effect on the rows that do (in place)."""
+    """One kind of edit: whether a request needs it, and its effect on those rows (in place)."""
 
     wanted: Callable[[SamplingParams], bool]
     apply: Callable[[Tensor, Sequence[LogitsRow]], None]

@@ -1,4 +1,4 @@
-"""Threads that follow grammars concurrently with the engine, which waits for them a bounded time in each step.
+"""Threads that compute masks concurrently with the engine, which waits a bounded time for them in each step.
 
 The package `llguidance` bounds the states that a token may need, but not the time: a token takes microseconds in nearly
 all grammars, and seconds in ambiguous ones. It releases Python's lock meanwhile, so the engine goes on without the
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 4
-"""Most threads: so many sequences may take long at once before all others with grammars wait for them."""
+"""Most threads: that many slow sequences at once delay all others with grammars."""
 _thread = threading.local()
 
 
@@ -43,8 +43,8 @@ class MaskThreads:
         self._pool = ThreadPoolExecutor(NUM_THREADS, "grammar-masks")
 
     def run(self, jobs: Sequence[Job], seconds: float) -> None:
-        """Run jobs for at most `seconds`, those that took little time before first. Jobs that have not started by then
-        never do; one that has goes on, and its state is busy until it ends."""
+        """Run jobs for at most `seconds`, the quickest of last time first. Jobs that have not started by then never do;
+        one that has continues, and its state is busy until it ends."""
         idle = [job for job in jobs if not job.state.is_busy]
         idle.sort(key=lambda job: job.state.seconds / (1 + job.state.num_deferred))
         if idle:
@@ -66,13 +66,13 @@ class _Batch:
         self.finished = threading.Event()
         self._jobs = jobs
         self._deadline = deadline
-        self._lock = threading.Lock()  # held while a job is started or ended: the engine sees it either way
+        self._lock = threading.Lock()  # held while a job is started or ended
         self._is_closed = False
 
     def run(self) -> None:
         for job in self._jobs:
             if not job.state.grammar.lock.acquire(blocking=False):
-                continue  # a sequence with the same grammar takes long in another thread
+                continue  # another thread is busy with the same grammar
             try:
                 with self._lock:
                     if self._is_closed:

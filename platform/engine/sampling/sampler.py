@@ -44,17 +44,17 @@ class SampleRow(NamedTuple):
     request: Request
     drafts: Drafts
     num_tokens: int | None = None
-    """Tokens of the sequence, where the last one is still being sampled; None: those that it has."""
+    """Sequence length including the token in flight; None: len(request.tokens)."""
     seen: Seen | None = None
     """See `LogitsRow`."""
 
     def settled(self, overshoot: int) -> SampleRow:
-        """Row where `num_tokens` was too large."""
+        """Row with the true number of tokens, if `num_tokens` was too large."""
         return self if self.num_tokens is None else self._replace(num_tokens=self.num_tokens - overshoot)
 
 
 def no_choice(request: Request) -> InvalidRequestError:
-    """The parameters have emptied a row; the error names one of them."""
+    """The parameters have masked all tokens of a row; the error names one of them."""
     params = request.params
     if request.grammar is not None and request.grammar.problem:
         assert params.structured_outputs is not None
@@ -77,8 +77,8 @@ def no_choice(request: Request) -> InvalidRequestError:
 
 
 def not_finite(request: Request) -> OutriderError:
-    """The model has no usable logits for this request: it, or its adapter, has overflowed. Adapters are the user's, and
-    finite weights may be too large to compute with."""
+    """The logits of this request are not finite: the model or its adapter has overflowed. A user's adapter may have
+    finite weights that are too large."""
     message = "the model's logits are not finite"
     if request.lora is None:
         return OutriderError(message)
@@ -89,7 +89,7 @@ class Sampler:
     """Chooses tokens. Holds no state of requests: noise comes from counters, edits from the tokens themselves."""
 
     def __init__(self, *, always_invariant: bool = False, synthetic_rates: Sequence[float] | None = None) -> None:
-        """`synthetic_rates`: accept drafts at these rates, whatever they are; for benchmarks only."""
+        """`synthetic_rates`: accept drafts at these rates, regardless of their tokens; for benchmarks only."""
         self._always_invariant = always_invariant
         self._synthetic_rates = synthetic_rates
         if synthetic_rates is not None:
@@ -109,15 +109,15 @@ class Sampler:
             return self.launch(logits, rows).collect()
         if not any(row.request.edits_logits for row in rows):
             return _most_likely(logits, rows)
-        raw_tops = logits.amax(dim=-1).tolist()  # NaN where any logit is
+        raw_tops = logits.amax(dim=-1).tolist()  # NaN if any logit is
         self._edit(logits, rows, _starts(rows))
         return _most_likely(logits, rows, raw_tops)
 
     def begin(self, logits: Tensor, rows: Sequence[SampleRow], overshoot: Tensor | None = None) -> Sampling:
-        """Begin to sample without waiting for the device where that is possible.
+        """Start to sample without waiting for the device, if possible.
 
         Args:
-            overshoot: [B] int64 on the device: by how much the rows' `num_tokens` are too large; None: nowhere.
+            overshoot: [B] int64 on the device: by how much the rows' `num_tokens` are too large; None: 0.
         """
         if use_triton(logits) and self._synthetic_rates is None:
             return self.launch(logits, rows, overshoot)
@@ -179,7 +179,7 @@ class Sampler:
         )
 
     def _choose(self, logits: Tensor, rows: list[VerifyRow], overshoot: Tensor | None) -> tuple[Choices, Tensor | None]:
-        """Tokens, and the largest of each row's filtered `logits` where that is known."""
+        """Tokens, and the largest of each row's filtered `logits` if known."""
         if self._synthetic_rates is not None:
             return choose_synthetic(logits, rows, self._synthetic_rates), None
         has_stats = use_triton(logits) and any(row.rule is not Rule.GREEDY for row in rows)
@@ -203,13 +203,13 @@ class Pending(NamedTuple):
     wanting: list[int]
     """The sequences that want log-probabilities."""
     chosen: tuple[Tensor, Tensor, Tensor, Tensor]
-    """On the device: `Choices`, and [sum(1 + k)] each row's largest logit, raw and of what there was to choose from."""
+    """On the device: `Choices`, and [sum(1 + k)] each row's largest logit, raw and after filtering."""
     download: Download
     num_tokens: int
     """Columns of the logits."""
 
     def outcome(self) -> DeviceOutcome:
-        """Outcome on the device, as `collect` will return it. Where a row offers nothing to choose it is some token."""
+        """Outcome on the device, as `collect` will return it. If a row has no allowed token it is any token."""
         token_ids, accepted, raw_top, top = self.chosen
         tokens = token_ids.clamp(0, self.num_tokens - 1)
         num_drafts = np.array([len(row.drafts.token_ids) for row in self.rows])
@@ -219,7 +219,7 @@ class Pending(NamedTuple):
         starts = np.array(_starts(self.rows))
         rows = starts[:, None] + np.minimum(np.arange(1 + most), num_drafts[:, None])
         first, given, index = upload(tokens.device, starts, num_drafts, rows.reshape(-1))
-        # As in `_reached`: the row before the first that offers nothing gave the new token.
+        # As in `_reached`: the row before the first without an allowed token gave the new token.
         usable = (raw_top.isfinite() & top.isfinite()).index_select(0, index).view(len(starts), -1)
         sound = usable.to(torch.int64).cumprod(1).sum(1)
         accepted = torch.minimum(accepted, (sound - 1).clamp_(min=0))
@@ -229,7 +229,7 @@ class Pending(NamedTuple):
         return DeviceOutcome(tokens, last, accepted, rejected, counts=counts)
 
     def collect(self) -> list[RowResult]:
-        """Wait for the device, and tell each sequence what it got."""
+        """Wait for the device, and return each sequence's result."""
         tokens, accepted, raw_top, top, *reports = self.download.wait()
         tops = list(zip(raw_top, top, strict=True))
         verified = as_verified(self.verify_rows, tokens, accepted)
@@ -249,12 +249,12 @@ class Pending(NamedTuple):
 
 
 class PendingTokens(NamedTuple):
-    """`Pending` of rows without drafts and log-probabilities: each brings one token."""
+    """`Pending` of rows without drafts and log-probabilities: each gets one token."""
 
     rows: Sequence[SampleRow]
     chosen: Choices
     download: Download
-    """Tokens [B], the largest logits, raw, and of what there was to choose from, where that is less."""
+    """Tokens [B], max raw logit, max logit after filtering."""
     num_tokens: int
 
     def outcome(self) -> DeviceOutcome:
@@ -268,7 +268,7 @@ class PendingTokens(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """Results where nothing has to be waited for."""
+    """Results that need no wait."""
 
     sampled: list[RowResult]
     counts: list[int]
@@ -301,11 +301,10 @@ Sampling = Pending | PendingTokens | Ready
 
 
 def _reached(request: Request, got: Verified, tops: Sequence[tuple[float, float]]) -> RowResult:
-    """What `got` holds before the first of its rows that offers nothing to choose; an error when that is the first.
+    """Tokens of `got` before the first row without an allowed token; an error if that is the first row.
 
-    `tops`: for each row that chose a token, the largest logit of the model, and of what was left to choose from.
-    A later row ends the step before it, and is the next step's first: the same text, and then the same error, as
-    without drafts.
+    `tops`: for each row that chose a token, the largest raw logit, and the largest after filtering. A later such row
+    ends the step before it, and is the next step's first: the same text, and then the same error, as without drafts.
     """
     if request.grammar is not None and request.grammar.is_deferred:
         return RowResult([], is_deferred=True)
@@ -330,9 +329,9 @@ def _one_each(rows: Sequence[SampleRow], tokens: list[int], *tops: list[float]) 
 
 
 def _most_likely(logits: Tensor, rows: Sequence[SampleRow], raw_tops: list[float] | None = None) -> list[RowResult]:
-    """The general way's result for plain rows, without its many small operations: a step's host time at batch 1.
+    """Result of the general path for plain rows, without its many small operations, which take host time at batch 1.
 
-    `raw_tops`: largest logit of each row before edits, where there were some.
+    `raw_tops`: largest logit of each row before edits, if there were some.
     """
     tokens, tops = most_likely(logits)
     if len(tokens) == len(rows):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...core.errors import InvalidRequestError
-from ...core.sampling_params import shown
+from ...core.sampling_params import quote_for_error
 from ...core.structured_outputs import StructuredOutputsParams, parse
 
 GUIDED = {
@@ -88,6 +88,6 @@ def _response_format(value: dict[str, Any]) -> dict[str, Any]:
     if kind == "structural_tag":
         return {"structural_tag": {name: part for name, part in value.items() if name != "type"}}
     raise InvalidRequestError(
-        f"response_format: type must be text, json_object, json_schema or structural_tag, got {shown(kind)}",
+        f"response_format: type must be text, json_object, json_schema or structural_tag, got {quote_for_error(kind)}",
         param="response_format",
     )

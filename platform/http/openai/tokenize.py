@@ -13,7 +13,7 @@ from ...client.text.no_tokenizer import OPTION, needed
 from ...client.text.vocabulary import vocabulary_of
 from ...core.errors import InvalidRequestError, invalid
 from ...core.lora_request import LoRA
-from ...core.sampling_params import shown
+from ...core.sampling_params import quote_for_error
 from ..adapters.adapter_choice import adapter_of_model
 from ..body.reader import documented, read_body
 from ..protect.accounting import charge_call
@@ -98,7 +98,7 @@ async def detokenize(request: Request) -> Response:
         )
     if body.tokens and not (min(body.tokens) >= 0 and max(body.tokens) < size):
         i = next(i for i, token in enumerate(body.tokens) if not 0 <= token < size)
-        message = f"{shown(body.tokens[i])} is not a token id: they go from 0 to {size - 1}"
+        message = f"{quote_for_error(body.tokens[i])} is not a token id: they go from 0 to {size - 1}"
         raise InvalidRequestError(message, param=f"tokens[{i}]")
     text = await asyncio.to_thread(vocabulary_of(tokenizer).decode, body.tokens)
     return await json_answer({"prompt": text})

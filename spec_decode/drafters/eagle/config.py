@@ -1,4 +1,4 @@
-"""Configuration of an EAGLE head: from its config.json, the tensors it has, and the target it is for.
+"""Configuration of an EAGLE head: from its config.json, its tensors, and its target.
 
 Li et al. 2024, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" (EAGLE-2 has the same weights);
 Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test".
@@ -40,7 +40,7 @@ ARCHITECTURES = {
         "Eagle3DraftModel",
     ),
 }
-"""Method -> names in `architectures`. The layer is Llama's whatever the family; its tensors say what biases it has."""
+"""Method -> names in `architectures`. The layer is Llama's for every family; its tensors show its biases."""
 _TRAITS = FamilyTraits(defaults={"vocab_size": 32000, "max_position_embeddings": 2048}, window_switch=True)
 _LAYER = "layers.0."
 HIDDEN_NORM = f"{_LAYER}hidden_norm.weight"
@@ -102,7 +102,7 @@ def read_eagle_config(raw: Mapping[str, Any], method: str, target: ModelConfig) 
 
     Raises:
         InvalidRequestError: it is no head of this method, or does not fit the target; with both figures.
-        UnsupportedModelError: something its layer would need is not supported.
+        UnsupportedModelError: its layer needs something that is not supported.
     """
     flat = _flattened(raw)
     _check_architecture(raw, method)
@@ -145,7 +145,8 @@ def read_eagle_config(raw: Mapping[str, Any], method: str, target: ModelConfig) 
 
 
 def with_tensors(config: EagleConfig, names: Collection[str]) -> EagleConfig:
-    """`config` with what the `names` of the tensors say: biases, norms, and which tensors are the head's own.
+    """`config` with the properties shown by the `names` of the tensors: biases, norms, and which tensors are the head's
+    own.
 
     Raises:
         InvalidRequestError: the tensors are those of the other generation of heads.
@@ -194,7 +195,7 @@ def _flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _object(raw: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    """The object `field`, an empty one where it is absent or null."""
+    """The object `field`, an empty one if it is absent or null."""
     value = raw.get(field)
     if value is None:
         return {}

@@ -7,10 +7,10 @@ The layer pairs a token with the target's hidden state g one position *before* i
     target's         g0   g1  ...  gn-1        of the layer: the KV of the pair (t_p, g_p-1), rotated as at p - 1
     store       g0   g1   g2  ...              of the store: g_p
 
-So what a block holds depends on the tokens up to its end and on no later one: blocks are shared through the prefix
-cache as the target's are. Position 0 has no pair, and no query looks there. The pair (tn, gn-1) predicts the first
-draft d0. The next pairs are (d0, x0), (d1, x1), ... with the head's own output x in place of g. They are computed again
-when the target's g is known: only what follows from the target counts (`Proposal.num_draft_computed`).
+So a block's content depends only on the tokens up to its end: blocks are shared through the prefix cache as the
+target's are. Position 0 has no pair, and no query reads it. The pair (tn, gn-1) predicts the first draft d0. The next
+pairs are (d0, x0), (d1, x1), ... with the head's own output x in place of g. They are computed again when the target's
+g is known: only KV computed from the target's g counts (`Proposal.num_draft_computed`).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _path(config: SpeculativeConfig) -> Path:
 
 
 def _for_random_weights(config: EagleConfig) -> EagleConfig:
-    """`config` with embedding and head of its own where the target's do not fit."""
+    """`config` with embedding and head of its own if the target's do not fit."""
     smaller = config.draft_vocab_size != config.layer.vocab_size
     other = config.layer.hidden_size != config.target_hidden_size
     return dataclasses.replace(config, own_embedding=other, own_head=other or smaller, own_vocabulary=smaller)
@@ -112,7 +112,7 @@ class EagleDrafter(TokenDrafter):
 
     @property
     def needs(self) -> DrafterNeeds:
-        """The head's layer and the store of hidden states; what it reads of the target; its projections."""
+        """The head's layer and the store of hidden states; the target layers that it reads; its projections."""
         return DrafterNeeds(
             kv_layers=(self._head.kv_layer, self._store.spec),
             aux_layers=self._head.config.aux_layers,

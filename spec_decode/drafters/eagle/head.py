@@ -8,7 +8,7 @@ EAGLE-3 (Li et al. 2025), g = fc([hidden states entering three layers of the tar
 
     x = g + attention([norm(e); norm(g)]);  x += mlp(norm(x));  logits = head(norm(x))
 
-x takes the place of h or g when the head goes on by itself.
+x replaces h or g in further drafts.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class LastRows:
     rows: SequenceRows
     adapters: Callable[[], Any]
     """Prepares the adapters of these B rows, when the adapters of the T tokens are no longer needed: on a device both
-    lie in the same memory."""
+    use the same memory."""
 
 
 class _ShiftedRope(RotaryEmbedding):
-    """The head's rotary embedding: what is kept at position p of a sequence is rotated as position p - 1."""
+    """The head's rotary embedding: the pair stored at position p of a sequence is rotated as position p - 1."""
 
     def rotations(
         self, positions: Tensor, end: int, in_long_prompt: Tensor | None = None, *, gathers: bool = True
@@ -63,10 +63,10 @@ class EagleHead:
     """One layer, built without weights: fill every slot of `weight_slots`, then run it."""
 
     def __init__(self, config: EagleConfig, target: LanguageModel, device: str) -> None:
-        """`target` lends embeddings and head where the head has none.
+        """`target` lends embeddings and head if the head has none.
 
         Raises:
-            InvalidRequestError: it cannot: its hidden size is another.
+            InvalidRequestError: its hidden size differs.
         """
         self.config = config
         self.device = torch.device(device)
@@ -174,7 +174,7 @@ class EagleHead:
             self.vocabulary = DraftVocabulary(ids.to(self.device), size)
 
     def fuse(self, states: Sequence[Tensor], adapters: Any) -> Tensor:
-        """The target's hidden states of T tokens to what the layer reads of them, [T, H]."""
+        """The layer's input [T, H] from the target's hidden states of T tokens."""
         if not self.config.eagle3:
             return states[0]
         if self._aux_norms:
@@ -189,10 +189,9 @@ class EagleHead:
 
         Args:
             hidden: [T, H], for each token the fused hidden states, or the head's own output, of the position before it.
-            last: whose output is wanted; None: all T.
+            last: tokens whose output is wanted; None: all T.
 
-        Returns:
-            [B, H]: fed to the head when it goes on, and to `logits`.
+        Returns: [B, H]: input of the head for the next draft, and of `logits`.
         """
         embedded = self._embed(batch.input_ids)
         if self.config.eagle3:
@@ -218,7 +217,7 @@ class EagleHead:
         return self._final_norm(x) if self.config.norm_output else x
 
     def logits(self, state: Tensor, out: Tensor | None = None) -> Tensor:
-        """float32 logits of the next token, [B, draft vocabulary], from what `forward` gave, [B, H]; in `out` if
+        """float32 logits of the next token, [B, draft vocabulary], from `forward`'s result [B, H]; in `out` if
         given."""
         if self.config.eagle3 and not self.config.norm_output:
             state = self._final_norm(state)

@@ -1,11 +1,11 @@
-"""Keeps the target's hidden states for drafters that read them, beside the KV they belong to.
+"""Keeps the target's hidden states for drafters that read them, in the same blocks as their KV.
 
-A drafter may lag: while nobody asks it for drafts, and for tokens that the prefix cache had. But the target's hidden
-states are there only in the step that computes them. So those of every position are fused and written after each step,
-as one more layer of the shared block table: valid wherever the target's own KV is, after prefix-cache hits and
-preemption too. For one EAGLE-3 head this costs one product more for each token, about 1% of a target with 24 layers.
+A drafter may lag: while no drafts are requested, and for tokens from the prefix cache. But the target's hidden states
+exist only in the step that computes them. So those of every position are fused and written after each step, as an
+additional layer of the shared block table: valid wherever the target's own KV is, even after prefix-cache hits and
+preemption. For one EAGLE-3 head this costs one more product for each token, about 1% of a target with 24 layers.
 
-Steps after which nothing is drafted are put off, and written together: one launch of each kernel for up to 128 tokens.
+Steps after which nothing is drafted are deferred, and written together: one launch of each kernel for up to 128 tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ....platform.core.speculative_config import MAX_DRAFTS
 from ..base import DraftRow, no_adapters
 
 Fuse = Callable[[Sequence[Tensor], Any], Tensor]
-"""From hidden states [T, H] each, and their tokens' adapters, to the vectors that are kept: [T, width]."""
+"""Function from hidden states [T, H] each, and their tokens' adapters, to the stored vectors [T, width]."""
 _MOST_DEFERRED = 128
-"""Tokens that are put off at most: their hidden states take 3 MB on a model of hidden size 4096 in bfloat16, and one
+"""Maximum of deferred tokens: their hidden states take 3 MB on a model of hidden size 4096 in bfloat16, and one
 product for them takes less than a step."""
 
 
@@ -48,11 +48,11 @@ class HiddenStore:
 
     @property
     def spec(self) -> KVLayerSpec:
-        """The layer that it asks of the cache: half of the vector as a key, half as a value."""
+        """Its layer of the cache: half of the vector as a key, half as a value."""
         return KVLayerSpec(1, self._width // 2, is_attention=False)
 
     def bind(self, kv: LayerKV, prepare_adapters: AdapterPreparer) -> None:
-        """Take its layer of the cache."""
+        """Set its layer of the cache."""
         self._block_size = kv.k.shape[2]
         self._halves = (kv.k.view(-1, self._width // 2), kv.v.view(-1, self._width // 2))
         self._prepare_adapters = prepare_adapters
@@ -67,8 +67,8 @@ class HiddenStore:
             overshoot: see `DeviceStep`.
 
         Returns:
-            [T, width], as written. Elements that are not finite are 0, as in the cache of attention: another request
-            that gets the block next may not see them, but 0 · NaN is NaN.
+            [T, width], as written. Elements that are not finite are 0, as in the cache of attention: the next request
+            to use the block does not attend to them, but 0 · NaN is NaN.
         """
         self.flush()
         counts = _counts(rows, len(states[0]))
@@ -79,9 +79,8 @@ class HiddenStore:
         return self._write(states, _adapter_rows(rows, counts), slots)
 
     def defer(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...], overshoot: Tensor | None) -> None:
-        """`write` for a step whose vectors are not read now. If its slots are known it may be deferred until `read`,
-        `write` or `flush`. Draft weights that leave the device before then have no part in it, which costs
-        acceptance."""
+        """`write` for a step whose vectors are not read now. It may be deferred until `read`, `write` or `flush`, if
+        its slots are known. Draft weights that leave the device before then take no part, which costs acceptance."""
         num_tokens = len(states[0])
         counts = _counts(rows, num_tokens)
         if overshoot is not None or num_tokens >= _MOST_DEFERRED:
@@ -96,7 +95,7 @@ class HiddenStore:
         self._deferred_slots.update(dict.fromkeys(slots))
 
     def flush(self) -> None:
-        """Write what was put off."""
+        """Write deferred vectors."""
         if not self._deferred:
             return
         deferred, slots = self._deferred, np.fromiter(self._deferred_slots, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Medusa as a drafter: each of its heads guesses one token, all from one hidden state of the target."""
+"""Medusa as a drafter: each of its heads predicts one token, all from one hidden state of the target."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ....models.pass_graphs import PassGraphs
 
 MAX_LOGITS_BYTES = 256 << 20
-"""Most memory for logits of captured heads. With more rows the device is slow enough for the host to keep ahead."""
+"""Most memory for logits of captured heads. With more rows a step is long enough for the host to stay ahead."""
 _WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
 
@@ -45,8 +45,8 @@ def load(config: SpeculativeConfig, context: DrafterContext) -> MedusaDrafter:
     """Load `config.model` as Medusa heads for the target.
 
     Raises:
-        InvalidRequestError: they do not fit the target, or are fewer than the drafts that the user asked for; with both
-            figures. (Where no number was given, a step gets as many drafts as there are heads.)
+        InvalidRequestError: they do not fit the target, or are fewer than the user's `num_speculative_tokens`; with
+        both figures. (If no number was given, a step gets as many drafts as there are heads.)
         NotFoundError: files are missing.
     """
     path = resolve_model_path(config.model or "", draft=True, revision=config.revision, cache_dir=config.download_dir)
@@ -73,7 +73,7 @@ def load(config: SpeculativeConfig, context: DrafterContext) -> MedusaDrafter:
 class MedusaDrafter(Drafter):
     """Drafts by Medusa heads with each request's own sampling parameters. Keeps nothing between steps.
 
-    Head i draws from its own q, whatever the heads before it drew: both verification rules ask for no more.
+    Head i draws from its own q, independent of the heads before it; both verification rules allow that.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class MedusaDrafter(Drafter):
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
-        """Drafts for the rows that ask for them, from the hidden state at the last position that counts."""
+        """Drafts for the rows with `max_drafts`, from the hidden state at the last valid position."""
         sequences = self._sequences(rows)
         order = _by_number(sequences)
         if order:
@@ -135,7 +135,7 @@ class MedusaDrafter(Drafter):
         ]
 
     def _draft(self, drafting: list[Drafting], hidden: Tensor, overshoot: Tensor | None = None) -> None:
-        """Drafts for sequences, those who want most first, from their hidden states [B, H]."""
+        """Drafts for sequences, sorted by descending number of drafts, from their hidden states [B, H]."""
         if self._passes is not None:
             found = self._passes.run(hidden, [s.row.request.adapter for s in drafting], drafting[0].num_wanted)
             if found is not None:
@@ -153,7 +153,7 @@ class MedusaDrafter(Drafter):
         join_drafts(drafting)
 
     def _draw(self, drafting: list[Drafting], logits: Tensor, best: Tensor, overshoot: Tensor | None) -> None:
-        """Drafts from what `_compute` gave for these rows first, those who want most before the others."""
+        """Drafts from the result of `_compute` for these rows, sorted by descending number of drafts."""
         if takes_best(drafting, self._edit_logits):
             append_best(drafting, best)
             return
@@ -174,7 +174,7 @@ class MedusaDrafter(Drafter):
 
 
 def _captured_memory(heads: MedusaHeads, most_rows: int) -> tuple[Tensor, Tensor]:
-    """Memory for the rows and the logits of captured heads; made before the KV cache, which gets what is left."""
+    """Memory for the rows and the logits of captured heads; allocated before the KV cache, which gets the rest."""
     config = heads.config
     rows = min(most_rows, MAX_LOGITS_BYTES // (4 * config.num_heads * config.vocab_size))
     states = torch.zeros(rows, config.hidden_size, dtype=config.dtype, device=heads.device)

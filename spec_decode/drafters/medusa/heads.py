@@ -85,7 +85,7 @@ def _count(raw: Mapping[str, Any], fields: tuple[str, ...]) -> int:
 
 def canonical_names(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The tensors by the original format's names, "{head}.{layer}.linear.weight" and "{head}.{n}.weight", whichever of
-    the public spellings the files use. Names that are none of these stay."""
+    the public spellings the files use. Other names stay."""
     plain = {_without_prefix(name): tensor for name, tensor in tensors.items()}
     num_layers = 1 + max((int(m[2]) for m in map(_BLOCK.fullmatch, plain) if m), default=-1)
 
@@ -105,7 +105,8 @@ def _without_prefix(name: str) -> str:
 
 
 def with_tensors(config: MedusaConfig, names: Mapping[str, StoredTensor]) -> MedusaConfig:
-    """`config` with the heads, layers and biases that the canonical `names` show: published configs count too few."""
+    """`config` with the heads, layers and biases shown by the canonical `names`: published configs have too low
+    counts."""
     found = [match for match in map(_CANONICAL.fullmatch, names) if match]
     if not found:
         return config

@@ -1,1 +1,1 @@
-"""Suffix decoding: drafts from a tree of what was generated before."""
+"""Suffix decoding: drafts from a tree of earlier text."""

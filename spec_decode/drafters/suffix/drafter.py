@@ -1,7 +1,7 @@
 """Suffix decoding (Oliaro et al. 2024, "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications").
 
-Two suffix trees say what follows the last tokens: a tree of the request's own tokens, prompt included, and a tree of
-the outputs of past requests of the same text namespace (tenant, salt and content of the adapter).
+Two suffix trees give the continuations of the last tokens: a tree of the request's own tokens, prompt included, and a
+tree of the outputs of past requests of the same text namespace (tenant, salt and content of the adapter).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ MAX_STORED_TOKENS = 1 << 18
 """Most tokens of past outputs that are remembered, over all namespaces. One takes up to about 400 bytes in a tree, so
 that all trees take up to 100 MB."""
 MAX_OWN_TOKENS = 1 << 14
-"""Most tokens of a running request in its own tree; of a longer request the last half of that many are kept."""
+"""Most tokens of a running request in its own tree; of a longer request the last half of these are kept."""
 STEP_TOKENS = 256
-"""Most tokens of prompts and past outputs that a step puts into trees or takes out, at some 10 microseconds each,
-beside the tokens that it has sampled: a long text must not hold up the others."""
+"""Most tokens of prompts and past outputs that a step adds to or removes from trees, at some 10 microseconds each, in
+addition to its sampled tokens: a long text must not delay other requests."""
 
 
 class _Output(Text):
@@ -39,13 +39,13 @@ class _Output(Text):
 
 
 class OutputStores:
-    """Suffix trees of past outputs, one a namespace, bounded together: the oldest outputs leave first."""
+    """Suffix trees of past outputs, one a namespace, bounded together: the oldest outputs are dropped first."""
 
     def __init__(self, depth: int, max_outputs: int, max_tokens: int = MAX_STORED_TOKENS) -> None:
         self.num_tokens = 0
         """Tokens of all outputs that are remembered."""
         self.version = 0
-        """Changes whenever a tree may have got something new."""
+        """Version, which changes whenever a tree may have new text."""
         self._depth = depth
         self._max_outputs = max_outputs
         self._max_tokens = max_tokens
@@ -79,7 +79,8 @@ class OutputStores:
             self._drop(self._outputs.popleft())
 
     def update_trees(self, budget: int) -> int:
-        """Take `budget` tokens of old outputs out of the trees and put new ones in; returns the rest of the budget."""
+        """Remove old outputs from the trees and add new ones, `budget` tokens in all; returns the rest of the
+        budget."""
         while self._leaving and budget > 0:
             output = self._leaving[0]
             tree, before = self._trees[output.namespace], output.num_counted
@@ -121,7 +122,7 @@ class OutputStores:
 
 
 class _RunningRequest:
-    """A running request's own tree, and what was last found in its namespace's."""
+    """A running request's own tree, and its last match in its namespace's."""
 
     __slots__ = ("base", "depth", "matched", "past", "remembered", "request", "text", "tree")
 
@@ -131,7 +132,7 @@ class _RunningRequest:
         self.base = 0
         """Index of the request's first token that is in the tree."""
         self.matched = 0
-        """Length of the longest suffix that began earlier too."""
+        """Length of the longest suffix that also occurs earlier."""
         self.past = (-1, 0, 0)
         """Version of the stores, number of tokens and length of the longest suffix known there, when last looked."""
         self.remembered = True
@@ -139,7 +140,7 @@ class _RunningRequest:
         self.restart(0)
 
     def restart(self, base: int) -> None:
-        """Begin anew with the tokens from `base` on."""
+        """Start again with the tokens from `base` on."""
         self.base, self.matched = base, 0
         self.tree, self.text = SuffixTree(self.depth), Text([])
 
@@ -154,7 +155,7 @@ class _RunningRequest:
         return budget - (self.base + len(self.text.tokens) - known)
 
     def past_place(self, stores: OutputStores, tree: SuffixTree, tokens: Sequence[int], longest: int) -> Place | None:
-        """The longest suffix of `tokens` in `tree`, of at most `longest` tokens. In a tree without news it has grown by
+        """The longest suffix of `tokens` in `tree`, of at most `longest` tokens. In an unchanged tree it has grown by
         the new tokens at most."""
         version, num_tokens, length = self.past
         if version == stores.version:
@@ -164,7 +165,7 @@ class _RunningRequest:
         return place
 
     def place(self, num_tokens: int, longest: int) -> Place | None:
-        """Place in the tree of the last tokens; None while it has not caught up with all `num_tokens`."""
+        """Match of the last tokens in the tree; None until it has all `num_tokens`."""
         tokens = self.text.tokens
         if self.base + len(tokens) < num_tokens:
             return None
@@ -196,14 +197,14 @@ class SuffixDrafter(Drafter):
         return self._stores
 
     def forget_adapter(self, digest: bytes) -> None:
-        """Drop the stores of that content; what still runs with it will not be remembered."""
+        """Drop the stores of that content; outputs of running requests with it will not be stored."""
         self._stores.forget_adapter(digest)
         for live in self._live.values():
             if live.request.text_namespace[1] == digest:
                 live.remembered = False
 
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
-        """Draft what followed most often, from the tree that promises more accepted drafts."""
+        """Draft the most frequent continuation, from the tree with more expected accepted drafts."""
         self._remember_finished()
         spare = self._stores.update_trees(STEP_TOKENS)
         proposals = []
@@ -211,7 +212,7 @@ class SuffixDrafter(Drafter):
             drafts = NO_DRAFTS
             if _is_followed(row.request):
                 live = self._live_of(row.request)
-                new = 1 + row.num_accepted if row.sampled else 0  # what the step itself brought is always taken in
+                new = 1 + row.num_accepted if row.sampled else 0  # the step's own tokens are always added
                 spare = max(0, live.update(row.tokens, spare + new))
                 if row.sampled and row.max_drafts > 0:
                     drafts = self._drafts(live, row)
@@ -219,7 +220,7 @@ class SuffixDrafter(Drafter):
         return proposals
 
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
-        """Put past outputs into trees; running requests catch up when they are drafted for."""
+        """Add past outputs to the trees; running requests catch up when they draft."""
         self._remember_finished()
         for row in rows:
             if _is_followed(row.request):

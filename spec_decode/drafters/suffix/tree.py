@@ -1,12 +1,12 @@
-"""A suffix tree of bounded depth with counts: what followed a context, and how often.
+"""A suffix tree of bounded depth with counts: the continuations of a context, and their frequencies.
 
     text  a b c a b d            root -- ab (2) -- cab... (1)
                                    |          `--- d (1)
                                    +-- b (2) -- ...
 
-An edge's label is a slice of some text that has been put in. A node's count is the number of places at which the path
-to it occurs. Edges are compressed, so a tree has at most two nodes a place. There are no suffix links: a walk from the
-root is a few dictionary look-ups, and texts can leave again.
+An edge's label is a slice of an added text. A node's count is the number of positions at which the path to it occurs.
+Edges are compressed, so a tree has at most two nodes a position. There are no suffix links: a walk from the root is a
+few dictionary look-ups, and texts can be removed again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Text:
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
         self.num_counted = 0
-        """Leading places that the tree's counts include."""
+        """Leading positions that the tree's counts include."""
 
 
 class Place(NamedTuple):
@@ -56,14 +56,15 @@ class Continuation(NamedTuple):
 
     token_ids: list[int]
     score: float
-    """Sum over the tokens of the estimated probability that all up to it are right: how many will be accepted."""
+    """Expected number of accepted tokens: the sum over tokens of the estimated probability that all up to it are
+    right."""
 
 
 NOTHING = Continuation([], 0.0)
 
 
 class SuffixTree:
-    """All strings of at most `depth` tokens of the texts put in."""
+    """All strings of at most `depth` tokens of the added texts."""
 
     def __init__(self, depth: int) -> None:
         self.num_nodes = 0
@@ -76,7 +77,7 @@ class SuffixTree:
     def _walk(self, tokens: Sequence[int], start: int, end: int, path: list[_Node]) -> tuple[int, int]:
         """Follow `tokens[start:end]` as far as it is in the tree.
 
-        Fills `path` with the nodes of the edges gone along. Returns how many tokens were followed, and how many of them
+        Fills `path` with the nodes of the edges followed. Returns how many tokens were followed, and how many of them
         lie on the last edge.
         """
         node, place, used = self._root, start, 0
@@ -104,10 +105,10 @@ class SuffixTree:
         return Place(path[-1], used, length) if path and length == end - start else None
 
     def continuation(self, place: Place, limit: int, min_prob: float) -> Continuation:
-        """The most frequent continuation of `place`: at most `limit` tokens, and none from where the product of the
-        shares of the ways taken is less than `min_prob` (Oliaro et al. 2024, "SuffixDecoding", section 4).
+        """The most frequent continuation of `place`: at most `limit` tokens, up to where the product of the branches'
+        shares falls below `min_prob` (Oliaro et al. 2024, "SuffixDecoding", section 4).
 
-        Where it runs into the present end of a growing text it goes on with its own copy: a loop.
+        At the present end of a growing text it continues with its own copy: a loop.
         """
         found: list[int] = []
         node, prob, score = place.node, 1.0, 0.0
@@ -130,10 +131,10 @@ class SuffixTree:
     # ---------------------------------------------------------------- changes
 
     def extend(self, text: Text) -> int:
-        """Record what `text`, the only one of this tree, has grown by; returns the length of its longest suffix that
-        also begins at an earlier place, less than the tree's depth.
+        """Add the new tokens of `text`, the only one of this tree; returns the length of its longest suffix that also
+        starts at an earlier position, less than the tree's depth.
 
-        Places from which the text has so far only repeated itself are not counted yet: they are the suffixes of that
+        Positions from which the text has only repeated itself so far are not counted yet: they are the suffixes of that
         suffix (Ukkonen 1995, "On-line construction of suffix trees").
         """
         tokens = text.tokens
@@ -148,7 +149,7 @@ class SuffixTree:
             text.num_counted += 1
 
     def insert(self, text: Text, num_places: int) -> None:
-        """Count the next `num_places` places of `text`, which will not change any more."""
+        """Count the next `num_places` positions of `text`, which will not change any more."""
         tokens = text.tokens
         last = min(text.num_counted + num_places, len(tokens))
         for start in range(text.num_counted, last):
@@ -159,7 +160,7 @@ class SuffixTree:
         text.num_counted = last
 
     def remove(self, text: Text, num_places: int) -> None:
-        """Take the last `num_places` counted places of `text` out again, with all nodes that were theirs alone."""
+        """Remove the last `num_places` counted positions of `text`, with all nodes that only they had."""
         tokens = text.tokens
         first = max(0, text.num_counted - num_places)
         for start in range(text.num_counted - 1, first - 1, -1):
@@ -169,7 +170,7 @@ class SuffixTree:
         text.num_counted = first
 
     def _count(self, path: list[_Node], used: int, tokens: list[int], start: int, end: int) -> None:
-        """One more place: the string that `path` leads to, `used` tokens along its last edge, and `tokens[start:end]`
+        """Add one position: the string that `path` leads to, `used` tokens along its last edge, and `tokens[start:end]`
         after it."""
         if path and used < path[-1].end - path[-1].start:
             path[-1] = self._split(path[-2] if len(path) > 1 else self._root, path[-1], used)
@@ -202,7 +203,7 @@ class SuffixTree:
         return middle
 
     def _discount(self, path: list[_Node], tokens: list[int]) -> None:
-        """One place less: the one that `path` leads to. Labels along it that stay no longer refer to `tokens`."""
+        """Remove one position: the one that `path` leads to. Remaining labels along it no longer refer to `tokens`."""
         parents = [self._root, *path]
         for parent, node in zip(reversed(parents[:-1]), reversed(path), strict=True):
             node.count -= 1
@@ -221,7 +222,7 @@ class SuffixTree:
             self._join(parent, node)
 
     def _join(self, parent: _Node, node: _Node) -> None:
-        """Take `node` out when nothing ends or branches there any more."""
+        """Remove `node` if nothing ends or branches there any more."""
         if node.children is None or len(node.children) > 1:
             return
         (child,) = node.children.values()

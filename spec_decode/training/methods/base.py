@@ -36,7 +36,7 @@ class TrainedDrafter(nn.Module, ABC):
 
     @abstractmethod
     def guesses(self, features: Features, k: int) -> Tensor:
-        """[N, k]: the greedy guess at each label as j-th draft of a round; -1 where there is no root for it."""
+        """[N, k]: the greedy guess at each label as j-th draft of a round; -1 if there is no root for it."""
 
     @abstractmethod
     def export(self, folder: Path) -> None:
@@ -52,7 +52,7 @@ class TrainedDrafter(nn.Module, ABC):
         return {name: p.detach() for name, p in self.named_parameters() if p.requires_grad}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take over the tensors of a `state`."""
+        """Load the tensors of a `state`."""
         own = self.state()
         if own.keys() != state.keys():
             raise ValueError(f"the state has {sorted(state)}, the drafter {sorted(own)}")

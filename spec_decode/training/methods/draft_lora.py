@@ -111,7 +111,7 @@ class DraftModelLora(TrainedDrafter):
         return soft_cross_entropy([step], self._lm_head.weight, wanted_of(features))
 
     def guesses(self, features: Features, k: int) -> Tensor:
-        """Guesses [N, k], equal at every place of a round: the model reads right drafts as the text that they are."""
+        """Guesses [N, k], equal at every position of a round: correct drafts are the text itself."""
         tokens = greedy_tokens(self._lm_head, self._hidden(features), len(self._lm_head.weight))
         roots = features.labels.positions[:, None] - 1 - torch.arange(k, device=tokens.device)
         return torch.where(roots >= 0, tokens[:, None], -1)
@@ -122,7 +122,7 @@ class DraftModelLora(TrainedDrafter):
         return head
 
     def export(self, folder: Path) -> None:
-        """As PEFT names things, in bfloat16."""
+        """In PEFT's format, in bfloat16."""
         weights: Mapping[str, Tensor] = self._peft.get_peft_model_state_dict(self.model)
         config = adapter_config(self._rank, self._alpha, list(PROJECTIONS), self._base_name)
         write_model(folder, config | {"task_type": "CAUSAL_LM"}, weights, "adapter_")

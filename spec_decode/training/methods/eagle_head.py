@@ -1,7 +1,7 @@
 """EAGLE heads: one decoder layer that reads the target's hidden states, then its own.
 
 At index t the head pairs the embedding of token t + 1 with the state of position t, keeps position t, and guesses token
-t + 2. In training it goes on from every index with the text's tokens and its own states, as it will when drafting.
+t + 2. In training it continues from every index with the text's tokens and its own states, as when drafting.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .layers import MLP, ChainAttention, ChainKV, RMSNorm
 FEATURE_NOISE = 0.1
 """Half width of the uniform noise on EAGLE's features (Li et al. 2024)."""
 TOKEN_WEIGHT = 0.1
-"""Weight of the tokens' cross entropy beside the states' smooth L1, for EAGLE (Li et al. 2024)."""
+"""Weight of the tokens' cross entropy relative to the states' smooth L1, for EAGLE (Li et al. 2024)."""
 
 
 class EagleHead(TrainedDrafter):
@@ -91,7 +91,7 @@ class EagleHead(TrainedDrafter):
         return self.token_loss(list(self.steps(features, self._unroll)), features)
 
     def token_loss(self, steps: Sequence[tuple[Tensor, Tensor]], features: Features) -> Tensor:
-        """Cross entropy of the unroll over the draft vocabulary, where the target's choice is in it."""
+        """Cross entropy of the unroll over the draft vocabulary, if the target's choice is in it."""
         states = [Step(self.normed(hidden), index) for hidden, index in steps]
         tokens = self.vocabulary
         if tokens is None:
@@ -139,8 +139,8 @@ class Eagle3Head(EagleHead):
     def __init__(
         self, config: EagleConfig, target: Target, unroll: int = 4, draft_tokens: list[int] | None = None
     ) -> None:
-        """`draft_tokens`: the target's ids of the draft vocabulary, ascending; None when it is the target's. What
-        `config` says is the head's own is trained, and begins as the target's where sizes agree."""
+        """`draft_tokens`: the target's ids of the draft vocabulary, ascending; None when it is the target's. Tensors
+        that `config` marks as the head's own are trained, and start as the target's if sizes agree."""
         super().__init__(config, target, unroll)
         layer = config.layer
         size = layer.hidden_size
@@ -165,10 +165,11 @@ class Eagle3Head(EagleHead):
 
     @torch.no_grad()
     def begin_as_last_layer(self) -> None:
-        """Take over the target's last layer, where sizes agree, over what enters the last of the three layers read.
+        """Copy the target's last layer, if sizes agree, applied to the input of the last of the three layers read.
 
-        Of a wider MLP the first rows are taken. The part that reads embeddings begins with random weights, and the
-        first layer's norm. In 24 steps on SmolLM2-135M the held-out loss fell to 5.8 so, and to 7.5 from a random fc.
+        Of a wider MLP the first rows are copied. The part that reads embeddings starts with random weights and the
+        first layer's norm. In 24 steps on SmolLM2-135M the held-out loss fell to 5.8 this way, and to 7.5 from a random
+        fc.
         """
         size = self.config.layer.hidden_size
         if size != self.config.target_hidden_size:
@@ -285,7 +286,7 @@ class Eagle1Head(EagleHead):
         return total / sum(factors) + TOKEN_WEIGHT * self.token_loss(steps, features)
 
     def export(self, folder: Path) -> None:
-        """config.json and model.safetensors. The embeddings go along: loaders of this format expect them."""
+        """config.json and model.safetensors. The embeddings are included: loaders of this format expect them."""
         tensors = dict(self.named_parameters()) | {"embed_tokens.weight": self._target.embeddings}
         write_model(
             folder, llama_config(self.config.layer) | {"architectures": ["LlamaForCausalLM"], "bias": False}, tensors
@@ -300,7 +301,7 @@ def _state_loss(hidden: Tensor, wanted: Tensor) -> Tensor:
 def root_windows(labels: Labels, ids: Tensor, count: int) -> Tensor:
     """[B, W] consecutive indices of each row, so that every root of steps 1 to `count` - 1 is among them.
 
-    Where a row needs less than others, the window goes on beyond its labels, at most to the end of the row.
+    If a row needs less than others, its window extends beyond its labels, at most to the end of the row.
     """
     batch, length = ids.shape
     first = ids.new_full((batch,), length - 1).scatter_reduce(0, labels.rows, labels.positions, "amin")

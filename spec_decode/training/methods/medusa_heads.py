@@ -1,4 +1,5 @@
-"""Medusa heads (Cai et al. 2024, arXiv:2401.10774): head i guesses the token i + 2 places after the state it reads."""
+"""Medusa heads (Cai et al. 2024, arXiv:2401.10774): head i predicts the token i + 2 positions after the state it
+reads."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ WEIGHTS_FILE = "medusa_lm_head.pt"
 
 
 class MedusaHeads(TrainedDrafter):
-    """Residual blocks that begin as the identity, and an lm_head each that begins as the target's."""
+    """Residual blocks that start as the identity, and an lm_head each that starts as the target's."""
 
     def __init__(self, lm_head: Tensor, num_heads: int, num_layers: int, base_name: str) -> None:
         """lm_head: the target's, [V, H]; base_name goes into config.json."""

@@ -1,4 +1,4 @@
-"""`resolve`: defaults, limits, and options that do not go together."""
+"""`resolve`: defaults, limits, and incompatible options."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_gpus_cache_leaves_others_their_share_and_room_for_activations_and_gra
 
 
 @pytest.mark.parametrize(("hardware", "default"), [(CPU, False), (GPU, True)])
-def test_steps_overlap_on_a_gpu_unless_told_otherwise(hardware, default):
+def test_steps_overlap_on_a_gpu_by_default(hardware, default):
     assert resolve(EngineArgs(), FACTS, hardware).async_scheduling is default
     for wanted in (False, True):
         assert resolve(EngineArgs(async_scheduling=wanted), FACTS, hardware).async_scheduling is wanted

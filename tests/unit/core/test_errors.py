@@ -1,4 +1,4 @@
-"""Errors keep their type and field on the way between processes."""
+"""Errors keep their type and field in messages between processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON schemas as grammars: what a grammar lets through fits the schema, and what fits is let through.
+"""JSON schemas as grammars: a grammar allows exactly the texts that fit the schema.
 
 Texts are drawn from a grammar by a walk over its masks, one token a byte; `jsonschema` and pydantic are the judges.
 """
@@ -71,7 +71,7 @@ def test_all_bounds_of_numbers(kind, step, low, high):
         for text in filter(None, (draw(grammar, rng, 24) for _ in range(3))):
             if "e" not in text.lower():
                 assert fits(schema, exact(float(text)) if "." in text else Fraction(int(text))), (schema, text)
-        digits = 1 if step == 0.1 or step == 0.5 else 0  # a multiple of 0.1 is written with a digit behind the point
+        digits = 1 if step == 0.1 or step == 0.5 else 0  # a multiple of 0.1 is written with a digit after the point
         for value in rng.sample(inside, min(3, len(inside))):
             text = f"{float(value):.{digits}f}" if value.denominator <= 10**digits and digits else repr(float(value))
             assert accepts(grammar, str(int(value)) if value.denominator == 1 else text), (schema, value)
@@ -94,7 +94,7 @@ def test_all_bounds_of_numbers(kind, step, low, high):
         ({"type": ["integer", "null"], "exclusiveMinimum": 1.5}, ["1"], ["2", "null"]),
     ],
 )  # fmt: skip
-def test_bounds_that_went_wrong(schema, wrong, right):
+def test_exclusive_and_large_bounds_are_rewritten(schema, wrong, right):
     grammar = grammar_of(schema)
     assert [text for text in wrong if accepts(grammar, text)] == []
     assert [text for text in right if not accepts(grammar, text)] == []
@@ -235,7 +235,7 @@ DECIMALS = {
         (r"^(?=ab|c)[a-c]{2}$", ["ab", "ca"], ["ba", "bb"]),
     ],
 )
-def test_look_ahead_that_can_be_said_without(pattern, right, wrong):
+def test_look_ahead_is_rewritten_without_look_ahead(pattern, right, wrong):
     schema = {"type": "string", "pattern": pattern}
     assert CHECKER.check(StructuredOutputsParams(json=schema)) == []
     grammar = grammar_of(schema)
@@ -263,7 +263,7 @@ def test_look_ahead_that_can_be_said_without(pattern, right, wrong):
         ({"format": "password"}, ["format"]),
     ],
 )
-def test_formats_beside_other_keywords(schema, ignored):
+def test_formats_together_with_other_keywords(schema, ignored):
     schema = {"type": "object", "properties": {"a": {"type": "string", **schema}}, "required": ["a"]}
     found = CHECKER.check(StructuredOutputsParams(json=schema, source="response_format"))
     assert sorted(found) == sorted(f"response_format.properties.a.{keyword}" for keyword in ignored)
@@ -293,10 +293,10 @@ def test_dates_are_in_the_calendar(name, right, wrong):
     assert [text for text in wrong.split() if accepts(grammar, f'"{text}"')] == []
 
 
-# --- places and cost ---
+# --- paths and cost ---
 
 
-def test_places_of_what_is_left_out():
+def test_paths_of_keywords_that_are_left_out():
     schema = {
         "$defs": {"tags": {"type": "array", "items": {"format": "x", "type": "string"}, "uniqueItems": True}},
         "properties": {"a": {"$ref": "#/$defs/tags"}, "b": {"anyOf": [{"$ref": "#/other/c"}, {"type": "null"}]}},
@@ -312,7 +312,7 @@ def test_places_of_what_is_left_out():
 
 
 def repeated(make, wrap):
-    """The longest schema that is taken, of parts; `make` writes part number i."""
+    """The longest allowed schema, of parts; `make` writes part number i."""
     parts: list[str] = []
     room = MAX_CONSTRAINT_CHARS - len(wrap) - 60
     while (room := room - len(part := make(len(parts))) - 1) >= 0:

@@ -1,4 +1,4 @@
-"""Mixes of adapters: one form for one sum, and what is refused."""
+"""Mixes of adapters: one form for one sum, and refusals."""
 
 from fractions import Fraction
 

@@ -1,11 +1,11 @@
-"""Life signs of long work."""
+"""Progress lines of long work."""
 
 import threading
 
 from outrider.platform.core.progress import Progress, Stopwatch, duration
 
 
-def test_a_line_whenever_nothing_was_said_for_a_while():
+def test_a_status_line_follows_each_pause():
     lines: list[str] = []
     enough = threading.Event()
 
@@ -24,7 +24,7 @@ def test_a_line_whenever_nothing_was_said_for_a_while():
     assert len(lines) == count, "nothing is said after the end"
 
 
-def test_a_bar_makes_the_lines_between_events_needless():
+def test_with_a_progress_bar_there_are_no_lines_between_events():
     lines: list[str] = []
     with Progress(lines.append, None) as progress:
         progress.say("begins")

@@ -1,4 +1,4 @@
-"""Types of pydantic: the schema of each is served, and what the grammar lets through is read by the type."""
+"""Types of pydantic: the schema of each is served, and the type accepts the grammar's texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constraints on the form of an answer: what is taken, and what is refused by name."""
+"""Constraints on the form of an answer: those accepted, and those refused by name."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_rules_within_rules_do_not_end_the_process():
 
 
 @pytest.mark.slow
-def test_what_would_take_hours_is_refused_and_the_next_is_checked():
+def test_a_constraint_that_takes_too_long_is_refused_and_the_next_is_checked():
     patterns = [{"type": "string", "pattern": f"(.*a.{{{index}}})+"} for index in range(40)]
     for _ in range(2):  # the second answer is remembered
         with pytest.raises(InvalidRequestError, match=r"structured_outputs: too complex; .* more than 1.5 s"):

@@ -1,4 +1,4 @@
-"""A simulated device for the scheduler's tests: it knows what every KV slot holds."""
+"""A simulated device for the scheduler's tests: it records the content of every KV slot."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_apart(plan):
 
 
 class Device:
-    """Checks that a step reads exactly the tokens it should from its blocks, then answers like a model with a
+    """Checks that a step reads exactly the right tokens from its blocks, then returns results like a model with a
     proposer."""
 
     def __init__(self, num_blocks, limits=NO_SPECULATION, skill=0.7, lag=0.2, seed=0):
@@ -91,7 +91,7 @@ class Device:
             right = self.random.random() < self.skill
             drafts.append(next_token(tokens + drafts) if right else self.random.randrange(VOCAB))
         if self.limits.extra_slots and self.random.random() >= self.lag:
-            valid = self._catch_up(request, tokens + drafts[:-1], request.num_computed)
+            valid = self._catch_up(request, tokens + drafts[:-1], request.num_computed_tokens)
             for position in range(valid, len(tokens) + len(drafts) - 1):
                 self.draft_kv[self._slot(request, position)] = (tokens + drafts)[position]
             valid = len(tokens) + max(0, len(drafts) - 1) if drafts else valid

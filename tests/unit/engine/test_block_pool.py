@@ -24,7 +24,7 @@ def test_free_blocks_are_reused_least_recently_first_and_tails_before_heads():
     assert pool.allocate(4) == [*reversed(second), *reversed(first)]
 
 
-def test_what_keeps_nothing_is_reused_first_and_while_it_is_warm():
+def test_blocks_without_content_are_reused_first_last_released_first():
     pool, kept = BlockPool(6), {0, 1}
     pool.keeps = kept.__contains__
     blocks, others = pool.allocate(4), pool.allocate(1)
@@ -50,7 +50,7 @@ def test_reuse_is_announced_once_for_each_block_handed_out():
     assert len(seen) == 3
 
 
-def test_double_release_is_our_own_bug():
+def test_double_release_is_an_assertion_error():
     pool = BlockPool(1)
     blocks = pool.allocate(1)
     pool.release(blocks)

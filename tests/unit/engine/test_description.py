@@ -1,4 +1,4 @@
-"""What the start-up summary says about an engine."""
+"""Description of an engine in the start-up summary."""
 
 import json
 
@@ -16,7 +16,7 @@ LLAMA = {
 
 
 @pytest.mark.parametrize(("tiles", "line"), [("not used", "not used; products: oneDNN's in 9 linear layers"), ("", "")])
-def test_whose_products_serve_where_there_are_tiles(tmp_path, monkeypatch, tiles, line):
+def test_description_of_products_with_tiles(tmp_path, monkeypatch, tiles, line):
     """Each linear layer and the head are counted; float32 has no product of ours. Without tiles there is no line."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     monkeypatch.setattr(description.tiles, "describe", lambda: tiles)

@@ -1,4 +1,4 @@
-"""Masks of grammars on logits, made in a bounded time: what does not fit is -inf, and nothing else changes."""
+"""Masks of grammars on logits, made in a bounded time: tokens that do not fit are -inf, and no others change."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_masks(threads, size, share):
     assert not state.is_deferred
 
 
-def test_a_slow_grammar_holds_up_nobody_else(threads):
+def test_a_slow_grammar_delays_no_other_request(threads):
     everything = [np.full(2, 255, np.uint8)]
     slow, quick = State(threads, everything, seconds=1.0), State(threads, everything)
     logits = torch.zeros(2, 16)

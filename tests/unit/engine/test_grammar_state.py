@@ -1,4 +1,4 @@
-"""Sequences in their grammars: the texts that their masks allow, whatever was tried on the way."""
+"""Sequences in their grammars: the texts that their masks allow, independent of drafts that were tried."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def allowed(mask):
 
 
 def walk(state, rng, ends, most=60, tries=0):
-    """Random tokens that the masks allow; before each one some `tries` are taken back."""
+    """Random tokens that the masks allow; before each one some `tries` are undone."""
     tokens = []
     for _ in range(most):
         drafts = []
@@ -81,7 +81,7 @@ CONSTRAINTS = {
 
 
 @pytest.mark.parametrize("name", CONSTRAINTS)
-def test_what_was_tried_and_taken_back_changes_no_mask(grammars, name):
+def test_drafts_that_were_undone_change_no_mask(grammars, name):
     for seed in range(3):
         plain = walk(state_of(grammars, **CONSTRAINTS[name]), random.Random(seed), {0})
         tried = walk(state_of(grammars, **CONSTRAINTS[name]), random.Random(seed), {0}, tries=4)
@@ -115,7 +115,7 @@ def test_the_requests_own_tokens_end_its_answer(grammars, ends):
 
 
 def test_a_long_bounded_text_outlives_its_lexer(grammars):
-    """A matcher with too many lexer states begins anew; it visited 16,384 long before this text ends."""
+    """A matcher with too many lexer states starts again; it visited 16,384 long before this text ends."""
     state = state_of(grammars, regex=r"(\p{L}{1,500} ){1,500}")
     tokens = walk(state, random.Random(3), {0}, most=900)
     assert len(tokens) == 900 or tokens[-1] == 0
@@ -163,7 +163,7 @@ def test_compiled_grammars_are_kept_by_bytes_and_failures_cost_nothing(grammars)
 
 
 def test_a_long_text_without_a_choice_costs_no_more_than_a_short_one(grammars):
-    """Each step looks at what it may propose, not at the rest of the text."""
+    """Each step tokenizes the text that it may propose, not the rest."""
     state = state_of(grammars, regex="a{150000}")
     forced = state.forced([], MAX_FORCED, NEVER)
     assert len(forced) == MAX_FORCED
@@ -186,7 +186,7 @@ def test_a_text_that_may_go_on_in_one_token_leaves_a_choice(grammars, tokenizer,
 
 
 @pytest.mark.parametrize("name", [name for name in CONSTRAINTS if name not in ("max_tokens", "stop")])
-def test_masks_allow_all_that_fits_but_other_spellings_of_a_sure_text(grammars, name):
+def test_masks_allow_all_fitting_tokens_except_other_tokenizations_of_forced_text(grammars, name):
     """A masked token is one after which the text is still sure: its letters are in the one token that is left."""
     rng = random.Random(11)
     state = state_of(grammars, **CONSTRAINTS[name])
@@ -202,7 +202,7 @@ def test_masks_allow_all_that_fits_but_other_spellings_of_a_sure_text(grammars, 
             least = min((text_of(token) for token in plain), key=len)
             assert all(text_of(token).startswith(least) for token in plain)
             other = state_of(grammars, **CONSTRAINTS[name])
-            for token in plain:  # each spelling leads on to the rest of the token that is left, or behind it
+            for token in plain:  # each tokenization ends within the remaining token, or after it
                 other.fill([*tokens, token], [], NEVER)
                 following = [text_of(token) + text_of(more) for more in allowed(other._plain[()])]
                 assert all(text[: len(text_of(only))] == text_of(only)[: len(text)] for text in following)

@@ -38,7 +38,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     return devices
 
 
-def test_graphs_are_a_gpus_and_can_be_switched_off(cuda: list[torch.device]) -> None:
+def test_graphs_are_captured_on_a_gpu_only_and_can_be_switched_off(cuda: list[torch.device]) -> None:
     assert make_graphs(config(enforce_eager=True)) is None
     assert make_graphs(dataclasses.replace(config(), device="cpu")) is None
     assert cuda == []
@@ -47,7 +47,7 @@ def test_graphs_are_a_gpus_and_can_be_switched_off(cuda: list[torch.device]) -> 
     assert cuda == [torch.device("cuda")] * 2
 
 
-def test_graphs_are_sized_for_what_may_come(cuda: list[torch.device]) -> None:
+def test_graphs_are_sized_for_the_largest_steps(cuda: list[torch.device]) -> None:
     small = made(max_num_seqs=5, max_model_len=1000)
     assert (small.limits.max_rows, small.limits.max_positions) == (5, 1000)
     assert small.grid.max_tokens == 5

@@ -1,4 +1,4 @@
-"""Free memory is what the machine or its container can really give."""
+"""Free memory is that available in the machine or its container."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV blocks in host memory: sequences go on from them, nobody finds those of another, and nothing leaks."""
+"""KV blocks in host memory: sequences continue from them, no tenant finds another's, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Cache:
         self.cache = PrefixCache(self.pool, BLOCK, self.host, **options)
 
     def compute(self, tokens, namespace=b"n", drafted=0):
-        """Compute a prefix, and let it go."""
+        """Compute a prefix, and free it."""
         item = prefix(tokens, namespace)
         self.cache.start(item)
         self.pool.grow(item.blocks, -(-len(tokens) // BLOCK))
-        item.num_computed, item.num_draft_computed = len(tokens), drafted
+        item.num_computed_tokens, item.num_draft_computed = len(tokens), drafted
         self.cache.publish(item)
         self.cache.take_back(item)
 
@@ -50,7 +50,7 @@ class Cache:
         self.cache.bring_back(item)
         self.pool.check_integrity([item.blocks])
         self.cache.check_integrity()
-        found = item.num_computed, item.num_draft_computed
+        found = item.num_computed_tokens, item.num_draft_computed
         self.cache.take_back(item)
         return found
 
@@ -64,7 +64,7 @@ def test_a_prefix_that_left_the_device_comes_back_with_its_draft_layers():
     assert cache.host.num_hits == 4
 
 
-def test_a_prefix_of_which_any_part_is_on_the_device_comes_back():
+def test_a_prefix_partly_on_the_device_comes_back():
     cache = Cache()
     cache.compute(range(16))
     for block in (1, 0, 2):  # of both kinds, in any order
@@ -81,7 +81,7 @@ def test_a_prefix_of_which_any_part_is_on_the_device_comes_back():
 
 
 @pytest.mark.parametrize("namespace", [b"tenant b", b"tenant a, adapter 2", None])
-def test_nobody_finds_the_blocks_of_another_tenant_or_adapter(namespace):
+def test_no_request_finds_blocks_of_another_tenant_or_adapter(namespace):
     cache = Cache()
     cache.compute(range(16), b"tenant a")
     cache.compute(range(100, 116), b"tenant a")
@@ -107,7 +107,7 @@ def test_without_a_prefix_cache_a_finished_request_leaves_nothing_behind():
     for item in (first, sibling):
         cache.cache.start(item)
         cache.pool.grow(item.blocks, 3)
-        item.num_computed = 12
+        item.num_computed_tokens = 12
         cache.cache.publish(item)
     cache.cache.finish(first, has_siblings=True)
     match = cache.cache.match(prefix(range(12)))
@@ -127,7 +127,7 @@ def test_blocks_of_a_finished_request_are_used_again_before_those_of_a_preempted
     item = prefix(range(100, 108))
     cache.cache.start(item)
     cache.pool.grow(item.blocks, 2)
-    item.num_computed = 8
+    item.num_computed_tokens = 8
     cache.cache.publish(item)
     cache.cache.finish(item)
     assert cache.pool.allocate(2) is not None
@@ -197,18 +197,18 @@ def test_copies_bring_every_layer_of_a_block_back_in_any_layout(dtype, width):
     store.release_memory()
 
 
-def test_blocks_are_swapped_where_that_takes_less_time():
+def test_blocks_are_swapped_if_faster_than_recompute():
     assert swap_pays(1000, 1e6, 16, 7000)
     assert not swap_pays(1000, 1e6, 16, 9000)
     cost = SwapCost(1000, 16, 1e6)
-    assert cost.pays(), "nothing was measured"
+    assert cost.is_cheaper_than_recompute(), "nothing was measured"
     rows = [RowPlan(prefix(range(90)), 0, 80, 0, False, 0), RowPlan(prefix(range(9)), 8, 1, 0, True, 0)]
-    cost.observe(StepPlan(rows[1:]), 9.0)  # decodes say nothing
+    cost.observe(StepPlan(rows[1:]), 9.0)  # decodes are not measured
     cost.observe(StepPlan(rows), 81 / 9000)
-    assert not cost.pays()
+    assert not cost.is_cheaper_than_recompute()
     for _ in range(20):
         cost.observe(StepPlan(rows), 81 / 7000)
-    assert cost.pays()
+    assert cost.is_cheaper_than_recompute()
     tier = HostTier(4, SwapCost(1000, 16, 1.0))
     tier.cost.observe(StepPlan(rows), 0.001)
     tier.keep(b"x", 0, draft_ready=False)
@@ -216,7 +216,7 @@ def test_blocks_are_swapped_where_that_takes_less_time():
 
 
 @pytest.mark.parametrize("options", [{"swap_space": -1.0}, {"swap_space": 1e-5}, {"swap_space": 0.8}])
-def test_a_swap_space_that_cannot_be_is_refused(options):
+def test_an_impossible_swap_space_is_refused(options):
     machine = Hardware(device="cpu", free_memory_bytes=1 << 30, total_memory_bytes=1 << 30, host_memory_bytes=1 << 30)
     with pytest.raises(InvalidRequestError) as refused:
         resolve(EngineArgs(**options), FACTS, machine)

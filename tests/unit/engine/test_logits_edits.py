@@ -81,7 +81,7 @@ def test_every_combination_equals_the_definitions(cases, seed):
     st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=3), st.lists(st.integers(0, 2), max_size=3)), max_size=8),
 )
 def test_bad_words_of_a_sequence_that_grows(words, steps):
-    """Whatever was drafted before and not taken, and in whatever pieces its tokens came."""
+    """With any rejected drafts before, and tokens in pieces of any size."""
     item, logits = request(SamplingParams(bad_words_token_ids=words)), torch.zeros(1, VOCAB)
     sibling = request(item.params, outputs=[2])
     assert edit_state(sibling, edit_state(item).tables).tables is edit_state(item).tables
@@ -160,7 +160,7 @@ class Unread(list):
         raise AssertionError("the drafts were read")
 
 
-def test_edits_that_depend_on_no_token_read_no_draft():
+def test_edits_without_tokens_do_not_wait_for_drafts():
     item = request(
         SamplingParams(
             bad_words_token_ids=[[3], [5]], allowed_token_ids=[3, 4, 5, 6, EOS], min_tokens=9, logit_bias={4: 2.0}

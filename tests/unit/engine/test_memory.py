@@ -1,4 +1,4 @@
-"""What an engine allocates at its start stays within its share of a GPU's memory, whatever comes after the KV cache."""
+"""An engine's allocations at start stay within its share of a GPU's memory, including those after the KV cache."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FILES = {
 }
 TOTAL, SHARE = 20 << 20, 0.5
 SMALL = 128 << 10
-"""What is not counted: indices of captured passes, and such."""
+"""Uncounted memory: indices of captured passes, and such."""
 
 
 class Meter:

@@ -1,4 +1,4 @@
-"""What a row's result does to its sequence."""
+"""Effects of a row's result on its sequence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.platform.engine.runner.model_runner import _draft_row
 from outrider.platform.engine.speculation_totals import SpeculationTotals
 
 
-def test_drafts_behind_the_end_of_the_text_count_as_not_accepted_everywhere():
+def test_drafts_after_the_end_of_the_text_count_as_rejected_everywhere():
     totals = SpeculationCounts(1, 3, 1, [1, 0, 0], [0, 0, 0, 1])
     request = Request("r", [1, 2], 2, SamplingParams(stop_token_ids=[7]), seed_key=0, speculation_totals=totals)
     request.drafts = Drafts([6, 7, 8])
@@ -52,7 +52,7 @@ def test_a_delta_says_which_of_its_tokens_were_drafts():
         ({"ignore_eos": True}, 4),
     ],
 )
-def test_drafters_see_no_text_behind_its_end_and_make_no_drafts_after_it(params, kept):
+def test_drafters_see_no_text_after_its_end_and_make_no_drafts_there(params, kept):
     """The second output token and those after it; 8 is the model's end of sequence."""
     request = Request("r", [1, 2, 3], 2, SamplingParams(**params), seed_key=0, eos_token_ids=frozenset([8]))
     got, ends = [5, 7, 8, 9], kept < 4
@@ -87,7 +87,7 @@ def test_steps_are_counted_by_their_drafts():
     assert request.speculation == request.speculation_totals == expected
 
 
-def test_where_nothing_is_drafted_nothing_is_told():
+def test_without_drafts_no_counts_are_returned():
     request = Request("r", [1, 2], 2, SamplingParams(), seed_key=0)
     assert step(request, [], [3], 0).speculation is None
 

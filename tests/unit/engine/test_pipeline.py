@@ -1,4 +1,4 @@
-"""Steps that are planned while others run, on a simulated device that knows what every KV slot holds."""
+"""Steps that are planned while others run, on a simulated device that records the content of every KV slot."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def expected(prompt, count, stop=()):
 
 
 class Launched:
-    """What the host told the device of a step, copied when it was launched, and what came of it."""
+    """The device's input of a step, copied at its launch, and its results."""
 
     def __init__(self, plan, before):
         self.plan, self.before, self.sampled = plan, before, None
@@ -211,7 +211,7 @@ def test_every_sequence_gets_its_own_text(jobs, blocks, budget, policy, cached, 
 
 
 def test_the_next_step_is_planned_while_one_runs():
-    """Of every two launches the second comes before the first was collected, but for the end of the last request."""
+    """Of every two launches the second comes before the first was collected, except at the end of the last request."""
     scheduler, device = make(), Device()
     for name in "ab":
         scheduler.add(request(name, [1, 2, 3], 6))
@@ -256,27 +256,27 @@ def plan_of(scheduler, *requests):
 def test_edits_that_read_the_sampled_token_wait_for_it(params):
     scheduler = make()
     plan = plan_of(scheduler, request("a", [1], 5), request("b", [2], 5, params))
-    assert not scheduler.may_plan_beside(plan)
+    assert not scheduler.can_plan_next(plan)
 
 
 @pytest.mark.parametrize("params", OTHERS)
 def test_others_do_not_wait(params):
     scheduler = make()
-    assert scheduler.may_plan_beside(plan_of(scheduler, request("a", [1], 5, params)))
+    assert scheduler.can_plan_next(plan_of(scheduler, request("a", [1], 5, params)))
 
 
 def test_a_prompt_chunk_samples_nothing_to_wait_for():
     scheduler = make()
-    assert scheduler.may_plan_beside(plan_of(scheduler, request("a", range(30), 5, READERS[0])))
+    assert scheduler.can_plan_next(plan_of(scheduler, request("a", range(30), 5, READERS[0])))
 
 
 def test_drafts_wait_for_what_is_accepted():
     scheduler = make(limits=DraftLimits(2))
-    assert not scheduler.may_plan_beside(plan_of(scheduler, request("a", [1], 5)))
+    assert not scheduler.can_plan_next(plan_of(scheduler, request("a", [1], 5)))
 
 
-def test_a_sequence_in_flight_does_not_give_way_before_it_is_committed():
-    """Blocks are short: what is in flight is committed first, then the less urgent sequence is preempted."""
+def test_a_sequence_in_flight_is_not_preempted_before_its_commit():
+    """Blocks are short: the step in flight is committed first, then the less urgent sequence is preempted."""
     scheduler, device = make(12, max_model_len=40), Device()
     pipeline, outputs = pipe(scheduler, device), {}
     for name, start in (("a", 0), ("b", 4)):
@@ -330,8 +330,8 @@ def test_after_an_error_sequences_are_as_they_were_and_go_on(failing):
 
 
 @pytest.mark.parametrize("verb", ["draft", "launch"])
-def test_tokens_of_a_committed_step_are_told_after_an_error_behind_it(verb):
-    """Readers of tokens are planned after the commit, so that the next launch comes behind it."""
+def test_tokens_of_a_committed_step_are_returned_after_an_error_in_the_next(verb):
+    """Rows that read tokens are planned after the commit, so the next launch comes after it."""
     scheduler, device = make(), Device()
     pipeline, outputs = pipe(scheduler, device), {}
     scheduler.add(request("a", [1, 2], 9, READERS[0]))

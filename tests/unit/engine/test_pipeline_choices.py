@@ -1,4 +1,4 @@
-"""Steps that overlap while somebody chooses how many drafts each row gets, another number every step."""
+"""Steps that overlap while the number of drafts of each row changes every step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.platform.core.batch import RowPlan
-from outrider.platform.engine.queue.row_choices import is_followed
+from outrider.platform.engine.queue.row_choices import can_overlap_next
 
 from .test_pipeline import expected, finish, make, pipe, request
 from .test_pipeline_drafts import LATE, Drafting, check_texts, follow, jobs, largest, running
@@ -68,19 +68,19 @@ def test_steps_overlap_whatever_number_of_drafts_is_chosen(counts):
 
 
 def chosen(rows, counts, limits=LATE, drafter=0):
-    """Whether a step with these numbers of drafts is followed."""
+    """True if a step with these numbers of drafts can overlap the next."""
     for row, count in zip(rows, counts, strict=True):
         row.max_new_drafts, row.drafter = count, drafter
-    return is_followed(rows, limits)
+    return can_overlap_next(rows, limits)
 
 
-def test_a_row_may_be_given_no_drafts_beside_others():
+def test_a_row_may_get_no_drafts_while_others_do():
     rows = [largest(running()), largest(running())]
     assert [row.max_new_drafts for row in rows] == [3, 3]
     assert chosen(rows, [0, 2])
 
 
-def test_what_the_drafter_lags_behind_is_caught_up_with_by_the_host():
+def test_a_lagging_drafter_catches_up_on_the_host():
     lagging = running(num_draft_computed=4)
     assert chosen([largest(lagging)], [0])
     assert not chosen([largest(lagging)], [1])
@@ -91,20 +91,20 @@ def test_what_the_drafter_lags_behind_is_caught_up_with_by_the_host():
     assert chosen([largest(item)], [1], LATE._replace(extra_slots=False))
 
 
-def test_prompts_stand_beside_rows_without_drafts_alone():
+def test_prompts_overlap_only_with_rows_without_drafts():
     prompt = RowPlan(running(), 0, 4, 0, samples=False, max_new_drafts=0)
     assert chosen([largest(running()), prompt], [0, 0])
     assert not chosen([largest(running()), prompt], [1, 0])
 
 
-def test_logits_that_read_what_comes_wait_without_drafts_too():
+def test_logits_edits_that_read_sampled_tokens_wait_even_without_drafts():
     reading = running(params={"bad_words_token_ids": [[1, 2]]})
     assert not chosen([largest(reading)], [0])
     young = running(params={"min_tokens": 9})
     assert chosen([largest(young)], [0]), "one token comes"
     young.drafts = running().drafts._replace(token_ids=[1, 2])
     assert largest(young).num_drafts == 2
-    assert not chosen([largest(young)], [0]), "how many come decides about the logits after them"
+    assert not chosen([largest(young)], [0]), "the logits after them depend on their number"
 
 
 def test_steps_wait_for_drafts_of_the_host():

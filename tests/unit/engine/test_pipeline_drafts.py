@@ -1,4 +1,4 @@
-"""Steps that verify drafts, planned while others run: on a simulated device that alone knows what was accepted."""
+"""Steps that verify drafts, planned while others run: only the simulated device knows the accepted drafts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from outrider.platform.core.batch import RowPlan, RowResult, StepResult
 from outrider.platform.core.request import Drafts, Status
 from outrider.platform.engine.queue.gates import DraftLimits
-from outrider.platform.engine.queue.row_choices import is_followed, row_choices
+from outrider.platform.engine.queue.row_choices import can_overlap_next, row_choices
 
 from .test_pipeline import BLOCK, Device, Seats, expected, finish, make, next_token, pipe, plan_of, request, step
 
@@ -19,7 +19,7 @@ LATE = DraftLimits(3, extra_slots=True, overlaps=True)
 
 
 class Row:
-    """What the host told the device of a row, copied when it was launched."""
+    """The device's input of a row, copied at its launch."""
 
     def __init__(self, row, longest):
         request = row.request
@@ -48,8 +48,8 @@ class Launched:
 
 
 class Drafting(Device):
-    """Verifies and drafts; the drafter, whose KV lies in the same blocks, is right now and then. `is_followed` of a
-    plan says that it drafts with what it knows itself, else it waits for `draft`, and may lag behind."""
+    """Verifies and drafts; the drafter, whose KV lies in the same blocks, is sometimes right. It drafts in the step
+    itself if the plan's `can_overlap_next` is set; else it waits for `draft`, and may lag behind."""
 
     longest = 48
 
@@ -74,7 +74,7 @@ class Drafting(Device):
             row = launched.rows[planned.request]
             if row.request.status is Status.RUNNING:
                 assert row.tokens == row.request.tokens
-                row.request.num_draft_computed = self._num_computed(launched.plan, planned, row)
+                row.request.num_draft_computed = self._num_draft_computed(launched.plan, planned, row)
                 row.request.drafts = Drafts(row.made)
         return super().draft(launched, result)
 
@@ -95,7 +95,7 @@ class Drafting(Device):
             row.tokens = row.known
             if row.samples:
                 self._verify(row)
-                if launched.plan.is_followed:
+                if launched.plan.can_overlap_next:
                     self._draft_on_device(row, start)
 
     def _verify(self, row):
@@ -107,7 +107,7 @@ class Drafting(Device):
             row.accepted += 1
 
     def _draft_on_device(self, row, start):
-        """All 1 + k positions are computed, and those after the last token hold whatever they hold."""
+        """All 1 + k positions are computed, and those after the last token are undefined."""
         if not row.new_drafts:
             return
         first, count = start + 1, row.num_tokens
@@ -126,14 +126,14 @@ class Drafting(Device):
         slots = self.slots(row, len(row.tokens), len(tokens) - 1)
         self.draft_kv.update(zip(slots, row.made, strict=False))
 
-    def _num_computed(self, plan, planned, row):
+    def _num_draft_computed(self, plan, planned, row):
         """Draft, unless the device has; how many positions of the drafter are valid."""
         valid = row.request.num_draft_computed
-        if plan.is_followed:
+        if plan.can_overlap_next:
             return len(row.tokens) if row.new_drafts else valid
         end = len(row.tokens) if row.samples else planned.end
         held = [self.draft_kv.get(slot) for slot in self.slots(row, 0, valid)]
-        assert held == row.tokens[:valid], "the drafter's KV is said to be valid and is not"
+        assert held == row.tokens[:valid], "the drafter's KV is reported valid and is not"
         if self.lags and len(row.tokens) % 3 == 0:
             return valid
         slots = self.slots(row, valid, end)
@@ -216,7 +216,7 @@ def check_texts(jobs, engine, drafter, limits, aborts, chooser=None):
 
 
 class WithoutLayers(Drafting):
-    """A drafter that keeps nothing, and never lags."""
+    """A drafter without state, which never lags."""
 
     def _draft(self, row):
         tokens = list(row.tokens)
@@ -228,8 +228,8 @@ class WithoutLayers(Drafting):
     def _draft_on_device(self, row, start):
         self._draft(row)
 
-    def _num_computed(self, plan, planned, row):
-        if row.samples and not plan.is_followed:
+    def _num_draft_computed(self, plan, planned, row):
+        if row.samples and not plan.can_overlap_next:
             self._draft(row)
         return len(row.tokens)
 
@@ -266,20 +266,20 @@ def running(num_tokens=10, params=None, **fields):
     """A request that has decoded, and whose drafter is not behind."""
     item = request("a", range(num_tokens - 4), 60, params)
     item.tokens += [1] * 4
-    item.num_computed, item.num_draft_computed = num_tokens - 1, num_tokens
+    item.num_computed_tokens, item.num_draft_computed = num_tokens - 1, num_tokens
     for name, value in fields.items():
         setattr(item, name, value)
     return item
 
 
 def followed(row, limits=LATE):
-    return is_followed([row], limits)
+    return can_overlap_next([row], limits)
 
 
 def follow(item, num_drafts, new_drafts):
     """A row of it is in flight."""
     item.in_flight = [
-        RowPlan(item, item.num_computed, 1 + num_drafts, num_drafts, samples=True, max_new_drafts=new_drafts)
+        RowPlan(item, item.num_computed_tokens, 1 + num_drafts, num_drafts, samples=True, max_new_drafts=new_drafts)
     ]
 
 
@@ -289,21 +289,21 @@ def largest(item, limits=LATE, share=3, longest=100):
     return row
 
 
-def test_a_row_beside_another_counts_all_drafts_as_right():
+def test_a_row_planned_during_a_step_counts_all_drafts_as_right():
     item = running()
     follow(item, 3, 2)
     row = largest(item)
     assert (row.start, row.num_tokens, row.num_drafts, row.max_new_drafts, row.awaits_token) == (13, 3, 2, 3, True)
     assert followed(row)
-    item.num_computed = 11
-    item.land(item.in_flight[0])
+    item.num_computed_tokens = 11
+    item.retire_row(item.in_flight[0])
     item.in_flight.append(row)
-    item.settle()
+    item.rebase_in_flight()
     assert (row.start, row.end) == (11, 14)
 
 
 def test_of_a_late_row_drafts_are_made_only_if_the_drafter_has_kept_up():
-    """It was not asked in the step in flight: the host drafts, when it knows how far the drafter is behind."""
+    """It was not called in the step in flight: the host drafts, once it knows the drafter's lag."""
     item = running()
     follow(item, 3, 0)
     for limits, late in ((LATE, False), (LATE._replace(extra_slots=False), True)):
@@ -347,7 +347,7 @@ def test_drafts_wait_where_they_may_not_be_as_many_as_planned():
     assert [row.max_new_drafts for row in rows] == [3, 0, 0]
     assert all(followed(row) for row in rows), "blocks were short: the next step waits for no drafts"
     never = running(params={"speculative": False}, num_draft_computed=0)
-    assert followed(largest(never)), "it asks for no drafts"
+    assert followed(largest(never)), "it requests no drafts"
     assert followed(RowPlan(item, 0, 4, 0, samples=False, max_new_drafts=0)), "a part of a prompt"
 
 
@@ -355,12 +355,12 @@ def test_drafts_wait_where_they_may_not_be_as_many_as_planned():
 def test_only_drafts_that_the_device_makes_let_the_next_step_be_planned(limits):
     scheduler = make(limits=limits)
     plan = plan_of(scheduler, request("a", [1], 9))
-    assert not scheduler.may_plan_beside(plan), "a prompt"
+    assert not scheduler.can_plan_next(plan), "a prompt"
     scheduler.commit(plan, StepResult([RowResult([7])]))
     plan.rows[0].request.drafts, plan.rows[0].request.num_draft_computed = Drafts([1, 2, 3]), 2
     plan = plan_of(scheduler)
     assert plan.rows[0].num_drafts == 3
-    assert scheduler.may_plan_beside(plan) is limits.overlaps
+    assert scheduler.can_plan_next(plan) is limits.overlaps
 
 
 @pytest.mark.parametrize("failing", [2, 4, 5, 9])
@@ -378,7 +378,7 @@ def test_after_an_error_sequences_are_as_they_were_and_go_on(failing):
     assert outputs == {name: expected([ord(name) % 50] * 7, 15) for name in "abc"}
 
 
-def test_a_sequence_in_flight_does_not_give_way_before_it_is_committed():
+def test_a_sequence_in_flight_is_not_preempted_before_its_commit():
     scheduler, device = make(14, limits=LATE, max_model_len=40, max_num_batched_tokens=32), Drafting(3)
     device.longest = 40
     pipeline, outputs = pipe(scheduler, device), {}

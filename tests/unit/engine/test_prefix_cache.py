@@ -1,4 +1,4 @@
-"""The prefix cache: what is shared, with whom, and what is forgotten."""
+"""The prefix cache: sharing of blocks, and their eviction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def computed(cache, tokens, namespace=b"n", drafted=0):
     """A request whose tokens have all been computed and published; it still holds its blocks."""
     item = request(tokens, namespace)
     item.blocks = cache.pool.allocate(-(-len(tokens) // BLOCK))
-    item.num_computed, item.num_draft_computed = len(tokens), drafted
+    item.num_computed_tokens, item.num_draft_computed = len(tokens), drafted
     cache.publish(item)
     return item
 
@@ -56,7 +56,7 @@ def test_no_namespace_neither_finds_nor_publishes():
     assert cache.match(request(range(10), None)).blocks == []
 
 
-def test_same_tokens_after_another_beginning_are_another_block():
+def test_same_tokens_after_another_prefix_are_another_block():
     _, cache = make()
     computed(cache, [0, 0, 0, 0, 5, 6, 7, 8, 9])
     assert cache.match(request([1, 1, 1, 1, 5, 6, 7, 8, 9])).blocks == []
@@ -80,7 +80,7 @@ def test_a_freed_block_is_found_until_it_is_reused():
     cache.check_integrity()
 
 
-def test_a_reset_forgets_what_nobody_uses():
+def test_a_reset_drops_unused_blocks():
     pool, cache = make()
     used, free = computed(cache, range(8)), computed(cache, range(20, 28), drafted=8)
     pool.release(free.blocks)
@@ -114,6 +114,6 @@ def test_rejected_drafts_never_enter():
     _, cache = make()
     item = request(range(7))
     item.blocks = cache.pool.allocate(3)
-    item.num_computed = 7  # positions 7.. hold KV of rejected drafts
+    item.num_computed_tokens = 7  # positions 7.. hold KV of rejected drafts
     cache.publish(item)
     assert item.num_published == 1

@@ -30,7 +30,7 @@ MACHINES: dict[str, Machine] = {
 
 
 def run(pace: PromptThrottle, machine: Machine, streams: int, steps: int, noise: Random | None = None) -> list[float]:
-    """Decode, then compute prompts beside it; the times of the mixed steps over that of a decode."""
+    """Decode, then decode with prompts; the times of the mixed steps over that of a decode."""
     alone = machine(streams)
     for _ in range(20):
         pace.record(streams, 0, alone)
@@ -53,7 +53,7 @@ def test_a_step_takes_about_twice_a_decode(name: str, streams: int, noisy: bool)
     late = ratios[40:]
     least = MACHINES[name](streams + FEWEST) / MACHINES[name](streams)
     assert max(late) < max(2.5, 1.05 * least)
-    assert sum(late) / len(late) > 1.5  # and no less: prompts must get on
+    assert sum(late) / len(late) > 1.5  # and no less: prompts must progress
 
 
 def launched_by_kernel(num_decodes: int, num_prompt_tokens: int) -> float:
@@ -64,8 +64,8 @@ def launched_by_kernel(num_decodes: int, num_prompt_tokens: int) -> float:
 
 @pytest.mark.parametrize("streams", [1, 8, 64])
 @pytest.mark.parametrize("noisy", [False, True])
-def test_a_part_that_does_not_depend_on_the_tokens_holds_no_prompt_back(streams: int, noisy: bool) -> None:
-    """Else each step would get fewer tokens than the one before, down to the fewest, and take as long all the same."""
+def test_fixed_time_of_prompts_does_not_throttle_them(streams: int, noisy: bool) -> None:
+    """Else each step would get fewer tokens than the one before, down to the fewest, and still take as long."""
     pace, random = PromptThrottle(), Random(streams)
     late = []
     for step in range(400):
@@ -90,7 +90,7 @@ TROUBLES: dict[str, Trouble] = {
 
 @pytest.mark.parametrize("trouble", TROUBLES)
 @pytest.mark.parametrize("name", MACHINES)
-def test_trouble_that_ends_is_forgotten(name: str, trouble: str) -> None:
+def test_a_temporary_slowdown_is_forgotten(name: str, trouble: str) -> None:
     """Within 100 steps the bound is that of a machine without it."""
     limits = []
     for factor in (TROUBLES[trouble], lambda step: 1.0):
@@ -104,8 +104,8 @@ def test_trouble_that_ends_is_forgotten(name: str, trouble: str) -> None:
     assert limits[0] == pytest.approx(limits[1], rel=0.5)
 
 
-def test_one_small_step_is_asked_for_at_a_time() -> None:
-    """Prompts of 20 tokens make no pair with each other, however small a step is asked for."""
+def test_one_small_step_is_forced_at_a_time() -> None:
+    """Prompts of 20 tokens make no pair with each other, however small a step is forced."""
     pace = PromptThrottle()
     pace.record(8, 0, 0.010)
     limits = []
@@ -117,7 +117,7 @@ def test_one_small_step_is_asked_for_at_a_time() -> None:
     assert not any(before and after for before, after in pairwise(small))
 
 
-def test_the_last_tokens_of_prompts_say_nothing() -> None:
+def test_the_last_tokens_of_prompts_are_not_measured() -> None:
     pace = PromptThrottle()
     pace.record(8, 0, 0.010)
     for _ in range(60):
@@ -166,11 +166,11 @@ def test_a_closed_loop_loses_next_to_nothing_by_pacing() -> None:
     assert served(True) > 0.95 * served(False)
 
 
-def test_nothing_is_held_back_where_nobody_decodes() -> None:
+def test_prompts_are_not_throttled_without_decodes() -> None:
     assert PromptThrottle().limit(0, 0, 5) is None
 
 
-def test_many_that_wait_for_few_are_not_held_back() -> None:
+def test_many_waiting_prompts_with_few_decodes_are_not_throttled() -> None:
     pace = PromptThrottle()
     assert pace.limit(8, 8, 1) == START
     assert pace.limit(8, 8, 2) == 2 * START
@@ -187,7 +187,7 @@ def test_a_number_of_decodes_that_was_never_measured_takes_the_nearest() -> None
     assert limit < START
 
 
-def test_where_prompts_never_end_decodes_are_measured_all_the_same() -> None:
+def test_decodes_are_measured_even_if_prompts_never_end() -> None:
     pace, machine = PromptThrottle(), MACHINES["a GPU"]
     ratios, num_without = [], 0
     for _ in range(UNMEASURED + 80):
@@ -215,7 +215,7 @@ def test_the_bound_is_never_more_than_the_step_has_left() -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 500), st.integers(0, 5000), st.floats(0.0, 100.0, allow_nan=False)), max_size=50)
 )
-def test_whatever_times_come_prompts_get_on(steps: list[tuple[int, int, float]]) -> None:
+def test_prompts_progress_with_any_step_times(steps: list[tuple[int, int, float]]) -> None:
     pace = PromptThrottle()
     for step in steps:
         pace.record(*step)

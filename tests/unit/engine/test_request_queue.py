@@ -1,4 +1,4 @@
-"""The queue of requests: counters, lifts, charges, and who gives way, by hand-made cases."""
+"""The queue of requests: counters, lifts, charges and victims, in hand-made cases."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_charges_are_prices_over_weight():
         ({"prompt_logprobs": 1}, 2, 1),
     ],
 )
-def test_what_choosing_a_token_takes_is_charged(params, prompt, token):
+def test_the_cost_of_choosing_a_token_is_charged(params, prompt, token):
     """As multiples of a plain one's."""
     queue = turns()
     [one] = start(queue, "a", length=12, **params)
@@ -75,7 +75,7 @@ def test_what_choosing_a_token_takes_is_charged(params, prompt, token):
     assert counter(queue, "a") == 12 * prompt + 5 * 2.0 * token
 
 
-def test_one_that_comes_is_lifted_to_the_smallest_that_waits():
+def test_a_new_account_is_lifted_to_the_smallest_queued_counter():
     queue = turns()
     for one, length in (("a1", 30), ("b1", 50)):
         start(queue, one, length=length)
@@ -84,7 +84,7 @@ def test_one_that_comes_is_lifted_to_the_smallest_that_waits():
     assert counter(queue, "c") == 30
 
 
-def test_one_that_comes_to_an_empty_queue_is_lifted_to_who_left_it_last_as_that_one_stands_now():
+def test_a_new_account_in_an_empty_queue_is_lifted_to_the_present_counter_of_the_last_to_leave():
     queue = turns()
     start(queue, "b", length=70)
     [last] = start(queue, "a", length=5)
@@ -93,7 +93,7 @@ def test_one_that_comes_to_an_empty_queue_is_lifted_to_who_left_it_last_as_that_
     assert counter(queue, "c") == counter(queue, "a") > 5
 
 
-def test_nobody_is_ever_lowered_and_one_with_something_queued_is_not_lifted():
+def test_counters_never_fall_and_queued_accounts_are_not_lifted():
     queue = turns()
     queue.add(request("a1"))
     start(queue, "b1", length=50)
@@ -111,7 +111,7 @@ def test_credit_is_bounded_and_does_not_add_up():
     assert [counter(queue, tenant) for tenant in "bcd"] == [94, 94, 97]
 
 
-def test_the_smallest_counter_is_next_and_looked_up_anew_after_each_start():
+def test_the_smallest_counter_is_next_after_each_start():
     queue = turns()
     for name in ("a1", "a2", "a3", "b1", "b2"):
         queue.add(request(name))
@@ -122,7 +122,7 @@ def test_the_smallest_counter_is_next_and_looked_up_anew_after_each_start():
     assert given == ["a1", "b1", "a2", "b2", "a3"]
 
 
-def test_one_that_cannot_start_lets_others_of_its_account_pass():
+def test_a_blocked_request_lets_others_of_its_account_pass():
     queue = turns()
     for name in ("a1", "a2", "b1"):
         queue.add(request(name))
@@ -153,7 +153,7 @@ def test_the_upcoming_are_of_all_tenants():
     assert names(queue.upcoming(5)) == ["a1", "b1", "c1", "a2", "c2"]
 
 
-def test_who_was_served_most_gives_way_first_and_its_least_urgent_sequence():
+def test_the_least_urgent_sequence_of_the_account_served_most_is_preempted_first():
     queue = turns()
     start(queue, "a1", "a2", length=10)
     start(queue, "b1", priority=1, length=30)
@@ -161,7 +161,7 @@ def test_who_was_served_most_gives_way_first_and_its_least_urgent_sequence():
     assert queue.least_urgent().request_id == "b1"
 
 
-def test_a_newcomer_takes_the_place_of_one_of_many_but_never_of_a_tenants_last():
+def test_a_newcomer_preempts_one_of_many_but_never_a_tenants_last():
     queue = turns()
     flood = start(queue, "a1", "a2", "a3")
     queue.add(request("b1"))
@@ -171,7 +171,7 @@ def test_a_newcomer_takes_the_place_of_one_of_many_but_never_of_a_tenants_last()
     assert queue.displaced_by(queue.waiting[0]) is None
 
 
-def test_nobody_takes_a_place_from_one_that_was_served_less_or_would_then_have_fewer():
+def test_no_account_preempts_one_that_was_served_less_or_would_then_have_fewer():
     queue = turns()
     start(queue, "a1", "a2", "a3", length=1)
     start(queue, "b0", length=99)
@@ -184,12 +184,12 @@ def test_nobody_takes_a_place_from_one_that_was_served_less_or_would_then_have_f
     assert queue.displaced_by(queue.waiting[0]) is None  # two against one
 
 
-def test_one_with_something_running_waits_until_it_is_behind_by_what_it_costs():
+def test_an_account_with_running_sequences_waits_until_it_is_behind_by_the_recompute_cost():
     queue = turns()
     [own] = start(queue, "b1", length=10)
     queue.add(request("b2"))
     flood = start(queue, "a1", "a2", "a3", "a4", length=10)
-    flood[-1].num_computed = 40
+    flood[-1].num_computed_tokens = 40
     assert counter(queue, "a") - counter(queue, "b") == 40
     assert queue.displaced_by(queue.waiting[0]) is None
     queue.charge(flood[0], 1, 0)
@@ -209,11 +209,11 @@ def test_a_tenant_with_less_running_than_one_served_more_is_behind_it():
     assert not queue.is_behind(queue.waiting[1])
     queue.start(newcomer, 10)
     newcomer.status = Status.RUNNING
-    assert queue.is_behind(newcomer)  # its prompt goes on as it began
+    assert queue.is_behind(newcomer)  # its prompt continues as it began
     queue.remove(flood[-1], running=True)
     assert queue.is_behind(newcomer)
     queue.remove(queue.waiting[0], running=False)
-    assert not queue.is_behind(newcomer)  # nobody floods
+    assert not queue.is_behind(newcomer)  # no account floods
     queue.add(request("a5"))
     assert queue.is_behind(newcomer)
     queue.remove(flood[-2], running=True)
@@ -332,7 +332,7 @@ def test_prompts_are_charged_once_and_only_what_the_cache_does_not_have():
     assert counter(one._queue, "a") == 14 + 2
 
 
-def test_drafts_verified_in_vain_are_charged():
+def test_rejected_drafts_are_charged():
     """Two tenants get as many tokens; one's drafts are all wrong, so the other one is next."""
     one = scheduler(limits=DraftLimits(3), max_num_seqs=2)
     for name in ("a1", "b1", "a2", "b2"):
@@ -366,7 +366,7 @@ def test_a_long_prompt_does_not_stop_those_that_decode():
 
 @pytest.mark.parametrize("option", ["fair_prompt_cost", "fair_output_cost", "fair_rejected_draft_cost"])
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "2", True])
-def test_costs_that_are_none_are_refused(option, value):
+def test_invalid_costs_are_refused(option, value):
     with pytest.raises(InvalidRequestError) as caught:
         check_args(EngineArgs(scheduling_policy="fair", **{option: value}))
     assert caught.value.param == option

@@ -1,4 +1,4 @@
-"""The scheduler against a simulated device that knows what every KV slot holds."""
+"""The scheduler with a simulated device that records the content of every KV slot."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_every_sequence_gets_its_own_text_whatever_happens(jobs, blocks, budget,
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(0, 99))
-def test_aborts_at_any_step_free_everything_and_disturb_no_one(aborts, seed):
+def test_aborts_at_any_step_free_everything_and_affect_no_other_request(aborts, seed):
     limits = DraftLimits(3, extra_slots=True)
     scheduler, device = make(14, limits), Device(14, limits, seed=seed)
     for index in range(10):
@@ -286,7 +286,8 @@ def test_drafts_never_reach_past_max_tokens_or_the_context():
 
 @pytest.mark.parametrize("num_drafts", [3, 7])
 def test_drafts_take_only_what_the_sequences_own_tokens_leave(num_drafts):
-    """Wrong drafts, and a budget below rows * (1 + k): nobody is slower than without drafts, and a new one starts."""
+    """Wrong drafts, and a budget below rows * (1 + k): no sequence is slower than without drafts, and a new one
+    starts."""
     limits = DraftLimits(num_drafts, extra_slots=True)
     scheduler = make(400, limits, max_num_seqs=33, max_num_batched_tokens=64, max_model_len=256)
     device = Device(400, limits, skill=0.0)
@@ -328,7 +329,7 @@ def test_a_stop_token_inside_accepted_drafts_ends_the_text_there():
     assert outputs["a"] == text[: first + 1]
 
 
-def test_gates_are_told_whether_a_request_comes_back():
+def test_gates_know_whether_a_request_was_preempted_or_ended():
     calls = []
 
     class Recorder:
@@ -363,9 +364,9 @@ def test_blocks_are_published_after_the_step_that_writes_them(is_early, monkeypa
 
     def publish_first(cache, request):
         for other in admitted if is_early else ():
-            before, other.num_computed = other.num_computed, len(other.tokens)
+            before, other.num_computed_tokens = other.num_computed_tokens, len(other.tokens)
             cache.publish(other)
-            other.num_computed = before
+            other.num_computed_tokens = before
         admitted.append(request)
         return match(cache, request)
 

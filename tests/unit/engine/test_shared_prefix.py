@@ -1,4 +1,4 @@
-"""Blocks that all tenants share, and nothing of a tenant's own text beside them."""
+"""Blocks that all tenants share, without a tenant's own text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Cache:
     def compute(self, *arguments, **options):
         item = request(*arguments, **options)
         item.blocks = self.pool.allocate(-(-len(item.tokens) // BLOCK))
-        item.num_computed = len(item.tokens)
+        item.num_computed_tokens = len(item.tokens)
         self.cache.publish(item)
         self.cache.check_integrity()
 
@@ -50,7 +50,7 @@ def test_another_tenant_finds_the_shared_blocks_and_no_more():
 
 
 def test_without_the_declaration_the_shared_blocks_are_not_there():
-    """Also the other way round: what was computed before a declaration does not become shared by it."""
+    """Conversely: blocks computed before a declaration do not become shared by it."""
     cache = Cache()
     cache.compute(DECLARED, num_shared=0)
     assert cache.found(DECLARED, num_shared=8) == 0
@@ -73,7 +73,7 @@ def test_adapters_do_not_share():
     assert cache.found(DECLARED, b"b") == 0
 
 
-def test_own_text_after_a_shared_beginning_depends_on_that_beginning():
+def test_own_text_after_a_shared_prefix_depends_on_that_prefix():
     cache = Cache()
     cache.compute([*range(8), *range(50, 60)])
     assert cache.found([*range(20, 28), *range(50, 60)]) == 0
@@ -90,9 +90,8 @@ REQUESTS = st.tuples(
 
 @pytest.mark.slow
 @given(st.lists(REQUESTS, min_size=2, max_size=12))
-def test_equal_hashes_mean_equal_beginnings_of_whom_they_may_belong_to(requests):
-    """Whatever tenants, digests and tokens are: a block's hash stands for all that its content and its readers depend
-    on."""
+def test_equal_hashes_mean_equal_prefixes_of_equal_namespaces(requests):
+    """For any tenants, digests and tokens: a block's hash covers all that its content and its readers depend on."""
     meaning: dict[bytes, tuple] = {}
     for tenant, adapter, num_shared, tokens in requests:
         cache = PrefixCache(BlockPool(1), BLOCK)

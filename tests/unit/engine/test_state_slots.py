@@ -38,7 +38,7 @@ class Cache:
         self.cache.start(request)
 
     def plan(self, request: Request, count: int, num_drafts: int = 0) -> RowPlan:
-        row = RowPlan(request, request.num_computed, count, num_drafts, samples=True, max_new_drafts=0)
+        row = RowPlan(request, request.num_computed_tokens, count, num_drafts, samples=True, max_new_drafts=0)
         assert self.pool.grow(request.blocks, -(-row.end // BLOCK))
         self.cache.plan([row])
         self.check(request)
@@ -46,8 +46,8 @@ class Cache:
 
     def commit(self, row: RowPlan, num_accepted: int = 0, deferred: int = 0) -> None:
         request = row.request
-        request.num_computed = row.end - row.num_drafts + num_accepted - deferred
-        while len(request.tokens) <= request.num_computed:
+        request.num_computed_tokens = row.end - row.num_drafts + num_accepted - deferred
+        while len(request.tokens) <= request.num_computed_tokens:
             request.tokens.append(7)
         self.cache.commit(row)
         self.check(request)
@@ -74,7 +74,7 @@ def test_a_row_reads_what_the_row_before_has_written():
     rng = random.Random(0)
     for _ in range(200):
         k = rng.randint(0, 2)
-        start = request.num_computed
+        start = request.num_computed_tokens
         row = cache.plan(request, 9 if start == 0 else 1 + k, 0 if start == 0 else k)
         assert row.states.source(start) == (0 if start == 0 else written[start])
         found = dict(row.states.writes(row.start, row.end))
@@ -86,7 +86,7 @@ def test_a_row_reads_what_the_row_before_has_written():
         deferred = rng.random() < 0.2
         accepted = 0 if deferred else rng.randint(0, row.num_drafts)
         cache.commit(row, accepted, deferred)
-        end = request.num_computed
+        end = request.num_computed_tokens
         if end:
             assert lengths[written[end]] == end, "a state that the next row may need was overwritten"
 
@@ -115,14 +115,14 @@ def test_a_prefix_is_found_up_to_its_last_state():
     for length, expected in ((30, 28), (29, 28), (28, 24), (27, 24), (24, 12), (13, 12), (12, 0), (3, 0)):
         again = sequence(f"again {length}", length)
         cache.start(again)
-        assert (again.num_computed, len(again.blocks)) == (expected, expected // BLOCK)
+        assert (again.num_computed_tokens, len(again.blocks)) == (expected, expected // BLOCK)
         row = cache.plan(again, length - expected)
         assert row.states.source(expected) == ({0: 0} | dict(states.snapshots))[expected]
         cache.commit(row)
         cache.end(again)
     other = sequence("other", 30, b"other tenant")
     cache.start(other)
-    assert other.num_computed == 0
+    assert other.num_computed_tokens == 0
     cache.end(other)
 
 
@@ -133,9 +133,9 @@ def test_rejected_drafts_leave_no_state():
     assert len(cache.slots.snapshots) == 1
     states = cache.run(request, 3, num_drafts=2, num_accepted=0)  # the state of 8 counts, that of 9 does not
     assert [length for length, _ in states.snapshots] == [8]
-    assert request.num_computed == 8
+    assert request.num_computed_tokens == 8
     assert len(cache.slots.snapshots) == 2
-    while request.num_computed < 11:
+    while request.num_computed_tokens < 11:
         cache.run(request, 1)
     before = len(cache.slots.snapshots)
     cache.run(request, 3, num_drafts=2, num_accepted=2)
@@ -146,7 +146,7 @@ def test_rejected_drafts_leave_no_state():
     again = sequence("again", 0)
     again.tokens, again.num_prompt_tokens = [*request.tokens, 1, 1], len(request.tokens) + 2
     cache.start(again)
-    assert again.num_computed == 12
+    assert again.num_computed_tokens == 12
     cache.end(again)
     cache.end(request)
 
@@ -158,7 +158,7 @@ def test_a_state_stays_until_its_step_is_committed():
     cache.end(first)
     second, third = sequence("b", 9), sequence("c", 30, b"other")
     cache.start(second)
-    assert second.num_computed == 8
+    assert second.num_computed_tokens == 8
     cache.start(third)
     assert cache.plan(third, 30).states.snapshots == []  # the only slot is pinned
     row = cache.plan(second, 1)
@@ -214,7 +214,7 @@ def test_random_use_keeps_integrity():
             cache.start(running[-1])
         if running:
             request = rng.choice(running)
-            left = len(request.tokens) - request.num_computed
+            left = len(request.tokens) - request.num_computed_tokens
             k = rng.randint(0, 2) if left == 1 else 0
             row = cache.plan(request, rng.randint(1, left) + k, k)
             if rng.random() < 0.1 or len(request.tokens) > 60:

@@ -1,4 +1,4 @@
-"""What is measured before the first request: decode steps of whole batches, nothing else."""
+"""Measurements before the first request: decode steps of whole batches, nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_BLOCKS = 64
 
 
 class Drafter:
-    """Remembers what it was told to do in turn; `None` once it may decide again."""
+    """Records its calls in order; `None` once it may choose again."""
 
     choices = ((0, 0), (0, 1))
 
@@ -31,7 +31,7 @@ class Drafter:
 
 
 class Runner:
-    """Steps of one token a row, by what the drafter was told for them."""
+    """Steps of one token a row, by the drafter's call for them."""
 
     def __init__(self, drafter):
         self.drafter = drafter
@@ -72,7 +72,7 @@ def test_prompts_are_computed_before_anything_is_measured(scheduler):
     assert not scheduler.has_work()
 
 
-def test_short_sequences_are_measured_in_several_lives():
+def test_short_sequences_are_measured_in_several_requests():
     pool = BlockPool(NUM_BLOCKS)
     longest = warming.PROMPT + 1 + warming._tokens(2) + 2 * 2 + 1
     config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=longest, policy="fcfs")
@@ -109,7 +109,7 @@ def test_the_rehearsal_runs_all_kinds_in_batches_and_leaves_nothing(scheduler):
     assert not scheduler.has_work()
 
 
-def test_rehearsed_requests_make_way_and_teach_nothing():
+def test_rehearsed_requests_are_preempted_and_not_measured():
     """Steps that two decodes fill, and that take a second each: kernels are being compiled."""
     pool = BlockPool(NUM_BLOCKS)
     config = SchedulerConfig(

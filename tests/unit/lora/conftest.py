@@ -41,7 +41,7 @@ def make_linears(num_layers: int = 2) -> list[Linear]:
 
 
 def tensors(rank=4, *, seed=0, modules=tuple(SIZES), layers=(0, 1), prefix="base_model.model.", middle=""):
-    """A PEFT state dict; keys are those of PEFT unless told otherwise."""
+    """A PEFT state dict; keys are those of PEFT by default."""
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for layer in layers:
@@ -112,7 +112,7 @@ def make_manager():
 
 @pytest.fixture
 def folder(tmp_path):
-    """Writes adapter `name` (rank 4 unless told otherwise) and returns its path."""
+    """Writes adapter `name` (rank 4 by default) and returns its path."""
 
     def write(name, rank=4, **options):
         return write_adapter(tmp_path / name, rank=rank, seed=options.pop("seed", sum(name.encode())), **options)
@@ -121,7 +121,7 @@ def folder(tmp_path):
 
 
 def settle(manager, request):
-    """Why the request must wait when nothing is being read or written any more; None: it runs."""
+    """Why the request must wait after all reads and writes; None: it runs."""
     for _ in range(20):
         reason = manager.admit(request)
         if reason != LOADING:

@@ -1,4 +1,4 @@
-"""What reads adapters, in another process and without."""
+"""Readers of adapters, with the reader process and without."""
 
 from unittest.mock import patch
 
@@ -31,7 +31,7 @@ def vocabulary_weight():
 
 
 class Both:
-    """An engine's part in reading, with the process and without."""
+    """The engine's side of reading, with the process and without."""
 
     def __init__(self, dtype=torch.float32):
         self.embedding = Embedding(VOCAB, HIDDEN, tied=False, dtype=dtype, device=CPU)
@@ -62,7 +62,7 @@ class Both:
 
 
 def assert_same(got, expected):
-    """The same to the last bit, and the same account of it."""
+    """The same to the last bit, with the same properties."""
     assert (got.digest, got.rows, got.draft, got.num_bytes) == (
         expected.digest,
         expected.rows,

@@ -165,7 +165,7 @@ def test_files_that_change_in_place_are_not_noticed_while_in_memory(make_manager
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_files_that_changed_while_out_of_memory_are_refused_until_they_are_loaded(make_manager, folder, broken):
-    """The content that was registered, or an error: never another one without a word."""
+    """The registered content, or an error: never silently another one."""
     manager = make_manager(max_loras=1, max_cpu_loras=1)
     manager.forget(admitted(manager, "a", folder("a")))
     manager.forget(admitted(manager, "b", folder("b")))
@@ -229,7 +229,7 @@ def test_a_request_that_waits_does_not_get_other_content(make_manager, folder):
 
 @pytest.mark.parametrize("ending", ["load_inplace", "unload"])
 def test_a_preempted_request_goes_on_with_its_version(make_manager, folder, tmp_path, ending):
-    """Whatever happens to the name, the files and the memory while it waits."""
+    """Independent of changes to the name, the files and the memory while it waits."""
     now = [0.0]
     manager = make_manager(max_loras=1, max_cpu_loras=2, clock=lambda: now[0])
     old = admitted(manager, "a", folder("a"), "old")

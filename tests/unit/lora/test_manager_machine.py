@@ -1,4 +1,5 @@
-"""Any order of requests, loads, unloads, changed files and failures: the manager's books agree after every call."""
+"""Any order of requests, loads, unloads, changed files and failures: the manager's state is consistent after every
+call."""
 
 import tempfile
 from concurrent.futures import Future
@@ -154,7 +155,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @staticmethod
     def _digest(content, draft):
-        """What draft weights that are not used hold does not matter."""
+        """The content of unused draft weights does not matter."""
         return bytes([content, draft % 13]) * 16
 
     def _forget(self, digest):
@@ -180,7 +181,7 @@ class ManagerMachine(RuleBasedStateMachine):
         request, before = make_request(name, path, priority=priority), self._registered()
         self.manager.resolve(request)
         if any(registered == name and at != path for registered, at, *_ in before):
-            assert self._registered() == before, "what nobody has read took an adapter's name"
+            assert self._registered() == before, "an unread version took an adapter's name"
         self.waiting.append(request)
 
     @rule(failing=st.booleans())
@@ -301,10 +302,10 @@ class ManagerMachine(RuleBasedStateMachine):
         current = {version.digest for version in self.manager._registry if version.digest is not None}
         self.gone -= current  # a content may come back
         self.known |= current
-        assert self.known - current <= self.gone, "the drafter was not told of a content that is gone"
+        assert self.known - current <= self.gone, "the drafter did not drop a content that is gone"
 
     def _check_budget(self):
-        """What is on the device takes no more than `lora_memory`, embeddings included."""
+        """Adapters on the device take no more than `lora_memory`, embeddings included."""
         host, pool = self.manager._residency.host, self.manager._residency.pool
         placed = [host._adapters[digest] for digest in pool.digests()]
         used = sum(adapter.rows * self.row_bytes + adapter.bytes_beside_rows for adapter in placed)
@@ -312,7 +313,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.ROWS is None or pool.num_rows - pool.num_free >= used / self.row_bytes
 
     def _check_draft_rows(self, rows):
-        """Each running request finds the draft weights of its own content, and nothing of anyone else's."""
+        """Each running request finds the draft weights of its own content only."""
         drafts = [request.adapter.digest[1] for request in self.running]
         batch = self.manager.prepare_draft(rows)
         assert (batch is None) == (not any(drafts))
@@ -324,7 +325,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule()
     def nobody_waits_forever(self):
-        """Once what runs has ended, everything that waits gets its turn."""
+        """Once running requests have ended, all waiting ones are admitted."""
         for _ in range(100):
             for request in self.running:
                 self.manager.forget(request)
@@ -361,7 +362,7 @@ class FewBytesMachine(ManagerMachine):
 
 MACHINES = [ManagerMachine, TightMachine, FewRowsMachine, FewBytesMachine]
 for machine in MACHINES:
-    machine.TestCase.settings = settings(max_examples=30, stateful_step_count=30, database=None)
+    machine.TestCase.settings = settings(max_examples=20, stateful_step_count=30, database=None)
 TestManagerMachine, TestTightMachine, TestFewRowsMachine, TestFewBytesMachine = (m.TestCase for m in MACHINES)
 
 

@@ -174,7 +174,7 @@ class Head:
         return layer | {"architectures": [self.options.get("architecture", "LlamaForCausalLMEagle3")]} | own
 
     def save(self, path: Path) -> Path:
-        """Write the directory in the format that the options say."""
+        """Write the directory in the format of the options."""
         path.mkdir(exist_ok=True, parents=True)
         (path / "config.json").write_text(json.dumps(self.config()))
         midlayer = self.method == "eagle3" and not self.options.get("speculators") and not self.options.get("layers0")
@@ -203,7 +203,7 @@ class Head:
         return torch.arange(self.draft_vocab) + self.weights.get("d2t", torch.zeros(1, dtype=torch.int64))
 
     def fuse(self, states: list[Tensor]) -> Tensor:
-        """What the layer reads of the target's hidden states."""
+        """Part of the target's hidden states that the layer reads."""
         if self.method == "eagle":
             return states[-1]
         w, picked = self.weights, [states[i] for i in self.aux]
@@ -215,7 +215,7 @@ class Head:
         return linear(joined, w, "fc")
 
     def layer(self, tokens: list[int], features: Tensor) -> tuple[Tensor, Tensor]:
-        """What is fed on, [T, H], and the logits over the target's vocabulary, [T, V]."""
+        """Input of the next step, [T, H], and the logits over the target's vocabulary, [T, V]."""
         w = self.weights
         embedded = F.embedding(torch.tensor(tokens), w.get("embed_tokens.weight", self.target.embedding))
         if self.method == "eagle":

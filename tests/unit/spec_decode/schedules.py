@@ -40,7 +40,7 @@ class Sequence:
 
     request: Request
     table: list[int] = field(default_factory=list)
-    num_computed: int = 0
+    num_computed_tokens: int = 0
     num_draft_computed: int = 0
     drafts: Drafts = NO_DRAFTS
 
@@ -74,12 +74,12 @@ class Engine:
             self.references[sequence.table[-1]] = 1
 
     def release(self, sequence: Sequence) -> None:
-        """What the last one lets go of is the next that is taken."""
+        """The last freed block is the next allocated."""
         for block in sequence.table:
             self.references[block] -= 1
             if not self.references[block]:
                 self.free.append(block)
-        sequence.table, sequence.num_computed, sequence.num_draft_computed = [], 0, 0
+        sequence.table, sequence.num_computed_tokens, sequence.num_draft_computed = [], 0, 0
         sequence.drafts = NO_DRAFTS
 
     def share(self, donor: Sequence, num_blocks: int, num_drafted: int, more: int) -> Sequence:
@@ -89,12 +89,12 @@ class Engine:
         sequence.table = donor.table[:num_blocks]
         for block in sequence.table:
             self.references[block] += 1
-        sequence.num_computed, sequence.num_draft_computed = num_blocks * BLOCK, num_drafted * BLOCK
+        sequence.num_computed_tokens, sequence.num_draft_computed = num_blocks * BLOCK, num_drafted * BLOCK
         return sequence
 
     def row(self, sequence: Sequence, k: int, chunk: int | None, accepted: int, first_index: int):
         """The row of a step and the tokens that the target computed in it."""
-        tokens, start = sequence.request.tokens, sequence.num_computed
+        tokens, start = sequence.request.tokens, sequence.num_computed_tokens
         if chunk is not None and chunk < len(tokens) - start:
             self.reserve(sequence, start + chunk)
             valid = min(sequence.num_draft_computed, len(tokens))
@@ -143,8 +143,8 @@ class Engine:
         for (sequence, k, *_), row, proposal in zip(work, rows, proposals, strict=True):
             assert len(proposal.drafts.token_ids) <= k
             ahead = max(0, len(proposal.drafts.token_ids) - 1) if self.drafts_count else 0
-            assert proposal.num_draft_computed <= len(row.tokens) + ahead, "what no pass has computed"
-            sequence.request.tokens, sequence.num_computed = row.tokens, row.num_valid
+            assert proposal.num_draft_computed <= len(row.tokens) + ahead, "not computed by any pass"
+            sequence.request.tokens, sequence.num_computed_tokens = row.tokens, row.num_valid
             sequence.drafts, sequence.num_draft_computed = proposal
         return [proposal.drafts for proposal in proposals]
 
@@ -154,7 +154,7 @@ def random_schedule(engine: Engine, head, rng: random.Random, steps: int, whole:
 
     Args:
         head: its `check_greedy` judges the drafts after every step.
-        whole: every row gets all the drafts that it asks for: the budget of a catch-up pass is large.
+        whole: every row gets all requested drafts: the budget of a catch-up pass is large.
     """
     running = [engine.sequence(rng.randint(1, 14)) for _ in range(2)]
     for _ in range(steps):
@@ -165,7 +165,7 @@ def random_schedule(engine: Engine, head, rng: random.Random, steps: int, whole:
             engine.release(rng.choice(running))  # preempted: computed again, from other blocks
         elif event < 0.55 and len(running) < 4:
             donor = rng.choice(running)
-            blocks = rng.randint(0, donor.num_computed // BLOCK)
+            blocks = rng.randint(0, donor.num_computed_tokens // BLOCK)
             drafted = rng.randint(0, min(blocks, donor.num_draft_computed // BLOCK))
             running.append(engine.share(donor, blocks, drafted, rng.randint(1, 6)))
         elif event < 0.65 and len(running) < 4:
@@ -176,7 +176,8 @@ def random_schedule(engine: Engine, head, rng: random.Random, steps: int, whole:
             chunk = rng.randint(1, 6) if rng.random() < 0.3 else None
             work.append((sequence, 0 if quiet else rng.randint(0, 4), chunk, rng.randint(0, 4)))
         asked = [
-            k and not (chunk is not None and chunk < len(s.request.tokens) - s.num_computed) for s, k, chunk, _ in work
+            k and not (chunk is not None and chunk < len(s.request.tokens) - s.num_computed_tokens)
+            for s, k, chunk, _ in work
         ]
         for (sequence, k, *_), wants, drafts in zip(work, asked, engine.step(*work), strict=True):
             if whole:

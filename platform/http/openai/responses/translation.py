@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ....core.errors import InvalidRequestError, invalid
-from ....core.sampling_params import shown
+from ....core.sampling_params import quote_for_error
 from ....core.text import shorten
 from ...body.lenient import ignore
 from ..protocol import ChatCompletionRequest
@@ -71,7 +71,8 @@ def _check_summary(name: str, value: str | None, strict: bool) -> None:
     """Refuse summaries; "auto" may be none."""
     if value not in (None, "auto"):
         raise invalid(
-            f"reasoning.{name}", f'must be "auto": reasoning is given as it is, and not summarised; got {shown(value)}'
+            f"reasoning.{name}",
+            f'must be "auto": reasoning is given as it is, and not summarised; got {quote_for_error(value)}',
         )
     if value is not None:
         ignore(f"reasoning.{name}", strict=strict)
@@ -114,7 +115,7 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
         raise invalid(
             "tool_choice",
             'must be "none", "auto", "required", {"type": "function", "name": ...} or {"type": "allowed_tools", ...}, '
-            f"got {shown(choice)}",
+            f"got {quote_for_error(choice)}",
         )
     return {"type": "function", "function": {"name": choice["name"]}}
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ....core.errors import InvalidRequestError
-from ....core.sampling_params import shown
+from ....core.sampling_params import quote_for_error
 from ....core.structured_outputs import WHITESPACE
 from .choice import moved, parameters_of
 
@@ -49,8 +49,8 @@ def property_rule(function: dict[str, Any], name: str) -> str:
 
 def _refuse(place: str, what: object) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{place}: {shown(what)} cannot be held to in this model's format, in which arguments are written one by one; "
-        'leave out strict, or give tool_choice "required"',
+        f"{place}: {quote_for_error(what)} cannot be held to in this model's format, in which arguments are written "
+        'one by one; leave out strict, or give tool_choice "required"',
         param=place,
     )
 

@@ -6,7 +6,7 @@ import re
 from typing import Any, NamedTuple, Protocol
 
 from ....core.errors import InvalidRequestError, invalid
-from ....core.sampling_params import shown
+from ....core.sampling_params import quote_for_error
 from ....core.structured_outputs import StructuredOutputsParams
 from ...body.lenient import ignore
 
@@ -115,7 +115,9 @@ def tool_choice_of(body: ToolFields, *, strict: bool = False) -> ToolChoice:
     wanted = [name] if name is not None else allowed
     unknown = next((each for each in wanted or () if each not in names), None)
     if unknown is not None:
-        raise InvalidRequestError(f"tool_choice: there is no tool called {shown(unknown)}", param="tool_choice")
+        raise InvalidRequestError(
+            f"tool_choice: there is no tool called {quote_for_error(unknown)}", param="tool_choice"
+        )
     offered = tuple(tool for tool in tools.values() if allowed is None or tool["function"]["name"] in allowed)
     is_parallel = body.parallel_tool_calls is not False
     if choice == "required" and body.parallel_tool_calls is None:
@@ -159,11 +161,11 @@ def _allowed(choice: Any) -> tuple[Any, list[str] | None]:
         raise invalid(
             "tool_choice",
             'must be {"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}, got '
-            f"{shown(choice)}",
+            f"{quote_for_error(choice)}",
         )
     names = [_named(tool) for tool in tools if not isinstance(tool, dict) or tool.get("type") == "function"]
     if not names or not all(isinstance(name, str) for name in names):
-        raise invalid("tool_choice", f"must name functions in allowed_tools, got {shown(tools)}")
+        raise invalid("tool_choice", f"must name functions in allowed_tools, got {quote_for_error(tools)}")
     return mode, [name for name in names if isinstance(name, str)]
 
 
@@ -184,7 +186,7 @@ def _name_of(choice: Any) -> str | None:
         raise invalid(
             "tool_choice",
             'must be "none", "auto", "required", {"type": "function", "function": {"name": ...}} or {"type": '
-            f'"allowed_tools", ...}}, got {shown(choice)}',
+            f'"allowed_tools", ...}}, got {quote_for_error(choice)}',
         )
     return name
 
@@ -202,7 +204,7 @@ def _checked(tool: Any, place: str) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise invalid(
             f"{place}.function.name",
-            f"must have 1 to {MAX_NAME} of the characters a-z, A-Z, 0-9, _, - and .; got {shown(name)}",
+            f"must have 1 to {MAX_NAME} of the characters a-z, A-Z, 0-9, _, - and .; got {quote_for_error(name)}",
         )
     for field, kind, what in _TYPES:
         if not isinstance(function.get(field), kind | None):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from ....core.errors import InvalidRequestError, invalid
-from ....core.sampling_params import shown
+from ....core.sampling_params import quote_for_error
 from .choice import ToolFields
 
 
@@ -35,7 +35,7 @@ def take_functions(body: FunctionFields) -> bool:
     elif call in (None, "none", "auto"):
         body.tool_choice = call
     else:
-        raise invalid("function_call", f'must be "none", "auto" or {{"name": ...}}, got {shown(call)}')
+        raise invalid("function_call", f'must be "none", "auto" or {{"name": ...}}, got {quote_for_error(call)}')
     body.tools = [{"type": "function", "function": function} for function in body.functions]
     body.parallel_tool_calls = False
     return True

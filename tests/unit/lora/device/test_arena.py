@@ -38,7 +38,7 @@ def weights(ranks, seed=0, dtype=torch.float32):
 
 
 def held(arena, rows):
-    """What the arena has in `rows`, by module: A and B."""
+    """Content of the arena's `rows`, by module: A and B."""
     layout = arena.layout
     return {
         name: [arena.rows[list(rows), columns] for columns in layout.pieces[index]]

@@ -73,7 +73,7 @@ class Bench:
 
 @pytest.fixture(params=["native", "torch"])
 def path(request, monkeypatch):
-    """Which kernels serve."""
+    """The kernels in use."""
     if request.param == "torch":
         for module in (batching, layers):
             monkeypatch.setattr(module, "is_native", lambda dtype, device: False)

@@ -1,4 +1,4 @@
-"""Gains of adapters with trained magnitudes: whose they are, and what they do to a step's tokens."""
+"""Gains of adapters with trained magnitudes: their owners, and their effect on a step's tokens."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -137,7 +137,7 @@ def test_a_weight_of_several_ranks_is_read_once_for_an_adapter():
 
 
 def test_two_threads_write_adapters():
-    """A step writes small adapters, and a thread beside it large ones: none has the place of another."""
+    """The engine's thread writes small adapters, a loader thread large ones: none overwrites another."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:

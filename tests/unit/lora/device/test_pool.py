@@ -1,4 +1,4 @@
-"""The row allocator: no row is lost, shared or taken from a running request, whatever the order of calls."""
+"""The row allocator: no row is lost, shared or taken from a running request, in any order of calls."""
 
 import pytest
 from hypothesis import settings

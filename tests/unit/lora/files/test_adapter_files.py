@@ -1,4 +1,4 @@
-"""Files as other tools write them, and files that somebody made to do harm."""
+"""Files of other tools, and malicious files."""
 
 import json
 import struct
@@ -92,7 +92,7 @@ def test_wrappers_around_the_model_mean_nothing(tmp_path, read, rename):
 
 
 def test_patterns_are_about_the_names_that_peft_saw(tmp_path, read):
-    """Of an inner model they have no "model." in front, which an anchored pattern tells."""
+    """Those of an inner model have no "model." prefix, as an anchored pattern shows."""
     patterns = {"alpha_pattern": {r"^layers\.0\.self_attn\.q_proj": 80}}
     inner = read(
         write_adapter(tmp_path / "a", renamed(tensors(), lambda key: key.replace("model.layers", "layers")), **patterns)

@@ -1,4 +1,4 @@
-"""Draft weights of an adapter: where they are looked for, and that both parts are one object."""
+"""Draft weights of an adapter: their folders, and that both parts are one object."""
 
 import os
 import shutil
@@ -221,7 +221,7 @@ def test_names_cannot_forge_lines_of_the_log(make_drafted, tmp_path, caplog):
 
 
 def drafted_output(manager, request, features=24):
-    """What one token of ones gets from the drafter's adapter on down_proj."""
+    """Delta of one token of ones from the drafter's adapter on down_proj."""
     batch = manager.prepare_draft([(request.adapter, 1)])
     y = torch.zeros(1, SIZES["down_proj"][1])
     if batch is not None:
@@ -230,7 +230,7 @@ def drafted_output(manager, request, features=24):
 
 
 def test_rows_of_the_drafter_go_with_the_adapters(make_drafted, tmp_path):
-    """One fits at a time: rows are written for both parts, and cleared of what was there."""
+    """One fits at a time: rows are written for both parts, and cleared before."""
     manager = make_drafted(max_loras=1, max_cpu_loras=1)
     paths = {
         "large": write_both(tmp_path / "large", rank=2, draft_rank=8),
@@ -316,7 +316,7 @@ def test_gone_is_told_once_nobody_has_the_content(make_drafted, tmp_path):
     assert manager.gone == [digest]
     request = admitted(manager, "x", path)
     manager.catalog.unload("x")
-    manager.release(request)  # preempted: it will go on
+    manager.release(request)  # preempted: it will continue
     assert manager.gone == [digest]
     manager.forget(request)
     assert manager.gone == [digest, digest]

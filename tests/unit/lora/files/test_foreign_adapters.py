@@ -1,4 +1,4 @@
-"""Adapters that other tools wrote: mlx-lm's are served, others refused with the way to convert them."""
+"""Adapters of other tools: mlx-lm's are served, others refused with instructions to convert them."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Files that ask for more time or memory than any adapter of the model needs: refused before the work is done."""
+"""Files that would take more time or memory than any adapter of the model: refused before the work is done."""
 
 import json
 import pickle
@@ -179,7 +179,7 @@ def test_a_sparse_file_is_not_read(tmp_path, read, key):
 
 @TARGET
 def test_a_file_that_becomes_shorter_while_it_is_checked(tmp_path, read, monkeypatch):
-    """A page of a mapped file that is not there any more would end the process."""
+    """A missing page of a mapped file would crash the process."""
     path, check = write_adapter(tmp_path / "x"), tensor_file.safe_open
 
     def shortened(*args, **options):

@@ -1,4 +1,4 @@
-"""Parsing of PEFT folders: what is understood, what is refused and how the refusal reads."""
+"""Parsing of PEFT folders: supported forms, refusals and their messages."""
 
 import json
 import os
@@ -199,7 +199,7 @@ def test_weights_that_are_not_finite_in_the_served_dtype(tmp_path, value):
 
 
 def test_finite_weights_whose_sum_is_not(tmp_path):
-    """In float16: what is checked first is the sum."""
+    """In float16: the sum is checked first."""
     state = {key: torch.full_like(tensor, 3e4 if "lora_A" in key else 1.0) for key, tensor in tensors().items()}
     adapter = read(write_adapter(tmp_path, state), dtype=torch.float16)
     assert not adapter.modules[Q].a.sum().isfinite()

@@ -35,7 +35,7 @@ def quick(both, path, draft_path=None):
 
 @pytest.fixture
 def understood(monkeypatch):
-    """The number of files whose keys were looked at."""
+    """The number of files whose keys were parsed."""
     real, seen = peft_weights.group_keys, []
     monkeypatch.setattr(peft_weights, "group_keys", lambda *arguments: seen.append(1) or real(*arguments))
     return seen
@@ -65,7 +65,7 @@ def test_the_same_rows_and_digests(tmp_path, understood, kind, dtype):
     quick(both, first)
     understood.clear()
     got = [quick(both, path) for path in (first, *others)]
-    assert not understood, "the plan says it all"
+    assert not understood, "the plan is enough"
     for entry, path in zip(got, (first, *others), strict=True):
         assert_same(entry, both.by_thread(path))
     assert got[0].digest != got[1].digest != got[2].digest

@@ -1,4 +1,4 @@
-"""Adapters on embed_tokens and lm_head: their files, and rows that are left alone where nobody needs them."""
+"""Adapters on embed_tokens and lm_head: their files, and rows that are untouched if not needed."""
 
 import pytest
 import torch
@@ -67,7 +67,8 @@ def test_keys(tmp_path, middle):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["{}.base_layer.weight", "{}.weight"])
 def test_copies_of_the_base_weights_are_no_part_of_the_adapter(tmp_path, tied, dtype, form):
-    """PEFT writes them beside the adapter's own; a copy in a wider dtype than the served one is the same weight."""
+    """PEFT writes them in addition to the adapter's own; a copy in a wider dtype than the served one is the same
+    weight."""
     embedding, table, head = make_embedding(tied, dtype)
     copies = {form.format(E): table, form.format(H): head.clone()}
     adapter = read(write_adapter(tmp_path / "x", state() | copies), embedding, dtype)
@@ -120,7 +121,7 @@ DELTA = f"{E}.token_adapter.trainable_tokens_delta"
         ({f"{E}.weight": torch.full((VOCAB, HIDDEN), torch.inf)}, NAMED, "not finite"),
         ({f"{E}.weight": torch.ones(VOCAB, HIDDEN, dtype=torch.int8)}, NAMED, "not finite"),
         ({}, NAMED, "modules_to_save names 'embed_tokens', of which the file has no weight"),
-        ({f"{E}.weight": torch.ones(VOCAB, HIDDEN)} | state(4, head=False), NAMED, "beside other weights"),
+        ({f"{E}.weight": torch.ones(VOCAB, HIDDEN)} | state(4, head=False), NAMED, "with other weights"),
         ({DELTA: torch.ones(2, HIDDEN)}, {}, "trainable_token_indices names no tokens"),
         ({DELTA: torch.ones(2, HIDDEN)}, {"trainable_token_indices": [1]}, r"1 tokens below 300 do not fit"),
         ({DELTA: torch.ones(1, HIDDEN)}, {"trainable_token_indices": [VOCAB]}, "do not fit"),

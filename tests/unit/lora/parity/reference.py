@@ -43,12 +43,12 @@ def save_base(folder, family, tied, **more):
     return folder
 
 
-# Its text says nothing here, and takes a tenth of the time.
+# Its text does not matter here, and takes a tenth of the time.
 PeftModel.create_or_update_model_card = lambda model, folder: None
 
 
 def load_base(folder):
-    """The HF model of a folder, to be changed at will."""
+    """The HF model of a folder, which the caller may change."""
     return copy.deepcopy(_loaded(folder))
 
 

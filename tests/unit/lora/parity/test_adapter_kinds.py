@@ -83,7 +83,7 @@ def convert(folder, dtype):
 
 
 def save_pissa(base, folder):
-    """What PEFT makes of PiSSA for base weights that were left alone."""
+    """PEFT's conversion of PiSSA for unchanged base weights."""
     options = {"r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": "pissa"}
     model = train(base, 5, **options)
     model.peft_config["default"].init_lora_weights = True
@@ -152,7 +152,7 @@ def test_each_kind_is_far_from_the_base_and_its_vectors_matter(case):
 
 
 def test_gains_leave_with_their_adapters(case):
-    """Few adapters fit: rows, and the gains that went with them, pass from one to the next."""
+    """Few adapters fit: rows and their gains are reused by the next one."""
     base, paths, prompts, expected = case
     engine = Engine(base, paths, prompts, max_loras=2)
     for name in prompts:
@@ -229,7 +229,7 @@ def test_parts_of_an_activated_adapter_that_peft_applies_to_all_tokens_are_refus
         if "modules_to_save" in name:
             parameter.data += torch.randn_like(parameter)
     model.save_pretrained(tmp_path / "x")
-    refused(tmp_path / "x", base, "alora_invocation_tokens is not served beside trained biases and whole")
+    refused(tmp_path / "x", base, "alora_invocation_tokens is not served with trained biases or whole")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Adapters that were trained with a resized vocabulary give PEFT's logits, beside requests of the base model, whose
-logits never have the added tokens."""
+"""Adapters that were trained with a resized vocabulary give PEFT's logits, in batches with requests of the base model,
+whose logits never have the added tokens."""
 
 import pytest
 import torch
@@ -93,10 +93,10 @@ def test_rows_that_equal_the_base_models_are_not_kept(case):
 @pytest.mark.parametrize(
     ("options", "most", "message"),
     [
-        # PEFT leaves the table out: nobody knows what the added tokens look like
+        # PEFT leaves the table out: the added tokens' embeddings are unknown
         ({"target_modules": ["lm_head"]}, 5, "lm_head has 136 tokens, and model.embed_tokens only 131"),
         ({}, 4, "adds 5 tokens to the vocabulary; at most 4"),
-        ({"alora_invocation_tokens": [5]}, 5, "alora_invocation_tokens is not served beside"),
+        ({"alora_invocation_tokens": [5]}, 5, "alora_invocation_tokens is not served with"),
         ({"target_modules": ["embed_tokens"], "use_dora": True}, 5, "DoRA and biases are not served with a larger"),
     ],
     ids=["table", "limit", "activated", "dora"],

@@ -138,7 +138,7 @@ def test_parameters_of_other_experts_are_refused(case, tmp_path, change):
 
 @pytest.mark.parametrize(("version", "served"), [("0.18.1", False), (None, False), ("0.19.0", True)])
 def test_square_parameters_of_a_peft_that_transposes_them_are_refused(case, tmp_path, version, served):
-    """Their shapes do not tell; those of other sizes are refused as such."""
+    """Their shapes are ambiguous; those of other sizes are refused as such."""
     base, paths, prompts, _ = case
     shutil.copytree(paths["experts"], tmp_path / "experts")
     file = tmp_path / "experts" / "adapter_config.json"

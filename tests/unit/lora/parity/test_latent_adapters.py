@@ -64,7 +64,7 @@ def test_a_row_of_a_batch_has_the_bits_that_it_has_alone(case):
 
 
 def test_an_activated_adapter_is_refused_by_name(case, tmp_path):
-    """The base model's keys would be needed for what stands before its invocation."""
+    """The base model's keys would be needed before its invocation."""
     base, *_ = case
     train(base, 0, r=2, target_modules=ALL, alora_invocation_tokens=[7, 8]).save_pretrained(tmp_path)
     with pytest.raises(AdapterError, match=r"kv_b_proj: alora_invocation_tokens is not served"):

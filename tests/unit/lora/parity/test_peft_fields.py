@@ -1,4 +1,4 @@
-"""Every field of PEFT's LoraConfig, driven against PEFT: equal logits, or a refusal that names the field."""
+"""Every field of PEFT's LoraConfig, compared with PEFT: equal logits, or a refusal that names the field."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
-# Options of PEFT beside `PLAIN`, by name of the case: the field, and a letter where it has several.
+# Options of PEFT in addition to `PLAIN`, by name of the case: the field, and a letter where it has several.
 TRAINED = {
     "task_type": {"task_type": "CAUSAL_LM"},
     "auto_mapping": {"auto_mapping": {"base_model_class": "Qwen2ForCausalLM"}},
@@ -102,7 +102,7 @@ WITHOUT_PEFT = {"eva_config", "corda_config", "lora_ga_config", "megatron_config
 
 
 def disturb(model):
-    """Change whatever has no effect yet, so that its absence would show."""
+    """Change all parameters without an effect yet, so that their absence would show."""
     for name, parameter in model.named_parameters():
         if "lm_head.modules_to_save" in name or (".lora_A" in name and not parameter.any()):
             parameter.data += 0.3 * torch.randn_like(parameter)

@@ -52,7 +52,7 @@ def test_a_descriptor_comes_with_its_message_and_is_not_inherited(pair):
 
 @pytest.mark.parametrize("sent", [b"", b"\x08", b"\x08" + bytes(7) + b'{"a"'])
 def test_an_end_within_a_message(pair, sent):
-    """And nothing is left open of what came with it."""
+    """And all descriptors that came with it are closed."""
     memory = os.memfd_create("test")
     if sent:
         socket.send_fds(pair[0], [sent], [memory])
@@ -91,7 +91,7 @@ def test_files_are_read_the_same_way_on_the_other_side():
 
 
 class Clock:
-    """Time that passes only while somebody works or sleeps."""
+    """Time that passes only during work or sleep."""
 
     def __init__(self, monkeypatch):
         self.now, self.slept = 100.0, []
@@ -151,7 +151,7 @@ def test_long_steps_are_left_alone_but_not_for_ever(monkeypatch):
     yielder = CpuYielder(flag)
 
     def waited():
-        """In a turn, beside the rest that it takes anyway."""
+        """In a turn, in addition to its usual pauses."""
         clock.slept.clear()
         clock.now += 1e-3
         yielder()
@@ -160,7 +160,7 @@ def test_long_steps_are_left_alone_but_not_for_ever(monkeypatch):
     assert waited() == 0
     flag.update([24, 1])
     assert waited() == pytest.approx(0.05)
-    assert waited() == 0, "patience is at its end"
+    assert waited() == 0, "the longest wait has passed"
     flag.update([1, 1])
     assert waited() == 0
     flag.update([24, 1])

@@ -1,4 +1,4 @@
-"""Whatever befalls the process that reads adapters, only time is lost, and nothing is left of it."""
+"""Any failure of the reader process only costs time, and leaves nothing behind."""
 
 import gc
 import os
@@ -55,7 +55,7 @@ def alive(pid):
 
 
 def in_thread(work):
-    """Start `work`; returns what waits for its result."""
+    """Start `work`; returns a function that waits for its result."""
     results = []
     thread = threading.Thread(target=lambda: results.append(work()))
     thread.start()
@@ -124,7 +124,7 @@ def test_a_process_that_cannot_start_is_given_up(both, tmp_path, monkeypatch, ca
     source = AdapterSource(write_adapter(tmp_path / "a"))
     for _ in range(reader_module.READS_BEFORE):
         assert reader.read(source) is None
-        assert reader.pid is None, "who has few adapters does not pay for a process"
+        assert reader.pid is None, "few adapters need no process"
 
     def gives_up():
         assert reader.read(source) is None

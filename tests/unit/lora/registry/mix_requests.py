@@ -1,4 +1,4 @@
-"""Requests for mixes, and what a manager's first linears add for them."""
+"""Requests for mixes, and their deltas in a manager's first linears."""
 
 from itertools import count
 
@@ -34,7 +34,7 @@ def wait_for(manager, request):
 
 
 def added_by(manager, request, site=0):
-    """What a linear adds to ones for a request's token, and nothing for a base token after it."""
+    """Delta of a linear for ones of a request's token, and none for a base token after it."""
     linear = manager.linears[site]
     x = torch.ones(2, linear.in_features)
     y = torch.zeros(2, sum(size for _, size in linear.slices))

@@ -1,4 +1,4 @@
-"""Mixes in the adapter manager: versions bound to their parts, rows, and what becomes of them."""
+"""Mixes in the adapter manager: versions bound to their parts, rows, and their end."""
 
 import shutil
 import threading
@@ -76,7 +76,7 @@ def test_the_same_mix_is_one_version_and_other_weights_are_another(make, folder)
 
 
 def test_parts_that_are_read_for_a_mix_are_known_then(make, folder):
-    """They need not be read again, and are what the mix was made of."""
+    """They need not be read again, and are the mix's parts."""
     manager = make()
     a, b = folder("a"), folder("b")
     mix = admit(manager, mixed_request(("a", a, 1), ("b", b, 1)))
@@ -135,7 +135,7 @@ def test_a_mix_goes_with_a_part_and_running_requests_finish_on_it(make, folder, 
     changed = not torch.equal(added_by(manager, new), before)
     assert changed == (how == "load_inplace")
     digest = running.adapter.digest
-    manager.release(running)  # preempted: it goes on with what it began with
+    manager.release(running)  # preempted: it continues with its first content
     assert torch.equal(added_by(manager, wait_for(manager, running)), before)
     for request in (running, waiting):
         manager.forget(request)
@@ -209,7 +209,7 @@ def test_a_broken_part_fails_the_mix_and_is_named(make, folder, tmp_path):
     manager.resolve(mix)
     with pytest.raises(AdapterError, match=r"adapter 'x': .*not a valid safetensors"):
         wait_for(manager, mix)
-    assert [info.name for info in manager.catalog.list()] == ["a"], "what cannot be read takes no name"
+    assert [info.name for info in manager.catalog.list()] == ["a"], "a broken adapter is not registered"
     assert not mixes_of(manager)
     manager.check_integrity()
     write_adapter(broken)
@@ -312,8 +312,8 @@ def test_dora_is_served_alone_and_refused_in_mixes(make, folder):
 
 
 def test_reads_that_end_together(make, folder, monkeypatch):
-    """What the first of them changes does not drop the version of the second, which nobody wants any more, too early:
-    its content would stay for ever."""
+    """Handling the first of them does not drop the unused version of the second too early: its content would stay for
+    ever."""
     manager, gate, read = make(), threading.Event(), AdapterFiles.read
     monkeypatch.setattr(AdapterFiles, "read", lambda files, source: gate.wait(30) and read(files, source))
     first, second = mixed_request(("a", folder("a"), 0.5)), mixed_request(("b", folder("b"), 0.5))

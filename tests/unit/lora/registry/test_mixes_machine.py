@@ -24,8 +24,8 @@ pytestmark = pytest.mark.slow
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_order_of_requests_and_changes(tmp_path_factory, data):
-    """Whatever is loaded, replaced, unloaded, preempted and pushed out meanwhile: a request gets the sum of what its
-    parts were when it was added, and keeps it."""
+    """A request keeps the sum of its parts' contents when it was added, whatever is loaded, replaced, unloaded,
+    preempted and evicted meanwhile."""
     root = tmp_path_factory.getbasetemp() / "any-order"
     paths = [str(root / str(seed)) for seed in range(4)]
     if not root.exists():
@@ -74,7 +74,7 @@ def test_any_order_of_requests_and_changes(tmp_path_factory, data):
 
 
 def _deltas(path):
-    """What an adapter adds to ones in the first linear, from its files."""
+    """Delta of an adapter for ones in the first linear, from its files."""
     known = {name: ModuleShape(x.in_features, size) for x in make_linears() for name, size in x.slices}
     modules = parse(path, known, max_rank=4, dtype=torch.float32).modules
     return torch.cat([modules[name].a.sum(1) @ modules[name].b for name, _ in make_linears()[0].slices])

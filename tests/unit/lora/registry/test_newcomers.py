@@ -1,4 +1,4 @@
-"""Adapters that a request brings under a name that is taken: nobody has read their files yet."""
+"""Adapters that a request brings under a name that is taken, before their files were read."""
 
 import shutil
 import threading
@@ -13,7 +13,7 @@ from ..conftest import admitted, make_request
 
 
 def pending(manager, name, path, **options):
-    """A request that names folders which nobody has read yet."""
+    """A request that names folders not read yet."""
     request = make_request(name, path, "newcomer")
     request.lora = LoRARequest(name, path=path, **options)
     manager.resolve(request)
@@ -45,7 +45,7 @@ def test_a_newcomer_takes_the_name_once_it_has_been_read(make_manager, folder, m
 
 @pytest.mark.parametrize("broken", ["too large", "no weights", "vanished"])
 def test_a_newcomer_that_cannot_be_read_takes_nothing(make_manager, folder, tmp_path, monkeypatch, broken):
-    """Of the adapter whose name it is: its pin and its place stay."""
+    """Of the name's present adapter: its pin and its rows stay."""
     manager = make_manager()
     before = manager.catalog.load(LoRARequest("a", path=folder("a")), pinned=True)
     path = folder("b", rank=9 if broken == "too large" else 4)

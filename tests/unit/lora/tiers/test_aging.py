@@ -1,4 +1,4 @@
-"""Nobody waits for ever: a bound on everyone's wait under constant load, and the cost of having thousands of names."""
+"""No starvation: a bound on each request's wait under constant load, and the cost of thousands of names."""
 
 import random
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ STEP_SECONDS = 0.1
 
 @dataclass
 class Load:
-    """16 adapters wanted, and 8 places: requests arrive without end, and each runs for some steps."""
+    """16 adapters requested, with room for 8: requests arrive without end, and each runs for some steps."""
 
     config: LoRAConfig
     ranks: list[int]
@@ -57,7 +57,7 @@ class Load:
         self.waiting.append(request)
 
     def step(self, number, duration):
-        """One step of the engine: what has ended leaves, who can be admitted is, one transfer ends."""
+        """One step of the engine: finished requests leave, others are admitted, one transfer ends."""
         self.now += STEP_SECONDS
         for request in [request for request, end in self.running.items() if end <= number]:
             del self.running[request]
@@ -105,14 +105,14 @@ def test_the_wait_is_bounded_when_16_adapters_want_8_places(seed, few_rows, tigh
                 load.arrive(index)
         load.step(number, lambda request: chance.randint(2, LONGEST))
         oldest = min((load.added[request] for request in load.waiting), default=load.now)
-        assert load.now - oldest <= bound, "somebody waits too long"
+        assert load.now - oldest <= bound, "a request waits too long"
     assert not load.waiting
     load.close()
     assert load.longest > 0
 
 
 def test_popular_adapters_do_not_keep_the_places(make_manager, folder):
-    """Two adapters with requests without end, one place: both run, in turns."""
+    """Two adapters with endless requests and room for one: both run, in turn."""
     now = [0.0]
     manager = make_manager(max_loras=1, max_lora_rank=4, clock=lambda: now[0])
     paths = {name: folder(name) for name in "ab"}
@@ -170,7 +170,7 @@ def test_steps_and_requests_do_not_look_at_all_names(make_manager, folder, tmp_p
     manager.catalog.register([LoRARequest(name, path=folder(name)) for name in "abcdef"])
 
     def everything(self):
-        raise AssertionError("all names were looked at")
+        raise AssertionError("all names were visited")
 
     monkeypatch.setattr(AdapterRegistry, "__iter__", everything)
     monkeypatch.setattr(AdapterRegistry, "current", everything)
@@ -188,7 +188,7 @@ def test_steps_and_requests_do_not_look_at_all_names(make_manager, folder, tmp_p
 
 
 def test_thousands_of_requests_for_one_adapter(make_manager, folder):
-    """Who is next is known without a look at all that wait: each order is compared a few times, not thousands."""
+    """The next one is found without visiting all waiting ones: each order is compared a few times, not thousands."""
     manager, num_requests = make_manager(), 3000
     path, compared = folder("a"), [0]
 

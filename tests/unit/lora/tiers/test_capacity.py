@@ -9,7 +9,7 @@ from outrider.lora.device.layout import LoraWeights, OwnRows
 from outrider.lora.manager import LOADING, MAX_LORAS, ROWS
 from outrider.platform.core.errors import AdapterError, InvalidRequestError, InvalidUserInputError
 from outrider.platform.core.lora_request import LoRARequest
-from outrider.platform.core.sizes import parse_bytes, shown_bytes
+from outrider.platform.core.sizes import format_bytes, parse_bytes
 
 from ..conftest import HIDDEN, admitted, level, make_request, module, settle
 
@@ -41,8 +41,8 @@ def test_no_sizes(value):
 
 
 def test_a_size_is_shown_exactly():
-    assert shown_bytes(1536) == "1536 bytes (1.5 KiB)"
-    assert shown_bytes(3) == "3 bytes"
+    assert format_bytes(1536) == "1536 bytes (1.5 KiB)"
+    assert format_bytes(3) == "3 bytes"
 
 
 def row_bytes(manager):
@@ -86,7 +86,7 @@ def test_at_most_max_loras_run(make_manager, folder):
 
 
 def test_admission_looks_at_the_rows_needed(make_manager, folder):
-    """A small adapter runs in what a large one cannot use."""
+    """A small adapter runs in rows that a large one cannot use."""
     manager = make_manager(max_loras=8, max_lora_rank=4, max_cpu_loras=8, memory_bytes=6 * row_bytes(make_manager()))
     running = [admitted(manager, "a", folder("a", rank=4), "a")]
     large, small = make_request("l", folder("l", rank=3)), make_request("s", folder("s", rank=2))
@@ -100,7 +100,7 @@ def test_admission_looks_at_the_rows_needed(make_manager, folder):
 
 
 def oversized(manager, rows):
-    """What an adapter of more rows than the largest rank looks like: the sum of several."""
+    """An adapter of more rows than the largest rank, as the sum of several."""
     read, weights = manager._files.read, LoraWeights(torch.zeros(rows, 24), torch.zeros(rows, HIDDEN))
 
     def more(source):
@@ -134,7 +134,7 @@ def test_more_rows_than_pins_leave(make_manager, folder):
     manager.forget(admitted(manager, "a", folder("a")))
 
 
-# --- device memory beside rank rows ---
+# --- device memory in addition to rank rows ---
 
 
 def with_embeddings(manager, num_bytes, names="a"):
@@ -161,7 +161,7 @@ def test_embeddings_of_an_adapter_count_as_rank_rows(make_manager, folder):
     assert (manager.catalog.stats().rows_used, manager.catalog.find("a").rows) == (10, 2)
     waiting = make_request("e", folder("e", rank=4), "e")
     manager.resolve(waiting)
-    assert settle(manager, waiting) is None, "the two small ones make way"
+    assert settle(manager, waiting) is None, "the two small ones are evicted"
     other = make_request("b", folder("b", rank=1), "b")
     manager.resolve(other)
     assert settle(manager, other) == ROWS, "two rank rows are free, and count as the embeddings"

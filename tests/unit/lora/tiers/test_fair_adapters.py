@@ -1,4 +1,4 @@
-"""Adapters under the fair policy, on the real scheduler: accounts change places while requests wait for rows."""
+"""Adapters under the fair policy, on the real scheduler: the order of accounts changes while requests wait for rows."""
 
 import random
 
@@ -129,7 +129,7 @@ def test_who_was_refused_before_accounts_changed_places_asks_again(make_engine, 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_everybody_is_served_some_day(make_engine, seed):
-    """Three tenants, three adapters and none, one place, little host memory, aborts: nothing is left in the end."""
+    """Three tenants, three adapters and none, room for one, little host memory, aborts: nothing is left in the end."""
     chance = random.Random(seed)
     engine = make_engine(max_num_seqs=chance.choice([1, 2, 4]), max_cpu_loras=chance.choice([1, 2, 3]))
     for _ in range(150):

@@ -1,4 +1,4 @@
-"""Loader threads: how many adapters are read at once, how many bytes of them, and what waits for what."""
+"""Loader threads: concurrent reads, their bytes, and the order of waits."""
 
 import threading
 from pathlib import Path
@@ -89,7 +89,7 @@ def test_calls_and_requests_share_the_threads(make_manager, folder, reads):
     loads = {name: LoRARequest(name, path=folder(name)) for name in "bc"}
     pending = {name: manager.catalog.start_read("load", {"request": lora}) for name, lora in loads.items()}
     assert reads.wait_for(2)
-    assert sorted(reads.names) == ["a", "b"], "in the order in which they were asked for"
+    assert sorted(reads.names) == ["a", "b"], "in request order"
     assert not any(read.done() for read in pending.values())
     reads.open.set()
     for name, read in pending.items():

@@ -1,4 +1,4 @@
-"""Who gets room in host memory and on the device: LRU, limits, ageing and pins, through the manager."""
+"""Room in host memory and on the device: LRU, limits, ageing and pins, through the manager."""
 
 import pytest
 
@@ -62,7 +62,7 @@ def test_more_adapters_wanted_than_fit_the_host_tier(make_manager, folder):
         if not waiting:
             break
     assert order == [str(i) for i in range(6)], "first come, first served"
-    assert num_loads == 6, "none was pushed out before it ran"
+    assert num_loads == 6, "none was evicted before it ran"
 
 
 def test_requests_that_ended_while_waiting_claim_nothing(make_manager, folder):
@@ -156,7 +156,7 @@ def test_only_less_urgent_requests_yield(make_manager, folder):
 
 
 def test_only_the_adapter_whose_rows_are_needed_yields(make_manager, folder):
-    """Another one on the device goes on, idle or not, and one that would have to take rows waits."""
+    """Another one on the device continues, idle or not, and one that needs new rows waits."""
     now = [0.0]
     manager = make_manager(max_lora_rank=4, max_loras=2, max_cpu_loras=4, clock=lambda: now[0])
     users = [admitted(manager, name, folder(name), name) for name in "ab"]
@@ -168,8 +168,8 @@ def test_only_the_adapter_whose_rows_are_needed_yields(make_manager, folder):
     for request in users:
         manager.forget(request)
     now[0] = AGING_SECONDS + 1
-    assert settle(manager, late["d"]) == ROWS, "it would take what comes free"
-    assert settle(manager, late["a"]) == ROWS, "the least recently used is to go"
+    assert settle(manager, late["d"]) == ROWS, "it would take freed rows"
+    assert settle(manager, late["a"]) == ROWS, "the least recently used is to be evicted"
     assert settle(manager, late["b"]) is None
     assert settle(manager, late["c"]) is None
     for request in late.values():
@@ -277,7 +277,7 @@ def test_pinned_in_place_moves_the_pin(make_manager, folder):
 
 
 def test_who_leaves_host_memory_is_found_without_a_look_at_all(make_manager, folder, monkeypatch):
-    """The first in turn that nobody wants: with thousands in memory, a step would wait for more."""
+    """The first unused one in order: with thousands in memory, checking more would delay a step."""
     manager = make_manager(max_loras=2, max_cpu_loras=24)
     for index in range(24):
         manager.catalog.load(LoRARequest(f"n{index}", path=folder(f"n{index}", seed=index)))

@@ -1,4 +1,4 @@
-"""Reads and writes beside the step: what waits for them, what goes wrong in them, and what is left in memory."""
+"""Reads and writes concurrent with steps: waits for them, their errors, and the memory afterwards."""
 
 import gc
 import shutil
@@ -34,7 +34,7 @@ def gate(monkeypatch):
 
 
 def output(manager, request):
-    """What one token of ones gets on the second layer's down_proj."""
+    """Delta of one token of ones on the second layer's down_proj."""
     linear, y = manager.linears[3], torch.zeros(1, SIZES["down_proj"][1])
     batch = manager.prepare([(request.adapter, 1)])
     linear.lora.add(y, torch.ones(1, linear.in_features), batch)
@@ -57,7 +57,7 @@ def test_nobody_is_admitted_before_the_rows_are_written(make_manager, folder, ga
     read_up(manager, request)
     for _ in range(3):
         assert manager.admit(request) == LOADING
-        assert manager.admit(base) is None, "the base model waits for nobody"
+        assert manager.admit(base) is None, "the base model waits for no adapter"
         manager.wait(0.01)
     assert level(manager, "a") == "host"
     gate.set()
@@ -79,7 +79,7 @@ def test_rows_in_flight_are_given_to_nobody_else(make_manager, folder, gate):
     other = make_request("b", folder("b"), "other")
     manager.resolve(other)
     gate.set()
-    for _ in range(20):  # which of the two ends first, the read or the write, is not said
+    for _ in range(20):  # the read or the write may end first
         reason = manager.admit(other)
         if reason is None:
             break
@@ -96,7 +96,7 @@ def test_rows_in_flight_are_given_to_nobody_else(make_manager, folder, gate):
     "error", [MemoryError("no memory"), torch.OutOfMemoryError("CUDA out of memory"), OSError("x")]
 )
 def test_a_write_that_fails(make_manager, folder, monkeypatch, error):
-    """Only the adapter's requests get the error, rows and memory come back, and later requests try again."""
+    """Only the adapter's requests get the error, rows and memory are freed, and later requests retry."""
     manager, real = make_manager(max_loras=2, max_lora_rank=4), RowWriter._write
     good = admitted(manager, "good", folder("good"), "good")
     before = manager.catalog.stats()
@@ -314,12 +314,12 @@ def test_nobody_overtakes_who_has_a_small_adapter_written(make_manager, folder):
     manager.resolve(first)
     manager.resolve(second)
     read_up(manager, first)
-    assert manager.admit(first) is None, "not only when it asks again"
+    assert manager.admit(first) is None, "not only at its next request"
     assert manager.admit(second) is None
 
 
 def test_broken_weights_fail_alone(make_manager, tmp_path, folder):
-    """Garbage where the weights should be, in a folder that was registered."""
+    """Garbage instead of weights, in a registered folder."""
     manager = make_manager()
     path = write_adapter(tmp_path / "bad")
     (tmp_path / "bad" / "adapter_model.safetensors").write_bytes(b"\xff" * 100)

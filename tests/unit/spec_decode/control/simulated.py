@@ -111,7 +111,7 @@ class World:
         return request
 
     def warm_up(self) -> World:
-        """Measure what steps take, as an engine does at its start."""
+        """Measure step times, as an engine does at its start."""
         for choice in [*self.policy.choices] * 2:
             self.policy.hold(*choice)
             self.run(5)
@@ -134,7 +134,7 @@ class World:
         return (self.tokens - before) / (self.now - began)
 
     def plan(self) -> StepPlan:
-        """Plan a step. Where steps overlap it verifies what the step in flight will have drafted."""
+        """Plan a step. If steps overlap it verifies the drafts of the step in flight."""
         rows = []
         in_flight = {row.request: row for row in self.planned.rows} if self.planned else {}
         for request in self.requests:
@@ -149,7 +149,7 @@ class World:
         return StepPlan(rows, self.overlaps)
 
     def step(self) -> None:
-        """Compute one step, and plan the next one meanwhile where steps overlap."""
+        """Compute one step, and plan the next one meanwhile if steps overlap."""
         plan = self.planned or self.plan()
         self.planned = plan
         following = self.plan() if self.overlaps else None

@@ -74,7 +74,7 @@ def test_the_first_step_of_a_size_is_left_out():
 
 
 def test_a_slower_machine_makes_all_sizes_slower():
-    """Those that were not measured since, too: else the ones in use look worse than they are."""
+    """Even those not measured since: else the ones in use look worse than they are."""
     costs = StepCosts()
     for _ in range(10):
         costs.add(1, 0, 0.010)
@@ -104,7 +104,7 @@ def test_slow_first_rounds_of_other_sizes_are_forgotten():
     for _ in range(24):
         costs.add(0, 2, 4, 0.004)
     assert costs.seconds(0, 2, 4) < 0.006
-    assert costs.seconds(0, 2, 1) < 0.006, "no more than what more drafts take"
+    assert costs.seconds(0, 2, 1) < 0.006, "no more than the cost of more drafts"
     for _ in range(260):
         costs.add(0, 2, 4, 0.004)
     assert costs.seconds(0, 2, 8) < 0.01

@@ -1,4 +1,4 @@
-"""Several drafters behind the contract of one, and what a configuration makes of it."""
+"""Several drafters behind the contract of one, built from a configuration."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from outrider.spec_decode.drafters.base import Drafter, DraftRow, Proposal, Targ
 
 
 class Noting(Drafter):
-    """Drafts its number, and notes its calls."""
+    """Drafts its number, and records its calls."""
 
     def __init__(self, number):
         self.number, self.calls = number, []
@@ -64,7 +64,7 @@ def test_a_fixed_number_has_no_policy():
 
 
 def test_adaptive_prompt_lookup_may_make_sixteen_drafts():
-    """The policy is shown them, and makes as many as pay."""
+    """The policy gets them, and chooses as many as are useful."""
     policy = make_speculation(parse_speculative({"method": "ngram"}), None).policy
     assert (0, 16) in policy.choices
     policy = make_speculation(

@@ -1,4 +1,4 @@
-"""SpeculationPolicy in simulated time: goodput beside fixed numbers of drafts, trials, hysteresis, adapters."""
+"""SpeculationPolicy in simulated time: goodput compared with fixed numbers of drafts, trials, hysteresis, adapters."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_each_adapter_gets_its_drafter():
     assert used[1] > 0.9
 
 
-def test_requests_of_one_adapter_are_told_apart():
-    """One that accepts gets more drafts than its neighbour."""
+def test_requests_of_one_adapter_have_separate_estimates():
+    """One that accepts gets more drafts than the other."""
     world = World(bound, {(BASE, 0): 0.5}, [BASE] * 2, [LOOKUP], length=100_000).warm_up()
     verify = world.verify
 
@@ -130,7 +130,7 @@ def drafting_cost(curve, p, gain):
 @pytest.mark.slow
 @pytest.mark.parametrize("curve", [long, short], ids=["each row", "a class of batch sizes"])
 def test_drafting_begins_for_three_per_cent_and_goes_on_for_half_a_per_cent(curve):
-    for gain, begins in ((1.02, False), (1.04, True)):  # the acceptance is the one that is expected at first
+    for gain, begins in ((1.02, False), (1.04, True)):  # the acceptance is the expected one at first
         world = World(curve, {(BASE, 0): 0.6}, [BASE], [Costs(0.0, drafting_cost(curve, 0.6, gain))]).warm_up()
         world.plan()
         assert (world.counts[-1][0] > 0) is begins, gain
@@ -158,7 +158,7 @@ def test_noise_does_not_change_the_drafter_back_and_forth():
 
 
 @pytest.mark.slow
-def test_where_steps_are_short_a_class_of_batch_sizes_has_one_number():
+def test_with_short_steps_a_class_of_batch_sizes_has_one_number():
     """It is chosen about once a second, and the same for all rows of an adapter."""
     world = World(short, {(BASE, 0): 0.8}, [BASE] * 4, [LOOKUP]).warm_up()
     began = world.now
@@ -182,7 +182,7 @@ def test_a_choice_only_lowers_what_there_is_room_for():
 
 @pytest.mark.slow
 def test_drafts_of_quick_rows_are_worth_less_while_a_batch_drains():
-    """Nobody waits: the rows whose drafts are wrong decide when the batch is done."""
+    """No requests wait: the rows whose drafts are wrong determine when the batch is done."""
     made = {}
     for waiting in (True, False):
         world = World(bound, {(b"a", 0): 0.85, (b"b", 0): 0.02}, [b"a", *[b"b"] * 7], [LOOKUP], waiting=waiting)
@@ -233,7 +233,7 @@ def test_a_new_request_starts_from_its_adapters_estimate():
 
 
 def test_drafts_of_a_row_that_was_planned_before_its_request_ended_were_made():
-    """Where steps overlap it is computed all the same; the request has no drafts any more."""
+    """If steps overlap it is still computed; the request has no drafts any more."""
     world = World(long, {(BASE, 0): 1.0}, [BASE], overlaps=True, length=100_000).warm_up()
     world.run(400)
     policy, request = world.policy, world.requests[0]
@@ -242,13 +242,13 @@ def test_drafts_of_a_row_that_was_planned_before_its_request_ended_were_made():
     chosen = world.counts[-1]
     request.status, request.drafts = Status.FINISHED, NO_DRAFTS
     for _ in range(100):
-        policy.observe(StepPlan(rows, is_followed=True), StepResult([RowResult([], rows[0].num_drafts)], 0.05))
+        policy.observe(StepPlan(rows, can_overlap_next=True), StepResult([RowResult([], rows[0].num_drafts)], 0.05))
     world.requests, world.planned = [world.fresh(BASE)], None
     world.plan()
     assert world.counts[-1] == chosen, "a new request gets as many"
 
 
-def test_tokens_without_a_choice_say_nothing_of_a_drafter():
+def test_forced_tokens_do_not_count_for_a_drafter():
     """A grammar's forced tokens are always right, and no drafter has made them."""
     world = World(flat, {(BASE, 0): 0.3}, [BASE], [LOOKUP], length=100_000).warm_up()
     world.run(300)

@@ -33,7 +33,7 @@ def outcome(world: World, num_steps: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-def test_drafts_that_never_pay_are_hardly_ever_made(rows):
+def test_useless_drafts_are_hardly_ever_made(rows):
     """Nor are they when all are right: each costs more than it saves."""
     world = World(lambda rows, tokens: 0.2 + 0.8 * tokens, {(BASE, 0): 0.98, (BASE, 1): 0.98}, [BASE] * rows,
                   [Costs(2.0, 1.0, catch_up=0.05), LOOKUP], noise=0.05, length=70).warm_up()  # fmt: skip

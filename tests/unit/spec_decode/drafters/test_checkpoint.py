@@ -1,4 +1,4 @@
-"""Weight files of draft heads: which are found, which are refused, and that no pickle runs code."""
+"""Weight files of draft heads: those found, those refused, and that no pickle runs code."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""Models by hub id: which files are fetched. Pickles are of heads, and of targets that have nothing else."""
+"""Models by hub id: the fetched files. Pickles are of heads, and of targets that have nothing else."""
 
 import huggingface_hub
 import pytest

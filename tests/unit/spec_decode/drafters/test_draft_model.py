@@ -62,7 +62,7 @@ class Sequence:
 
     request: Request
     block_table: list[int]
-    num_computed: int = 0
+    num_computed_tokens: int = 0
     num_draft_computed: int = 0
     drafts: list[int] = field(default_factory=list)
 
@@ -70,9 +70,15 @@ class Sequence:
         """After a step that computed `chunk` further tokens, or all of them."""
         tokens = self.request.tokens
         sampled = chunk is None
-        self.num_computed = len(tokens) - 1 if chunk is None else self.num_computed + chunk
+        self.num_computed_tokens = len(tokens) - 1 if chunk is None else self.num_computed_tokens + chunk
         return DraftRow(
-            self.request, tokens, self.num_computed, self.num_draft_computed, max_drafts, self.block_table, sampled
+            self.request,
+            tokens,
+            self.num_computed_tokens,
+            self.num_draft_computed,
+            max_drafts,
+            self.block_table,
+            sampled,
         )
 
     def take(self, proposal: Proposal) -> Proposal:
@@ -81,7 +87,7 @@ class Sequence:
         return proposal
 
     def accept(self, num_accepted: int, next_token: int) -> None:
-        """What verification does: some drafts and a token of the target's."""
+        """Result of verification: some drafts and a token of the target's."""
         self.request.tokens = self.request.tokens + self.drafts[:num_accepted] + [next_token]
         self.num_draft_computed = min(self.num_draft_computed, len(self.request.tokens) - 1)
 
@@ -111,7 +117,7 @@ class Engine:
         return self.propose((sequence, sequence.row(max_drafts, chunk)))[0]
 
     def written(self, sequence: Sequence) -> list[bool]:
-        """Which positions of the sequence hold any KV."""
+        """Positions of the sequence that hold KV."""
         keys = self.kv[0].k[:, sequence.block_table].abs().sum(dim=(0, 3)).flatten()
         return (keys > 0).tolist()
 
@@ -156,7 +162,7 @@ def test_a_prompt_in_chunks_is_computed_when_drafts_are_wanted(draft: Draft) -> 
         proposal = engine.step(sequence, 0, chunk)
         assert proposal.drafts.token_ids == []
         assert proposal.num_draft_computed == 0
-        assert not any(engine.written(sequence)), "nobody may ever ask"
+        assert not any(engine.written(sequence)), "drafts may never be requested"
     assert engine.step(sequence, 3).drafts.token_ids == draft.greedy(sequence.request.tokens, 3)
 
 
@@ -185,7 +191,7 @@ def test_ragged_rows_in_one_batch(draft: Draft) -> None:
         rows = [(s, s.row(k)) for s, k in zip(sequences, ks, strict=True)]
         rows.insert(2, (chunked, chunked.row(0, 6)))
         proposals = engine.propose(*rows)
-        assert proposals.pop(2).num_draft_computed == chunked.num_computed
+        assert proposals.pop(2).num_draft_computed == chunked.num_computed_tokens
         for sequence, k, proposal in zip(sequences, ks, proposals, strict=True):
             assert proposal.drafts.token_ids == draft.greedy(sequence.request.tokens, k)
             sequence.accept(rng.randint(0, k), rng.randrange(VOCAB))
@@ -203,7 +209,7 @@ def test_a_row_that_lags_beyond_the_budget_catches_up_later(draft: Draft) -> Non
         short.accept(1, 4)
         if first.drafts.token_ids:
             assert first.drafts.token_ids == draft.greedy(long.request.tokens, 2)
-    # 7 tokens are left beside the short prompt's 3, then 9 beside its one new token.
+    # 7 tokens are left in addition to the short prompt's 3, then 9 in addition to its one new token.
     assert seen == [(0, 7), (0, 16), (0, 25), (2, 31)]
 
 
@@ -217,7 +223,7 @@ def test_a_request_with_speculation_off_is_not_computed(draft: Draft) -> None:
     assert proposals[1].drafts.token_ids == draft.greedy(on.request.tokens, 2)
 
 
-def test_parts_of_prompts_are_kept_in_step_beside_rows_that_draft(draft: Draft) -> None:
+def test_parts_of_prompts_are_computed_together_with_rows_that_draft(draft: Draft) -> None:
     engine = Engine(draft)
     part, busy = engine.sequence(9, seed=1), engine.sequence(5, seed=2)
     proposals = engine.propose((part, part.row(0)._replace(sampled=False)), (busy, busy.row(1)))
@@ -225,14 +231,16 @@ def test_parts_of_prompts_are_kept_in_step_beside_rows_that_draft(draft: Draft) 
     assert engine.written(part)[:10] == [True] * 8 + [False] * 2
 
 
-def test_rows_that_ask_for_nothing_are_not_computed_beside_others(draft: Draft) -> None:
+def test_rows_without_drafts_are_not_computed_with_others(draft: Draft) -> None:
     """A trial of a few rows costs what these cost."""
     engine = Engine(draft)
     idle, busy = engine.sequence(9, seed=1), engine.sequence(5, seed=2)
     proposals = engine.propose((idle, idle.row(0)), (busy, busy.row(1)))
     assert proposals[0].num_draft_computed == 0
     assert not any(engine.written(idle))
-    assert engine.step(idle, 3).drafts.token_ids == draft.greedy(idle.request.tokens, 3), "it catches up when it asks"
+    assert engine.step(idle, 3).drafts.token_ids == draft.greedy(idle.request.tokens, 3), (
+        "it catches up when drafts are requested"
+    )
 
 
 def test_drafts_end_with_the_blocks(draft: Draft) -> None:

@@ -1,4 +1,4 @@
-"""Heads that do not fit are refused at load, with both figures; and what is read from config.json alone."""
+"""Heads that do not fit are refused at load, with both figures; and sizes read from config.json alone."""
 
 import dataclasses
 import json
@@ -58,7 +58,7 @@ def refused(load_head, tmp_path):
         ("eagle", {"speculators_model_type": "eagle3"}, ("'eagle3'", "'eagle'")),
         ("eagle3", {"draft_vocab_size": 40}, ("[97]", "[40]")),
         ("eagle3", {"draft_vocab_size": "many"}, ("'many'",)),
-        # What the reader of any model refuses: said of the head.
+        # Errors of the model reader, reported for the head.
         ("eagle", {"hidden_size": "x"}, ("hidden_size", "'x'")),
         ("eagle3", {"rms_norm_eps": float("nan")}, ("rms_norm_eps", "nan")),
         ("eagle", {"architectures": -1}, ("architectures", "-1")),
@@ -76,7 +76,7 @@ def test_configs_that_do_not_fit(make_head, refused, method, config, figures):
 
 
 def test_hidden_states_beyond_the_last_layer_are_none(make_head, refused, load_head, tmp_path):
-    """The number of layers stands for what leaves the last one."""
+    """The number of layers means the output of the last one."""
     path = make_head("eagle3", aux=(1, 2, 5)).save(tmp_path / "last")
     assert load_head(path, "eagle3").needs.aux_layers == (1, 2, 5)
 
@@ -158,7 +158,7 @@ def test_a_limit_of_positions_below_the_longest_sequence_is_said(make_head, load
 
 
 def test_weights_of_the_other_generation(make_head, refused, load_head, tmp_path):
-    """Both may name LlamaForCausalLM: the tensors tell."""
+    """Both may name LlamaForCausalLM: the tensors decide."""
     error = refused(make_head("eagle3", architecture="LlamaForCausalLM"), method="eagle")
     assert "EAGLE-3 weights" in error.message
     assert "use method 'eagle3'" in error.message

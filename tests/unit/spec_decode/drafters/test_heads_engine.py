@@ -112,7 +112,7 @@ def make_engine(target):
 
 
 class Outcome(NamedTuple):
-    """What a run gave: token ids of each job, and of all the drafts verified, accepted, and the verifications."""
+    """Results of a run: token ids of each job, and counts of verified drafts, accepted drafts and verifications."""
 
     texts: list[list[int]]
     num_drafted: int
@@ -174,7 +174,7 @@ def test_acceptance_does_not_depend_on_the_schedule(make_engine, folders, prompt
 
 @pytest.mark.parametrize("method", METHODS)
 def test_bfloat16(make_engine, target, folders, prompts, method):
-    """Each token is the most likely one after those before it, up to what bfloat16 makes of the logits."""
+    """Each token is the most likely one after those before it, up to bfloat16's rounding of the logits."""
     engine = make_engine(dtype="bfloat16", speculative_config=speculative(folders, method))
     outcome = run(engine, [(p, GREEDY) for p in prompts])
     assert outcome.num_accepted > 0
@@ -189,7 +189,7 @@ def test_bfloat16(make_engine, target, folders, prompts, method):
 
 def test_blocks_that_may_be_found_have_all_their_states(make_engine, folders, prompts, texts, monkeypatch):
     """Of sequences that end anywhere: at a token that was drafted, and at a block's edge. A step's states come after
-    its commit, and before anybody looks for blocks."""
+    its commit, and before the next lookup of blocks."""
     kept, published, lacking = set(), set(), set()
 
     def kept_by(of):

@@ -1,4 +1,4 @@
-"""HiddenStore: deferred steps are written together, and before anything is read."""
+"""HiddenStore: deferred steps are written together, before any read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompt lookup against a search written down plainly, and what the drafter keeps of a request."""
+"""Prompt lookup compared with a plain search, and the drafter's state of a request."""
 
 import random
 
@@ -72,7 +72,7 @@ def test_a_loop_goes_on() -> None:
     [([3], [9, 7, 7]), ([2, 3], [9, 7, 7]), ([1, 2, 3], [9, 7, 7, 7, 6]), ([8, 1, 2, 3], [9, 7, 7, 7, 6])],
 )
 def test_a_longer_match_has_more_drafts(repeated: list[int], expected: list[int]) -> None:
-    """Up to the number that is asked for, and beyond the longest match that is searched for."""
+    """Up to the requested number, and beyond the longest match that is searched."""
     drafter = NgramDrafter(1, 3, by_match=True)
     tokens = [8, 1, 2, 3, 9, 7, 7, 7, 6, 6, *repeated]
     assert drafts(drafter, make_request(), tokens, max_drafts=5) == expected
@@ -81,7 +81,7 @@ def test_a_longer_match_has_more_drafts(repeated: list[int], expected: list[int]
 @pytest.mark.parametrize("vocab", [2, 3, 40])
 @pytest.mark.parametrize(("min_n", "max_n"), [(1, 1), (1, 5), (2, 3), (4, 4), (1, 12)])
 def test_places_that_are_remembered_give_what_a_search_gives(vocab: int, min_n: int, max_n: int) -> None:
-    """With few places and with so many that the array is searched."""
+    """With few positions and with so many that the array is searched."""
     drafter, request, tokens = NgramDrafter(min_n, max_n), make_request(), []
     for length in range(1, 160):
         tokens = [*tokens, random.randrange(vocab)]

@@ -1,4 +1,4 @@
-"""The suffix drafter: which tree it drafts from, whose text it sees, and what it keeps."""
+"""The suffix drafter: its choice of tree, isolation, and stored text."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_drafts_come_from_past_outputs():
 
 
 def test_the_context_is_the_longest_at_every_step():
-    """Looked up anew, whatever was found the step before, while outputs come and go."""
+    """Looked up again, independent of the step before, while outputs are added and removed."""
     rng = random.Random(9)
     drafter = make_drafter(max_cached_requests=4, max_spec_factor=32.0, min_token_prob=0.0)
     request = make_request("long", prompt=[50, 51])
@@ -129,7 +129,7 @@ def test_no_more_than_the_longest_context_is_matched():
 
 
 def test_long_repeats_are_drafted_to_the_full_length():
-    """A match as long as the tree is deep still has room behind it."""
+    """A match as long as the tree is deep still has continuations."""
     text = random.Random(1).choices(range(1000), k=60)
     request = make_request(prompt=text + text[:50])
     assert propose(make_drafter(max_tree_depth=8), request) == [text[50:56]]
@@ -241,7 +241,7 @@ def test_a_very_long_request_is_known_by_its_end(monkeypatch):
         (drafts,) = propose(drafter, request)
         assert drafter._live["r"].tree.num_nodes <= 200
         if token == 1001:
-            assert drafts == []  # its beginning is forgotten
+            assert drafts == []  # its prefix is forgotten
     assert drafts == [63, 64, 65]
 
 
@@ -301,7 +301,7 @@ def test_the_longest_suffix_is_found():
 
 
 def test_requests_that_nobody_was_asked_for_are_remembered_too():
-    """They come and go while nothing is drafted: others may be answered the same."""
+    """They are added and removed while nothing is drafted: others may get the same answers."""
     drafter, gone = make_drafter(), make_request(prompt=[1, 2])
     drafter.watch([row(gone)], TargetOutput())
     gone.tokens += SECRET

@@ -1,4 +1,4 @@
-"""The suffix tree against counts made by comparing every place of every text."""
+"""The suffix tree compared with counts over every position of every text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ texts = st.integers(1, 4).flatmap(lambda vocab: st.lists(st.integers(0, vocab), 
 
 
 def occurrences(string: list[int], counted: list[tuple[list[int], int]]) -> int:
-    """Places of `string` among the first n of each (text, n)."""
+    """Positions of `string` among the first n of each (text, n)."""
     return sum(t[p : p + len(string)] == string for t, n in counted for p in range(n))
 
 

@@ -13,7 +13,7 @@ FIRST, AROUND = 6, 40
 
 
 def after(token: int) -> int:
-    """The token that the target says after one of the circle."""
+    """The target's token after one of the circle."""
     return FIRST + (token - FIRST + 1) % AROUND
 
 
@@ -38,7 +38,7 @@ def save_counting_target(folder) -> None:
 
 
 def counting_samples() -> list[Sample]:
-    """What it says after prompts of one to four tokens."""
+    """Its text after prompts of one to four tokens."""
     rng, found = Random(0), []
     for _ in range(40):
         tokens, length = [rng.randrange(FIRST, FIRST + AROUND)], rng.randint(1, 4)

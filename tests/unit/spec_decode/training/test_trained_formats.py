@@ -1,4 +1,4 @@
-"""What is exported drafts, through a plain forward over the files, what the training modules guess."""
+"""Exported files give, in a plain forward pass, the drafts of the training modules."""
 
 import json
 

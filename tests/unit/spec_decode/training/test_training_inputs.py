@@ -1,4 +1,4 @@
-"""Broken or unfit models, adapters and drafters are told in one line that names the option."""
+"""Broken or unfit models, adapters and drafters give one line that names the option."""
 
 import json
 import shutil

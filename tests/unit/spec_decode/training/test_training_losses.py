@@ -1,4 +1,4 @@
-"""The losses by their definitions, chunks and windows that change nothing, and where heads begin."""
+"""The losses by their definitions, independent of chunks and windows, and heads' initial weights."""
 
 import pytest
 import torch

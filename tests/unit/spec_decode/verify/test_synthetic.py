@@ -1,4 +1,4 @@
-"""Synthetic acceptance: the rates are met whatever the drafts are, and nobody gets it unasked."""
+"""Synthetic acceptance: the rates are met for any drafts, and it is off by default."""
 
 import logging
 
@@ -34,12 +34,12 @@ def test_each_position_is_accepted_at_its_rate() -> None:
     for position, rate in enumerate(RATES):
         share = (accepted > position).float().mean().item()
         assert abs(share - rate) < 5 * (rate * (1 - rate) / ROUNDS) ** 0.5
-    assert not (accepted == 2).any()  # equal rates: who gets past position 1 gets past position 2
+    assert not (accepted == 2).any()  # equal rates: a draft accepted at position 1 is followed by one at position 2
 
 
 @pytest.mark.slow
 def test_successive_rounds_of_one_request_are_independent() -> None:
-    """The next round starts where the last one ended; its first coin must not know the last one's."""
+    """The next round starts where the last one ended; its first coin must not depend on the last one's."""
     position, counts = 0, []
     for _ in range(5000):
         accepted = accept_at_rates(VerifyRow(99, position, [1, 2, 3, 4], None, Rule.GREEDY), RATES)
@@ -59,7 +59,7 @@ def test_the_ends_are_exact(rates: tuple[float, ...], accepted: int) -> None:
 @pytest.mark.parametrize("rule", list(Rule))
 def test_the_accepted_tokens_are_the_drafts_and_the_next_is_the_targets(rule: Rule) -> None:
     logits = torch.full((5, 30), -40.0)
-    best = [20, 21, 22, 23, 24]  # what the target says, with all but certainty; no draft is that
+    best = [20, 21, 22, 23, 24]  # the target's token, almost certain; no draft equals it
     logits[torch.arange(5), torch.tensor(best)] = 40.0
     seen = set()
     for number in range(200):

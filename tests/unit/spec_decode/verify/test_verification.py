@@ -1,4 +1,4 @@
-"""Both verification rules: which tokens come out, and with which frequencies."""
+"""Both verification rules: the chosen tokens, and their frequencies."""
 
 import itertools
 import math
@@ -91,7 +91,7 @@ def test_target_tokens_do_not_depend_on_the_batch() -> None:
 
 
 def test_target_tokens_at_a_very_low_temperature() -> None:
-    """Logits in the thousands leave the noise its resolution."""
+    """The noise keeps its resolution with logits in the thousands."""
     logits = filter_logits(logits_of([0.5, 0.3, 0.2])[None].repeat(4000, 1) * 1e-4 + 1.0, [1e-4] * 4000)
     counts = torch.bincount(target_tokens(logits, [1] * 4000, range(4000), [False] * 4000), minlength=3)
     assert counts.min() > 600
@@ -206,8 +206,8 @@ def verify_round(
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.INVARIANT])
 @pytest.mark.parametrize("drafter", ["good", "bad", "other zeros", "the target", "certain"])
 def test_two_tokens_have_the_targets_joint_distribution(drafter: str, rule: Rule) -> None:
-    """Ragged k from 0 to 3; whoever got one token goes on with a second round, so that noise of a position that was
-    drafted in vain is used again."""
+    """Ragged k from 0 to 3; sequences that got one token continue with a second round, so that noise of a rejected
+    draft's position is reused."""
     table = {"good": GOOD, "bad": BAD, "other zeros": OTHER_ZEROS, "the target": TARGET, "certain": None}[drafter]
     num, start = 8_000, 3
     seeds = SEEDS[:num]

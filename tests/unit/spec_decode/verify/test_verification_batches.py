@@ -1,4 +1,4 @@
-"""Requests with different rules and numbers of drafts in one verification: each gets what it would get alone."""
+"""Requests with different rules and numbers of drafts in one verification: each gets the same result as alone."""
 
 import itertools
 

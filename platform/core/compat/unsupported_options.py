@@ -1,4 +1,4 @@
-"""Options of other systems that have no counterpart here: which values are taken, and why the others are refused."""
+"""Options of other systems that have no counterpart here: accepted values, and why others are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Option(NamedTuple):
     """An option that has no counterpart here."""
 
     harmless: tuple[object, ...] | None
-    """Values, beside None, that ask for what is done anyway; None: every value is taken, without an effect."""
+    """Values, in addition to None, that match the actual behaviour; None: every value is accepted, without an
+    effect."""
     why: str
     """Reason why it has no effect, or why other values are refused."""
     flag: bool = False
@@ -68,7 +69,9 @@ IN_SPECULATIVE_CONFIG = 'write speculative_config={"method": ..., "model": ..., 
 IN_CONFIG_JSON = "change config.json in a copy of the model's folder"
 
 
-def check_foreign(given: Mapping[str, Any], table: Mapping[str, Option], param: str | None = None) -> dict[str, str]:
+def check_unsupported_options(
+    given: Mapping[str, Any], table: Mapping[str, Option], param: str | None = None
+) -> dict[str, str]:
     """Check the options in `given` that `table` lists; returns those without an effect, each with the reason.
 
     Args:
@@ -93,7 +96,9 @@ def check_foreign(given: Mapping[str, Any], table: Mapping[str, Option], param: 
     return without_effect
 
 
-def take_foreign(who: str, given: dict[str, Any], table: Mapping[str, Option], known: Iterable[str]) -> None:
+def reject_unsupported_options(
+    who: str, given: dict[str, Any], table: Mapping[str, Option], known: Iterable[str]
+) -> None:
     """Remove from `given` the keywords that are not `known`: `table` must have them, at values that change nothing.
     Those without an effect are logged.
 
@@ -107,11 +112,13 @@ def take_foreign(who: str, given: dict[str, Any], table: Mapping[str, Option], k
         if name not in table:
             hint = did_you_mean(name, [*known, *table]) or f"; known are {', '.join(known)}"
             raise TypeError(f"{who} got an unexpected keyword {name!r}{hint}")
-    for name, why in check_foreign({name: given.pop(name) for name in foreign}, table).items():
+    for name, why in check_unsupported_options({name: given.pop(name) for name in foreign}, table).items():
         logger.warning("%s has no effect: %s", name, why)
 
 
-def takes_foreign(table: Mapping[str, Option], keeps_none: Collection[str] = ()) -> Callable[[type[T]], type[T]]:
+def accepts_unsupported_options(
+    table: Mapping[str, Option], keeps_none: Collection[str] = ()
+) -> Callable[[type[T]], type[T]]:
     """Decorator of a dataclass: its constructor takes the fields of `table` at values that change nothing, and None for
     the default of any field but `keeps_none`."""
 
@@ -121,7 +128,7 @@ def takes_foreign(table: Mapping[str, Option], keeps_none: Collection[str] = ())
 
         @functools.wraps(own)
         def init(self: T, *args: Any, **fields: Any) -> None:
-            take_foreign(f"{cls.__name__}()", fields, table, known)
+            reject_unsupported_options(f"{cls.__name__}()", fields, table, known)
             own(
                 self,
                 *args,
