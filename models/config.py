@@ -80,7 +80,7 @@ class DecoderConfig:
     """Layers that have a recurrent state in place of attention; None: all have attention."""
     gated_attention: bool = False
     """True: each head's result is multiplied by the sigmoid of a gate, which follows its query in the projection."""
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict, hash=False)
     """This family's name for each of Llama's modules that it calls otherwise."""
     batch_invariant: bool = False
     """True: each result for a row is, bit for bit, independent of the other rows of its step. On a GPU not all models
