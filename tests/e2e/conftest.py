@@ -125,23 +125,33 @@ class ServerProcess:
 
 
 @pytest.fixture(scope="session")
-def start_server(tethered) -> Iterator:
-    """Starts servers, which end with the session at the latest."""
-    servers: list[ServerProcess] = []
+def servers() -> Iterator[list[ServerProcess]]:
+    """All that were started, which end with the session at the latest."""
+    started: list[ServerProcess] = []
+    yield started
+    for server in started:  # all at once
+        server.begin_stop()
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def start_server(tethered, servers) -> Iterator:
+    """Starts servers, which are told to end with the module: one that has nothing to do takes a 200th of a core."""
+    started: list[ServerProcess] = []
 
     def start(
         *arguments: str, ready: bool = True, program: str = "outrider.platform.cli.main", **variables: str
     ) -> ServerProcess:
-        servers.append(ServerProcess(*arguments, tethered=tethered, program=program, **variables))
+        started.append(ServerProcess(*arguments, tethered=tethered, program=program, **variables))
+        servers.append(started[-1])
         if ready:
-            servers[-1].wait_until_ready()
-        return servers[-1]
+            started[-1].wait_until_ready()
+        return started[-1]
 
     yield start
-    for server in servers:  # all at once
+    for server in started:
         server.begin_stop()
-    for server in servers:
-        server.stop()
 
 
 FIXED_DRAFTS = json.dumps({"method": "eagle3", "model": str(demo_eagle3_path()), "num_speculative_tokens": 4})
@@ -149,10 +159,13 @@ FIXED_DRAFTS = json.dumps({"method": "eagle3", "model": str(demo_eagle3_path()),
 
 
 @pytest.fixture(scope="session")
-def server(start_server, tmp_path_factory) -> ServerProcess:
+def server(tethered, servers, tmp_path_factory) -> ServerProcess:
     """The demo model and its adapters; others may be loaded from the tests' own folders. Shared by all tests: leave it
     as it was."""
-    return start_server("--speculative-config", FIXED_DRAFTS, "--lora-root", str(tmp_path_factory.getbasetemp()))
+    options = ["--speculative-config", FIXED_DRAFTS, "--lora-root", str(tmp_path_factory.getbasetemp())]
+    servers.append(ServerProcess(*options, tethered=tethered))
+    servers[-1].wait_until_ready()
+    return servers[-1]
 
 
 @pytest.fixture(scope="session")

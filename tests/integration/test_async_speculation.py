@@ -11,6 +11,10 @@ from outrider.platform.core.messages import EngineRequest
 from outrider.spec_decode.verify import draft_sampling as drawing
 
 METHODS = ["draft_model", "eagle", "eagle3", "medusa"]
+CLASSES = ["draft_model", "eagle3", "medusa"]
+"""One method for each class of drafters: EAGLE drafts with EAGLE-3's."""
+BOTH_WAYS = [("draft_model", False), ("draft_model", True), ("eagle", True), ("eagle3", False), ("medusa", True)]
+"""What a switch does in one class; each other method has it once. Batches that come and go have the rest."""
 KINDS = [
     {"temperature": 0.0},
     {"temperature": 0.9, "seed": 5, "min_tokens": 5},
@@ -45,8 +49,7 @@ def watch(engine, monkeypatch):
     return plans
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "adapters"), BOTH_WAYS)
 def test_the_text_is_that_without_drafts(
     models, make_engine, plain_tokens, run, prompts, method, adapters, monkeypatch
 ):
@@ -61,7 +64,7 @@ def test_the_text_is_that_without_drafts(
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CLASSES)
 def test_steps_with_penalties_overlap(models, make_engine, plain_tokens, run, prompts, method, monkeypatch):
     """The device counts what the step before accepts and samples, for the drafter's logits too."""
     kinds = [
@@ -140,8 +143,7 @@ def test_any_number_of_drafts_and_any_length(models, make_engine, plain_tokens, 
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "on_device"), BOTH_WAYS)
 def test_unseeded_requests_draw_what_they_draw_one_step_after_the_other(
     models, make_engine, run, prompts, method, on_device, monkeypatch
 ):
@@ -159,7 +161,7 @@ def test_unseeded_requests_draw_what_they_draw_one_step_after_the_other(
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CLASSES)
 def test_aborted_requests_do_not_affect_others(models, make_engine, plain_tokens, run, prompts, method):
     engine = make(make_engine, models, method, block_size=4, num_gpu_blocks_override=72)
     jobs = jobs_of(models, prompts, KINDS, True)
@@ -236,7 +238,7 @@ def note_drafts(engine):
     return drafted
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CLASSES)
 def test_the_drafts_are_those_of_steps_one_after_the_other(models, make_engine, run, prompts, method):
     """Also after prompts whose KV, and whose hidden states, such steps have left in the prefix cache."""
     found = []

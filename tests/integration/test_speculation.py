@@ -71,8 +71,9 @@ def same_text(run, jobs, plain_text):
     return same_text
 
 
-@pytest.mark.parametrize("k", [1, 5])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "k"), [*((method, 5) for method in METHODS), *((method, 1) for method in ("suffix", "eagle", "medusa"))]
+)
 def test_text_is_byte_equal_with_and_without(models, make_engine, same_text, method, k):
     drafted = make_engine(speculative_config=models.speculative(method, k), max_num_seqs=24)
     same_text(drafted, list(PARAMS), False)
@@ -81,10 +82,14 @@ def test_text_is_byte_equal_with_and_without(models, make_engine, same_text, met
     assert sum(c.num_draft_tokens - c.num_accepted_tokens for c in counts) > 0
 
 
-@pytest.mark.parametrize(
-    ("k", "cache", "chunked"), [(1, True, True), (3, True, False), (3, False, True), (5, False, False)]
-)
-@pytest.mark.parametrize("method", METHODS)
+CHUNKED_OR_CACHED = [
+    *((method, *options) for method in METHODS[::2] for options in ((1, True, True), (5, False, False))),
+    *((method, *options) for method in METHODS[1::2] for options in ((3, True, False), (3, False, True))),
+]
+"""(method, k, cache, chunked): every method with and without a cache, and with and without chunks."""
+
+
+@pytest.mark.parametrize(("method", "k", "cache", "chunked"), CHUNKED_OR_CACHED)
 def test_text_is_byte_equal_with_adapters(models, make_engine, same_text, method, k, cache, chunked):
     """One batch of base requests, an adapter without draft weights, and two with; then from the prefix cache."""
     drafted = make_engine(

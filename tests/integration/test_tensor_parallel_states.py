@@ -119,7 +119,7 @@ def test_any_order_over_two_ranks(models, make_engine, prompts, plain_tokens, mo
                 assert tokens == whole[: len(tokens)]
                 assert key in num_aborted or len(tokens) == 20
 
-    options = settings(max_examples=8, stateful_step_count=25, derandomize=True, database=None, deadline=None)
+    options = settings(max_examples=6, stateful_step_count=25, derandomize=True, database=None, deadline=None)
     run_state_machine_as_test(Machine, settings=options)
     stats = engine.stats()
     assert stats.num_preemptions

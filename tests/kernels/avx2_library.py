@@ -15,6 +15,8 @@ import pytest
 
 from outrider.kernels import native as building
 
+from .kept_libraries import kept
+
 COMPILER = shutil.which("g++") or shutil.which("c++")
 INFO = Path("/proc/cpuinfo")
 MACHINES = ["native", "avx2"]
@@ -28,7 +30,7 @@ def kernels_of(module: ModuleType, machine: str, scratch: Path) -> Iterator[None
         if machine == "avx2":
             if COMPILER is None or not INFO.exists() or "avx2" not in INFO.read_text().split():
                 pytest.skip("no compiler, or another kind of processor")
-            library = _compile(Path(module.__file__ or "").with_suffix(".cpp"), scratch)
+            library = ctypes.PyDLL(str(_compile(Path(module.__file__ or "").with_suffix(".cpp"), scratch)))
             monkeypatch.setattr(module, "function", partial(building.bind, library))
         elif module._functions() is None:
             pytest.skip("no kernels")
@@ -36,14 +38,16 @@ def kernels_of(module: ModuleType, machine: str, scratch: Path) -> Iterator[None
     module._functions.cache_clear()
 
 
-def _compile(source: Path, scratch: Path) -> ctypes.PyDLL:
-    made = scratch / "kernels.so"
-    options = ["-O1", "-march=haswell", "-std=c++17", "-fPIC", "-shared", "-w", "-fno-math-errno", "-fopenmp"]
-    options += ["-ffp-contract=off"]
+def _compile(source: Path, scratch: Path) -> Path:
+    options = ["-O1", "-march=haswell", "-std=c++17", "-fPIC", "-w", "-fno-math-errno", "-fopenmp", "-ffp-contract=off"]
     options += ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]  # undefined behaviour is a crash
-    headers = Path(building.__file__).parent
-    command = [COMPILER, *options, f"-I{headers}", "-c", str(source), "-o", f"{made}.o"]
-    subprocess.run([option for option in command if option != "-shared"], check=True, timeout=120)
-    # Without OpenMP's library: torch has loaded one.
-    subprocess.run([COMPILER, "-shared", f"{made}.o", "-o", str(made)], check=True, timeout=120)
-    return ctypes.PyDLL(str(made))
+    command = [str(COMPILER), *options, f"-I{Path(building.__file__).parent}"]
+
+    def compile_it() -> Path:
+        made = scratch / "kernels.so"
+        subprocess.run([*command, "-c", str(source), "-o", f"{made}.o"], check=True, timeout=120)
+        # Without OpenMP's library: torch has loaded one.
+        subprocess.run([COMPILER, "-shared", f"{made}.o", "-o", str(made)], check=True, timeout=120)
+        return made
+
+    return kept([*command, source.parent.name], [source], compile_it)

@@ -82,7 +82,7 @@ def dense(row: Row, window: int | None, sinks: Tensor | None = None) -> Tensor:
     return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.data(), dtype=st.sampled_from([torch.bfloat16, torch.float32]), name=st.sampled_from(BACKENDS))
 def test_a_row_is_the_same_bits_alone_in_a_batch_and_in_chunks(
     data: st.DataObject, dtype: torch.dtype, name: str

@@ -114,7 +114,7 @@ def check(rows: list[tuple[int, int]], **options) -> None:
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     rows=st.lists(
         st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 5, 8, 9, 16, 17, 40])), min_size=1, max_size=9

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from outrider.kernels.native import compiler
 
+from .kept_libraries import kept
+
 COMPILER = shutil.which("g++")
 _INFO = Path("/proc/cpuinfo")
 _FLAGS = set(_INFO.read_text().split()) if _INFO.exists() else set()
@@ -20,16 +22,22 @@ _SOURCES = ("experts", "linear", "lora", "native", "quantized_linear")
 
 def compile_with_tiles(command: list[str], scratch: Path, library: Path) -> None:
     """Compile the products for a processor with tiles into `library`; the handler too, if this one has none."""
-    options = ["-O1", "-march=native", "-std=c++17", "-fPIC", "-w", "-fno-math-errno"]
-    include = f"-I{compiler.KERNELS / 'native'}"
+    options = ["-O1", "-march=native", "-std=c++17", "-fPIC", "-w", "-fno-math-errno", "-fopenmp"]
+    compile_one = [*command, *options, f"-I{compiler.KERNELS / 'native'}"]
     sources = [compiler.KERNELS / name / "native.cpp" for name in _SOURCES]
     if EMULATES:
         sources.append(Path(__file__).with_name("tile_trap.cpp"))
-    objects = [scratch / f"{index}.o" for index in range(len(sources))]
-    jobs = [
-        subprocess.Popen([*command, *options, "-fopenmp", include, "-c", str(source), "-o", str(made)])
-        for source, made in zip(sources, objects, strict=True)
-    ]
-    assert [job.wait(120) for job in jobs] == [0] * len(jobs)
-    # Symbolic: the trap's `syscall` is that of the library.
-    subprocess.run([*command, "-shared", "-Wl,-Bsymbolic", *objects, "-o", library], check=True, timeout=60)
+
+    def compile_all() -> Path:
+        objects = [scratch / f"{index}.o" for index in range(len(sources))]
+        jobs = [
+            subprocess.Popen([*compile_one, "-c", str(source), "-o", str(made)])
+            for source, made in zip(sources, objects, strict=True)
+        ]
+        assert [job.wait(120) for job in jobs] == [0] * len(jobs)
+        made = scratch / "tiles.so"
+        # Symbolic: the trap's `syscall` is that of the library.
+        subprocess.run([*command, "-shared", "-Wl,-Bsymbolic", *objects, "-o", made], check=True, timeout=60)
+        return made
+
+    shutil.copyfile(kept(compile_one, sources, compile_all), library)

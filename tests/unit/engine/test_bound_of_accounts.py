@@ -171,7 +171,7 @@ def most_ahead(run: Run, one: str, other: str, both_queued: bool) -> float:
     return most
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(setups)
 def test_queued_tenants_get_equal_service_and_no_less_than_others(setup):
     """Theorem 4.4: over any interval in which two have some queued, they are served the same within 2 U. Theorem 4.6:
@@ -184,7 +184,7 @@ def test_queued_tenants_get_equal_service_and_no_less_than_others(setup):
         assert most_ahead(run, one, other, both_queued=False) <= 4 * bound
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(setups)
 def test_nothing_waits_while_there_is_room(setup):
     """After every step something is used up: the budget, the seats, or the blocks that the next one needs."""

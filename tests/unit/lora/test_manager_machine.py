@@ -362,7 +362,7 @@ class FewBytesMachine(ManagerMachine):
 
 MACHINES = [ManagerMachine, TightMachine, FewRowsMachine, FewBytesMachine]
 for machine in MACHINES:
-    machine.TestCase.settings = settings(max_examples=30, stateful_step_count=30, database=None)
+    machine.TestCase.settings = settings(max_examples=20, stateful_step_count=30, database=None)
 TestManagerMachine, TestTightMachine, TestFewRowsMachine, TestFewBytesMachine = (m.TestCase for m in MACHINES)
 
 

@@ -164,7 +164,7 @@ def loaded(make_head, load_head):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_any_schedule_leaves_the_drafts_as_they_are(target, loaded, method):
-    @settings(max_examples=25)
+    @settings(max_examples=12)
     @given(st.integers(0, 2**32), st.sampled_from([5, 2048]))
     def check(seed, budget):
         head, drafter = loaded(method, budget)

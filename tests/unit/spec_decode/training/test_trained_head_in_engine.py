@@ -23,9 +23,23 @@ def run_engine(target, prompts, speculative_config=None, lora=None):
     return [list(o.outputs[0].token_ids) for o in outputs], accepted / max(1, rounds)
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Train the EAGLE-3 head of both tests once: (its folder, what training measured)."""
+    folder, measured = tmp_path_factory.mktemp("head"), []
+
+    def train(options, samples):
+        if not measured:
+            chosen = options("eagle3", steps=60, output=str(folder), lr=5e-3, k=K)
+            measured.append(train_draft(chosen, samples, samples[:8]))
+        return str(folder), measured[0]
+
+    return train
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "rise"), [("eagle3", 0.5), ("eagle", 0.5), ("medusa", 2.0)])
-def test_training_raises_acceptance_in_the_engine(method, rise, options, samples, folders, tmp_path):
+def test_training_raises_acceptance_in_the_engine(method, rise, options, samples, folders, trained, tmp_path):
     target, training = folders.target, {"lr": 5e-3, "unroll": K}
     if method == "medusa":  # its heads begin as the target's own, which is right wherever a text repeats a token
         target, samples = str(tmp_path / "target"), counting_samples()
@@ -36,8 +50,12 @@ def test_training_raises_acceptance_in_the_engine(method, rise, options, samples
     accepted, measured = [], []
     for changes in ({"steps": 1, "lr": 1e-9}, {"steps": 60}):
         folder = str(tmp_path / str(changes["steps"]))
-        chosen = options(method, model=target, output=folder, k=K, **training | changes)
-        measured.append(train_draft(chosen, samples, samples[:8]))
+        if method == "eagle3" and changes["steps"] == 60:
+            folder, found = trained(options, samples)
+        else:
+            chosen = options(method, model=target, output=folder, k=K, **training | changes)
+            found = train_draft(chosen, samples, samples[:8])
+        measured.append(found)
         config = {"method": method, "model": folder, "num_speculative_tokens": K}
         text, rate_in_engine = run_engine(target, prompts, config)
         assert text == plain
@@ -49,18 +67,17 @@ def test_training_raises_acceptance_in_the_engine(method, rise, options, samples
 
 
 @pytest.mark.slow
-def test_draft_weights_raise_acceptance_of_their_adapter(options, samples, folders, tmp_path):
-    head = options("eagle3", steps=60, output=str(tmp_path / "head"), lr=5e-3, k=K)
-    train_draft(head, samples, samples[:8])
+def test_draft_weights_raise_acceptance_of_their_adapter(options, samples, folders, trained, tmp_path):
+    head, _ = trained(options, samples)
     prompts = [s.token_ids[: s.num_prompt_tokens] for s in samples[:8]]
     adapter = LoRARequest("a", path=folders.adapter)
     plain, _ = run_engine(folders.target, prompts, None, adapter)
     texts = [
         s._replace(token_ids=p + t, num_prompt_tokens=len(p)) for s, p, t in zip(samples, prompts, plain, strict=False)
     ]
-    more = {"draft": str(tmp_path / "head"), "adapter": folders.adapter, "rank": 8, "lr": 2e-2, "steps": 80}
+    more = {"draft": head, "adapter": folders.adapter, "rank": 8, "lr": 2e-2, "steps": 80}
     train_draft(options("draft-lora", output=str(tmp_path / "lora"), k=K, **more), texts, texts)
-    config = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": K}
+    config = {"method": "eagle3", "model": head, "num_speculative_tokens": K}
     without, before = run_engine(folders.target, prompts, config, adapter)
     own = LoRARequest("a", path=folders.adapter, draft_path=str(tmp_path / "lora"))
     with_own, after = run_engine(folders.target, prompts, config, own)

@@ -187,9 +187,9 @@ def test_a_broken_checkpoint_is_named(options, samples, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "optimizer"), [("eagle3", "adamw"), ("eagle3", "muon"), ("eagle", "adamw")])
-def test_training_lowers_the_loss(method, optimizer, options, samples):
-    chosen = options(method, optimizer=optimizer, steps=60, eval_every=60, lr=5e-3)
+def test_training_with_muon_lowers_the_loss(options, samples):
+    """With AdamW the same is asked of heads in an engine."""
+    chosen = options(optimizer="muon", steps=60, eval_every=60, lr=5e-3)
     train_draft(chosen, samples, samples)
     first, last = log_of(chosen)
     # Most of the loss is the target's own entropy, and an EAGLE-3 head begins as the target's last layer.
