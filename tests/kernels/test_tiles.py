@@ -321,7 +321,7 @@ class TestChoice:
         monkeypatch.setattr(tiles, "_check", lambda kept: TileUse(True, NEVER))
         monkeypatch.setattr(trial, "_try", lambda *_: pytest.fail("it is timed"))
         assert trial.prefers_native(64, 64)
-        assert "not kept" in caplog.text
+        assert "cannot be stored" in caplog.text
 
     def test_the_user_has_the_last_word(self, monkeypatch, right):
         monkeypatch.setattr(trial, "_try", lambda *_: pytest.fail("it is timed"))
