@@ -19,7 +19,7 @@ from ...core.compat.unsupported_options import reject_unsupported_options
 from ...core.compat.vllm_python import CHAT
 from ...core.errors import InvalidRequestError, invalid
 from .deadline import DeadlineError, deadline
-from .template_checks import check_arrival
+from .template_checks import check_texts_arrive, check_tools_are_listed, check_tools_arrive, missing_tools
 from .template_memory import TemplateMemoryError, template_memory
 
 TEMPLATE_SECONDS = 10.0
@@ -101,10 +101,18 @@ def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], options:
                 **extra,
             )
 
+        def render_open(conversation: list[dict[str, Any]], tools: Any) -> str:
+            one = partial(render, tools=tools)
+            return _render_open(one, conversation) if continue_final_message else one(conversation)
+
         def checked(conversation: list[dict[str, Any]], tools: Any) -> str:
-            text = render(conversation, tools)
-            check_arrival(conversation, tools or (), text, lambda messages, tools: render(messages, tools or None))
-            return _render_open(partial(render, tools=tools), conversation) if continue_final_message else text
+            one = partial(render, tools=tools)
+            missing = [] if continue_final_message else missing_tools(conversation, one)
+            text = render_open(conversation, tools)
+            check_texts_arrive(conversation, text)
+            check_tools_are_listed(tools or (), text, lambda tools: render_open(conversation, tools or None))
+            check_tools_arrive(conversation, missing, text, one)
+            return text
 
         with deadline(TEMPLATE_SECONDS):
             return _render_with_fallbacks(checked, conversation, tools)
@@ -146,8 +154,8 @@ def _in_form(tokenizer: Any, template: str | None, conversation: list[dict[str, 
 class _CallsForm(NamedTuple):
     """How a template reads an assistant's message with calls."""
 
-    null_content: bool
-    """It writes calls in place of a content that is null or empty (DeepSeek's templates)."""
+    content: str
+    """Content beside which it writes calls: "any", "empty", or "null" (DeepSeek's templates)."""
     as_text: bool
     """It reads the arguments as JSON text, and not as an object."""
 
@@ -155,23 +163,33 @@ class _CallsForm(NamedTuple):
 def _with_calls(message: dict[str, Any], form: _CallsForm) -> list[dict[str, Any]]:
     """The message in the form that the template reads. Content that it would write in place of the calls is a message
     before them."""
-    called = {**message, "tool_calls": [_with_arguments(call, form.as_text) for call in message["tool_calls"]]}
-    if not form.null_content:
+    write = _with_arguments_as_text if form.as_text else _with_an_object
+    called = {**message, "tool_calls": [write(call) for call in message["tool_calls"]]}
+    if form.content == "any":
         return [called]
-    content, called["content"] = message["content"], None
-    if not (content if isinstance(content, str) else any(part["text"] for part in content)):
+    content = message["content"]
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    if form.content == "null":
+        called["content"] = None
+    elif text:
+        called["content"] = "" if isinstance(content, str) else [{"type": "text", "text": ""}]
+    if not text:
         return [called]
-    called.pop("reasoning_content", None)
-    return [{name: value for name, value in message.items() if name != "tool_calls"}, called]
+    before = {name: value for name, value in message.items() if name != "tool_calls"}
+    return [before, {name: value for name, value in called.items() if name != "reasoning_content"}]
 
 
-def _with_arguments(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
-    """The call with arguments as JSON text or as an object: {} for a text that is no JSON, on which a template that
-    reads an object may fail."""
+def _with_arguments_as_text(call: dict[str, Any]) -> dict[str, Any]:
     arguments = call["function"]["arguments"]
-    if isinstance(arguments, str) != as_text:
-        arguments = json.dumps(arguments, ensure_ascii=False) if as_text else {}
-    return {**call, "function": {**call["function"], "arguments": arguments}}
+    if isinstance(arguments, str):
+        return call
+    return {**call, "function": {**call["function"], "arguments": json.dumps(arguments, ensure_ascii=False)}}
+
+
+def _with_an_object(call: dict[str, Any]) -> dict[str, Any]:
+    """The call, without a text in place of its arguments: a template that reads an object may fail on it."""
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": {}}} if isinstance(function["arguments"], str) else call
 
 
 @lru_cache(maxsize=64)
@@ -180,15 +198,16 @@ def _calls_form(tokenizer: Any, template: str | None) -> _CallsForm:
     function: dict[str, Any] = {"name": "f", "arguments": {"a": _PROBE}}
     call = {"id": "zqcallid9", "type": "function", "function": function}
     content: Any = _A_AS_PARTS if _reads_parts(tokenizer, template, "assistant") else "a"
+    empty: Any = [{"type": "text", "text": ""}] if isinstance(content, list) else ""
 
     def arrives(form: _CallsForm) -> bool:
-        given = {"role": "assistant", "content": "" if form.null_content else content, "tool_calls": [call]}
+        given = {"role": "assistant", "content": content if form.content == "any" else empty, "tool_calls": [call]}
         result = {"role": "tool", "content": "b", "tool_call_id": "zqcallid9"}
         messages = [_probing_user(tokenizer, template), *_with_calls(given, form), result]
         text = _render_probe(tokenizer, template, messages)
         return _PROBE in text.replace(f"'{_PROBE}'", "")  # an object printed as it is is no JSON
 
-    forms = [_CallsForm(null, as_text) for null in (False, True) for as_text in (False, True)]
+    forms = [_CallsForm(kind, as_text) for kind in ("any", "empty", "null") for as_text in (False, True)]
     return next((form for form in forms if arrives(form)), forms[0])
 
 
@@ -235,21 +254,24 @@ def _render_probe(tokenizer: Any, template: str | None, messages: list[dict[str,
 def _render_with_fallbacks(
     render: Callable[[list[dict[str, Any]], Any], str], conversation: list[dict[str, Any]], tools: Any
 ) -> str:
-    """The text of the conversation. Some templates want ids of calls to be 9 letters or digits, or a tool to have a
-    description and parameters; many take one system message, at the beginning, and want users and assistants to take
-    turns, where agents send several of each. What is refused is tried with such ids and tools, then with neighbours of
-    one role as one message too, and then with all system messages at the beginning. The error is that of the
-    conversation as it is."""
+    """The text of the conversation. Some templates want ids of calls to be 9 letters or digits; many take one system
+    message, at the beginning, and want users and assistants to take turns, where agents send several of each; others
+    want a tool to have a description and parameters. What is refused is tried with such ids, then with neighbours of
+    one role as one message, and then with all system messages at the beginning, each with complete tools too. The error
+    is that of the conversation as it is."""
     try:
         return render(conversation, tools)
     except Exception:
         given = [_with_short_ids(message) for message in conversation]
         systems_first = sorted(given, key=lambda message: message["role"] not in ("system", "developer"))
         complete = [_complete(tool) for tool in tools or ()] or None
+        tried = [(conversation, tools)]
         for other in (given, _merged(given), _merged(systems_first)):
-            if other[-1]["role"] == conversation[-1]["role"]:
+            for way in ((other, tools), (other, complete)):
                 with contextlib.suppress(Exception):  # whatever templates raise
-                    return render(other, complete)
+                    if way not in tried and other[-1]["role"] == conversation[-1]["role"]:
+                        tried.append(way)
+                        return render(*way)
         raise
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.platform.client.input_processor import InputProcessor
 from outrider.platform.client.text import chat_template
-from outrider.platform.client.text.template_checks import check_arrival
+from outrider.platform.client.text.template_checks import check_texts_arrive
 from outrider.platform.core.errors import InvalidRequestError
 from outrider.platform.core.messages import EngineInfo
 
@@ -354,6 +354,9 @@ class Rendered(str):
 
     num_misses = 0
 
+    def casefold(self) -> "Rendered":
+        return self
+
     def find(self, *args: Any) -> int:
         place = super().find(*args)
         self.num_misses += place < 0
@@ -365,15 +368,8 @@ def test_many_altered_texts_are_found_without_looking_at_all_of_the_prompt_for_e
     texts = [f"number{i}\n\ttext" for i in range(100)]
     messages = [{"role": "user", "content": [{"type": "text", "text": text}]} for text in texts]
     rendered = Rendered("".join(f"<u>{alter(text)}" for text in texts))
-    renderings: list[Any] = []
-
-    def render(messages: list[dict[str, Any]], tools: list[Any]) -> str:
-        renderings.append(messages)
-        return "".join(message["content"][0]["text"] for message in messages)
-
-    check_arrival(messages, [], rendered, render)
+    check_texts_arrive(messages, rendered)
     assert rendered.num_misses < 5
-    assert len(renderings) == 1
 
 
 ENDLESS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"

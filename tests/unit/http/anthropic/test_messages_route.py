@@ -31,8 +31,7 @@ def writes_tools(llm):
         chat_template = "fake <tool_call>"
 
         def apply_chat_template(self, conversation: Any, *, tools: Any = None, **options: Any) -> str:
-            if "zqcall" not in str(conversation):  # else it is rendered once more, with marks
-                llm.options, llm.conversation = options, conversation
+            llm.options, llm.conversation = options, conversation
             calls = [m[name] for m in conversation for name in ("tool_calls", "reasoning_content") if name in m]
             text = json.dumps([tools, calls]) if tools or calls else ""
             return text + super().apply_chat_template(conversation, **options)

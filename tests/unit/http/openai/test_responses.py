@@ -37,8 +37,7 @@ def writes_tools(llm):
         chat_template = "fake <tool_call>"
 
         def apply_chat_template(self, conversation: Any, *, tools: Any = None, **options: Any) -> str:
-            if "zqcall" not in str(conversation):  # else it is rendered once more, with marks
-                llm.messages, llm.variables = conversation, options
+            llm.messages, llm.variables = conversation, options
             calls = [message.get("tool_calls") for message in conversation]
             return json.dumps([tools or [], calls]) + super().apply_chat_template(conversation, **options)
 
