@@ -182,32 +182,44 @@ class StepAdapters:
     def prepare(self, rows: PlanRows, *, always: bool = False) -> LoraBatch | None:
         """Return the batch of the target's pass over rows of tokens; None when all are the base model's. `always`: see
         `LoraBatcher.build`."""
-        return self._build(self._tokens, rows, lambda version: True, always=always)
+        return self._build(self._tokens, rows, self._allocation, always=always)
 
     def prepare_head(self, rows: PlanRows, *, always: bool = False) -> LoraBatch | None:
         """Return the batch of rows of logits; None when no adapter of theirs targets lm_head."""
-        return self._build(self._head, rows, lambda version: version.targets_head, always=always)
+        find = self._allocation
+        return self._build(
+            self._head, rows, lambda version: find(version) if version.targets_head else None, always=always
+        )
 
     def prepare_draft(self, rows: PlanRows, *, always: bool = False) -> LoraBatch | None:
         """Return the batch of a drafter's pass over rows of tokens; None when no adapter has draft weights. An adapter
         that was unloaded and dropped at the commit of its last request counts as the base model."""
+        find = self._pool.ready_allocation
         return self._build(
-            self._draft, rows, lambda version: version.has_draft and self._pool.is_ready(version.digest), always=always
+            self._draft, rows, lambda version: find(version.digest) if version.has_draft else None, always=always
         )
 
+    def _allocation(self, version: AdapterVersion) -> Allocation:
+        assert version.digest is not None
+        return self._pool.allocation(version.digest)
+
     def _build(
-        self, batcher: LoraBatcher, rows: PlanRows, applies: Callable[[AdapterVersion], bool], *, always: bool
+        self,
+        batcher: LoraBatcher,
+        rows: PlanRows,
+        find: Callable[[AdapterVersion], Allocation | None],
+        *,
+        always: bool,
     ) -> LoraBatch | None:
-        if not any(version is not None and applies(version) for version, _ in rows):
-            # It must not keep the allocations of its last batch.
-            return batcher.build([(None, sum(count for _, count in rows))] if always else (), always=always)
+        """Build a batch; `find` returns the rows of a version, None if it counts as the base model."""
         allocations, is_plain, targets_experts = [], True, False
         for version, count in rows:
-            allocation = None
-            if version is not None and applies(version):
-                assert version.digest is not None
-                allocation = self._pool.allocation(version.digest)
+            allocation = None if version is None else find(version)
+            if version is not None and allocation is not None:
                 is_plain &= version.is_plain
                 targets_experts |= version.targets_experts
             allocations.append((allocation, count))
+        if all(allocation is None for allocation, _ in allocations):
+            # It must not keep the allocations of its last batch.
+            return batcher.build([(None, sum(count for _, count in rows))] if always else (), always=always)
         return batcher.build(allocations, is_plain=is_plain, targets_experts=targets_experts)

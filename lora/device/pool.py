@@ -129,8 +129,12 @@ class RowPool:
 
     def is_ready(self, key: bytes | None) -> bool:
         """Return whether the adapter's rows are written."""
+        return self.ready_allocation(key) is not None
+
+    def ready_allocation(self, key: bytes | None) -> Allocation | None:
+        """Return the rows of an adapter on the device, in one look-up; None unless they are written."""
         entry = self._entries.get(key) if key is not None else None
-        return entry is not None and entry.allocation not in self._writing
+        return None if entry is None or entry.allocation in self._writing else entry.allocation
 
     def is_evictable(self, key: bytes) -> bool:
         """True if the adapter's rows could be given to another one now."""

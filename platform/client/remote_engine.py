@@ -118,7 +118,9 @@ class RemoteEngine:
 
         Raises:
             AsleepError: it sleeps without its weights. EngineDeadError, ShuttingDownError: see Supervisor.
+            InvalidUserInputError: it belongs to another event loop.
         """
+        self._check_loop()
         if self.sleep_level == 2:
             raise asleep()
         return self._supervisor.ready_engine()

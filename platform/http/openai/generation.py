@@ -25,8 +25,8 @@ from .logprobs import Packed, pack
 
 
 async def prepare(serving: Serving, job: Job) -> None:
-    """Check the job's prompts and parameters; nothing is checked again when it runs. Keywords of a schema that do not
-    hold are named as ignored.
+    """Check the job's prompts and parameters; nothing is checked again when it runs, except by beam search, whose
+    sequences are prepared one by one. Keywords of a schema that do not hold are named as ignored.
 
     Raises:
         InvalidRequestError: a prompt or parameter is refused, or a keyword is ignored with --strict-fields.
