@@ -180,11 +180,11 @@ class ForwardBatch:
     """Plan of the attention backend."""
     kv: Sequence[LayerKV]
     """Layers of the cache that belong to this model."""
-    states: StatePass | None = None
-    """States of the rows, for layers that have them."""
     adapters: Any = None
     """Input of the LoRA sites of linears and embeddings (lora.layers.LoraBatch) for these T tokens; None when no row
     has an adapter."""
+    states: StatePass | None = None
+    """States of the rows, for layers that have them."""
 
     def memory_of_states(self) -> Sequence[LayerStates]:
         """Memory of each layer with states.

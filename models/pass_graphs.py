@@ -362,6 +362,6 @@ class GraphedPass:
         )
         # The tables reach to the last position at once: a graph must not hold tables that are replaced when they grow.
         rotations = self._model.rope.rotations(positions, self._graphs.limits.max_positions)
-        batch = ForwardBatch(ids, positions, rotations, self._plans[shape], self._kv, adapters[0])
+        batch = ForwardBatch(ids, positions, rotations, self._plans[shape], self._kv, adapters=adapters[0])
         states = None if self._states is None else self._states[: shape.tokens]
         return self._compute(batch, PassInputs(last, states, adapters))

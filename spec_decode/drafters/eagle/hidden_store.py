@@ -20,6 +20,7 @@ from torch import Tensor
 from ....kernels.device_outcome import device_slots
 from ....kernels.staging import to_device
 from ....models.batch import AdapterPreparer, KVLayerSpec, LayerKV
+from ....platform.core.request import Status
 from ....platform.core.speculative_config import MAX_DRAFTS
 from ..base import DraftRow, no_adapters
 
@@ -80,10 +81,12 @@ class HiddenStore:
 
     def defer(self, rows: Sequence[DraftRow], states: tuple[Tensor, ...], overshoot: Tensor | None) -> None:
         """`write` for a step whose vectors are not read now. It may be deferred until `read`, `write` or `flush`, if
-        its slots are known. Draft weights that leave the device before then take no part, which costs acceptance."""
+        its slots are known, and while all requests run: adapters of others may leave the device. Draft weights that
+        are gone nevertheless, as after an abort, take no part, which costs acceptance."""
         num_tokens = len(states[0])
         counts = _counts(rows, num_tokens)
-        if overshoot is not None or num_tokens >= _MOST_DEFERRED:
+        ends = any(row.request.adapter is not None and row.request.status is Status.FINISHED for row in rows)
+        if ends or overshoot is not None or num_tokens >= _MOST_DEFERRED:
             self.write(rows, states, overshoot)
             return
         slots = self._known_slots(rows, counts)
