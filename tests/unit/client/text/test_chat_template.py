@@ -305,48 +305,6 @@ def test_text_that_is_not_in_the_prompt_is_an_error(processor: InputProcessor, t
     assert caught.value.param == f"messages[{index}].content"
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for m in messages %}{{ m.content[0].text }}{% endfor %}",
-        "{% for m in messages %}{{ m.content[:9] }}{% endfor %}",
-        "{% for m in messages %}{{ m.content.split('\n')[-1] }}{% endfor %}",
-        "{% for m in messages %}{% if '##' in m.content %}{{ m.content.split('##')[1] }}{% endif %}{% endfor %}",
-    ],
-)
-def test_a_template_that_writes_part_of_a_text_is_an_error(processor: InputProcessor, template: str) -> None:
-    parts = [{"type": "text", "text": "first ## line"}, {"type": "text", "text": "another"}]
-    with pytest.raises(InvalidRequestError, match="out of the prompt"):
-        processor.chat_prompt([{"role": "user", "content": parts}], {"chat_template": template})
-
-
-def test_a_shortened_result_does_not_hide_that_a_later_text_is_missing(processor: InputProcessor) -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    messages = [
-        {"role": "user", "content": "first"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c1", "content": "a long result"},
-        {"role": "user", "content": "last"},
-    ]
-    template = (
-        "{% for m in messages %}{% if m.role == 'tool' %}{{ m.content[:5] }}{% elif m.tool_calls %}"
-        "{{ m.tool_calls[0].function.name }}{% elif loop.first %}{{ m.content }}{% endif %}{% endfor %}"
-    )
-    with pytest.raises(InvalidRequestError, match=r"messages\[3\]"):
-        processor.chat_prompt(messages, {"chat_template": template})
-
-
-def test_a_template_may_write_the_schema_of_a_tool_alone(processor: InputProcessor) -> None:
-    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
-    tool = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": schema}}
-    template = (
-        "{% for t in tools or [] %}{{ t.function.parameters | tojson }}{% endfor %}"
-        "{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
-    prompt = processor.chat_prompt([{"role": "user", "content": "x"}], {"chat_template": template, "tools": [tool]})
-    assert "city" in prompt["prompt"]
-
-
 def test_tools_that_the_template_leaves_out_are_an_error(processor: InputProcessor) -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("one", "two")]
     first = "{{ tools[0].function.name }}" + STRING
