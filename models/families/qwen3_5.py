@@ -2,8 +2,8 @@
 
 from functools import partial
 
-from .state_layers import delta_net
 from .prediction import PredictionHead
+from .state_layers import delta_net
 from .traits import FamilyTraits
 
 DEFAULTS = {
