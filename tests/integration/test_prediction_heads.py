@@ -29,6 +29,7 @@ from outrider.platform.engine.engine_core import EngineCore
 from outrider.spec_decode.control import adapters
 from outrider.spec_decode.drafters.factory import draft_kv_bytes_per_token
 
+from ..quantized_files import CASES, write_quantized
 from ..tiny_families import FAMILIES, SIZES, Family, build
 
 HIDDEN, VOCAB = SIZES["hidden_size"], SIZES["vocab_size"]
@@ -323,6 +324,19 @@ def test_heads_of_another_folder_and_random_ones(checkpoints, make_engine):
     assert serve(make_engine(checkpoint.folder, speculative_config=config), jobs) == expected
     engine = make_engine(checkpoint.folder, speculative_config=MTP, load_format="dummy")
     serve(engine, jobs)
+    assert counts(engine)[0] > 0
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_heads_of_quantised_checkpoints(checkpoints, make_engine, tmp_path, is_packed):
+    """Formats often leave the head in full precision."""
+    write_quantized(checkpoints("mimo").folder, tmp_path, CASES["fp8-blocks"])
+    if not is_packed:
+        file = tmp_path / "model.safetensors"
+        plain = {name: t for name, t in load_file(tmp_path / "dense" / file.name).items() if "mtp_layers" in name}
+        save_file({name: t for name, t in load_file(file).items() if "mtp_layers" not in name} | plain, file)
+    engine = make_engine(tmp_path, speculative_config=MTP)
+    assert serve(engine, JOBS) == serve(make_engine(tmp_path), JOBS)
     assert counts(engine)[0] > 0
 
 

@@ -107,7 +107,7 @@ def head_tensors(path: Path, config: MtpConfig) -> dict[str, StoredTensor]:
         )
     found = {ours: stored[name] for name, ours in names.items() if ours is not None}
     form = config.layer.quantization
-    if form is not None and any(name.rpartition(".")[2] in (form.markers or form.parts[:1]) for name in found):
+    if form is not None and any(name.endswith(form.endings) for name in found):
         found = unpack(found, form, lambda _: True, PARAM)
     return found
 
