@@ -22,7 +22,7 @@ from ...platform.core.errors import InvalidRequestError
 from ..batch import kv_dtype
 from ..config import DTYPES, DecoderConfig, stored_dtype
 from ..decoder import Decoder
-from ..families import traits_of
+from ..families import FAMILIES
 from ..families.multimodal import OUTER, language_name
 from ..implementation import AUTO, build_model, read_config
 from ..layers.cache_scales import scale_slots
@@ -289,11 +289,10 @@ def use_renamed(
 
 
 def _prediction_heads(config: ModelConfig, names: Collection[str]) -> set[str]:
-    """Tensors of heads for multi-token prediction, which a drafter may read."""
-    traits = traits_of(config.architecture) if isinstance(config, DecoderConfig) else None
-    if traits is None or traits.prediction is None:
-        return set()
-    return traits.prediction.all_tensors(names, config.num_layers)
+    """Tensors of heads for multi-token prediction, which a drafter may read, in any family's form: transformers' code
+    runs further families that have some."""
+    forms = {traits.prediction for traits in FAMILIES.values()} - {None}
+    return {name for form in forms if form is not None for name in form.all_tensors(names, config.num_layers)}
 
 
 def _turned(stored: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:

@@ -347,7 +347,7 @@ def test_a_checkpoint_without_a_head_is_refused(checkpoints, make_engine, tmp_pa
             make_engine(tmp_path / name, speculative_config=MTP)
         assert caught.value.param == "speculative_config"
     build(Family("Llama", {"vocab_size": 140})).save_pretrained(tmp_path / "llama")
-    with pytest.raises(InvalidRequestError, match="LlamaForCausalLM has not; served are DeepseekV3ForCausalLM"):
+    with pytest.raises(InvalidRequestError, match="not read from LlamaForCausalLM; served are DeepseekV3ForCausalLM"):
         make_engine(tmp_path / "llama", speculative_config=MTP)
     with pytest.raises(InvalidRequestError, match=r"vocab_size of .* is 131, the target's 140"):
         make_engine(tmp_path / "llama", speculative_config=MTP | {"model": str(checkpoints("qwen3.5").folder)})
@@ -360,5 +360,7 @@ def test_a_damaged_head_is_refused(checkpoints, make_engine, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     serve(make_engine(tmp_path), [(PROMPTS[0], GREEDY)])  # without the method it is not read
+    folder = checkpoints("ernie4.5").folder
+    serve(make_engine(folder, model_impl="transformers"), [(PROMPTS[0], GREEDY)])
     with pytest.raises(InvalidRequestError, match=r"missing: model\.layers\.0\.mlp\.up_proj\.weight"):
         make_engine(tmp_path, speculative_config=MTP)

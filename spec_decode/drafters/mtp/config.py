@@ -60,7 +60,7 @@ def read_mtp_config(path: Path, dtype: torch.dtype, target: ModelConfig | None =
     if not isinstance(config, DecoderConfig) or traits is None or traits.prediction is None or is_gguf(path):
         served = ", ".join(name for name, known in FAMILIES.items() if known.prediction is not None)
         what = "a GGUF file" if is_gguf(path) else config.architecture
-        raise refuse(f"method mtp needs heads for multi-token prediction, which {what} has not; served are {served}")
+        raise refuse(f"method mtp: heads for multi-token prediction are not read from {what}; served are {served}")
     if target is not None:
         for field in ("hidden_size", "vocab_size"):
             own, wanted = getattr(config, field), getattr(target, field)
