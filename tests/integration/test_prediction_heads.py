@@ -327,6 +327,21 @@ def test_heads_of_another_folder_and_random_ones(checkpoints, make_engine):
     assert counts(engine)[0] > 0
 
 
+def test_heads_of_multimodal_checkpoints(checkpoints, make_engine, tmp_path):
+    checkpoint = checkpoints("qwen3.5", True)
+    raw = json.loads((checkpoint.folder / "config.json").read_text())
+    config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": raw, "dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(checkpoint.folder / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): t for name, t in tensors.items()}
+    assert any(name.startswith("mtp.") for name in renamed)
+    save_file(renamed, tmp_path / "model.safetensors")
+    engine = make_engine(tmp_path, speculative_config=MTP)
+    serve(engine, [(prompt, GREEDY) for prompt in PROMPTS])
+    drafted, accepted = counts(engine)
+    assert drafted == accepted > 0
+
+
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_heads_of_quantised_checkpoints(checkpoints, make_engine, tmp_path, is_packed):
     """Formats often leave the head in full precision."""
