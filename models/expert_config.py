@@ -28,6 +28,8 @@ class ExpertConfig:
     """Activation of an expert."""
     renormalised: bool
     """True: the weights of a token's experts are divided by their sum."""
+    corrected: bool = False
+    """True: the family's `correction` is added to the scores for the choice."""
     scale: float = 1.0
     """Factor of the weights of a token's experts."""
     num_groups: int = 1
@@ -65,6 +67,7 @@ def read_experts(values: Mapping[str, Any], traits: ExpertTraits, num_layers: in
         shared_size=shared_size,
         activation=traits.activation or activation,
         renormalised=bool(values.get("norm_topk_prob", False)) if traits.renormalised is None else traits.renormalised,
+        corrected=traits.correction is not None and bool(values.get(traits.correction_switch or "", True)),
         layers=frozenset(i for i in range(num_layers) if i not in dense_layers and (i + 1) % step == 0),
         **(_groups(values, num_experts, top_k, traits) if traits.grouped else {}),
     )

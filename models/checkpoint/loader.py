@@ -47,7 +47,7 @@ _PREFIXES = ("model.", "transformer.", "gpt_neox.")
 # Scales of keys, values, queries and attention's probabilities, for caches that divide by them.
 _CACHE_SCALE = re.compile(r"\.(?:[kqv]|kv|prob)_scale$|\.[kv]_proj\.output_scale$")
 # Buffers that old checkpoints store although they follow from the config, and layers that predict further tokens.
-_UNUSED = re.compile(r"^mtp\.|\.rotary_emb\.inv_freq$|\.(?:attn|attention)\.(?:masked_)?bias$")
+_UNUSED = re.compile(r"^(?:model\.)?mtp[._]|\.rotary_emb\.inv_freq$|\.(?:attn|attention)\.(?:masked_)?bias$")
 
 
 NameOf = Callable[[str], str | None]

@@ -5,6 +5,15 @@ from dataclasses import replace
 from . import deepseek_v2
 from .traits import ExpertTraits
 
+EXPERTS = ExpertTraits(
+    rounded=False,
+    ungated=True,
+    grouped=True,
+    sigmoid=True,
+    correction="gate.e_score_correction_bias",
+    float_router=True,
+)
+
 TRAITS = replace(
     deepseek_v2.TRAITS,
     defaults={
@@ -26,5 +35,5 @@ TRAITS = replace(
         "routed_scaling_factor": 2.5,
     },
     constants={"moe_layer_freq": 1, "rope_interleave": 1},
-    experts=ExpertTraits(rounded=False, ungated=True, grouped=True, sigmoid=True, float_router=True),
+    experts=EXPERTS,
 )
