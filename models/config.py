@@ -50,11 +50,14 @@ class DecoderConfig:
     hidden_size: int
     intermediate_size: int
     num_layers: int
+    num_extra_layers: int = 0
+    """Layers of the checkpoint after these, which predict further tokens. They are not loaded."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
-    """Context length in tokens: config.json's, times the factor of a linear or YaRN rope scaling."""
+    """Context length in tokens: config.json's, times the factor of a linear or YaRN rope scaling, and at most the
+    family's bound."""
     rms_norm_eps: float
     rope: RopeConfig
     """Rotation of all layers; where they differ (`layer_ropes`), that of layers which see everything."""
@@ -251,6 +254,8 @@ def decoder_config(
     served = ACTIVATIONS if block is None or block.mlp is None else PLAIN_NAMES
     hidden_act = _activation(values, served, "hidden_activation" in traits.defaults)
     score = read_score(values) if architecture.endswith(CLASSIFIER) else None
+    context = context_length(positive(values, "max_position_embeddings"), rope, traits)
+    bound = positive(values, traits.context_bound) if traits.context_bound else context
     return DecoderConfig(
         architecture=architecture,
         vocab_size=positive(values, "vocab_size"),
@@ -260,7 +265,8 @@ def decoder_config(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=context_length(positive(values, "max_position_embeddings"), rope, traits),
+        num_extra_layers=values.get("num_nextn_predict_layers", 0),
+        max_position_embeddings=min(context, bound),
         rms_norm_eps=number("rms_norm_eps", "", values.get("rms_norm_eps", 1e-6)),
         rope=rope,
         tie_word_embeddings=score is not None or bool(values.get("tie_word_embeddings", False)),

@@ -34,6 +34,7 @@ _COUNTS = (
     "max_window_layers",
     "first_k_dense_replace",
     "n_shared_experts",
+    "num_nextn_predict_layers",
     "num_ln_in_parallel_attn",
 )
 """Fields that are integers from 0 on, also in the files of families that do not read them."""

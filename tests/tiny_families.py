@@ -180,6 +180,12 @@ FAMILIES: dict[str, Family] = {
         {"num_hidden_layers": 4, "sliding_window": 9, "logit_scale": 0.5},
         [*ATTENTION, *GATED, "embed_tokens"],
     ),
+    "deepseek3.2": Family(
+        "DeepseekV32",
+        {**_LATENT, **_QUERY_RANK, "index_topk": 128, "index_n_heads": 2, "index_head_dim": 16},
+        ["q_a_proj", "q_b_proj", *_KV, *GATED],
+        _SPARSE,
+    ),
     "gpt-oss": Family("GptOss", _GPT_OSS, ATTENTION, ["router.weight", *_SPARSE[1:]]),
     "lfm2": Family("Lfm2", _LFM2, ["in_proj", "out_proj", *_QKV, "w1", "w2", "w3", "embed_tokens"]),
     "qwen3.5": Family("Qwen3_5Text", {**DELTA, "head_dim": 16, "tie_word_embeddings": True}, _DELTA_TARGETS),

@@ -22,6 +22,7 @@ from ...platform.core.errors import InvalidRequestError
 from ..batch import kv_dtype
 from ..config import DTYPES, DecoderConfig, stored_dtype
 from ..decoder import Decoder
+from ..families import traits_of
 from ..families.multimodal import OUTER, language_name
 from ..implementation import AUTO, build_model, read_config
 from ..layers.cache_scales import scale_slots
@@ -48,6 +49,7 @@ _PREFIXES = ("model.", "transformer.", "gpt_neox.")
 _CACHE_SCALE = re.compile(r"\.(?:[kqv]|kv|prob)_scale$|\.[kv]_proj\.output_scale$")
 # Buffers that old checkpoints store although they follow from the config, and layers that predict further tokens.
 _UNUSED = re.compile(r"^(?:model\.)?mtp[._]|\.rotary_emb\.inv_freq$|\.(?:attn|attention)\.(?:masked_)?bias$")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 NameOf = Callable[[str], str | None]
@@ -241,7 +243,8 @@ def _stored_tensors(
         tensors = read_gguf(path, slots, config)
     else:
         read = read_weights(path, "model", hint=_NO_WEIGHTS)
-        tensors = unpacked({name: tensor for name, tensor in read.items() if name_of(name)}, config.dtype)
+        kept = {name: tensor for name, tensor in read.items() if name_of(name) and not _is_unused(name, config)}
+        tensors = unpacked(kept, config.dtype)
         if isinstance(config, DecoderConfig) and config.quantization is not None:
             tensors = unpack(
                 tensors,
@@ -272,11 +275,22 @@ def _stored_tensors(
     if unused:
         log.warning("%s has %d scales of attention that are not used, such as %s", path, len(unused), unused[0])
         tensors = {name: tensor for name, tensor in tensors.items() if name not in unused}
-    shapes = {n: t.shape for n, t in tensors.items() if n not in ignored and not _UNUSED.search(n)}
+    shapes = {name: tensor.shape for name, tensor in tensors.items() if name not in ignored}
     problems = misfits(slots, shapes)
     if problems:
         raise InvalidRequestError(f"the weights in {path} do not fit its config.json; {problems}", param="model")
     return {name: tensor for name, tensor in tensors.items() if name in slots}
+
+
+def _is_unused(name: str, config: ModelConfig) -> bool:
+    """True for a tensor of a checkpoint that is not loaded."""
+    if _UNUSED.search(name):
+        return True
+    if not isinstance(config, DecoderConfig):
+        return False
+    unused, layer = traits_of(config.architecture).unused, _LAYER.search(name)
+    is_extra = layer is not None and 0 <= int(layer[1]) - config.num_layers < config.num_extra_layers
+    return is_extra or (unused is not None and re.search(unused, name) is not None)
 
 
 def _turned(stored: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:

@@ -24,7 +24,7 @@ TRAITS = replace(
         "num_hidden_layers": 61,
         "num_attention_heads": 128,
         "max_position_embeddings": 4096,
-        "n_routed_experts": 256,
+        "num_experts": 256,
         "n_shared_experts": 1,
         "moe_intermediate_size": 2048,
         "num_experts_per_tok": 8,

@@ -1,28 +1,10 @@
 """GLM-4.7-Flash: DeepSeek-V3 with other sizes, and a list of the layers with experts."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from ..config_values import shown, wrong
 from . import deepseek_v3
-from .traits import FamilyTraits
 
-
-def _dense_layers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers without experts: those of the list, or the first ones."""
-    types = values.get("mlp_layer_types")
-    if types is None:
-        return {}
-    if not isinstance(types, list) or not set(map(str, types)) <= {"dense", "sparse"}:
-        raise wrong("mlp_layer_types", f'must be a list of "dense" and "sparse", got {shown(types)}')
-    if len(types) != values.get("num_hidden_layers"):
-        raise wrong("mlp_layer_types", f"has {len(types)} entries for {shown(values.get('num_hidden_layers'))} layers")
-    dense = [index for index, kind in enumerate(types) if kind == "dense"]
-    return {"first_k_dense_replace": 0, "mlp_only_layers": dense}
-
-
-TRAITS: FamilyTraits = replace(
+TRAITS = replace(
     deepseek_v3.TRAITS,
     defaults={
         "vocab_size": 154880,
@@ -47,5 +29,4 @@ TRAITS: FamilyTraits = replace(
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.8,
     },
-    derived=_dense_layers,
 )

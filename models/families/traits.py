@@ -125,6 +125,10 @@ class FamilyTraits:
     """See `DecoderConfig`."""
     latent: bool = False
     """True: attention is latent (DeepSeek-V2)."""
+    context_bound: str | None = None
+    """Key of the most tokens that are served; None: there is no such bound."""
+    unused: str | None = None
+    """Pattern in the names of tensors that are not loaded; None: there are none."""
     constants: Mapping[str, float] = field(default_factory=dict)
     """Keys of config.json of which one number is served."""
     experts: ExpertTraits | None = None
