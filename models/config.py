@@ -135,8 +135,8 @@ class DecoderConfig:
     def is_plain(self) -> bool:
         """True: embeddings, layers and head are computed as Llama's, but for norms of queries and keys."""
         factors = self.embedding_scale, self.residual_scale, self.logit_scale
-        others = self.block, self.experts, self.latent, self.attention_scale, self.attention_cap, self.logit_cap
-        others = *others, self.query_scaling
+        scales = self.attention_scale, self.attention_cap, self.query_scaling, self.logit_cap
+        others = self.block, self.experts, self.latent, *scales
         merged = self.merged_qkv or self.merged_gate_up or self.qk_norm_wide or self.sinks or bool(self.layer_ropes)
         merged = merged or self.states is not None or self.gated_attention or bool(self.names)
         is_usual = self.norms == PRE_NORMS and self.norm_offset == 0.0 and self.hidden_act == "silu"

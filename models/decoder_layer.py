@@ -107,8 +107,8 @@ class DecoderLayer:
 
 
 class GeneralLayer(DecoderLayer):
-    """Layer with any of the norms before and after attention and MLP, a factor of what these two add, sinks, and factors
-    of queries by their positions."""
+    """Layer with any of the norms before and after attention and MLP, a factor of what these two add, sinks, and
+    factors of queries by their positions."""
 
     sink_part: tuple[int, slice] | None = None
     """Heads of the whole layer and those of this process, set before it is loaded; None: all are its own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .tiny_families import GLM_MOE, MINISTRAL3_ROPE, ATTENTION, DELTA, GATED, MERGED, SIZES, Family
+from .tiny_families import ATTENTION, DELTA, GATED, GLM_MOE, MERGED, MINISTRAL3_ROPE, SIZES, Family
 
 _VISION = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},

@@ -288,9 +288,9 @@ def _is_unused(name: str, config: ModelConfig) -> bool:
         return True
     if not isinstance(config, DecoderConfig):
         return False
-    unused, layer = traits_of(config.architecture).unused, _LAYER.search(name)
+    traits, layer = traits_of(config.architecture), _LAYER.search(name)
     is_extra = layer is not None and 0 <= int(layer[1]) - config.num_layers < config.num_extra_layers
-    return is_extra or (unused is not None and re.search(unused, name) is not None)
+    return is_extra or bool(traits and traits.unused and re.search(traits.unused, name))
 
 
 def _turned(stored: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:

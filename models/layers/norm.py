@@ -91,8 +91,8 @@ class RMSNorm:
 
 
 class LayerNorm:
-    """LayerNorm (Ba et al. 2016) over the last dimension, mostly with a bias. On a CPU torch computes each row by itself, so a
-    row's result does not depend, bit for bit, on other rows."""
+    """LayerNorm (Ba et al. 2016) over the last dimension, mostly with a bias. On a CPU torch computes each row
+    by itself, so a row's result does not depend, bit for bit, on other rows."""
 
     def __init__(
         self, name: str, size: int, eps: float, *, bias: bool = True, dtype: torch.dtype, device: torch.device
