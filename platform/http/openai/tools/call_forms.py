@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from .arguments import json_rule, properties_of, property_rule, tagged_arguments
@@ -46,11 +47,19 @@ CALL_FORMS = {
         "\n```<｜tool▁call▁end｜>",
         ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     ),
+    "kimi_k2": CallForm(
+        "<|tool_call_begin|>",
+        "functions.%s:0<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ),
     "functiongemma": CallForm("<start_function_call>", "call:%s", "<end_function_call>"),
     "gemma4": CallForm("<|tool_call>", "call:%s", "<tool_call|>"),
 }
 """Formats whose arguments are JSON, by name. Gemma's models write bare keys and marks around texts; JSON's quotes are
 read as well."""
+_OUTER_TAGS = {"qwen3_coder": "tool_call", "seed_oss": "seed:tool_call"}
+"""Tag around a call of the formats that write `<function=name>`."""
 _OLD_MISTRAL = CallForm("[TOOL_CALLS]", '{"name": "%s", "arguments": ', "}", bracket=True)
 """Format of Mistral's tokenizers that have no token [ARGS]."""
 
@@ -85,8 +94,8 @@ def call_rules(name: str | None, marks: Marks) -> CallRules | None:
         return _harmony if "<|channel|>" in marks.tokens else None
     if name == "pythonic":
         return _pythonic
-    if name == "qwen3_coder":
-        return _tagged_calls
+    if name in _OUTER_TAGS:
+        return partial(_tagged_calls, _OUTER_TAGS[name])
     form = CALL_FORMS.get(name or "")
     if name == "mistral" and "[ARGS]" not in marks.tokens:
         form = _OLD_MISTRAL
@@ -107,8 +116,8 @@ def _json_calls(form: CallForm, choice: ToolChoice, marks: Marks) -> list[str]:
     return _calls(form, [_arguments(tool["function"]) for tool in choice.tools], choice, marks)
 
 
-def _tagged_calls(choice: ToolChoice, marks: Marks) -> list[str]:
-    form = CallForm("<tool_call>", "\n<function=%s>\n", "</function>\n</tool_call>", beginning="<function=")
+def _tagged_calls(outer: str, choice: ToolChoice, marks: Marks) -> list[str]:
+    form = CallForm(f"<{outer}>", "\n<function=%s>\n", f"</function>\n</{outer}>", beginning="<function=")
     rules = [rule for index, tool in enumerate(choice.tools) for rule in tagged_arguments(index, tool["function"])]
     return [*_calls(form, [f"args_{index}" for index in range(len(choice.tools))], choice, marks), *rules]
 

@@ -84,6 +84,45 @@ ANSWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Ok.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
         {"content": "Ok.", "tool_calls": [{"name": "get_weather", "arguments": {"city": "Paris"}}]},
     ),
+    "kimi": (
+        "kimi_k2",
+        "Ok.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        f"{JSON}<|tool_call_end|><|tool_call_begin|>functions.do.nothing:1<|tool_call_argument_begin|>{{}}"
+        "<|tool_call_end|><|tool_calls_section_end|>",
+        {"content": "Ok.", "tool_calls": [WEATHER, NOTHING]},
+    ),
+    "glm": (
+        "glm45",
+        "<think>Hm</think>\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Par</arg_key>\n</arg_value>\n"
+        "</tool_call>\n<tool_call>do.nothing\n</tool_call>",
+        {
+            "reasoning_content": "Hm",
+            "tool_calls": [{"name": "get_weather", "arguments": {"city": "Par</arg_key>\n"}}, NOTHING],
+        },
+    ),
+    "glm 4.7, without line breaks": (
+        "glm45",
+        "Ok.<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key><arg_value></arg_value>"
+        "</tool_call>",
+        {"content": "Ok.", "tool_calls": [{"name": "f", "arguments": {"a": "1", "b": ""}}]},
+    ),
+    "minimax": (
+        "minimax_m2",
+        'Ok.\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1</invoke></parameter>\n</invoke>\n'
+        '<invoke name="do.nothing">\n</invoke>\n</minimax:tool_call>',
+        {"content": "Ok.", "tool_calls": [{"name": "f", "arguments": {"a": "1</invoke>"}}, NOTHING]},
+    ),
+    "seed": (
+        "seed_oss",
+        "<seed:think>Hm</seed:think>Ok.<seed:tool_call>\n<function=f>\n<parameter=a>1</parameter>\n</function>\n"
+        "</seed:tool_call>",
+        {"reasoning_content": "Hm", "content": "Ok.", "tool_calls": [{"name": "f", "arguments": {"a": "1"}}]},
+    ),
+    "lfm2": (
+        "pythonic",
+        "<|tool_call_start|>[do.nothing()]<|tool_call_end|>I look.",
+        {"content": "I look.", "tool_calls": [NOTHING]},
+    ),
     "harmony": (
         "openai",
         "<|channel|>analysis<|message|>Need weather.<|end|><|start|>assistant<|channel|>commentary "
@@ -255,6 +294,11 @@ class Tokenizer:
         ({"default": "", "tool_use": "<|channel|>"}, "openai"),
         ("<|channel>thought <|tool_call>call:", "gemma4"),
         ("x <start_function_call>call:", "functiongemma"),
+        ("<tool_call>{name}<arg_key>", "glm45"),
+        ("<minimax:tool_call><invoke name=", "minimax_m2"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2"),
+        ("<seed:tool_call><function=", "seed_oss"),
+        ("<|tool_call_start|>[", "pythonic"),
     ],
 )
 def test_a_format_is_guessed_from_the_chat_template(template, kind):
@@ -310,6 +354,9 @@ def test_arguments_are_json(kind, form, said, passed):
         ("mistral", "[TOOL_CALLS]g[ARGS]{}[TOOL_CALLS]f[ARGS]Sorry"),
         ("qwen3_coder", "<function=g>\n<parameter=a>\n1\n</parameter>\n</function>"),
         ("openai", '<|channel|>commentary to=python <|constrain|>json<|message|>{"a": 1}'),
+        ("glm45", "<tool_call>g\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
+        ("minimax_m2", '<invoke name="g">\n<parameter name="a">1</parameter>\n</invoke>'),
+        ("kimi_k2", "<|tool_call_begin|>functions.g:0<|tool_call_argument_begin|>{}<|tool_call_end|>"),
         ("openai", "Hello"),
         ("pythonic", "[g(a=1)]"),
         ("gemma4", "<|tool_call>call:g{a:1}<tool_call|>"),

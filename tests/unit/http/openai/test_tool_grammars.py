@@ -48,6 +48,11 @@ MARKS = {
     "old mistral": ["[TOOL_CALLS]"],
     "pythonic": ["<|python_start|>", "<|python_end|>"],
     "qwen3_coder": ["<think>", "</think>", "<tool_call>", "</tool_call>"],
+    "seed_oss": ["<seed:think>", "</seed:think>", "<seed:tool_call>", "</seed:tool_call>"],
+    "kimi_k2": [
+        *("<think>", "</think>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ],
     "functiongemma": ["<start_function_call>", "<end_function_call>", "<escape>"],
     "gemma4": ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'],
 }
@@ -60,6 +65,8 @@ CALLS = {
     "openai": "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>%s",
     "pythonic": "[%s(%s)]",
     "qwen3_coder": "<tool_call>\n<function=%s>\n%s</function>\n</tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function=%s>\n%s</function>\n</seed:tool_call>",
+    "kimi_k2": "<|tool_call_begin|>functions.%s:0<|tool_call_argument_begin|>%s<|tool_call_end|>",
     "functiongemma": "<start_function_call>call:%s%s<end_function_call>",
     "gemma4": "<|tool_call>call:%s%s<tool_call|>",
 }
@@ -83,7 +90,7 @@ def tokenizer_with():
 def call(kind, name="weather", arguments='{"city": "Rome"}'):
     if kind == "pythonic":
         arguments = ", ".join(f"{key}={json.dumps(value)}" for key, value in json.loads(arguments).items())
-    if kind == "qwen3_coder":
+    if kind in ("qwen3_coder", "seed_oss"):
         values = {k: v if isinstance(v, str) else json.dumps(v) for k, v in json.loads(arguments).items()}
         arguments = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
     return CALLS[kind] % (name, arguments)
@@ -128,7 +135,7 @@ def test_strict_calls_among_free_text(kind, as_tokens, tokenizer_with):
         right.append("<|channel|>analysis<|message|>so<|end|><|start|>assistant" + call(kind))
     else:
         right.append("I look. " + (call(kind)[:-1] + ", " + other[1:] if kind == "pythonic" else call(kind) + other))
-    misfit = "{}" if kind == "qwen3_coder" else '{"city": 1}'  # there it is the text "1"
+    misfit = "{}" if kind in ("qwen3_coder", "seed_oss") else '{"city": 1}'  # there it is the text "1"
     wrong = [call(kind, arguments='{"town": "Rome"}'), call(kind, arguments=misfit), call(kind, "third", "{}")]
     if kind != "openai":
         wrong += ["So: " + call(kind, "third", "{}"), "So: " + call(kind, arguments=misfit)]
