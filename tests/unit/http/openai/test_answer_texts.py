@@ -133,8 +133,8 @@ def written(kind: str, name: str, arguments: dict[str, Any]) -> str:
         "old mistral": f'[TOOL_CALLS] [{{"name": "{name}", "arguments": {text}}}]',
         "deepseek_v3": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{text}<｜tool▁call▁end｜>"
         "<｜tool▁calls▁end｜>",
-        "kimi_k2": f"<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{text}"
-        "<|tool_call_end|><|tool_calls_section_end|>",
+        "kimi_k2": f"<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0"
+        f"<|tool_call_argument_begin|>{text}<|tool_call_end|><|tool_calls_section_end|>",
         "functiongemma": f"<start_function_call>call:{name}{text}<end_function_call>",
         "gemma4": f"<|tool_call>call:{name}{text}<tool_call|>",
         "openai": f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{text}<|call|>",
