@@ -18,7 +18,7 @@ from .latent_config import LatentConfig, latent_scale, read_latent
 from .layers.activation import PLAIN_ACTIVATIONS
 from .layers.score_head import ScoreConfig, read_score
 from .quantization import Format, read_format
-from .rope_config import RopeConfig, context_length, layer_ropes, rotated_layers
+from .rope_config import RopeConfig, context_length, layer_ropes, query_scaling, rotated_layers
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -34,7 +34,7 @@ ACTIVATIONS = {
 }
 """Activation of a gated MLP by its names in `hidden_act`."""
 _OF_FAMILY = (
-    *("qk_norm", "qk_norm_wide", "sinks", "gated_attention", "names", "norms", "norm_offset"),
+    *("qk_norm_wide", "sinks", "gated_attention", "names", "norms", "norm_offset"),
     *("merged_qkv", "merged_gate_up"),
 )
 """Fields of a DecoderConfig that the family's traits have too."""
@@ -50,11 +50,14 @@ class DecoderConfig:
     hidden_size: int
     intermediate_size: int
     num_layers: int
+    num_extra_layers: int = 0
+    """Layers of the checkpoint after these, which predict further tokens. They are not loaded."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
-    """Context length in tokens: config.json's, times the factor of a linear or YaRN rope scaling."""
+    """Context length in tokens: config.json's, times the factor of a linear or YaRN rope scaling, and at most the
+    family's bound."""
     rms_norm_eps: float
     rope: RopeConfig
     """Rotation of all layers; where they differ (`layer_ropes`), that of layers which see everything."""
@@ -103,6 +106,8 @@ class DecoderConfig:
     """Factor of the token embeddings, after adapters."""
     residual_scale: float = 1.0
     """Factor of what attention and MLP add to the residual stream."""
+    query_scaling: tuple[float, float] | None = None
+    """Numbers b and n if a query at position p has the factor 1 + b · ln(1 + ⌊p / n⌋) (Llama 4); None: it has none."""
     attention_scale: float | None = None
     """Factor of attention scores; None: 1 / sqrt(head_dim)."""
     sinks: bool = False
@@ -130,7 +135,8 @@ class DecoderConfig:
     def is_plain(self) -> bool:
         """True: embeddings, layers and head are computed as Llama's, but for norms of queries and keys."""
         factors = self.embedding_scale, self.residual_scale, self.logit_scale
-        others = self.block, self.experts, self.latent, self.attention_scale, self.attention_cap, self.logit_cap
+        scales = self.attention_scale, self.attention_cap, self.query_scaling, self.logit_cap
+        others = self.block, self.experts, self.latent, *scales
         merged = self.merged_qkv or self.merged_gate_up or self.qk_norm_wide or self.sinks or bool(self.layer_ropes)
         merged = merged or self.states is not None or self.gated_attention or bool(self.names)
         is_usual = self.norms == PRE_NORMS and self.norm_offset == 0.0 and self.hidden_act == "silu"
@@ -248,6 +254,8 @@ def decoder_config(
     served = ACTIVATIONS if block is None or block.mlp is None else PLAIN_NAMES
     hidden_act = _activation(values, served, "hidden_activation" in traits.defaults)
     score = read_score(values) if architecture.endswith(CLASSIFIER) else None
+    context = context_length(positive(values, "max_position_embeddings"), rope, traits)
+    bound = positive(values, traits.context_bound) if traits.context_bound else context
     return DecoderConfig(
         architecture=architecture,
         vocab_size=positive(values, "vocab_size"),
@@ -257,7 +265,8 @@ def decoder_config(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=context_length(positive(values, "max_position_embeddings"), rope, traits),
+        num_extra_layers=values.get("num_nextn_predict_layers", 0),
+        max_position_embeddings=min(context, bound),
         rms_norm_eps=number("rms_norm_eps", "", values.get("rms_norm_eps", 1e-6)),
         rope=rope,
         tie_word_embeddings=score is not None or bool(values.get("tie_word_embeddings", False)),
@@ -266,11 +275,13 @@ def decoder_config(
         qkv_bias=from_file if traits.attention_bias is None else traits.attention_bias,
         o_bias=traits.attention_bias is None and bool(values.get(traits.o_bias or "", False)),
         mlp_bias=bool(values.get("mlp_bias", False)) if traits.mlp_bias is None else traits.mlp_bias,
+        qk_norm=bool(values.get(traits.qk_norm)) if isinstance(traits.qk_norm, str) else traits.qk_norm,
         experts=None if traits.experts is None else read_experts(values, traits.experts, num_layers, hidden_act),
         dtype=dtype,
         latent=latent,
         block=block,
         states=None if traits.states is None else traits.states(values),
+        query_scaling=query_scaling(values) if traits.scaled_queries else None,
         layer_ropes=ropes if len(set(ropes)) > 1 else (),
         hidden_act=hidden_act,
         quantization=None if _is_mxfp4(values, traits) else read_format(values),

@@ -26,7 +26,7 @@ _SWITCHES = (
     *("norm_topk_prob", "use_parallel_residual", "layer_norm_elementwise_affine", "do_layer_norm_before"),
     *("_remove_final_layer_norm", "qk_layernorm", "multi_query", "alibi", "new_decoder_architecture", "parallel_attn"),
     *("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "enable_bias", "bias", "use_bias", "use_qkv_bias"),
-    *("conv_bias", "block_auto_adjust_ff_dim", "tie_embedding", "attention_out_bias"),
+    *("conv_bias", "block_auto_adjust_ff_dim", "tie_embedding", "attention_out_bias", "use_expert_bias", "use_qk_norm"),
 )
 """Fields that are true or false; some old files have 1 or 0."""
 _COUNTS = (
@@ -34,6 +34,7 @@ _COUNTS = (
     "max_window_layers",
     "first_k_dense_replace",
     "n_shared_experts",
+    "num_nextn_predict_layers",
     "num_ln_in_parallel_attn",
 )
 """Fields that are integers from 0 on, also in the files of families that do not read them."""

@@ -35,7 +35,7 @@ def layer_class(config: DecoderConfig, index: int) -> type[DecoderLayer]:
         return state_layer(config.states)
     if config.latent is not None:
         return LatentLayer
-    is_usual = config.norms == PRE_NORMS and config.residual_scale == 1.0
+    is_usual = config.norms == PRE_NORMS and config.residual_scale == 1.0 and config.query_scaling is None
     if config.gated_attention:
         return GatedAttentionLayer
     return DecoderLayer if is_usual and not config.qk_norm_wide and not config.sinks else GeneralLayer
@@ -79,7 +79,7 @@ class Decoder:
         else:
             self.layers = [GPTLayer(config, block, i, self.attention, self.device) for i in range(config.num_layers)]
             names = VocabularyNames(block.embedding, block.head, block.head_bias)
-            self.embedding = Embedding(*shape, tied=config.tie_word_embeddings, names=names, **common)
+            self.embedding = Embedding(*shape, tied=config.tie_word_embeddings, names=names, scales=scales, **common)
             self._ends = GPTEnds(config, block, self.device)
 
     @property

@@ -107,7 +107,8 @@ class DecoderLayer:
 
 
 class GeneralLayer(DecoderLayer):
-    """Layer with any of the norms before and after attention and MLP, a factor of what these two add, and sinks."""
+    """Layer with any of the norms before and after attention and MLP, a factor of what these two add, sinks, and
+    factors of queries by their positions."""
 
     sink_part: tuple[int, slice] | None = None
     """Heads of the whole layer and those of this process, set before it is loaded; None: all are its own."""
@@ -141,9 +142,13 @@ class GeneralLayer(DecoderLayer):
 
     def _mix(self, normed: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         """Result [T, H] of attention, or of what a layer has in its place, for normed hidden [T, H]."""
-        qkv = self.qkv.forward(normed, batch)
+        config, qkv = self._config, self.qkv.forward(normed, batch)
         for norm, columns in self.wide_norms:
             qkv[:, columns] = norm(qkv[:, columns].contiguous())
+        if config.query_scaling is not None:
+            beta, length = config.query_scaling
+            factors = 1 + beta * torch.log1p((batch.positions / length).floor())
+            qkv[:, : config.num_heads * config.head_dim] *= factors.to(qkv.dtype).unsqueeze(1)
         return self.o.forward(self._attend_qkv(qkv, batch, kv), batch)
 
     def weight_slots(self) -> dict[str, WeightSlot]:

@@ -28,6 +28,8 @@ class ExpertConfig:
     """Activation of an expert."""
     renormalised: bool
     """True: the weights of a token's experts are divided by their sum."""
+    corrected: bool = False
+    """True: the family's `correction` is added to the scores for the choice."""
     scale: float = 1.0
     """Factor of the weights of a token's experts."""
     num_groups: int = 1
@@ -50,10 +52,7 @@ def read_experts(values: Mapping[str, Any], traits: ExpertTraits, num_layers: in
     if top_k > num_experts:
         raise wrong("num_experts_per_tok", f"{top_k} exceeds {key} {num_experts}")
     step = positive(values, "decoder_sparse_step", 1)
-    dense = values.get("mlp_only_layers", [])
-    if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
-        raise wrong("mlp_only_layers", f"must be a list of layers, got {shown(dense)}")
-    dense_layers = {*dense, *range(_count(values, "first_k_dense_replace"))}
+    dense_layers = _dense_layers(values, num_layers)
     shared_size = positive(values, "shared_expert_intermediate_size") if traits.shared else None
     if traits.ungated and _count(values, "n_shared_experts"):
         shared_size = positive(values, traits.intermediate_size) * positive(values, "n_shared_experts")
@@ -65,9 +64,23 @@ def read_experts(values: Mapping[str, Any], traits: ExpertTraits, num_layers: in
         shared_size=shared_size,
         activation=traits.activation or activation,
         renormalised=bool(values.get("norm_topk_prob", False)) if traits.renormalised is None else traits.renormalised,
+        corrected=traits.correction is not None and bool(values.get(traits.correction_switch or "", True)),
         layers=frozenset(i for i in range(num_layers) if i not in dense_layers and (i + 1) % step == 0),
         **(_groups(values, num_experts, top_k, traits) if traits.grouped else {}),
     )
+
+
+def _dense_layers(values: Mapping[str, Any], num_layers: int) -> set[int]:
+    """Layers without experts by the lists and counts that files have."""
+    types = values.get("mlp_layer_types")
+    if types is not None:
+        if not isinstance(types, list) or len(types) != num_layers or not set(map(str, types)) <= {"dense", "sparse"}:
+            raise wrong("mlp_layer_types", f'must be a list of {num_layers} "dense" or "sparse", got {shown(types)}')
+        return {index for index, kind in enumerate(types) if kind == "dense"}
+    dense = values.get("mlp_only_layers", [])
+    if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
+        raise wrong("mlp_only_layers", f"must be a list of layers, got {shown(dense)}")
+    return {*dense, *range(_count(values, "first_k_dense_replace"))}
 
 
 def _count(values: Mapping[str, Any], field: str) -> int:

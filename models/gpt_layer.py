@@ -1,4 +1,4 @@
-"""Layers of decoders of the GPT shape: LayerNorm with bias, and mostly an MLP without a gate."""
+"""Layers of decoders of the GPT shape: LayerNorm, and mostly an MLP without a gate."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ class GPTLayer:
         self._block = block
         self._attention = attention
         self._window = config.windows[index]
+        self._rope = config.ropes.index(config.layer_ropes[index]) if config.layer_ropes else 0
         sizes = [config.num_heads * config.head_dim, *[config.num_kv_heads * config.head_dim] * 2]
         hidden, inner = config.hidden_size, config.intermediate_size
         common: Any = {"dtype": config.dtype, "device": device, "batch_invariant": config.batch_invariant}
@@ -72,8 +73,9 @@ class GPTLayer:
         else:
             up, down = (f"{theirs}.{name}" for name in block.mlp)
             self.mlp = PlainMlp(ours, (up, down), (hidden, inner), activation=config.hidden_act, **options)
+        norm_options: Any = {"dtype": config.dtype, "device": device}
         self._norms = [
-            LayerNorm(f"{theirs}.{name}", hidden, config.rms_norm_eps, dtype=config.dtype, device=device)
+            LayerNorm(f"{theirs}.{name}", hidden, config.rms_norm_eps, bias=block.norm_bias, **norm_options)
             for name in block.norms
         ]
         self._head_order: Tensor | None = None
@@ -98,7 +100,8 @@ class GPTLayer:
         if self._head_order is not None:
             heads = qkv.view(len(qkv), len(self._head_order), -1)
             qkv = heads.index_select(1, self._head_order).view(qkv.shape)
-        attended = self._attention.forward_qkv(qkv, batch.rotations[0], None, kv, batch.attention, self._window)
+        rotation = batch.rotations[self._rope]
+        attended = self._attention.forward_qkv(qkv, rotation, None, kv, batch.attention, self._window)
         return self.o.forward(attended, batch, residual=residual)
 
     def linears(self) -> list[Linear]:
@@ -129,7 +132,9 @@ class GPTEnds:
 
         shape = config.max_position_embeddings, hidden
         self._positions = block.positions and PositionTable(block.positions, shape, block.position_offset, **common)
-        self._norm = block.final_norm and LayerNorm(block.final_norm, hidden, config.rms_norm_eps, **common)
+        self._norm: LayerNorm | None = None
+        if block.final_norm is not None:
+            self._norm = LayerNorm(block.final_norm, hidden, config.rms_norm_eps, bias=block.norm_bias, **common)
         self._projections: list[Linear] = []
         if embedded != hidden:
             self._projections = [project("project_in", embedded, hidden), project("project_out", hidden, embedded)]

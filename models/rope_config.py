@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .config_values import MOST, number, positive, shown, wrong
@@ -70,12 +70,22 @@ def layer_ropes(
         flat = rope_config(values, sliding, head_dim, traits)
         ropes = [flat if kind == "sliding_attention" else rope for kind in types]
     if traits.window_rope and "sliding_window" in values and "sliding_attention" in types:
-        none = RopeConfig(rope_type="none", theta=rope.theta)
+        none = replace(rope, rope_type="none")
         ropes = [rope if kind == "sliding_attention" else none for kind in types]
     if traits.no_rope:
-        none = RopeConfig(rope_type="none", theta=rope.theta)
+        none = replace(rope, rope_type="none")
         ropes = [rope if kept else none for kept in rotated_layers(values, len(types))]
     return tuple(ropes)
+
+
+def query_scaling(values: Mapping[str, Any]) -> tuple[float, float] | None:
+    """See `DecoderConfig`."""
+    field = "rope_parameters" if "rope_parameters" in values else "rope_scaling"
+    given, names = values.get(field), ("llama_4_scaling_beta", "original_max_position_embeddings")
+    if not isinstance(given, dict) or not given.get(names[0]):
+        return None
+    beta, length = (number(field, name, given.get(name)) for name in names)
+    return beta, length
 
 
 def _check_older(

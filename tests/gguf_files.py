@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file
 from torch import Tensor
 
-from .gguf_layouts import add_deepseek, find_layout
+from .gguf_layouts import add_deepseek, add_experts, find_layout
 
 NAMES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "MixtralForCausalLM": "llama",
          "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "Qwen2MoeForCausalLM": "qwen2moe",
@@ -25,9 +25,12 @@ NAMES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "MixtralFor
          "StableLmForCausalLM": "stablelm", "Starcoder2ForCausalLM": "starcoder2",
          "GPT2LMHeadModel": "gpt2", "GPTNeoXForCausalLM": "gptneox", "FalconForCausalLM": "falcon",
          "PhiForCausalLM": "phi2", "GptOssForCausalLM": "gpt-oss", "DeepseekV2ForCausalLM": "deepseek2",
-         "DeepseekV3ForCausalLM": "deepseek2"}  # fmt: skip
+         "DeepseekV3ForCausalLM": "deepseek2", "Glm4MoeForCausalLM": "glm4moe", "Lfm2ForCausalLM": "lfm2",
+         "Lfm2MoeForCausalLM": "lfm2moe", "Ernie4_5ForCausalLM": "ernie4_5", "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
+         "Exaone4ForCausalLM": "exaone4", "SeedOssForCausalLM": "seed_oss", "MiniMaxM2ForCausalLM": "minimax-m2",
+         "Cohere2ForCausalLM": "cohere2", "Ministral3ForCausalLM": "mistral3", "Olmo3ForCausalLM": "olmo2"}  # fmt: skip
 # Architectures whose rows of q and k are ordered for a rotation of neighbours.
-NEIGHBOURS = {"llama", "granite", "smollm3"}
+NEIGHBOURS = {"llama", "granite", "smollm3", "mistral3"}
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 Chosen = Callable[[str], Type]
 
@@ -57,6 +60,8 @@ def write_gguf(
     add_factors(writer, config)
     if name == "deepseek2":
         add_deepseek(writer, config)
+    else:
+        add_experts(writer, config)
     tokenizer = tokenizer or folder
     if (tokenizer / "tokenizer.json").is_file():
         add_tokenizer(writer, tokenizer)
@@ -97,6 +102,9 @@ def name_of(full: str, name: str, config: dict[str, Any]) -> str:
     """Name of a tensor in the file."""
     full = full.replace("model.layers", "layers") if ".block_sparse_moe.experts." in full else full
     full = full.replace(".block_sparse_moe.experts.", ".feed_forward.experts.")
+    if ".feed_forward.experts." in full:
+        full = full.removeprefix("model.")
+    full = full.replace("correction_bias", "correction.bias").replace(".expert_bias", ".expert_bias.bias")
     architecture = next(key for key, theirs in gguf.MODEL_ARCH_NAMES.items() if theirs == name)
     table = gguf.get_tensor_name_map(architecture, config.get("num_hidden_layers") or config["n_layer"])
     return table.get_name(full, (".weight", ".bias"))
@@ -108,6 +116,8 @@ def changed(name: str, full: str, tensor: Tensor) -> Tensor:
         return tensor + 1
     if name == "gpt2" and full.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
         return tensor.t().contiguous()
+    if full.endswith(("conv.conv.weight", "moe_statics.e_score_correction_bias")):
+        return tensor.squeeze(1 if "conv" in full else 0)
     return tensor.squeeze(0) if full.endswith("shared_expert_gate.weight") else tensor
 
 
@@ -126,11 +136,14 @@ def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_head_count(heads)
     if not is_gpt2:
         kv_heads = value("num_kv_heads", "num_key_value_heads") or heads
+        if "conv_L_cache" in config:
+            kv_heads = [kv_heads if kind == "full_attention" else 0 for kind in config["layer_types"]]
+            writer.add_shortconv_l_cache(config["conv_L_cache"])
         is_multi_query = config.get("multi_query") and not config["new_decoder_architecture"]
         writer.add_head_count_kv(1 if is_multi_query else kv_heads)
     if "use_parallel_residual" in config:
         writer.add_parallel_residual(config["use_parallel_residual"])
-    if (eps := config.get("rms_norm_eps")) is not None:
+    if (eps := value("rms_norm_eps", "norm_eps")) is not None:
         writer.add_layer_norm_rms_eps(eps)
     else:
         writer.add_layer_norm_eps(value("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon"))
@@ -138,6 +151,7 @@ def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if config.get("head_dim") and not is_latent:
         writer.add_key_length(config["head_dim"])
     if (rope := config.get("rope_parameters")) is not None:
+        rope = rope.get("full_attention", rope)
         share = rope.get("partial_rotary_factor", 1.0)
         rotated = config.get("qk_rope_head_dim") or int(share * (config.get("head_dim") or hidden // heads))
         writer.add_rope_dimension_count(rotated)
@@ -145,14 +159,16 @@ def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
             writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
             writer.add_rope_scaling_factor(rope["factor"])
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        writer.add_rope_freq_base(rope_theta(rope))
+            if "llama_4_scaling_beta" in rope:
+                writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+        writer.add_rope_freq_base(rope["rope_theta"])
         for kind in ("short", "long") if rope.get("rope_type") == "longrope" else ():
             writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], dtype=np.float32))
         if rope.get("rope_type") == "longrope":
             writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
-    if (count := value("num_experts", "num_local_experts")) is not None:
+    if (count := value("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")) and not is_latent:
         writer.add_expert_count(count)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_used_count(value("num_experts_per_tok", "moe_k"))
 
 
 def add_factors(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -164,15 +180,11 @@ def add_factors(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         ("embedding_multiplier", writer.add_embedding_scale),
         ("residual_multiplier", writer.add_residual_scale),
         ("logits_scaling", writer.add_logit_scale),
+        ("logit_scale", writer.add_logit_scale),
         ("sliding_window", writer.add_sliding_window),
     ):
         if config.get(key):
             add(config[key])
-
-
-def rope_theta(rope: dict) -> float:
-    """Base of the rotation, of layers without a window where they differ."""
-    return rope.get("full_attention", rope)["rope_theta"]
 
 
 def neighbours(tensor: Tensor, heads: int) -> Tensor:

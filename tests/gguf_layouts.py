@@ -78,6 +78,19 @@ def find_layout(name: str, full: str) -> Callable[[str, Tensor, dict[str, Any]],
     return next((layout for (family, part), layout in LAYOUTS.items() if family == name and part in full), None)
 
 
+def add_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Numbers of experts that newer families state, and of layers without some."""
+    for keys, add in (
+        (("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), writer.add_leading_dense_block_count),
+        (("n_shared_experts", "moe_num_shared_experts"), writer.add_expert_shared_count),
+        (("moe_intermediate_size",), writer.add_expert_feed_forward_length),
+        (("routed_scaling_factor",), writer.add_expert_weights_scale),
+        (("moe_layer_interval",), writer.add_interleave_moe_layer_step),
+    ):
+        for value in (config[key] for key in keys if key in config):
+            add(value)
+
+
 def add_deepseek(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     """Sizes of latent attention, groups of experts, and the scale of YaRN."""
     rank, rope_dim = config["kv_lora_rank"], config["qk_rope_head_dim"]

@@ -78,6 +78,20 @@ _QKV = ["q_proj", "k_proj", "v_proj"]
 _C_ATTN = ["c_attn", "c_proj", "c_fc"]
 _BY_HEAD = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
 _LFM2 = {"block_auto_adjust_ff_dim": False, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+_LFM2_MOE = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1}
+GLM_MOE = {
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 1},
+    **{"num_hidden_layers": 3, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "attention_bias": True},
+    "head_dim": 16,
+}
+_ERNIE_MOE = {
+    **{"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 2},
+    **{"num_hidden_layers": 4, "moe_layer_end_index": 2},
+}
+MINISTRAL3_ROPE = {
+    **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4},
+}
 DELTA = {
     **{"num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"]},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 10},
@@ -137,6 +151,41 @@ FAMILIES: dict[str, Family] = {
         "DeepseekV2", {**_LATENT, "rope_parameters": _DEEPSEEK_ROPE}, ["q_proj", *_KV, *GATED], _SPARSE
     ),
     "deepseek3": Family("DeepseekV3", {**_LATENT, **_QUERY_RANK}, ["q_a_proj", "q_b_proj", *_KV, *GATED], _SPARSE),
+    "glm4-moe": Family("Glm4Moe", {**GLM_MOE, "use_qk_norm": True}, ATTENTION + GATED, _SPARSE),
+    "glm4-moe-lite": Family(
+        "Glm4MoeLite",
+        {**_LATENT, **_QUERY_RANK, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+        ["q_a_proj", "q_b_proj", *_KV, *GATED],
+        _SPARSE,
+    ),
+    "minimax-m2": Family(
+        "MiniMaxM2",
+        {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24},
+        ATTENTION,
+        _SPARSE,
+    ),
+    "ernie4.5-moe": Family("Ernie4_5_Moe", _ERNIE_MOE, ATTENTION + GATED, _SPARSE),
+    "lfm2-moe": Family(
+        "Lfm2Moe",
+        {**_EXPERTS, **_LFM2_MOE},
+        ["in_proj", "out_proj", *_QKV, "w1", "w2", "w3"],
+        _SPARSE,
+    ),
+    "ministral": Family(
+        "Ministral", {"head_dim": 12, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
+    ),
+    "ministral3": Family("Ministral3", {"head_dim": 16, "rope_parameters": MINISTRAL3_ROPE}),
+    "cohere2": Family(
+        "Cohere2",
+        {"num_hidden_layers": 4, "sliding_window": 9, "logit_scale": 0.5},
+        [*ATTENTION, *GATED, "embed_tokens"],
+    ),
+    "deepseek3.2": Family(
+        "DeepseekV32",
+        {**_LATENT, **_QUERY_RANK, "index_topk": 128, "index_n_heads": 2, "index_head_dim": 16},
+        ["q_a_proj", "q_b_proj", *_KV, *GATED],
+        _SPARSE,
+    ),
     "gpt-oss": Family("GptOss", _GPT_OSS, ATTENTION, ["router.weight", *_SPARSE[1:]]),
     "lfm2": Family("Lfm2", _LFM2, ["in_proj", "out_proj", *_QKV, "w1", "w2", "w3", "embed_tokens"]),
     "qwen3.5": Family("Qwen3_5Text", {**DELTA, "head_dim": 16, "tie_word_embeddings": True}, _DELTA_TARGETS),
@@ -168,6 +217,6 @@ def build(family: Family) -> Any:
             size = 0.3 if name.endswith("bias") else 1.3 * parameter.shape[-1] ** -0.5
             torch.nn.init.normal_(parameter, 0.0, size)
     for name, buffer in model.named_buffers():
-        if name.endswith("correction_bias"):
+        if name.endswith(("correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, 0.0, 0.2)
     return model

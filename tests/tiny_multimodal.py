@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .tiny_families import ATTENTION, DELTA, GATED, MERGED, SIZES, Family
+from .tiny_families import ATTENTION, DELTA, GATED, GLM_MOE, MERGED, MINISTRAL3_ROPE, SIZES, Family
 
 _VISION = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
@@ -41,6 +41,17 @@ MULTIMODAL: dict[str, Family] = {
         _text(model_type="mistral", sliding_window=None, **_WIDE),
         {**_VISION, **_WIDE, "model_type": "pixtral"},
         tie_word_embeddings=False,
+    ),
+    "ministral3": _family(
+        "Mistral3",
+        _text(model_type="ministral3", rope_parameters=MINISTRAL3_ROPE, **_WIDE),
+        {**_VISION, **_WIDE, "model_type": "pixtral"},
+        tie_word_embeddings=False,
+    ),
+    "glm4v-moe": _family(
+        "Glm4vMoe",
+        _text(**{**GLM_MOE, "hidden_size": 64}, **_mrope(2, 1, 1, partial_rotary_factor=0.5)),
+        {**_PATCHES, "image_size": 28, "out_hidden_size": 64},
     ),
     "llava": _family("Llava", _text(model_type="llama"), {**_VISION, "model_type": "clip_vision_model"}),
     "llava-next": _family("LlavaNext", _text(model_type="mistral"), {**_VISION, "model_type": "clip_vision_model"}),

@@ -136,6 +136,8 @@ def read_gguf(path: Path, names: Iterable[str], config: DecoderConfig) -> dict[s
         table = gguf.get_tensor_name_map(known, config.num_layers)
         for name in {_ROPE_DIVISORS, _SHORT_DIVISORS, _LONG_DIVISORS} & set(tensors):  # parts of the config
             del tensors[name]
+        for layer in range(config.num_layers, config.num_layers + config.num_extra_layers):
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"blk.{layer}.")}
         source = GgufTensors(path, tensors, family, config, table)
         found = {name: tensor for name in names if (tensor := source.find(name)) is not None}
         return found | source.rest()

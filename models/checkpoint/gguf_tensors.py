@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _PROJECTION = re.compile(r"\.attn_([qkv])\.")
 _SHARED_GATE = "ffn_gate_inp_shexp"
+_CORRECTION, _CONVOLUTION = "exp_probs_b", "shortconv.conv"
 
 
 class Matrix(NamedTuple):
@@ -118,6 +119,9 @@ class GgufTensors:
     def _name_of(self, name: str) -> str:
         """Name in the file; that of a tensor without a suffix gets one."""
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        name = name.replace(".expert_bias", ".expert_bias.bias")
+        if ".feed_forward.experts." in name:  # the converter drops the prefix there
+            name = name.removeprefix("model.")
         found = str(self._names.get_name(name, (".weight", ".bias")))
         return f"{found}.weight" if f"{found}.weight" in self._tensors else found
 
@@ -146,8 +150,10 @@ class GgufTensors:
         self._unused.discard(stored)
         found, config = self._tensors[stored], self._config
         shape = found.stored
-        if _SHARED_GATE in stored and len(shape) == 1:
+        if len(shape) == 1 and (_SHARED_GATE in stored or (_CORRECTION in stored and _has_row(config))):
             shape = (1, *shape)
+        if _CONVOLUTION in stored and len(shape) == 2:
+            shape = (shape[0], 1, shape[1])
         rotated = {".attn_q.": config.num_heads, ".attn_k.": config.num_kv_heads}
         heads = next((number for part, number in rotated.items() if part in stored), 0)
         rows = None
@@ -160,6 +166,11 @@ class GgufTensors:
         offset = config.norm_offset if stored.endswith("norm.weight") else 0.0
         transposed = block is not None and block.transposed and len(shape) == 2 and stored.startswith("blk.")
         return found._replace(stored=shape, rows=rows, offset=offset, transposed=transposed)
+
+
+def _has_row(config: DecoderConfig) -> bool:
+    """True if the bias of the experts' choice is [1, E]."""
+    return config.experts is not None and config.experts.traits.correction_row
 
 
 def _rows_by_head(config: DecoderConfig, size: int) -> np.ndarray | None:

@@ -7,7 +7,7 @@ import logging
 import math
 import re
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from ...platform.core.errors import InvalidRequestError
 from ..batch import kv_dtype
 from ..config import DTYPES, DecoderConfig, stored_dtype
 from ..decoder import Decoder
-from ..families import FAMILIES
+from ..families import traits_of
 from ..families.multimodal import OUTER, language_name
 from ..implementation import AUTO, build_model, read_config
 from ..layers.cache_scales import scale_slots
@@ -47,8 +47,9 @@ _NO_WEIGHTS = ' (load_format="dummy" needs none)'
 _PREFIXES = ("model.", "transformer.", "gpt_neox.")
 # Scales of keys, values, queries and attention's probabilities, for caches that divide by them.
 _CACHE_SCALE = re.compile(r"\.(?:[kqv]|kv|prob)_scale$|\.[kv]_proj\.output_scale$")
-# Buffers that old checkpoints store although they follow from the config, and heads that predict further tokens.
-_UNUSED = re.compile(r"^mtp\.|\.rotary_emb\.inv_freq$|\.(?:attn|attention)\.(?:masked_)?bias$")
+# Buffers that old checkpoints store although they follow from the config, and layers that predict further tokens.
+_UNUSED = re.compile(r"^(?:model\.)?mtp[._]|\.rotary_emb\.inv_freq$|\.(?:attn|attention)\.(?:masked_)?bias$")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 NameOf = Callable[[str], str | None]
@@ -242,7 +243,8 @@ def _stored_tensors(
         tensors = read_gguf(path, slots, config)
     else:
         read = read_weights(path, "model", hint=_NO_WEIGHTS)
-        tensors = unpacked({name: tensor for name, tensor in read.items() if name_of(name)}, config.dtype)
+        kept = {name: tensor for name, tensor in read.items() if name_of(name) and not _is_unused(name, config)}
+        tensors = unpacked(kept, config.dtype)
         if config.quantization is not None:
             tensors = unpack(
                 tensors,
@@ -262,14 +264,13 @@ def _stored_tensors(
     use_renamed(slots, tensors, renamed)
     tensors = {_with_prefix(name, slots): tensor for name, tensor in tensors.items()}
     ignored = {head} if is_tied else set()
-    ignored |= _prediction_heads(config, tensors.keys() - slots.keys())
     scales = {name: tensor.shape for name, tensor in tensors.items() if _CACHE_SCALE.search(name) and name not in slots}
     slots |= scale_slots(scales, model.cache_scales() if isinstance(model, Decoder) else {})
     unused = [name for name in scales if name not in slots]
     if unused:
         log.warning("%s has %d scales of attention that are not used, such as %s", path, len(unused), unused[0])
         tensors = {name: tensor for name, tensor in tensors.items() if name not in unused}
-    shapes = {n: t.shape for n, t in tensors.items() if n not in ignored and not _UNUSED.search(n)}
+    shapes = {name: tensor.shape for name, tensor in tensors.items() if name not in ignored}
     problems = misfits(slots, shapes)
     if problems:
         raise InvalidRequestError(f"the weights in {path} do not fit its config.json; {problems}", param="model")
@@ -288,11 +289,15 @@ def use_renamed(
             slots[name] = other.slot
 
 
-def _prediction_heads(config: ModelConfig, names: Collection[str]) -> set[str]:
-    """Tensors of heads for multi-token prediction, which a drafter may read, in any family's form: transformers' code
-    runs further families that have some."""
-    forms = {traits.prediction for traits in FAMILIES.values()} - {None}
-    return {name for form in forms if form is not None for name in form.all_tensors(names, config.num_layers)}
+def _is_unused(name: str, config: ModelConfig) -> bool:
+    """True for a tensor of a checkpoint that is not loaded."""
+    if _UNUSED.search(name):
+        return True
+    if not isinstance(config, DecoderConfig):
+        return False
+    traits, layer = traits_of(config.architecture), _LAYER.search(name)
+    is_extra = layer is not None and 0 <= int(layer[1]) - config.num_layers < config.num_extra_layers
+    return is_extra or bool(traits and traits.unused and re.search(traits.unused, name))
 
 
 def _turned(stored: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:

@@ -17,6 +17,8 @@ class Block:
     """Output projection of attention."""
     mlp: tuple[str, str] | None = None
     """Projections up and down of an MLP without a gate; None: Llama's gated MLP."""
+    norm_bias: bool = True
+    """True: norms have biases."""
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     """Norm of attention, and norm of the MLP; one for both where the two are computed side by side."""
     embedding: str = "model.embed_tokens"

@@ -15,7 +15,7 @@ TRAITS = FamilyTraits(
         "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
-        "n_routed_experts": 64,
+        "num_experts": 64,
         "n_shared_experts": 2,
         "moe_intermediate_size": 1407,
     },

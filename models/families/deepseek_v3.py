@@ -6,6 +6,15 @@ from . import deepseek_v2
 from .prediction import APPENDED_LAYER
 from .traits import ExpertTraits
 
+EXPERTS = ExpertTraits(
+    rounded=False,
+    ungated=True,
+    grouped=True,
+    sigmoid=True,
+    correction="gate.e_score_correction_bias",
+    float_router=True,
+)
+
 TRAITS = replace(
     deepseek_v2.TRAITS,
     defaults={
@@ -16,7 +25,7 @@ TRAITS = replace(
         "num_hidden_layers": 61,
         "num_attention_heads": 128,
         "max_position_embeddings": 4096,
-        "n_routed_experts": 256,
+        "num_experts": 256,
         "n_shared_experts": 1,
         "moe_intermediate_size": 2048,
         "num_experts_per_tok": 8,
@@ -27,6 +36,6 @@ TRAITS = replace(
         "routed_scaling_factor": 2.5,
     },
     constants={"moe_layer_freq": 1, "rope_interleave": 1},
-    experts=ExpertTraits(rounded=False, ungated=True, grouped=True, sigmoid=True, float_router=True),
+    experts=EXPERTS,
     prediction=APPENDED_LAYER,
 )

@@ -45,11 +45,24 @@ def _gemma(layers_of_largest: int) -> Callable[[Values, Container[str]], dict[st
 
 
 def _olmo2(values: Values, tensors: Container[str]) -> dict[str, Any]:
-    if values.get("attention.sliding_window"):
-        raise UnsupportedModelError(
-            "olmo2.attention.sliding_window: layers with a window (OLMo 3) are not supported", param="model"
-        )
-    return {}
+    """OLMo 3 has the name of OLMo 2, and a window."""
+    if not values.get("attention.sliding_window"):
+        return {}
+    return {"architectures": ["Olmo3ForCausalLM"], "rope_theta": values.get("rope.freq_base")}
+
+
+def _seed_oss(values: Values, tensors: Container[str]) -> dict[str, Any]:
+    return {"attention_out_bias": "blk.0.attn_output.bias" in tensors}
+
+
+def _cohere2(values: Values, tensors: Container[str]) -> dict[str, Any]:
+    return {"logit_scale": values.get("logit_scale")}
+
+
+def _mistral3(values: Values, tensors: Container[str]) -> dict[str, Any]:
+    """Mistral Small 3 has neither a scaled rotation nor scaled queries, Ministral 3 has both."""
+    rope = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": values.get("attention.temperature_scale")}
+    return {"rope_parameters": rope if rope["llama_4_scaling_beta"] else {}}
 
 
 def _qwen3_moe(values: Values, tensors: Container[str]) -> dict[str, Any]:
@@ -79,6 +92,48 @@ def _gpt_neox(values: Values, tensors: Container[str]) -> dict[str, Any]:
 
 def _gpt_oss(values: Values, tensors: Container[str]) -> dict[str, Any]:
     return {"rope_parameters": {"truncate": False}}
+
+
+_EXPERT_KEYS = {
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_shared_count": "n_shared_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+}
+"""Keys of config.json about experts by those of a file."""
+
+
+def _sparse(values: Values, tensors: Container[str]) -> dict[str, Any]:
+    return {theirs: values[ours] for ours, theirs in _EXPERT_KEYS.items() if ours in values}
+
+
+def _glm4_moe(values: Values, tensors: Container[str]) -> dict[str, Any]:
+    """Layers that predict further tokens are counted among the others."""
+    extra = values.get("nextn_predict_layers", 0)
+    return _sparse(values, tensors) | {
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
+        "num_hidden_layers": values["block_count"] - extra,
+        "num_nextn_predict_layers": extra,
+    }
+
+
+def _ernie4_5_moe(values: Values, tensors: Container[str]) -> dict[str, Any]:
+    return _sparse(values, tensors) | {
+        "moe_layer_start_index": values.get("leading_dense_block_count", 1),
+        "decoder_sparse_step": values.get("interleave_moe_layer_step", 1),
+    }
+
+
+def _lfm2(values: Values, tensors: Container[str]) -> dict[str, Any]:
+    """Layers without KV heads are convolutions; the stated size of an MLP is the final one."""
+    heads = values["attention.head_count_kv"]
+    return _sparse(values, tensors) | {
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "conv_L_cache": values["shortconv.l_cache"],
+        "block_auto_adjust_ff_dim": False,
+    }
 
 
 _DEEPSEEK_KEYS = {
@@ -130,17 +185,26 @@ def _deepseek(values: Values, tensors: Container[str]) -> dict[str, Any]:
 
 
 GGUF_FAMILIES = {
+    "cohere2": GgufFamily("Cohere2ForCausalLM", facts=_cohere2),
     "deepseek2": GgufFamily("DeepseekV2ForCausalLM", facts=_deepseek),  # V3 too
+    "ernie4_5": GgufFamily("Ernie4_5ForCausalLM"),
+    "ernie4_5-moe": GgufFamily("Ernie4_5_MoeForCausalLM", facts=_ernie4_5_moe),
+    "exaone4": GgufFamily("Exaone4ForCausalLM"),
     "falcon": GgufFamily("FalconForCausalLM", facts=_falcon),
     "gemma2": GgufFamily("Gemma2ForCausalLM", facts=_gemma(46)),
     "gemma3": GgufFamily("Gemma3ForCausalLM", facts=_gemma(62)),
     "glm4": GgufFamily("Glm4ForCausalLM"),
+    "glm4moe": GgufFamily("Glm4MoeForCausalLM", facts=_glm4_moe),
     "gpt-oss": GgufFamily("GptOssForCausalLM", facts=_gpt_oss),
     "gpt2": GgufFamily("GPT2LMHeadModel"),
     "gptneox": GgufFamily("GPTNeoXForCausalLM", facts=_gpt_neox),
     "granite": GgufFamily("GraniteForCausalLM", neighbours_rotated=True),
+    "lfm2": GgufFamily("Lfm2ForCausalLM", facts=_lfm2),
+    "lfm2moe": GgufFamily("Lfm2MoeForCausalLM", facts=_lfm2),
     "llama": GgufFamily("LlamaForCausalLM", "MixtralForCausalLM", neighbours_rotated=True),  # Mistral too
-    "olmo2": GgufFamily("Olmo2ForCausalLM", facts=_olmo2),
+    "minimax-m2": GgufFamily("MiniMaxM2ForCausalLM"),
+    "mistral3": GgufFamily("Ministral3ForCausalLM", neighbours_rotated=True, facts=_mistral3),  # Mistral Small 3 too
+    "olmo2": GgufFamily("Olmo2ForCausalLM", facts=_olmo2),  # OLMo 3 too
     "olmoe": GgufFamily("OlmoeForCausalLM"),
     "phi2": GgufFamily("PhiForCausalLM"),
     "phi3": GgufFamily("Phi3ForCausalLM"),
@@ -151,6 +215,7 @@ GGUF_FAMILIES = {
     "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", facts=_qwen3_moe),
     "qwen3vl": GgufFamily("Qwen3ForCausalLM"),
     "qwen3vlmoe": GgufFamily("Qwen3MoeForCausalLM", facts=_qwen3_moe),
+    "seed_oss": GgufFamily("SeedOssForCausalLM", facts=_seed_oss),
     "smollm3": GgufFamily("SmolLM3ForCausalLM", neighbours_rotated=True),
     "stablelm": GgufFamily("StableLmForCausalLM", facts=_stablelm),
     "starcoder2": GgufFamily("Starcoder2ForCausalLM"),

@@ -34,13 +34,16 @@ _LLAMA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 
 _QWEN2_VL = {"vocab_size": 152064, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 _QWEN3_VL = {"max_position_embeddings": 128000, "rope_theta": 5e5}
 _GLM4V = {"head_dim": None, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}
+_GLM4V_MOE = {"vocab_size": 151424, "max_position_embeddings": 65536, "attention_bias": True}
 _GEMMA3 = {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8}
 TEXT_MODELS: dict[str, TextModel] = {
     "gemma3_text": TextModel("Gemma3ForCausalLM", _GEMMA3),
     "glm4v_text": TextModel("Glm4ForCausalLM", _GLM4V, "glm4"),
+    "glm4v_moe_text": TextModel("Glm4MoeForCausalLM", _GLM4V_MOE, "glm4_moe"),
     "granite": TextModel("GraniteForCausalLM"),
     "llama": TextModel("LlamaForCausalLM", _LLAMA),
     "mistral": TextModel("MistralForCausalLM", {**_LLAMA, "intermediate_size": 14336}),
+    "ministral3": TextModel("Ministral3ForCausalLM"),
     "phi3": TextModel("Phi3ForCausalLM"),
     "qwen2": TextModel("Qwen2ForCausalLM", {**_LLAMA, "intermediate_size": 22016}),
     "qwen2_vl_text": TextModel("Qwen2ForCausalLM", _QWEN2_VL, "qwen2"),
@@ -54,6 +57,7 @@ TEXT_MODELS: dict[str, TextModel] = {
 WRAPPERS: dict[str, str] = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Glm4vForConditionalGeneration": "glm4v_text",
+    "Glm4vMoeForConditionalGeneration": "glm4v_moe_text",
     "Idefics3ForConditionalGeneration": "llama",
     "InternVLForConditionalGeneration": "qwen2",
     "LlavaForConditionalGeneration": "llama",

@@ -51,15 +51,6 @@ class PredictionHead:
                 found[name] = None if ours is None else f"{ours}.{name.removeprefix(prefix)}"
         return found if any(name and name.startswith("fc.") for name in found.values()) else {}
 
-    def all_tensors(self, names: Collection[str], num_layers: int) -> set[str]:
-        """Tensors of all heads among `names`."""
-        found: set[str] = set()
-        head = 0
-        while of_head := self.canonical_names(names, num_layers, head).keys() - found:
-            found |= of_head
-            head += 1
-        return found
-
 
 _LAYER = "model.layers.{layer}"
 APPENDED_LAYER = PredictionHead(

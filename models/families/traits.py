@@ -49,7 +49,13 @@ class ExpertTraits:
     """True: experts are chosen from the best of `n_group` groups, unless `topk_method` is "greedy", and their weights
     have the factor `routed_scaling_factor`."""
     sigmoid: bool = False
-    """True: scores are sigmoids of the router's outputs, and for the choice a bias is added to them (DeepSeek-V3)."""
+    """True: scores are sigmoids of the router's outputs; False: their softmax."""
+    correction: str | None = None
+    """Tensor in the block that is added to the scores for the choice (DeepSeek-V3); None: there is none."""
+    correction_switch: str | None = None
+    """Key that is false in files without that tensor; None: all have it."""
+    correction_row: bool = False
+    """True: it is stored as [1, E]."""
     float_router: bool = False
     """True: the router is computed in float32."""
     router: str = "gate"
@@ -85,9 +91,10 @@ class FamilyTraits:
     """Key that decides about the bias of o if `attention_bias` is None; None: o has none."""
     mlp_bias: bool | None = None
     """Bias of the MLP; None: the file's `mlp_bias` decides."""
-    qk_norm: bool = False
+    qk_norm: bool | str = False
+    """See `DecoderConfig`; a text is the key that decides."""
     qk_norm_wide: bool = False
-    """See `DecoderConfig`, as for the next four."""
+    """See `DecoderConfig`, as for the next five."""
     norms: NormNames = PRE_NORMS
     norm_offset: float = 0.0
     merged_qkv: bool = False
@@ -113,10 +120,16 @@ class FamilyTraits:
     """True: the file's `partial_rotary_factor` counts."""
     interleaved_rope: bool = False
     """True: neighbours are rotated as pairs."""
+    scaled_queries: bool = False
+    """True: `llama_4_scaling_beta` of the rotation counts."""
     sinks: bool = False
     """See `DecoderConfig`."""
     latent: bool = False
     """True: attention is latent (DeepSeek-V2)."""
+    context_bound: str | None = None
+    """Key of the most tokens that are served; None: there is no such bound."""
+    unused: str | None = None
+    """Pattern in the names of tensors that are not loaded; None: there are none."""
     constants: Mapping[str, float] = field(default_factory=dict)
     """Keys of config.json of which one number is served."""
     experts: ExpertTraits | None = None

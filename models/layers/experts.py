@@ -64,7 +64,7 @@ class SparseMlp:
             gate = [(f"{block}.shared_expert_gate", 1)]
             self._shared_gate = Linear(f"{name}.shared_gate", gate, hidden_size, **common)
         self._scoring: Scoring | None = None
-        if traits.sigmoid or config.num_groups > 1 or config.scale != 1.0:
+        if traits.sigmoid or config.corrected or config.num_groups > 1 or config.scale != 1.0:
             self._scoring = Scoring(config.num_groups, config.top_groups, traits.sigmoid, config.scale)
         self._device = common["device"]
         self._part: ExpertsPart | None = None
@@ -116,14 +116,15 @@ class SparseMlp:
         slots: dict[str, WeightSlot] = {}
         for linear in self.linears():
             slots |= linear.weight_slots()
-        if self._config.traits.sigmoid:
-            name = f"{self._block}.{self._config.traits.router}.e_score_correction_bias"
-            slots[name] = WeightSlot((self._config.num_experts,), self._load_correction, 0.1)
+        if self._config.corrected:
+            size = self._config.num_experts
+            shape = (1, size) if self._config.traits.correction_row else (size,)
+            slots[f"{self._block}.{self._config.traits.correction}"] = WeightSlot(shape, self._load_correction, 0.1)
         return slots
 
     def _load_correction(self, tensor: Tensor) -> None:
         assert self._scoring is not None, "there are scores"
-        self._scoring = self._scoring._replace(bias=tensor.to(self._device, torch.float32, copy=True))
+        self._scoring = self._scoring._replace(bias=tensor.to(self._device, torch.float32, copy=True).flatten())
 
     def renamed_slots(self) -> dict[str, RenamedSlot]:
         """See `Mlp`; one tensor [E, 2I, H] holds gate and up of all experts, and one [E, H, I] down."""

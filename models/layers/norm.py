@@ -91,11 +91,14 @@ class RMSNorm:
 
 
 class LayerNorm:
-    """LayerNorm with bias (Ba et al. 2016) over the last dimension. On a CPU torch computes each row by itself, so a
-    row's result does not depend, bit for bit, on other rows."""
+    """LayerNorm (Ba et al. 2016) over the last dimension, mostly with a bias. On a CPU torch computes each row
+    by itself, so a row's result does not depend, bit for bit, on other rows."""
 
-    def __init__(self, name: str, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, name: str, size: int, eps: float, *, bias: bool = True, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._name = name
+        self._has_bias = bias
         self._eps = eps
         self._dtype = dtype
         self._device = device
@@ -109,10 +112,10 @@ class LayerNorm:
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names."""
-        return {
-            f"{self._name}.weight": WeightSlot(self._shape, self._load_weight),
-            f"{self._name}.bias": WeightSlot(self._shape, self._load_bias, 0.02),
-        }
+        slots = {f"{self._name}.weight": WeightSlot(self._shape, self._load_weight)}
+        if self._has_bias:
+            slots[f"{self._name}.bias"] = WeightSlot(self._shape, self._load_bias, 0.02)
+        return slots
 
     def _load_weight(self, tensor: Tensor) -> None:
         self._weight = tensor.to(self._device, self._dtype, copy=True)

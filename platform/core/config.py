@@ -332,7 +332,7 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
         raise invalid(
             "max_model_len",
             f"{max_model_len} exceeds the model's context length of {facts.max_position_embeddings} tokens "
-            "(max_position_embeddings, times the factor of a linear rope scaling)",
+            "(max_position_embeddings, times the factor of a linear rope scaling; at most index_topk)",
         )
     on_cpu, is_divided = hardware.device == "cpu", args.tensor_parallel_size > 1
     speculative = parse_speculative(args.speculative_config, args.download_dir)

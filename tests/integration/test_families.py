@@ -19,7 +19,7 @@ from ..tiny_families import FAMILIES, SIZES, Family, build
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
 EXACT = (
     *("lora_", "wpe", "embed_positions", "mlp.gate.", "router.", "shared_expert_gate", "kv_b_proj", "norm", "_bias"),
-    *("conv.conv", "conv1d"),
+    *("conv.conv", "conv1d", "feed_forward.gate."),
 )
 """Parts of names of weights that stay as they are: positions, routers, biases of experts, convolutions."""
 TOLERANCE = 2e-3

@@ -9,6 +9,7 @@ import copy
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -64,9 +65,19 @@ MIMO = modules(
     *(f"model.mtp_layers.0.{part}" for part in ("token_layernorm", "hidden_layernorm", "input_proj")),
     *("model.mtp_layers.0.final_layernorm", "model.mtp_layers.0"),
 )
+
+
+def with_head(name: str) -> Family:
+    """A family whose config.json says that there is a head, as published ones do."""
+    return replace(FAMILIES[name], config={**FAMILIES[name].config, "num_nextn_predict_layers": 1})
+
+
 FULL = {"layer_types": ["full_attention"]}
 LAYOUTS = {
     "deepseek3": Layout(APPENDED, FAMILIES["deepseek3"], {"first_k_dense_replace": 0}),
+    "deepseek3.2": Layout(APPENDED, with_head("deepseek3.2"), {"first_k_dense_replace": 0}),
+    "glm4-moe": Layout(APPENDED, FAMILIES["glm4-moe"], {"first_k_dense_replace": 0}),
+    "glm4-moe-lite": Layout(APPENDED, with_head("glm4-moe-lite"), {"mlp_layer_types": ["sparse"]}),
     "qwen3.5": Layout(QWEN, FAMILIES["qwen3.5"], FULL, chains_normed=True),
     "qwen3-next": Layout(QWEN, FAMILIES["qwen3-next"], FULL | {"mlp_only_layers": []}, chains_normed=True),
     "ernie4.5": Layout(ERNIE, FAMILIES["ernie4.5"]),
@@ -362,7 +373,7 @@ def test_a_checkpoint_without_a_head_is_refused(checkpoints, make_engine, tmp_pa
             make_engine(tmp_path / name, speculative_config=MTP)
         assert caught.value.param == "speculative_config"
     build(Family("Llama", {"vocab_size": 140})).save_pretrained(tmp_path / "llama")
-    with pytest.raises(InvalidRequestError, match="not read from LlamaForCausalLM; served are DeepseekV3ForCausalLM"):
+    with pytest.raises(InvalidRequestError, match="not read from LlamaForCausalLM; served are DeepseekV32ForCausalLM"):
         make_engine(tmp_path / "llama", speculative_config=MTP)
     with pytest.raises(InvalidRequestError, match=r"vocab_size of .* is 131, the target's 140"):
         make_engine(tmp_path / "llama", speculative_config=MTP | {"model": str(checkpoints("qwen3.5").folder)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +106,13 @@ def head_tensors(path: Path, config: MtpConfig) -> dict[str, StoredTensor]:
         raise refuse(
             f"method mtp needs a head for multi-token prediction, and {path} has none: {missing}.weight is missing"
         )
-    found = {ours: stored[name] for name, ours in names.items() if ours is not None}
+    traits = traits_of(config.layer.architecture)
+    unused = re.compile(traits.unused) if traits is not None and traits.unused else None
+    found = {
+        ours: stored[name]
+        for name, ours in names.items()
+        if ours is not None and not (unused is not None and unused.search(name))
+    }
     form = config.layer.quantization
     if form is not None and any(name.endswith(form.endings) for name in found):
         found = unpack(found, form, lambda _: True, PARAM)

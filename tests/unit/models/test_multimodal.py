@@ -99,7 +99,18 @@ def test_names_as_modules_have_them(name: str, saved: Callable, driver: Callable
         state.pop("lm_head.weight", None)
     save_file(state, tmp_path / "new" / "model.safetensors")
     assert state.keys() == stored.keys() or name in {
-        *("gemma3", "mistral3", "llava", "llava-next", "llava-onevision", "internvl", "qwen2-vl", "qwen2.5-vl")
+        *(
+            "gemma3",
+            "mistral3",
+            "ministral3",
+            "glm4v-moe",
+            "llava",
+            "llava-next",
+            "llava-onevision",
+            "internvl",
+            "qwen2-vl",
+            "qwen2.5-vl",
+        )
     }
     torch.testing.assert_close(logits_of(tmp_path / "new", driver), logits_of(folder, driver), atol=0, rtol=0)
 
@@ -182,8 +193,10 @@ def test_published_configs_that_leave_out_most_keys() -> None:
 
 def test_text_models_that_are_not_served_are_named(saved: Callable, tmp_path: Path) -> None:
     folder, _ = saved("mistral3")
-    path = changed(folder, tmp_path / "other", lambda raw: raw | {"text_config": {"model_type": "ministral3"}})
-    with pytest.raises(UnsupportedModelError, match=r"Mistral3ForConditionalGeneration with a text model of type 'min"):
+    path = changed(folder, tmp_path / "other", lambda raw: raw | {"text_config": {"model_type": "mistral4"}})
+    with pytest.raises(
+        UnsupportedModelError, match=r"Mistral3ForConditionalGeneration with a text model of type 'mistral4"
+    ):
         read_facts(path)
     with pytest.raises(UnsupportedModelError, match="text_config must be an object"):
         language_config({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": []})

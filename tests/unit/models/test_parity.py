@@ -40,6 +40,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "exaone4-no-window": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "seed-oss-usual-biases": ("SeedOss", {"head_dim": 16}),
+    "glm-5": ("GlmMoeDsa", {**FAMILIES["deepseek3.2"].config, "index_topk_freq": 2}),
     **{name: (family.prefix, family.config) for name, family in FAMILIES.items()},
 }
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from ....core.errors import InvalidRequestError
 from ....core.sampling_params import quote_for_error
@@ -24,15 +24,40 @@ _OF_TEXT = frozenset("type title description default examples nullable minLength
 _UNIONS = ("anyOf", "oneOf")
 _BESIDE_UNION = frozenset("type title description default examples nullable".split())
 """Keywords that may stand beside the alternatives of such a string."""
-_TAG_NAME = r"[^>\n\/~%]+"
+_TAG_NAME = r"[^<>\"\n\/~%]+"
 """Name of a property in a tag, which is a part of a reference too."""
-_END = r"\n<\/parameter>"
-_MARKS = ("</parameter>", "<parameter=", "</function>")
-"""Texts that the parser takes for the end of a value: no string between tags has them."""
 _MAX_REFERENCES = 8
 """Longest chain of references, and of alternatives in alternatives, that is followed for the type of a property."""
 _MAX_SCHEMAS = 500
 """Schemas of a tool, alternatives of properties included, that are looked at for types: about 1 ms."""
+
+
+class Tags(NamedTuple):
+    """Tags around a value."""
+
+    begin: str
+    """Text before a value; %s is the name of the property."""
+    end: str
+    """Text after it."""
+    others: tuple[str, ...]
+    """Texts that a string between tags does not have, and neither has it `end`'s tag: the parser may take them for the
+    end of the value."""
+
+    lark: Callable[[str], str] = json.dumps
+    """Function that writes a text in Lark's syntax, with the tokenizer's tokens in it."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All that no string has."""
+        return (self.end.strip(), *self.others)
+
+
+FUNCTION_TAGS = Tags("<parameter=%s>\n", "\n</parameter>", ("<parameter=", "</function>"))
+"""Tags of Qwen3-Coder and Seed-OSS."""
+ARGUMENT_TAGS = Tags("<arg_key>%s</arg_key>\n<arg_value>", "</arg_value>", ("<arg_key>", "</tool_call>"))
+"""Tags of GLM-4.5."""
+INVOKE_TAGS = Tags('<parameter name="%s">', "</parameter>", ('<parameter name="', "</invoke>"))
+"""Tags of MiniMax-M2."""
 
 
 def json_rule(schema: dict[str, Any]) -> str:
@@ -120,15 +145,16 @@ def flat_tools(tools: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
 # --- values between tags ---
 
 
-def tagged_arguments(index: int, function: dict[str, Any]) -> list[str]:
+def tagged_arguments(index: int, function: dict[str, Any], tags: Tags) -> list[str]:
     """Rules of `args_{index}`, in the order of the schema's properties.
 
     Raises:
         InvalidRequestError: values between tags cannot have all that the schema of a strict tool asks for.
     """
     if not function.get("strict"):
-        tag = f"/<parameter={_TAG_NAME}>\\n/"
-        return [f"args_{index}: any_{index}*", f'any_{index}: {tag} text_{index} "\\n"', _text(f"text_{index}")]
+        before, after = map(tags.lark, tags.begin.split("%s"))
+        tag = f"{before} /{_TAG_NAME}/ {after}"
+        return [f"args_{index}: any_{index}*", f'any_{index}: {tag} text_{index} "\\n"', _text(f"text_{index}", tags)]
     properties = properties_of(index, function, _TAG_NAME)
     schema, steps = parameters_of(function), iter(range(_MAX_SCHEMAS))
     rules, written = [], []
@@ -138,8 +164,8 @@ def tagged_arguments(index: int, function: dict[str, Any]) -> list[str]:
     for number, (name, shape) in enumerate(zip(properties, shapes, strict=True)):
         one = f"value_{index}_{number}"
         place = f"tools[{index}].function.parameters.properties.{name}"
-        rules += _tagged_value(one, shape, property_rule(function, name), place)
-        rules.append(f'tag_{one}: {json.dumps(f"<parameter={name}>" + chr(10))} {one} "\\n"')
+        rules += _tagged_value(one, shape, property_rule(function, name), place, tags)
+        rules.append(f'tag_{one}: {tags.lark(tags.begin % name)} {one} "\\n"')
         written.append(f"tag_{one}" + ("" if name in (schema.get("required") or []) else "?"))
     return [f"args_{index}: {' '.join(written) or json.dumps('')}", *rules]
 
@@ -151,11 +177,19 @@ def _types(schema: dict[str, Any]) -> set[str]:
     return found | ({"null"} if schema.get("nullable") else set())
 
 
-def _text(rule: str, least: int = 0, most: int | None = None) -> str:
+def _pattern(text: str) -> str:
+    """Pattern of a text in Lark's syntax."""
+    return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
+
+
+def _text(rule: str, tags: Tags, least: int = 0, most: int | None = None) -> str:
     """Rule of a string between tags, of `least` to `most` characters, and of the tag that ends it."""
-    marks = r"<\/parameter>(.|\n)|<parameter=|<\/function>"
+    marks = "|".join([_pattern(tags.end.strip()) + r"(.|\n)", *map(_pattern, tags.others)])
     count = f"{{{least},{'' if most is None else most}}}"
-    return rf"{rule}[lazy]: /(.|\n){count}{_END}/ & ~/(.|\n)*({marks})(.|\n)*/"
+    if tags.lark(tags.end) != json.dumps(tags.end):  # no text has a token
+        text = rf"{rule.upper()}: /(.|\n){count}/ & ~/(.|\n)*({marks})(.|\n)*/"
+        return f"{text}\n{rule}: {rule.upper()} {tags.lark(tags.end)}"
+    return rf"{rule}[lazy]: /(.|\n){count}{_pattern(tags.end)}/ & ~/(.|\n)*({marks})(.|\n)*/"
 
 
 def _impossible(schema: dict[str, Any]) -> str | None:
@@ -179,13 +213,13 @@ def _impossible(schema: dict[str, Any]) -> str | None:
     return None
 
 
-def _tagged_value(rule: str, schema: dict[str, Any], as_json: str, place: str) -> list[str]:
+def _tagged_value(rule: str, schema: dict[str, Any], as_json: str, place: str, tags: Tags) -> list[str]:
     """Rules of a value and of the tag that ends it."""
     if (wrong := _impossible(schema)) is not None:
         raise _refuse(place, wrong)
     types = _types(schema)
     if types and "string" not in types:
-        return [f'{rule}: {as_json} "\\n</parameter>"']
+        return [f"{rule}: {as_json} {tags.lark(tags.end)}"]
     if types - {"string", "null"}:
         raise _refuse(place, "type: a string or something else")  # "12" could be either
     union = next((name for name in _UNIONS if name in schema), None)
@@ -203,15 +237,15 @@ def _tagged_value(rule: str, schema: dict[str, Any], as_json: str, place: str) -
         words = option.get("enum") if "enum" in option else [option["const"]] if "const" in option else None
         if words is None:
             ways.append(f"{rule}_text_{number}")
-            rules.append(_text(ways[-1], option.get("minLength", 0), option.get("maxLength")))
+            rules.append(_text(ways[-1], tags, option.get("minLength", 0), option.get("maxLength")))
         elif not all(
-            isinstance(word, str) and not any(mark in word for mark in _MARKS)
+            isinstance(word, str) and not any(mark in word for mark in tags.marks)
             for word in words
             if word is not None or "null" not in types
         ):
             raise _refuse(place, "enum" if "enum" in option else "const")
         else:
-            ways += [json.dumps(f"{word}\n</parameter>") for word in words if word is not None]
+            ways += [f"{json.dumps(word)} {tags.lark(tags.end)}" for word in words if word is not None]
     if "null" in types:
-        ways.append(json.dumps("null\n</parameter>"))
+        ways.append(f'"null" {tags.lark(tags.end)}')
     return [f"{rule}: {' | '.join(ways)}", *rules]

@@ -9,9 +9,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
-from .arguments import json_rule, properties_of, property_rule, tagged_arguments
+from .arguments import (
+    ARGUMENT_TAGS,
+    FUNCTION_TAGS,
+    INVOKE_TAGS,
+    Tags,
+    json_rule,
+    properties_of,
+    property_rule,
+    tagged_arguments,
+)
 from .choice import ToolChoice, parameters_of
 
 TEXT = r"/(.|\n)*/"
@@ -46,11 +56,28 @@ CALL_FORMS = {
         "\n```<｜tool▁call▁end｜>",
         ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     ),
+    "kimi_k2": CallForm(
+        "<|tool_call_begin|>",
+        "functions.%s:0<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ),
     "functiongemma": CallForm("<start_function_call>", "call:%s", "<end_function_call>"),
     "gemma4": CallForm("<|tool_call>", "call:%s", "<tool_call|>"),
 }
 """Formats whose arguments are JSON, by name. Gemma's models write bare keys and marks around texts; JSON's quotes are
 read as well."""
+_FUNCTION = "\n<function=%s>\n", "</function>\n"
+_TAGGED = {
+    "qwen3_coder": (CallForm("<tool_call>", *_FUNCTION, beginning="<function="), FUNCTION_TAGS),
+    "seed_oss": (CallForm("<seed:tool_call>", *_FUNCTION, beginning="<function="), FUNCTION_TAGS),
+    "glm45": (CallForm("<tool_call>", "%s\n", ""), ARGUMENT_TAGS),
+    "minimax_m2": (
+        CallForm("<minimax:tool_call>", '\n<invoke name="%s">\n', "</invoke>\n", beginning="<invoke name="),
+        INVOKE_TAGS,
+    ),
+}
+"""Formats whose arguments stand between tags. The tag that closes the trigger's ends a call."""
 _OLD_MISTRAL = CallForm("[TOOL_CALLS]", '{"name": "%s", "arguments": ', "}", bracket=True)
 """Format of Mistral's tokenizers that have no token [ARGS]."""
 
@@ -85,8 +112,8 @@ def call_rules(name: str | None, marks: Marks) -> CallRules | None:
         return _harmony if "<|channel|>" in marks.tokens else None
     if name == "pythonic":
         return _pythonic
-    if name == "qwen3_coder":
-        return _tagged_calls
+    if name in _TAGGED:
+        return partial(_tagged_calls, *_TAGGED[name])
     form = CALL_FORMS.get(name or "")
     if name == "mistral" and "[ARGS]" not in marks.tokens:
         form = _OLD_MISTRAL
@@ -107,9 +134,12 @@ def _json_calls(form: CallForm, choice: ToolChoice, marks: Marks) -> list[str]:
     return _calls(form, [_arguments(tool["function"]) for tool in choice.tools], choice, marks)
 
 
-def _tagged_calls(choice: ToolChoice, marks: Marks) -> list[str]:
-    form = CallForm("<tool_call>", "\n<function=%s>\n", "</function>\n</tool_call>", beginning="<function=")
-    rules = [rule for index, tool in enumerate(choice.tools) for rule in tagged_arguments(index, tool["function"])]
+def _tagged_calls(form: CallForm, tags: Tags, choice: ToolChoice, marks: Marks) -> list[str]:
+    form = form._replace(end=form.end + form.trigger.replace("<", "</"))
+    tags = tags._replace(lark=marks.lark)
+    rules = [
+        rule for index, tool in enumerate(choice.tools) for rule in tagged_arguments(index, tool["function"], tags)
+    ]
     return [*_calls(form, [f"args_{index}" for index in range(len(choice.tools))], choice, marks), *rules]
 
 

@@ -35,6 +35,23 @@ def _gemma(begin: str, end: str, quote: str, reasoning: dict[str, Any] = _THINK)
     )
 
 
+def _tagged(begin: str, end: str, value: str, reasoning: dict[str, Any] = _THINK) -> dict[str, Any]:
+    """Calls whose values stand between tags, one of `TAGGED_FORMS`; the arguments are patterns."""
+    calls = {"open_pattern": _SPACE + begin, "close_pattern": end, "content": "xml-inline", "transform": _NAMED_CALL}
+    return _format(calls | {"content_args": {"tag_pattern": value}}, reasoning)
+
+
+def _functions(outer: str, reasoning: dict[str, Any] = _THINK) -> dict[str, Any]:
+    """Calls as `<function=name><parameter=key>value</parameter></function>`, in `outer` tags, which the model
+    sometimes leaves out."""
+    return _tagged(
+        rf"(?:<{outer}>\s*+)?<function=(?P<name>[^<>\n]++)>(?=\s*+(?:<parameter=|</function>))",
+        rf"</function>(?:\s*</{outer}>)?|</{outer}>",
+        r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>",
+        reasoning,
+    )
+
+
 _HARMONY_HEAD = r"(?:<\|start\|>assistant)?"
 _HARMONY_TO = r"\s*to=(?:functions\.)?(?P<name>[\w.-]+)"
 _HARMONY_CALLS = r"<\|channel\|>(?:commentary|analysis)"
@@ -56,8 +73,9 @@ FORMATS: dict[str, dict[str, Any]] = {
     ),
     "pythonic": _format(
         {
-            "open_pattern": _SPACE + r"(?:<\|python_start\|>|```tool_code\s++)?(?=\[\s*[A-Za-z_][\w.-]*\()",
-            "close_pattern": r"(?<=\)\s*\])(?:<\|python_end\|>|\s*+```)?(?=\s*\Z)",
+            "open_pattern": _SPACE
+            + r"(?:<\|python_start\|>|<\|tool_call_start\|>|```tool_code\s++)?(?=\[\s*[A-Za-z_][\w.-]*\()",
+            "close_pattern": r"(?<=\)\s*\])(?:<\|tool_call_end\|>|(?:<\|python_end\|>|\s*+```)?(?=\s*\Z))",
             "content": "python-call-list",
             "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
             "transform_each": True,
@@ -81,18 +99,27 @@ FORMATS: dict[str, dict[str, Any]] = {
             "transform": _NAMED_CALL,
         }
     ),
-    "qwen3_coder": _format(
+    "kimi_k2": _format(
         {
-            # The model sometimes leaves the outer tags out.
-            "open_pattern": _SPACE + r"(?:<tool_call>\s*+)?<function=(?P<name>[^<>\n]++)>"
-            r"(?=\s*+(?:<parameter=|</function>))",
-            "close_pattern": r"</function>(?:\s*</tool_call>)?|</tool_call>",
-            "content": "xml-inline",
-            "content_args": {
-                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>"
-            },
+            "open_pattern": r"\s*(?:<\|tool_calls_section_begin\|>)?\s*<\|tool_call_begin\|>\s*(?:functions\.)?"
+            r"(?P<name>[\w.-]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>(?=\s*\{)",
+            "close_pattern": r"<\|tool_call_end\|>(?:\s*<\|tool_calls_section_end\|>)?",
+            "content": "json",
             "transform": _NAMED_CALL,
         }
+    ),
+    "qwen3_coder": _functions("tool_call"),
+    "seed_oss": _functions("seed:tool_call", {"open": "<seed:think>", "close": "</seed:think>", "content": "text"}),
+    "glm45": _tagged(
+        r"<tool_call>\s*+(?P<name>[\w.-]++)(?=\s*+(?:<arg_key>|</tool_call>))",
+        "</tool_call>",
+        r"<arg_key>(?P<key>[^<>\n]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+    ),
+    "minimax_m2": _tagged(
+        r"(?:<minimax:tool_call>\s*+)?"
+        r'<invoke name="(?P<name>[^"<>\n]++)">(?=\s*+(?:<parameter name="|</invoke>))',
+        r"</invoke>(?:\s*</minimax:tool_call>)?",
+        r'<parameter name="(?P<key>[^">\n]+)">(?P<value>.*?)</parameter>',
     ),
     "functiongemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
     "gemma4": _gemma(
@@ -128,12 +155,17 @@ _MARKS = {
     "<|channel|>": "openai",
     "<start_function_call>": "functiongemma",
     "<|tool_call>": "gemma4",
+    "<seed:tool_call>": "seed_oss",
+    "<minimax:tool_call>": "minimax_m2",
     "<function=": "qwen3_coder",
+    "<arg_key>": "glm45",
     "<tool_call>": "hermes",
     "[TOOL_CALLS]": "mistral",
     "<｜tool▁calls▁begin｜>": "deepseek_v3",
+    "<|tool_call_begin|>": "kimi_k2",
     "<|python_tag|>": "llama3_json",
     "<|python_start|>": "pythonic",
+    "<|tool_call_start|>": "pythonic",
     "[func_name": "pythonic",
 }
 """Marks in chat templates that give a format away; the first one that is found counts."""

@@ -15,7 +15,7 @@ import regex
 from .calls import CallDeltas, CallText, Delta, Functions, WholeCalls, as_json, text_of
 from .json_calls import BareCall, JsonCalls
 from .scanner import JSON_STRING, Kind, Lexeme, Scanner, StringForm, find
-from .values import PARAMETER, properties_by_function, tagged_calls, with_types
+from .values import properties_by_function, tagged_calls, tagged_form, with_types
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of the field of reasoning in response templates."""
@@ -351,13 +351,13 @@ class _Notation:
         self._properties = properties_by_function(tools)
         self._is_json = content == "json"
         self._streams = self._is_json and not options and function in _STREAMED
-        self._is_tagged = content == "xml-inline" and "<parameter=" in options.get("tag_pattern", "")
+        self._tags = tagged_form(options.get("tag_pattern", "")) if content == "xml-inline" else None
         self._needs_end = content not in ("json", "python-call-list")
         strings = [
             StringForm(begin[0], regex.compile(regex.escape(begin)), regex.compile(regex.escape(end)))
             for begin, end in options.get("string_delims", ())
         ]
-        self._strings = (*strings, JSON_STRING) if self._is_json else (PARAMETER,) if self._is_tagged else ()
+        self._strings = (*strings, JSON_STRING) if self._is_json else (self._tags.value,) if self._tags else ()
 
     def region(self, calls: CallDeltas, field: Any, match: Any) -> _Calls:
         """The region that a match of the template's mark begins."""
@@ -382,8 +382,8 @@ class _Notation:
         from transformers.utils.chat_parsing.content_parsers import process_field
 
         functions: list[Any]
-        if self._is_tagged and "name" in captures:
-            functions = tagged_calls(captures["name"], lexemes)
+        if self._tags is not None and "name" in captures:
+            functions = tagged_calls(captures["name"], lexemes, self._tags)
         else:
             try:
                 value = process_field(as_json(lexemes) if self._is_json else text_of(lexemes), field, captures)

@@ -6,7 +6,7 @@ import ast
 import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import regex
 
@@ -20,15 +20,49 @@ _CONSTANTS: dict[str, dict[str, bool | None]] = {
 _TYPES = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
 _MAX_LITERAL = 65_536
 """Longest text in characters that is read as a literal of Python: the parser needs about 100 times its memory."""
-PARAMETER = StringForm(
-    "<",
-    regex.compile(r"<parameter=(?P<key>[^>\n]+)>"),
-    regex.compile(r"</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>))"),
+
+
+class TaggedForm(NamedTuple):
+    """Form of calls whose values stand between tags. A value ends at the first tag behind which the call goes on or
+    ends."""
+
+    mark: str
+    """Text in the pattern of a response template by which the form is known."""
+    value: StringForm
+    in_lines: bool = False
+    """True: a line break between a tag and a value is not a part of the value."""
+
+
+def _tagged(mark: str, begin: str, end: str, behind: str, *, in_lines: bool = False) -> TaggedForm:
+    """Form by patterns of the tags around a value, and of what may follow it."""
+    value = StringForm("<", regex.compile(begin), regex.compile(rf"{end}(?=\s*(?:{behind}))"))
+    return TaggedForm(mark, value, in_lines)
+
+
+TAGGED_FORMS = (
+    _tagged(
+        "<parameter=",
+        r"<parameter=(?P<key>[^>\n]+)>",
+        "</parameter>",
+        "<parameter=|</function>|</(?:seed:)?tool_call>",
+        in_lines=True,
+    ),
+    _tagged(
+        "<arg_key>", r"<arg_key>(?P<key>[^<>\n]+)</arg_key>\s*<arg_value>", "</arg_value>", "<arg_key>|</tool_call>"
+    ),
+    _tagged(
+        '<parameter name="', r'<parameter name="(?P<key>[^">\n]+)">', "</parameter>", '<parameter name="|</invoke>'
+    ),
 )
-"""Parameter of `qwen3_coder`: its value ends at the first tag behind which the call goes on or ends."""
+"""Forms of Qwen3-Coder, GLM-4.5 and MiniMax-M2."""
 
 
-def tagged_calls(name: str, lexemes: Sequence[Lexeme]) -> list[dict[str, Any]]:
+def tagged_form(pattern: str) -> TaggedForm | None:
+    """Form of the calls that a `tag_pattern` describes; None: it is none of `TAGGED_FORMS`."""
+    return next((form for form in TAGGED_FORMS if form.mark in pattern), None)
+
+
+def tagged_calls(name: str, lexemes: Sequence[Lexeme], form: TaggedForm) -> list[dict[str, Any]]:
     """The call whose values stand between tags; none if there is other text, or a parameter twice."""
     arguments: dict[str, str] = {}
     is_twice = False
@@ -40,7 +74,7 @@ def tagged_calls(name: str, lexemes: Sequence[Lexeme]) -> list[dict[str, Any]]:
         elif kind is Kind.TEXT:
             value += text
         elif kind is Kind.CLOSE:
-            arguments[key] = value.removeprefix("\n").removesuffix("\n")
+            arguments[key] = value.removeprefix("\n").removesuffix("\n") if form.in_lines else value
         else:
             outside += text
     if is_twice or outside.strip() not in ("", "</function>"):

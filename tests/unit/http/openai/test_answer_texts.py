@@ -20,6 +20,18 @@ THINK = {
     "old mistral": "[THINK]%s[/THINK]",
     "gemma4": "<|channel>thought\n%s<channel|>",
     "openai": "<|channel|>analysis<|message|>%s<|end|><|start|>assistant",
+    "seed_oss": "<seed:think>%s</seed:think>",
+}
+TAGGED = {
+    "qwen3_coder": "<tool_call>\n<function=%s>\n%s</function>\n</tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function=%s>\n%s</function>\n</seed:tool_call>",
+    "glm45": "<tool_call>%s\n%s</tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="%s">\n%s</invoke>\n</minimax:tool_call>',
+}
+"""Formats whose values are plain text between tags."""
+VALUES = {
+    "glm45": "<arg_key>%s</arg_key>\n<arg_value>%s</arg_value>\n",
+    "minimax_m2": '<parameter name="%s">%s</parameter>\n',
 }
 MARKS = (
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", ";", "<|python_tag|>", "<function=f>", "</function>"),
@@ -31,6 +43,11 @@ MARKS = (
         "<｜tool▁call▁end｜>",
         "\n```",
         "<|end|>",
+        "</arg_value> x",
+        "<arg_key>a</arg_key>",
+        '<parameter name="a">',
+        "</invoke>",
+        "<|tool_call_end|>",
     ),
     *('{"name": "do.nothing", "parameters": {}}', "[do.nothing()]", "]", "}", '"', "\\", "\\n", "\n", "\t", "é😀", "'"),
 )
@@ -102,10 +119,10 @@ def written(kind: str, name: str, arguments: dict[str, Any]) -> str:
     text = json.dumps(arguments, ensure_ascii=False)
     if kind == "pythonic":
         return f"[{name}({', '.join(f'{k}={json.dumps(v, ensure_ascii=False)}' for k, v in arguments.items())})]"
-    if kind == "qwen3_coder":
+    if kind in TAGGED:
         values = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in arguments.items()}
-        tags = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
-        return f"<tool_call>\n<function={name}>\n{tags}</function>\n</tool_call>"
+        form = VALUES.get(kind, "<parameter=%s>\n%s\n</parameter>\n")
+        return TAGGED[kind] % (name, "".join(form % pair for pair in values.items()))
     quotes = {"functiongemma": "<escape>", "gemma4": '<|"|>'}
     if kind in quotes:
         text = lax(arguments, quotes[kind])
@@ -116,6 +133,8 @@ def written(kind: str, name: str, arguments: dict[str, Any]) -> str:
         "old mistral": f'[TOOL_CALLS] [{{"name": "{name}", "arguments": {text}}}]',
         "deepseek_v3": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{text}<｜tool▁call▁end｜>"
         "<｜tool▁calls▁end｜>",
+        "kimi_k2": f"<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0"
+        f"<|tool_call_argument_begin|>{text}<|tool_call_end|><|tool_calls_section_end|>",
         "functiongemma": f"<start_function_call>call:{name}{text}<end_function_call>",
         "gemma4": f"<|tool_call>call:{name}{text}<tool_call|>",
         "openai": f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{text}<|call|>",
@@ -204,7 +223,7 @@ def test_calls_are_read_as_they_were_meant(kind):
         parts = [f"{head}{text}{end}{call}{end}" for text, call in zip(texts, calls, strict=True)]
         whole = parsed(kind, ["".join(parts) + head + after])
         expected = writer.calls
-        if kind == "qwen3_coder":  # without a schema all values are texts
+        if kind in TAGGED:  # without a schema all values are texts
             expected = [
                 {
                     **call,

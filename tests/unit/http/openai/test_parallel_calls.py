@@ -8,7 +8,8 @@ import pytest
 
 from outrider.platform.http.openai.tools.grammar import answer_constraint
 
-from .test_tool_grammars import JSON, MARKS, TOOLS, accepts, call, template_of, tokenizer_with
+from .format_calls import MARKS, call
+from .test_tool_grammars import JSON, TOOLS, accepts, template_of, tokenizer_with
 
 __all__ = ["tokenizer_with"]  # a fixture
 

@@ -13,150 +13,7 @@ from outrider.platform.client.text.chat_template import render_messages
 from outrider.platform.http.openai.tools.formats import FORMATS, format_of
 from outrider.platform.http.openai.tools.parser import AnswerParser, ForcedCalls, FormatParser
 
-WEATHER = {"name": "get_weather", "arguments": {"city": 'Par"is}', "days": [1, {"a": "]"}]}}
-NOTHING = {"name": "do.nothing", "arguments": {}}
-JSON = json.dumps(WEATHER["arguments"])
-
-ANSWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "hermes": (
-        "hermes",
-        "<think>\nLet me see.\n</think>\n\nI will look.\n"
-        f"<tool_call>\n{json.dumps(WEATHER)}\n</tool_call>\n"
-        '<tool_call>\n{"arguments": {}, "name": "do.nothing"}\n</tool_call>',
-        {"reasoning_content": "Let me see.\n", "content": "I will look.", "tool_calls": [WEATHER, NOTHING]},
-    ),
-    "llama": (
-        "llama3_json",
-        f'<|python_tag|>{{"name": "get_weather", "parameters": {JSON}}}; {{"name": "do.nothing", "parameters": {{}}}}',
-        {"tool_calls": [WEATHER, NOTHING]},
-    ),
-    "llama, a list": (
-        "llama3_json",
-        f'Sure, [{{"name": "get_weather", "parameters": {JSON}}}, {{"name": "do.nothing", "parameters": {{}}}}]',
-        {"content": "Sure,", "tool_calls": [WEATHER, NOTHING]},
-    ),
-    "pythonic": (
-        "pythonic",
-        """[get_weather(city='Par"is}', days=[1, {"a": "]"}]), do.nothing()]""",
-        {"tool_calls": [WEATHER, NOTHING]},
-    ),
-    "mistral": (
-        "mistral",
-        f"Sure. [TOOL_CALLS] [{json.dumps(WEATHER)}, {json.dumps(NOTHING)}]",
-        {"content": "Sure.", "tool_calls": [WEATHER, NOTHING]},
-    ),
-    "mistral 11": (
-        "mistral",
-        f"[THINK]Hm[/THINK][TOOL_CALLS]get_weather[ARGS]{JSON}[TOOL_CALLS]do.nothing[ARGS]{{}}",
-        {"reasoning_content": "Hm", "tool_calls": [WEATHER, NOTHING]},
-    ),
-    "deepseek": (
-        "deepseek_v3",
-        "<think>Hm</think>Ok<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
-        f"```json\n{JSON}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>do.nothing\n"
-        "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        {"reasoning_content": "Hm", "content": "Ok", "tool_calls": [WEATHER, NOTHING]},
-    ),
-    "deepseek 3.1": (
-        "deepseek_v3",
-        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        {"tool_calls": [WEATHER]},
-    ),
-    "pythonic in a fence": (
-        "pythonic",
-        """I will look.\n```tool_code\n[get_weather(city='Par"is}', days=[1, {"a": "]"}]), do.nothing()]\n```""",
-        {"content": "I will look.", "tool_calls": [WEATHER, NOTHING]},
-    ),
-    "functiongemma": (
-        "functiongemma",
-        '<start_function_call>call:get_weather{city:<escape>Par"is}<escape>,days:[1,{a:<escape>]<escape>}]}'
-        "<end_function_call><start_function_call>call:do.nothing{}<end_function_call>",
-        {"tool_calls": [WEATHER, NOTHING]},
-    ),
-    "gemma 4": (
-        "gemma4",
-        '<|channel>thought\nHm<channel|>Ok.<|tool_call>call:get_weather{city:<|"|>Par"is}<|"|>,'
-        'days:[1,{a:<|"|>]<|"|>}]}<tool_call|><|tool_call>call:do.nothing{}<tool_call|>',
-        {"reasoning_content": "Hm", "content": "Ok.", "tool_calls": [WEATHER, NOTHING]},
-    ),
-    "qwen coder": (
-        "qwen3_coder",
-        "Ok.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
-        {"content": "Ok.", "tool_calls": [{"name": "get_weather", "arguments": {"city": "Paris"}}]},
-    ),
-    "harmony": (
-        "openai",
-        "<|channel|>analysis<|message|>Need weather.<|end|><|start|>assistant<|channel|>commentary "
-        f"to=functions.get_weather <|constrain|>json<|message|>{JSON}<|call|>",
-        {"reasoning_content": "Need weather.", "tool_calls": [WEATHER]},
-    ),
-    "harmony, named before the channel": (
-        "openai",
-        "<|channel|>analysis<|message|>Need weather.<|end|><|start|>assistant to=functions.get_weather"
-        f"<|channel|>commentary json<|message|>{JSON}<|end|><|start|>assistant to=functions.do.nothing"
-        "<|channel|>analysis <|constrain|>json<|message|>{}<|call|>",
-        {"reasoning_content": "Need weather.", "tool_calls": [WEATHER, NOTHING]},
-    ),
-    "harmony without calls": (
-        "openai",
-        "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>Hello {}<|return|>",
-        {"reasoning_content": "Easy.", "content": "Hello {}"},
-    ),
-    "qwen coder without the first mark": (
-        "qwen3_coder",
-        "Ok.\n\n<function=do.nothing>\n</function>\n</tool_call>\n"
-        "<function=f>\n<parameter=code>\na</function>b\n</parameter>\n</function>\n",
-        {"content": "Ok.", "tool_calls": [NOTHING, {"name": "f", "arguments": {"code": "a</function>b"}}]},
-    ),
-    "qwen coder in prose": (
-        "qwen3_coder",
-        "Write `<function=NAME>` first. Ok. <function=do.nothing>\n</function> Done.",
-        {"content": "Write `<function=NAME>` first. Ok.  Done.", "tool_calls": [NOTHING]},
-    ),
-    "qwen coder, two calls with text between": (
-        "qwen3_coder",
-        "<tool_call><function=f><parameter=a>\n1\n</parameter></function>\nDone\n"
-        "<tool_call><function=f><parameter=a>\n2\n</parameter></function></tool_call>",
-        {"content": "Done", "tool_calls": [{"name": "f", "arguments": {"a": number}} for number in "12"]},
-    ),
-    "a list beside the name": (
-        "hermes",
-        f'<tool_call>{{"name": "get_weather", "tags": [1], "arguments": {JSON}}}</tool_call>',
-        {"tool_calls": [WEATHER]},
-    ),
-    "white space between content and calls": (
-        "hermes",
-        f"\nOne \n<tool_call>{json.dumps(NOTHING)}</tool_call> <tool_call>{json.dumps(NOTHING)}</tool_call>\n Two ",
-        {"content": "One \n \n Two ", "tool_calls": [NOTHING, NOTHING]},
-    ),
-    "arguments as a string, of a call that does not end": (
-        "hermes",
-        f'<tool_call>{{"name": "get_weather", "arguments": {json.dumps(JSON)}</tool_call>',
-        {"tool_calls": [WEATHER]},
-    ),
-    "arguments as a string": (
-        "hermes",
-        f'<tool_call>{{"name": "get_weather", "arguments": {json.dumps(JSON)}}}</tool_call>'
-        f'<tool_call>{{"arguments": {json.dumps(JSON)} , "name": "get_weather"}}</tool_call>'
-        '<tool_call>{"name": "f", "arguments": "text"}</tool_call>',
-        {"tool_calls": [WEATHER, WEATHER, {"name": "f", "arguments": "text"}]},
-    ),
-    "broken calls, Gemma 4": (
-        "gemma4",
-        "One. <|tool_call>call:do.nothing{}<tool_call|><|tool_call>call:f{a: }<tool_call|> Two. "
-        "<|tool_call>call:do.nothing{}<tool_call|><|tool_call>call:f{a:1",
-        {
-            "content": "One. <|tool_call>call:f{a: }<tool_call|> Two. <|tool_call>call:f{a:1",
-            "tool_calls": [NOTHING, NOTHING],
-        },
-    ),
-    "broken call, FunctionGemma": (
-        "functiongemma",
-        "<start_function_call>call:do.nothing{}<end_function_call><start_function_call>call:f{a}<end_function_call>",
-        {"content": "<start_function_call>call:f{a}<end_function_call>", "tool_calls": [NOTHING]},
-    ),
-    "text": ("hermes", "Just { text } [no] <tool", {"content": "Just { text } [no] <tool"}),
-}
+from .format_answers import ANSWERS, JSON, NOTHING, WEATHER
 
 
 def joined(deltas):
@@ -255,6 +112,11 @@ class Tokenizer:
         ({"default": "", "tool_use": "<|channel|>"}, "openai"),
         ("<|channel>thought <|tool_call>call:", "gemma4"),
         ("x <start_function_call>call:", "functiongemma"),
+        ("<tool_call>{name}<arg_key>", "glm45"),
+        ("<minimax:tool_call><invoke name=", "minimax_m2"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2"),
+        ("<seed:tool_call><function=", "seed_oss"),
+        ("<|tool_call_start|>[", "pythonic"),
     ],
 )
 def test_a_format_is_guessed_from_the_chat_template(template, kind):
@@ -310,6 +172,9 @@ def test_arguments_are_json(kind, form, said, passed):
         ("mistral", "[TOOL_CALLS]g[ARGS]{}[TOOL_CALLS]f[ARGS]Sorry"),
         ("qwen3_coder", "<function=g>\n<parameter=a>\n1\n</parameter>\n</function>"),
         ("openai", '<|channel|>commentary to=python <|constrain|>json<|message|>{"a": 1}'),
+        ("glm45", "<tool_call>g\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
+        ("minimax_m2", '<invoke name="g">\n<parameter name="a">1</parameter>\n</invoke>'),
+        ("kimi_k2", "<|tool_call_begin|>functions.g:0<|tool_call_argument_begin|>{}<|tool_call_end|>"),
         ("openai", "Hello"),
         ("pythonic", "[g(a=1)]"),
         ("gemma4", "<|tool_call>call:g{a:1}<tool_call|>"),

@@ -18,6 +18,8 @@ from outrider.platform.http.openai.tools.formats import FORMATS
 from outrider.platform.http.openai.tools.grammar import answer_constraint
 from outrider.platform.http.openai.tools.parser import FormatParser
 
+from .format_calls import BEFORE, CALLS, MARKS, TAGS, call
+
 CITY = {
     "type": "object",
     "properties": {"city": {"type": "string"}},
@@ -31,41 +33,6 @@ TOOLS = ToolChoice(
     )
 )
 JSON = StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
-MARKS = {
-    "hermes": ["<think>", "</think>", "<tool_call>", "</tool_call>"],
-    "llama3_json": ["<|python_tag|>"],
-    "deepseek_v3": [
-        "<think>",
-        "</think>",
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁sep｜>",
-        "<｜tool▁call▁end｜>",
-        "<｜tool▁calls▁end｜>",
-    ],
-    "openai": ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>"],
-    "mistral": ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"],
-    "old mistral": ["[TOOL_CALLS]"],
-    "pythonic": ["<|python_start|>", "<|python_end|>"],
-    "qwen3_coder": ["<think>", "</think>", "<tool_call>", "</tool_call>"],
-    "functiongemma": ["<start_function_call>", "<end_function_call>", "<escape>"],
-    "gemma4": ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'],
-}
-CALLS = {
-    "hermes": '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>',
-    "llama3_json": '{"name": "%s", "parameters": %s}',
-    "deepseek_v3": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n%s\n```<｜tool▁call▁end｜>",
-    "mistral": "[TOOL_CALLS]%s[ARGS]%s",
-    "old mistral": '[TOOL_CALLS] [{"name": "%s", "arguments": %s}]',
-    "openai": "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>%s",
-    "pythonic": "[%s(%s)]",
-    "qwen3_coder": "<tool_call>\n<function=%s>\n%s</function>\n</tool_call>",
-    "functiongemma": "<start_function_call>call:%s%s<end_function_call>",
-    "gemma4": "<|tool_call>call:%s%s<tool_call|>",
-}
-"""Text of a call by format: name, arguments."""
-BEFORE = {"openai": "<|channel|>final<|message|>"}
-"""Text that begins an answer without a call."""
 
 
 @pytest.fixture(scope="module")
@@ -78,15 +45,6 @@ def tokenizer_with():
         return tokenizer
 
     return make
-
-
-def call(kind, name="weather", arguments='{"city": "Rome"}'):
-    if kind == "pythonic":
-        arguments = ", ".join(f"{key}={json.dumps(value)}" for key, value in json.loads(arguments).items())
-    if kind == "qwen3_coder":
-        values = {k: v if isinstance(v, str) else json.dumps(v) for k, v in json.loads(arguments).items()}
-        arguments = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
-    return CALLS[kind] % (name, arguments)
 
 
 def accepts(tokenizer, constraint, *texts):
@@ -128,7 +86,7 @@ def test_strict_calls_among_free_text(kind, as_tokens, tokenizer_with):
         right.append("<|channel|>analysis<|message|>so<|end|><|start|>assistant" + call(kind))
     else:
         right.append("I look. " + (call(kind)[:-1] + ", " + other[1:] if kind == "pythonic" else call(kind) + other))
-    misfit = "{}" if kind == "qwen3_coder" else '{"city": 1}'  # there it is the text "1"
+    misfit = "{}" if kind in TAGS else '{"city": 1}'  # there it is the text "1"
     wrong = [call(kind, arguments='{"town": "Rome"}'), call(kind, arguments=misfit), call(kind, "third", "{}")]
     if kind != "openai":
         wrong += ["So: " + call(kind, "third", "{}"), "So: " + call(kind, arguments=misfit)]
