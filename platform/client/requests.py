@@ -98,14 +98,22 @@ class RequestMaker:
         Raises:
             InvalidRequestError: the template refuses the messages. AdapterError: the adapter's cannot be read.
         """
-        lora = yield from self._localized(lora_request)
-        processor = yield from self.processor_of(lora)
-
-        def render() -> Prompt:
-            template = options.get("chat_template") or adapter_chat_template(lora)
-            return processor.chat_prompt(messages, {**options, "chat_template": template})
-
+        template = yield from self.chat_template(lora_request, options.get("chat_template"))
+        processor = yield from self.processor_of(lora_request)
+        render = functools.partial(processor.chat_prompt, messages, {**options, "chat_template": template})
         return (yield from wait_for(self._checkers.submit(render)))
+
+    @dual
+    def chat_template(self, lora_request: AnyLoRA | None, given: str | None = None) -> Steps[str | None]:
+        """The chat template that is `given`, else that of the adapter's folder; None: the model's.
+
+        Raises:
+            AdapterError: the adapter's cannot be read.
+        """
+        if given or lora_request is None:
+            return given or None
+        lora = yield from self._localized(lora_request)
+        return (yield from wait_for(self._checkers.submit(adapter_chat_template, lora)))
 
     def _localized(self, lora: AnyLoRA | None) -> Steps[LoRA | None]:
         return (yield from self._sources.localize(resolve_lora(lora, self._known)))

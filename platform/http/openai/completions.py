@@ -55,7 +55,7 @@ async def create_completion(request: Request) -> Response:
         keeps_output=not _only_scores(body),
         endpoint="/v1/completions",
     )
-    tokenizer = (await serving.llm.processor_of(accepted.lora)).tokenizer
+    tokenizer = (await serving.llm.requests.processor_of(accepted.lora)).tokenizer
     if body.echo:
         needed(tokenizer, "echo", "echo")
     choices = _Completions(tokenizer, body, job)
