@@ -25,6 +25,7 @@ from ...core.errors import ErrorInfo, OutriderError
 from ...core.logs import set_up_logging
 from ...core.messages import EngineRequest, TokenDelta
 from ...core.threads import leave_a_core_free
+from ...core.wire import read
 from ..engine_factory import Engine, load_engine
 from .ipc import (
     Abort,
@@ -156,7 +157,7 @@ class EngineLoop:
 
 def _read_config(stdin: int) -> ProcessConfig:
     with os.fdopen(os.dup(stdin), "rb") as stream:
-        return decode_config(stream.read(int.from_bytes(stream.read(8), "big")))
+        return decode_config(read(stream))
 
 
 def _leave_with_parent(stdin: int, parent: int, folder: str) -> None:
