@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import struct
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 MAX_BYTES = 1 << 30
 """Largest message. The modules of a large model for the adapters' reader take some megabytes."""
@@ -26,7 +26,7 @@ def pack(content: bytes) -> bytes:
     return _LENGTH.pack(len(content)) + content
 
 
-def read(stream: BinaryIO) -> bytes:
+def read(stream: IO[bytes]) -> bytes:
     """Wait for the content of the next message of a pipe; EOFError if it ends before."""
     header = stream.read(_LENGTH.size)
     content = stream.read(_length_of(header)) if len(header) == _LENGTH.size else b""
