@@ -20,10 +20,11 @@ from typing import Any
 
 from ...platform.core.errors import ErrorInfo, error_from_info
 from ...platform.core.threads import usable_cores
+from ...platform.core.wire import receive, send
 from ..adapter import Adapter, AdapterSource
 from ..files.folder import AdapterFiles
 from ..step_yield import LongStepFlag
-from .reader_messages import decode_adapter, describe, receive, send
+from .reader_messages import decode_adapter, describe
 
 logger = logging.getLogger(__name__)
 

@@ -8,16 +8,12 @@
                                    <-     {"error": [...]}          the adapter cannot be served
                                    <-     {"unable": reason}        the engine's process must read it
 
-A message is 8 bytes with its length, and JSON. The rows of an adapter are in its memory one part after another, as the
+Messages are JSON, see `platform.core.wire`. The rows of an adapter are in its memory one part after another, as the
 host tier keeps them; the message has their offsets.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,10 +26,6 @@ from ..device.dora import BaseWeight
 from ..device.layout import ALIGNMENT, ModelLayout, PackedModules, PackedRows, RowLayout
 from ..files.folder import AdapterFiles
 from ..files.tensor_keys import ModelModules, ModuleShape
-
-_LENGTH = struct.Struct("<Q")
-_INT = struct.Struct("i")
-_CHUNK = 1 << 20
 
 
 class Setup(NamedTuple):
@@ -143,50 +135,3 @@ def _view(part: dict[str, Any], mapped: Tensor, layout: RowLayout) -> PackedRows
     start += size + -size % ALIGNMENT
     live = mapped[start : start + num_rows * num_modules].numpy().reshape(num_rows, num_modules)
     return PackedRows(layout, spans, data, live)
-
-
-# --- the socket ---
-
-
-def send(connection: socket.socket, message: Any, memory: int | None = None) -> None:
-    """Send a message, and the descriptor of a file."""
-    content = json.dumps(message).encode()
-    data = memoryview(_LENGTH.pack(len(content)) + content)
-    if memory is not None:
-        data = data[socket.send_fds(connection, [data], [memory]) :]
-    connection.sendall(data)
-
-
-def receive(connection: socket.socket) -> tuple[Any, list[int]]:
-    """Wait for a message. Returns it with the descriptors that came with it, which the caller must close.
-
-    Raises:
-        EOFError, OSError: the other process is gone. TimeoutError: the socket's timeout has passed.
-    """
-    # Not `recv_fds`, which lacks the flag: child processes must not inherit the descriptors.
-    header, ancillary, _, _ = connection.recvmsg(_LENGTH.size, socket.CMSG_LEN(_INT.size), socket.MSG_CMSG_CLOEXEC)
-    found = [
-        _INT.unpack(data[: _INT.size])[0]
-        for level, kind, data in ancillary
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
-    ]
-    try:
-        header += _receive(connection, _LENGTH.size - len(header)) if header else b""
-        if not header:
-            raise EOFError("the other process is gone")
-        return json.loads(_receive(connection, *_LENGTH.unpack(header))), found
-    except BaseException:
-        for descriptor in found:
-            os.close(descriptor)
-        raise
-
-
-def _receive(connection: socket.socket, size: int) -> bytes:
-    """Read exactly `size` bytes."""
-    content = bytearray()
-    while len(content) < size:
-        data = connection.recv(min(_CHUNK, size - len(content)))
-        if not data:
-            raise EOFError("the other process is gone")
-        content += data
-    return bytes(content)

@@ -23,11 +23,12 @@ import torch
 
 from ...kernels.native import library
 from ...platform.core.errors import OutriderError
+from ...platform.core.wire import receive, send
 from ..adapter import AdapterSource
 from ..device.dora import BaseWeight
 from ..files.folder import AdapterFiles
 from ..step_yield import CpuYielder, LongStepFlag, set_yielder, yield_to_steps
-from .reader_messages import Setup, encode_adapter, make_files, receive, send
+from .reader_messages import Setup, encode_adapter, make_files
 
 _PARENT_MS = 1000
 """Milliseconds between two checks for the parent."""

@@ -18,10 +18,11 @@ from ...platform.core.errors import (
 from ...platform.core.lora_request import LoRA, LoRAMix, LoRARequest
 from ...platform.core.messages import AdapterInfo
 from ...platform.core.request import Request
-from ..adapter import DRAFT_LOADED, Adapter, AdapterSource, changed_error
+from ..adapter import DRAFT_LOADED, Adapter, changed_error
 from ..files.folder import AdapterFiles
 from ..tiers.residency import LEAST_URGENT, Residency
-from ..tiers.transfers import PendingRead, ReadDone, Transfers
+from ..tiers.transfers import ReadDone, Transfers
+from .pending_load import PendingLoad
 from .registry import AdapterRegistry
 from .versions import AdapterVersion, VersionPart
 
@@ -31,8 +32,6 @@ UNLOAD_MODES = ("drain", "abort")
 
 MAX_LOAD_SECONDS = 1024
 """Durations of loads kept until the next `stats`."""
-_POLL_SECONDS = 0.01
-"""Seconds between two polls of other transfers while a caller waits for a read."""
 
 
 class AdapterStats(NamedTuple):
@@ -80,75 +79,80 @@ class Catalog:
         self._registry = registry
         self._residency = residency
         self._transfers = transfers
-        self._wait = wait
+        self.wait = wait
         self._on_change = on_change
         self._load_seconds: deque[float] = deque(maxlen=MAX_LOAD_SECONDS)
+        self._loads: dict[AdapterVersion, PendingLoad] = {}  # whose files are being read
 
     # --- loads ---
 
-    def start_read(self, verb: str, arguments: Mapping[str, Any]) -> PendingRead | None:
-        """Start to read the files for a call of `load` or `pin` in a loader thread. The result is the call's additional
-        argument `read`; None if the call needs no file.
+    def start(self, verb: str, arguments: Mapping[str, Any]) -> PendingLoad | None:
+        """Start a call of `load` or `pin`; None if the verb is another one, or needs no file.
 
         Raises:
             NotFoundError, InvalidUserInputError: as the verb does. AdapterError is raised by the result.
         """
-        self._wait(0)
         if verb == "load":
-            source = self._source_to_load(arguments["request"], load_inplace=arguments.get("load_inplace", False))
-        elif verb == "pin" and (version := self._registry.get(arguments["name"])).digest not in self._residency.host:
-            source = version.source
-        else:
-            return None
-        return self._transfers.start_read(source)
+            return self._start_load(**arguments)
+        return self._start_pin(**arguments) if verb == "pin" else None
 
-    def _read(self, source: AdapterSource) -> Adapter:
-        """Read an adapter, and meanwhile record the reads that hold the room for it."""
-        pending = self._transfers.start_read(source)
-        while not pending.wait(_POLL_SECONDS):
-            self._wait(0)
-        return pending.result()
-
-    def _source_to_load(self, request: LoRARequest, *, load_inplace: bool) -> AdapterSource:
+    def _start_load(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> PendingLoad:
+        self.wait(0)
         if not load_inplace:
             self._check_free(request.name)
-        return self._files.source(request)
+        version = AdapterVersion(request.name, self._files.source(request))
+        return self._start_read(version, load_inplace=load_inplace, pinned=pinned)
+
+    def _start_pin(self, name: str) -> PendingLoad | None:
+        self.wait(0)
+        version = self._registry.get(name)
+        if version.digest in self._residency.host:
+            return None
+        again = AdapterVersion(name, version.source, expected=version.expected)
+        return self._start_read(again, load_inplace=True, pinned=True)
+
+    def _start_read(self, version: AdapterVersion, *, load_inplace: bool, pinned: bool) -> PendingLoad:
+        def register(adapter: Adapter) -> AdapterVersion:
+            if not load_inplace:
+                self._check_free(version.name)
+            return self._register(version, adapter, pinned=pinned)
+
+        self._loads[version] = pending = PendingLoad(register, self.wait, self.info)
+        self._transfers.start_read(version)
+        return pending
 
     def _check_free(self, name: str) -> None:
         if self._registry.find(name) is not None:
             raise InvalidUserInputError(f"The lora adapter '{name}' has already been loaded.", param="lora_name")
 
-    def load(
-        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False, read: Adapter | None = None
-    ) -> AdapterInfo:
+    def load(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> AdapterInfo:
         """Read, check and register an adapter now.
 
         Args:
             request: Name and folders.
             load_inplace: Replace an adapter of this name; requests on it finish on the version that they began with.
-            pinned: Keep it on the device. Without `read` it is there when this returns, otherwise it is loading.
-            read: Result of `start_read`; the files are not read again.
+            pinned: Keep it on the device, where it is when this returns.
 
         Raises:
             AdapterError: the adapter cannot be served; an adapter registered under the name stays.
             InvalidUserInputError: the name is taken and `load_inplace` is not set, or it cannot be pinned: too many
                 are, or running requests leave no room for it now.
         """
-        self._wait(0)
-        source = self._source_to_load(request, load_inplace=load_inplace)
-        version = self._register(request.name, source, read or self._read(source), pinned=pinned)
-        return self._info_after_write(version, wait=pinned and read is None)
+        pending = self._start_load(request, load_inplace=load_inplace, pinned=pinned)
+        return self._info_after_write(pending.version(), wait=pinned)
 
-    def _register(self, name: str, source: AdapterSource, adapter: Adapter, *, pinned: bool) -> AdapterVersion:
-        """Register an adapter that was read, and load it into memory."""
+    def _register(self, version: AdapterVersion, adapter: Adapter, *, pinned: bool) -> AdapterVersion:
+        """Register a version whose files have been read, and load it into memory."""
         self._load_seconds.append(adapter.load_seconds)
-        self._residency.check_fits(name, adapter)
+        checked = self._checked(version, adapter)
+        if isinstance(checked, AdapterError):
+            raise checked
         host, num_reads = self._residency.host, self._transfers.num_reads
         if pinned:
-            self._residency.pin(name, adapter, num_reads)
+            self._residency.pin(version.name, adapter, num_reads)
         elif adapter.digest in host or self._residency.make_room(LEAST_URGENT, num_reads, adapter.num_bytes):
             host.put(adapter)
-        version = self._registry.register(name, source)
+        self._registry.register(version)
         self._take_content(version, adapter)
         self._set_pinned(version, pinned)
         return version
@@ -161,7 +165,7 @@ class Catalog:
                 replaced the version meanwhile.
         """
         while wait and version.current and version.error is None and not self._residency.pool.is_ready(version.digest):
-            self._wait(1.0)
+            self.wait(1.0)
         if version.error is not None:
             raise error_from_info(version.error)
         if not version.current:
@@ -169,7 +173,7 @@ class Catalog:
                 f"a request with another folder has replaced the adapter '{version.name}' meanwhile; try again",
                 param="lora_name",
             )
-        return self._info(version)
+        return self.info(version)
 
     def register(self, requests: Sequence[LoRARequest]) -> None:
         """Register names without reading a file; files are read when requests arrive.
@@ -178,7 +182,7 @@ class Catalog:
             InvalidUserInputError: a name is taken, or given twice. AdapterError: a folder does not exist. Nothing has
                 changed.
         """
-        self._wait(0)
+        self.wait(0)
         names: set[str] = set()
         for request in requests:
             if request.name in names:
@@ -187,12 +191,16 @@ class Catalog:
             self._check_free(request.name)
             self._files.check(self._files.source(request))
         for request in requests:
-            self._registry.register(request.name, self._files.source(request))
+            self._registry.register(AdapterVersion(request.name, self._files.source(request)))
 
     # --- results of reads ---
 
     def finish_read(self, read: ReadDone) -> None:
-        """Set the contents that were read, of a version or of a mix's parts. An error fails the requests."""
+        """Set the contents that were read, of a version or of a mix's parts. An error fails the requests. The end of a
+        read for `load` or `pin` is that call's."""
+        if (load := self._loads.pop(read.version, None)) is not None:
+            load.finish(read.result)
+            return
         self._load_seconds.append(read.seconds)
         num_reads = self._transfers.num_reads
         errors = [self._finish_one(part, num_reads + 1) for part in read.parts]  # the mix itself needs room, too
@@ -255,7 +263,7 @@ class Catalog:
         Raises:
             NotFoundError: the name is unknown. InvalidRequestError: there is no such mode.
         """
-        self._wait(0)
+        self.wait(0)
         if mode not in UNLOAD_MODES:
             raise InvalidRequestError(f"mode must be one of {', '.join(UNLOAD_MODES)}; got {mode!r}", param="mode")
         ending = self._registry.requests_of(name) if mode == "abort" else []
@@ -267,34 +275,30 @@ class Catalog:
 
     # --- pins ---
 
-    def pin(self, name: str, *, read: Adapter | None = None) -> AdapterInfo:
-        """Keep a registered adapter on the device. Without `read` it is there when this returns, otherwise it is
-        loading.
-
-        An adapter that is not in memory is reloaded, from `read` if given.
+    def pin(self, name: str) -> AdapterInfo:
+        """Keep a registered adapter on the device, where it is when this returns. One that is not in memory is read
+        again.
 
         Raises:
             NotFoundError: the name is unknown. InvalidUserInputError, AdapterError: as in `load`; it is not pinned.
         """
-        self._wait(0)
+        pending = self._start_pin(name)
+        return self._info_after_write(self._pin_held(name) if pending is None else pending.version(), wait=True)
+
+    def _pin_held(self, name: str) -> AdapterVersion:
         version = self._registry.get(name)
         adapter = self._residency.host.get(version.digest)
-        if adapter is not None:
-            self._residency.pin(name, adapter, self._transfers.num_reads)
-            self._set_pinned(version, True)
-        else:
-            adapter = read or self._read(version.source)
-            if version.expected not in (None, adapter.digest):
-                raise changed_error(name)
-            version = self._register(name, version.source, adapter, pinned=True)
-        return self._info_after_write(version, wait=read is None)
+        assert adapter is not None
+        self._residency.pin(name, adapter, self._transfers.num_reads)
+        self._set_pinned(version, True)
+        return version
 
     def unpin(self, name: str) -> AdapterInfo:
         """Let a registered adapter be evicted again; NotFoundError when the name is unknown."""
-        self._wait(0)
+        self.wait(0)
         version = self._registry.get(name)
         self._set_pinned(version, False)
-        return self._info(version)
+        return self.info(version)
 
     def _set_pinned(self, version: AdapterVersion, pinned: bool) -> None:
         self._registry.set_pinned(version, pinned)
@@ -346,14 +350,15 @@ class Catalog:
     def find(self, name: str) -> AdapterInfo | None:
         """Return the adapter registered under a name."""
         version = self._registry.find(name)
-        return None if version is None else self._info(version)
+        return None if version is None else self.info(version)
 
     def list(self) -> builtins.list[AdapterInfo]:
         """Return the registered adapters, in the order of registration."""
-        self._wait(0)
-        return [self._info(version) for version in self._registry.current()]
+        self.wait(0)
+        return [self.info(version) for version in self._registry.current()]
 
-    def _info(self, version: AdapterVersion) -> AdapterInfo:
+    def info(self, version: AdapterVersion) -> AdapterInfo:
+        """Describe a version."""
         return AdapterInfo(
             name=version.name,
             path=version.source.path,
@@ -372,14 +377,14 @@ class Catalog:
     def stats(self) -> AdapterStats:
         """Return a snapshot; each load's duration is in one snapshot only. The time that this takes depends on the
         adapters in memory, not on those registered."""
-        self._wait(0)
+        self.wait(0)
         registry, residency, pool = self._registry, self._residency, self._residency.pool
         seconds = [*self._load_seconds]
         self._load_seconds.clear()
         in_use = dict.fromkeys(registry.in_use())
         in_memory = dict.fromkeys(version for digest in residency.host for version in registry.with_content(digest))
         return AdapterStats(
-            adapters=[self._info(version) for version in {**in_memory, **in_use} if version.current],
+            adapters=[self.info(version) for version in {**in_memory, **in_use} if version.current],
             running=sorted({version.label for version in in_use if version.running}),
             waiting=sorted({version.label for version in in_use if version.waiting}),
             load_seconds=seconds,

@@ -77,13 +77,12 @@ class AdapterRegistry:
 
     # --- names ---
 
-    def register(self, name: str, source: AdapterSource) -> AdapterVersion:
+    def register(self, version: AdapterVersion) -> None:
         """Make a new version the current one. Its content has been read; if the name is free, it may also be read
         later. Requests on an earlier version stay there."""
-        self._drop_candidate(name)
-        version = AdapterVersion(name, source)
+        self._drop_candidate(version.name)
         version.registered = True
-        return self._replace(version)
+        self._replace(version)
 
     def add_candidate(self, name: str, source: AdapterSource) -> AdapterVersion:
         """Add a version that a request brings and whose files have not been read. It is the current one if the name is

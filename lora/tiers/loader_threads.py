@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ...kernels.threads import compute_alone
 
 T = TypeVar("T")
-S = TypeVar("S")
 
 MAX_BYTES = 2 << 30
 """Bytes of long jobs in flight above which another one waits: 24 adapters of rank 16 of an 8B model."""
@@ -30,37 +28,11 @@ class _Job(NamedTuple):
     run: Callable[[], Any]
     num_bytes: Callable[[], int]
     """Returns the memory that the job and its result take."""
-    finish: Callable[[_Done[Any]], None]
-    """Takes the result."""
-
-
-class PendingResult(Generic[T]):
-    """Result of one long job, for the caller who submitted it. `result` must be called once."""
-
-    def __init__(self, future: Future[_Done[T]], release: Callable[[int], None]) -> None:
-        self._future = future
-        self._release = release
-
-    def done(self) -> bool:
-        """True when `result` does not wait."""
-        return self._future.done()
-
-    def wait(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for the result; returns whether it is there."""
-        wait([self._future], timeout)
-        return self.done()
-
-    def result(self) -> T:
-        """Wait for the result, and free the job's bytes for others."""
-        try:
-            return self._future.result().result
-        finally:  # also after an interrupt from the keyboard, when the job ends later
-            self._future.add_done_callback(lambda future: self._release(future.result().num_bytes))
 
 
 class LoaderThreads(Generic[T]):
     """Runs long jobs in several threads and short ones, which wait for no long one, in a further thread. `poll` and
-    `wait` return the results, except those of `submit_alone`.
+    `wait` return the results.
 
     Jobs of each kind start in the order of `submit`. A long job starts when its bytes fit in addition to those of the
     long jobs in flight, or none is in flight.
@@ -88,20 +60,11 @@ class LoaderThreads(Generic[T]):
     def submit(self, job: Callable[[], T], *, num_bytes: Callable[[], int] = lambda: 0) -> None:
         """Run a long job. `num_bytes` returns the memory that it takes, until its result has been returned."""
         self.num_in_flight += 1
-        self._submit_long(_Job(job, num_bytes, self._results.put))
-
-    def submit_alone(self, job: Callable[[], S], *, num_bytes: Callable[[], int] = lambda: 0) -> PendingResult[S]:
-        """Run a long job whose result `poll` and `wait` do not return, and which does not count as in flight."""
-        future: Future[_Done[S]] = Future()
-        self._submit_long(_Job(job, num_bytes, future.set_result))
-        return PendingResult(future, self._release)
-
-    def _submit_long(self, job: _Job) -> None:
         self._num_long += 1
         if self._num_readers < min(self._num_threads, self._num_long):
             self._num_readers += 1
             self._start(self._run_long)
-        self._long_jobs.put(job)
+        self._long_jobs.put(_Job(job, num_bytes))
 
     def submit_short(self, job: Callable[[], T]) -> None:
         """Run a short job."""
@@ -174,7 +137,7 @@ class LoaderThreads(Generic[T]):
         compute_alone()
         while (begun := self._begin()) is not None:
             job, num_bytes = begun
-            job.finish(_Done(job.run(), num_bytes))
+            self._results.put(_Done(job.run(), num_bytes))
             del begun, job  # an unloaded adapter must not stay in memory until the next job
 
     def _begin(self) -> tuple[_Job, int] | None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ...platform.core.errors import AdapterError, OutriderError
-from ..adapter import Adapter, AdapterSource
+from ..adapter import Adapter
 from ..device.pool import Allocation
 from ..files.folder import AdapterFiles
 from ..files.peft_config import adapter_error, quote_path
@@ -17,19 +17,12 @@ from ..reader.reader_client import AdapterReader
 from ..registry.mixes import check_mixable, mix_adapters
 from ..registry.versions import AdapterVersion
 from .host_tier import HostTier
-from .loader_threads import MAX_BYTES, LoaderThreads, PendingResult
+from .loader_threads import MAX_BYTES, LoaderThreads
 from .row_writer import RowWriter
 
 AT_ONCE_BYTES = 4 << 20
 """Largest adapter that the stepping thread copies itself. That takes half a millisecond; a thread takes two or three,
 alongside a step whose threads use every core."""
-
-
-class ReadResult(NamedTuple):
-    """An adapter that was read, or why it cannot be served, and the duration."""
-
-    adapter: Adapter | OutriderError
-    seconds: float
 
 
 class ReadDone(NamedTuple):
@@ -60,25 +53,6 @@ def _typed_errors(what: str) -> Iterator[None]:
         raise adapter_error(f"cannot {what}: {type(error).__name__}: {error}") from error
 
 
-class PendingRead:
-    """A read for one call of a verb. `result` must be called once."""
-
-    def __init__(self, pending: PendingResult[ReadResult]) -> None:
-        self.done, self.wait = pending.done, pending.wait
-        self._pending = pending
-
-    def result(self) -> Adapter:
-        """Wait for the adapter.
-
-        Raises:
-            AdapterError: it cannot be served.
-        """
-        found = self._pending.result().adapter
-        if isinstance(found, OutriderError):
-            raise found
-        return found
-
-
 class Transfers:
     """Starts reads and writes, and reports their end. Writes, which are short, do not wait for reads."""
 
@@ -99,19 +73,16 @@ class Transfers:
         most = MAX_BYTES if max_bytes is None else min(max_bytes, MAX_BYTES)
         self._threads: LoaderThreads[ReadDone | WriteDone] = LoaderThreads(num_threads, most)
         self.num_reads = 0
-        """Reads of `read` in flight."""
-
-    def start_read(self, source: AdapterSource) -> PendingRead:
-        """Read an adapter for a call of a verb, in turn with the reads of `read`."""
-        return PendingRead(
-            self._threads.submit_alone(lambda: self._read(source), num_bytes=lambda: self._files.num_bytes(source))
-        )
+        """Reads of `read` in flight, each with reserved room in host memory."""
 
     def read(self, version: AdapterVersion, host: HostTier) -> None:
         """Read the version's files, or of a mix those of the parts that are not in `host`."""
         version.loading = True
         self.num_reads += 1
-        held = [host.get(part.version.digest) for part in version.parts]
+        self.start_read(version, [host.get(part.version.digest) for part in version.parts])
+
+    def start_read(self, version: AdapterVersion, held: Sequence[Adapter | None] = ()) -> None:
+        """Read as `read` does, but reserve no room: the version is that of a call."""
         if version.parts:
             unread = [part.version.source for part, adapter in zip(version.parts, held, strict=True) if adapter is None]
         else:
@@ -121,19 +92,16 @@ class Transfers:
             num_bytes=lambda: sum(map(self._files.num_bytes, unread)),
         )
 
-    def _read(self, source: AdapterSource) -> ReadResult:
-        started = time.perf_counter()
+    def _read_version(self, version: AdapterVersion) -> ReadDone:
+        source, started = version.source, time.perf_counter()
         try:
             with _typed_errors(f"load {quote_path(source.folder.label)}"):
                 found = self.reader.read(source) if self.reader is not None else None
                 found = self._writer.prepare(found or self._files.read(source))
         except OutriderError as error:
-            return ReadResult(error, time.perf_counter() - started)
+            return ReadDone(version, error, time.perf_counter() - started)
         seconds = time.perf_counter() - started
-        return ReadResult(replace(found, load_seconds=seconds), seconds)
-
-    def _read_version(self, version: AdapterVersion) -> ReadDone:
-        return ReadDone(version, *self._read(version.source))
+        return ReadDone(version, replace(found, load_seconds=seconds), seconds)
 
     def _mix(self, mix: AdapterVersion, held: Sequence[Adapter | None]) -> ReadDone:
         """Read the parts that are not `held`, and make the mix."""
@@ -196,7 +164,7 @@ class Transfers:
         return map(self._ended, self._threads.wait(timeout))
 
     def _ended(self, done: ReadDone | WriteDone) -> ReadDone | WriteDone:
-        if isinstance(done, ReadDone):
+        if isinstance(done, ReadDone) and done.version.loading:
             self.num_reads -= 1
             done.version.loading = False
         return done

@@ -35,6 +35,7 @@ from .process.supervisor import EngineSpec
 from .profile_folder import profile_folder
 from .prompts import Prompt
 from .request_streams import RequestStreams
+from .requests import RequestMaker
 from .sampling_defaults import SamplingDefaults
 from .text.no_tokenizer import OPTION, needed
 
@@ -145,11 +146,12 @@ class AsyncLLM:
     @property
     def input_processor(self) -> InputProcessor:
         """Prompts to requests."""
-        return self._streams.text_side.requests.input_processor
+        return self.requests.input_processor
 
-    def processor_of(self, lora: AnyLoRA | None) -> Awaitable[InputProcessor]:
-        """See `RequestMaker.processor_of`."""
-        return self._streams.text_side.requests.processor_of(lora)
+    @property
+    def requests(self) -> RequestMaker:
+        """Tokenizers and chat templates of the model and of adapters, for requests."""
+        return self._streams.text_side.requests
 
     @property
     def output_processor(self) -> OutputProcessor:

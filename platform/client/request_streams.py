@@ -75,7 +75,7 @@ class RequestStreams:
         self.pacer.shares_cores = info.device == "cpu"
         known = ChainMap(self.adapters.requests, demo_lora_requests(self._args))
         input_processor = InputProcessor(tokenizer, info, eos_token_ids)
-        requests = RequestMaker(input_processor, lambda: known, self._sources, self._defaults)
+        requests = RequestMaker(input_processor, lambda: known, self._sources, self._defaults, self.adapters.requests)
         self._text_side = TextSide(requests, OutputProcessor())
 
     async def _on_restart(self, process: EngineProcess) -> None:
@@ -137,7 +137,7 @@ class RequestStreams:
 
     async def run(self, prepared: Prepared, *, delta: bool = False) -> AsyncGenerator[RequestOutput]:
         """Run a request; the outputs are those of `generate`. It may have waited: its adapter has the version, and the
-        engine the state, of now."""
+        engine the state, of now. NotFoundError: the adapter was unloaded meanwhile."""
         request_id, kind = prepared.request_id, prepared.kind
         delta, at_end = delta or kind is RequestOutputKind.DELTA, kind is RequestOutputKind.FINAL_ONLY
         maker, outputs = self.text_side

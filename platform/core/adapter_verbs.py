@@ -72,14 +72,14 @@ class Adapters(Protocol[Info, Infos, Nothing]):
 VERBS = ("load", "register", "unload", "pin", "unpin", "list")
 
 
-class PendingRead(Protocol):
-    """A read in flight."""
+class PendingCall(Protocol):
+    """A call of a verb that waits for files."""
 
     def done(self) -> bool:
         """True when `result` does not wait."""
 
-    def result(self) -> Any:
-        """Wait for the adapter, once; AdapterError when it cannot be served."""
+    def result(self) -> AdapterInfo:
+        """Wait for the verb's result; its errors are raised here."""
 
 
 class LocalAdapters(Adapters[AdapterInfo, list[AdapterInfo], None], Protocol):
@@ -88,9 +88,8 @@ class LocalAdapters(Adapters[AdapterInfo, list[AdapterInfo], None], Protocol):
     def find(self, name: str) -> AdapterInfo | None:
         """The adapter registered under a name."""
 
-    def start_read(self, verb: str, arguments: Mapping[str, Any]) -> PendingRead | None:
-        """Start to read the files for a call of a verb, concurrently with steps. The result is the call's additional
-        argument `read`; None if the call needs no file.
+    def start(self, verb: str, arguments: Mapping[str, Any]) -> PendingCall | None:
+        """Start a call of a verb that reads files, concurrently with steps; None if the call needs no file.
 
         Raises:
             NotFoundError, InvalidUserInputError: as the verb does. AdapterError is raised by the result.

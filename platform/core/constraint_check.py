@@ -6,6 +6,7 @@ hours. A constraint that passed here costs an engine no more than it did here.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 
 from .errors import ConstraintCheckError, InvalidRequestError
 from .structured_outputs import StructuredOutputsParams, grammar_package, on_deep_stack, parser_limits
+from .wire import pack, read
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ class ConstraintChecker:
         self.thread = ThreadPoolExecutor(1, "check-constraint")
         """Thread for new constraints: in a shared pool they could occupy all threads."""
         self._asking = threading.Lock()  # guards the process, and is held while it works
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()  # guards the findings
 
     def knows(self, params: StructuredOutputsParams) -> bool:
@@ -110,18 +112,18 @@ class ConstraintChecker:
         assert process.stdout is not None
         watch = threading.Timer(_PATIENCE, process.kill)
         watch.start()
-        answer = ""
+        answer = b""
         try:
-            process.stdin.write(json.dumps(asdict(params)) + "\n")
+            process.stdin.write(pack(json.dumps(asdict(params)).encode()))
             process.stdin.flush()
-            answer = process.stdout.readline()
-        except BrokenPipeError:
+            answer = read(process.stdout)
+        except (BrokenPipeError, EOFError):  # the process was ended, maybe while it wrote
             pass
         finally:
             watch.cancel()
             if not answer:  # after KeyboardInterrupt, too: the next constraint must not get this one's answer
                 self._end()
-        if answer.endswith("\n"):  # else the process was ended, maybe while it wrote
+        if answer:
             return Finding(*json.loads(answer))
         if process.returncode in _ENDED_BY_LIMITS:
             return Finding(f"{params.source}: {_TOO_COMPLEX}")
@@ -137,9 +139,7 @@ class ConstraintChecker:
         pipe = subprocess.PIPE
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
         try:
-            self._process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, env=environment, text=True, start_new_session=True
-            )
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
         except OSError as error:  # out of processes or memory
             raise ConstraintCheckError(f"the process that checks constraints cannot start: {error.strerror}") from error
 
@@ -199,12 +199,16 @@ _OWN_WORDS = {
 
 
 def main() -> None:
-    """Answer each constraint, a line of JSON, with its `Finding`."""
+    """Answer each constraint with its `Finding`, in JSON."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY if hard < 0 else min(_MEMORY, hard), hard))
-    for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # its signal ends the process
-        print(json.dumps(_finding(StructuredOutputsParams(**json.loads(line)))), flush=True)
+    with contextlib.suppress(EOFError):
+        while True:
+            content = read(sys.stdin.buffer)
+            signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # its signal ends the process
+            finding = _finding(StructuredOutputsParams(**json.loads(content)))
+            sys.stdout.buffer.write(pack(json.dumps(finding).encode()))
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

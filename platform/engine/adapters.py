@@ -15,14 +15,13 @@ if TYPE_CHECKING:
 class EngineAdapters:
     """Implements `core.adapter_verbs.LocalAdapters`; belongs to the engine's thread.
 
-    `load` and `pin` take an additional argument `read`, the result of `start_read`. Without it they wait for files, and
-    a pinned adapter is on the device when they return.
+    `load` and `pin` wait for files and for the device rows of a pinned adapter; a call of `start` waits for neither.
     """
 
     def __init__(self, catalog: Catalog | NoAdapters, scheduler: Scheduler) -> None:
         self._catalog = catalog
         self._scheduler = scheduler
-        self.load, self.register, self.start_read = catalog.load, catalog.register, catalog.start_read
+        self.load, self.register, self.start = catalog.load, catalog.register, catalog.start
         self.pin, self.unpin = catalog.pin, catalog.unpin
         self.find, self.list = catalog.find, catalog.list
 

@@ -56,9 +56,8 @@ class NoAdapters(Gate):
         """The verbs that follow."""
         return self
 
-    def start_read(self, verb: str, arguments: Mapping[str, Any]) -> Any:
+    def start(self, verb: str, arguments: Mapping[str, Any]) -> None:
         """No verb reads files."""
-        return None
 
     def load(self, *args: Any, **options: Any) -> Any:
         """InvalidRequestError: LoRA is not enabled."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.requests import Request
 
 from ..client.prepared import ParsedPrompt
-from ..client.text.adapter_templates import adapter_chat_template
 from ..core.adapter_names import split_engine_name
 from ..core.errors import (
     AsleepError,
@@ -186,7 +185,7 @@ class Serving:
         Raises:
             InvalidRequestError: a prompt is empty, too long (PromptTooLongError) or has ids outside the vocabulary.
         """
-        processor, most = await self.llm.processor_of(lora), self.llm.info.max_model_len
+        processor, most = await self.llm.requests.processor_of(lora), self.llm.info.max_model_len
         log_tokenizer(processor.tokenizer)
         num_ids = processor.num_ids(lora)
 
@@ -207,7 +206,7 @@ class Serving:
         Raises:
             PromptTooLongError: it is far longer.
         """
-        processor, most = await self.llm.processor_of(lora), max(MAX_TOKENIZED, self.llm.info.max_model_len)
+        processor, most = await self.llm.requests.processor_of(lora), max(MAX_TOKENIZED, self.llm.info.max_model_len)
         return await self._beside(
             len(text), lambda: processor.encode(text, add_special_tokens=add_special_tokens, most=most)
         )
@@ -220,7 +219,7 @@ class Serving:
         Raises:
             InvalidRequestError: a text cannot be tokenized.
         """
-        processor = await self.llm.processor_of(lora)
+        processor = await self.llm.requests.processor_of(lora)
         most = min(most, self.llm.info.max_model_len)
 
         def parse() -> list[tuple[int, ...]]:
@@ -242,7 +241,7 @@ class Serving:
         self, messages: list[dict[str, Any]], request: TemplateFields, lora: LoRA | None = None
     ) -> list[int]:
         """Token ids of `messages` under the chat template; unless `request` says otherwise, the template alone writes
-        special tokens. The template is the request's, the server's, the adapter's or the model's, in this order.
+        special tokens. The request's template comes before the server's, and that before those of `chat_template`.
 
         Raises:
             InvalidRequestError: the template refuses the messages, or the request may not bring one.
@@ -252,25 +251,17 @@ class Serving:
             raise invalid(
                 "chat_template", "is taken from requests only when the server runs with --trust-request-chat-template"
             )
-        template = request.chat_template or self.config.chat_template or await self.adapter_template(lora)
+        template = await self.chat_template(lora, request.chat_template or self.config.chat_template)
         size = num_chars(messages) + len(messages) * _PIECE_CHARS + sum(len(str(tool)) for tool in request.tools or ())
-        processor = await self.llm.processor_of(lora)
+        processor = await self.llm.requests.processor_of(lora)
         log_tokenizer(processor.tokenizer)
         return await self._beside(size, lambda: self._chat_prompt(processor, messages, request, template))
 
-    async def adapter_template(self, lora: LoRA | None) -> str | None:
-        """Chat template of an adapter's folder; None where there is none that may be used.
-
-        Raises:
-            AdapterError: it cannot be read.
-        """
-        if lora is None or not self._trusts_template(lora):
-            return None
-        return await asyncio.to_thread(adapter_chat_template, await self.llm.sources.localize(lora))
-
-    def _trusts_template(self, lora: LoRA) -> bool:
-        """True when those who run the server brought the adapter: a template is a program that can loop."""
-        return self.config.trust_request_chat_template or not split_engine_name(lora.name)[0]
+    async def chat_template(self, lora: LoRA | None, given: str | None = None) -> str | None:
+        """See `RequestMaker.chat_template`. A template is a program that can loop: a tenant's adapter has none."""
+        if lora is not None and split_engine_name(lora.name)[0] and not self.config.trust_request_chat_template:
+            lora = None
+        return await self.llm.requests.chat_template(lora, given)
 
     def _chat_prompt(
         self,

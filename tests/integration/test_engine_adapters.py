@@ -236,10 +236,9 @@ def test_reads_compute_without_helpers(models, make_engine, monkeypatch):
     engine = make_engine(**LORA)
     engine.adapters.register([models.lora("b")])
     for verb, arguments in (("load", {"request": models.lora("a")}), ("pin", {"name": "b"})):
-        engine.adapters.start_read(verb, arguments).result()
+        engine.adapters.start(verb, arguments).result()
     assert alone == ["lora-loader"]
-    engine.adapters.load(models.lora("a"))
-    assert engine.adapters.start_read("pin", {"name": "a"}) is None
+    assert engine.adapters.start("pin", {"name": "a"}) is None
     assert alone == ["lora-loader"]
 
 

@@ -20,11 +20,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ...core.adapter_verbs import PendingRead
+from ...core.adapter_verbs import PendingCall
 from ...core.errors import ErrorInfo, OutriderError
 from ...core.logs import set_up_logging
 from ...core.messages import EngineRequest, TokenDelta
 from ...core.threads import leave_a_core_free
+from ...core.wire import read
 from ..engine_factory import Engine, load_engine
 from .ipc import (
     Abort,
@@ -69,7 +70,7 @@ class EngineLoop:
         self._link = link
         self._failed: list[TokenDelta] = []
         self._stopping = False
-        self._reads: deque[tuple[Call, Callable[..., Any], PendingRead]] = deque()
+        self._loads: deque[tuple[Call, PendingCall]] = deque()
 
     def run(self) -> None:
         """Take messages and step until told to stop.
@@ -79,12 +80,12 @@ class EngineLoop:
         """
         poll_ms = 0
         while True:
-            idle_ms = _READING_POLL_MS if self._reads else _IDLE_POLL_MS
+            idle_ms = _READING_POLL_MS if self._loads else _IDLE_POLL_MS
             for message in self._link.receive(poll_ms if self._engine.has_work() else idle_ms):
                 self._handle(message)
             if self._stopping:
                 return
-            self._finish_reads()
+            self._reply_to_loads()
             deltas, self._failed = self._failed, []
             if self._engine.has_work():
                 deltas += self._engine.step()
@@ -124,28 +125,26 @@ class EngineLoop:
         try:
             arguments = arguments_of(call)
             owner, _, verb = call.verb.rpartition(".")
+            load = self._engine.adapters.start(verb, arguments) if owner else None
             function = getattr(self._engine.adapters if owner else self._engine, verb)
-            read = self._engine.adapters.start_read(verb, arguments) if owner else None
         except Exception as error:
             self._link.send(self._failure(call, error))
             return
-        run = partial(function, **arguments)
-        if read is None:
-            self._link.send(self._reply(call, run))
+        if load is None:
+            self._link.send(self._reply(call, partial(function, **arguments)))
         else:
-            self._reads.append((call, run, read))
+            self._loads.append((call, load))
 
-    def _finish_reads(self) -> None:
-        """Answer the calls whose files have been read, in their order: so adapters are registered in the order of their
-        calls, however many are read at once."""
-        while self._reads and self._reads[0][2].done():
-            call, run, read = self._reads.popleft()
-            self._link.send(self._reply(call, run, read))
+    def _reply_to_loads(self) -> None:
+        """Answer the calls whose files have been read, in their order, however many are read at once: the client lists
+        adapters in the order of the answers."""
+        while self._loads and self._loads[0][1].done():
+            call, load = self._loads.popleft()
+            self._link.send(self._reply(call, load.result))
 
-    def _reply(self, call: Call, run: Callable[..., Any], read: PendingRead | None = None) -> Reply:
+    def _reply(self, call: Call, run: Callable[[], Any]) -> Reply:
         try:
-            value = run() if read is None else run(read=read.result())
-            return Reply(call.call_id, encode_value(value))
+            return Reply(call.call_id, encode_value(run()))
         except Exception as error:
             return self._failure(call, error)
 
@@ -158,7 +157,7 @@ class EngineLoop:
 
 def _read_config(stdin: int) -> ProcessConfig:
     with os.fdopen(os.dup(stdin), "rb") as stream:
-        return decode_config(stream.read(int.from_bytes(stream.read(8), "big")))
+        return decode_config(read(stream))
 
 
 def _leave_with_parent(stdin: int, parent: int, folder: str) -> None:

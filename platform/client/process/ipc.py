@@ -25,6 +25,7 @@ from ...core.config import EngineArgs
 from ...core.errors import EngineDeadError, ErrorInfo, InvalidRequestError, OutriderError
 from ...core.logs import LogFormat
 from ...core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
+from ...core.wire import pack
 
 
 class ProcessConfig(msgspec.Struct):
@@ -203,13 +204,12 @@ def decode_value(verb: str, value: msgspec.Raw) -> Any:
 
 
 def encode_config(config: ProcessConfig) -> bytes:
-    """Bytes for the standard input of an engine process: length, then content."""
-    content = _encoder.encode(config)
-    return len(content).to_bytes(8, "big") + content
+    """Message for the standard input of an engine process."""
+    return pack(_encoder.encode(config))
 
 
 def decode_config(content: bytes) -> ProcessConfig:
-    """The reverse of `encode_config`, without the length."""
+    """The configuration of a message's content."""
     return msgspec.msgpack.decode(content, type=ProcessConfig)
 
 

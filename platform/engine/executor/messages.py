@@ -1,4 +1,4 @@
-"""Messages from rank 0 to another rank, over a socket: a line of JSON, then arrays as raw bytes.
+"""Messages from rank 0 to another rank, over a socket: JSON (`platform.core.wire`), then arrays as raw bytes.
 
 rank 0                                     rank
 RankSpec                             ->
@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from ....lora.device.layout import LM_HEAD, SCORE, ModelLayout, OwnRows, PackedModules, PackedRows
-from ....lora.reader.reader_messages import receive, send
 from ....models.batch import SequenceRows
+from ...core.wire import receive, receive_into, send
 
 
 class RankSpec(NamedTuple):
@@ -70,12 +70,7 @@ def receive_message(link: socket.socket) -> Message:
     arrays = []
     for size in sizes:
         array = np.empty(size, np.uint8)
-        rest = memoryview(array.data)
-        while rest:
-            count = link.recv_into(rest)
-            if not count:
-                raise EOFError("rank 0 is gone")
-            rest = rest[count:]
+        receive_into(link, memoryview(array.data))
         arrays.append(array)
     return Message(verb, arguments, arrays)
 

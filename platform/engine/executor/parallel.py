@@ -18,12 +18,12 @@ from torch import Tensor
 
 from ....lora.device.layout import PackedModules
 from ....lora.device.pool import Allocation
-from ....lora.reader.reader_messages import receive, send
 from ....models.batch import AdapterPreparer, LayerKV, SequenceRows, build_batch
 from ....models.model import DecoderOutput, LanguageModel
 from ...core.batch import Move
 from ...core.config import EngineConfig
 from ...core.errors import EngineDeadError, ErrorInfo, InvalidRequestError, error_from_info
+from ...core.wire import receive, send
 from .base import Handles
 from .captured import TargetPasses
 from .launch import Launch, ProcessLaunch

@@ -23,7 +23,6 @@ from ....lora.device.batching import StepAdapters
 from ....lora.device.layout import ModelLayout
 from ....lora.device.pool import Allocation, RowPool
 from ....lora.device.sites import AdapterSites
-from ....lora.reader.reader_messages import receive, send
 from ....models.batch import AdapterPreparer, LayerKV, allocate_kv
 from ....models.checkpoint.loader import ModelOptions, load_model
 from ....models.model import LanguageModel
@@ -32,6 +31,7 @@ from ....models.pass_grid import PassLimits
 from ....spec_decode.drafters.base import no_adapters
 from ...core.batch import Move
 from ...core.errors import OutriderError
+from ...core.wire import receive, send
 from ..description import weight_bytes
 from ..memory.host_store import HostStore
 from .base import LocalExecutor

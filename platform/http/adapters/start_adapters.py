@@ -27,7 +27,7 @@ _MAX_FETCHES = 64
 
 
 async def load_adapters(models: ModelRegistry, config: ServerConfig) -> None:
-    """Load the adapters of the options at once. They are registered in their order, whichever is read first.
+    """Load the adapters of the options at once. They are listed in their order, whichever is read first.
 
     Raises:
         InvalidRequestError, AdapterSourceError: one of them cannot be loaded; the message begins with its name.

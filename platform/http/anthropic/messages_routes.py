@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -13,10 +12,11 @@ from starlette.responses import Response
 from ...core.errors import InvalidRequestError, OutriderError, PromptTooLongError
 from ..adapters.adapter_choice import choose_adapter, discover_adapters
 from ..body.reader import documented, read_body
+from ..observe.generations import Counts
 from ..openai.answer import Accepted, accept
 from ..openai.chat_job import chat_job
 from ..openai.event_stream import dumps
-from ..openai.generation import Collected, Totals
+from ..openai.generation import Collected
 from ..openai.job import Event, Job
 from ..openai.json_pieces import json_answer
 from ..openai.protocol import ChatCompletionRequest
@@ -103,7 +103,6 @@ class Answer:
         self._blocks = blocks
         self._job = job
         self._body = body
-        self._totals = Totals()
         self._end: dict[str, Any] | None = None  # None: nothing has been told yet
 
     def events(self, event: Event) -> Iterator[str]:
@@ -111,11 +110,10 @@ class Answer:
         [output] = event.output.outputs
         if self._end is None:
             self._end = {}
-            before = Totals()
-            before.add(event._replace(output=replace(event.output, outputs=[], finished=False)))
-            yield _sse({"type": "message_start", "message": self._message([], before)})
+            message = self._message([])
+            message["usage"]["output_tokens"] = 0
+            yield _sse({"type": "message_start", "message": message})
             yield _sse({"type": "ping"})
-        self._totals.add(event)
         yield from map(_sse, self._blocks.feed(output.text))
         if output.finish_reason is not None:
             self._end = {"stop_sequence": None} | self._ended(output.finish_reason, output.stop_reason)
@@ -123,7 +121,7 @@ class Answer:
 
     async def last(self) -> Iterator[str]:
         """See StreamWriter."""
-        delta = {"type": "message_delta", "delta": self._end, "usage": usage(self._totals)}
+        delta = {"type": "message_delta", "delta": self._end, "usage": usage(self._job.counts)}
         return iter([_sse(delta), _sse({"type": "message_stop"})])
 
     def close(self) -> None:
@@ -134,7 +132,7 @@ class Answer:
         status = error.status if isinstance(error, OutriderError) else 500
         return _sse(in_form(error_content(error), status)[0])
 
-    def _message(self, content: list[dict[str, Any]], totals: Totals) -> dict[str, Any]:
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         """The message object, whose end is not known yet."""
         return {
             "id": self._job.request_id,
@@ -144,7 +142,7 @@ class Answer:
             "content": content,
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": usage(totals),
+            "usage": usage(self._job.counts),
         }
 
     async def whole(self, collected: Collected) -> dict[str, Any]:
@@ -154,7 +152,7 @@ class Answer:
         ended = self._ended(choice.finish_reason, choice.stop_reason)
         if ended["stop_reason"] == "tool_use" and not any(block["type"] == "tool_use" for block in content):
             ended["stop_reason"] = "end_turn"  # the arguments are no object
-        return self._message(content, collected.totals) | ended
+        return self._message(content) | ended
 
     def _ended(self, reason: str | None, stopped_by: int | str | None) -> dict[str, Any]:
         """Reason of the end.
@@ -171,13 +169,13 @@ class Answer:
         return {"stop_reason": "tool_use" if self._blocks.has_calls else "end_turn"}
 
 
-def usage(totals: Totals) -> dict[str, int]:
+def usage(counts: Counts) -> dict[str, int]:
     """The `usage` object so far. Cached tokens of the prompt are no input tokens, as in Anthropic's API."""
     return {
-        "input_tokens": totals.prompt_tokens - totals.cached_tokens,
+        "input_tokens": counts.prompt_tokens - counts.cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": totals.cached_tokens,
-        "output_tokens": totals.completion_tokens,
+        "cache_read_input_tokens": counts.cached_tokens,
+        "output_tokens": counts.output_tokens,
     }
 
 

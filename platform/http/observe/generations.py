@@ -8,7 +8,17 @@ from dataclasses import dataclass, field
 
 from ...client.prepared import Prepared
 from ...core.adapter_names import label_text
+from ...core.messages import SpeculationCounts
 from ...core.outputs import RequestMetrics, RequestOutput
+
+
+@dataclass(slots=True)
+class Counts:
+    """Tokens of a request's prompts that have begun to be answered: `usage`, the log, the traces and the ledger."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -17,6 +27,8 @@ class Generation:
     monotonic clock, and latencies begin at `Prepared.arrival_time`."""
 
     prepared: Prepared
+    counts: Counts = field(default_factory=Counts)
+    """Shared by the request's prompts."""
     metrics: RequestMetrics | None = None
     """The engine's counts; None before the first output."""
     first_at: float | None = None
@@ -25,6 +37,8 @@ class Generation:
     """Time of the latest output."""
     ended_at: float | None = None
     """Time of the last output; None if there was none."""
+    num_cached_tokens: int = 0
+    """Cached tokens of the prompt that `counts` has."""
     num_tokens: dict[int, int] = field(default_factory=dict)
     """Output tokens so far of each sequence, by its index."""
     finish_reasons: dict[int, str] = field(default_factory=dict)
@@ -39,8 +53,12 @@ class Generation:
         self.last_at = time.monotonic()
         if self.metrics is None:
             self.metrics, self.first_at = output.metrics or RequestMetrics(), self.last_at
+            self.counts.prompt_tokens += len(self.prompt_token_ids)
+        self.counts.cached_tokens += self.metrics.num_cached_tokens - self.num_cached_tokens
+        self.num_cached_tokens = self.metrics.num_cached_tokens
         for completion in output.outputs:
             index = completion.index
+            self.counts.output_tokens += len(completion.token_ids)
             self.num_tokens[index] = self.num_tokens.get(index, 0) + len(completion.token_ids)
             if completion.finish_reason is not None:
                 self.finish_reasons[index] = completion.finish_reason
@@ -65,27 +83,13 @@ class Generation:
         return None if self.first_at is None else self.first_at - self.prepared.arrival_time
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Sums over the prompts of a request that have begun to be answered."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    draft_tokens: int
-    accepted_tokens: int
-
-
-def counts_of(generations: Sequence[Generation]) -> Counts:
-    """Counts of a request so far. The engine counts drafts when a prompt ends, or when it is asked."""
-    begun = [(g, g.metrics) for g in generations if g.metrics is not None]
-    return Counts(
-        sum(len(generation.prompt_token_ids) for generation, _ in begun),
-        sum(metrics.num_cached_tokens for _, metrics in begun),
-        sum(sum(generation.num_tokens.values()) for generation, _ in begun),
-        sum(metrics.num_draft_tokens for _, metrics in begun),
-        sum(metrics.num_accepted_tokens for _, metrics in begun),
-    )
+def speculation_of(generations: Sequence[Generation]) -> SpeculationCounts:
+    """Counts of drafts of a request so far. The engine counts them when a prompt ends, or when it is asked."""
+    total = SpeculationCounts()
+    for generation in generations:
+        if generation.metrics is not None:
+            total.add(generation.metrics)
+    return total
 
 
 def first_output(generations: Sequence[Generation]) -> float | None:

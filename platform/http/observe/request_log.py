@@ -22,7 +22,7 @@ from ...core.text import shorten
 from ...tenancy.accounts.principal import Principal
 from ..anthropic.errors import is_of as is_anthropic
 from ..protect.paths import ASKED_METHOD
-from .generations import Generation, counts_of
+from .generations import Generation, speculation_of
 
 if TYPE_CHECKING:
     from ..serving_state import Serving
@@ -119,7 +119,11 @@ class RequestLog:
             seconds["queue_seconds"] = round(begun[0].metrics.queue_seconds, 6)
         if first is not None:
             seconds["first_token_seconds"] = round(first, 6)
-        counts = asdict(counts_of(begun)) if begun else {}
+        counts: dict[str, int] = {}
+        if begun:
+            drafts = speculation_of(begun)
+            counts = asdict(begun[0].counts)
+            counts |= {"draft_tokens": drafts.num_draft_tokens, "accepted_tokens": drafts.num_accepted_tokens}
         reasons = [reason for g in self.generations for reason in (*g.finish_reasons.values(), g.failure) if reason]
         principal = self.principal or Principal()
         texts = {

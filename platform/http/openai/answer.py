@@ -104,7 +104,7 @@ class Accepted(Generic[BodyT]):
         assert isinstance(body, SamplingFields), "routes that pool have answers of their own"
         writer = None
         if body.stream:
-            writer = ChunkWriter(fixed, encoder, body.stream_options, with_metrics=bool(body.return_metrics))
+            writer = ChunkWriter(fixed, encoder, body.stream_options, job, with_metrics=bool(body.return_metrics))
 
         async def whole(collected: Collected) -> dict[str, Any]:
             return fixed | (await asyncio.to_thread(answer, collected) if in_thread else answer(collected))

@@ -17,7 +17,7 @@ from .answer import Accepted, accept, asked_fields, renamed
 from .chat_job import chat_job
 from .chat_messages import normalize_messages
 from .event_stream import Chunk, dumps
-from .generation import Choice, Collected
+from .generation import Choice, Collected, metrics_of, usage_of
 from .job import Event
 from .logprobs import chat_logprobs, pack, prompt_logprobs
 from .protocol import ChatCompletionRequest
@@ -54,14 +54,14 @@ def _answer(body: ChatCompletionRequest, make_parser: MakeParser | None, collect
     prompt = collected.prompts[0]
     answer: dict[str, Any] = {
         "choices": [_choice(body, make_parser, i, choice) for i, choice in enumerate(collected.choices)],
-        "usage": collected.totals.usage(),
+        "usage": usage_of(collected.job),
     }
     if prompt.logprobs is not None:
         answer["prompt_logprobs"] = prompt_logprobs(prompt.logprobs)
     if body.return_token_ids:
         answer["prompt_token_ids"] = prompt.token_ids
     if body.return_metrics:
-        answer["metrics"] = collected.totals.metrics()
+        answer["metrics"] = metrics_of(collected.job)
     return answer
 
 

@@ -72,7 +72,7 @@ async def chat_job(
     max_tokens_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     params = _sampling_params(serving, body, defaults, choice, max_tokens_field)
     prompt = await serving.chat_prompt(messages, body, accepted.lora)
-    tokenizer = (await serving.llm.processor_of(accepted.lora)).tokenizer
+    tokenizer = (await serving.llm.requests.processor_of(accepted.lora)).tokenizer
     parses_reasoning |= serving.config.reasoning_parser is not None
     template = None
     if choice.tools or parses_reasoning:
@@ -111,7 +111,7 @@ async def _response_template(
     """
     config = serving.config
     name = config.tool_call_parser if choice.tools else config.reasoning_parser
-    template = format_of(name, tokenizer, await serving.adapter_template(lora) if name is None else None)
+    template = format_of(name, tokenizer, await serving.chat_template(lora) if name is None else None)
     if choice.tools and template is None and not choice.is_forced:
         raise InvalidRequestError(
             "nothing says in which format this model calls tools: start the server with --tool-call-parser NAME, or "

@@ -17,7 +17,7 @@ from ..body.reader import documented
 from .answer import accept, asked_fields
 from .beams import beam_params
 from .event_stream import Chunk, dumps
-from .generation import Choice, Collected, PromptFacts
+from .generation import Choice, Collected, PromptFacts, metrics_of, usage_of
 from .job import Event, Job
 from .logprobs import (
     CompletionLogprobs,
@@ -55,7 +55,7 @@ async def create_completion(request: Request) -> Response:
         keeps_output=not _only_scores(body),
         endpoint="/v1/completions",
     )
-    tokenizer = (await serving.llm.processor_of(accepted.lora)).tokenizer
+    tokenizer = (await serving.llm.requests.processor_of(accepted.lora)).tokenizer
     if body.echo:
         needed(tokenizer, "echo", "echo")
     choices = _Completions(tokenizer, body, job)
@@ -95,13 +95,13 @@ class _Completions:
         """The answer: choices, usage, and the optional fields that were asked for."""
         answer: dict[str, Any] = {
             "choices": [self._choice(i, collected) for i in range(len(collected.choices))],
-            "usage": collected.totals.usage(),
+            "usage": usage_of(collected.job),
         }
         if _only_scores(self._body):
             usage = answer["usage"]
             usage.update(completion_tokens=0, total_tokens=usage["prompt_tokens"])
         if self._body.return_metrics:
-            answer["metrics"] = collected.totals.metrics()
+            answer["metrics"] = metrics_of(collected.job)
         return answer
 
     def _choice(self, index: int, collected: Collected) -> dict[str, Any]:

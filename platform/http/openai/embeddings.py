@@ -22,7 +22,7 @@ from ..body.reader import documented
 from ..protect.accounting import limit_headers
 from .answer import Accepted, accept
 from .event_stream import until_disconnect
-from .generation import Totals, generate
+from .generation import generate
 from .job import Job
 from .json_pieces import json_answer
 from .pooling_protocol import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
@@ -36,12 +36,12 @@ async def create_embeddings(request: Request) -> Response:
     accepted = await accept(request, EmbeddingRequest)
     body, params = accepted.body, accepted.body.params()
     params.normalize = body.normalize
-    vectors, totals, job = await _pooled(accepted, body.prompts, params, "/v1/embeddings", "input")
+    vectors, job = await _pooled(accepted, body.prompts, params, "/v1/embeddings", "input")
     encode = _base64 if body.encoding_format == "base64" else list
     data = [
         {"object": "embedding", "index": index, "embedding": encode(vector)} for index, vector in enumerate(vectors)
     ]
-    return await _answer(accepted, job, totals, object="list", data=data)
+    return await _answer(accepted, job, object="list", data=data)
 
 
 @router.post("/v1/score", response_model=None, openapi_extra=documented(ScoreRequest))
@@ -49,9 +49,9 @@ async def create_embeddings(request: Request) -> Response:
 async def create_scores(request: Request) -> Response:
     """Cosine similarities of pairs of texts."""
     accepted = await accept(request, ScoreRequest)
-    scores, totals, job = await _similarities(accepted, *accepted.body.pairs, "/v1/score", accepted.body.second_name)
+    scores, job = await _similarities(accepted, *accepted.body.pairs, "/v1/score", accepted.body.second_name)
     data = [{"object": "score", "index": index, "score": score} for index, score in enumerate(scores)]
-    return await _answer(accepted, job, totals, object="list", data=data)
+    return await _answer(accepted, job, object="list", data=data)
 
 
 @router.post("/v1/rerank", response_model=None, openapi_extra=documented(RerankRequest))
@@ -70,7 +70,7 @@ async def rerank(request: Request) -> Response:
             add_special_tokens=body.add_special_tokens is not False,
             lora=accepted.lora,
         )
-    scores, totals, job = await _similarities(accepted, [body.query] * len(texts), documents, "/v1/rerank", "documents")
+    scores, job = await _similarities(accepted, [body.query] * len(texts), documents, "/v1/rerank", "documents")
     order = sorted(range(len(texts)), key=lambda index: -scores[index])
     results = []
     for index in order if body.top_n is None else order[: body.top_n]:
@@ -78,40 +78,40 @@ async def rerank(request: Request) -> Response:
         if body.return_documents is not False:
             result["document"] = {"text": texts[index]}
         results.append(result)
-    return await _answer(accepted, job, totals, results=results)
+    return await _answer(accepted, job, results=results)
 
 
 @router.post("/classify", response_model=None, openapi_extra=documented(ClassifyRequest))
 async def classify(request: Request) -> Response:
     """Probabilities of a classifier's labels, and the most likely label, of texts."""
     accepted = await accept(request, ClassifyRequest)
-    found, totals, job = await _run(accepted, accepted.body.prompts, classifying(), list, "/classify", "input")
+    found, job = await _run(accepted, accepted.body.prompts, classifying(), list, "/classify", "input")
     names = await asyncio.to_thread(model_labels, accepted.serving.llm.info.model)
     data = []
     for index, probs in enumerate(found):
         best = str(probs.index(max(probs)))
         label = names.get(best, f"LABEL_{best}")
         data.append({"index": index, "label": label, "probs": probs, "num_classes": len(probs)})
-    return await _answer(accepted, job, totals, object="list", created=int(time.time()), data=data)
+    return await _answer(accepted, job, object="list", created=int(time.time()), data=data)
 
 
 async def _similarities(
     accepted: Accepted[Any], first: Sequence[Any], second: Sequence[Any], endpoint: str, field: str
-) -> tuple[list[float], Totals, Job]:
+) -> tuple[list[float], Job]:
     """Cosine of each first text with the second one at its place; see `_run`."""
     distinct = list(dict.fromkeys([*first, *second]))  # texts, or tuples of token ids
-    vectors, totals, job = await _pooled(accepted, distinct, accepted.body.params(), endpoint, field)
+    vectors, job = await _pooled(accepted, distinct, accepted.body.params(), endpoint, field)
     vector_of = dict(zip(distinct, vectors, strict=True))
 
     def cosines() -> list[float]:
         return [cosine(vector_of[a], vector_of[b]) for a, b in zip(first, second, strict=True)]
 
-    return await asyncio.to_thread(cosines), totals, job  # 1,024 pairs take about a second
+    return await asyncio.to_thread(cosines), job  # 1,024 pairs take about a second
 
 
 async def _pooled(
     accepted: Accepted[Any], texts: list[Any], params: PoolingParams, endpoint: str, field: str
-) -> tuple[list[list[float]], Totals, Job]:
+) -> tuple[list[list[float]], Job]:
     """Vectors of texts; see `_run`."""
     sampling = params.sampling(model_pooling(accepted.serving.llm.info.model))
     return await _run(accepted, texts, sampling, lambda pooled: params.vector(pooled, normalize=True), endpoint, field)
@@ -124,7 +124,7 @@ async def _run(
     vector: Callable[[list[float]], list[float]],
     endpoint: str,
     field: str,
-) -> tuple[list[list[float]], Totals, Job]:
+) -> tuple[list[list[float]], Job]:
     """`vector` of each text's pooled numbers, in their order; `field` is the name of the texts in the request.
 
     Raises:
@@ -141,13 +141,11 @@ async def _run(
     job = await accepted.prepare(
         prompts, sampling, prefix=endpoint.rpartition("/")[2], endpoint=endpoint, keeps_output=False
     )
-    totals = Totals()
 
     async def collect() -> dict[int, list[float]]:
         found: dict[int, list[float]] = {}
         async with aclosing(generate(serving, job)) as events:
             async for event in events:
-                totals.add(event)
                 if event.output.pooled is not None:
                     found[event.prompt_index] = vector(event.output.pooled)
         return found
@@ -155,12 +153,12 @@ async def _run(
     found = await until_disconnect(accepted.request, collect())
     if len(found) < len(prompts):
         raise OutriderError("the request was aborted")
-    return [found[index] for index in range(len(prompts))], totals, job
+    return [found[index] for index in range(len(prompts))], job
 
 
-async def _answer(accepted: Accepted[Any], job: Job, totals: Totals, **fields: Any) -> Response:
+async def _answer(accepted: Accepted[Any], job: Job, **fields: Any) -> Response:
     """The answer with these fields and those of all routes."""
-    usage = {"prompt_tokens": totals.prompt_tokens, "total_tokens": totals.prompt_tokens}
+    usage = dict.fromkeys(("prompt_tokens", "total_tokens"), job.counts.prompt_tokens)
     answer = {"id": job.request_id, "model": accepted.model, "usage": usage, **fields}
     return await json_answer(answer, limit_headers(accepted.request))
 

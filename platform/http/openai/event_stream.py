@@ -17,8 +17,8 @@ from ...core.errors import OutriderError
 from ...core.tasks import cancel
 from ..protect.accounting import limit_headers
 from ..protect.error_responses import ClientDisconnectedError, error_content
-from .generation import Totals
-from .job import Event
+from .generation import metrics_of, usage_of
+from .job import Event, Job
 from .json_pieces import OBJECTS, SCALARS, ascii_json, in_blocks, paused, write
 from .protocol import StreamOptions
 
@@ -91,7 +91,13 @@ class ChunkWriter:
     """Writer of chunks. What stands around a chunk's choices is prepared once: a chunk costs a few string joins."""
 
     def __init__(
-        self, fixed: dict[str, Any], encoder: ChunkEncoder, options: StreamOptions | None, *, with_metrics: bool
+        self,
+        fixed: dict[str, Any],
+        encoder: ChunkEncoder,
+        options: StreamOptions | None,
+        job: Job,
+        *,
+        with_metrics: bool,
     ) -> None:
         self._head = f'data: {dumps(fixed)[:-1]},"choices":['
         self._encoder = encoder
@@ -99,17 +105,16 @@ class ChunkWriter:
         self._continuous = options is not None and bool(options.continuous_usage_stats)
         self._metrics = with_metrics
         self._tail = ',"usage":null}\n\n' if self._usage else "}\n\n"
-        self._totals = Totals()
+        self._job = job
 
     def events(self, event: Event) -> Iterator[str]:
         """See StreamWriter. Tokens without text, such as half a character or a special one, have a chunk only where
         usage is asked for with every chunk."""
-        self._totals.add(event)
         choices = self._encoder.choices(event)
         for choice in choices:
             yield from self.chunk(choice)
         if not choices and self._continuous:
-            yield f'{self._head}],"usage":{dumps(self._totals.usage())}}}\n\n'
+            yield f'{self._head}],"usage":{dumps(usage_of(self._job))}}}\n\n'
 
     def chunk(self, choice: Chunk) -> Iterator[str]:
         """One event with one choice, in pieces."""
@@ -118,15 +123,15 @@ class ChunkWriter:
             yield choice
         else:
             yield from write(choice, ascii_json)
-        yield f'],"usage":{dumps(self._totals.usage())}}}\n\n' if self._continuous else f"]{self._tail}"
+        yield f'],"usage":{dumps(usage_of(self._job))}}}\n\n' if self._continuous else f"]{self._tail}"
 
     async def last(self) -> Iterator[str]:
         """See StreamWriter: usage and metrics, where asked for."""
         extras = {}
         if self._usage:
-            extras["usage"] = self._totals.usage()
+            extras["usage"] = usage_of(self._job)
         if self._metrics:
-            extras["metrics"] = self._totals.metrics()
+            extras["metrics"] = metrics_of(self._job)
         return iter([f"{self._head}],{dumps(extras)[1:]}\n\n" if extras else "", DONE])
 
     def error(self, error: Exception) -> str:

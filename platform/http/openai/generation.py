@@ -11,11 +11,10 @@ from typing import Any
 from ...client.prepared import Prepared
 from ...client.prompts import has_new_constraint
 from ...core.errors import OutriderError
-from ...core.messages import SpeculationCounts
 from ...core.outputs import CompletionOutput, Logprob, RequestOutput
 from ...core.tasks import cancel
 from ..body.lenient import ignore
-from ..observe.generations import Generation
+from ..observe.generations import Generation, speculation_of
 from ..observe.request_log import MAX_IGNORED_NAME, current_log
 from ..protect.accounting import accounted
 from ..serving_state import Serving
@@ -73,7 +72,7 @@ def generate(serving: Serving, job: Job) -> AsyncGenerator[Event]:
 
 
 def _outputs(serving: Serving, job: Job) -> AsyncGenerator[Event]:
-    job.generations = [Generation(prepared) for prepared in job.prepared]
+    job.generations = [Generation(prepared, job.counts) for prepared in job.prepared]
     log = current_log()
     if log is not None:
         log.begin(job.generations)
@@ -150,51 +149,31 @@ async def _merge(serving: Serving, job: Job) -> AsyncGenerator[Event]:
             await cancel(*tasks)
 
 
-class Totals:
-    """Counts over all prompts of a job, for `usage` and `metrics`."""
+def usage_of(job: Job) -> dict[str, Any]:
+    """The OpenAI `usage` object so far."""
+    counts = job.counts
+    return {
+        "prompt_tokens": counts.prompt_tokens,
+        "total_tokens": counts.prompt_tokens + counts.output_tokens,
+        "completion_tokens": counts.output_tokens,
+        "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
+    }
 
-    def __init__(self) -> None:
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.completion_tokens = 0
-        self._seen: set[int] = set()
-        self._speculation = SpeculationCounts()
 
-    def add(self, event: Event) -> None:
-        """Count the new tokens of an event."""
-        output = event.output
-        if event.prompt_index not in self._seen:
-            self._seen.add(event.prompt_index)
-            self.prompt_tokens += len(output.prompt_token_ids)
-            self.cached_tokens += output.metrics.num_cached_tokens if output.metrics else 0
-        for completion in output.outputs:
-            self.completion_tokens += len(completion.token_ids)
-        if output.finished and output.metrics is not None:
-            self._speculation.add(output.metrics)
-
-    def usage(self) -> dict[str, Any]:
-        """The OpenAI `usage` object so far."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "completion_tokens": self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+def metrics_of(job: Job) -> dict[str, Any]:
+    """Ours: counts of speculation, complete once the job has finished."""
+    counts = speculation_of(job.generations)
+    return {
+        "speculative_decoding": {
+            "num_drafts": counts.num_drafts,
+            "num_draft_tokens": counts.num_draft_tokens,
+            "num_accepted_tokens": counts.num_accepted_tokens,
+            "acceptance_rate": counts.acceptance_rate,
+            "acceptance_length": counts.acceptance_length,
+            "accepted_per_position": counts.acceptance_per_position,
+            "steps_by_k": counts.steps_by_k,
         }
-
-    def metrics(self) -> dict[str, Any]:
-        """Ours: counts of speculation, complete once the job has finished."""
-        counts = self._speculation
-        return {
-            "speculative_decoding": {
-                "num_drafts": counts.num_drafts,
-                "num_draft_tokens": counts.num_draft_tokens,
-                "num_accepted_tokens": counts.num_accepted_tokens,
-                "acceptance_rate": counts.acceptance_rate,
-                "acceptance_length": counts.acceptance_length,
-                "accepted_per_position": counts.acceptance_per_position,
-                "steps_by_k": counts.steps_by_k,
-            }
-        }
+    }
 
 
 def draft_fields(output: Choice | CompletionOutput) -> dict[str, list[str] | list[int]]:
@@ -242,18 +221,15 @@ class Collected:
 
     choices: list[Choice]
     prompts: list[PromptFacts]
-    totals: Totals
+    job: Job
 
 
 async def collect(events: AsyncGenerator[Event], job: Job) -> Collected:
     """Run a job to its end."""
     n = job.params.n
-    result = Collected(
-        [Choice(i // n) for i in range(len(job.prompts) * n)], [PromptFacts() for _ in job.prompts], Totals()
-    )
+    result = Collected([Choice(i // n) for i in range(len(job.prompts) * n)], [PromptFacts() for _ in job.prompts], job)
     async with aclosing(events):
         async for event in events:
-            result.totals.add(event)
             index, output = event
             prompt = result.prompts[index]
             prompt.token_ids = output.prompt_token_ids

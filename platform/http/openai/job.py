@@ -17,7 +17,7 @@ from ...core.sampling_params import SamplingParams
 from ...tenancy.accounts.principal import OPEN, Principal
 from ...tenancy.limits.demand import Demand
 from ..body.bounds import MAX_LOGPROBS
-from ..observe.generations import Generation
+from ..observe.generations import Counts, Generation
 
 
 class Arrival(NamedTuple):
@@ -67,6 +67,8 @@ class Job:
     """A request for each prompt, once they have been checked."""
     generations: list[Generation] = field(default_factory=list)
     """A generation for each prompt, once the job runs."""
+    counts: Counts = field(default_factory=Counts)
+    """What these have counted."""
 
     @property
     def prompt_lengths(self) -> tuple[int, ...]:

@@ -54,7 +54,7 @@ async def tokenize(request: Request) -> Response:
         tokens = await serving.encode(body.prompt or "", add_special_tokens=special, lora=lora)
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": serving.llm.info.max_model_len, "tokens": tokens}
     if body.return_token_strs:
-        tokenizer = (await serving.llm.processor_of(lora)).tokenizer
+        tokenizer = (await serving.llm.requests.processor_of(lora)).tokenizer
         answer["token_strs"] = await asyncio.to_thread(tokenizer.convert_ids_to_tokens, tokens)
     return await json_answer(answer)
 
@@ -69,8 +69,8 @@ async def tokenizer_info(request: Request, model: str | None = None) -> Response
     serving = serving_of(request)
     await charge_call(request)
     lora = await _adapter(request, model)
-    tokenizer = needed((await serving.llm.processor_of(lora)).tokenizer, "/tokenizer_info", OPTION)
-    own = serving.config.chat_template or await serving.adapter_template(lora) or tokenizer.chat_template
+    tokenizer = needed((await serving.llm.requests.processor_of(lora)).tokenizer, "/tokenizer_info", OPTION)
+    own = await serving.chat_template(lora, serving.config.chat_template) or tokenizer.chat_template
     return await json_answer(
         {
             "tokenizer_class": type(tokenizer).__name__,
@@ -88,7 +88,7 @@ async def detokenize(request: Request) -> Response:
     body = await read_body(request, DetokenizeRequest)
     await charge_call(request)
     lora = await _adapter(request, body.model)
-    tokenizer = needed((await serving.llm.processor_of(lora)).tokenizer, "/detokenize", "tokens")
+    tokenizer = needed((await serving.llm.requests.processor_of(lora)).tokenizer, "/detokenize", "tokens")
     size, limit = serving.llm.info.vocab_size, DETOKENIZE_CONTEXTS * serving.llm.info.max_model_len
     if tokenizer is not serving.llm.tokenizer:
         size = max(size, len(tokenizer))

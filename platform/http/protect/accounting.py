@@ -14,7 +14,7 @@ from ...core.adapter_names import label_text
 from ...core.errors import AuthenticationError, OutriderError, OverloadedError
 from ...core.logs import current_request_id
 from ...tenancy.ledger.usage_row import Status, UsageRow
-from ..observe.generations import counts_of, first_output
+from ..observe.generations import first_output, speculation_of
 from ..openai.job import Event, Job
 from ..serving_state import Serving, principal_of, serving_of
 
@@ -181,11 +181,11 @@ class Account:
 
     def _update(self, moment: float) -> None:
         row, job = self.row, self._job
-        counts, first = counts_of(job.generations), first_output(job.generations)
+        counts, drafts, first = job.counts, speculation_of(job.generations), first_output(job.generations)
         row.prompt_tokens = counts.prompt_tokens
         row.cached_tokens = counts.cached_tokens
         row.output_tokens = counts.output_tokens if job.keeps_output else 0
-        row.drafted_tokens, row.accepted_tokens = counts.draft_tokens, counts.accepted_tokens
+        row.drafted_tokens, row.accepted_tokens = drafts.num_draft_tokens, drafts.num_accepted_tokens
         row.first_token_at = None if first is None else job.arrival.at(first)
         digests = (g.metrics.adapter_digest for g in job.generations if g.metrics is not None)
         row.adapter_digest = next(filter(None, digests), row.adapter_digest)

@@ -66,12 +66,11 @@ class FakeAdapters:
         self.num_registrations = 0
         self._readers = ThreadPoolExecutor(2)
 
-    def start_read(self, verb: str, arguments: dict[str, Any]) -> Future[Any] | None:
+    def start(self, verb: str, arguments: dict[str, Any]) -> Future[Any] | None:
         if verb != "load":
             return None
-        request = arguments["request"]
-        self._check_name(request, arguments["load_inplace"])
-        return self._readers.submit(self._read, request.path)
+        self._check_name(arguments["request"], arguments["load_inplace"])
+        return self._readers.submit(self.load, **arguments)
 
     def _check_name(self, request: LoRARequest, load_inplace: bool) -> None:
         if request.name in self.infos and not load_inplace:
@@ -91,11 +90,9 @@ class FakeAdapters:
             time.sleep(0.01)
         return path
 
-    def load(
-        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False, read: Any = None
-    ) -> AdapterInfo:
+    def load(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> AdapterInfo:
         self._check_name(request, load_inplace)
-        assert (read if read is not None else self._read(request.path)) == request.path
+        self._read(request.path)
         content = os.path.join(request.path, "adapter_model.safetensors")
         digest = open(content).read() if os.path.exists(content) else "digest"  # noqa: SIM115
         info = AdapterInfo(request.name, request.path, digest, 8, 8, "device", pinned)

@@ -29,7 +29,7 @@ ONLY_ASYNC = {
     "from_spec": "policy for restarts, see state",
     "info": "short for engine_info, for the HTTP layer",
     "input_processor": "a part for the HTTP layer",
-    "processor_of": "a part for the HTTP layer",
+    "requests": "a part for the HTTP layer",
     "output_processor": "a part for the HTTP layer",
     "sampling_defaults": "a part for the HTTP layer",
     "sources": "a part for the HTTP layer",

@@ -148,8 +148,9 @@ class FakeAsyncLLM:
         self.tokenizer = CharTokenizer()
         self.input_processor = InputProcessor(self.tokenizer, self.info, eos_token_ids=[2])
 
-    async def processor_of(self, lora: Any) -> InputProcessor:
-        return self.input_processor
+    @property
+    def requests(self) -> RequestMaker:
+        return FakeRequests(self.input_processor, dict, self.sources, self.sampling_defaults)
 
     async def beam_search(
         self, prompt: Any, params: BeamSearchParams, request_id: str, **options: Any
@@ -162,8 +163,7 @@ class FakeAsyncLLM:
     async def prepare(
         self, prompt: Any, params: SamplingParams, request_id: str, *, lora_request: Any, **options: Any
     ) -> Prepared:
-        requests = FakeRequests(self.input_processor, dict, self.sources, self.sampling_defaults)
-        return await requests.prepare(prompt, params, request_id=request_id, lora_request=lora_request, **options)
+        return await self.requests.prepare(prompt, params, request_id=request_id, lora_request=lora_request, **options)
 
     async def run(self, prepared: Prepared, *, delta: bool) -> AsyncGenerator[RequestOutput]:
         assert delta

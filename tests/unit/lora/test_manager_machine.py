@@ -2,7 +2,6 @@
 call."""
 
 import tempfile
-from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -45,12 +44,6 @@ class StepLoader:
 
     def submit_short(self, job):
         self._jobs[True].append(job)
-
-    def submit_alone(self, job, *, num_bytes):
-        result = Future()
-        result.set_result(job())
-        result.wait = lambda timeout: True
-        return result
 
     def add_result(self, result):
         if self.at_once:

@@ -11,7 +11,7 @@ from ...protect.error_responses import error_content
 from ..answer import Accepted
 from ..chat_job import ChatJob
 from ..event_stream import dumps
-from ..generation import Collected, Totals
+from ..generation import Collected
 from ..job import Event
 from .conversation import Item
 from .output import OutputItems, StreamEvent
@@ -32,7 +32,7 @@ class ResponseAnswer:
         self._items = items
         self._head = _head(accepted, chat)
         self._output = OutputItems(chat.parser())
-        self._totals = Totals()
+        self._counts = chat.job.counts
         self._reason: str | None = None
         self._num_events = 0
         self._has_ended = False
@@ -42,7 +42,7 @@ class ResponseAnswer:
     async def whole(self, collected: Collected) -> dict[str, Any]:
         """The response object of a whole answer."""
         [choice] = collected.choices
-        self._totals, self._reason = collected.totals, choice.finish_reason
+        self._reason = choice.finish_reason
         self._output.feed(choice.text)
         self._output.finish(self._item_status)
         return self._keep(await self._ended())
@@ -51,7 +51,6 @@ class ResponseAnswer:
 
     def events(self, event: Event) -> Iterator[str]:
         """See StreamWriter."""
-        self._totals.add(event)
         if not self._num_events:
             begun = self._keep(self._response("in_progress"))
             for kind in ("created", "in_progress"):
@@ -104,17 +103,17 @@ class ResponseAnswer:
         return self._head | {"status": status, "output": list(self._output.items), **changes}
 
     async def _usage(self) -> dict[str, Any]:
-        totals, reasoning = self._totals, self._output.reasoning
+        counts, reasoning = self._counts, self._output.reasoning
         num_reasoning = 0
         if reasoning:  # counted in its text: a step's tokens may be of it and of what follows
             tokens = await self._accepted.serving.encode(reasoning, add_special_tokens=False, lora=self._accepted.lora)
-            num_reasoning = min(len(tokens), totals.completion_tokens)
+            num_reasoning = min(len(tokens), counts.output_tokens)
         return {
-            "input_tokens": totals.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": totals.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": totals.completion_tokens,
+            "input_tokens": counts.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": counts.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": counts.output_tokens,
             "output_tokens_details": {"reasoning_tokens": num_reasoning},
-            "total_tokens": totals.prompt_tokens + totals.completion_tokens,
+            "total_tokens": counts.prompt_tokens + counts.output_tokens,
         }
 
     def _keep(self, response: dict[str, Any]) -> dict[str, Any]:

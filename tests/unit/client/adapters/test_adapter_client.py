@@ -11,7 +11,7 @@ from outrider.platform.client.async_llm import AsyncLLM
 from outrider.platform.client.llm import LLM
 from outrider.platform.client.process.supervisor import EngineSpec, RestartPolicy
 from outrider.platform.core.config import EngineArgs
-from outrider.platform.core.errors import AdapterError, AdapterSourceError, InvalidUserInputError
+from outrider.platform.core.errors import AdapterError, AdapterSourceError, InvalidUserInputError, NotFoundError
 from outrider.platform.core.lora_request import LoRARequest
 from outrider.platform.core.sampling_params import SamplingParams
 
@@ -172,6 +172,43 @@ def test_names_are_registered_without_a_load(spec, sources, tmp_path):
                     once.touch()
                     await llm.unload_lora("a")
                     await llm.adapters.register([LoRARequest("gone", path=f"once:{once}")])
+
+    asyncio.run(run())
+
+
+def test_an_adapter_that_is_unloaded_while_its_request_waits(spec, sources):
+    async def run() -> None:
+        async with AsyncLLM.from_spec(spec, sources) as llm:
+
+            async def load(*requests: LoRARequest) -> None:
+                for request in requests:
+                    await llm.adapters.load(request, load_inplace=True)
+
+            await load(LoRARequest("a", path="/a"), LoRARequest("b", path="/b"))
+            named = [await llm.prepare([5], SHORT, lora_request=lora) for lora in ("a", [("a", 0.5), ("b", 0.5)])]
+            other = await llm.prepare([5], SHORT, lora_request=LoRARequest("c", path="/c"))
+            await llm.adapters.unload("a")
+            for prepared in named:
+                with pytest.raises(NotFoundError, match="'a' was unloaded while the request waited"):
+                    await anext(llm.run(prepared))
+            assert [info.name for info in await llm.adapters.list()] == ["b"]
+            await load(LoRARequest("a", path="/new"))
+            one, mix, brought = [(await anext(llm.run(prepared))).lora_request for prepared in (*named, other)]
+            assert [one.path, mix.parts[0].request.path, brought.path] == ["/new", "/new", "/c"]
+
+    asyncio.run(run())
+
+
+def test_a_folder_found_by_name_serves_the_request_of_an_unloaded_adapter(spec, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "adapter_config.json").write_text("{}")
+
+    async def run() -> None:
+        async with AsyncLLM.from_spec(spec, AdapterSources(SourceOptions(directories=(str(tmp_path),)))) as llm:
+            await llm.adapters.load(LoRARequest("a", path="/a"))
+            prepared = await llm.prepare([5], SHORT, lora_request="a")
+            await llm.adapters.unload("a")
+            assert (await anext(llm.run(prepared))).lora_request.path == str(tmp_path / "a")
 
     asyncio.run(run())
 

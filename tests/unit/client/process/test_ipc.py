@@ -150,7 +150,7 @@ def test_config() -> None:
         EngineArgs(speculative_config={"method": "ngram", "x": [1]}), "m:f", "/f", ["/p"], 20, True
     )
     content = ipc.encode_config(config)
-    assert int.from_bytes(content[:8], "big") == len(content) - 8
+    assert int.from_bytes(content[:8], "little") == len(content) - 8
     assert ipc.decode_config(content[8:]) == config
 
 

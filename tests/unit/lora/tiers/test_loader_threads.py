@@ -87,13 +87,12 @@ def test_calls_and_requests_share_the_threads(make_manager, folder, reads):
     request = make_request("a", folder("a"))
     manager.resolve(request)
     loads = {name: LoRARequest(name, path=folder(name)) for name in "bc"}
-    pending = {name: manager.catalog.start_read("load", {"request": lora}) for name, lora in loads.items()}
+    pending = {name: manager.catalog.start("load", {"request": lora}) for name, lora in loads.items()}
     assert reads.wait_for(2)
     assert sorted(reads.names) == ["a", "b"], "in request order"
-    assert not any(read.done() for read in pending.values())
+    assert not any(load.done() for load in pending.values())
     reads.open.set()
-    for name, read in pending.items():
-        assert manager.catalog.load(loads[name], read=read.result()).level == "host"
+    assert [load.result().level for load in pending.values()] == ["host", "host"]
     assert settle(manager, request) is None
     assert reads.most == 2
     assert len(reads.names) == 3, "each is read once"
@@ -102,9 +101,9 @@ def test_calls_and_requests_share_the_threads(make_manager, folder, reads):
 
 def test_a_call_for_files_that_cannot_be_read(make_manager, tmp_path):
     manager = make_manager()
-    read = manager.catalog.start_read("load", {"request": LoRARequest("a", path=str(tmp_path / "none"))})
+    load = manager.catalog.start("load", {"request": LoRARequest("a", path=str(tmp_path / "none"))})
     with pytest.raises(AdapterError, match="none"):
-        read.result()
+        load.result()
     assert manager.catalog.list() == []
 
 
@@ -138,16 +137,12 @@ def test_jobs_wait_for_room(gate):
 def test_bytes_are_held_until_the_result_is_taken(gate):
     loader = LoaderThreads(num_threads=4, max_bytes=100)
     gate.open.set()
-    first = loader.submit_alone(lambda: gate.through("a"), num_bytes=lambda: 80)
-    second = loader.submit_alone(lambda: gate.through("b"), num_bytes=lambda: 80)
+    for name in "ab":
+        loader.submit(lambda name=name: gate.through(name), num_bytes=lambda: 80)
     assert gate.wait_for(1)
-    while not first.done():
-        threading.Event().wait(0.001)
     threading.Event().wait(0.05)
     assert gate.names == ["a"]
-    assert not second.done()
-    assert first.result() == "a"
-    assert second.result() == "b"
+    assert finished(loader) == ["a", "b"]
     assert loader.num_in_flight == 0, "these are not among the results of `poll`"
     loader.close()
 
