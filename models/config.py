@@ -14,6 +14,7 @@ from .expert_config import ExpertConfig, read_experts
 from .families import CLASSIFIER, PRE_NORMS, FamilyTraits, NormNames, supported_architectures, traits_of
 from .families.block import Block
 from .families.state_layers import StateLayers
+from .families.varied_layers import VariedLayers
 from .latent_config import LatentConfig, latent_scale, read_latent
 from .layers.activation import PLAIN_ACTIVATIONS
 from .layers.score_head import ScoreConfig, read_score
@@ -78,6 +79,8 @@ class DecoderConfig:
     """Form of layers with LayerNorm and an MLP without a gate; None: Llama's."""
     states: StateLayers | None = None
     """Layers that have a recurrent state in place of attention; None: all have attention."""
+    varied: VariedLayers | None = None
+    """Properties of each layer where they differ; `head_dim` and the like are then the first layer's."""
     gated_attention: bool = False
     """True: each head's result is multiplied by the sigmoid of a gate, which follows its query in the projection."""
     names: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -117,9 +120,19 @@ class DecoderConfig:
     """Labels of a classifier, which has no head of its own: its config ties the head, which is not computed."""
 
     @property
-    def num_kv_layers(self) -> int:
-        """Layers with attention."""
-        return self.num_layers - (0 if self.states is None else len(self.states.layers))
+    def kv_shapes(self) -> list[tuple[int, int]]:
+        """KV heads, and elements of a head, of each layer of the cache."""
+        if self.varied is not None:
+            return [(self.varied.kv_heads[index], self.varied.head_dims[index]) for index in self.varied.owners]
+        num_layers = self.num_layers - (0 if self.states is None else len(self.states.layers))
+        return [(self.num_kv_heads, self.head_dim)] * num_layers
+
+    def of_layer(self, index: int) -> DecoderConfig:
+        """Config of one layer."""
+        if (varied := self.varied) is None:
+            return self
+        heads = {"num_kv_heads": varied.kv_heads[index], "head_dim": varied.head_dims[index]}
+        return replace(self, intermediate_size=varied.inner_sizes[index], **heads)
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -132,7 +145,7 @@ class DecoderConfig:
         factors = self.embedding_scale, self.residual_scale, self.logit_scale
         others = self.block, self.experts, self.latent, self.attention_scale, self.attention_cap, self.logit_cap
         merged = self.merged_qkv or self.merged_gate_up or self.qk_norm_wide or self.sinks or bool(self.layer_ropes)
-        merged = merged or self.states is not None or self.gated_attention or bool(self.names)
+        merged = merged or self.states is not None or self.varied is not None or self.gated_attention or bool(self.names)
         is_usual = self.norms == PRE_NORMS and self.norm_offset == 0.0 and self.hidden_act == "silu"
         whole = self.rope.rotary_dim is None and not self.rope.interleaved
         return is_usual and whole and not merged and factors == (1.0, 1.0, 1.0) and others == (None,) * len(others)
@@ -243,6 +256,9 @@ def decoder_config(
     ropes = (no_rope,) * num_layers if learns_positions else layer_ropes(values, rotated, types, traits)
     if latent is not None:
         ropes = tuple(replace(rope, rotary_dim=rotated) for rope in ropes)
+    varied = None if traits.varied is None else traits.varied(values, types)
+    if varied is not None and len(set(varied.head_dims)) > 1:
+        ropes = tuple(replace(rope, head_dim=dim) for rope, dim in zip(ropes, varied.head_dims, strict=True))
     rope = next((r for r, kind in zip(ropes, types, strict=True) if kind == "full_attention"), ropes[0])
     from_file = bool(values.get("attention_bias", False))
     served = ACTIVATIONS if block is None or block.mlp is None else PLAIN_NAMES
@@ -271,6 +287,7 @@ def decoder_config(
         latent=latent,
         block=block,
         states=None if traits.states is None else traits.states(values),
+        varied=varied,
         layer_ropes=ropes if len(set(ropes)) > 1 else (),
         hidden_act=hidden_act,
         quantization=None if _is_mxfp4(values, traits) else read_format(values),

@@ -29,6 +29,8 @@ _SWITCHES = (
     *("conv_bias", "block_auto_adjust_ff_dim", "tie_embedding", "attention_out_bias"),
 )
 """Fields that are true or false; some old files have 1 or 0."""
+_OF_IMAGES = ("use_bidirectional_attention", "vision")
+"""A switch that is on for tokens of images alone."""
 _COUNTS = (
     "sliding_window",
     "max_window_layers",
@@ -56,7 +58,7 @@ def check_values(raw: Mapping[str, Any]) -> None:
     model is of. Other fields are checked where they are read. null counts as absent."""
     for field in _SWITCHES:
         value = raw.get(field)
-        if value is not None and not (isinstance(value, int) and value in (0, 1)):
+        if value is not None and not (isinstance(value, int) and value in (0, 1)) and (field, value) != _OF_IMAGES:
             raise wrong(field, f"must be true or false, got {shown(value)}")
     for field in _COUNTS:
         value, most = raw.get(field), MOST.get(field, _MOST_ELSE)

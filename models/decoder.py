@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels.rms_norm import adds_residuals
-from .attention import attention_spec, make_attention
+from .attention.grouped import make_layer_attention
 from .batch import ForwardBatch, KVLayerSpec
 from .batch_invariance import check_batch_invariance
 from .config import DecoderConfig
@@ -19,6 +20,7 @@ from .gpt_layer import GPTEnds, GPTLayer
 from .latent_layer import LatentLayer
 from .layers.cache_scales import CacheScales
 from .layers.embedding import Embedding, EmbeddingScales, VocabularyNames
+from .layers.layer_inputs import LayerInputs
 from .layers.linear import Linear
 from .layers.norm import RMSNorm
 from .layers.rope import RotaryEmbedding
@@ -27,6 +29,7 @@ from .layers.weights import RenamedSlot, WeightSlot
 from .model import DecoderOutput
 from .states.layers import GatedAttentionLayer, state_layer, state_specs
 from .states.memory import StateSpec
+from .varied_layer import VariedLayer
 
 
 def _layer_kind(config: DecoderConfig, index: int) -> type[DecoderLayer]:
@@ -35,6 +38,8 @@ def _layer_kind(config: DecoderConfig, index: int) -> type[DecoderLayer]:
         return state_layer(config.states)
     if config.latent is not None:
         return LatentLayer
+    if config.varied is not None:
+        return VariedLayer
     is_usual = config.norms == PRE_NORMS and config.residual_scale == 1.0
     if config.gated_attention:
         return GatedAttentionLayer
@@ -54,7 +59,7 @@ class Decoder:
         self.config = config
         self.device = torch.device(device)
         check_batch_invariance(config, self.device)
-        self.attention = make_attention(attention_spec(config, self.device), batch_invariant=config.batch_invariant)
+        self.attention, by_layer = make_layer_attention(config, self.device)
         self.rope = RotaryEmbedding(config.ropes, config.head_dim, dtype=config.dtype, device=self.device)
         common: Any = {"dtype": config.dtype, "device": self.device, "batch_invariant": config.batch_invariant}
         shape, eps = (config.vocab_size, config.embedding_size), config.rms_norm_eps
@@ -63,10 +68,14 @@ class Decoder:
         self.score = None if config.score is None else ScoreHead(config.score, config.hidden_size, self.device)
         self.layers: Sequence[DecoderLayer | GPTLayer]
         self._ends: GPTEnds | None = None
+        self._inputs = LayerInputs(config, self.device) if config.varied and config.varied.input_size else None
         self._deferring: Sequence[DecoderLayer] = ()
         """The layers, where norms add the residual stream."""
         if block is None:
-            layers = [_layer_kind(config, i)(config, i, self.attention, self.device) for i in range(config.num_layers)]
+            layers = [
+                _layer_kind(config, i)(config.of_layer(i), i, attention, self.device)
+                for i, attention in enumerate(by_layer)
+            ]
             self.layers, self._deferring = layers, layers if adds_residuals(self.device) and not invariant else ()
             self.embedding = Embedding(*shape, tied=config.tie_word_embeddings, scales=scales, **common)
             self._final_norm = RMSNorm(
@@ -85,10 +94,8 @@ class Decoder:
     @property
     def kv_layers(self) -> list[KVLayerSpec]:
         """See LanguageModel."""
-        config = self.config
-        return [
-            KVLayerSpec(config.num_kv_heads, config.head_dim, shared=config.latent is not None)
-        ] * config.num_kv_layers
+        is_latent = self.config.latent is not None
+        return [KVLayerSpec(heads, size, shared=is_latent) for heads, size in self.config.kv_shapes]
 
     @property
     def state_layers(self) -> list[StateSpec]:
@@ -106,6 +113,8 @@ class Decoder:
         hidden = self.embedding.lookup(batch.input_ids, batch.adapters)
         if self._ends is not None:
             hidden = self._ends.enter(hidden, batch)
+        if self._inputs is not None:
+            batch = replace(batch, layer_inputs=self._inputs.forward(hidden, batch))
         if self._deferring:
             return self._forward_deferred(hidden, batch, aux_layers)
         entering: dict[int, Tensor] = {}
@@ -133,7 +142,10 @@ class Decoder:
 
     def _caches(self, batch: ForwardBatch) -> Iterable[Any]:
         """The part of the cache of each layer: its KV, or its states."""
-        states = self.config.states
+        states, varied = self.config.states, self.config.varied
+        if varied is not None:
+            places = {owner: place for place, owner in enumerate(varied.owners)}
+            return [batch.kv[places[source]] for source in varied.kv_sources]
         if states is None:
             return batch.kv
         kv, memory = iter(batch.kv), iter(batch.memory_of_states())
@@ -146,23 +158,23 @@ class Decoder:
 
     def linears(self) -> list[Linear]:
         """See LanguageModel."""
-        parts = self.layers if self._ends is None else (*self.layers, self._ends)
+        parts = [part for part in (self._inputs, *self.layers, self._ends) if part is not None]
         return [linear for part in parts for linear in part.linears()]
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """See LanguageModel."""
         slots = self.embedding.weight_slots()
-        for part in (*self.layers, self._final_norm if self._ends is None else self._ends):
-            slots.update(part.weight_slots())
+        for part in (self._inputs, *self.layers, self._final_norm if self._ends is None else self._ends):
+            slots.update({} if part is None else part.weight_slots())
         return slots if self.score is None else slots | self.score.weight_slots()
 
     def cache_scales(self) -> dict[str, CacheScales]:
         """Scales of the fp8 cache of each layer that may have some, by the name of its attention in checkpoints."""
-        layers = enumerate(self.layers if self.config.latent is None else ())
+        layers = enumerate(self.layers if self.config.latent is None and self.config.varied is None else ())
         scales = {i: layer.cache_scales for i, layer in layers if isinstance(layer, DecoderLayer)}
         return {f"model.layers.{index}.self_attn": of_layer for index, of_layer in scales.items()}
 
     def renamed_slots(self) -> dict[str, RenamedSlot]:
         """Slots of tensors that some checkpoints have instead of others."""
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
-        return {name: slot for layer in layers for name, slot in layer.mlp.renamed_slots().items()}
+        return {name: slot for layer in layers for name, slot in layer.renamed_slots().items()}

@@ -83,6 +83,18 @@ DELTA = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 10},
 }
 _DELTA_TARGETS = [*ATTENTION, *GATED, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+_GEMMA4 = {
+    **{"head_dim": 16, "global_head_dim": 24, "sliding_window": 9, "num_hidden_layers": 5, "num_kv_shared_layers": 3},
+    **{"layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"]},
+    **{"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 131, "use_double_wide_mlp": True},
+    "final_logit_softcapping": 3.0,
+}
+_GEMMA4_EXPERTS = {
+    **{"num_kv_shared_layers": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_hidden_layers": 3},
+    **{"layer_types": ["sliding_attention", "full_attention", "full_attention"], "hidden_size_per_layer_input": 0},
+    **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
+}
+_PER_LAYER = ["per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"]
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", {"tie_word_embeddings": True}, SCALED),
     "mistral": Family("Mistral", {"sliding_window": 20}),
@@ -90,6 +102,10 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("Qwen3", {"head_dim": 16}),
     "gemma2": Family("Gemma2", {**_LOCAL, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}, SCALED),
     "gemma3": Family("Gemma3Text", {**_LOCAL, "num_hidden_layers": 3, "sliding_window_pattern": 3}, SCALED),
+    "gemma4": Family("Gemma4Text", _GEMMA4, [*ATTENTION, *GATED, *_PER_LAYER]),
+    "gemma4-experts": Family(
+        "Gemma4Text", {**_GEMMA4, **_GEMMA4_EXPERTS}, ATTENTION + GATED, ["router.proj.weight", *_SPARSE[1:]]
+    ),
     "phi3": Family("Phi3", {"sliding_window": 20}, ["qkv_proj", "o_proj", *MERGED]),
     "phi4-mini": Family(
         "Phi3",
@@ -170,4 +186,6 @@ def build(family: Family) -> Any:
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):
             torch.nn.init.normal_(buffer, 0.0, 0.2)
+        if name.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
     return model

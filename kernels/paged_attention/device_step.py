@@ -134,13 +134,17 @@ class DeviceStep:
     ) -> Tensor:
         """Attend with a projection's output, heads side by side: qkv [T, (H + 2 Hk) · D], whose queries may be mutated
         (they are if keys are the values too); return [T, H · D]. With a window a query at position p sees
-        (p - window, p].
+        (p - window, p]. If qkv has queries alone, [T, H · D], the cache holds the tokens' keys and values already.
 
         Queries and keys are first normalised, if there is a `norm` (of scale [H + Hk, D]), and rotated, in float32.
         Values that are not finite are written as 0, and keys are limited: see `write_kv`. `sinks` [H] are float32.
         """
         prologue = None
-        if self._planner.options.shared or self._planner.invariant:
+        if qkv.shape[1] == self._planner.shape.num_heads * self._planner.shape.head_dim:
+            assert not (self._planner.options.shared or self._planner.invariant), "such models are refused"
+            prologue = _Prologue(rotation, norm, writes=False)
+            self._check(qkv, rotation, kv, kinds=0)
+        elif self._planner.options.shared or self._planner.invariant:
             self.write_qkv(qkv, rotation, norm, kv)
         else:
             prologue = _Prologue(rotation, norm, self._layout.writes)
@@ -182,9 +186,10 @@ class DeviceStep:
         """Number of vectors of a KV head in a projection's output."""
         return 1 if self._planner.options.shared else 2
 
-    def _check(self, qkv: Tensor, rotation: Rotation, kv: LayerKV) -> None:
+    def _check(self, qkv: Tensor, rotation: Rotation, kv: LayerKV, kinds: int | None = None) -> None:
         num_heads, num_kv_heads, dim = self._planner.shape
-        shape = (self._layout.num_tokens, (num_heads + self._kinds * num_kv_heads) * dim)
+        kinds = self._kinds if kinds is None else kinds
+        shape = (self._layout.num_tokens, (num_heads + kinds * num_kv_heads) * dim)
         if qkv.shape != shape or qkv.dtype != self._dtype or qkv.stride(1) != 1:
             raise ValueError(f"qkv must be {self._dtype} {shape} with contiguous rows; got {qkv.dtype} {qkv.shape}")
         assert rotation.rows is None, "it does not look up angles"

@@ -38,7 +38,7 @@ struct Step {                       // what all layers share
 };
 
 struct Layer {                      // strides in elements; heads of a token side by side
-    const void *q, *k, *v;
+    const void *q, *k, *v;          // k null: the caches have all keys and values
     int64_t token_stride;           // of q, k and v
     void *key_cache, *value_cache;  // [Hk, num_blocks, block_size, D]; the same if keys are the values too
     int64_t head_stride;            // of the caches
@@ -331,6 +331,7 @@ void run(const Step& step, const Layer& layer) {
     const int64_t count = (int64_t)items.size(), tokens = step.num_tokens;
     const int team = team_for(work >= MIN_PARALLEL_WORK);
     const auto write = [&](int64_t part) {
+        if (!layer.k) return;
         for (int64_t i = tokens * part / team; i < tokens * (part + 1) / team; i++) write_token<E, C>(step, layer, i);
     };
     const auto attend = [&](int64_t i) {

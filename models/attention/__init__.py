@@ -87,7 +87,8 @@ class AttentionBackend(ABC):
         """Normalise, rotate, store and attend with a projection's output qkv [T, (H + 2 Hk) · D], which may be mutated.
 
         Queries and keys are normalised, if there is a `norm` for their H + Hk heads, and rotated before they are used.
-        `sinks` [H] float32 are the heads' scores of a key without a value.
+        `sinks` [H] float32 are the heads' scores of a key without a value. With queries alone, qkv [T, H · D], the
+        cache holds the tokens' keys and values already.
         """
         attended: Tensor = plan.attend_qkv(qkv, rotation, None if norm is None else norm.weight, kv, window, sinks)
         return attended

@@ -113,12 +113,14 @@ class TorchAttention(AttentionBackend):
         """See AttentionBackend: norm, rotation, write and attention one by one."""
         spec = self._spec
         heads = qkv.view(qkv.shape[0], -1, spec.head_dim)
-        num_qk = spec.num_heads + spec.num_kv_heads
+        has_keys = heads.shape[1] > spec.num_heads
+        num_qk = spec.num_heads + spec.num_kv_heads if has_keys else spec.num_heads
         qk = heads[:, :num_qk] if norm is None else norm(heads[:, :num_qk])
         assert rotation.rows is None, "it does not look up angles"
         qk = self._rope(qk, rotation.cos, rotation.sin)
         q, k = qk[:, : spec.num_heads], qk[:, spec.num_heads :]
-        write_kv(k, k if spec.options.shared else heads[:, num_qk:], kv, plan.slots)
+        if has_keys:
+            write_kv(k, k if spec.options.shared else heads[:, num_qk:], kv, plan.slots)
         work, extra = plan.by_window[window], (self._workspace, spec.options, sinks)
         if not work.long_rows and len(work.groups) == 1:
             return attend_short(q, kv, work.groups[0], None, *extra).reshape(q.shape[0], -1)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .block import Block
 from .state_layers import StateLayers
+from .varied_layers import VariedLayers
 
 
 class NormNames(NamedTuple):
@@ -76,6 +77,8 @@ class FamilyTraits:
     """See `DecoderConfig`."""
     states: Callable[[Mapping[str, Any]], StateLayers] | None = None
     """Function from the values to the layers with a recurrent state; None: all have attention."""
+    varied: Callable[[Mapping[str, Any], Sequence[str]], VariedLayers] | None = None
+    """Function from the values and the layers' kinds of attention to what layers differ in; None: all are alike."""
     gated_attention: bool = False
     """See `DecoderConfig`."""
     attention_bias: bool | None = None

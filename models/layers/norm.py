@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,17 +28,20 @@ class RMSNorm:
         *,
         repeats: Sequence[int] | None = None,
         offset: float = 0.0,
+        factor: float = 1.0,
         dtype: torch.dtype,
         device: torch.device,
         batch_invariant: bool = False,
     ) -> None:
         """Create a norm. With one name, x is [..., size]. With `repeats`, x is [..., sum(repeats), size]: repeats[i]
-        heads use weight i. `offset` is added to the stored weights."""
+        heads use weight i. `offset` is added to the stored weights, after they are
+        multiplied by `factor`."""
         self._names = list(names)
         self._size = size
         self._eps = eps
         self._repeats = repeats
         self._offset = offset
+        self._factor = factor
         self._dtype = dtype
         self._device = device
         self._norm = rms_norm_invariant if batch_invariant else rms_norm
@@ -46,6 +49,13 @@ class RMSNorm:
         """Share of this process in what `__call__` normalises, set before it is loaded; None: all is its own."""
         self._loaded: dict[str, Tensor] = {}
         self._weight: NormWeight | None = None
+
+    @classmethod
+    def unscaled(cls, size: int, eps: float, **common: Any) -> RMSNorm:
+        """Norm whose weights are all 1, and not in the checkpoint. `common`: dtype, device and batch_invariant."""
+        norm = cls([], size, eps, **common)
+        norm._weight = prepare(torch.ones(size, device=common["device"]), eps)
+        return norm
 
     @property
     def weight(self) -> NormWeight:
@@ -84,7 +94,7 @@ class RMSNorm:
                     merged = weights[0]
                 else:
                     merged = torch.cat([w.expand(n, -1) for w, n in zip(weights, self._repeats, strict=True)])
-                self._weight = prepare(merged.float() + self._offset, self._eps)
+                self._weight = prepare(merged.float() * self._factor + self._offset, self._eps)
                 self._loaded = {}
 
         return WeightSlot((self._size if self.part is None else self.part.size,), load)
