@@ -168,6 +168,10 @@ class Decoder:
             slots.update({} if part is None else part.weight_slots())
         return slots if self.score is None else slots | self.score.weight_slots()
 
+    def unused_tensors(self) -> set[str]:
+        """Names of tensors that some checkpoints have, and that nothing reads."""
+        return {name for layer in self.layers if isinstance(layer, VariedLayer) for name in layer.unused_tensors()}
+
     def cache_scales(self) -> dict[str, CacheScales]:
         """Scales of the fp8 cache of each layer that may have some, by the name of its attention in checkpoints."""
         layers = enumerate(self.layers if self.config.latent is None and self.config.varied is None else ())

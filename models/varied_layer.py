@@ -94,6 +94,11 @@ class VariedLayer(GeneralLayer):
             slots[f"{self._theirs}.layer_scalar"] = WeightSlot((1,), self._load_scale)
         return slots
 
+    def unused_tensors(self) -> list[str]:
+        """Names of the weights that older files have for keys and values which are those of another layer."""
+        parts = () if self._has_keys else ("k_proj", "v_proj", "k_norm", "v_norm")
+        return [f"{self._theirs}.self_attn.{part}.weight" for part in parts]
+
     def renamed_slots(self) -> dict[str, RenamedSlot]:
         """See DecoderLayer."""
         return {} if self._experts is None else self._experts.renamed_slots()

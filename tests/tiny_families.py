@@ -30,8 +30,8 @@ class Family:
     prefix: str
     config: dict[str, Any] = field(default_factory=dict)
     """Changes of SIZES."""
-    targets: list[str] = field(default_factory=lambda: ATTENTION + GATED)
-    """Every projection, which an adapter changes."""
+    targets: list[str] | str = field(default_factory=lambda: ATTENTION + GATED)
+    """Every projection, which an adapter changes; or a pattern of their names."""
     parameters: list[str] = field(default_factory=list)
     """Parameters beside them, which hold the weights of a router or of all experts."""
     is_multimodal: bool = False
@@ -83,7 +83,7 @@ DELTA = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 10},
 }
 _DELTA_TARGETS = [*ATTENTION, *GATED, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
-_GEMMA4 = {
+GEMMA4 = {
     **{"head_dim": 16, "global_head_dim": 24, "sliding_window": 9, "num_hidden_layers": 5, "num_kv_shared_layers": 3},
     **{"layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"]},
     **{"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 131, "use_double_wide_mlp": True},
@@ -94,7 +94,7 @@ _GEMMA4_EXPERTS = {
     **{"layer_types": ["sliding_attention", "full_attention", "full_attention"], "hidden_size_per_layer_input": 0},
     **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
 }
-_PER_LAYER = ["per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"]
+PER_LAYER = ["per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"]
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", {"tie_word_embeddings": True}, SCALED),
     "mistral": Family("Mistral", {"sliding_window": 20}),
@@ -102,9 +102,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("Qwen3", {"head_dim": 16}),
     "gemma2": Family("Gemma2", {**_LOCAL, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}, SCALED),
     "gemma3": Family("Gemma3Text", {**_LOCAL, "num_hidden_layers": 3, "sliding_window_pattern": 3}, SCALED),
-    "gemma4": Family("Gemma4Text", _GEMMA4, [*ATTENTION, *GATED, *_PER_LAYER]),
+    "gemma4": Family("Gemma4Text", GEMMA4, [*ATTENTION, *GATED, *PER_LAYER]),
     "gemma4-experts": Family(
-        "Gemma4Text", {**_GEMMA4, **_GEMMA4_EXPERTS}, ATTENTION + GATED, ["router.proj.weight", *_SPARSE[1:]]
+        "Gemma4Text", {**GEMMA4, **_GEMMA4_EXPERTS}, ATTENTION + GATED, ["router.proj.weight", *_SPARSE[1:]]
     ),
     "phi3": Family("Phi3", {"sliding_window": 20}, ["qkv_proj", "o_proj", *MERGED]),
     "phi4-mini": Family(

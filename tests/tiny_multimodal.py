@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from .tiny_families import ATTENTION, DELTA, GATED, MERGED, SIZES, Family
+from .tiny_families import ATTENTION, DELTA, GATED, GEMMA4, MERGED, PER_LAYER, SIZES, Family
 
 _VISION = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
@@ -36,6 +37,10 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 _WIDE = {"head_dim": 16}
 MULTIMODAL: dict[str, Family] = {
     "gemma3": _family("Gemma3", _text(**_GEMMA), _VISION, mm_tokens_per_image=4),
+    "gemma4": replace(
+        _family("Gemma4", _text(**GEMMA4), {**_VISION, "head_dim": 16, "num_key_value_heads": 2}),
+        targets=rf".*(language_model.*({'|'.join([*ATTENTION, *GATED, *PER_LAYER])})|vision.*q_proj\.linear)",
+    ),
     "mistral3": _family(
         "Mistral3",
         _text(model_type="mistral", sliding_window=None, **_WIDE),

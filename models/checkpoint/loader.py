@@ -266,7 +266,7 @@ def _stored_tensors(
                 del slots[replaced]
             slots[name] = other.slot
     tensors = {_with_prefix(name, slots): tensor for name, tensor in tensors.items()}
-    ignored = {head} if is_tied else set()
+    ignored = ({head} if is_tied else set()) | (model.unused_tensors() if isinstance(model, Decoder) else set())
     scales = {name: tensor.shape for name, tensor in tensors.items() if _CACHE_SCALE.search(name) and name not in slots}
     slots |= scale_slots(scales, model.cache_scales() if isinstance(model, Decoder) else {})
     unused = [name for name in scales if name not in slots]

@@ -37,6 +37,7 @@ _GLM4V = {"head_dim": None, "max_position_embeddings": 32768, "rms_norm_eps": 1e
 _GEMMA3 = {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8}
 TEXT_MODELS: dict[str, TextModel] = {
     "gemma3_text": TextModel("Gemma3ForCausalLM", _GEMMA3),
+    "gemma4_text": TextModel("Gemma4ForCausalLM"),
     "glm4v_text": TextModel("Glm4ForCausalLM", _GLM4V, "glm4"),
     "granite": TextModel("GraniteForCausalLM"),
     "llama": TextModel("LlamaForCausalLM", _LLAMA),
@@ -53,6 +54,7 @@ TEXT_MODELS: dict[str, TextModel] = {
 }
 WRAPPERS: dict[str, str] = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
     "Glm4vForConditionalGeneration": "glm4v_text",
     "Idefics3ForConditionalGeneration": "llama",
     "InternVLForConditionalGeneration": "qwen2",
@@ -75,11 +77,13 @@ _SHARED = (
 )
 """Keys that count for the language model if the outer config has them."""
 _NAMES = re.compile(
-    r"(?:(?:model\.)?(?:language_model|text_model)\.)?(?:model\.)?(?P<inner>(?:embed_tokens|layers|norm)\..+)"
+    r"(?:(?:model\.)?(?:language_model|text_model)\.)?(?:model\.)?"
+    r"(?P<inner>(?:embed_tokens(?:_per_layer)?|layers|norm|per_layer_(?:model_projection|projection_norm))\..+)"
     r"|(?:language_model\.)?(?P<head>lm_head\..+)"
 )
 _TOWER = re.compile(
-    r"(?:^|\.)(?:vision_tower|vision_model|vision_encoder|visual|image_newline|multi_modal_projector|connector)(?:\.|$)"
+    r"(?:^|\.)(?:vision_tower|vision_model|vision_encoder|visual|image_newline|multi_modal_projector|connector"
+    r"|audio_tower|embed_vision|embed_audio)(?:\.|$)"
 )
 
 
