@@ -13,6 +13,7 @@ from ..kernels.rms_norm import adds_residuals
 from .attention.grouped import make_layer_attention
 from .batch import ForwardBatch, KVLayerSpec
 from .batch_invariance import check_batch_invariance
+from .chunked_layer import ChunkedLayer
 from .config import DecoderConfig
 from .decoder_layer import DecoderLayer, GeneralLayer
 from .families import PRE_NORMS
@@ -43,6 +44,8 @@ def _layer_kind(config: DecoderConfig, index: int) -> type[DecoderLayer]:
     is_usual = config.norms == PRE_NORMS and config.residual_scale == 1.0
     if config.gated_attention:
         return GatedAttentionLayer
+    if config.chunked is not None:
+        return ChunkedLayer
     return DecoderLayer if is_usual and not config.qk_norm_wide and not config.sinks else GeneralLayer
 
 

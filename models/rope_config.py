@@ -77,7 +77,7 @@ def layer_ropes(
         none = RopeConfig(rope_type="none", theta=rope.theta)
         ropes = [rope if kind == "sliding_attention" else none for kind in types]
     if traits.no_rope:
-        none = RopeConfig(rope_type="none", theta=rope.theta)
+        none = RopeConfig(rope_type="none", theta=rope.theta, interleaved=rope.interleaved)
         ropes = [rope if kept else none for kept in rotated_layers(values, len(types))]
     return tuple(ropes)
 

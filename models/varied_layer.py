@@ -33,7 +33,7 @@ class VariedLayer(GeneralLayer):
         self.qkv = self._linear("qkv", slices, config.hidden_size, bias=config.qkv_bias)
         self.o = self._linear("o", {"self_attn.o_proj": config.hidden_size}, self._heads, bias=config.o_bias)
         self.qk_norm = self._norm(norms, config.head_dim, repeats)
-        self._value_norm = RMSNorm.unscaled(config.head_dim, config.rms_norm_eps, **self._common)
+        self._value_norm = RMSNorm.unscaled([config.head_dim], config.rms_norm_eps, **self._common)
         self._make_sides()
 
     def _make_sides(self) -> None:

@@ -94,9 +94,15 @@ _GEMMA4_EXPERTS = {
     **{"layer_types": ["sliding_attention", "full_attention", "full_attention"], "hidden_size_per_layer_input": 0},
     **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
 }
+LLAMA4 = {
+    **{"head_dim": 16, "intermediate_size_mlp": 64, "num_hidden_layers": 4, "interleave_moe_layer_step": 2},
+    **{"num_local_experts": 4, "num_experts_per_tok": 2, "no_rope_layer_interval": 3, "attention_chunk_size": 11},
+    **{"floor_scale": 8, "attn_scale": 0.3},
+}
 PER_LAYER = ["per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"]
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", {"tie_word_embeddings": True}, SCALED),
+    "llama4": Family("Llama4Text", LLAMA4, ATTENTION + GATED, ["router.weight", *_SPARSE[1:]]),
     "mistral": Family("Mistral", {"sliding_window": 20}),
     "qwen2": Family("Qwen2"),
     "qwen3": Family("Qwen3", {"head_dim": 16}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from .tiny_families import ATTENTION, DELTA, GATED, GEMMA4, MERGED, PER_LAYER, SIZES, Family
+from .tiny_families import ATTENTION, DELTA, GATED, GEMMA4, LLAMA4, MERGED, PER_LAYER, SIZES, Family
 
 _VISION = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
@@ -35,6 +35,7 @@ _GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9, "num
 _GEMMA |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 16}
 _WIDE = {"head_dim": 16}
+_LLAMA4_VISION = {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
 MULTIMODAL: dict[str, Family] = {
     "gemma3": _family("Gemma3", _text(**_GEMMA), _VISION, mm_tokens_per_image=4),
     "gemma4": replace(
@@ -47,6 +48,7 @@ MULTIMODAL: dict[str, Family] = {
         {**_VISION, **_WIDE, "model_type": "pixtral"},
         tie_word_embeddings=False,
     ),
+    "llama4": _family("Llama4", _text(**LLAMA4), {**_VISION, **_LLAMA4_VISION}),
     "llava": _family("Llava", _text(model_type="llama"), {**_VISION, "model_type": "clip_vision_model"}),
     "llava-next": _family("LlavaNext", _text(model_type="mistral"), {**_VISION, "model_type": "clip_vision_model"}),
     "llava-onevision": _family(

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..native import DTYPES, FLOAT8, INTEGER, POINTER, function, library
 from ..rms_norm import NormWeight
 from ..rope import Rotation
-from .options import DEFAULT_OPTIONS, AttentionOptions
+from .options import DEFAULT_OPTIONS, AttentionOptions, Chunks, Window
 from .torch import CACHE_FLOAT8, LayerKV
 
 MAX_HEAD_DIM = 576
@@ -133,7 +133,7 @@ class NativeStep:
         rotation: Rotation,
         norm: NormWeight | None,
         kv: LayerKV,
-        window: int | None,
+        window: Window,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend with a projection's output, heads side by side: qkv [T, (H + 2 Hk) · D], contiguous; return [T, H ·
@@ -157,7 +157,7 @@ class NativeStep:
         _function()(
             *(self._address, start, *((keys, values) if has_keys else (None, None)), width),
             *self._cache(kv),
-            window or 0,
+            -window.size if isinstance(window, Chunks) else window or 0,
             *(cos.data_ptr(), sin.data_ptr(), cos.stride(0), None if rows is None else rows.data_ptr()),
             *(scale, root, None if sinks is None else sinks.data_ptr(), out.data_ptr()),
         )

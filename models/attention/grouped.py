@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ...kernels.paged_attention import LayerKV
+    from ...kernels.paged_attention import LayerKV, Window
     from ...kernels.rope import Rotation
     from ..batch import SequenceRows
     from ..config import DecoderConfig
@@ -50,7 +50,7 @@ class _Member(AttentionBackend):
         norm: RMSNorm | None,
         kv: LayerKV,
         plan: list[Any],
-        window: int | None,
+        window: Window,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See AttentionBackend; `plan` is the group's."""

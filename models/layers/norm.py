@@ -51,10 +51,11 @@ class RMSNorm:
         self._weight: NormWeight | None = None
 
     @classmethod
-    def unscaled(cls, size: int, eps: float, **common: Any) -> RMSNorm:
-        """Norm whose weights are all 1, and not in the checkpoint. `common`: dtype, device and batch_invariant."""
-        norm = cls([], size, eps, **common)
-        norm._weight = prepare(torch.ones(size, device=common["device"]), eps)
+    def unscaled(cls, shape: Sequence[int], eps: float, **common: Any) -> RMSNorm:
+        """Norm whose weights [size] or [heads, size] are all 1, and not in the checkpoint. `common`: dtype, device and
+        batch_invariant."""
+        norm = cls([], shape[-1], eps, **common)
+        norm._weight = prepare(torch.ones(shape, device=common["device"]), eps)
         return norm
 
     @property
