@@ -84,7 +84,7 @@ class Served:
         owners = {
             type(self._base.get_submodule(path)).__name__ for path in (module, module.removesuffix(".base_layer"))
         }
-        return bool(owners & {"Conv1D", "GptOssExperts"})
+        return bool(owners & {"Conv1D", "GptOssExperts", "Llama4TextExperts"})
 
 
 def _rounded(weight: torch.Tensor, inputs_first: bool) -> torch.Tensor:

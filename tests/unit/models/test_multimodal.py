@@ -187,8 +187,8 @@ def test_text_models_that_are_not_served_are_named(saved: Callable, tmp_path: Pa
         read_facts(path)
     with pytest.raises(UnsupportedModelError, match="text_config must be an object"):
         language_config({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": []})
-    with pytest.raises(UnsupportedModelError, match="Llama4ForConditionalGeneration"):
-        config_from_hf(language_config({"architectures": ["Llama4ForConditionalGeneration"]}), torch.float32)
+    with pytest.raises(UnsupportedModelError, match="MllamaForConditionalGeneration"):
+        config_from_hf(language_config({"architectures": ["MllamaForConditionalGeneration"]}), torch.float32)
 
 
 def test_missing_tensors_are_named(saved: Callable, tmp_path: Path) -> None:
