@@ -30,6 +30,7 @@ from .layers.weights import RenamedSlot, WeightSlot
 from .model import DecoderOutput
 from .states.layers import GatedAttentionLayer, state_layer, state_specs
 from .states.memory import StateSpec
+from .stream_layer import StreamEnds, StreamLayer
 from .varied_layer import VariedLayer
 
 
@@ -40,7 +41,7 @@ def _layer_kind(config: DecoderConfig, index: int) -> type[DecoderLayer]:
     if config.latent is not None:
         return LatentLayer
     if config.varied is not None:
-        return VariedLayer
+        return VariedLayer if config.varied.streams is None else StreamLayer
     is_usual = config.norms == PRE_NORMS and config.residual_scale == 1.0
     if config.gated_attention:
         return GatedAttentionLayer
@@ -70,7 +71,7 @@ class Decoder:
         block, invariant = config.block, config.batch_invariant
         self.score = None if config.score is None else ScoreHead(config.score, config.hidden_size, self.device)
         self.layers: Sequence[DecoderLayer | GPTLayer]
-        self._ends: GPTEnds | None = None
+        self._ends: GPTEnds | StreamEnds | None = None
         self._inputs = LayerInputs(config, self.device) if config.varied and config.varied.input_size else None
         self._deferring: Sequence[DecoderLayer] = ()
         """The layers, where norms add the residual stream."""
@@ -88,6 +89,8 @@ class Decoder:
                 offset=config.norm_offset,
                 **common,
             )
+            if config.varied is not None and config.varied.streams is not None:
+                self._deferring, self._ends = (), StreamEnds(config, self._final_norm, self.device)
         else:
             self.layers = [GPTLayer(config, block, i, self.attention, self.device) for i in range(config.num_layers)]
             names = VocabularyNames(block.embedding, block.head, block.head_bias)
@@ -114,21 +117,26 @@ class Decoder:
     def forward(self, batch: ForwardBatch, aux_layers: Sequence[int] = ()) -> DecoderOutput:
         """See LanguageModel."""
         hidden = self.embedding.lookup(batch.input_ids, batch.adapters)
-        if self._ends is not None:
-            hidden = self._ends.enter(hidden, batch)
         if self._inputs is not None:
             batch = replace(batch, layer_inputs=self._inputs.forward(hidden, batch))
+        if self._ends is not None:
+            hidden = self._ends.enter(hidden, batch)
         if self._deferring:
             return self._forward_deferred(hidden, batch, aux_layers)
         entering: dict[int, Tensor] = {}
         for index, (layer, kv) in enumerate(zip(self.layers, self._caches(batch), strict=True)):
             if index in aux_layers:
-                entering[index] = hidden
+                entering[index] = self._active(hidden)
             hidden = layer.forward(hidden, batch, kv)
         last = len(self.layers)
-        entering[last] = hidden
+        entering[last] = self._active(hidden)
         normed = self._final_norm(hidden) if self._ends is None else self._ends.leave(hidden, batch)
         return DecoderOutput(normed, tuple(map(entering.__getitem__, aux_layers)))
+
+    def _active(self, hidden: Tensor) -> Tensor:
+        """Hidden states [T, H] that layers compute, of one or several streams."""
+        streams = None if self.config.varied is None else self.config.varied.streams
+        return hidden if streams is None else hidden[streams.active]
 
     def _forward_deferred(self, hidden: Tensor, batch: ForwardBatch, aux_layers: Sequence[int]) -> DecoderOutput:
         """Compute a batch with one launch less for each projection: norms add the residual stream."""

@@ -94,6 +94,17 @@ _GEMMA4_EXPERTS = {
     **{"layer_types": ["sliding_attention", "full_attention", "full_attention"], "hidden_size_per_layer_input": 0},
     **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
 }
+GEMMA3N = {
+    **{"head_dim": 16, "sliding_window": 9, "num_hidden_layers": 5, "num_kv_shared_layers": 3, "laurel_rank": 6},
+    **{"layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"]},
+    **{"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 120, "final_logit_softcapping": 3.0},
+    **{"intermediate_size": [80, 64, 80, 80, 64], "activation_sparsity_pattern": [0.8, 0.9, 0.0, 0.0, 0.0]},
+    **{"altup_num_inputs": 3, "altup_active_idx": 1},
+}
+_STREAMS = [
+    *("altup_projections.0", "altup_unembed_projections.1", "linear_left", "linear_right"),
+    *("correction_coefs", "prediction_coefs", "modality_router"),
+]
 LLAMA4 = {
     **{"head_dim": 16, "intermediate_size_mlp": 64, "num_hidden_layers": 4, "interleave_moe_layer_step": 2},
     **{"num_local_experts": 4, "num_experts_per_tok": 2, "no_rope_layer_interval": 3, "attention_chunk_size": 11},
@@ -108,6 +119,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("Qwen3", {"head_dim": 16}),
     "gemma2": Family("Gemma2", {**_LOCAL, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}, SCALED),
     "gemma3": Family("Gemma3Text", {**_LOCAL, "num_hidden_layers": 3, "sliding_window_pattern": 3}, SCALED),
+    "gemma3n": Family("Gemma3nText", GEMMA3N, [*ATTENTION, *GATED, *PER_LAYER, *_STREAMS]),
     "gemma4": Family("Gemma4Text", GEMMA4, [*ATTENTION, *GATED, *PER_LAYER]),
     "gemma4-experts": Family(
         "Gemma4Text", {**GEMMA4, **_GEMMA4_EXPERTS}, ATTENTION + GATED, ["router.proj.weight", *_SPARSE[1:]]

@@ -17,6 +17,18 @@ class SideExperts(NamedTuple):
     intermediate_size: int
 
 
+class Streams(NamedTuple):
+    """Residual streams of a model (AltUp, Baykal et al. 2023), of which layers compute one and predict the others."""
+
+    number: int
+    active: int
+    """Index of the one that layers compute."""
+    scaled: bool
+    """True: its corrected state has learned factors before the layer's own input is applied."""
+    side_rank: int
+    """Rank of the product alongside attention (LAuReL, Menghani et al. 2024)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariedLayers:
     """Properties of each layer of a model with normalised values. The tuples have one item for each layer."""
@@ -37,6 +49,10 @@ class VariedLayers:
     """True: each layer's result has a learned factor."""
     experts: SideExperts | None = None
     """None: layers have an MLP alone."""
+    streams: Streams | None = None
+    """None: there is one residual stream."""
+    sparsities: tuple[float, ...] = ()
+    """Part of each MLP's gate that is cut off, if it is distributed normally; (): nothing is."""
 
     @property
     def owners(self) -> list[int]:

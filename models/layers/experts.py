@@ -34,6 +34,7 @@ def make_mlp(config: DecoderConfig, index: int, device: torch.device) -> Mlp:
             "bias": config.mlp_bias,
             "activation": config.hidden_act,
             "merged": config.merged_gate_up,
+            "sparsity": config.varied.sparsities[index] if config.varied and config.varied.sparsities else 0.0,
             "projections": tuple(config.names.get(part, part) for part in ("gate_proj", "up_proj", "down_proj")),
         }
         return GatedMlp(name, f"{module}.{config.names.get('mlp', 'mlp')}", sizes, **form, **common)
