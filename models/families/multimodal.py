@@ -37,6 +37,7 @@ _GLM4V = {"head_dim": None, "max_position_embeddings": 32768, "rms_norm_eps": 1e
 _GEMMA3 = {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8}
 TEXT_MODELS: dict[str, TextModel] = {
     "gemma3_text": TextModel("Gemma3ForCausalLM", _GEMMA3),
+    "gemma3n_text": TextModel("Gemma3nForCausalLM"),
     "gemma4_text": TextModel("Gemma4ForCausalLM"),
     "glm4v_text": TextModel("Glm4ForCausalLM", _GLM4V, "glm4"),
     "granite": TextModel("GraniteForCausalLM"),
@@ -55,6 +56,7 @@ TEXT_MODELS: dict[str, TextModel] = {
 }
 WRAPPERS: dict[str, str] = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma3nForConditionalGeneration": "gemma3n_text",
     "Gemma4ForConditionalGeneration": "gemma4_text",
     "Glm4vForConditionalGeneration": "glm4v_text",
     "Idefics3ForConditionalGeneration": "llama",
@@ -80,7 +82,8 @@ _SHARED = (
 """Keys that count for the language model if the outer config has them."""
 _NAMES = re.compile(
     r"(?:(?:model\.)?(?:language_model|text_model)\.)?(?:model\.)?"
-    r"(?P<inner>(?:embed_tokens(?:_per_layer)?|layers|norm|per_layer_(?:model_projection|projection_norm))\..+)"
+    r"(?P<inner>(?:embed_tokens(?:_per_layer)?|layers|norm|per_layer_(?:model_projection|projection_norm)"
+    r"|altup_(?:unembed_)?projections)\..+)"
     r"|(?:language_model\.)?(?P<head>lm_head\..+)"
 )
 _TOWER = re.compile(

@@ -131,19 +131,6 @@ def test_any_rows_match_dense_attention(rows, shape, block_size, window, seed, n
     check(rows, shape=shape, block_size=block_size, window=window, seed=seed, name=name)
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [(7, 1)],
-        [(8, 1)] * 6,  # equal lengths: no mask
-        [(i, 1) for i in range(12)],
-        [(3, 5), (9, 1), (0, 4), (21, 2), (30, 8)],
-        [(0, 600)],  # more than one tile
-        [(300, 530)],
-        [(0, 33), (12, 1), (40, 12), (5, 5), (100, 20)],
-        [(3000, 1), (0, 1), (5, 1), (9, 2), (3001, 1)],  # not worth padding together
-    ],
-)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_queries_alone_read_the_keys_of_an_earlier_layer(name) -> None:
     spec = AttentionSpec(4, 2, 8, frozenset({None, Chunks(6)}), torch.float32, torch.device("cpu"))
@@ -160,6 +147,19 @@ def test_queries_alone_read_the_keys_of_an_earlier_layer(name) -> None:
     assert all(map(torch.equal, kv, kept))
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(7, 1)],
+        [(8, 1)] * 6,  # equal lengths: no mask
+        [(i, 1) for i in range(12)],
+        [(3, 5), (9, 1), (0, 4), (21, 2), (30, 8)],
+        [(0, 600)],  # more than one tile
+        [(300, 530)],
+        [(0, 33), (12, 1), (40, 12), (5, 5), (100, 20)],
+        [(3000, 1), (0, 1), (5, 1), (9, 2), (3001, 1)],  # not worth padding together
+    ],
+)
 @pytest.mark.parametrize("window", [None, 13, Chunks(13)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", BACKENDS)
