@@ -136,8 +136,12 @@ class DecoderConfig:
         """Config of one layer."""
         if (varied := self.varied) is None:
             return self
-        heads = {"num_kv_heads": varied.kv_heads[index], "head_dim": varied.head_dims[index]}
-        return replace(self, intermediate_size=varied.inner_sizes[index], **heads)
+        return replace(
+            self,
+            num_kv_heads=varied.kv_heads[index],
+            head_dim=varied.head_dims[index],
+            intermediate_size=varied.inner_sizes[index],
+        )
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -150,7 +154,8 @@ class DecoderConfig:
         factors = self.embedding_scale, self.residual_scale, self.logit_scale
         others = self.block, self.experts, self.latent, self.attention_scale, self.attention_cap, self.logit_cap
         merged = self.merged_qkv or self.merged_gate_up or self.qk_norm_wide or self.sinks or bool(self.layer_ropes)
-        merged = merged or self.states is not None or self.varied is not None or self.chunked is not None or self.gated_attention or bool(self.names)
+        merged = merged or self.gated_attention or bool(self.names)
+        merged = merged or any(kind is not None for kind in (self.states, self.varied, self.chunked))
         is_usual = self.norms == PRE_NORMS and self.norm_offset == 0.0 and self.hidden_act == "silu"
         whole = self.rope.rotary_dim is None and not self.rope.interleaved
         return is_usual and whole and not merged and factors == (1.0, 1.0, 1.0) and others == (None,) * len(others)

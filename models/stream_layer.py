@@ -29,7 +29,7 @@ class StreamLayer(VariedLayer):
 
     def _make_sides(self) -> None:
         super()._make_sides()
-        config, streams, hidden = self._config, self._varied.streams, self._config.hidden_size
+        streams, hidden = self._varied.streams, self._config.hidden_size
         assert streams is not None, "the config has streams"
         self._streams = streams
         self._left = self._linear("laurel_left", {"laurel.linear_left": streams.side_rank}, hidden, bias=False)
@@ -41,9 +41,8 @@ class StreamLayer(VariedLayer):
             for kind, size in (("prediction", number**2), ("correction", number))
         )
         self._router = self._linear("altup_router", {"altup.modality_router": number}, hidden, bias=False)
-        name = f"{self._theirs}.altup.router_norm.weight"
-        self._router_norm = RMSNorm([name], hidden, config.rms_norm_eps, factor=1 / hidden, **self._common)
-        self._norms.append(self._router_norm)
+        self._router_norm = self._norm(["altup.router_norm"], hidden)
+        self._router_norm.factor = 1 / hidden
         self._factors: Tensor | None = None
 
     def forward(self, hidden: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:

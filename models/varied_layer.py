@@ -1,5 +1,5 @@
-"""Layer that differs from others of its model in its heads, may read the keys of an earlier layer, and may have an input
-of its own."""
+"""Layer that differs from others of its model in its heads, may read an earlier layer's keys, and may have an input of
+its own."""
 
 from __future__ import annotations
 

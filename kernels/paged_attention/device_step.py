@@ -142,7 +142,8 @@ class DeviceStep:
         """
         prologue = None
         if qkv.shape[1] == self._planner.shape.num_heads * self._planner.shape.head_dim:
-            assert not (self._planner.options.shared or self._planner.invariant), "such models are refused"
+            assert not self._planner.options.shared, "such a model has keys in each layer"
+            assert not self._planner.invariant, "such a model is refused"
             prologue = _Prologue(rotation, norm, writes=False)
             self._check(qkv, rotation, kv, kinds=0)
         elif self._planner.options.shared or self._planner.invariant:

@@ -171,7 +171,7 @@ def invariant_attention_kernel(
 
 
 def invariant_constants(
-    shape: Shape, block_size: int, block_m: int, block_n: int, *, is_float32: bool, window: bool | int, cap: bool, sinks: bool
+    shape: Shape, block_size: int, block_m: int, block_n: int, *, is_float32: bool, window: int, cap: bool, sinks: bool
 ) -> dict[str, Any]:
     """Constants of `invariant_attention_kernel`."""
     return {

@@ -272,7 +272,7 @@ def attention_kernel(
             )  # fmt: skip
 
 
-def window_kind(window: Window) -> bool | int:
+def window_kind(window: Window) -> int:
     """Value of HAS_WINDOW for a layer's window."""
     return IN_CHUNKS.value if isinstance(window, Chunks) else window is not None
 
@@ -281,7 +281,7 @@ class Features(NamedTuple):
     """Parts of `attention_kernel` that a launch needs."""
 
     splits: bool
-    window: bool | int
+    window: int
     """See `window_kind`."""
     cap: bool
     sinks: bool

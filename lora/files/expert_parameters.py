@@ -92,9 +92,7 @@ class _Fit(NamedTuple):
     """True: they fit either. One merged projection is that of a model with [E, in, out], for every PEFT."""
 
 
-def _fit(
-    holder: Mapping[str, list[str]], known: Mapping[str, ModuleShape], given: tuple[int, int]
-) -> _Fit | None:
+def _fit(holder: Mapping[str, list[str]], known: Mapping[str, ModuleShape], given: tuple[int, int]) -> _Fit | None:
     """Parameter with the inputs and outputs `given`, in this order or turned."""
     *gate_up, last = holder.values()
     for parameter, projections in (("gate_up_proj", gate_up), ("down_proj", [last])):
@@ -140,11 +138,12 @@ class _View:
                 if a in self.shapes:
                     raise adapter_error(f"two tensors for the same weight: {a} and {keys[0]}")
                 self.shapes |= {a: (rank, in_features), b: (size, rank)}
-                rows_of_a = slice(expert * rank, (expert + 1) * rank)
-                of_a, of_b = (keys[0], rows_of_a), (keys[1], (slice(None), slice(expert, None, num_experts)))
+                of_a = keys[0], slice(expert * rank, (expert + 1) * rank)
+                of_b = keys[1], (slice(None), slice(expert, None, num_experts))
+                first, second = (of_b, of_a) if turned else (of_a, of_b)
                 outputs = slice(start, start + size)
-                self._parts[a] = partial(self._part, *(of_b if turned else of_a), slice(None), turned=turned)
-                self._parts[b] = partial(self._part, *(of_a if turned else of_b), outputs, turned=turned)
+                self._parts[a] = partial(self._slice, *first, rows=slice(None), turned=turned)
+                self._parts[b] = partial(self._slice, *second, rows=outputs, turned=turned)
                 self.configured[name] = parameter
             start += size
 
@@ -153,7 +152,7 @@ class _View:
         part = self._parts.get(key)
         return self._file.read(key) if part is None else part()
 
-    def _part(self, key: str, index: Any, rows: slice, *, turned: bool) -> Tensor:
+    def _slice(self, key: str, index: Any, *, rows: slice, turned: bool) -> Tensor:
         """Some `rows` of a part of a tensor, which is transposed first if `turned`."""
         part = self._whole(key)[index]
         return (part.mT if turned else part)[rows].contiguous()

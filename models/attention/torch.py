@@ -209,7 +209,8 @@ class TorchAttention(AttentionBackend):
         keys = torch.arange(base + low, base + high, device=self._spec.device)
         hidden = keys > positions
         if window is not None:
-            hidden |= keys < first_seen(positions, window)
+            first = first_seen(np.arange(start + begin, start + end), window)
+            hidden |= keys < self._tensor(first)[:, None]
         return QueryTile((begin, end), (low, high), self._bias(hidden))
 
 

@@ -92,8 +92,8 @@ def read_facts(
     if num_ranks > 1:
         config = rank_config(config, num_ranks)
     is_shared = isinstance(config, DecoderConfig) and config.latent is not None
-    is_native = isinstance(config, DecoderConfig)
-    shapes = config.kv_shapes if is_native else [(config.num_kv_heads, config.head_dim)] * config.num_layers
+    shapes = [(config.num_kv_heads, config.head_dim)] * config.num_layers
+    shapes = config.kv_shapes if isinstance(config, DecoderConfig) else shapes
     elements = (1 if is_shared else 2) * sum(heads * size for heads, size in shapes)
     states = state_specs(config.states) if isinstance(config, DecoderConfig) else []
     return ModelFacts(

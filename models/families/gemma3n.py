@@ -44,14 +44,15 @@ def _varied(values: Mapping[str, Any], types: Sequence[str]) -> VariedLayers:
     if type(active) is not int or not 0 <= active < number_of_streams:
         raise wrong("altup_active_idx", f"must be 0 to {number_of_streams - 1}, got {shown(active)}")
     inputs = input_sizes(values)
-    if not inputs:
+    if not inputs.size:
         raise wrong("hidden_size_per_layer_input", "must be a positive integer")
     return VariedLayers(
         kv_heads=(positive(values, "num_key_value_heads"),) * num_layers,
         head_dims=(positive(values, "head_dim"),) * num_layers,
         inner_sizes=tuple(values["inner_sizes"]),
         kv_sources=kv_sources(values, types),
-        **inputs,
+        input_size=inputs.size,
+        input_vocab_size=inputs.vocab_size,
         streams=Streams(
             number_of_streams,
             active,

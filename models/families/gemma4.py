@@ -42,20 +42,20 @@ def _varied(values: Mapping[str, Any], types: Sequence[str]) -> VariedLayers:
     widens = bool(values.get("use_double_wide_mlp", False))
     experts = None
     if values.get("enable_moe_block", False):
-        experts = SideExperts(*(positive(values, key) for key in ("num_experts", "top_k_experts")), 0)
-        experts = experts._replace(intermediate_size=positive(values, "moe_intermediate_size"))
+        keys = "num_experts", "top_k_experts", "moe_intermediate_size"
+        experts = SideExperts._make(positive(values, key) for key in keys)
         if experts.top_k > experts.num_experts:
             raise wrong("top_k_experts", f"{experts.top_k} exceeds num_experts {experts.num_experts}")
     merged = values.get("attention_k_eq_v", False)
+    inputs = input_sizes(values)
     return VariedLayers(
         kv_heads=kv_heads,
         head_dims=head_dims,
-        inner_sizes=tuple(
-            2 * inner if widens and source != index else inner for index, source in enumerate(sources)
-        ),
+        inner_sizes=tuple(2 * inner if widens and source != index else inner for index, source in enumerate(sources)),
         kv_sources=sources,
         keys_as_values=frozenset(i for i, kind in enumerate(types) if merged and kind == "full_attention"),
-        **input_sizes(values),
+        input_size=inputs.size,
+        input_vocab_size=inputs.vocab_size,
         scaled=True,
         experts=experts,
     )

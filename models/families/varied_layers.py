@@ -73,9 +73,16 @@ def kv_sources(values: Mapping[str, Any], types: Sequence[str]) -> tuple[int, ..
     return (*range(first), *(last[kind] for kind in types[first:]))
 
 
-def input_sizes(values: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes of the layers' own inputs, by their fields in VariedLayers."""
+class InputSizes(NamedTuple):
+    """Sizes of the layers' own inputs; see VariedLayers."""
+
+    size: int = 0
+    vocab_size: int = 0
+
+
+def input_sizes(values: Mapping[str, Any]) -> InputSizes:
+    """Sizes of the layers' own inputs."""
     if not values.get("hidden_size_per_layer_input"):
-        return {}
-    rows = positive(values, "vocab_size_per_layer_input")
-    return {"input_size": positive(values, "hidden_size_per_layer_input"), "input_vocab_size": rows}
+        return InputSizes()
+    keys = "hidden_size_per_layer_input", "vocab_size_per_layer_input"
+    return InputSizes._make(positive(values, key) for key in keys)

@@ -28,23 +28,22 @@ class RMSNorm:
         *,
         repeats: Sequence[int] | None = None,
         offset: float = 0.0,
-        factor: float = 1.0,
         dtype: torch.dtype,
         device: torch.device,
         batch_invariant: bool = False,
     ) -> None:
         """Create a norm. With one name, x is [..., size]. With `repeats`, x is [..., sum(repeats), size]: repeats[i]
-        heads use weight i. `offset` is added to the stored weights, after they are
-        multiplied by `factor`."""
+        heads use weight i. `offset` is added to the stored weights."""
         self._names = list(names)
         self._size = size
         self._eps = eps
         self._repeats = repeats
         self._offset = offset
-        self._factor = factor
         self._dtype = dtype
         self._device = device
         self._norm = rms_norm_invariant if batch_invariant else rms_norm
+        self.factor = 1.0
+        """Factor of the stored weights, set before they are loaded."""
         self.part: NormPart | None = None
         """Share of this process in what `__call__` normalises, set before it is loaded; None: all is its own."""
         self._loaded: dict[str, Tensor] = {}
@@ -95,7 +94,7 @@ class RMSNorm:
                     merged = weights[0]
                 else:
                     merged = torch.cat([w.expand(n, -1) for w, n in zip(weights, self._repeats, strict=True)])
-                self._weight = prepare(merged.float() * self._factor + self._offset, self._eps)
+                self._weight = prepare(merged.float() * self.factor + self._offset, self._eps)
                 self._loaded = {}
 
         return WeightSlot((self._size if self.part is None else self.part.size,), load)

@@ -26,9 +26,8 @@ class SideExpertLayers:
         self._experts = experts = config.varied.experts
         common: Any = {"dtype": config.dtype, "device": device, "batch_invariant": config.batch_invariant}
         hidden = config.hidden_size
-        self._norm = RMSNorm(
-            [f"{module}.router.scale"], hidden, config.rms_norm_eps, factor=hidden**-0.5, **common
-        )
+        self._norm = RMSNorm([f"{module}.router.scale"], hidden, config.rms_norm_eps, **common)
+        self._norm.factor = hidden**-0.5
         rows = [(f"{module}.router.proj", experts.num_experts)]
         self._router = Linear(f"{name}.router", rows, hidden, **common)
         form = ExpertForm(experts.num_experts, hidden, experts.intermediate_size, config.hidden_act)

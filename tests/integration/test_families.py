@@ -21,7 +21,8 @@ EXACT = (
     *("lora_", "wpe", "embed_positions", "mlp.gate.", "router.", "shared_expert_gate", "kv_b_proj", "norm", "_bias"),
     *("conv.conv", "conv1d", "embed_tokens_per_layer", "altup."),
 )
-"""Parts of names of weights that stay as they are: positions, routers, biases of experts, convolutions, inputs of layers, mixtures of streams."""
+"""Parts of names of weights that stay as they are: positions, routers, biases of experts, convolutions, inputs of
+layers, mixtures of streams."""
 TOLERANCE = 2e-3
 """Largest difference of a log probability: the sums of an adapter's products are rounded in another order than PEFT's,
 and weights of these models are large."""

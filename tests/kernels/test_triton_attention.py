@@ -135,17 +135,6 @@ def test_rows_of_all_kinds_together(device: str, dtype: torch.dtype, window: Win
     check(MIXED, LLAMA, device, dtype=dtype, window=window)
 
 
-@pytest.mark.parametrize("rows", [MIXED, [(40, 1), (17, 2)]], ids=["written before", "written by tiles"])
-def test_queries_alone_read_the_keys_of_an_earlier_layer(device: str, rows: list[tuple[int, int]]) -> None:
-    inputs = make_inputs(rows, LLAMA, torch.float32, device)
-    step, window = make_step(inputs, LLAMA), Chunks(24)
-    expected = attend(step, inputs, window)
-    kept = [cache.clone() for cache in inputs.kv]
-    _, rotation = unrotated(inputs.q, inputs.k, inputs.v)
-    close(step.attend_qkv(inputs.q.flatten(1), rotation, None, inputs.kv, window), expected)
-    assert all(map(torch.equal, inputs.kv, kept))
-
-
 @pytest.mark.parametrize("fold", range(1, 9))
 def test_query_heads_a_kv_head(device: str, fold: int) -> None:
     check([(9, 1), (30, 4), (0, 17)], Shape(fold, 1, 16), device)

@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 from outrider.kernels.paged_attention import Chunks, Shape, Window, device_step
 from outrider.kernels.paged_attention import triton as kernels
 
+from .attention_backends import unrotated
 from .test_triton_attention import LLAMA, MIXED, attend, check, close, dense, make_inputs, make_step
 
 
@@ -66,3 +67,14 @@ def test_sinks_count_once(
     sinks = torch.linspace(-3, 6, LLAMA.num_heads)
     got = attend(make_step(inputs, LLAMA, num_splits), inputs, window, sinks.to(device))
     close(got, dense(inputs, window, sinks=sinks))
+
+
+@pytest.mark.parametrize("rows", [MIXED, [(40, 1), (17, 2)]], ids=["written before", "written by tiles"])
+def test_queries_alone_read_the_keys_of_an_earlier_layer(device: str, rows: list[tuple[int, int]]) -> None:
+    inputs = make_inputs(rows, LLAMA, torch.float32, device)
+    step, window = make_step(inputs, LLAMA), Chunks(24)
+    expected = attend(step, inputs, window)
+    kept = [cache.clone() for cache in inputs.kv]
+    _, rotation = unrotated(inputs.q, inputs.k, inputs.v)
+    close(step.attend_qkv(inputs.q.flatten(1), rotation, None, inputs.kv, window), expected)
+    assert all(map(torch.equal, inputs.kv, kept))
