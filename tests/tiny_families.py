@@ -84,8 +84,8 @@ DELTA = {
 }
 _DELTA_TARGETS = [*ATTENTION, *GATED, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 GEMMA4 = {
-    **{"head_dim": 16, "global_head_dim": 24, "sliding_window": 9, "num_hidden_layers": 5, "num_kv_shared_layers": 3},
-    **{"layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"]},
+    **{"head_dim": 16, "global_head_dim": 24, "sliding_window": 9, "num_hidden_layers": 5, "num_kv_shared_layers": 2},
+    **{"layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention", "full_attention"]},
     **{"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 131, "use_double_wide_mlp": True},
     "final_logit_softcapping": 3.0,
 }
@@ -95,8 +95,8 @@ _GEMMA4_EXPERTS = {
     **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
 }
 GEMMA3N = {
-    **{"head_dim": 16, "sliding_window": 9, "num_hidden_layers": 5, "num_kv_shared_layers": 3, "laurel_rank": 6},
-    **{"layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"]},
+    **{"head_dim": 16, "sliding_window": 9, "num_hidden_layers": 5, "num_kv_shared_layers": 2, "laurel_rank": 6},
+    **{"layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention", "full_attention"]},
     **{"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 120, "final_logit_softcapping": 3.0},
     **{"intermediate_size": [80, 64, 80, 80, 64], "activation_sparsity_pattern": [0.8, 0.9, 0.0, 0.0, 0.0]},
     **{"altup_num_inputs": 3, "altup_active_idx": 1},

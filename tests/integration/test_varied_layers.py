@@ -26,8 +26,8 @@ def folder(request, tmp_path_factory) -> str:
 
 
 def test_shared_keys_are_cached_once(folder):
-    """Two of five layers have keys: 2 KV heads of 16 elements, and in Gemma 4 of 24 in the layer that sees all."""
-    sizes = (16, 24) if "gemma4" in folder else (16, 16)
+    """Three of five layers have keys: 2 KV heads of 16 elements, and in Gemma 4 of 24 in the layer that sees all."""
+    sizes = (16, 16, 24) if "gemma4" in folder else (16, 16, 16)
     model = load_model(folder)
     assert [(spec.num_kv_heads, spec.head_dim) for spec in model.kv_layers] == [(2, size) for size in sizes]
     assert read_facts(folder).kv_bytes_per_token == 2 * 2 * sum(sizes) * 4

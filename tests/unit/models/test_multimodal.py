@@ -70,7 +70,7 @@ def test_gemma3n_as_published(driver: Callable, tmp_path: Path) -> None:
     whole = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in stored.items()}
     attention = "model.language_model.layers.{}.self_attn.{}.weight"
     for part in ("k_proj", "v_proj", "k_norm"):
-        whole[attention.format(4, part)] = whole[attention.format(1, part)].clone()
+        whole[attention.format(4, part)] = whole[attention.format(2, part)].clone()
     towers = "vision_tower.timm_model.conv.weight", "audio_tower.a.weight", "embed_vision.b.weight", "embed_audio.c"
     whole |= {f"model.{name}": torch.ones(2) for name in towers}
     save_file(whole, tmp_path / "whole" / "model.safetensors")
