@@ -27,6 +27,7 @@ _SWITCHES = (
     *("_remove_final_layer_norm", "qk_layernorm", "multi_query", "alibi", "new_decoder_architecture", "parallel_attn"),
     *("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "enable_bias", "bias", "use_bias", "use_qkv_bias"),
     *("conv_bias", "block_auto_adjust_ff_dim", "tie_embedding", "attention_out_bias"),
+    *("altup_correct_scale", "attention_k_eq_v", "use_double_wide_mlp", "enable_moe_block", "use_qk_norm"),
 )
 """Fields that are true or false; some old files have 1 or 0."""
 _OF_IMAGES = ("use_bidirectional_attention", "vision")
@@ -37,6 +38,8 @@ _COUNTS = (
     "first_k_dense_replace",
     "n_shared_experts",
     "num_ln_in_parallel_attn",
+    "hidden_size_per_layer_input",
+    "num_kv_shared_layers",
 )
 """Fields that are integers from 0 on, also in the files of families that do not read them."""
 _SMALLEST, _LARGEST = 1e-30, 1e18

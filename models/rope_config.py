@@ -127,8 +127,9 @@ def rope_config(values: Mapping[str, Any], given: object, head_dim: int, traits:
     # `type` is the key's old name.
     rope_type = given.get("rope_type", given.get("type", "default"))
     rope_type = _OTHER_NAMES.get(rope_type, rope_type) if isinstance(rope_type, str) else rope_type
-    if rope_type not in ROPE_TYPES:
-        raise wrong(field, f"of type {shown(rope_type)} is not supported; supported are {', '.join(ROPE_TYPES)}")
+    served = [kind for kind in ROPE_TYPES if kind != "proportional" or traits.varied is not None]
+    if rope_type not in served:
+        raise wrong(field, f"of type {shown(rope_type)} is not supported; supported are {', '.join(served)}")
     is_proportional = rope_type == "proportional"
     rotary_dim = None if is_proportional else _rotary_dim(values, given, head_dim, traits)
     original = "original_max_position_embeddings"

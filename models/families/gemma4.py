@@ -69,8 +69,11 @@ def _changes(values: Mapping[str, Any], types: Sequence[str]) -> list[dict[str, 
         if values.get("attention_k_eq_v", False) and "num_global_key_value_heads" in values:
             full["num_key_value_heads"] = positive(values, "num_global_key_value_heads")
         return [full if kind == "full_attention" else {} for kind in types]
-    if not isinstance(listed, dict) or not all(
-        isinstance(changes, dict) and changes.keys() <= _LAYER_KEYS for changes in listed.values()
+    names = {*types, *map(str, range(len(types)))}
+    if (
+        not isinstance(listed, dict)
+        or not listed.keys() <= names
+        or not all(isinstance(changes, dict) and changes.keys() <= _LAYER_KEYS for changes in listed.values())
     ):
         raise wrong("per_layer_config", f"must be an object of layers that have {' and '.join(sorted(_LAYER_KEYS))}")
     return [{**listed.get(kind, {}), **listed.get(str(index), {})} for index, kind in enumerate(types)]

@@ -27,7 +27,7 @@ def _derived(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"no_rope_layers": rotated}
     found["layer_types"] = values.get("layer_types") or [other if turns else "full_attention" for turns in rotated]
     if (sparse := values.get("moe_layers")) is not None:
-        if not isinstance(sparse, list):
+        if not isinstance(sparse, list) or not all(type(index) is int for index in sparse):
             raise wrong("moe_layers", f"must be a list of layers, got {shown(sparse)}")
         found["mlp_only_layers"] = [index for index in range(num_layers) if index not in sparse]
         found["decoder_sparse_step"] = 1
@@ -35,8 +35,10 @@ def _derived(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chunked(values: Mapping[str, Any]) -> ChunkedLayers:
-    temperature = None
-    if values.get("attn_temperature_tuning", True):
+    temperature, tunes = None, values.get("attn_temperature_tuning", True)
+    if not isinstance(tunes, int):  # published files have 4
+        raise wrong("attn_temperature_tuning", f"must be true or false, got {shown(tunes)}")
+    if tunes:
         temperature = (number("attn_scale", "", values["attn_scale"]), number("floor_scale", "", values["floor_scale"]))
     return ChunkedLayers(
         rotated=frozenset(index for index, turns in enumerate(_rotated(values)) if turns),
