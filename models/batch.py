@@ -185,6 +185,8 @@ class ForwardBatch:
     has an adapter."""
     states: StatePass | None = None
     """States of the rows, for layers that have them."""
+    layer_inputs: Tensor | None = None
+    """[T, L, P] each layer's own input, which a decoder that has such inputs adds to its copy of the batch."""
 
     def memory_of_states(self) -> Sequence[LayerStates]:
         """Memory of each layer with states.

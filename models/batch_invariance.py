@@ -22,6 +22,7 @@ _ON_A_GPU: tuple[tuple[Callable[[DecoderConfig, torch.device], bool], str], ...]
     (lambda config, device: not has_triton(), "without Triton"),
     (lambda config, device: config.experts is not None, "for experts"),
     (lambda config, device: config.latent is not None, "for latent attention"),
+    (lambda config, device: config.varied is not None, "for layers of several shapes"),
     (lambda config, device: config.block is not None, "for LayerNorm"),
     (lambda config, device: not _has_kernel(config, device), "for attention with such heads"),
 )

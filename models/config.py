@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from ..kernels.paged_attention import Window
 from ..platform.core.errors import UnsupportedModelError
 from .config_values import check_values, number, positive, shown, wrong
 from .expert_config import ExpertConfig, read_experts
 from .families import CLASSIFIER, PRE_NORMS, FamilyTraits, NormNames, supported_architectures, traits_of
 from .families.block import Block
+from .families.chunked_layers import ChunkedLayers
 from .families.state_layers import StateLayers
+from .families.varied_layers import VariedLayers
 from .latent_config import LatentConfig, latent_scale, read_latent
 from .layers.activation import PLAIN_ACTIVATIONS
 from .layers.score_head import ScoreConfig, read_score
 from .quantization import Format, read_format
-from .rope_config import RopeConfig, context_length, layer_ropes, query_scaling, rotated_layers
+from .rope_config import RopeConfig, context_length, layer_ropes, query_scaling
+from .window_config import layer_types, layer_windows
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -62,8 +66,8 @@ class DecoderConfig:
     rope: RopeConfig
     """Rotation of all layers; where they differ (`layer_ropes`), that of layers which see everything."""
     tie_word_embeddings: bool
-    windows: tuple[int | None, ...]
-    """Sliding window of each layer: a query sees itself and the window - 1 positions before; None: everything."""
+    windows: tuple[Window, ...]
+    """Window of each layer: a query sees itself and the window - 1 positions before, or its chunk; None: everything."""
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
@@ -81,6 +85,10 @@ class DecoderConfig:
     """Form of layers with LayerNorm and an MLP without a gate; None: Llama's."""
     states: StateLayers | None = None
     """Layers that have a recurrent state in place of attention; None: all have attention."""
+    varied: VariedLayers | None = None
+    """Properties of each layer where they differ; `head_dim` and the like are then the first layer's."""
+    chunked: ChunkedLayers | None = None
+    """Properties of layers that see their chunk of positions alone, and of the others; None: windows slide."""
     gated_attention: bool = False
     """True: each head's result is multiplied by the sigmoid of a gate, which follows its query in the projection."""
     names: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -122,9 +130,23 @@ class DecoderConfig:
     """Labels of a classifier, which has no head of its own: its config ties the head, which is not computed."""
 
     @property
-    def num_kv_layers(self) -> int:
-        """Layers with attention."""
-        return self.num_layers - (0 if self.states is None else len(self.states.layers))
+    def kv_shapes(self) -> list[tuple[int, int]]:
+        """KV heads, and elements of a head, of each layer of the cache."""
+        if self.varied is not None:
+            return [(self.varied.kv_heads[index], self.varied.head_dims[index]) for index in self.varied.owners]
+        num_layers = self.num_layers - (0 if self.states is None else len(self.states.layers))
+        return [(self.num_kv_heads, self.head_dim)] * num_layers
+
+    def of_layer(self, index: int) -> DecoderConfig:
+        """Config of one layer."""
+        if (varied := self.varied) is None:
+            return self
+        return replace(
+            self,
+            num_kv_heads=varied.kv_heads[index],
+            head_dim=varied.head_dims[index],
+            intermediate_size=varied.inner_sizes[index],
+        )
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -138,7 +160,8 @@ class DecoderConfig:
         scales = self.attention_scale, self.attention_cap, self.query_scaling, self.logit_cap
         others = self.block, self.experts, self.latent, *scales
         merged = self.merged_qkv or self.merged_gate_up or self.qk_norm_wide or self.sinks or bool(self.layer_ropes)
-        merged = merged or self.states is not None or self.gated_attention or bool(self.names)
+        merged = merged or self.gated_attention or bool(self.names)
+        merged = merged or any(kind is not None for kind in (self.states, self.varied, self.chunked))
         is_usual = self.norms == PRE_NORMS and self.norm_offset == 0.0 and self.hidden_act == "silu"
         whole = self.rope.rotary_dim is None and not self.rope.interleaved
         return is_usual and whole and not merged and factors == (1.0, 1.0, 1.0) and others == (None,) * len(others)
@@ -149,7 +172,7 @@ class DecoderConfig:
         return (self.block and self.block.embedding_size) or self.hidden_size
 
     @property
-    def sliding_window(self) -> int | None:
+    def sliding_window(self) -> Window:
         """The window when all layers have the same one; None when some layer sees everything."""
         distinct = set(self.windows)
         return distinct.pop() if len(distinct) == 1 else None
@@ -242,13 +265,16 @@ def decoder_config(
     num_heads, num_layers = positive(values, "num_attention_heads"), positive(values, "num_hidden_layers")
     latent = read_latent(values) if traits.latent else None
     num_kv_heads, head_dim = (1, latent.key_dim) if latent else _kv_heads(values, num_heads, hidden_size, block)
-    types = _layer_types(values, num_layers, traits)
+    types = layer_types(values, num_layers, traits)
     learns_positions = block is not None and block.positions is not None
     no_rope = RopeConfig(rope_type="none", theta=1.0)
     rotated = latent.rope_dim if latent else head_dim
     ropes = (no_rope,) * num_layers if learns_positions else layer_ropes(values, rotated, types, traits)
     if latent is not None:
         ropes = tuple(replace(rope, rotary_dim=rotated) for rope in ropes)
+    varied = None if traits.varied is None else traits.varied(values, types)
+    if varied is not None and len(set(varied.head_dims)) > 1:
+        ropes = tuple(replace(rope, head_dim=dim) for rope, dim in zip(ropes, varied.head_dims, strict=True))
     rope = next((r for r, kind in zip(ropes, types, strict=True) if kind == "full_attention"), ropes[0])
     from_file = bool(values.get("attention_bias", False))
     served = ACTIVATIONS if block is None or block.mlp is None else PLAIN_NAMES
@@ -271,7 +297,7 @@ def decoder_config(
         rope=rope,
         tie_word_embeddings=score is not None or bool(values.get("tie_word_embeddings", False)),
         score=score,
-        windows=_windows(values, types, traits),
+        windows=layer_windows(values, types, traits),
         qkv_bias=from_file if traits.attention_bias is None else traits.attention_bias,
         o_bias=traits.attention_bias is None and bool(values.get(traits.o_bias or "", False)),
         mlp_bias=bool(values.get("mlp_bias", False)) if traits.mlp_bias is None else traits.mlp_bias,
@@ -282,6 +308,8 @@ def decoder_config(
         block=block,
         states=None if traits.states is None else traits.states(values),
         query_scaling=query_scaling(values) if traits.scaled_queries else None,
+        varied=varied,
+        chunked=None if traits.chunked is None else traits.chunked(values),
         layer_ropes=ropes if len(set(ropes)) > 1 else (),
         hidden_act=hidden_act,
         quantization=None if _is_mxfp4(values, traits) else read_format(values),
@@ -341,44 +369,3 @@ def _is_mxfp4(values: Mapping[str, Any], traits: FamilyTraits) -> bool:
     quantization = values.get("quantization_config")
     named = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
     return named and traits.experts is not None and traits.experts.transposed
-
-
-def _layer_types(values: Mapping[str, Any], num_layers: int, traits: FamilyTraits) -> list[str]:
-    """Kind of attention of each layer: "full_attention" or "sliding_attention"."""
-    if traits.window_everywhere:
-        return ["sliding_attention"] * num_layers
-    if not traits.has_window or not (traits.window_switch or traits.window_pattern):
-        return ["full_attention"] * num_layers
-    sliding = [False] * num_layers
-    if traits.no_rope:
-        sliding = [not rotated for rotated in rotated_layers(values, num_layers)]
-    elif traits.window_switch:
-        first = values.get("max_window_layers", num_layers)
-        if isinstance(first, bool) or not isinstance(first, int):
-            raise wrong("max_window_layers", f"must be an integer, got {shown(first)}")
-        sliding = [index >= first for index in range(num_layers)]
-    elif "layer_types" not in values:
-        interval = positive(values, "sliding_window_pattern")
-        sliding = [(index + 1) % interval != 0 for index in range(num_layers)]
-    types = values.get("layer_types", ["sliding_attention" if slides else "full_attention" for slides in sliding])
-    if not isinstance(types, list):
-        raise wrong("layer_types", f"must be a list, got {shown(types)}")
-    if len(types) != num_layers:
-        raise wrong("layer_types", f"has {len(types)} entries for {num_layers} layers")
-    for name in types:
-        if name not in ("full_attention", "sliding_attention"):
-            raise wrong(
-                "layer_types", f"{shown(name)} is not supported; known are full_attention and sliding_attention"
-            )
-    return types
-
-
-def _windows(values: Mapping[str, Any], types: Sequence[str], traits: FamilyTraits) -> tuple[int | None, ...]:
-    if not traits.has_window or "sliding_window" not in values:
-        return (None,) * len(types)
-    if not (traits.window_switch or traits.window_pattern):
-        return (positive(values, "sliding_window"),) * len(types)
-    is_listed = traits.no_rope and "layer_types" in values  # the list decides there, whatever the switch says
-    is_on = is_listed or not traits.window_switch or values.get("use_sliding_window", False)
-    window = positive(values, "sliding_window") if is_on else None
-    return tuple(window if name == "sliding_attention" else None for name in types)

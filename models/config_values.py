@@ -26,9 +26,12 @@ _SWITCHES = (
     *("norm_topk_prob", "use_parallel_residual", "layer_norm_elementwise_affine", "do_layer_norm_before"),
     *("_remove_final_layer_norm", "qk_layernorm", "multi_query", "alibi", "new_decoder_architecture", "parallel_attn"),
     *("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "enable_bias", "bias", "use_bias", "use_qkv_bias"),
-    *("conv_bias", "block_auto_adjust_ff_dim", "tie_embedding", "attention_out_bias", "use_expert_bias", "use_qk_norm"),
+    *("conv_bias", "block_auto_adjust_ff_dim", "tie_embedding", "attention_out_bias", "use_expert_bias"),
+    *("altup_correct_scale", "attention_k_eq_v", "use_double_wide_mlp", "enable_moe_block", "use_qk_norm"),
 )
 """Fields that are true or false; some old files have 1 or 0."""
+_OF_IMAGES = ("use_bidirectional_attention", "vision")
+"""A switch that is on for tokens of images alone."""
 _COUNTS = (
     "sliding_window",
     "max_window_layers",
@@ -36,6 +39,8 @@ _COUNTS = (
     "n_shared_experts",
     "num_nextn_predict_layers",
     "num_ln_in_parallel_attn",
+    "hidden_size_per_layer_input",
+    "num_kv_shared_layers",
 )
 """Fields that are integers from 0 on, also in the files of families that do not read them."""
 _SMALLEST, _LARGEST = 1e-30, 1e18
@@ -57,7 +62,7 @@ def check_values(raw: Mapping[str, Any]) -> None:
     model is of. Other fields are checked where they are read. null counts as absent."""
     for field in _SWITCHES:
         value = raw.get(field)
-        if value is not None and not (isinstance(value, int) and value in (0, 1)):
+        if value is not None and not (isinstance(value, int) and value in (0, 1)) and (field, value) != _OF_IMAGES:
             raise wrong(field, f"must be true or false, got {shown(value)}")
     for field in _COUNTS:
         value, most = raw.get(field), MOST.get(field, _MOST_ELSE)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels.rms_norm import adds_residuals
-from .attention import attention_spec, make_attention
+from .attention.grouped import make_layer_attention
 from .batch import ForwardBatch, KVLayerSpec
 from .batch_invariance import check_batch_invariance
+from .chunked_layer import ChunkedLayer
 from .config import DecoderConfig
 from .decoder_layer import DecoderLayer, GeneralLayer
 from .families import PRE_NORMS
@@ -19,6 +21,7 @@ from .gpt_layer import GPTEnds, GPTLayer
 from .latent_layer import LatentLayer
 from .layers.cache_scales import CacheScales
 from .layers.embedding import Embedding, EmbeddingScales, VocabularyNames
+from .layers.layer_inputs import LayerInputs
 from .layers.linear import Linear
 from .layers.norm import RMSNorm
 from .layers.rope import RotaryEmbedding
@@ -27,6 +30,8 @@ from .layers.weights import RenamedSlot, WeightSlot
 from .model import DecoderOutput
 from .states.layers import GatedAttentionLayer, state_layer, state_specs
 from .states.memory import StateSpec
+from .stream_layer import StreamEnds, StreamLayer
+from .varied_layer import VariedLayer
 
 
 def layer_class(config: DecoderConfig, index: int) -> type[DecoderLayer]:
@@ -35,9 +40,13 @@ def layer_class(config: DecoderConfig, index: int) -> type[DecoderLayer]:
         return state_layer(config.states)
     if config.latent is not None:
         return LatentLayer
+    if config.varied is not None:
+        return VariedLayer if config.varied.streams is None else StreamLayer
     is_usual = config.norms == PRE_NORMS and config.residual_scale == 1.0 and config.query_scaling is None
     if config.gated_attention:
         return GatedAttentionLayer
+    if config.chunked is not None:
+        return ChunkedLayer
     return DecoderLayer if is_usual and not config.qk_norm_wide and not config.sinks else GeneralLayer
 
 
@@ -54,7 +63,7 @@ class Decoder:
         self.config = config
         self.device = torch.device(device)
         check_batch_invariance(config, self.device)
-        self.attention = make_attention(attention_spec(config, self.device), batch_invariant=config.batch_invariant)
+        self.attention, by_layer = make_layer_attention(config, self.device)
         self.rope = RotaryEmbedding(config.ropes, config.head_dim, dtype=config.dtype, device=self.device)
         common: Any = {"dtype": config.dtype, "device": self.device, "batch_invariant": config.batch_invariant}
         shape, eps = (config.vocab_size, config.embedding_size), config.rms_norm_eps
@@ -62,11 +71,15 @@ class Decoder:
         block, invariant = config.block, config.batch_invariant
         self.score = None if config.score is None else ScoreHead(config.score, config.hidden_size, self.device)
         self.layers: Sequence[DecoderLayer | GPTLayer]
-        self._ends: GPTEnds | None = None
+        self._ends: GPTEnds | StreamEnds | None = None
+        self._inputs = LayerInputs(config, self.device) if config.varied and config.varied.input_size else None
         self._deferring: Sequence[DecoderLayer] = ()
         """The layers, where norms add the residual stream."""
         if block is None:
-            layers = [layer_class(config, i)(config, i, self.attention, self.device) for i in range(config.num_layers)]
+            layers = [
+                layer_class(config, i)(config.of_layer(i), i, attention, self.device)
+                for i, attention in enumerate(by_layer)
+            ]
             self.layers, self._deferring = layers, layers if adds_residuals(self.device) and not invariant else ()
             self.embedding = Embedding(*shape, tied=config.tie_word_embeddings, scales=scales, **common)
             self._final_norm = RMSNorm(
@@ -76,6 +89,8 @@ class Decoder:
                 offset=config.norm_offset,
                 **common,
             )
+            if config.varied is not None and config.varied.streams is not None:
+                self._deferring, self._ends = (), StreamEnds(config, self._final_norm, self.device)
         else:
             self.layers = [GPTLayer(config, block, i, self.attention, self.device) for i in range(config.num_layers)]
             names = VocabularyNames(block.embedding, block.head, block.head_bias)
@@ -85,10 +100,8 @@ class Decoder:
     @property
     def kv_layers(self) -> list[KVLayerSpec]:
         """See LanguageModel."""
-        config = self.config
-        return [
-            KVLayerSpec(config.num_kv_heads, config.head_dim, shared=config.latent is not None)
-        ] * config.num_kv_layers
+        is_latent = self.config.latent is not None
+        return [KVLayerSpec(heads, size, shared=is_latent) for heads, size in self.config.kv_shapes]
 
     @property
     def state_layers(self) -> list[StateSpec]:
@@ -104,6 +117,8 @@ class Decoder:
     def forward(self, batch: ForwardBatch, aux_layers: Sequence[int] = ()) -> DecoderOutput:
         """See LanguageModel."""
         hidden = self.embedding.lookup(batch.input_ids, batch.adapters)
+        if self._inputs is not None:
+            batch = replace(batch, layer_inputs=self._inputs.forward(hidden, batch))
         if self._ends is not None:
             hidden = self._ends.enter(hidden, batch)
         if self._deferring:
@@ -111,12 +126,17 @@ class Decoder:
         entering: dict[int, Tensor] = {}
         for index, (layer, kv) in enumerate(zip(self.layers, self._caches(batch), strict=True)):
             if index in aux_layers:
-                entering[index] = hidden
+                entering[index] = self._active(hidden)
             hidden = layer.forward(hidden, batch, kv)
         last = len(self.layers)
-        entering[last] = hidden
+        entering[last] = self._active(hidden)
         normed = self._final_norm(hidden) if self._ends is None else self._ends.leave(hidden, batch)
         return DecoderOutput(normed, tuple(map(entering.__getitem__, aux_layers)))
+
+    def _active(self, hidden: Tensor) -> Tensor:
+        """Hidden states [T, H] that layers compute, of one or several streams."""
+        streams = None if self.config.varied is None else self.config.varied.streams
+        return hidden if streams is None else hidden[streams.active]
 
     def _forward_deferred(self, hidden: Tensor, batch: ForwardBatch, aux_layers: Sequence[int]) -> DecoderOutput:
         """Compute a batch with one launch less for each projection: norms add the residual stream."""
@@ -133,7 +153,10 @@ class Decoder:
 
     def _caches(self, batch: ForwardBatch) -> Iterable[Any]:
         """The part of the cache of each layer: its KV, or its states."""
-        states = self.config.states
+        states, varied = self.config.states, self.config.varied
+        if varied is not None:
+            places = {owner: place for place, owner in enumerate(varied.owners)}
+            return [batch.kv[places[source]] for source in varied.kv_sources]
         if states is None:
             return batch.kv
         kv, memory = iter(batch.kv), iter(batch.memory_of_states())
@@ -146,23 +169,27 @@ class Decoder:
 
     def linears(self) -> list[Linear]:
         """See LanguageModel."""
-        parts = self.layers if self._ends is None else (*self.layers, self._ends)
+        parts = [part for part in (self._inputs, *self.layers, self._ends) if part is not None]
         return [linear for part in parts for linear in part.linears()]
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """See LanguageModel."""
         slots = self.embedding.weight_slots()
-        for part in (*self.layers, self._final_norm if self._ends is None else self._ends):
-            slots.update(part.weight_slots())
+        for part in (self._inputs, *self.layers, self._final_norm if self._ends is None else self._ends):
+            slots.update({} if part is None else part.weight_slots())
         return slots if self.score is None else slots | self.score.weight_slots()
+
+    def unused_tensors(self) -> set[str]:
+        """Names of tensors that some checkpoints have, and that nothing reads."""
+        return {name for layer in self.layers if isinstance(layer, VariedLayer) for name in layer.unused_tensors()}
 
     def cache_scales(self) -> dict[str, CacheScales]:
         """Scales of the fp8 cache of each layer that may have some, by the name of its attention in checkpoints."""
-        layers = enumerate(self.layers if self.config.latent is None else ())
+        layers = enumerate(self.layers if self.config.latent is None and self.config.varied is None else ())
         scales = {i: layer.cache_scales for i, layer in layers if isinstance(layer, DecoderLayer)}
         return {f"model.layers.{index}.self_attn": of_layer for index, of_layer in scales.items()}
 
     def renamed_slots(self) -> dict[str, RenamedSlot]:
         """Slots of tensors that some checkpoints have instead of others."""
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
-        return {name: slot for layer in layers for name, slot in layer.mlp.renamed_slots().items()}
+        return {name: slot for layer in layers for name, slot in layer.renamed_slots().items()}

@@ -15,7 +15,7 @@ from .layers.cache_scales import CacheScales
 from .layers.experts import make_mlp
 from .layers.linear import Linear
 from .layers.norm import RMSNorm
-from .layers.weights import WeightSlot
+from .layers.weights import RenamedSlot, WeightSlot
 
 
 class DecoderLayer:
@@ -23,6 +23,7 @@ class DecoderLayer:
 
     def __init__(self, config: DecoderConfig, index: int, attention: AttentionBackend, device: torch.device) -> None:
         self._attention = attention
+        self._index = index
         self._window = config.windows[index]
         self._rope = config.ropes.index(config.layer_ropes[index]) if config.layer_ropes else 0
         self._common: Any = {"dtype": config.dtype, "device": device, "batch_invariant": config.batch_invariant}
@@ -105,6 +106,10 @@ class DecoderLayer:
             slots |= norm.weight_slots()
         return slots
 
+    def renamed_slots(self) -> dict[str, RenamedSlot]:
+        """Slots of tensors that some checkpoints have instead of others."""
+        return self.mlp.renamed_slots()
+
 
 class GeneralLayer(DecoderLayer):
     """Layer with any of the norms before and after attention and MLP, a factor of what these two add, sinks, and
@@ -138,7 +143,7 @@ class GeneralLayer(DecoderLayer):
         normed, hidden = _entering(self._before_attention, hidden, delta)
         delta = self._leaving(self._after_attention, self._mix(normed, batch, kv))
         normed, hidden = _entering(self._before_mlp, hidden, delta)
-        return hidden, self._leaving(self._after_mlp, self.mlp.forward(normed, batch))
+        return hidden, self._leaving(self._after_mlp, self._feed(normed, hidden, batch))
 
     def _mix(self, normed: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         """Result [T, H] of attention, or of what a layer has in its place, for normed hidden [T, H]."""
@@ -150,6 +155,10 @@ class GeneralLayer(DecoderLayer):
             factors = 1 + beta * torch.log1p((batch.positions / length).floor())
             qkv[:, : config.num_heads * config.head_dim] *= factors.to(qkv.dtype).unsqueeze(1)
         return self.o.forward(self._attend_qkv(qkv, batch, kv), batch)
+
+    def _feed(self, normed: Tensor, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """Result [T, H] of the MLP for normed hidden [T, H]; `hidden` [T, H] is not normalised."""
+        return self.mlp.forward(normed, batch)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """See DecoderLayer."""

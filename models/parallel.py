@@ -220,6 +220,11 @@ def rank_config(config: object, num_ranks: int) -> DecoderConfig:
         raise InvalidRequestError(
             f"{_PARAM} {num_ranks}: a model that transformers' code computes is not divided", param=_PARAM
         )
+    if config.varied is not None:
+        raise InvalidRequestError(
+            f"{_PARAM} {num_ranks}: {config.architecture} has layers of several shapes, which are not divided",
+            param=_PARAM,
+        )
     if config.states is not None or config.gated_attention:
         raise InvalidRequestError(
             f"{_PARAM} {num_ranks}: {config.architecture} has layers with recurrent state, which are not divided",

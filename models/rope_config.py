@@ -10,7 +10,7 @@ from typing import Any
 from .config_values import MOST, number, positive, shown, wrong
 from .families import FamilyTraits
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+ROPE_TYPES = ("default", "proportional", "linear", "dynamic", "yarn", "longrope", "llama3")
 _OTHER_NAMES = {"su": "longrope", "mrope": "default"}
 """Types by other names. M-RoPE (Qwen2-VL) gives each token three positions, which are equal for text."""
 
@@ -44,6 +44,10 @@ class RopeConfig:
     """Elements of a head that are rotated, from its first on (R); None: all."""
     interleaved: bool = False
     """True: neighbours are rotated as pairs; False: an element and the one R / 2 after it."""
+    proportion: float = 1.0
+    """Part of the frequencies that are not 0, the fastest ones; used by "proportional"."""
+    head_dim: int | None = None
+    """Elements of a head if layers differ in it; None: the model's."""
 
     @property
     def short_context(self) -> int | None:
@@ -133,9 +137,11 @@ def rope_config(values: Mapping[str, Any], given: object, head_dim: int, traits:
     # `type` is the key's old name.
     rope_type = given.get("rope_type", given.get("type", "default"))
     rope_type = _OTHER_NAMES.get(rope_type, rope_type) if isinstance(rope_type, str) else rope_type
-    if rope_type not in ROPE_TYPES:
-        raise wrong(field, f"of type {shown(rope_type)} is not supported; supported are {', '.join(ROPE_TYPES)}")
-    rotary_dim = _rotary_dim(values, given, head_dim, traits)
+    served = [kind for kind in ROPE_TYPES if kind != "proportional" or traits.varied is not None]
+    if rope_type not in served:
+        raise wrong(field, f"of type {shown(rope_type)} is not supported; supported are {', '.join(served)}")
+    is_proportional = rope_type == "proportional"
+    rotary_dim = None if is_proportional else _rotary_dim(values, given, head_dim, traits)
     original = "original_max_position_embeddings"
     # It stands there in configs of Phi 3's form, and counts wherever all layers have one rotation.
     if original in values and not traits.local_rope:
@@ -151,6 +157,8 @@ def rope_config(values: Mapping[str, Any], given: object, head_dim: int, traits:
         scales = read.pop("mscale", None), read.pop("mscale_all_dim", None)
         read.setdefault("attention_factor", _yarn_attention_factor(read["factor"], *scales))
         read["truncate"] = given.get("truncate") is not False
+    if is_proportional:
+        read["proportion"] = min(read.pop("partial_rotary_factor", 1.0), 1.0)
     if rope_type == "longrope":
         original = read["original_max_position_embeddings"]
         if original < 2:
@@ -172,6 +180,7 @@ _ROPE_FIELDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 _OPTIONAL_ROPE_FIELDS = {
+    "proportional": ("factor", "partial_rotary_factor"),
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
     "longrope": ("factor", "attention_factor"),
 }

@@ -30,8 +30,8 @@ class Family:
     prefix: str
     config: dict[str, Any] = field(default_factory=dict)
     """Changes of SIZES."""
-    targets: list[str] = field(default_factory=lambda: ATTENTION + GATED)
-    """Every projection, which an adapter changes."""
+    targets: list[str] | str = field(default_factory=lambda: ATTENTION + GATED)
+    """Every projection, which an adapter changes; or a pattern of their names."""
     parameters: list[str] = field(default_factory=list)
     """Parameters beside them, which hold the weights of a router or of all experts."""
     is_multimodal: bool = False
@@ -97,13 +97,47 @@ DELTA = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 10},
 }
 _DELTA_TARGETS = [*ATTENTION, *GATED, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+GEMMA4 = {
+    **{"head_dim": 16, "global_head_dim": 24, "sliding_window": 9, "num_hidden_layers": 5, "num_kv_shared_layers": 2},
+    **{"layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention", "full_attention"]},
+    **{"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 131, "use_double_wide_mlp": True},
+    "final_logit_softcapping": 3.0,
+}
+_GEMMA4_EXPERTS = {
+    **{"num_kv_shared_layers": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_hidden_layers": 3},
+    **{"layer_types": ["sliding_attention", "full_attention", "full_attention"], "hidden_size_per_layer_input": 0},
+    **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
+}
+GEMMA3N = {
+    **{"head_dim": 16, "sliding_window": 9, "num_hidden_layers": 5, "num_kv_shared_layers": 2, "laurel_rank": 6},
+    **{"layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention", "full_attention"]},
+    **{"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 120, "final_logit_softcapping": 3.0},
+    **{"intermediate_size": [80, 64, 80, 80, 64], "activation_sparsity_pattern": [0.8, 0.9, 0.0, 0.0, 0.0]},
+    **{"altup_num_inputs": 3, "altup_active_idx": 1},
+}
+_STREAMS = [
+    *("altup_projections.0", "altup_unembed_projections.1", "linear_left", "linear_right"),
+    *("correction_coefs", "prediction_coefs", "modality_router"),
+]
+LLAMA4 = {
+    **{"head_dim": 16, "intermediate_size_mlp": 64, "num_hidden_layers": 4, "interleave_moe_layer_step": 2},
+    **{"num_local_experts": 4, "num_experts_per_tok": 2, "no_rope_layer_interval": 3, "attention_chunk_size": 11},
+    **{"floor_scale": 8, "attn_scale": 0.3},
+}
+PER_LAYER = ["per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"]
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", {"tie_word_embeddings": True}, SCALED),
+    "llama4": Family("Llama4Text", LLAMA4, ATTENTION + GATED, ["router.weight", *_SPARSE[1:]]),
     "mistral": Family("Mistral", {"sliding_window": 20}),
     "qwen2": Family("Qwen2"),
     "qwen3": Family("Qwen3", {"head_dim": 16}),
     "gemma2": Family("Gemma2", {**_LOCAL, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}, SCALED),
     "gemma3": Family("Gemma3Text", {**_LOCAL, "num_hidden_layers": 3, "sliding_window_pattern": 3}, SCALED),
+    "gemma3n": Family("Gemma3nText", GEMMA3N, [*ATTENTION, *GATED, *PER_LAYER, *_STREAMS]),
+    "gemma4": Family("Gemma4Text", GEMMA4, [*ATTENTION, *GATED, *PER_LAYER]),
+    "gemma4-experts": Family(
+        "Gemma4Text", {**GEMMA4, **_GEMMA4_EXPERTS}, ATTENTION + GATED, ["router.proj.weight", *_SPARSE[1:]]
+    ),
     "phi3": Family("Phi3", {"sliding_window": 20}, ["qkv_proj", "o_proj", *MERGED]),
     "phi4-mini": Family(
         "Phi3",
@@ -206,6 +240,8 @@ def build(family: Family) -> Any:
 
     torch.manual_seed(0)
     config_class = getattr(transformers, f"{family.prefix}Config")
+    if family.prefix == "Llama4":  # transformers 5.24 reads it from an output that has none
+        transformers.modeling_outputs.MoeCausalLMOutputWithPast.image_outputs = None
     if family.is_multimodal:
         model = getattr(transformers, f"{family.prefix}ForConditionalGeneration")(config_class(**family.config)).eval()
     else:
@@ -219,4 +255,6 @@ def build(family: Family) -> Any:
     for name, buffer in model.named_buffers():
         if name.endswith(("correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, 0.0, 0.2)
+        if name.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
     return model

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from .tiny_families import ATTENTION, DELTA, GATED, GLM_MOE, MERGED, MINISTRAL3_ROPE, SIZES, Family
+from .tiny_families import (
+    ATTENTION,
+    DELTA,
+    GATED,
+    GEMMA4,
+    GLM_MOE,
+    LLAMA4,
+    MERGED,
+    MINISTRAL3_ROPE,
+    PER_LAYER,
+    SIZES,
+    Family,
+)
 
 _VISION = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
@@ -34,8 +47,13 @@ _GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9, "num
 _GEMMA |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 16}
 _WIDE = {"head_dim": 16}
+_LLAMA4_VISION = {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
 MULTIMODAL: dict[str, Family] = {
     "gemma3": _family("Gemma3", _text(**_GEMMA), _VISION, mm_tokens_per_image=4),
+    "gemma4": replace(
+        _family("Gemma4", _text(**GEMMA4), {**_VISION, "head_dim": 16, "num_key_value_heads": 2}),
+        targets=rf".*(language_model.*({'|'.join([*ATTENTION, *GATED, *PER_LAYER])})|vision.*q_proj\.linear)",
+    ),
     "mistral3": _family(
         "Mistral3",
         _text(model_type="mistral", sliding_window=None, **_WIDE),
@@ -53,6 +71,7 @@ MULTIMODAL: dict[str, Family] = {
         _text(**{**GLM_MOE, "hidden_size": 64}, **_mrope(2, 1, 1, partial_rotary_factor=0.5)),
         {**_PATCHES, "image_size": 28, "out_hidden_size": 64},
     ),
+    "llama4": _family("Llama4", _text(**LLAMA4), {**_VISION, **_LLAMA4_VISION}),
     "llava": _family("Llava", _text(model_type="llama"), {**_VISION, "model_type": "clip_vision_model"}),
     "llava-next": _family("LlavaNext", _text(model_type="mistral"), {**_VISION, "model_type": "clip_vision_model"}),
     "llava-onevision": _family(

@@ -14,10 +14,11 @@ from ..rope import Rotation
 from ..staging import staged, to_device
 from .invariant import invariant_attention_kernel, invariant_constants
 from .native import RowArrays
+from .options import Window, window_size
 from .schedule import TILE_FIELDS, Capacity, Layout, Planner, TileGroup
 from .settle import BLOCK, advance_kernel, settle_kernel
 from .torch import LayerKV
-from .triton import Features, attention_constants, attention_kernel
+from .triton import Features, attention_constants, attention_kernel, window_kind
 from .write import write_constants, write_kernel
 
 _LOG2_E = 1.4426950408889634
@@ -129,18 +130,23 @@ class DeviceStep:
         rotation: Rotation,
         norm: NormWeight | None,
         kv: LayerKV,
-        window: int | None,
+        window: Window,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend with a projection's output, heads side by side: qkv [T, (H + 2 Hk) · D], whose queries may be mutated
         (they are if keys are the values too); return [T, H · D]. With a window a query at position p sees
-        (p - window, p].
+        (p - window, p]. If qkv has queries alone, [T, H · D], the cache holds the tokens' keys and values already.
 
         Queries and keys are first normalised, if there is a `norm` (of scale [H + Hk, D]), and rotated, in float32.
         Values that are not finite are written as 0, and keys are limited: see `write_kv`. `sinks` [H] are float32.
         """
         prologue = None
-        if self._planner.options.shared or self._planner.invariant:
+        if qkv.shape[1] == self._planner.shape.num_heads * self._planner.shape.head_dim:
+            assert not self._planner.options.shared, "such a model has keys in each layer"
+            assert not self._planner.invariant, "such a model is refused"
+            prologue = _Prologue(rotation, norm, writes=False)
+            self._check(qkv, rotation, kv, kinds=0)
+        elif self._planner.options.shared or self._planner.invariant:
             self.write_qkv(qkv, rotation, norm, kv)
         else:
             prologue = _Prologue(rotation, norm, self._layout.writes)
@@ -182,9 +188,10 @@ class DeviceStep:
         """Number of vectors of a KV head in a projection's output."""
         return 1 if self._planner.options.shared else 2
 
-    def _check(self, qkv: Tensor, rotation: Rotation, kv: LayerKV) -> None:
+    def _check(self, qkv: Tensor, rotation: Rotation, kv: LayerKV, kinds: int | None = None) -> None:
         num_heads, num_kv_heads, dim = self._planner.shape
-        shape = (self._layout.num_tokens, (num_heads + self._kinds * num_kv_heads) * dim)
+        kinds = self._kinds if kinds is None else kinds
+        shape = (self._layout.num_tokens, (num_heads + kinds * num_kv_heads) * dim)
         if qkv.shape != shape or qkv.dtype != self._dtype or qkv.stride(1) != 1:
             raise ValueError(f"qkv must be {self._dtype} {shape} with contiguous rows; got {qkv.dtype} {qkv.shape}")
         assert rotation.rows is None, "it does not look up angles"
@@ -198,7 +205,7 @@ class DeviceStep:
                 raise ValueError(f"a cache must be {self._dtype} or torch.float8_e4m3fn; got {cache.dtype}")
 
     def _attend(
-        self, qkv: Tensor, prologue: _Prologue | None, kv: LayerKV, window: int | None, sinks: Tensor | None
+        self, qkv: Tensor, prologue: _Prologue | None, kv: LayerKV, window: Window, sinks: Tensor | None
     ) -> Tensor:
         num_heads, _, dim = self._planner.shape
         out = torch.empty(len(qkv), num_heads * dim, dtype=qkv.dtype, device=qkv.device)
@@ -221,7 +228,7 @@ class DeviceStep:
         group: TileGroup,
         tiles: Tensor,
         results: tuple[Tensor, Tensor, Tensor],
-        window: int | None,
+        window: Window,
         sinks: Tensor | None,
     ) -> None:
         """Attend for one group of tiles; `results` are out and, with splits, their parts and sums. Without a prologue
@@ -230,7 +237,7 @@ class DeviceStep:
         config = group.config
         out, parts, part_sums = results
         norm = None if prologue is None else prologue.norm
-        is_there = window is not None, options.soft_cap is not None, sinks is not None
+        is_there = window_kind(window), options.soft_cap is not None, sinks is not None
         writes = prologue is not None and prologue.writes
         features = Features(group.num_splits > 1, *is_there, prologue is not None, writes, norm is not None)
         constants = attention_constants(
@@ -246,7 +253,7 @@ class DeviceStep:
             *(cos, sin, cos.stride(0), scale, root * root, self._slots),
             *(tiles, self._table, out, parts, part_sums, self._arrived, part_sums if sinks is None else sinks),
             *((options.scale or shape.head_dim**-0.5) * _LOG2_E, (options.soft_cap or 1.0) * _LOG2_E),
-            *(self._first_key, min(window or 0, _MAX_WINDOW)),
+            *(self._first_key, min(window_size(window or 0), _MAX_WINDOW)),
             *(group.num_queries, group.num_splits),
             **constants,
             num_warps=config.num_warps,
@@ -260,7 +267,7 @@ class DeviceStep:
         group: TileGroup,
         tiles: Tensor,
         results: tuple[Tensor, Tensor, Tensor],
-        window: int | None,
+        window: Window,
         sinks: Tensor | None,
     ) -> None:
         """`_attend_group` after the queries are rotated and the keys are written, batch-invariant."""
@@ -268,7 +275,7 @@ class DeviceStep:
         constants = invariant_constants(
             *(shape, self._block_size, group.block_m, config.block_n),
             is_float32=qkv.dtype == torch.float32,
-            window=window is not None,
+            window=window_kind(window),
             cap=options.soft_cap is not None,
             sinks=sinks is not None,
         )
@@ -276,7 +283,7 @@ class DeviceStep:
             *(qkv, qkv.stride(0), shape.head_dim, kv.k, kv.v, kv.k.stride(0), kv.v.stride(0)),
             *(tiles, self._table, *results, self._arrived, results[2] if sinks is None else sinks),
             *((options.scale or shape.head_dim**-0.5) * _LOG2_E, (options.soft_cap or 1.0) * _LOG2_E),
-            *(self._first_key, min(window or 0, _MAX_WINDOW)),
+            *(self._first_key, min(window_size(window or 0), _MAX_WINDOW)),
             *(group.num_queries, int(group.num_splits == 1)),
             **constants,
             num_warps=config.num_warps,

@@ -20,7 +20,7 @@ from ..compile_case import CompileCase, make_case
 from ..split_sums import is_last
 from .native import Shape
 from .schedule import INVARIANT_SPLITS, TILE_FIELDS, UNIT_KEYS, invariant_config
-from .triton import attend_chunks, tile_constants
+from .triton import attend_chunks, first_in_window, tile_constants
 
 # Maximum before the first key: finite, so that a difference is never NaN.
 _LEAST = tl.constexpr(-3e38)
@@ -124,7 +124,7 @@ def invariant_attention_kernel(
     num_keys = position + num_queries
     least = first_key
     if HAS_WINDOW:
-        least = tl.maximum(first_key, position - window + 1)
+        least = tl.maximum(first_key, first_in_window(position, window, HAS_WINDOW))
     begin = least // BLOCK_N
     end = tl.cdiv(num_keys, BLOCK_N)
     first_unit = begin // UNIT
@@ -171,7 +171,7 @@ def invariant_attention_kernel(
 
 
 def invariant_constants(
-    shape: Shape, block_size: int, block_m: int, block_n: int, *, is_float32: bool, window: bool, cap: bool, sinks: bool
+    shape: Shape, block_size: int, block_m: int, block_n: int, *, is_float32: bool, window: int, cap: bool, sinks: bool
 ) -> dict[str, Any]:
     """Constants of `invariant_attention_kernel`."""
     return {

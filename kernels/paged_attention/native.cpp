@@ -6,6 +6,7 @@
 // exact zero. So the result does not depend, bit for bit, on the other queries, rows, chunks, blocks or threads.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <type_traits>
 #include <vector>
 
@@ -38,11 +39,11 @@ struct Step {                       // what all layers share
 };
 
 struct Layer {                      // strides in elements; heads of a token side by side
-    const void *q, *k, *v;
+    const void *q, *k, *v;          // k null: the caches have all keys and values
     int64_t token_stride;           // of q, k and v
     void *key_cache, *value_cache;  // [Hk, num_blocks, block_size, D]; the same if keys are the values too
     int64_t head_stride;            // of the caches
-    int64_t window;                 // 0: none
+    int64_t window;                 // 0: none; below 0: chunks of -window positions
     const void *cos, *sin;          // of each token [D], the sines of the first half negated
     int64_t rope_stride;
     const int64_t* rope_rows;       // [T] each token's row of cos and sin; null: their rows are the tokens'
@@ -59,6 +60,7 @@ struct Item {                       // up to TILE_ROWS query vectors of a row an
 };
 
 inline int64_t first_seen(const Step& step, const Layer& layer, int64_t position) {
+    if (layer.window < 0) return std::max(step.first_key, position / -layer.window * -layer.window);
     return layer.window ? std::max(step.first_key, position - layer.window + 1) : step.first_key;
 }
 
@@ -311,7 +313,7 @@ std::vector<Item> items_of(const Step& step, const Layer& layer, int64_t* work) 
     *work = 0;
     for (int64_t row = 0; row < step.num_rows; row++) {
         const int64_t count = step.query_lens[row] * fold, length = step.starts[row] + step.query_lens[row];
-        const int64_t seen = layer.window ? std::min(length, layer.window + step.query_lens[row]) : length;
+        const int64_t seen = layer.window ? std::min(length, std::abs(layer.window) + step.query_lens[row]) : length;
         *work += (8 + count) * seen * step.num_kv_heads * step.head_dim;
         for (int64_t begin = (count - 1) / TILE_ROWS * TILE_ROWS; begin >= 0; begin -= TILE_ROWS) {
             const int64_t end = std::min(begin + TILE_ROWS, count);
@@ -331,6 +333,7 @@ void run(const Step& step, const Layer& layer) {
     const int64_t count = (int64_t)items.size(), tokens = step.num_tokens;
     const int team = team_for(work >= MIN_PARALLEL_WORK);
     const auto write = [&](int64_t part) {
+        if (!layer.k) return;
         for (int64_t i = tokens * part / team; i < tokens * (part + 1) / team; i++) write_token<E, C>(step, layer, i);
     };
     const auto attend = [&](int64_t i) {

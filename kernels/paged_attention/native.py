@@ -15,7 +15,7 @@ from torch import Tensor
 from ..native import DTYPES, FLOAT8, INTEGER, POINTER, function, library
 from ..rms_norm import NormWeight
 from ..rope import Rotation
-from .options import DEFAULT_OPTIONS, AttentionOptions
+from .options import DEFAULT_OPTIONS, AttentionOptions, Chunks, Window
 from .torch import CACHE_FLOAT8, LayerKV
 
 MAX_HEAD_DIM = 576
@@ -133,11 +133,11 @@ class NativeStep:
         rotation: Rotation,
         norm: NormWeight | None,
         kv: LayerKV,
-        window: int | None,
+        window: Window,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend with a projection's output, heads side by side: qkv [T, (H + 2 Hk) · D], contiguous; return [T, H ·
-        D].
+        D]. If qkv has queries alone, [T, H · D], the cache holds the tokens' keys and values already.
 
         Queries and keys are first normalised, if there is a `norm` (of scale [H + Hk, D]), and rotated, in float32.
         Values that are not finite are written as 0, and keys are limited: see `write_kv`. A query's result depends, bit
@@ -145,7 +145,8 @@ class NativeStep:
         checked. `sinks` [H] are float32.
         """
         num_heads, num_kv_heads, dim = self._shape
-        width = self._num_heads * dim
+        has_keys = qkv.dim() != 2 or qkv.shape[1] != num_heads * dim
+        width = (self._num_heads if has_keys else num_heads) * dim
         if qkv.shape != (self._num_tokens, width) or qkv.dtype != self._dtype or not qkv.is_contiguous():
             raise ValueError(f"qkv must be contiguous {self._dtype} {(self._num_tokens, width)}")
         out = qkv.new_empty(self._num_tokens, num_heads * dim)
@@ -154,9 +155,9 @@ class NativeStep:
         cos, sin, rows = rotation
         scale, root = (None, 0.0) if norm is None else (norm.scale.data_ptr(), norm.root_value)
         _function()(
-            *(self._address, start, keys, values, width),
+            *(self._address, start, *((keys, values) if has_keys else (None, None)), width),
             *self._cache(kv),
-            window or 0,
+            -window.size if isinstance(window, Chunks) else window or 0,
             *(cos.data_ptr(), sin.data_ptr(), cos.stride(0), None if rows is None else rows.data_ptr()),
             *(scale, root, None if sinks is None else sinks.data_ptr(), out.data_ptr()),
         )

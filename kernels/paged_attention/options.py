@@ -2,7 +2,32 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+
+
+class Chunks(NamedTuple):
+    """Range of keys in a layer that divides positions into chunks: a query sees those of its own chunk (Llama 4)."""
+
+    size: int
+
+
+Window: TypeAlias = int | Chunks | None
+"""Range of keys that a query at position p sees: (p - window, p], its chunk up to p, or None: [0, p]."""
+Positions = TypeVar("Positions", int, np.ndarray)
+
+
+def first_seen(positions: Positions, window: int | Chunks) -> Positions:
+    """First key that the queries at `positions` see, below 0 if a window begins before the text."""
+    if isinstance(window, Chunks):
+        return positions // window.size * window.size
+    return positions - window + 1
+
+
+def window_size(window: int | Chunks) -> int:
+    """Most keys that a query sees."""
+    return window.size if isinstance(window, Chunks) else window
 
 
 class AttentionOptions(NamedTuple):

@@ -20,7 +20,7 @@ import triton.language as tl
 from ..compile_case import CompileCase, make_case
 from ..split_sums import is_last
 from .native import Shape
-from .options import DEFAULT_OPTIONS, AttentionOptions
+from .options import DEFAULT_OPTIONS, AttentionOptions, Chunks, Window
 from .schedule import MAX_WRITING, MIN_SPLIT_KEYS, TILE_FIELDS, WHOLE_KEYS, default_config, padded_dim
 from .settle import settle_cases
 from .splits import add_parts
@@ -29,6 +29,16 @@ from .write import rotated, write_cases, write_rotated
 # Maximum before the first key: finite, so that a difference is never NaN.
 _LEAST = tl.constexpr(-3e38)
 _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
+IN_CHUNKS = tl.constexpr(2)
+"""Value of HAS_WINDOW for chunks; True for sliding windows."""
+
+
+@triton.jit
+def first_in_window(positions, window, HAS_WINDOW: tl.constexpr):
+    """First key in the window of queries, or in their chunks if HAS_WINDOW is IN_CHUNKS."""
+    if HAS_WINDOW == IN_CHUNKS:
+        return positions // window * window
+    return positions - window + 1
 
 
 @triton.jit
@@ -45,7 +55,7 @@ def _scores(
     if MASKED:
         seen = (key[None, :] <= positions[:, None]) & (key >= first_key)[None, :]
         if HAS_WINDOW:
-            seen = seen & (key[None, :] > positions[:, None] - window)
+            seen = seen & (key[None, :] >= first_in_window(positions, window, HAS_WINDOW)[:, None])
         scores = tl.where(seen, scores, float("-inf"))
     return scores
 
@@ -117,8 +127,8 @@ def _chunk_range(
     least = first_key
     most = first_key
     if HAS_WINDOW:
-        least = tl.maximum(first_key, position - window + 1)
-        most = tl.maximum(first_key, num_keys - window)
+        least = tl.maximum(first_key, first_in_window(position, window, HAS_WINDOW))
+        most = tl.maximum(first_key, first_in_window(num_keys - 1, window, HAS_WINDOW))
     begin = least // BLOCK_N
     end = tl.cdiv(num_keys, BLOCK_N)
     used_splits = 1
@@ -262,11 +272,17 @@ def attention_kernel(
             )  # fmt: skip
 
 
+def window_kind(window: Window) -> int:
+    """Value of HAS_WINDOW for a layer's window."""
+    return IN_CHUNKS.value if isinstance(window, Chunks) else window is not None
+
+
 class Features(NamedTuple):
     """Parts of `attention_kernel` that a launch needs."""
 
     splits: bool
-    window: bool
+    window: int
+    """See `window_kind`."""
     cap: bool
     sinks: bool
     rotates: bool = False

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ...kernels.paged_attention import LayerKV, RowArrays
+    from ...kernels.paged_attention import LayerKV, RowArrays, Window
     from ...kernels.paged_attention.schedule import Capacity
     from ...kernels.rope import Rotation
     from ..batch import SequenceRows
@@ -33,8 +33,8 @@ class AttentionSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    windows: frozenset[int | None]
-    """Sliding windows of the layers: a query at position p sees (p - window, p]; None: all of [0, p]."""
+    windows: frozenset[Window]
+    """Windows and chunks of the layers."""
     dtype: torch.dtype
     device: torch.device
     options: AttentionOptions = DEFAULT_OPTIONS
@@ -81,13 +81,14 @@ class AttentionBackend(ABC):
         norm: RMSNorm | None,
         kv: LayerKV,
         plan: Any,
-        window: int | None,
+        window: Window,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Normalise, rotate, store and attend with a projection's output qkv [T, (H + 2 Hk) · D], which may be mutated.
 
         Queries and keys are normalised, if there is a `norm` for their H + Hk heads, and rotated before they are used.
-        `sinks` [H] float32 are the heads' scores of a key without a value.
+        `sinks` [H] float32 are the heads' scores of a key without a value. With queries alone, qkv [T, H · D], the
+        cache holds the tokens' keys and values already.
         """
         attended: Tensor = plan.attend_qkv(qkv, rotation, None if norm is None else norm.weight, kv, window, sinks)
         return attended

@@ -6,7 +6,7 @@ from array import array
 
 import numpy as np
 
-from ...kernels.paged_attention import RowArrays
+from ...kernels.paged_attention import RowArrays, Window, first_seen
 from ..batch import SequenceRows
 
 
@@ -47,17 +47,17 @@ class RowTables:
         wanted = np.minimum(first[:, None] + np.arange(count), self.num_blocks[rows, None] - 1)
         return self.table[self.table_starts[rows, None] + wanted]
 
-    def hidden(self, positions: np.ndarray, keys: np.ndarray, window: int | None) -> np.ndarray:
+    def hidden(self, positions: np.ndarray, keys: np.ndarray, window: Window) -> np.ndarray:
         """True where a query at one of the `positions` does not see the key at one of `keys`; the two broadcast."""
         found = keys > positions
         if self.first_key:
             found |= keys < self.first_key
         if window is not None:
-            found |= keys <= positions - window
+            found |= keys < first_seen(positions, window)
         return found
 
-    def first_blocks(self, rows: np.ndarray, window: int | None) -> np.ndarray:
+    def first_blocks(self, rows: np.ndarray, window: Window) -> np.ndarray:
         """First block that any query of each row can see, [len(rows)]."""
         if window is None:
             return np.zeros(len(rows), dtype=np.int64)
-        return np.maximum(self.starts[rows] - window + 1, 0) // self.block_size
+        return np.maximum(first_seen(self.starts[rows], window), 0) // self.block_size

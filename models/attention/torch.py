@@ -15,9 +15,12 @@ from ...kernels.paged_attention import (
     LongRow,
     QueryTile,
     ShortGroup,
+    Window,
     Workspace,
     attend_long,
     attend_short,
+    first_seen,
+    window_size,
     write_kv,
 )
 from ...kernels.rope import Rotation, apply_rope, apply_rope_invariant, rope_of_part
@@ -52,7 +55,7 @@ class TorchPlan:
 
     slots: Tensor
     """[T] int64: cache slot of each token."""
-    by_window: dict[int | None, _WindowPlan]
+    by_window: dict[Window, _WindowPlan]
 
 
 def split_by_length(rows: Sequence[int], lengths: np.ndarray) -> list[list[int]]:
@@ -92,7 +95,9 @@ class TorchAttention(AttentionBackend):
         many = [b for b, n in enumerate(rows.query_lens) if n > MAX_SHORT_QUERIES]
         by_window = {}
         for window in self._spec.windows:
-            sizes = tables.lengths if window is None else np.minimum(tables.lengths, window + tables.query_lens)
+            sizes = tables.lengths
+            if window is not None:
+                sizes = np.minimum(sizes, window_size(window) + tables.query_lens)
             groups = self._split(few, sizes) + self._split(more, sizes)
             by_window[window] = _WindowPlan(
                 [self._group(np.asarray(group), tables, window) for group in groups],
@@ -107,18 +112,20 @@ class TorchAttention(AttentionBackend):
         norm: RMSNorm | None,
         kv: LayerKV,
         plan: TorchPlan,
-        window: int | None,
+        window: Window,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See AttentionBackend: norm, rotation, write and attention one by one."""
         spec = self._spec
         heads = qkv.view(qkv.shape[0], -1, spec.head_dim)
-        num_qk = spec.num_heads + spec.num_kv_heads
+        has_keys = heads.shape[1] > spec.num_heads
+        num_qk = spec.num_heads + spec.num_kv_heads if has_keys else spec.num_heads
         qk = heads[:, :num_qk] if norm is None else norm(heads[:, :num_qk])
         assert rotation.rows is None, "it does not look up angles"
         qk = self._rope(qk, rotation.cos, rotation.sin)
         q, k = qk[:, : spec.num_heads], qk[:, spec.num_heads :]
-        write_kv(k, k if spec.options.shared else heads[:, num_qk:], kv, plan.slots)
+        if has_keys:
+            write_kv(k, k if spec.options.shared else heads[:, num_qk:], kv, plan.slots)
         work, extra = plan.by_window[window], (self._workspace, spec.options, sinks)
         if not work.long_rows and len(work.groups) == 1:
             return attend_short(q, kv, work.groups[0], None, *extra).reshape(q.shape[0], -1)
@@ -135,7 +142,7 @@ class TorchAttention(AttentionBackend):
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._spec.device)
 
-    def _group(self, rows: np.ndarray, tables: RowTables, window: int | None) -> ShortGroup:
+    def _group(self, rows: np.ndarray, tables: RowTables, window: Window) -> ShortGroup:
         query_lens = tables.query_lens[rows]
         num_queries = int(query_lens.max())
         first = tables.first_blocks(rows, window)
@@ -176,7 +183,7 @@ class TorchAttention(AttentionBackend):
         bias = torch.zeros(hidden.shape, dtype=self._spec.dtype, device=hidden.device)
         return bias.masked_fill_(hidden, -torch.inf)
 
-    def _long_row(self, row: int, tables: RowTables, window: int | None) -> LongRow:
+    def _long_row(self, row: int, tables: RowTables, window: Window) -> LongRow:
         index = np.asarray([row])
         first = tables.first_blocks(index, window)
         blocks = tables.blocks(index, first, int(tables.num_blocks[row] - first[0]))[0]
@@ -190,19 +197,20 @@ class TorchAttention(AttentionBackend):
         ]
         return LongRow((token, token + count), self._tensor(blocks), tiles)
 
-    def _tile(self, queries: tuple[int, int], start: int, base: int, least: int, window: int | None) -> QueryTile:
+    def _tile(self, queries: tuple[int, int], start: int, base: int, least: int, window: Window) -> QueryTile:
         """Tile of some `queries` of a row that starts at position `start`, over keys gathered from position `base` on,
         of which no query sees the first `least`."""
         begin, end = queries
-        low = least if window is None else max(start + begin - window + 1 - base, least)
+        low = least if window is None else max(first_seen(start + begin, window) - base, least)
         high = start + end - base
-        if high - low == end - begin and (window is None or end - begin <= window):
+        if high - low == end - begin and (window is None or first_seen(start + end - 1, window) <= start + begin):
             return QueryTile((begin, end), (low, high), None)
         positions = torch.arange(start + begin, start + end, device=self._spec.device)[:, None]
         keys = torch.arange(base + low, base + high, device=self._spec.device)
         hidden = keys > positions
         if window is not None:
-            hidden |= keys <= positions - window
+            first = first_seen(np.arange(start + begin, start + end), window)
+            hidden |= keys < self._tensor(first)[:, None]
         return QueryTile((begin, end), (low, high), self._bias(hidden))
 
 

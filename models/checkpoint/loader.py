@@ -94,8 +94,9 @@ def read_facts(
     if num_ranks > 1:
         config = rank_config(config, num_ranks)
     is_shared = isinstance(config, DecoderConfig) and config.latent is not None
-    num_layers = config.num_kv_layers if isinstance(config, DecoderConfig) else config.num_layers
-    elements = (1 if is_shared else 2) * num_layers * config.num_kv_heads * config.head_dim
+    shapes = [(config.num_kv_heads, config.head_dim)] * config.num_layers
+    shapes = config.kv_shapes if isinstance(config, DecoderConfig) else shapes
+    elements = (1 if is_shared else 2) * sum(heads * size for heads, size in shapes)
     states = state_specs(config.states) if isinstance(config, DecoderConfig) else []
     return ModelFacts(
         path=str(path),
@@ -263,7 +264,7 @@ def _stored_tensors(
         tensors = model.by_slot(tensors)
     use_renamed(slots, tensors, renamed)
     tensors = {_with_prefix(name, slots): tensor for name, tensor in tensors.items()}
-    ignored = {head} if is_tied else set()
+    ignored = ({head} if is_tied else set()) | (model.unused_tensors() if isinstance(model, Decoder) else set())
     scales = {name: tensor.shape for name, tensor in tensors.items() if _CACHE_SCALE.search(name) and name not in slots}
     slots |= scale_slots(scales, model.cache_scales() if isinstance(model, Decoder) else {})
     unused = [name for name in scales if name not in slots]

@@ -38,10 +38,13 @@ _GLM4V_MOE = {"vocab_size": 151424, "max_position_embeddings": 65536, "attention
 _GEMMA3 = {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8}
 TEXT_MODELS: dict[str, TextModel] = {
     "gemma3_text": TextModel("Gemma3ForCausalLM", _GEMMA3),
+    "gemma3n_text": TextModel("Gemma3nForCausalLM"),
+    "gemma4_text": TextModel("Gemma4ForCausalLM"),
     "glm4v_text": TextModel("Glm4ForCausalLM", _GLM4V, "glm4"),
     "glm4v_moe_text": TextModel("Glm4MoeForCausalLM", _GLM4V_MOE, "glm4_moe"),
     "granite": TextModel("GraniteForCausalLM"),
     "llama": TextModel("LlamaForCausalLM", _LLAMA),
+    "llama4_text": TextModel("Llama4ForCausalLM"),
     "mistral": TextModel("MistralForCausalLM", {**_LLAMA, "intermediate_size": 14336}),
     "ministral3": TextModel("Ministral3ForCausalLM"),
     "phi3": TextModel("Phi3ForCausalLM"),
@@ -56,10 +59,13 @@ TEXT_MODELS: dict[str, TextModel] = {
 }
 WRAPPERS: dict[str, str] = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma3nForConditionalGeneration": "gemma3n_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
     "Glm4vForConditionalGeneration": "glm4v_text",
     "Glm4vMoeForConditionalGeneration": "glm4v_moe_text",
     "Idefics3ForConditionalGeneration": "llama",
     "InternVLForConditionalGeneration": "qwen2",
+    "Llama4ForConditionalGeneration": "llama4_text",
     "LlavaForConditionalGeneration": "llama",
     "LlavaNextForConditionalGeneration": "llama",
     "LlavaOnevisionForConditionalGeneration": "qwen2",
@@ -79,11 +85,14 @@ _SHARED = (
 )
 """Keys that count for the language model if the outer config has them."""
 _NAMES = re.compile(
-    r"(?:(?:model\.)?(?:language_model|text_model)\.)?(?:model\.)?(?P<inner>(?:embed_tokens|layers|norm)\..+)"
+    r"(?:(?:model\.)?(?:language_model|text_model)\.)?(?:model\.)?"
+    r"(?P<inner>(?:embed_tokens(?:_per_layer)?|layers|norm|per_layer_(?:model_projection|projection_norm)"
+    r"|altup_(?:unembed_)?projections)\..+)"
     r"|(?:language_model\.)?(?P<head>lm_head\..+)"
 )
 _TOWER = re.compile(
-    r"(?:^|\.)(?:vision_tower|vision_model|vision_encoder|visual|image_newline|multi_modal_projector|connector)(?:\.|$)"
+    r"(?:^|\.)(?:vision_tower|vision_model|vision_encoder|visual|image_newline|multi_modal_projector|connector"
+    r"|audio_tower|embed_vision|embed_audio)(?:\.|$)"
 )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .block import Block
+from .chunked_layers import ChunkedLayers
 from .prediction import PredictionHead
 from .state_layers import StateLayers
+from .varied_layers import VariedLayers
 
 
 class NormNames(NamedTuple):
@@ -45,6 +47,13 @@ class ExpertTraits:
     """True: each token has a shared expert too, with a gate of its own."""
     ungated: bool = False
     """True: each token has `n_shared_experts` shared experts too, without gates."""
+    ungated_name: str = "shared_experts"
+    """Module of these in the block."""
+    scaled_inputs: bool = False
+    """True: a token visits the experts of its largest logits with its state times their sigmoids, and the results are
+    added as they are (Llama 4)."""
+    merged_block: str = "mlp"
+    """Module of a layer that holds the tensors of all experts, where they are merged."""
     grouped: bool = False
     """True: experts are chosen from the best of `n_group` groups, unless `topk_method` is "greedy", and their weights
     have the factor `routed_scaling_factor`."""
@@ -83,6 +92,10 @@ class FamilyTraits:
     """See `DecoderConfig`."""
     states: Callable[[Mapping[str, Any]], StateLayers] | None = None
     """Function from the values to the layers with a recurrent state; None: all have attention."""
+    varied: Callable[[Mapping[str, Any], Sequence[str]], VariedLayers] | None = None
+    """Function from the values and the layers' kinds of attention to what layers differ in; None: all are alike."""
+    chunked: Callable[[Mapping[str, Any]], ChunkedLayers] | None = None
+    """Function from the values to what layers with chunks, and those without, do otherwise; None: windows slide."""
     gated_attention: bool = False
     """See `DecoderConfig`."""
     attention_bias: bool | None = None

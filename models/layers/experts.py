@@ -34,6 +34,7 @@ def make_mlp(config: DecoderConfig, index: int, device: torch.device) -> Mlp:
             "bias": config.mlp_bias,
             "activation": config.hidden_act,
             "merged": config.merged_gate_up,
+            "sparsity": config.varied.sparsities[index] if config.varied and config.varied.sparsities else 0.0,
             "projections": tuple(config.names.get(part, part) for part in ("gate_proj", "up_proj", "down_proj")),
         }
         return GatedMlp(name, f"{module}.{config.names.get('mlp', 'mlp')}", sizes, **form, **common)
@@ -57,7 +58,7 @@ class SparseMlp:
         self._shared: GatedMlp | None = None
         if config.shared_size is not None:
             sizes = hidden_size, config.shared_size
-            module = f"{block}.shared_experts" if traits.ungated else f"{block}.shared_expert"
+            module = f"{block}.{traits.ungated_name}" if traits.ungated else f"{block}.shared_expert"
             self._shared = GatedMlp(f"{name}.shared", module, sizes, activation=config.activation, **common)
         self._shared_gate: Linear | None = None
         if traits.shared:
@@ -87,9 +88,23 @@ class SparseMlp:
                 shared = shared.mul_(sigmoid(self._shared_gate.forward(x, batch)))
             residual = shared if residual is None else residual + shared
         config = self._config
+        if config.traits.scaled_inputs:
+            return self._visit_scaled(x, batch, residual)
         weights = {"renormalised": config.renormalised, "rounded": config.traits.rounded}
         routing = route(self._logits(x, batch), config.top_k, **weights, scoring=self._scoring)
         return self._experts.forward(x, routing, batch, residual)
+
+    def _visit_scaled(self, x: Tensor, batch: AdapterRows, residual: Tensor | None) -> Tensor:
+        """Compute the experts for `scaled_inputs`, one of each token after another."""
+        logits, experts = self._logits(x, batch).topk(self._config.top_k, -1)
+        scales = sigmoid(logits.float()).to(x.dtype)
+        ones = torch.ones(len(x), 1, dtype=torch.float32, device=x.device)
+        for index in range(self._config.top_k):
+            own = slice(index, index + 1)
+            routing = Routing(experts[:, own].contiguous(), ones)
+            residual = self._experts.forward(x * scales[:, own], routing, batch, residual)
+        assert residual is not None, "a token visits at least one expert"
+        return residual
 
     def _logits(self, x: Tensor, batch: AdapterRows) -> Tensor:
         """Outputs [T, E] of the router, in its own dtype."""
@@ -128,7 +143,7 @@ class SparseMlp:
 
     def renamed_slots(self) -> dict[str, RenamedSlot]:
         """See `Mlp`; one tensor [E, 2I, H] holds gate and up of all experts, and one [E, H, I] down."""
-        traits, block = self._config.traits, f"{self._module}.mlp"
+        traits, block = self._config.traits, f"{self._module}.{self._config.traits.merged_block}"
         slots = self._experts.merged_slots(f"{block}.experts", transposed=traits.transposed)
         if block != self._block:
             for name, slot in self._router.weight_slots().items():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from ...kernels.act_and_mul import act_and_mul, act_and_mul_invariant
@@ -40,6 +42,7 @@ class GatedMlp:
         activation: str = "silu",
         merged: bool = False,
         projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        sparsity: float = 0.0,
         **common: Any,
     ) -> None:
         """Make an MLP without weights.
@@ -51,12 +54,18 @@ class GatedMlp:
             bias: True when all products have biases.
             activation: Name of one of kernels/act_and_mul.
             projections: Names in the checkpoint.
+            sparsity: Part of the gate that is cut off; 0: nothing is.
             merged: True when the checkpoint has one tensor gate_up_proj, which adapters target.
             common: Options of every `Linear`.
         """
         hidden, inner = sizes
         self._act_and_mul = act_and_mul_invariant if common["batch_invariant"] else act_and_mul
         self._activation = activation
+        self._inner = inner
+        self._deviations: float | None = None
+        if sparsity:
+            quantile = torch.tensor(NormalDist().inv_cdf(sparsity), dtype=common["dtype"])
+            self._deviations = float(quantile)
         gate, up, down = projections
         slices = [(f"{module}.{gate}", inner), (f"{module}.{up}", inner)]
         if merged:
@@ -66,7 +75,17 @@ class GatedMlp:
 
     def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
         """See `Mlp`."""
-        return self._down.forward(self._act_and_mul(self._gate_up.forward(x, batch), self._activation), batch, residual)
+        gate_up = self._gate_up.forward(x, batch)
+        if self._deviations is not None:
+            self._cut(gate_up[:, : self._inner], self._deviations)
+        return self._down.forward(self._act_and_mul(gate_up, self._activation), batch, residual)
+
+    @staticmethod
+    def _cut(gate: Tensor, deviations: float) -> None:
+        """Lower the gate [T, I] by its mean and so many standard deviations, to 0 at least, in place (Gemma 3n)."""
+        own = gate.contiguous()
+        cutoff = own.mean(-1, keepdim=True) + own.std(-1, keepdim=True, unbiased=False) * deviations
+        gate.copy_(torch.relu_(own - cutoff))
 
     def linears(self) -> list[Linear]:
         """See `Mlp`."""

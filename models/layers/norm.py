@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -42,10 +42,20 @@ class RMSNorm:
         self._dtype = dtype
         self._device = device
         self._norm = rms_norm_invariant if batch_invariant else rms_norm
+        self.factor = 1.0
+        """Factor of the stored weights, set before they are loaded."""
         self.part: NormPart | None = None
         """Share of this process in what `__call__` normalises, set before it is loaded; None: all is its own."""
         self._loaded: dict[str, Tensor] = {}
         self._weight: NormWeight | None = None
+
+    @classmethod
+    def unscaled(cls, shape: Sequence[int], eps: float, **common: Any) -> RMSNorm:
+        """Norm whose weights [size] or [heads, size] are all 1, and not in the checkpoint. `common`: dtype, device and
+        batch_invariant."""
+        norm = cls([], shape[-1], eps, **common)
+        norm._weight = prepare(torch.ones(shape, device=common["device"]), eps)
+        return norm
 
     @property
     def weight(self) -> NormWeight:
@@ -84,7 +94,7 @@ class RMSNorm:
                     merged = weights[0]
                 else:
                     merged = torch.cat([w.expand(n, -1) for w, n in zip(weights, self._repeats, strict=True)])
-                self._weight = prepare(merged.float() + self._offset, self._eps)
+                self._weight = prepare(merged.float() * self.factor + self._offset, self._eps)
                 self._loaded = {}
 
         return WeightSlot((self._size if self.part is None else self.part.size,), load)

@@ -29,8 +29,8 @@ _SMALL_HIDDEN = 1024
 _RANGES = (1.0, 0.95, 0.9, 0.85, 0.8)
 # Weights that are rounded at once: their float32 copies take 4 MiB each.
 _CHUNK = 1 << 20
-# Layers of few weights, on which the choice of experts depends.
-_EXACT = (".router", ".shared_gate")
+# Layers of few weights, on which the choice of experts depends, or the mixture of streams.
+_EXACT = (".router", ".shared_gate", ".altup_router", ".altup_prediction", ".altup_correction")
 
 
 def round_int8(weight: Tensor) -> QuantizedWeight:

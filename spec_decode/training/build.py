@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...kernels.paged_attention import window_size
 from ...models.checkpoint.gguf_file import is_gguf
 from ...models.checkpoint.json_files import read_json
 from ...models.checkpoint.paths import resolve_model_path
@@ -166,7 +167,7 @@ def load_head(stored: StoredHead, target: Target, unroll: int | None = None) -> 
     refused = next((name for name in _REFUSED if getattr(config, name, False) or getattr(layer, name, False)), None)
     if layer.rope.rope_type != "default":
         refused = f"rope_scaling of type {layer.rope.rope_type!r}"
-    elif any(window is not None and window < _LEAST_WINDOW for window in layer.windows):
+    elif any(window is not None and window_size(window) < _LEAST_WINDOW for window in layer.windows):
         refused = f"a sliding window below {_LEAST_WINDOW} tokens"
     if refused is not None:
         raise wrong("draft", f"{stored.folder} is a head with {refused}, whose draft weights are not trained")

@@ -19,9 +19,10 @@ from ..tiny_families import FAMILIES, SIZES, Family, build
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
 EXACT = (
     *("lora_", "wpe", "embed_positions", "mlp.gate.", "router.", "shared_expert_gate", "kv_b_proj", "norm", "_bias"),
-    *("conv.conv", "conv1d", "feed_forward.gate."),
+    *("conv.conv", "conv1d", "feed_forward.gate.", "embed_tokens_per_layer", "altup."),
 )
-"""Parts of names of weights that stay as they are: positions, routers, biases of experts, convolutions."""
+"""Parts of names of weights that stay as they are: positions, routers, biases of experts, convolutions, inputs of
+layers, mixtures of streams."""
 TOLERANCE = 2e-3
 """Largest difference of a log probability: the sums of an adapter's products are rounded in another order than PEFT's,
 and weights of these models are large."""
@@ -84,7 +85,7 @@ class Served:
         owners = {
             type(self._base.get_submodule(path)).__name__ for path in (module, module.removesuffix(".base_layer"))
         }
-        return bool(owners & {"Conv1D", "GptOssExperts"})
+        return bool(owners & {"Conv1D", "GptOssExperts", "Llama4TextExperts"})
 
 
 def _rounded(weight: torch.Tensor, inputs_first: bool) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.kernels.paged_attention import LayerKV
+from outrider.kernels.paged_attention import Chunks, LayerKV, Window
 from outrider.kernels.rope import Rotation
 from outrider.models.attention import AttentionBackend, AttentionSpec
 from outrider.models.attention.native import NativeAttention
@@ -39,12 +39,17 @@ def attend(
     v: Tensor | None,
     kv: LayerKV,
     plan: Any,
-    window: int | None,
+    window: Window,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention without rotation and norm: [T, H · D]."""
     qkv, rotation = unrotated(q, k, v)
     return backend.forward_qkv(qkv, rotation, None, kv, plan, window, sinks)
+
+
+def first_seen(positions: Tensor, window: int | Chunks) -> Tensor:
+    """First position that queries see."""
+    return positions - positions % window.size if isinstance(window, Chunks) else positions - window + 1
 
 
 def weights_of(scores: Tensor, sinks: Tensor | None) -> Tensor:

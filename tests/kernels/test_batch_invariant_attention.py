@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.kernels.native import library
+from outrider.kernels.paged_attention import Chunks, Window
 from outrider.models.attention import AttentionSpec
 from outrider.models.batch import KVLayerSpec, SequenceRows, allocate_kv
 
@@ -69,7 +70,7 @@ def attend(
     return attention_backends.attend(backend, q, k, v, kv, plan, window, sinks)
 
 
-def dense(row: Row, window: int | None, sinks: Tensor | None = None) -> Tensor:
+def dense(row: Row, window: Window, sinks: Tensor | None = None) -> Tensor:
     """The definition, in float64: [length, H * D]."""
     fold = row.q.shape[1] // row.k.shape[1]
     k, v = (x.double().repeat_interleave(fold, 1) for x in (row.k, row.v))
@@ -77,7 +78,7 @@ def dense(row: Row, window: int | None, sinks: Tensor | None = None) -> Tensor:
     positions = torch.arange(row.length)
     hidden = positions > positions[:, None]
     if window is not None:
-        hidden |= positions <= positions[:, None] - window
+        hidden |= positions < attention_backends.first_seen(positions[:, None], window)
     weights = attention_backends.weights_of(scores.masked_fill(hidden, -torch.inf), sinks)
     return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
 
@@ -90,7 +91,7 @@ def test_a_row_is_the_same_bits_alone_in_a_batch_and_in_chunks(
     shape = data.draw(st.sampled_from(SHAPES))
     options = {
         "block_size": data.draw(st.sampled_from([1, 4, 16, 24])),
-        "window": data.draw(st.sampled_from([None, None, 1, 3, 17, 150, 1000])),
+        "window": data.draw(st.sampled_from([None, None, 1, 3, 17, 150, 1000, Chunks(17), Chunks(150)])),
         "dtype": dtype,
         "name": name,
         "has_sinks": data.draw(st.booleans()),
@@ -121,7 +122,7 @@ def test_a_row_is_the_same_bits_alone_in_a_batch_and_in_chunks(
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_it_is_attention(name: str, shape: tuple[int, int, int], window: int | None, dtype: torch.dtype) -> None:
+def test_it_is_attention(name: str, shape: tuple[int, int, int], window: Window, dtype: torch.dtype) -> None:
     rows = [Row(length, shape, dtype, seed) for seed, length in enumerate((300, 1, 129, 40))]
     options = {"block_size": 16, "window": window, "dtype": dtype, "name": name}
     for sinks in (None, torch.linspace(-2, 3, shape[0])):

@@ -13,9 +13,11 @@ from outrider.kernels.native import library
 from outrider.kernels.paged_attention import (
     CACHE_FLOAT8,
     AttentionOptions,
+    Chunks,
     LayerKV,
     NativeStep,
     Shape,
+    Window,
     Workspace,
     is_native,
     write_kv,
@@ -24,14 +26,14 @@ from outrider.models.attention import AttentionSpec
 from outrider.models.attention.torch import split_by_length
 from outrider.models.batch import KVLayerSpec, SequenceRows, allocate_kv
 
-from .attention_backends import attend, make_backend, unrotated, weights_of
+from .attention_backends import attend, first_seen, make_backend, unrotated, weights_of
 
 BACKENDS = ["torch", "native"] if library() is not None else ["torch"]
 # float32: sums in another order. bfloat16: scores, weights and results are rounded to 8 bits.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | None, sinks: Tensor | None) -> Tensor:
+def dense(q: Tensor, k: Tensor, v: Tensor, start: int, window: Window, sinks: Tensor | None) -> Tensor:
     """q [n, H, D] at positions start.., k and v [start + n, Hk, D]; the definition, in float64."""
     fold = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(fold, 1) for x in (k, v))
@@ -40,7 +42,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | None, sinks
     keys = torch.arange(k.shape[0])
     hidden = keys > positions
     if window is not None:
-        hidden |= keys <= positions - window
+        hidden |= keys < first_seen(positions, window)
     return torch.einsum("hqk,khd->qhd", weights_of(scores.masked_fill(hidden, -torch.inf), sinks), v)
 
 
@@ -121,12 +123,28 @@ def check(rows: list[tuple[int, int]], **options) -> None:
     ),
     shape=st.sampled_from([(4, 2, 8), (3, 3, 6), (6, 1, 10), (1, 1, 2)]),
     block_size=st.sampled_from([1, 4, 16]),
-    window=st.sampled_from([None, None, 1, 3, 16, 1000]),
+    window=st.sampled_from([None, None, 1, 3, 16, 1000, Chunks(1), Chunks(5), Chunks(16), Chunks(1000)]),
     seed=st.integers(0, 9),
     name=st.sampled_from(BACKENDS),
 )
 def test_any_rows_match_dense_attention(rows, shape, block_size, window, seed, name) -> None:
     check(rows, shape=shape, block_size=block_size, window=window, seed=seed, name=name)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_queries_alone_read_the_keys_of_an_earlier_layer(name) -> None:
+    spec = AttentionSpec(4, 2, 8, frozenset({None, Chunks(6)}), torch.float32, torch.device("cpu"))
+    backend = make_backend(name, spec)
+    kv = allocate_kv([KVLayerSpec(2, 8)], 9, 4, torch.float32)[0]
+    q, k, v = (torch.randn(21, heads, 8) for heads in (4, 2, 2))
+    rows = SequenceRows([0] * 21, [20, 1], [0, 0], [[1, 2, 3, 4, 5], [7]])
+    plan = backend.plan(rows, np.array([*range(20), 0]), 4)
+    expected = attend(backend, q, k, v, kv, plan, Chunks(6))
+    kept = [cache.clone() for cache in kv]
+    _, rotation = unrotated(q, k, v)
+    got = backend.forward_qkv(q.flatten(1), rotation, None, kv, plan, Chunks(6))
+    torch.testing.assert_close(got, expected, atol=0, rtol=0)
+    assert all(map(torch.equal, kv, kept))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +160,7 @@ def test_any_rows_match_dense_attention(rows, shape, block_size, window, seed, n
         [(3000, 1), (0, 1), (5, 1), (9, 2), (3001, 1)],  # not worth padding together
     ],
 )
-@pytest.mark.parametrize("window", [None, 13])
+@pytest.mark.parametrize("window", [None, 13, Chunks(13)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_shapes_of_a_step(name, rows, window, dtype) -> None:

@@ -10,7 +10,16 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from outrider.kernels.paged_attention import AttentionOptions, LayerKV, RowArrays, Shape, device_step, write_kv
+from outrider.kernels.paged_attention import (
+    AttentionOptions,
+    Chunks,
+    LayerKV,
+    RowArrays,
+    Shape,
+    Window,
+    device_step,
+    write_kv,
+)
 from outrider.kernels.paged_attention.device_step import DeviceStep
 from outrider.kernels.paged_attention.schedule import TILE_FIELDS, Capacity, Gpu, Planner
 from outrider.kernels.rope import Rotation
@@ -20,7 +29,7 @@ from outrider.models.attention.triton import TritonAttention
 from outrider.models.batch import KVLayerSpec, SequenceRows, allocate_kv
 from outrider.models.layers.norm import RMSNorm
 
-from .attention_backends import make_backend, unrotated, weights_of
+from .attention_backends import first_seen, make_backend, unrotated, weights_of
 
 # float32: sums in another order. float16: weights and results are rounded to 11 bits.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
@@ -73,7 +82,7 @@ def make_inputs(
     return Inputs(sequences, positions, on_device, q.to(device), k.to(device), v.to(device), past, block_size)
 
 
-def dense(inputs: Inputs, window: int | None = None, first_key: int = 0, sinks: Tensor | None = None) -> Tensor:
+def dense(inputs: Inputs, window: Window = None, first_key: int = 0, sinks: Tensor | None = None) -> Tensor:
     """The definition in float64, [T, H * D]."""
     results, token = [], 0
     for start, count, (k, v) in zip(inputs.sequences.starts, inputs.sequences.query_lens, inputs.past, strict=True):
@@ -84,7 +93,7 @@ def dense(inputs: Inputs, window: int | None = None, first_key: int = 0, sinks: 
         positions, keys = torch.arange(start, start + count)[:, None], torch.arange(start + count)
         hidden = (keys > positions) | (keys < first_key)
         if window is not None:
-            hidden |= keys <= positions - window
+            hidden |= keys < first_seen(positions, window)
         results.append(torch.einsum("hqk,khd->qhd", weights_of(scores.masked_fill(hidden, -torch.inf), sinks), v))
         token += count
     return torch.cat(results).flatten(1)
@@ -104,13 +113,13 @@ def check(
     dtype: torch.dtype = torch.float32,
     block_size: int = 16,
     num_splits: int = 1,
-    window: int | None = None,
+    window: Window = None,
 ) -> None:
     inputs = make_inputs(rows, shape, dtype, device, block_size)
     close(attend(make_step(inputs, shape, num_splits), inputs, window), dense(inputs, window))
 
 
-def attend(step: DeviceStep, inputs: Inputs, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+def attend(step: DeviceStep, inputs: Inputs, window: Window = None, sinks: Tensor | None = None) -> Tensor:
     """Attention without rotation."""
     qkv, rotation = unrotated(inputs.q, inputs.k, inputs.v)
     return step.attend_qkv(qkv, rotation, None, inputs.kv, window, sinks)
@@ -121,8 +130,8 @@ def close(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got.double().cpu(), expected.double().cpu(), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.float16, 20)])
-def test_rows_of_all_kinds_together(device: str, dtype: torch.dtype, window: int | None) -> None:
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.float16, 20), (torch.float32, Chunks(20))])
+def test_rows_of_all_kinds_together(device: str, dtype: torch.dtype, window: Window) -> None:
     check(MIXED, LLAMA, device, dtype=dtype, window=window)
 
 
@@ -151,7 +160,7 @@ def test_keys_that_are_the_values_too(device: str) -> None:
     close(step.attend_qkv(qkv, rotation, None, inputs.kv, None), dense(inputs))
 
 
-@pytest.mark.parametrize("window", [1, 65])
+@pytest.mark.parametrize("window", [1, 65, Chunks(48)])
 def test_chunks_of_prompts_in_windows(device: str, window: int) -> None:
     """In tiles of several loops, whose ends are masked and whose middle is not."""
     check([(100, 129), (0, 130)], Shape(1, 1, 16), device, dtype=torch.float16, window=window)

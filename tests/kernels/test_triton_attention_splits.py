@@ -5,9 +5,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from outrider.kernels.paged_attention import Shape, device_step
+from outrider.kernels.paged_attention import Chunks, Shape, Window, device_step
 from outrider.kernels.paged_attention import triton as kernels
 
+from .attention_backends import unrotated
 from .test_triton_attention import LLAMA, MIXED, attend, check, close, dense, make_inputs, make_step
 
 
@@ -17,8 +18,8 @@ def split_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "WHOLE_KEYS", 0)
 
 
-@pytest.mark.parametrize(("num_splits", "window"), [(2, None), (4, 300), (16, None)])
-def test_split_keys(device: str, num_splits: int, window: int | None, split_early: None) -> None:
+@pytest.mark.parametrize(("num_splits", "window"), [(2, None), (4, 300), (16, None), (4, Chunks(600))])
+def test_split_keys(device: str, num_splits: int, window: Window, split_early: None) -> None:
     rows = [(1030, 1), (0, 1), (255, 2), (600, 5), (300, 70)]
     check(rows, Shape(2, 1, 16), device, num_splits=num_splits, window=window)
 
@@ -66,3 +67,14 @@ def test_sinks_count_once(
     sinks = torch.linspace(-3, 6, LLAMA.num_heads)
     got = attend(make_step(inputs, LLAMA, num_splits), inputs, window, sinks.to(device))
     close(got, dense(inputs, window, sinks=sinks))
+
+
+@pytest.mark.parametrize("rows", [MIXED, [(40, 1), (17, 2)]], ids=["written before", "written by tiles"])
+def test_queries_alone_read_the_keys_of_an_earlier_layer(device: str, rows: list[tuple[int, int]]) -> None:
+    inputs = make_inputs(rows, LLAMA, torch.float32, device)
+    step, window = make_step(inputs, LLAMA), Chunks(24)
+    expected = attend(step, inputs, window)
+    kept = [cache.clone() for cache in inputs.kv]
+    _, rotation = unrotated(inputs.q, inputs.k, inputs.v)
+    close(step.attend_qkv(inputs.q.flatten(1), rotation, None, inputs.kv, window), expected)
+    assert all(map(torch.equal, inputs.kv, kept))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from outrider.kernels.paged_attention import Shape, invariant, schedule
+from outrider.kernels.paged_attention import Chunks, Shape, Window, invariant, schedule
 from outrider.kernels.paged_attention.schedule import Capacity, Gpu, Planner
 from outrider.models.attention.triton import TritonAttention, TritonInvariantAttention
 
@@ -45,7 +45,7 @@ class Attend:
         self.dtype = dtype
         monkeypatch.setattr(plain, "make_backend", lambda name, spec: kind(spec, num_splits))
 
-    def __call__(self, chunks: list[tuple[Row, int, int]], window: int | None = None, **options: Any) -> list[Tensor]:
+    def __call__(self, chunks: list[tuple[Row, int, int]], window: Window = None, **options: Any) -> list[Tensor]:
         """Results of each chunk, [stop - start, H * D]."""
         got = plain.attend(chunks, SHAPE, seed=len(chunks), block_size=16, window=window, dtype=self.dtype, **options)
         return list(got.split([stop - start for _, start, stop in chunks]))
@@ -64,7 +64,7 @@ def batches(row: Row, others: list[Row]) -> Iterator[list[tuple[Row, int, int]]]
     yield [(row, 95, 99), *decodes[:1]]
 
 
-def differing(attend: Attend, window: int | None, *, has_sinks: bool = False) -> int:
+def differing(attend: Attend, window: Window, *, has_sinks: bool = False) -> int:
     """Batches in which some query of a row has other bits than in its whole prompt alone."""
     row = Row(LENGTH, SHAPE, attend.dtype, 0)
     others = [Row(1 + 61 * i % 150, SHAPE, attend.dtype, i) for i in (1, 3, 5)]
@@ -81,10 +81,10 @@ def differing(attend: Attend, window: int | None, *, has_sinks: bool = False) ->
 
 @pytest.mark.parametrize(
     ("dtype", "window", "has_sinks", "num_splits"),
-    [(torch.float32, None, False, None), (torch.float16, 70, True, 16)],
+    [(torch.float32, None, False, None), (torch.float16, 70, True, 16), (torch.float32, Chunks(70), False, 16)],
 )
 def test_a_query_has_the_same_bits_in_every_step(
-    dtype: torch.dtype, window: int | None, has_sinks: bool, num_splits: int | None, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, window: Window, has_sinks: bool, num_splits: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without `num_splits` decodes are split among programs here, and prompts are not."""
     attend = Attend(monkeypatch, TritonInvariantAttention, dtype, num_splits)
