@@ -18,7 +18,8 @@ from .latent_config import LatentConfig, latent_scale, read_latent
 from .layers.activation import PLAIN_ACTIVATIONS
 from .layers.score_head import ScoreConfig, read_score
 from .quantization import Format, read_format
-from .rope_config import RopeConfig, context_length, layer_ropes, rotated_layers
+from .rope_config import RopeConfig, context_length, layer_ropes
+from .window_config import layer_types, layer_windows
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -35,7 +36,7 @@ ACTIVATIONS = {
 """Activation of a gated MLP by its names in `hidden_act`."""
 _OF_FAMILY = (
     *("qk_norm", "qk_norm_wide", "sinks", "gated_attention", "names", "norms", "norm_offset"),
-    *("merged_qkv", "merged_gate_up"),
+    *("merged_qkv", "merged_gate_up", "plain_mlp"),
 )
 """Fields of a DecoderConfig that the family's traits have too."""
 PLAIN_NAMES = {name: name for name in PLAIN_ACTIVATIONS}
@@ -77,7 +78,9 @@ class DecoderConfig:
     block: Block | None = None
     """Form of layers with LayerNorm and an MLP without a gate; None: Llama's."""
     states: StateLayers | None = None
-    """Layers that have a recurrent state in place of attention; None: all have attention."""
+    """Layers that have a recurrent state; None: there are none."""
+    mixers: tuple[str, ...] = ()
+    """Kind of each layer that has one part alone: "mamba", "attention", "mlp" or "experts"; (): all have two halves."""
     gated_attention: bool = False
     """True: each head's result is multiplied by the sigmoid of a gate, which follows its query in the projection."""
     names: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -99,6 +102,12 @@ class DecoderConfig:
     """True: the checkpoint has one projection qkv_proj, which adapters target."""
     merged_gate_up: bool = False
     """True: the checkpoint has one projection gate_up_proj, which adapters target."""
+    plain_mlp: bool = False
+    """True: MLPs have no gate."""
+    gate_scale: float = 1.0
+    """Factor of the MLP's gate, before the activation."""
+    mlp_scale: float = 1.0
+    """Factor of the MLP's result."""
     embedding_scale: float = 1.0
     """Factor of the token embeddings, after adapters."""
     residual_scale: float = 1.0
@@ -117,9 +126,17 @@ class DecoderConfig:
     """Labels of a classifier, which has no head of its own: its config ties the head, which is not computed."""
 
     @property
-    def num_kv_layers(self) -> int:
+    def attention_layers(self) -> frozenset[int]:
         """Layers with attention."""
-        return self.num_layers - (0 if self.states is None else len(self.states.layers))
+        if self.mixers:
+            return frozenset(index for index, kind in enumerate(self.mixers) if kind == "attention")
+        alone = self.states is not None and getattr(self.states, "attention_factors", None) is None
+        return frozenset(range(self.num_layers)) - (self.states.layers if self.states and alone else frozenset())
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Number of layers with attention."""
+        return len(self.attention_layers)
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -129,13 +146,13 @@ class DecoderConfig:
     @property
     def is_plain(self) -> bool:
         """True: embeddings, layers and head are computed as Llama's, but for norms of queries and keys."""
-        factors = self.embedding_scale, self.residual_scale, self.logit_scale
+        factors = self.embedding_scale, self.residual_scale, self.logit_scale, self.gate_scale, self.mlp_scale
         others = self.block, self.experts, self.latent, self.attention_scale, self.attention_cap, self.logit_cap
         merged = self.merged_qkv or self.merged_gate_up or self.qk_norm_wide or self.sinks or bool(self.layer_ropes)
-        merged = merged or self.states is not None or self.gated_attention or bool(self.names)
+        merged = merged or self.states is not None or self.plain_mlp or self.gated_attention or bool(self.names)
         is_usual = self.norms == PRE_NORMS and self.norm_offset == 0.0 and self.hidden_act == "silu"
         whole = self.rope.rotary_dim is None and not self.rope.interleaved
-        return is_usual and whole and not merged and factors == (1.0, 1.0, 1.0) and others == (None,) * len(others)
+        return is_usual and whole and not merged and set(factors) == {1.0} and others == (None,) * len(others)
 
     @property
     def embedding_size(self) -> int:
@@ -236,7 +253,7 @@ def decoder_config(
     num_heads, num_layers = positive(values, "num_attention_heads"), positive(values, "num_hidden_layers")
     latent = read_latent(values) if traits.latent else None
     num_kv_heads, head_dim = (1, latent.key_dim) if latent else _kv_heads(values, num_heads, hidden_size, block)
-    types = _layer_types(values, num_layers, traits)
+    types = layer_types(values, num_layers, traits)
     learns_positions = block is not None and block.positions is not None
     no_rope = RopeConfig(rope_type="none", theta=1.0)
     rotated = latent.rope_dim if latent else head_dim
@@ -245,8 +262,8 @@ def decoder_config(
         ropes = tuple(replace(rope, rotary_dim=rotated) for rope in ropes)
     rope = next((r for r, kind in zip(ropes, types, strict=True) if kind == "full_attention"), ropes[0])
     from_file = bool(values.get("attention_bias", False))
-    served = ACTIVATIONS if block is None or block.mlp is None else PLAIN_NAMES
-    hidden_act = _activation(values, served, "hidden_activation" in traits.defaults)
+    is_plain = traits.plain_mlp or (block is not None and block.mlp is not None)
+    hidden_act = _activation(values, PLAIN_NAMES if is_plain else ACTIVATIONS, "hidden_activation" in traits.defaults)
     score = read_score(values) if architecture.endswith(CLASSIFIER) else None
     return DecoderConfig(
         architecture=architecture,
@@ -262,15 +279,16 @@ def decoder_config(
         rope=rope,
         tie_word_embeddings=score is not None or bool(values.get("tie_word_embeddings", False)),
         score=score,
-        windows=_windows(values, types, traits),
+        windows=layer_windows(values, types, traits),
         qkv_bias=from_file if traits.attention_bias is None else traits.attention_bias,
         o_bias=traits.attention_bias is None and bool(values.get(traits.o_bias or "", False)),
         mlp_bias=bool(values.get("mlp_bias", False)) if traits.mlp_bias is None else traits.mlp_bias,
-        experts=None if traits.experts is None else read_experts(values, traits.experts, num_layers, hidden_act),
+        experts=read_experts(values, traits.experts, num_layers, hidden_act),
         dtype=dtype,
         latent=latent,
         block=block,
         states=None if traits.states is None else traits.states(values),
+        mixers=() if traits.mixers is None else traits.mixers(values),
         layer_ropes=ropes if len(set(ropes)) > 1 else (),
         hidden_act=hidden_act,
         quantization=None if _is_mxfp4(values, traits) else read_format(values),
@@ -345,44 +363,3 @@ def refuse_quantized(values: Mapping[str, Any]) -> None:
             "quantization_config",
             f"({shown(method)}) is not supported: quantized checkpoints are served for native families alone",
         )
-
-
-def _layer_types(values: Mapping[str, Any], num_layers: int, traits: FamilyTraits) -> list[str]:
-    """Kind of attention of each layer: "full_attention" or "sliding_attention"."""
-    if traits.window_everywhere:
-        return ["sliding_attention"] * num_layers
-    if not traits.has_window or not (traits.window_switch or traits.window_pattern):
-        return ["full_attention"] * num_layers
-    sliding = [False] * num_layers
-    if traits.no_rope:
-        sliding = [not rotated for rotated in rotated_layers(values, num_layers)]
-    elif traits.window_switch:
-        first = values.get("max_window_layers", num_layers)
-        if isinstance(first, bool) or not isinstance(first, int):
-            raise wrong("max_window_layers", f"must be an integer, got {shown(first)}")
-        sliding = [index >= first for index in range(num_layers)]
-    elif "layer_types" not in values:
-        interval = positive(values, "sliding_window_pattern")
-        sliding = [(index + 1) % interval != 0 for index in range(num_layers)]
-    types = values.get("layer_types", ["sliding_attention" if slides else "full_attention" for slides in sliding])
-    if not isinstance(types, list):
-        raise wrong("layer_types", f"must be a list, got {shown(types)}")
-    if len(types) != num_layers:
-        raise wrong("layer_types", f"has {len(types)} entries for {num_layers} layers")
-    for name in types:
-        if name not in ("full_attention", "sliding_attention"):
-            raise wrong(
-                "layer_types", f"{shown(name)} is not supported; known are full_attention and sliding_attention"
-            )
-    return types
-
-
-def _windows(values: Mapping[str, Any], types: Sequence[str], traits: FamilyTraits) -> tuple[int | None, ...]:
-    if not traits.has_window or "sliding_window" not in values:
-        return (None,) * len(types)
-    if not (traits.window_switch or traits.window_pattern):
-        return (positive(values, "sliding_window"),) * len(types)
-    is_listed = traits.no_rope and "layer_types" in values  # the list decides there, whatever the switch says
-    is_on = is_listed or not traits.window_switch or values.get("use_sliding_window", False)
-    window = positive(values, "sliding_window") if is_on else None
-    return tuple(window if name == "sliding_attention" else None for name in types)

@@ -18,7 +18,7 @@ from .families import PRE_NORMS
 from .gpt_layer import GPTEnds, GPTLayer
 from .latent_layer import LatentLayer
 from .layers.cache_scales import CacheScales
-from .layers.embedding import Embedding, EmbeddingScales, VocabularyNames
+from .layers.embedding import EMBEDDING, Embedding, EmbeddingScales, VocabularyNames
 from .layers.linear import Linear
 from .layers.norm import RMSNorm
 from .layers.rope import RotaryEmbedding
@@ -26,11 +26,14 @@ from .layers.score_head import ScoreHead
 from .layers.weights import RenamedSlot, WeightSlot
 from .model import DecoderOutput
 from .states.layers import GatedAttentionLayer, state_layer, state_specs
+from .states.mamba_layers import SINGLE_LAYERS
 from .states.memory import StateSpec
 
 
 def _layer_kind(config: DecoderConfig, index: int) -> type[DecoderLayer]:
     """Class of a layer that is not of the GPT shape."""
+    if config.mixers:
+        return SINGLE_LAYERS[config.mixers[index]]
     if config.states is not None and index in config.states.layers:
         return state_layer(config.states)
     if config.latent is not None:
@@ -68,7 +71,8 @@ class Decoder:
         if block is None:
             layers = [_layer_kind(config, i)(config, i, self.attention, self.device) for i in range(config.num_layers)]
             self.layers, self._deferring = layers, layers if adds_residuals(self.device) and not invariant else ()
-            self.embedding = Embedding(*shape, tied=config.tie_word_embeddings, scales=scales, **common)
+            names = VocabularyNames(config.names.get(EMBEDDING, EMBEDDING))
+            self.embedding = Embedding(*shape, tied=config.tie_word_embeddings, scales=scales, names=names, **common)
             self._final_norm = RMSNorm(
                 [f"{config.names.get('model.norm', 'model.norm')}.weight"],
                 config.hidden_size,
@@ -132,12 +136,17 @@ class Decoder:
         return DecoderOutput(normed, tuple(map(entering.__getitem__, aux_layers)))
 
     def _caches(self, batch: ForwardBatch) -> Iterable[Any]:
-        """The part of the cache of each layer: its KV, or its states."""
-        states = self.config.states
-        if states is None:
+        """The part of the cache of each layer: its KV, its states, both, or None."""
+        states, attending = self.config.states, self.config.attention_layers
+        if states is None and len(attending) == len(self.layers):
             return batch.kv
-        kv, memory = iter(batch.kv), iter(batch.memory_of_states())
-        return [next(memory if index in states.layers else kv) for index in range(len(self.layers))]
+        found: list[Any] = [None] * len(self.layers)
+        for index, kv in zip(sorted(attending), batch.kv, strict=True):
+            found[index] = kv
+        if states is not None:
+            for index, memory in zip(sorted(states.layers), batch.memory_of_states(), strict=True):
+                found[index] = memory if found[index] is None else (memory, found[index])
+        return found
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor, adapters: Any = None, out: Tensor | None = None) -> Tensor:

@@ -55,7 +55,8 @@ def split_parameters(
         if holder is None or len(shapes[0]) != 2 or len(shapes[1]) != 2:
             raise adapter_error(f"base mismatch: the served model has no experts for {match[0]} {list(shapes[0])}")
         *gate_up, last = holder.values()
-        for parameter, projections in (("gate_up_proj", gate_up), ("down_proj", [last])):
+        first = "gate_up_proj" if len(gate_up) > 1 else next(iter(holder))
+        for parameter, projections in ((first, gate_up), ("down_proj", [last])):
             sizes = [known[names[0]].out_features for names in projections]
             if (known[projections[0][0]].in_features, sum(sizes)) == (shapes[0][1], shapes[1][0]):
                 # One merged projection is that of a model with [E, in, out].
