@@ -89,7 +89,7 @@ _MAMBA = {
 }
 _FALCON_H1 = {
     **{"mamba_d_ssm": 96, "ssm_in_multiplier": 0.8, "ssm_out_multiplier": 1.2, "attention_in_multiplier": 0.9},
-    **{"attention_out_multiplier": 1.1, "key_multiplier": 0.7, "embedding_multiplier": 1.3},
+    **{"attention_out_multiplier": 1.1, "key_multiplier": 0.7, "embedding_multiplier": 2.0},
     **{"lm_head_multiplier": 0.8, "mlp_multipliers": [0.7, 1.2], "ssm_multipliers": [0.7, 0.8, 0.9, 1.1, 1.2]},
 }
 _GRANITE = {
@@ -104,6 +104,17 @@ _NEMOTRON = {
 }
 _MIXER = ["in_proj", "out_proj"]
 _GRANITE_MLP = ["input_linear", "output_linear"]
+VARIANTS: dict[str, Family] = {
+    "falcon-h1-norm": Family(
+        "FalconH1",
+        {**_MAMBA, "mamba_d_ssm": 96, "mamba_rms_norm": True, "mamba_proj_bias": True, "projectors_bias": True},
+    ),
+    "granite4-dense": Family(
+        "GraniteMoeHybrid",
+        {**_MAMBA, **_GRANITE, "num_local_experts": 0, "position_embedding_type": "rope"},
+    ),
+}
+"""More forms of some families, for the parity tests alone."""
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", {"tie_word_embeddings": True}, SCALED),
     "mistral": Family("Mistral", {"sliding_window": 20}),
@@ -169,7 +180,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3.5-moe": Family(
         "Qwen3_5MoeText",
-        {**DELTA, **_EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 40},
+        {
+            **{**DELTA, **_EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 40, "num_experts": 4},
+            **{"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+        },
         _DELTA_TARGETS,
         _SPARSE,
     ),
@@ -180,17 +194,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "bamba": Family("Bamba", {**_MAMBA, "attn_layer_indices": [1]}, [*ATTENTION, *GATED, *_MIXER]),
     "falcon-h1": Family("FalconH1", {**_MAMBA, **_FALCON_H1}, [*ATTENTION, *GATED, "in_proj"]),
-    "falcon-h1-norm": Family(
-        "FalconH1",
-        {**_MAMBA, "mamba_d_ssm": 96, "mamba_rms_norm": True, "mamba_proj_bias": True, "projectors_bias": True},
-        [*ATTENTION, *GATED, "in_proj"],
-    ),
     "granite4": Family(
-        "GraniteMoeHybrid",
-        {**_MAMBA, **_GRANITE, "num_local_experts": 0, "position_embedding_type": "rope"},
-        [*ATTENTION, *_GRANITE_MLP, *_MIXER],
-    ),
-    "granite4-moe": Family(
         "GraniteMoeHybrid",
         {**_MAMBA, **_GRANITE, "num_local_experts": 5, "intermediate_size": 24},
         [*ATTENTION, *_GRANITE_MLP, *_MIXER],
@@ -199,7 +203,7 @@ FAMILIES: dict[str, Family] = {
     "nemotron-h": Family(
         "NemotronH",
         _NEMOTRON,
-        [*ATTENTION, "up_proj", "down_proj", *_MIXER],
+        [*ATTENTION, "up_proj", "down_proj", "in_proj"],
         ["gate.weight", "experts.up_proj", "experts.down_proj"],
     ),
     "starcoder2": Family("Starcoder2", {"sliding_window": 9}, [*ATTENTION, "c_fc", "c_proj"]),

@@ -107,9 +107,7 @@ _OLD_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 """Types of layers by the names that older files have."""
 
 
-def state_layers(
-    values: Mapping[str, Any], name: str, fallback: list[str], *, hybrid: bool = True
-) -> frozenset[int]:
+def state_layers(values: Mapping[str, Any], name: str, fallback: list[str], *, hybrid: bool = True) -> frozenset[int]:
     """Layers of type `name` in `layer_types`, or in `fallback` if the file has no list.
 
     Raises:

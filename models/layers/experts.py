@@ -35,7 +35,15 @@ def make_mlp(config: DecoderConfig, index: int, device: torch.device) -> Mlp:
         form = {"bias": config.mlp_bias, "activation": config.hidden_act, **common}
         sizes = config.hidden_size, config.intermediate_size
         module = f"{module}.{config.names.get('mlp', 'mlp')}"
-        return make_dense(name, module, projections, sizes, scales=(config.gate_scale, config.mlp_scale), gated=not config.plain_mlp, **form)
+        return make_dense(
+            name,
+            module,
+            projections,
+            sizes,
+            scales=(config.gate_scale, config.mlp_scale),
+            gated=not config.plain_mlp,
+            **form,
+        )
     return SparseMlp(name, module, config.hidden_size, config.experts, **common)
 
 
@@ -62,7 +70,9 @@ class SparseMlp:
         router = [(f"{block}.{traits.router}", config.num_experts)]
         router_options = {**common, "dtype": torch.float32} if traits.float_router else common
         self._router = Linear(f"{name}.router", router, hidden_size, bias=traits.bias, **router_options)
-        form = ExpertForm(config.num_experts, hidden_size, config.intermediate_size, config.activation, traits.bias, traits.gated)
+        form = ExpertForm(
+            config.num_experts, hidden_size, config.intermediate_size, config.activation, traits.bias, traits.gated
+        )
         self._experts = ExpertLayers(f"{name}.experts", f"{block}.experts", form, traits.projections, **common)
         self._shared: GatedMlp | PlainMlp | None = None
         if config.shared_size is not None:

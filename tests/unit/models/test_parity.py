@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.models.checkpoint.loader import load_model
 
-from ...tiny_families import FAMILIES
+from ...tiny_families import FAMILIES, VARIANTS
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "exaone4-no-window": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "seed-oss-usual-biases": ("SeedOss", {"head_dim": 16}),
-    **{name: (family.prefix, family.config) for name, family in FAMILIES.items()},
+    **{name: (family.prefix, family.config) for name, family in {**FAMILIES, **VARIANTS}.items()},
 }
 
 TOLERANCES = {"qwen3.5": 1e-3, "qwen3.5-moe": 1e-3, "qwen3-next": 1e-3}
