@@ -63,6 +63,7 @@ def mamba2(values: Mapping[str, Any], layers: frozenset[int], keys: Mapping[str,
     heads, groups = positive(values, keys["heads"]), positive(values, keys["groups"])
     if heads % groups:
         raise wrong(keys["groups"], f"{groups} does not divide {keys['heads']} {heads}")
+    options: dict[str, Any] = {name: bool(values[keys[name]]) for name in ("conv_bias", "in_bias", "out_bias")}
     found = Mamba2(
         layers=layers,
         kernel=kernel_size(values, keys["kernel"]),
@@ -70,8 +71,7 @@ def mamba2(values: Mapping[str, Any], layers: frozenset[int], keys: Mapping[str,
         head_dim=positive(values, keys["head_dim"]),
         groups=groups,
         state_dim=positive(values, keys["state_dim"]),
-        **{name: bool(values[keys[name]]) for name in ("conv_bias", "in_bias", "out_bias")},
-        **{"time_step_limit": _time_step_limit(values), **others},
+        **{"time_step_limit": _time_step_limit(values), **options, **others},
     )
     if found.size > 1 << 24:
         raise wrong(keys["heads"], f"{heads} of {found.head_dim} elements are too many")

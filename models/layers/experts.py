@@ -29,9 +29,10 @@ def make_mlp(config: DecoderConfig, index: int, device: torch.device) -> Mlp:
     name, module = f"layers.{index}", f"model.layers.{index}"
     common: dict[str, Any] = {"dtype": config.dtype, "device": device, "batch_invariant": config.batch_invariant}
     if config.experts is None or index not in config.experts.layers:
-        parts = ("gate_up_proj", "down_proj") if config.merged_gate_up else ("gate_proj", "up_proj", "down_proj")
-        parts = parts[1:] if config.plain_mlp else parts
-        projections = tuple(config.names.get(part, part) for part in parts)
+        first = ["gate_up_proj"] if config.merged_gate_up else ["gate_proj", "up_proj"]
+        if config.plain_mlp:
+            first = ["up_proj"]
+        projections = [config.names.get(part, part) for part in (*first, "down_proj")]
         form = {"bias": config.mlp_bias, "activation": config.hidden_act, **common}
         sizes = config.hidden_size, config.intermediate_size
         module = f"{module}.{config.names.get('mlp', 'mlp')}"
@@ -79,8 +80,8 @@ class SparseMlp:
             sizes = hidden_size, config.shared_size
             shared = f"{block}.shared_experts" if traits.ungated else f"{block}.shared_expert"
             shared = f"{module}.{traits.shared_module}" if traits.shared_module else shared
-            form = {"activation": config.activation, "gated": traits.gated, **common}
-            self._shared = make_dense(f"{name}.shared", shared, traits.shared_projections, sizes, **form)
+            options = {"activation": config.activation, "gated": traits.gated, **common}
+            self._shared = make_dense(f"{name}.shared", shared, traits.shared_projections, sizes, **options)
         self._shared_gate: Linear | None = None
         if traits.shared:
             gate = [(f"{block}.shared_expert_gate", 1)]

@@ -32,8 +32,16 @@ class MambaMixer:
         sizes: tuple[int, float],
         **common: Any,
     ) -> None:
-        """`layer` and `module`: names in the checkpoint, the second in the layer. `linear` makes a projection of the layer. `sizes`: hidden size, and the
-        epsilon of the norm."""
+        """Make a mixer without weights.
+
+        Args:
+            layer: Name of the layer in the checkpoint.
+            module: Name of the mixer in the layer.
+            states: Sizes and factors.
+            linear: Function that makes a projection of the layer.
+            sizes: Hidden size, and the epsilon of the norm.
+            common: dtype, device and batch_invariant, as in `Linear`.
+        """
         hidden, self._eps = sizes
         self._states, self._module, self._common = states, f"{layer}.{module}", common
         size, parts = states.size, states.groups * states.state_dim
