@@ -44,6 +44,13 @@ def _layer_kind(config: DecoderConfig, index: int) -> type[DecoderLayer]:
     return DecoderLayer if is_usual and not config.qk_norm_wide and not config.sinks else GeneralLayer
 
 
+def _cache_parts(config: DecoderConfig) -> list[tuple[bool, bool]] | None:
+    """True for each layer with KV, and for each with a state; None: all have KV alone."""
+    attending, states = config.attention_layers, frozenset() if config.states is None else config.states.layers
+    parts = [(index in attending, index in states) for index in range(config.num_layers)]
+    return None if set(parts) == {(True, False)} else parts
+
+
 class Decoder:
     """Causal language model. It is built without weights: fill every slot of `weight_slots`, then run it. Implements
     LanguageModel."""
@@ -63,6 +70,7 @@ class Decoder:
         shape, eps = (config.vocab_size, config.embedding_size), config.rms_norm_eps
         scales = EmbeddingScales(config.embedding_scale, config.logit_scale, config.logit_cap)
         block, invariant = config.block, config.batch_invariant
+        self._parts = _cache_parts(config)
         self.score = None if config.score is None else ScoreHead(config.score, config.hidden_size, self.device)
         self.layers: Sequence[DecoderLayer | GPTLayer]
         self._ends: GPTEnds | None = None
@@ -137,15 +145,13 @@ class Decoder:
 
     def _caches(self, batch: ForwardBatch) -> Iterable[Any]:
         """The part of the cache of each layer: its KV, its states, both, or None."""
-        states, attending = self.config.states, self.config.attention_layers
-        if states is None and len(attending) == len(self.layers):
+        if self._parts is None:
             return batch.kv
-        found: list[Any] = [None] * len(self.layers)
-        for index, kv in zip(sorted(attending), batch.kv, strict=True):
-            found[index] = kv
-        if states is not None:
-            for index, memory in zip(sorted(states.layers), batch.memory_of_states(), strict=True):
-                found[index] = memory if found[index] is None else (memory, found[index])
+        kv, memory = iter(batch.kv), iter(batch.memory_of_states() if self.config.states is not None else ())
+        found: list[Any] = []
+        for attends, has_state in self._parts:
+            parts = [next(source) for source, has in ((memory, has_state), (kv, attends)) if has]
+            found.append(parts if len(parts) > 1 else next(iter(parts), None))
         return found
 
     @torch.inference_mode()
