@@ -27,6 +27,8 @@ _SWITCHES = (
     *("_remove_final_layer_norm", "qk_layernorm", "multi_query", "alibi", "new_decoder_architecture", "parallel_attn"),
     *("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "enable_bias", "bias", "use_bias", "use_qkv_bias"),
     *("conv_bias", "block_auto_adjust_ff_dim", "tie_embedding", "attention_out_bias"),
+    *("use_conv_bias", "mamba_conv_bias", "mamba_proj_bias", "projectors_bias", "mamba_rms_norm"),
+    "mamba_norm_before_gate",
 )
 """Fields that are true or false; some old files have 1 or 0."""
 _COUNTS = (
