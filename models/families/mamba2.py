@@ -113,7 +113,7 @@ def unrotated(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"no_rope_layers": [0] * positive(values, "num_hidden_layers")}
 
 
-def single_mixers(values: Mapping[str, Any]) -> tuple[str, ...]:
+def _single_mixers(values: Mapping[str, Any]) -> tuple[str, ...]:
     """Kinds of the layers of a model that has mixers alone."""
     return ("mamba",) * positive(values, "num_hidden_layers")
 
@@ -158,6 +158,6 @@ TRAITS = FamilyTraits(
     mlp_bias=False,
     no_rope=True,
     has_window=False,
-    mixers=single_mixers,
+    mixers=_single_mixers,
     states=_states,
 )
