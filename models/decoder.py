@@ -30,7 +30,7 @@ from .states.mamba_layers import SINGLE_LAYERS
 from .states.memory import StateSpec
 
 
-def _layer_kind(config: DecoderConfig, index: int) -> type[DecoderLayer]:
+def layer_class(config: DecoderConfig, index: int) -> type[DecoderLayer]:
     """Class of a layer that is not of the GPT shape."""
     if config.mixers:
         return SINGLE_LAYERS[config.mixers[index]]
@@ -77,7 +77,7 @@ class Decoder:
         self._deferring: Sequence[DecoderLayer] = ()
         """The layers, where norms add the residual stream."""
         if block is None:
-            layers = [_layer_kind(config, i)(config, i, self.attention, self.device) for i in range(config.num_layers)]
+            layers = [layer_class(config, i)(config, i, self.attention, self.device) for i in range(config.num_layers)]
             self.layers, self._deferring = layers, layers if adds_residuals(self.device) and not invariant else ()
             names = VocabularyNames(config.names.get(EMBEDDING, EMBEDDING))
             self.embedding = Embedding(*shape, tied=config.tie_word_embeddings, scales=scales, names=names, **common)
