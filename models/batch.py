@@ -243,7 +243,6 @@ def build_batch(
 ) -> ForwardBatch:
     """Put `rows` on the model's device and plan their attention over `kv`, the model's layers of the cache. `states`:
     memory of its layers with a recurrent state."""
-    block_size = kv[0].k.shape[2]
     if rows.overshoot is not None and (states or not isinstance(model.attention, ReplayableAttention)):
         rows = rows.settled()
     # Few calls of numpy and torch are made: between two steps, with cold caches, each takes microseconds. Lists are
@@ -255,8 +254,8 @@ def build_batch(
         end = max(end, start + count)
     positions = np.array(places, dtype=np.int64)
     on_device = to_device(positions, model.device)
-    attention = model.attention.plan(rows, positions, block_size)
-    if rows.overshoot is not None:
+    attention = model.attention.plan(rows, positions, kv[0].k.shape[2]) if kv else None
+    if attention is not None and rows.overshoot is not None:
         attention.settle(rows.overshoot, on_device)
     long_prompts = rows.long_prompts(model.rope.short_context)
     in_long = to_device(np.repeat(long_prompts, rows.query_lens), model.device) if long_prompts else None

@@ -39,7 +39,7 @@ ACTIVATIONS = {
 """Activation of a gated MLP by its names in `hidden_act`."""
 _OF_FAMILY = (
     *("qk_norm_wide", "sinks", "gated_attention", "names", "norms", "norm_offset"),
-    *("merged_qkv", "merged_gate_up"),
+    *("merged_qkv", "merged_gate_up", "plain_mlp"),
 )
 """Fields of a DecoderConfig that the family's traits have too."""
 PLAIN_NAMES = {name: name for name in PLAIN_ACTIVATIONS}
@@ -84,7 +84,9 @@ class DecoderConfig:
     block: Block | None = None
     """Form of layers with LayerNorm and an MLP without a gate; None: Llama's."""
     states: StateLayers | None = None
-    """Layers that have a recurrent state in place of attention; None: all have attention."""
+    """Layers that have a recurrent state; None: there are none."""
+    mixers: tuple[str, ...] = ()
+    """Kind of each layer that has one part alone: "mamba", "attention", "mlp" or "experts"; (): all have two halves."""
     varied: VariedLayers | None = None
     """Properties of each layer where they differ; `head_dim` and the like are then the first layer's."""
     chunked: ChunkedLayers | None = None
@@ -110,6 +112,12 @@ class DecoderConfig:
     """True: the checkpoint has one projection qkv_proj, which adapters target."""
     merged_gate_up: bool = False
     """True: the checkpoint has one projection gate_up_proj, which adapters target."""
+    plain_mlp: bool = False
+    """True: MLPs have no gate."""
+    gate_scale: float = 1.0
+    """Factor of the MLP's gate, before the activation."""
+    mlp_scale: float = 1.0
+    """Factor of the MLP's result."""
     embedding_scale: float = 1.0
     """Factor of the token embeddings, after adapters."""
     residual_scale: float = 1.0
@@ -134,8 +142,7 @@ class DecoderConfig:
         """KV heads, and elements of a head, of each layer of the cache."""
         if self.varied is not None:
             return [(self.varied.kv_heads[index], self.varied.head_dims[index]) for index in self.varied.owners]
-        num_layers = self.num_layers - (0 if self.states is None else len(self.states.layers))
-        return [(self.num_kv_heads, self.head_dim)] * num_layers
+        return [(self.num_kv_heads, self.head_dim)] * len(self.attention_layers)
 
     def of_layer(self, index: int) -> DecoderConfig:
         """Config of one layer."""
@@ -149,6 +156,14 @@ class DecoderConfig:
         )
 
     @property
+    def attention_layers(self) -> frozenset[int]:
+        """Layers with attention."""
+        if self.mixers:
+            return frozenset(index for index, kind in enumerate(self.mixers) if kind == "attention")
+        alone = self.states is not None and getattr(self.states, "attention_factors", None) is None
+        return frozenset(range(self.num_layers)) - (self.states.layers if self.states and alone else frozenset())
+
+    @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """Distinct rotations of the layers."""
         return tuple(dict.fromkeys(self.layer_ropes)) or (self.rope,)
@@ -156,15 +171,15 @@ class DecoderConfig:
     @property
     def is_plain(self) -> bool:
         """True: embeddings, layers and head are computed as Llama's, but for norms of queries and keys."""
-        factors = self.embedding_scale, self.residual_scale, self.logit_scale
+        factors = self.embedding_scale, self.residual_scale, self.logit_scale, self.gate_scale, self.mlp_scale
         scales = self.attention_scale, self.attention_cap, self.query_scaling, self.logit_cap
         others = self.block, self.experts, self.latent, *scales
         merged = self.merged_qkv or self.merged_gate_up or self.qk_norm_wide or self.sinks or bool(self.layer_ropes)
-        merged = merged or self.gated_attention or bool(self.names)
+        merged = merged or self.plain_mlp or self.gated_attention or bool(self.names)
         merged = merged or any(kind is not None for kind in (self.states, self.varied, self.chunked))
         is_usual = self.norms == PRE_NORMS and self.norm_offset == 0.0 and self.hidden_act == "silu"
         whole = self.rope.rotary_dim is None and not self.rope.interleaved
-        return is_usual and whole and not merged and factors == (1.0, 1.0, 1.0) and others == (None,) * len(others)
+        return is_usual and whole and not merged and set(factors) == {1.0} and others == (None,) * len(others)
 
     @property
     def embedding_size(self) -> int:
@@ -277,8 +292,8 @@ def decoder_config(
         ropes = tuple(replace(rope, head_dim=dim) for rope, dim in zip(ropes, varied.head_dims, strict=True))
     rope = next((r for r, kind in zip(ropes, types, strict=True) if kind == "full_attention"), ropes[0])
     from_file = bool(values.get("attention_bias", False))
-    served = ACTIVATIONS if block is None or block.mlp is None else PLAIN_NAMES
-    hidden_act = _activation(values, served, "hidden_activation" in traits.defaults)
+    is_plain = traits.plain_mlp or (block is not None and block.mlp is not None)
+    hidden_act = _activation(values, PLAIN_NAMES if is_plain else ACTIVATIONS, "hidden_activation" in traits.defaults)
     score = read_score(values) if architecture.endswith(CLASSIFIER) else None
     context = context_length(positive(values, "max_position_embeddings"), rope, traits)
     bound = positive(values, traits.context_bound) if traits.context_bound else context
@@ -302,7 +317,7 @@ def decoder_config(
         o_bias=traits.attention_bias is None and bool(values.get(traits.o_bias or "", False)),
         mlp_bias=bool(values.get("mlp_bias", False)) if traits.mlp_bias is None else traits.mlp_bias,
         qk_norm=bool(values.get(traits.qk_norm)) if isinstance(traits.qk_norm, str) else traits.qk_norm,
-        experts=None if traits.experts is None else read_experts(values, traits.experts, num_layers, hidden_act),
+        experts=read_experts(values, traits.experts, num_layers, hidden_act),
         dtype=dtype,
         latent=latent,
         block=block,
@@ -310,6 +325,7 @@ def decoder_config(
         query_scaling=query_scaling(values) if traits.scaled_queries else None,
         varied=varied,
         chunked=None if traits.chunked is None else traits.chunked(values),
+        mixers=() if traits.mixers is None else traits.mixers(values),
         layer_ropes=ropes if len(set(ropes)) > 1 else (),
         hidden_act=hidden_act,
         quantization=None if _is_mxfp4(values, traits) else read_format(values),

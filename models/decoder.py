@@ -20,7 +20,7 @@ from .families import PRE_NORMS
 from .gpt_layer import GPTEnds, GPTLayer
 from .latent_layer import LatentLayer
 from .layers.cache_scales import CacheScales
-from .layers.embedding import Embedding, EmbeddingScales, VocabularyNames
+from .layers.embedding import EMBEDDING, Embedding, EmbeddingScales, VocabularyNames
 from .layers.layer_inputs import LayerInputs
 from .layers.linear import Linear
 from .layers.norm import RMSNorm
@@ -29,6 +29,7 @@ from .layers.score_head import ScoreHead
 from .layers.weights import RenamedSlot, WeightSlot
 from .model import DecoderOutput
 from .states.layers import GatedAttentionLayer, state_layer, state_specs
+from .states.mamba_layers import SINGLE_LAYERS
 from .states.memory import StateSpec
 from .stream_layer import StreamEnds, StreamLayer
 from .varied_layer import VariedLayer
@@ -36,6 +37,8 @@ from .varied_layer import VariedLayer
 
 def layer_class(config: DecoderConfig, index: int) -> type[DecoderLayer]:
     """Class of a layer that is not of the GPT shape."""
+    if config.mixers:
+        return SINGLE_LAYERS[config.mixers[index]]
     if config.states is not None and index in config.states.layers:
         return state_layer(config.states)
     if config.latent is not None:
@@ -48,6 +51,13 @@ def layer_class(config: DecoderConfig, index: int) -> type[DecoderLayer]:
     if config.chunked is not None:
         return ChunkedLayer
     return DecoderLayer if is_usual and not config.qk_norm_wide and not config.sinks else GeneralLayer
+
+
+def _cache_parts(config: DecoderConfig) -> list[tuple[bool, bool]] | None:
+    """True for each layer with KV, and for each with a state; None: all have KV alone."""
+    attending, states = config.attention_layers, frozenset() if config.states is None else config.states.layers
+    parts = [(index in attending, index in states) for index in range(config.num_layers)]
+    return None if set(parts) == {(True, False)} else parts
 
 
 class Decoder:
@@ -69,6 +79,7 @@ class Decoder:
         shape, eps = (config.vocab_size, config.embedding_size), config.rms_norm_eps
         scales = EmbeddingScales(config.embedding_scale, config.logit_scale, config.logit_cap)
         block, invariant = config.block, config.batch_invariant
+        self._parts = _cache_parts(config)
         self.score = None if config.score is None else ScoreHead(config.score, config.hidden_size, self.device)
         self.layers: Sequence[DecoderLayer | GPTLayer]
         self._ends: GPTEnds | StreamEnds | None = None
@@ -81,7 +92,8 @@ class Decoder:
                 for i, attention in enumerate(by_layer)
             ]
             self.layers, self._deferring = layers, layers if adds_residuals(self.device) and not invariant else ()
-            self.embedding = Embedding(*shape, tied=config.tie_word_embeddings, scales=scales, **common)
+            names = VocabularyNames(config.names.get(EMBEDDING, EMBEDDING))
+            self.embedding = Embedding(*shape, tied=config.tie_word_embeddings, scales=scales, names=names, **common)
             self._final_norm = RMSNorm(
                 [f"{config.names.get('model.norm', 'model.norm')}.weight"],
                 config.hidden_size,
@@ -152,15 +164,18 @@ class Decoder:
         return DecoderOutput(normed, tuple(map(entering.__getitem__, aux_layers)))
 
     def _caches(self, batch: ForwardBatch) -> Iterable[Any]:
-        """The part of the cache of each layer: its KV, or its states."""
-        states, varied = self.config.states, self.config.varied
-        if varied is not None:
+        """The part of the cache of each layer: its KV, its states, both, or None."""
+        if (varied := self.config.varied) is not None:
             places = {owner: place for place, owner in enumerate(varied.owners)}
             return [batch.kv[places[source]] for source in varied.kv_sources]
-        if states is None:
+        if self._parts is None:
             return batch.kv
-        kv, memory = iter(batch.kv), iter(batch.memory_of_states())
-        return [next(memory if index in states.layers else kv) for index in range(len(self.layers))]
+        kv, memory = iter(batch.kv), iter(batch.memory_of_states() if self.config.states is not None else ())
+        found: list[Any] = []
+        for attends, has_state in self._parts:
+            parts = [next(source) for source, has in ((memory, has_state), (kv, attends)) if has]
+            found.append(parts if len(parts) > 1 else next(iter(parts), None))
+        return found
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor, adapters: Any = None, out: Tensor | None = None) -> Tensor:

@@ -14,6 +14,7 @@ from .config import DecoderConfig
 from .layers.cache_scales import CacheScales
 from .layers.experts import make_mlp
 from .layers.linear import Linear
+from .layers.mlp import Mlp
 from .layers.norm import RMSNorm
 from .layers.weights import RenamedSlot, WeightSlot
 
@@ -33,8 +34,12 @@ class DecoderLayer:
         self._sinks: Tensor | None = None
         self.cache_scales = CacheScales(config.num_heads, config.num_kv_heads, config.head_dim, device)
         self._make_projections()
-        self.mlp = make_mlp(config, index, device)
+        self._index = index
+        self.mlp = self._make_mlp(device)
         self._make_norms()
+
+    def _make_mlp(self, device: torch.device) -> Mlp:
+        return make_mlp(self._config, self._index, device)
 
     def _make_projections(self) -> None:
         config = self._config
@@ -140,9 +145,9 @@ class GeneralLayer(DecoderLayer):
         self, hidden: Tensor, delta: Tensor | None, batch: ForwardBatch, kv: LayerKV
     ) -> tuple[Tensor, Tensor]:
         """See DecoderLayer."""
-        normed, hidden = _entering(self._before_attention, hidden, delta)
+        normed, hidden = entering(self._before_attention, hidden, delta)
         delta = self._leaving(self._after_attention, self._mix(normed, batch, kv))
-        normed, hidden = _entering(self._before_mlp, hidden, delta)
+        normed, hidden = entering(self._before_mlp, hidden, delta)
         return hidden, self._leaving(self._after_mlp, self._feed(normed, hidden, batch))
 
     def _mix(self, normed: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
@@ -180,7 +185,7 @@ class GeneralLayer(DecoderLayer):
         return x if self._config.residual_scale == 1.0 else x.mul_(self._config.residual_scale)
 
 
-def _entering(norm: RMSNorm | None, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+def entering(norm: RMSNorm | None, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
     """Norm, if there is one, of hidden + delta, and this sum."""
     if norm is not None and delta is not None:
         return norm.add(delta, hidden)

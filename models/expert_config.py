@@ -39,13 +39,17 @@ class ExpertConfig:
     """Layers with experts; the others have a dense MLP."""
 
 
-def read_experts(values: Mapping[str, Any], traits: ExpertTraits, num_layers: int, activation: str) -> ExpertConfig:
-    """The experts of a model with `num_layers` layers, whose MLPs have an `activation`.
+def read_experts(
+    values: Mapping[str, Any], traits: ExpertTraits | None, num_layers: int, activation: str
+) -> ExpertConfig | None:
+    """The experts of a model with `num_layers` layers, whose MLPs have an `activation`; None: it has none.
 
     Raises:
         UnsupportedModelError: a wrong value; `param` names the field.
     """
     key = "num_local_experts" if "num_local_experts" in values else "num_experts"  # some versions rename it
+    if traits is None or values.get("num_local_experts") == 0:
+        return None
     num_experts, top_k = positive(values, key), positive(values, "num_experts_per_tok")
     if num_layers * num_experts > MAX_EXPERTS:
         raise wrong(key, f"{num_experts} in each of {num_layers} layers are more than {MAX_EXPERTS}")
@@ -54,6 +58,8 @@ def read_experts(values: Mapping[str, Any], traits: ExpertTraits, num_layers: in
     step = positive(values, "decoder_sparse_step", 1)
     dense_layers = _dense_layers(values, num_layers)
     shared_size = positive(values, "shared_expert_intermediate_size") if traits.shared else None
+    if traits.shared_size is not None:
+        shared_size = positive(values, traits.shared_size)
     if traits.ungated and _count(values, "n_shared_experts"):
         shared_size = positive(values, traits.intermediate_size) * positive(values, "n_shared_experts")
     return ExpertConfig(

@@ -11,41 +11,11 @@ from .attention import AttentionBackend
 from .batch import ForwardBatch, LayerKV
 from .config import DecoderConfig
 from .families.block import Block
-from .layers.activation import plain_activation
-from .layers.linear import AdapterRows, Linear
-from .layers.mlp import GatedMlp, Mlp
+from .layers.linear import Linear
+from .layers.mlp import GatedMlp, Mlp, PlainMlp
 from .layers.norm import LayerNorm
 from .layers.positions import PositionTable
-from .layers.weights import RenamedSlot, WeightSlot
-
-
-class PlainMlp:
-    """W_down act(W_up x). Implements Mlp."""
-
-    def __init__(
-        self, name: str, modules: tuple[str, str], sizes: tuple[int, int], *, bias: bool, activation: str, **common: Any
-    ) -> None:
-        """`modules` and `sizes`: names in the checkpoint of up and down; hidden and inner size."""
-        hidden, inner = sizes
-        self._activation = plain_activation(activation, batch_invariant=common["batch_invariant"])
-        self._up = Linear(f"{name}.up", [(modules[0], inner)], hidden, bias=bias, **common)
-        self._down = Linear(f"{name}.down", [(modules[1], hidden)], inner, bias=bias, **common)
-
-    def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
-        """See `Mlp`."""
-        return self._down.forward(self._activation(self._up.forward(x, batch)), batch, residual)
-
-    def linears(self) -> list[Linear]:
-        """See `Mlp`."""
-        return [self._up, self._down]
-
-    def weight_slots(self) -> dict[str, WeightSlot]:
-        """See `Mlp`."""
-        return self._up.weight_slots() | self._down.weight_slots()
-
-    def renamed_slots(self) -> dict[str, RenamedSlot]:
-        """See `Mlp`."""
-        return {}
+from .layers.weights import WeightSlot
 
 
 class GPTLayer:

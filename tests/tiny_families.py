@@ -125,6 +125,38 @@ LLAMA4 = {
     **{"floor_scale": 8, "attn_scale": 0.3},
 }
 PER_LAYER = ["per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"]
+_MAMBA = {
+    **{"num_hidden_layers": 3, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 10},
+    "time_step_limit": (0.3, 2.0),
+}
+_FALCON_H1 = {
+    **{"mamba_d_ssm": 96, "ssm_in_multiplier": 0.8, "ssm_out_multiplier": 1.2, "attention_in_multiplier": 0.9},
+    **{"attention_out_multiplier": 1.1, "key_multiplier": 0.7, "embedding_multiplier": 2.0},
+    **{"lm_head_multiplier": 0.8, "mlp_multipliers": [0.7, 1.2], "ssm_multipliers": [0.7, 0.8, 0.9, 1.1, 1.2]},
+}
+_GRANITE = {
+    **{"embedding_multiplier": 3.0, "logits_scaling": 2.5, "residual_multiplier": 0.6, "attention_multiplier": 0.2},
+    **{"layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 40},
+}
+_NEMOTRON = {
+    **{"layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"], "head_dim": 12, "mamba_num_heads": 6},
+    **{"mamba_head_dim": 16, "n_groups": 3, "ssm_state_size": 10, "time_step_min": 0.4, "n_routed_experts": 8},
+    **{"moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40, "num_experts_per_tok": 3},
+    **{"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7},
+}
+_MIXER = ["in_proj", "out_proj"]
+_GRANITE_MLP = ["input_linear", "output_linear"]
+VARIANTS: dict[str, Family] = {
+    "falcon-h1-norm": Family(
+        "FalconH1",
+        {**_MAMBA, "mamba_d_ssm": 96, "mamba_rms_norm": True, "mamba_proj_bias": True, "projectors_bias": True},
+    ),
+    "granite4-dense": Family(
+        "GraniteMoeHybrid",
+        {**_MAMBA, **_GRANITE, "num_local_experts": 0, "position_embedding_type": "rope"},
+    ),
+}
+"""More forms of some families, for the parity tests alone."""
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", {"tie_word_embeddings": True}, SCALED),
     "llama4": Family("Llama4Text", LLAMA4, ATTENTION + GATED, ["router.weight", *_SPARSE[1:]]),
@@ -228,6 +260,34 @@ FAMILIES: dict[str, Family] = {
         {**DELTA, **_EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
         [*ATTENTION, *GATED, "in_proj_qkvz", "in_proj_ba", "out_proj"],
         _SPARSE,
+    ),
+    "qwen3.5-moe": Family(
+        "Qwen3_5MoeText",
+        {
+            **{**DELTA, **_EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 40, "num_experts": 4},
+            **{"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+        },
+        _DELTA_TARGETS,
+        _SPARSE,
+    ),
+    "mamba2": Family(
+        "Mamba2",
+        {"num_heads": 6, "head_dim": 16, "n_groups": 3, "state_size": 10, "time_step_limit": (0.3, 2.0)},
+        ["in_proj", "embeddings"],
+    ),
+    "bamba": Family("Bamba", {**_MAMBA, "attn_layer_indices": [1]}, [*ATTENTION, *GATED, *_MIXER]),
+    "falcon-h1": Family("FalconH1", {**_MAMBA, **_FALCON_H1}, [*ATTENTION, *GATED, "in_proj"]),
+    "granite4": Family(
+        "GraniteMoeHybrid",
+        {**_MAMBA, **_GRANITE, "num_local_experts": 5, "intermediate_size": 24},
+        [*ATTENTION, *_GRANITE_MLP, *_MIXER],
+        ["router.weight", *_SPARSE[1:]],
+    ),
+    "nemotron-h": Family(
+        "NemotronH",
+        _NEMOTRON,
+        [*ATTENTION, "up_proj", "down_proj", "in_proj"],
+        ["gate.weight", "experts.up_proj", "experts.down_proj"],
     ),
     "starcoder2": Family("Starcoder2", {"sliding_window": 9}, [*ATTENTION, "c_fc", "c_proj"]),
 }

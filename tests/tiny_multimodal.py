@@ -94,6 +94,15 @@ MULTIMODAL: dict[str, Family] = {
         _text(**DELTA, **_WIDE, **_mrope(2, 1, 1, partial_rotary_factor=0.5)),
         {**_PATCHES, "num_position_embeddings": 16},
     ),
+    "qwen3.5-vl-moe": _family(
+        "Qwen3_5Moe",
+        _text(
+            **{**DELTA, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+            **{**_EXPERTS, "shared_expert_intermediate_size": 72},
+            **_mrope(2, 1, 1, partial_rotary_factor=0.5),
+        ),
+        {**_PATCHES, "num_position_embeddings": 16},
+    ),
     "glm4v": _family(
         "Glm4v", _text(**_mrope(1, 1, 1, partial_rotary_factor=0.5)), {**_PATCHES, "image_size": 28}, *MERGED
     ),

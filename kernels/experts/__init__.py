@@ -57,7 +57,7 @@ def pack(
     if is_native(gate_up, down) and activation in ("silu", "clamped_swiglu"):
         return NativeExperts(cast(Weights, gate_up), cast(Weights, down), activation)
     served = [_on_triton(weights) for weights in (gate_up, down)]
-    if all(served):
+    if all(served) and activation != "relu2":
         from .triton import TritonExperts
 
         biases = [_biases(weights) for weights in (gate_up, down)]

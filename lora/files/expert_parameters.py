@@ -95,11 +95,16 @@ class _Fit(NamedTuple):
 def _fit(holder: Mapping[str, list[str]], known: Mapping[str, ModuleShape], given: tuple[int, int]) -> _Fit | None:
     """Parameter with the inputs and outputs `given`, in this order or turned."""
     *gate_up, last = holder.values()
-    for parameter, projections in (("gate_up_proj", gate_up), ("down_proj", [last])):
+    first = "gate_up_proj" if len(gate_up) > 1 else next(iter(holder))
+    has_gate = first == "gate_up_proj"
+    parameters = []
+    for parameter, projections in ((first, gate_up), ("down_proj", [last])):
         sizes = [known[names[0]].out_features for names in projections]
-        inner = known[projections[0][0]].in_features, sum(sizes)
-        if given in (inner, inner[::-1]):
-            return _Fit(parameter, projections, sizes, given != inner, given[0] == given[1] and len(gate_up) > 1)
+        parameters.append((parameter, projections, sizes, (known[projections[0][0]].in_features, sum(sizes))))
+    for turned in (False, True) if has_gate else (False,):  # without gates either parameter fits the other one turned
+        for parameter, projections, sizes, inner in parameters:
+            if given == (inner[::-1] if turned else inner):
+                return _Fit(parameter, projections, sizes, turned, given[0] == given[1] and len(gate_up) > 1)
     return None
 
 

@@ -309,4 +309,5 @@ def _turned(stored: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
 
 def _with_prefix(name: str, slots: Mapping[str, WeightSlot]) -> str:
     """Name of the slot of a stored tensor, whose name may lack the inner model's; `name` itself when there is none."""
-    return next((found for prefix in ("", *_PREFIXES) if (found := prefix + name) in slots), name)
+    usual = re.sub(r"^backbone\.", "model.", name)
+    return next((found for prefix in ("", *_PREFIXES) if (found := prefix + usual) in slots), name)

@@ -1,4 +1,4 @@
-"""Layers with a recurrent state in place of attention, read from a config.json. Imports no torch."""
+"""Layers with a recurrent state, read from a config.json. Imports no torch."""
 
 from __future__ import annotations
 
@@ -55,25 +55,74 @@ class DeltaNet:
         return self.value_heads, self.key_dim, self.value_dim
 
 
-StateLayers = ShortConv | DeltaNet
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2:
+    """Mamba-2 mixers (Dao, Gu 2024, "Transformers are SSMs")."""
+
+    layers: frozenset[int]
+    """Layers that have them."""
+    kernel: int
+    """Positions that an output of the convolution depends on."""
+    heads: int
+    head_dim: int
+    groups: int
+    """Groups of consecutive heads that share B and C, and are normalised together."""
+    state_dim: int
+    """Elements of B and of C."""
+    conv_bias: bool
+    in_bias: bool
+    out_bias: bool
+    time_step_limit: tuple[float, float]
+    """Smallest and largest time step."""
+    norm: str = "after_gate"
+    """"after_gate": the gated result is normalised; "before_gate": the result is, then gated; "none": it is gated."""
+    factors: tuple[float, float] = (1.0, 1.0)
+    """Factors of a mixer's input and of its result."""
+    part_factors: tuple[float, ...] = (1.0,) * 5
+    """Factors of the gate, x, B, C and the time steps."""
+    attention_factors: tuple[float, float] | None = None
+    """Factors of the input and the result of attention in the same layer (Falcon-H1); None: it has no attention."""
+
+    @property
+    def size(self) -> int:
+        """Elements of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: x, B and C."""
+        return self.size + 2 * self.groups * self.state_dim
+
+    @property
+    def recurrent(self) -> tuple[int, int, int] | None:
+        """Shape of the recurrent state."""
+        return self.heads, self.state_dim, self.head_dim
+
+
+StateLayers = ShortConv | DeltaNet | Mamba2
 """Layers with states of a decoder; all have the same sizes."""
 
 
-def state_layers(values: Mapping[str, Any], name: str, fallback: list[str]) -> frozenset[int]:
+_OLD_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+"""Types of layers by the names that older files have."""
+
+
+def state_layers(values: Mapping[str, Any], name: str, fallback: list[str], *, hybrid: bool = True) -> frozenset[int]:
     """Layers of type `name` in `layer_types`, or in `fallback` if the file has no list.
 
     Raises:
-        UnsupportedModelError: the list is wrong, or no layer has attention.
+        UnsupportedModelError: the list is wrong, or no layer of a `hybrid` has attention.
     """
     num_layers = positive(values, "num_hidden_layers")
     types = values.get("layer_types", fallback)
     if not isinstance(types, list) or len(types) != num_layers:
         raise wrong("layer_types", f"must be a list of {num_layers} types, got {shown(types)}")
+    types = [_OLD_TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
     for kind in types:
         if kind not in (name, "full_attention"):
             raise wrong("layer_types", f"{shown(kind)} is not supported; known are {name} and full_attention")
     found = frozenset(index for index, kind in enumerate(types) if kind == name)
-    if len(found) == num_layers:
+    if hybrid and len(found) == num_layers:
         raise wrong("layer_types", "has no full_attention: a model without attention layers is not supported")
     return found
 

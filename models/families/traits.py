@@ -43,8 +43,17 @@ class ExpertTraits:
     """True: the weights of a token's experts sum to 1; None: the file's `norm_topk_prob` decides."""
     rounded: bool = True
     """True: these weights are rounded to the model's dtype."""
+    gated: bool = True
+    """False: an expert has no gate."""
     shared: bool = False
     """True: each token has a shared expert too, with a gate of its own."""
+    shared_size: str | None = None
+    """Key of the inner size of a shared expert without a gate; None: there is none, or `n_shared_experts` says."""
+    shared_module: str | None = None
+    """Module of that expert in the layer; None: in the block, by its usual name."""
+    shared_projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    merged_names: Mapping[str, str] = field(default_factory=dict)
+    """Names in a block of a checkpoint for those of transformers: of the router, and of tensors of all experts."""
     ungated: bool = False
     """True: each token has `n_shared_experts` shared experts too, without gates."""
     ungated_name: str = "shared_experts"
@@ -90,8 +99,10 @@ class FamilyTraits:
     """Function from these values to those that follow from others."""
     names: Mapping[str, str] = field(default_factory=dict)
     """See `DecoderConfig`."""
-    states: Callable[[Mapping[str, Any]], StateLayers] | None = None
-    """Function from the values to the layers with a recurrent state; None: all have attention."""
+    states: Callable[[Mapping[str, Any]], StateLayers | None] | None = None
+    """Function from the values to the layers with a recurrent state; None: no layer has one."""
+    mixers: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None
+    """Function from the values to the kind of each layer, of which it is all; None: layers have two halves."""
     varied: Callable[[Mapping[str, Any], Sequence[str]], VariedLayers] | None = None
     """Function from the values and the layers' kinds of attention to what layers differ in; None: all are alike."""
     chunked: Callable[[Mapping[str, Any]], ChunkedLayers] | None = None
@@ -112,6 +123,7 @@ class FamilyTraits:
     norm_offset: float = 0.0
     merged_qkv: bool = False
     merged_gate_up: bool = False
+    plain_mlp: bool = False
     scaled_embedding: bool = False
     """True: token embeddings have the factor sqrt(hidden_size), in the model's dtype."""
     numbers: Mapping[str, tuple[str, float]] = field(default_factory=dict)

@@ -27,6 +27,7 @@ def _gelu(x: Tensor, *, tanh: bool, by_rows: bool = False) -> Tensor:
 _GELU_TANH = partial(_gelu, tanh=True)
 PLAIN_ACTIVATIONS: dict[str, Activation] = {
     "relu": torch.relu_,
+    "relu2": lambda x, **_: torch.relu_(x).square_(),
     "gelu": partial(_gelu, tanh=False),
     "gelu_new": _GELU_TANH,
     "gelu_fast": _GELU_TANH,
@@ -42,4 +43,4 @@ def plain_activation(name: str, *, batch_invariant: bool) -> Activation:
     differ in the last bit. The native kernel needs no such care.
     """
     function = PLAIN_ACTIVATIONS[name]
-    return partial(function, by_rows=True) if batch_invariant and name != "relu" else function
+    return partial(function, by_rows=True) if batch_invariant and not name.startswith("relu") else function

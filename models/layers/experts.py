@@ -17,7 +17,7 @@ from ...kernels.experts import PackedExperts, Product, Products, Routing, Scorin
 from ..config import DecoderConfig
 from ..expert_config import ExpertConfig
 from .linear import AdapterRows, Linear
-from .mlp import GatedMlp, Mlp
+from .mlp import GatedMlp, Mlp, PlainMlp
 from .weights import RenamedSlot, WeightSlot
 
 if TYPE_CHECKING:
@@ -29,16 +29,35 @@ def make_mlp(config: DecoderConfig, index: int, device: torch.device) -> Mlp:
     name, module = f"layers.{index}", f"model.layers.{index}"
     common: dict[str, Any] = {"dtype": config.dtype, "device": device, "batch_invariant": config.batch_invariant}
     if config.experts is None or index not in config.experts.layers:
+        first = ["gate_up_proj"] if config.merged_gate_up else ["gate_proj", "up_proj"]
+        if config.plain_mlp:
+            first = ["up_proj"]
+        projections = [config.names.get(part, part) for part in (*first, "down_proj")]
+        form = {"bias": config.mlp_bias, "activation": config.hidden_act, **common}
         sizes = config.hidden_size, config.intermediate_size
-        form: dict[str, Any] = {
-            "bias": config.mlp_bias,
-            "activation": config.hidden_act,
-            "merged": config.merged_gate_up,
-            "sparsity": config.varied.sparsities[index] if config.varied and config.varied.sparsities else 0.0,
-            "projections": tuple(config.names.get(part, part) for part in ("gate_proj", "up_proj", "down_proj")),
-        }
-        return GatedMlp(name, f"{module}.{config.names.get('mlp', 'mlp')}", sizes, **form, **common)
+        module = f"{module}.{config.names.get('mlp', 'mlp')}"
+        return make_dense(
+            name,
+            module,
+            projections,
+            sizes,
+            scales=(config.gate_scale, config.mlp_scale),
+            sparsity=config.varied.sparsities[index] if config.varied and config.varied.sparsities else 0.0,
+            gated=not config.plain_mlp,
+            **form,
+        )
     return SparseMlp(name, module, config.hidden_size, config.experts, **common)
+
+
+def make_dense(
+    name: str, module: str, projections: Sequence[str], sizes: tuple[int, int], *, gated: bool = True, **form: Any
+) -> GatedMlp | PlainMlp:
+    """MLP with or without a gate; see `GatedMlp`."""
+    if gated:
+        return GatedMlp(name, module, sizes, projections=projections, **form)
+    up, down = (f"{module}.{projection}" for projection in projections)
+    form = {name: value for name, value in form.items() if name not in ("scales", "sparsity")}
+    return PlainMlp(name, (up, down), sizes, **{"bias": False, **form})
 
 
 class SparseMlp:
@@ -53,13 +72,17 @@ class SparseMlp:
         router = [(f"{block}.{traits.router}", config.num_experts)]
         router_options = {**common, "dtype": torch.float32} if traits.float_router else common
         self._router = Linear(f"{name}.router", router, hidden_size, bias=traits.bias, **router_options)
-        form = ExpertForm(config.num_experts, hidden_size, config.intermediate_size, config.activation, traits.bias)
+        form = ExpertForm(
+            config.num_experts, hidden_size, config.intermediate_size, config.activation, traits.bias, traits.gated
+        )
         self._experts = ExpertLayers(f"{name}.experts", f"{block}.experts", form, traits.projections, **common)
-        self._shared: GatedMlp | None = None
+        self._shared: GatedMlp | PlainMlp | None = None
         if config.shared_size is not None:
             sizes = hidden_size, config.shared_size
-            module = f"{block}.{traits.ungated_name}" if traits.ungated else f"{block}.shared_expert"
-            self._shared = GatedMlp(f"{name}.shared", module, sizes, activation=config.activation, **common)
+            shared = f"{block}.{traits.ungated_name}" if traits.ungated else f"{block}.shared_expert"
+            shared = f"{module}.{traits.shared_module}" if traits.shared_module else shared
+            options = {"activation": config.activation, "gated": traits.gated, **common}
+            self._shared = make_dense(f"{name}.shared", shared, traits.shared_projections, sizes, **options)
         self._shared_gate: Linear | None = None
         if traits.shared:
             gate = [(f"{block}.shared_expert_gate", 1)]
@@ -144,7 +167,13 @@ class SparseMlp:
     def renamed_slots(self) -> dict[str, RenamedSlot]:
         """See `Mlp`; one tensor [E, 2I, H] holds gate and up of all experts, and one [E, H, I] down."""
         traits, block = self._config.traits, f"{self._module}.{self._config.traits.merged_block}"
-        slots = self._experts.merged_slots(f"{block}.experts", transposed=traits.transposed)
+        slots: dict[str, RenamedSlot] = {}
+        for name in dict.fromkeys((block, self._block)):
+            slots |= self._experts.merged_slots(f"{name}.experts", transposed=traits.transposed)
+        for stored, usual in traits.merged_names.items():
+            name = f"{self._block}.{usual}"
+            other = slots.get(name) or RenamedSlot(self._router.weight_slots()[name], (name,))
+            slots[f"{self._block}.{stored}"] = other
         if block != self._block:
             for name, slot in self._router.weight_slots().items():
                 slots[name.replace(self._block, block, 1)] = RenamedSlot(slot, (name,))
@@ -166,6 +195,7 @@ class ExpertForm(NamedTuple):
     activation: str = "silu"
     """See `act_and_mul`."""
     bias: bool = False
+    gated: bool = True
 
 
 class ExpertLayers:
@@ -186,10 +216,11 @@ class ExpertLayers:
         self._gate_up, self._down = [], []
         *merged, down = projections
         hidden, inner = form.hidden_size, form.intermediate_size
+        rows = 2 * inner if form.gated else inner
         options = {"bias": form.bias, "expert": True, **common}
         for index in range(form.num_experts):
             name, module = f"{ours}.{index}", f"{theirs}.{index}"
-            slices = [(f"{module}.{projection}", 2 * inner // len(merged)) for projection in merged]
+            slices = [(f"{module}.{projection}", rows // len(merged)) for projection in merged]
             self._gate_up.append(Linear(f"{name}.gate_up", slices, hidden, **options))
             self._down.append(Linear(f"{name}.down", [(f"{module}.{down}", hidden)], inner, **options))
         self._held = range(form.num_experts)
@@ -272,7 +303,8 @@ class ExpertLayers:
         """Slots of tensors that hold all experts: gate_up_proj [E, 2I, H] and down_proj [E, H, I] of `module`, or with
         the last two sizes swapped, and their biases."""
         slots: dict[str, RenamedSlot] = {}
-        for name, linears in (("gate_up_proj", self._gate_up), ("down_proj", self._down)):
+        first = "gate_up_proj" if self._form.gated else "up_proj"
+        for name, linears in ((first, self._gate_up), ("down_proj", self._down)):
             slots[f"{module}.{name}"] = _merged(linears, "weight", transposed=transposed)
             if self._form.bias:
                 slots[f"{module}.{name}_bias"] = _merged(linears, "bias")

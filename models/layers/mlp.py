@@ -1,7 +1,8 @@
-"""Second half of a layer: the interface of all kinds, and the gated MLP (Shazeer 2020)."""
+"""Second half of a layer: the interface of all kinds, the gated MLP (Shazeer 2020), and the one without a gate."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Any, Protocol
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.act_and_mul import act_and_mul, act_and_mul_invariant
+from .activation import plain_activation
 from .linear import AdapterRows, Linear
 from .weights import RenamedSlot, WeightSlot
 
@@ -40,8 +42,8 @@ class GatedMlp:
         *,
         bias: bool = False,
         activation: str = "silu",
-        merged: bool = False,
-        projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+        scales: tuple[float, float] = (1.0, 1.0),
         sparsity: float = 0.0,
         **common: Any,
     ) -> None:
@@ -53,32 +55,36 @@ class GatedMlp:
             sizes: Hidden and inner size.
             bias: True when all products have biases.
             activation: Name of one of kernels/act_and_mul.
-            projections: Names in the checkpoint.
+            projections: Names in the checkpoint of gate and up, or of both merged, and of down; adapters target them.
+            scales: Factors of the gate before the activation, and of the result.
             sparsity: Part of the gate that is cut off; 0: nothing is.
-            merged: True when the checkpoint has one tensor gate_up_proj, which adapters target.
             common: Options of every `Linear`.
         """
         hidden, inner = sizes
         self._act_and_mul = act_and_mul_invariant if common["batch_invariant"] else act_and_mul
         self._activation = activation
-        self._inner = inner
+        *merged, down = projections
+        slices = [(f"{module}.{projection}", 2 * inner // len(merged)) for projection in merged]
+        self._inner, self._scales = inner, scales
         self._deviations: float | None = None
         if sparsity:
             quantile = torch.tensor(NormalDist().inv_cdf(sparsity), dtype=common["dtype"])
             self._deviations = float(quantile)
-        gate, up, down = projections
-        slices = [(f"{module}.{gate}", inner), (f"{module}.{up}", inner)]
-        if merged:
-            slices = [(f"{module}.gate_up_proj", 2 * inner)]
         self._gate_up = Linear(f"{name}.gate_up", slices, hidden, bias=bias, **common)
         self._down = Linear(f"{name}.down", [(f"{module}.{down}", hidden)], inner, bias=bias, **common)
 
     def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
         """See `Mlp`."""
-        gate_up = self._gate_up.forward(x, batch)
+        gate_up, (gate_scale, scale) = self._gate_up.forward(x, batch), self._scales
         if self._deviations is not None:
             self._cut(gate_up[:, : self._inner], self._deviations)
-        return self._down.forward(self._act_and_mul(gate_up, self._activation), batch, residual)
+        if gate_scale != 1.0:
+            gate_up[:, : self._inner] *= gate_scale
+        inner = self._act_and_mul(gate_up, self._activation)
+        if scale == 1.0:
+            return self._down.forward(inner, batch, residual)
+        y = self._down.forward(inner, batch).mul_(scale)
+        return y if residual is None else y.add_(residual)
 
     @staticmethod
     def _cut(gate: Tensor, deviations: float) -> None:
@@ -94,6 +100,35 @@ class GatedMlp:
     def weight_slots(self) -> dict[str, WeightSlot]:
         """See `Mlp`."""
         return self._gate_up.weight_slots() | self._down.weight_slots()
+
+    def renamed_slots(self) -> dict[str, RenamedSlot]:
+        """See `Mlp`."""
+        return {}
+
+
+class PlainMlp:
+    """W_down act(W_up x). Implements Mlp."""
+
+    def __init__(
+        self, name: str, modules: tuple[str, str], sizes: tuple[int, int], *, bias: bool, activation: str, **common: Any
+    ) -> None:
+        """`modules` and `sizes`: names in the checkpoint of up and down; hidden and inner size."""
+        hidden, inner = sizes
+        self._activation = plain_activation(activation, batch_invariant=common["batch_invariant"])
+        self._up = Linear(f"{name}.up", [(modules[0], inner)], hidden, bias=bias, **common)
+        self._down = Linear(f"{name}.down", [(modules[1], hidden)], inner, bias=bias, **common)
+
+    def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
+        """See `Mlp`."""
+        return self._down.forward(self._activation(self._up.forward(x, batch)), batch, residual)
+
+    def linears(self) -> list[Linear]:
+        """See `Mlp`."""
+        return [self._up, self._down]
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """See `Mlp`."""
+        return self._up.weight_slots() | self._down.weight_slots()
 
     def renamed_slots(self) -> dict[str, RenamedSlot]:
         """See `Mlp`."""

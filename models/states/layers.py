@@ -8,11 +8,12 @@ from torch.nn import functional as F
 
 from ..batch import ForwardBatch, LayerKV
 from ..decoder_layer import DecoderLayer, GeneralLayer
-from ..families.state_layers import DeltaNet, ShortConv, StateLayers
+from ..families.state_layers import DeltaNet, Mamba2, ShortConv, StateLayers
 from ..layers.norm import RMSNorm
 from ..layers.weights import WeightSlot
 from .convolution import Convolution
 from .delta_rule import DeltaInputs, delta_rule
+from .mamba_layers import MambaLayer, ParallelMambaLayer
 from .memory import LayerStates, StateSpec
 
 _EPS = 1e-6
@@ -20,7 +21,9 @@ _EPS = 1e-6
 
 
 def state_layer(states: StateLayers) -> type[DecoderLayer]:
-    """Class of the layers with states."""
+    """Class of the layers with states that have an MLP too."""
+    if isinstance(states, Mamba2):
+        return MambaLayer if states.attention_factors is None else ParallelMambaLayer
     return ShortConvLayer if isinstance(states, ShortConv) else DeltaNetLayer
 
 

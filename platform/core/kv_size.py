@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 _ACTIVATION_RESERVE = 1 << 30
 _GRAPH_RESERVE = 512 << 20
 """Memory reserved for captured graphs: 8 MiB for each of up to 60. An estimate, not measured yet."""
+_MOST_WITHOUT_KV = 1 << 16
+"""Most blocks of a model without attention, whose blocks only name the prefixes of its states."""
 _MOST_OF_HOST = 0.7
 """Share of the host's memory that `swap_space` may take."""
 
@@ -41,6 +43,8 @@ def num_device_blocks(args: EngineArgs, facts: ModelFacts, memory: int, max_mode
                 f"max_model_len {max_model_len} needs",
             )
         return args.num_gpu_blocks_override
+    if not facts.kv_bytes_per_token:
+        return max(blocks_per_seq, min(_MOST_WITHOUT_KV, blocks_per_seq * (max_num_seqs + 1)))
     fits = memory // (facts.kv_bytes_per_token * args.block_size)
     if fits < blocks_per_seq:
         raise InvalidRequestError(
@@ -52,13 +56,13 @@ def num_device_blocks(args: EngineArgs, facts: ModelFacts, memory: int, max_mode
 
 
 def num_host_blocks(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> int:
-    """Blocks that `swap_space` holds; 0 if nothing is swapped.
+    """Blocks that `swap_space` holds; 0 if nothing is swapped, as by a model without attention.
 
     Raises:
         InvalidRequestError: it holds none, or is most of the host's memory.
     """
     size = int(args.swap_space * (1 << 30))
-    if size == 0 or args.preemption_mode == "recompute":
+    if size == 0 or args.preemption_mode == "recompute" or not facts.kv_bytes_per_token:
         return 0
     block_bytes = facts.kv_bytes_per_token * args.block_size
     if size < block_bytes:

@@ -18,7 +18,7 @@ from ..tiny_families import FAMILIES, SIZES, Family, build
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
 EXACT = (
-    *("lora_", "wpe", "embed_positions", "mlp.gate.", "router.", "shared_expert_gate", "kv_b_proj", "norm", "_bias"),
+    *("lora_", "wpe", "embed_positions", ".gate.", "router.", "shared_expert_gate", "kv_b_proj", "norm", "_bias"),
     *("conv.conv", "conv1d", "feed_forward.gate.", "embed_tokens_per_layer", "altup."),
 )
 """Parts of names of weights that stay as they are: positions, routers, biases of experts, convolutions, inputs of
@@ -124,7 +124,7 @@ def test_preemption(make_engine, run, served):
         engine = engine_of(make_engine, served, **few, **options)
         served.check(run(engine, served.jobs))
         assert engine.stats().num_preemptions > 0
-        assert (engine.stats().kv_host_hits > 0) == bool(options)
+        assert (engine.stats().kv_host_hits > 0) == bool(options and engine.model.kv_layers)
     record(served.architecture, "native", ["preemption"])
 
 

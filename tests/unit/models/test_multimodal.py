@@ -135,6 +135,7 @@ def test_names_as_modules_have_them(name: str, saved: Callable, driver: Callable
             "internvl",
             "qwen2-vl",
             "qwen2.5-vl",
+            "qwen3.5-vl-moe",
         )
     }
     torch.testing.assert_close(logits_of(tmp_path / "new", driver), logits_of(folder, driver), atol=0, rtol=0)

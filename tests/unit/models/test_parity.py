@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.models.checkpoint.loader import load_model
 
-from ...tiny_families import FAMILIES
+from ...tiny_families import FAMILIES, VARIANTS
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -41,10 +41,10 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "exaone4-no-window": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "seed-oss-usual-biases": ("SeedOss", {"head_dim": 16}),
     "glm-5": ("GlmMoeDsa", {**FAMILIES["deepseek3.2"].config, "index_topk_freq": 2}),
-    **{name: (family.prefix, family.config) for name, family in FAMILIES.items()},
+    **{name: (family.prefix, family.config) for name, family in {**FAMILIES, **VARIANTS}.items()},
 }
 
-TOLERANCES = {"qwen3.5": 1e-3, "qwen3-next": 1e-3}
+TOLERANCES = {"qwen3.5": 1e-3, "qwen3.5-moe": 1e-3, "qwen3-next": 1e-3}
 """Largest differences of logits; 1e-4 elsewhere. Delta nets divide by norms of short vectors, and solve systems."""
 LENGTHS = {0: 45, 1: 3, 2: 24, 3: 17, 4: 1, 5: 38}
 Chunks = list[dict[int, list[int]]]

@@ -1,0 +1,230 @@
+"""Layers with Mamba-2 mixers: in place of attention, alongside it, or alone; and layers of one mixer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..batch import ForwardBatch
+from ..decoder_layer import GeneralLayer, entering
+from ..families.state_layers import Mamba2
+from ..layers.linear import AdapterRows, Linear
+from ..layers.mlp import Mlp
+from ..layers.weights import RenamedSlot, WeightSlot
+from .convolution import Convolution
+from .mamba2 import ScanInputs, scan
+from .memory import LayerStates
+
+
+class MambaMixer:
+    """out(norm(y · silu(z))), with y of the recurrence over conv(x, B, C), and z, x, B, C and dt of one projection."""
+
+    def __init__(
+        self,
+        layer: str,
+        module: str,
+        states: Mamba2,
+        linear: Callable[..., Linear],
+        sizes: tuple[int, float],
+        **common: Any,
+    ) -> None:
+        """Make a mixer without weights.
+
+        Args:
+            layer: Name of the layer in the checkpoint.
+            module: Name of the mixer in the layer.
+            states: Sizes and factors.
+            linear: Function that makes a projection of the layer.
+            sizes: Hidden size, and the epsilon of the norm.
+            common: dtype, device and batch_invariant, as in `Linear`.
+        """
+        hidden, self._eps = sizes
+        self._states, self._module, self._common = states, f"{layer}.{module}", common
+        size, parts = states.size, states.groups * states.state_dim
+        self._widths = [size, states.channels, states.heads]
+        self.inputs = linear("mamba_in", {f"{module}.in_proj": sum(self._widths)}, hidden, bias=states.in_bias)
+        self.out = linear("mamba_out", {f"{module}.out_proj": hidden}, size, bias=states.out_bias)
+        self._convolution = Convolution(
+            f"{self._module}.conv1d", states.channels, states.kernel, bias=states.conv_bias, **common
+        )
+        self._vectors: dict[str, Tensor] = {}
+        self._factors: Tensor | None = None
+        if set(states.part_factors) != {1.0}:
+            counts = torch.tensor([size, size, parts, parts, states.heads])
+            factors = torch.tensor(states.part_factors).repeat_interleave(counts)
+            self._factors = factors.to(common["device"], common["dtype"])
+
+    def forward(self, normed: Tensor, batch: ForwardBatch, memory: LayerStates) -> Tensor:
+        """Compute the result [T, hidden] for x [T, hidden], and write the states."""
+        assert batch.states is not None, "the batch has states"
+        assert memory.recurrent is not None, "mixers have a recurrent state"
+        states, vectors = self._states, self._vectors
+        scale_in, scale_out = states.factors
+        projected = self.inputs.forward(times(normed, scale_in), batch)
+        if self._factors is not None:
+            projected = projected * self._factors
+        gate, mixed, step = projected.split(self._widths, 1)
+        mixed = F.silu(self._convolution.forward(mixed, batch.states, memory)).float()
+        parts = states.groups * states.state_dim
+        x, key, query = mixed.split([states.size, parts, parts], 1)
+        x = x.unflatten(1, (states.heads, -1))
+        step = F.softplus(step.float() + vectors["dt_bias"]).clamp(*states.time_step_limit)
+        inputs = ScanInputs(
+            value=x * step.unsqueeze(-1),
+            decay=step * vectors["A_log"],
+            key=key.unflatten(1, (states.groups, -1)),
+            query=query.unflatten(1, (states.groups, -1)),
+        )
+        y = scan(inputs, batch.states, memory.recurrent) + x * vectors["D"].unsqueeze(-1)
+        return times(self.out.forward(self._gated(y.flatten(1), gate.float()).to(normed.dtype), batch), scale_out)
+
+    def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
+        """Result [T, size] in float32, gated and maybe normalised by groups."""
+        kind = self._states.norm
+        if kind != "before_gate":
+            y = y * F.silu(gate)
+        if kind == "none":
+            return y
+        grouped = y.unflatten(1, (self._states.groups, -1))
+        grouped = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self._eps)
+        y = grouped.flatten(1) * self._vectors["norm.weight"]
+        return y * F.silu(gate) if kind == "before_gate" else y
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Slots by the checkpoint's tensor names, but for the projections'."""
+        sizes = dict.fromkeys(("A_log", "D", "dt_bias"), self._states.heads)
+        if self._states.norm != "none":
+            sizes["norm.weight"] = self._states.size
+        slots = {f"{self._module}.{name}": self._slot(name, size) for name, size in sizes.items()}
+        return slots | self._convolution.weight_slots()
+
+    def _slot(self, name: str, size: int) -> WeightSlot:
+        def load(tensor: Tensor) -> None:
+            # Rounded to the model's dtype first, as in a model that holds its weights in it.
+            vector = tensor.to(self._common["device"], self._common["dtype"], copy=True).float()
+            self._vectors[name] = -vector.exp() if name == "A_log" else vector
+
+        return WeightSlot((size,), load)
+
+
+class MambaLayer(GeneralLayer):
+    """Layer with a mixer in place of attention."""
+
+    def _make_projections(self) -> None:
+        self._mixer = self._make_mixer()
+        self.qkv, self.o = self._mixer.inputs, self._mixer.out
+
+    def _make_mixer(self) -> MambaMixer:
+        config, states = self._config, self._config.states
+        assert isinstance(states, Mamba2), "the config has mixers"
+        module, sizes = config.names.get("mamba", "mamba"), (config.hidden_size, config.rms_norm_eps)
+        return MambaMixer(self._theirs, module, states, self._linear, sizes, **self._common)
+
+    def _mix(self, normed: Tensor, batch: ForwardBatch, kv: Any) -> Tensor:
+        return self._mixer.forward(normed, batch, kv)
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """See DecoderLayer."""
+        return super().weight_slots() | self._mixer.weight_slots()
+
+
+class ParallelMambaLayer(MambaLayer):
+    """Layer of Falcon-H1: the results of a mixer and of attention are added."""
+
+    def _make_projections(self) -> None:
+        GeneralLayer._make_projections(self)
+        self._mixer = self._make_mixer()
+
+    def _mix(self, normed: Tensor, batch: ForwardBatch, kv: Any) -> Tensor:
+        states, memory = self._config.states, kv
+        assert isinstance(states, Mamba2), "the config has mixers"
+        assert states.attention_factors is not None, "layers have attention too"
+        before, after = states.attention_factors
+        mixed = self._mixer.forward(normed, batch, memory[0])
+        return mixed + times(GeneralLayer._mix(self, times(normed, before), batch, memory[1]), after)
+
+    def linears(self) -> list[Linear]:
+        """See DecoderLayer."""
+        return [self._mixer.inputs, self._mixer.out, *super().linears()]
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """See DecoderLayer."""
+        return super().weight_slots() | self._mixer.inputs.weight_slots() | self._mixer.out.weight_slots()
+
+
+class NoMlp:
+    """Second half of a layer that has none. Implements Mlp."""
+
+    def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
+        """See `Mlp`; it is never called."""
+        raise NotImplementedError
+
+    def linears(self) -> list[Linear]:
+        """See `Mlp`."""
+        return []
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """See `Mlp`."""
+        return {}
+
+    def renamed_slots(self) -> dict[str, RenamedSlot]:
+        """See `Mlp`."""
+        return {}
+
+
+class SingleLayer(GeneralLayer):
+    """Layer with attention alone."""
+
+    def _make_mlp(self, device: torch.device) -> Mlp:
+        return NoMlp()
+
+    def forward_deferred(self, hidden: Tensor, delta: Tensor | None, batch: ForwardBatch, kv: Any) -> Any:
+        """See DecoderLayer."""
+        normed, hidden = entering(self._before_attention, hidden, delta)
+        return hidden, self._mix(normed, batch, kv)
+
+
+class SingleMamba(SingleLayer, MambaLayer):
+    """Layer with a mixer alone."""
+
+
+class SingleMlp(SingleLayer):
+    """Layer with an MLP, or experts, alone."""
+
+    def _make_projections(self) -> None:
+        pass
+
+    def _make_mlp(self, device: torch.device) -> Mlp:
+        return GeneralLayer._make_mlp(self, device)
+
+    def _mix(self, normed: Tensor, batch: ForwardBatch, kv: Any) -> Tensor:
+        return self.mlp.forward(normed, batch)
+
+    def linears(self) -> list[Linear]:
+        """See DecoderLayer."""
+        return self.mlp.linears()
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """See DecoderLayer."""
+        slots = self.mlp.weight_slots()
+        for norm in self._norms:
+            slots |= norm.weight_slots()
+        return slots
+
+
+SINGLE_LAYERS: dict[str, type[GeneralLayer]] = {
+    "mamba": SingleMamba,
+    "attention": SingleLayer,
+    "mlp": SingleMlp,
+    "experts": SingleMlp,
+}
+"""Class of a layer by its kind in `DecoderConfig.mixers`."""
+
+
+def times(x: Tensor, factor: float) -> Tensor:
+    """Product of x and a factor."""
+    return x if factor == 1.0 else x * factor
