@@ -20,7 +20,7 @@ using namespace outrider;
 namespace {
 
 constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 15;  // of states read; fewer do not pay for waking threads
-constexpr int MOST = LANES == 16 ? 8 : 4;           // tokens of a block: twice as many sums stay in registers
+constexpr int MOST = LANES / 2;                     // tokens of a block: their keys and queries fill a vector
 constexpr float EPS = 1e-6f;                        // of the norms of queries and keys
 
 struct Strided {
@@ -41,28 +41,28 @@ struct Call {
 struct Scratch {
     std::vector<float> all;
     int64_t key_dim = 0, value_dim = 0, width = 0, value_width = 0;  // dimensions, and widths of those rows
-    float *state, *query, *key, *pairs, *updates, *delta, *result;
+    float *state, *query, *key, *pairs, *delta, *result;
 
     void resize(int64_t keys, int64_t values) {
         if (keys == key_dim && values == value_dim) return;
         key_dim = keys, value_dim = values;
         width = (keys + LANES - 1) / LANES * LANES, value_width = (values + LANES - 1) / LANES * LANES;
-        all.assign(keys * values + 5 * MOST * width + 2 * MOST * value_width, 0.0f);
+        all.assign(keys * (values + LANES) + 2 * MOST * (width + value_width), 0.0f);
         state = all.data();
         query = state + keys * values;
         key = query + MOST * width;
-        pairs = key + MOST * width;          // [D][2 N]: k[i][d], q[i][d]
-        updates = pairs + 2 * MOST * width;  // [D][N]: c[N, i] k[i][d]
-        delta = updates + MOST * width;
+        pairs = key + MOST * width;  // [D][LANES]: k[i][d], and q[i][d] from MOST on
+        delta = pairs + keys * LANES;
         result = delta + MOST * value_width;
     }
 };
 
 // Factors of a block's tokens.
 struct Factors {
-    float beta[MOST], total[MOST];          // total: c[i]
-    float keys[MOST][MOST];                 // beta[i] c[i, j] (k[i] . k[j])
-    float queries[MOST][MOST];              // c[i, j] (q[i] . k[j])
+    float beta[MOST], total[MOST], rest[MOST];  // total: c[i], rest: c[N, i]
+    float keys[MOST][MOST];                     // beta[i] c[i, j] (k[i] . k[j])
+    float queries[MOST][MOST];                  // c[i, j] (q[i] . k[j])
+    bool streams;  // the state after the block is read by a later pass only
 };
 
 inline float dot(const float* a, const float* b, int64_t width) {
@@ -89,6 +89,17 @@ inline float element(const Strided& part, int64_t token, int64_t i) {
     return to_float(((const E*)part.data)[token * part.stride + i]);
 }
 
+// Stores past the cache, where the machine can.
+inline void stream(float* p, Vec value) {
+#if OUTRIDER_LANES == 16
+    _mm512_stream_ps(p, (__m512)value);
+#elif OUTRIDER_LANES == 8
+    _mm256_stream_ps(p, (__m256)value);
+#else
+    store(p, value);
+#endif
+}
+
 // W vectors of columns of a state, or with TAIL one of `left` columns.
 template <int N, int W, bool TAIL>
 void columns(const Scratch& s, const Factors& f, const float* state, float* after, int64_t key_dim, int64_t value_dim,
@@ -96,12 +107,12 @@ void columns(const Scratch& s, const Factors& f, const float* state, float* afte
     const auto get = [&](const float* p, int w) { return TAIL ? load(p, left) : load(p + w * LANES); };
     Vec known[N][W] = {}, read[N][W] = {};
     for (int64_t d = 0; d < key_dim; d++) {
-        const float *row = state + d * value_dim + first, *pairs = s.pairs + d * 2 * N;
+        const float *row = state + d * value_dim + first, *pairs = s.pairs + d * LANES;
         for (int w = 0; w < W; w++) {
             const Vec value = get(row, w);
             for (int i = 0; i < N; i++) {
                 known[i][w] = multiply_add(all(pairs[i]), value, known[i][w]);
-                read[i][w] = multiply_add(all(pairs[N + i]), value, read[i][w]);
+                read[i][w] = multiply_add(all(pairs[MOST + i]), value, read[i][w]);
             }
         }
     }
@@ -117,14 +128,18 @@ void columns(const Scratch& s, const Factors& f, const float* state, float* afte
             delta[i][w] = d;
             store(s.result + at, multiply_add(all(f.queries[i][i]), d, o));
         }
+    for (int i = 0; i < N; i++)
+        for (int w = 0; w < W; w++) delta[i][w] *= f.rest[i];
     for (int64_t d = 0; d < key_dim; d++) {
-        const float *row = state + d * value_dim + first, *updates = s.updates + d * N;
+        const float *row = state + d * value_dim + first, *pairs = s.pairs + d * LANES;
         float* target = after + d * value_dim + first;
         for (int w = 0; w < W; w++) {
             Vec value = f.total[N - 1] * get(row, w);
-            for (int i = 0; i < N; i++) value = multiply_add(all(updates[i]), delta[i][w], value);
+            for (int i = 0; i < N; i++) value = multiply_add(all(pairs[i]), delta[i][w], value);
             if constexpr (TAIL)
                 store(target, value, left);
+            else if (N == 1 && f.streams)
+                stream(target + w * LANES, value);
             else
                 store(target + w * LANES, value);
         }
@@ -133,10 +148,12 @@ void columns(const Scratch& s, const Factors& f, const float* state, float* afte
 
 // N tokens from `token` on: reads `state` and writes `after`, which may be the same.
 template <typename E, int N>
-void block(const Call& call, Scratch& s, int64_t token, int64_t head, const float* state, float* after) {
+void block(const Call& call, Scratch& s, int64_t token, int64_t head, const float* state, float* after,
+           bool streams) {
     const int64_t key_dim = call.key_dim, value_dim = call.value_dim;
     const int64_t key_head = head / (call.value_heads / call.key_heads), keys = call.key_heads * key_dim;
     Factors f;
+    f.streams = streams;
     float decay[N];
     for (int i = 0; i < N; i++) {
         const E* row = (const E*)call.mixed.data + (token + i) * call.mixed.stride;
@@ -150,25 +167,31 @@ void block(const Call& call, Scratch& s, int64_t token, int64_t head, const floa
         f.beta[i] = 1.0f / (1.0f + std::exp(-b));
         f.total[i] = (i ? f.total[i - 1] : 1.0f) * decay[i];
     }
-    float rest = 1.0f, to_end[N];
+    for (int i = 0; i < N; i++)
+        for (int64_t d = 0; d < key_dim; d++) {
+            s.pairs[d * LANES + i] = s.key[i * s.width + d];
+            s.pairs[d * LANES + MOST + i] = s.query[i * s.width + d];
+        }
+    Vec products[N] = {};  // of key i with all keys and queries
+    if (N == 1)
+        f.queries[0][0] = dot(s.query, s.key, s.width);
+    else
+        for (int64_t d = 0; d < key_dim; d++) {
+            const float* pairs = s.pairs + d * LANES;
+            const Vec others = load(pairs);
+            for (int i = 0; i < N; i++) products[i] = multiply_add(all(pairs[i]), others, products[i]);
+        }
+    float rest = 1.0f;
     for (int i = N - 1; i >= 0; i--) {
-        to_end[i] = rest;
+        f.rest[i] = rest;
         rest *= decay[i];
         float between = 1.0f;
-        for (int j = i; j >= 0; j--) {
-            const float* key = s.key + j * s.width;
-            f.queries[i][j] = between * dot(s.query + i * s.width, key, s.width);
-            if (j < i) f.keys[i][j] = f.beta[i] * between * dot(s.key + i * s.width, key, s.width);
+        for (int j = i; N > 1 && j >= 0; j--) {
+            f.keys[i][j] = f.beta[i] * between * products[j][i];
+            f.queries[i][j] = between * products[j][MOST + i];
             between *= decay[j];
         }
     }
-    for (int i = 0; i < N; i++)
-        for (int64_t d = 0; d < key_dim; d++) {
-            const float key = s.key[i * s.width + d];
-            s.pairs[d * 2 * N + i] = key;
-            s.pairs[d * 2 * N + N + i] = s.query[i * s.width + d];
-            s.updates[d * N + i] = to_end[i] * key;
-        }
     constexpr int W = N == 1 ? MOST / 2 : N <= MOST / 2 ? 2 : 1;
     int64_t first = 0;
     for (; first + W * LANES <= value_dim; first += W * LANES)
@@ -195,10 +218,10 @@ void block(const Call& call, Scratch& s, int64_t token, int64_t head, const floa
 
 template <typename E, int N>
 void block_of(int64_t count, const Call& call, Scratch& s, int64_t token, int64_t head, const float* state,
-              float* after) {
+              float* after, bool streams) {
     if constexpr (N > 1)
-        if (count < N) return block_of<E, N - 1>(count, call, s, token, head, state, after);
-    block<E, N>(call, s, token, head, state, after);
+        if (count < N) return block_of<E, N - 1>(count, call, s, token, head, state, after, streams);
+    block<E, N>(call, s, token, head, state, after, streams);
 }
 
 template <typename E>
@@ -208,6 +231,7 @@ void head_of_row(const Call& call, const StateRows& rows, int64_t row, int64_t h
     thread_local Scratch s;
     s.resize(call.key_dim, call.value_dim);
     const float* state = slot(rows.sources[row]);
+    const bool aligned = (uintptr_t)call.memory % sizeof(Vec) == 0 && call.value_dim % LANES == 0;
     const int64_t first = rows.firsts[row], count = rows.firsts[row + 1] - first;
     int64_t write = rows.write_firsts[row];
     const int64_t last_write = rows.write_firsts[row + 1];
@@ -216,12 +240,16 @@ void head_of_row(const Call& call, const StateRows& rows, int64_t row, int64_t h
         const int64_t tokens = end - t < MOST ? end - t : MOST;
         const bool writes = write < last_write && t + tokens == end;
         float* after = writes ? slot(rows.slots[write]) : s.state;
-        block_of<E, MOST>(tokens, call, s, first + t, head, state, after);
+        const bool streams = aligned && count == 1 && write + 1 == last_write && after != state;
+        block_of<E, MOST>(tokens, call, s, first + t, head, state, after, streams);
         state = after;
         t += tokens;
         for (bool is_first = true; write < last_write && rows.offsets[write] == t; write++, is_first = false)
             if (!is_first) std::memcpy(slot(rows.slots[write]), state, size * sizeof(float));
     }
+#ifdef __AVX2__
+    if (aligned) _mm_sfence();  // before other threads read what was streamed
+#endif
 }
 
 template <typename E>
