@@ -29,7 +29,7 @@ from .states.layers import GatedAttentionLayer, state_layer, state_specs
 from .states.memory import StateSpec
 
 
-def _layer_kind(config: DecoderConfig, index: int) -> type[DecoderLayer]:
+def layer_class(config: DecoderConfig, index: int) -> type[DecoderLayer]:
     """Class of a layer that is not of the GPT shape."""
     if config.states is not None and index in config.states.layers:
         return state_layer(config.states)
@@ -66,7 +66,7 @@ class Decoder:
         self._deferring: Sequence[DecoderLayer] = ()
         """The layers, where norms add the residual stream."""
         if block is None:
-            layers = [_layer_kind(config, i)(config, i, self.attention, self.device) for i in range(config.num_layers)]
+            layers = [layer_class(config, i)(config, i, self.attention, self.device) for i in range(config.num_layers)]
             self.layers, self._deferring = layers, layers if adds_residuals(self.device) and not invariant else ()
             self.embedding = Embedding(*shape, tied=config.tie_word_embeddings, scales=scales, **common)
             self._final_norm = RMSNorm(

@@ -7,7 +7,7 @@ import logging
 import math
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from ...platform.core.errors import InvalidRequestError
 from ..batch import kv_dtype
 from ..config import DTYPES, DecoderConfig, stored_dtype
 from ..decoder import Decoder
+from ..families import FAMILIES
 from ..families.multimodal import OUTER, language_name
 from ..implementation import AUTO, build_model, read_config
 from ..layers.cache_scales import scale_slots
@@ -46,7 +47,7 @@ _NO_WEIGHTS = ' (load_format="dummy" needs none)'
 _PREFIXES = ("model.", "transformer.", "gpt_neox.")
 # Scales of keys, values, queries and attention's probabilities, for caches that divide by them.
 _CACHE_SCALE = re.compile(r"\.(?:[kqv]|kv|prob)_scale$|\.[kv]_proj\.output_scale$")
-# Buffers that old checkpoints store although they follow from the config, and layers that predict further tokens.
+# Buffers that old checkpoints store although they follow from the config, and heads that predict further tokens.
 _UNUSED = re.compile(r"^mtp\.|\.rotary_emb\.inv_freq$|\.(?:attn|attention)\.(?:masked_)?bias$")
 
 
@@ -258,14 +259,10 @@ def _stored_tensors(
         tensors = {table if name == head else name: tensor for name, tensor in tensors.items()}
     if isinstance(model, TransformersModel):
         tensors = model.by_slot(tensors)
-    for name, other in renamed.items():
-        if name in tensors:
-            tensors[name] = _turned(tensors[name], other.slot.shape)
-            for replaced in other.replaced:
-                del slots[replaced]
-            slots[name] = other.slot
+    use_renamed(slots, tensors, renamed)
     tensors = {_with_prefix(name, slots): tensor for name, tensor in tensors.items()}
     ignored = {head} if is_tied else set()
+    ignored |= _prediction_heads(config, tensors.keys() - slots.keys())
     scales = {name: tensor.shape for name, tensor in tensors.items() if _CACHE_SCALE.search(name) and name not in slots}
     slots |= scale_slots(scales, model.cache_scales() if isinstance(model, Decoder) else {})
     unused = [name for name in scales if name not in slots]
@@ -277,6 +274,25 @@ def _stored_tensors(
     if problems:
         raise InvalidRequestError(f"the weights in {path} do not fit its config.json; {problems}", param="model")
     return {name: tensor for name, tensor in tensors.items() if name in slots}
+
+
+def use_renamed(
+    slots: dict[str, WeightSlot], tensors: dict[str, StoredTensor], renamed: Mapping[str, RenamedSlot]
+) -> None:
+    """Replace slots by those of the stored tensors that stand for them. `slots` and `tensors` are mutated."""
+    for name, other in renamed.items():
+        if name in tensors:
+            tensors[name] = _turned(tensors[name], other.slot.shape)
+            for replaced in other.replaced:
+                del slots[replaced]
+            slots[name] = other.slot
+
+
+def _prediction_heads(config: ModelConfig, names: Collection[str]) -> set[str]:
+    """Tensors of heads for multi-token prediction, which a drafter may read, in any family's form: transformers' code
+    runs further families that have some."""
+    forms = {traits.prediction for traits in FAMILIES.values()} - {None}
+    return {name for form in forms if form is not None for name in form.all_tensors(names, config.num_layers)}
 
 
 def _turned(stored: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:

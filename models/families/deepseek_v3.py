@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from . import deepseek_v2
+from .prediction import APPENDED_LAYER
 from .traits import ExpertTraits
 
 TRAITS = replace(
@@ -27,4 +28,5 @@ TRAITS = replace(
     },
     constants={"moe_layer_freq": 1, "rope_interleave": 1},
     experts=ExpertTraits(rounded=False, ungated=True, grouped=True, sigmoid=True, float_router=True),
+    prediction=APPENDED_LAYER,
 )

@@ -1,5 +1,6 @@
 """ERNIE 4.5: Llama with neighbours rotated as pairs."""
 
+from .prediction import PredictionHead
 from .traits import FamilyTraits
 
 TRAITS = FamilyTraits(
@@ -15,4 +16,11 @@ TRAITS = FamilyTraits(
     keys={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
     has_window=False,
     interleaved_rope=True,
+    prediction=PredictionHead(
+        layer="model.mtp_block.{head}",
+        token_norm="model.mtp_emb_norm.{head}",
+        hidden_norm="model.mtp_hidden_norm.{head}",
+        projection="model.mtp_linear_proj.{head}",
+        norm="model.norm",
+    ),
 )

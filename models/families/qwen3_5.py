@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from .prediction import PredictionHead
 from .state_layers import delta_net
 from .traits import FamilyTraits
 
@@ -22,6 +23,15 @@ DEFAULTS = {
     "linear_num_value_heads": 32,
 }
 
+PREDICTION = PredictionHead(
+    layer="mtp.layers.{head}",
+    token_norm="mtp.pre_fc_norm_embedding",
+    hidden_norm="mtp.pre_fc_norm_hidden",
+    projection="mtp.fc",
+    norm="mtp.norm",
+    norm_output=True,
+)
+
 TRAITS = FamilyTraits(
     defaults=DEFAULTS,
     constants={"attn_output_gate": True},
@@ -32,4 +42,5 @@ TRAITS = FamilyTraits(
     has_window=False,
     gated_attention=True,
     states=partial(delta_net, merged=False),
+    prediction=PREDICTION,
 )

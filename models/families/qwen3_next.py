@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from .qwen3_5 import DEFAULTS
+from .qwen3_5 import DEFAULTS, PREDICTION
 from .state_layers import delta_net
 from .traits import ExpertTraits, FamilyTraits
 
@@ -27,5 +27,6 @@ TRAITS = FamilyTraits(
     has_window=False,
     gated_attention=True,
     states=partial(delta_net, merged=True),
+    prediction=PREDICTION,
     experts=ExpertTraits(shared=True),
 )

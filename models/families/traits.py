@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .block import Block
+from .prediction import PredictionHead
 from .state_layers import StateLayers
 
 
@@ -120,6 +121,8 @@ class FamilyTraits:
     """Keys of config.json of which one number is served."""
     experts: ExpertTraits | None = None
     """None: all layers have a dense MLP."""
+    prediction: PredictionHead | None = None
+    """Heads for multi-token prediction that its checkpoints may have; None: none are served."""
     plain_tokenizer_type: str | None = None
     """Value of `model_type` in config.json of models whose tokenizer.json holds the whole tokenizer. None: transformers
     chooses the tokenizer's class."""

@@ -40,6 +40,11 @@ class Format:
     optional_bias: bool = False
     """True: a bias that the model does not have may be stored, if it is zero."""
 
+    @property
+    def endings(self) -> tuple[str, ...]:
+        """Ends of the names of tensors that show a packed weight."""
+        return tuple(f".{name}" for name in self.markers or self.parts[:1])
+
 
 class Parts:
     """Stored tensors of one module."""
@@ -108,12 +113,10 @@ def unpack(
     Raises:
         InvalidRequestError: parts are missing or of the wrong shape, or nothing is packed; the message names them.
     """
-    markers = form.markers or form.parts[:1]
-    endings = tuple(f".{name}" for name in markers)
-    modules = {name[: -len(ending)] for name in tensors for ending in endings if name.endswith(ending)}
+    modules = {name[: -len(ending)] for name in tensors for ending in form.endings if name.endswith(ending)}
     if not modules:
         raise InvalidRequestError(
-            f"config.json says that weights are quantized ({form.name}), but there is no tensor *.{markers[0]}",
+            f"config.json says that weights are quantized ({form.name}), but there is no tensor *{form.endings[0]}",
             param=param,
         )
     found = dict(tensors)

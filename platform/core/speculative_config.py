@@ -12,9 +12,11 @@ from .compat.vllm_options import SPECULATIVE, plain_value
 from .errors import InvalidRequestError
 from .text import did_you_mean
 
-METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa")
-MODEL_METHODS = ("draft_model", "eagle", "eagle3", "medusa")
+METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp")
+MODEL_METHODS = ("draft_model", "eagle", "eagle3", "medusa", "mtp")
 """Methods that load weights from `model`."""
+IN_TARGET_METHODS = ("mtp",)
+"""Those of them whose weights are in the target's checkpoint if no `model` is given."""
 _LOOKUP_MAX = 5
 REJECTION_METHODS = ("standard", "invariant", "synthetic")
 
@@ -119,12 +121,13 @@ def parse_speculative(config: Mapping[str, Any] | None, download_dir: str | None
         hint = did_you_mean(str(unknown[0]), _FIELDS)
         raise _wrong(f"unknown field {unknown[0]!r}{hint}; known are {', '.join(sorted(_FIELDS))}")
     method = given.get("method", _method_of(given["model"]) if "model" in given else None)
-    method = "ngram" if method == "[ngram]" else method
+    method = _usual_name(method)
     if method in ("off", "none"):
         return None
     if method not in METHODS:
         raise _wrong(f"method must be one of {', '.join(METHODS)}; got {method!r}")
-    if method in MODEL_METHODS and (not isinstance(given.get("model"), str) or not given["model"]):
+    needs_model = method in MODEL_METHODS and (method not in IN_TARGET_METHODS or "model" in given)
+    if needs_model and (not isinstance(given.get("model"), str) or not given["model"]):
         raise _wrong(f"{method} needs a model, a string; got {given.get('model')!r}")
     for name in ("revision", "quantization"):
         if not isinstance(given.get(name, ""), str):
@@ -155,6 +158,14 @@ def parse_speculative(config: Mapping[str, Any] | None, download_dir: str | None
     return result
 
 
+def _usual_name(method: Any) -> Any:
+    """The method that vLLM calls `method`: a family's heads for multi-token prediction, such as "deepseek_mtp", are
+    "mtp"."""
+    if isinstance(method, str) and method.endswith("_mtp"):
+        return "mtp"
+    return "ngram" if method == "[ngram]" else method
+
+
 def _method_of(model: object) -> str:
     """The method of a draft whose config has none, by the name of the model, as in vLLM."""
     name = str(model).rstrip("/").rpartition("/")[2].lower()
@@ -166,6 +177,8 @@ def _method_of(model: object) -> str:
 
 def _check_fit(config: SpeculativeConfig, given: Mapping[str, Any]) -> None:
     """Refuse fields that do not apply to the method."""
+    if config.model is None and config.revision is not None and config.method in IN_TARGET_METHODS:
+        raise _wrong(f"revision means nothing to method {config.method} without a model")
     for name in _NOT_FOR_METHOD[config.method]:
         fallback = name in _LOOKUP and config.method in MODEL_METHODS  # adaptive, it falls back on prompt lookup
         if name in given and not (fallback and config.adaptive):

@@ -249,7 +249,7 @@ def _resolve(args: EngineArgs, path: Path, num_local: int | None = None) -> Engi
     )
     speculative = parse_speculative(args.speculative_config, args.download_dir)
     dtype = facts.dtype if args.dtype == "auto" else args.dtype
-    drafters = draft_kv_bytes_per_token(speculative, dtype, args.kv_cache_dtype)
+    drafters = draft_kv_bytes_per_token(speculative, dtype, args.kv_cache_dtype, path)
     facts = dataclasses.replace(facts, kv_bytes_per_token=facts.kv_bytes_per_token + drafters)
     hardware = find_hardware(args.device)
     size = num_local or args.tensor_parallel_size

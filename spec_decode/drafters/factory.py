@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ...platform.core.errors import OutriderError
-from ...platform.core.speculative_config import SpeculativeConfig
+from ...platform.core.speculative_config import IN_TARGET_METHODS, SpeculativeConfig
 from .base import Drafter, NoDrafter
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ _MODULES = {
     "eagle": ".eagle.drafter",
     "eagle3": ".eagle.drafter",
     "medusa": ".medusa.drafter",
+    "mtp": ".mtp.drafter",
 }
 """Method of `speculative_config` -> module, imported on use. It has `load(config, context) -> Drafter` and, if the
 drafter owns layers, `kv_bytes_per_token(config, dtype, kv_cache_dtype) -> int`; if it has files, `check(config,
@@ -75,23 +76,28 @@ def make_drafter(config: SpeculativeConfig | None, context: DrafterContext) -> D
     """
     if config is None:
         return NoDrafter()
+    config = _with_model(config, context.model_path)
     with _errors_name(config.model):
         drafter: Drafter = _module(config.method).load(config, context)
         return drafter
 
 
-def draft_kv_bytes_per_token(config: SpeculativeConfig | None, dtype: str, kv_cache_dtype: str = "auto") -> int:
+def draft_kv_bytes_per_token(
+    config: SpeculativeConfig | None, dtype: str, kv_cache_dtype: str = "auto", model_path: Path | None = None
+) -> int:
     """Bytes a token in the layers that the drafter will own, from its config.json alone, before anything is loaded.
 
     Args:
         dtype: the dtype in which the drafter will be served.
         kv_cache_dtype: see `models.batch.kv_dtype`.
+        model_path: folder of the target.
 
     Raises:
         NotFoundError, UnsupportedModelError: as for any model.
     """
     if config is None:
         return 0
+    config = _with_model(config, model_path)
     with _errors_name(config.model):
         found: Callable[..., int] | None = getattr(_module(config.method), "kv_bytes_per_token", None)
         return 0 if found is None else found(config, dtype, kv_cache_dtype)
@@ -105,10 +111,18 @@ def check_drafter(config: SpeculativeConfig | None, target: ModelConfig, model_p
     """
     if config is None:
         return
+    config = _with_model(config, model_path)
     with _errors_name(config.model):
         found: Callable[..., None] | None = getattr(_module(config.method), "check", None)
         if found is not None:
             found(config, target, model_path)
+
+
+def _with_model(config: SpeculativeConfig, target: Path | str | None) -> SpeculativeConfig:
+    """`config` whose `model` is the target's folder if the drafter's weights are there."""
+    if config.model is not None or config.method not in IN_TARGET_METHODS:
+        return config
+    return replace(config, model=str(target))
 
 
 def _module(method: str) -> Any:

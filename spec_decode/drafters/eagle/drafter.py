@@ -18,14 +18,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ....kernels.staging import to_device
-from ....models.batch import AdapterPreparer, ForwardBatch, LayerKV, SequenceRows, build_batch
+from ....models.batch import (
+    AdapterPreparer,
+    ForwardBatch,
+    KVLayerSpec,
+    LayerKV,
+    PagedModel,
+    SequenceRows,
+    build_batch,
+)
 from ....models.checkpoint.json_files import read_json
 from ....models.checkpoint.paths import resolve_model_path
 from ....models.pass_graphs import PassOptions
@@ -41,8 +49,60 @@ from .head import EagleHead, LastRows
 from .hidden_store import HiddenStore
 
 if TYPE_CHECKING:
+    from ....models.config import DecoderConfig
+    from ....models.layers.linear import Linear
     from ....models.model import ModelConfig
     from ....models.pass_graphs import PassInputs
+
+
+class HeadConfig(Protocol):
+    """Sizes of a head."""
+
+    @property
+    def layer(self) -> DecoderConfig:
+        """Its layer; `hidden_size` is the head's own."""
+        ...
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Columns of its logits."""
+        ...
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """See `DrafterNeeds`; empty: it reads the target's hidden states after the final norm."""
+        ...
+
+
+class StateHead(PagedModel, Protocol):
+    """Layer that reads a token and a hidden state before it: `EagleHead`, `MtpHead`."""
+
+    @property
+    def config(self) -> HeadConfig:
+        """Sizes."""
+        ...
+
+    @property
+    def vocabulary(self) -> DraftVocabulary | None:
+        """Vocabulary of its logits; None: the target's."""
+        ...
+
+    @property
+    def kv_layer(self) -> KVLayerSpec:
+        """KV that the layer keeps of a token."""
+        ...
+
+    def linears(self) -> list[Linear]:
+        """Projections that draft weights may target."""
+        ...
+
+    def fuse(self, states: Sequence[Tensor], adapters: Any) -> Tensor:
+        """See `EagleHead.fuse`, as for the next two."""
+        ...
+
+    def forward(self, batch: ForwardBatch, hidden: Tensor, last: LastRows | None) -> Tensor: ...
+
+    def logits(self, state: Tensor, out: Tensor | None = None) -> Tensor: ...
 
 
 def load(config: SpeculativeConfig, context: DrafterContext) -> EagleDrafter:
@@ -95,20 +155,19 @@ def _for_random_weights(config: EagleConfig) -> EagleConfig:
 
 
 class EagleDrafter(TokenDrafter):
-    """Drafts by an EAGLE head with each request's own sampling parameters, as a draft model does."""
+    """Drafts by an EAGLE head, or another `StateHead`, with each request's own sampling parameters."""
 
     first_position = 1
     drafts_count = False
     reads_states = True
 
-    def __init__(self, head: EagleHead, **options: Unpack[TokenDrafterOptions]) -> None:
+    def __init__(self, head: StateHead, **options: Unpack[TokenDrafterOptions]) -> None:
         """`head` belongs to the drafter."""
         super().__init__(head, head.config.draft_vocab_size, **options)
         self._head = head
-        self._eagle3 = head.config.eagle3
         layer = head.config.layer
         self.pass_options = PassOptions(first_key=1, state_size=layer.hidden_size, state_dtype=layer.dtype)
-        self._store = HiddenStore(layer.hidden_size, head.fuse, head.device, adapts=self._eagle3)
+        self._store = HiddenStore(layer.hidden_size, head.fuse, head.device, adapts=bool(head.config.aux_layers))
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -143,7 +202,7 @@ class EagleDrafter(TokenDrafter):
         return self._store.write(rows, self._states(target), None if step is None else step.overshoot)
 
     def _states(self, target: TargetOutput) -> tuple[Tensor, ...]:
-        if self._eagle3:
+        if self._head.config.aux_layers:
             return target.aux
         assert target.hidden is not None
         return (target.hidden,)

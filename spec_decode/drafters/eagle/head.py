@@ -49,7 +49,7 @@ class LastRows:
     use the same memory."""
 
 
-class _ShiftedRope(RotaryEmbedding):
+class ShiftedRope(RotaryEmbedding):
     """The head's rotary embedding: the pair stored at position p of a sequence is rotated as position p - 1."""
 
     def rotations(
@@ -80,7 +80,7 @@ class EagleHead:
                 f"{config.target_hidden_size}: it cannot share the target's"
             )
         self.attention = make_attention(attention_spec(layer, self.device))
-        self.rope = _ShiftedRope([layer.rope], layer.head_dim, dtype=layer.dtype, device=self.device)
+        self.rope = ShiftedRope([layer.rope], layer.head_dim, dtype=layer.dtype, device=self.device)
         self._build_linears()
         self._build_norms()
         self._embedding: Tensor | None = None

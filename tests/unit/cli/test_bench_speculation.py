@@ -42,6 +42,7 @@ def test_adaptive_may_be_over_any_drafter():
     models = {"draft_model": "d", "eagle3": "e"}
     modes = make_modes(["adaptive:draft_model", "adaptive:ngram"], models, 4)[1:]
     assert [(mode.method, mode.config.get("model")) for mode in modes] == [("draft_model", "d"), ("ngram", None)]
+    assert make_modes(["mtp"], {}, 4)[1].config == {"method": "mtp", "num_speculative_tokens": 4}
     assert all(mode.config["adaptive"] for mode in modes)
 
 

@@ -145,6 +145,7 @@ def test_lookup_bounds_that_cross_are_both_named():
     ("config", "field"),
     [
         ({"method": "ngram", "model": "/d"}, "model"),
+        ({"method": "mtp", "revision": "main"}, "revision"),
         ({"method": "ngram", "drafts_given": True}, "drafts_given"),
         ({"model": "/d", "prompt_lookup_max": 3, "num_speculative_tokens": 4}, "prompt_lookup_max .* unless"),
         ({"method": "draft_model", "model": "/d", "prompt_lookup_min": 1, "adaptive": False}, "prompt_lookup_min"),
@@ -153,6 +154,14 @@ def test_lookup_bounds_that_cross_are_both_named():
 def test_fields_of_another_method_are_not_ignored(config, field):
     with pytest.raises(InvalidRequestError, match=field):
         parse_speculative(config)
+
+
+def test_heads_in_the_target_need_no_model():
+    for method in ("mtp", "deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "ernie_mtp", "mimo_mtp"):
+        config = parse_speculative({"method": method, "num_speculative_tokens": 2})
+        assert (config.method, config.model, config.adaptive) == ("mtp", None, False)
+    assert parse_speculative({"method": "mtp", "model": "/d"}).model == "/d"
+    assert parse_speculative({"method": "mtp"}).adaptive
 
 
 def test_the_bounds_of_prompt_lookup_go_with_the_fallback_of_adaptive_drafters():

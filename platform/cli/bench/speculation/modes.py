@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....core.errors import InvalidRequestError
-from ....core.speculative_config import METHODS, MODEL_METHODS
+from ....core.speculative_config import IN_TARGET_METHODS, METHODS, MODEL_METHODS
 
 OFF, CONTROL, ADAPTIVE = "off", "control", "adaptive"
 MODES = (OFF, CONTROL, *METHODS, ADAPTIVE)
@@ -70,11 +70,11 @@ def _make(name: str, models: Mapping[str, str], num_drafts: int, rates: Sequence
         known = f"{', '.join(MODES)}, adaptive:METHOD and METHOD:K"
         raise InvalidRequestError(f"unknown mode {name!r}; known are {known}", param="modes")
     config: dict[str, Any] = {"method": method, "num_speculative_tokens": num_drafts}
-    if method in MODEL_METHODS:
-        if method not in models:
-            option = "--" + method.replace("_", "-")
-            raise InvalidRequestError(f"mode {name} needs {option} PATH", param="modes")
+    if method in models:
         config["model"] = models[method]
+    elif method in MODEL_METHODS and method not in IN_TARGET_METHODS:
+        option = "--" + method.replace("_", "-")
+        raise InvalidRequestError(f"mode {name} needs {option} PATH", param="modes")
     if is_adaptive(name):
         config["adaptive"] = True
     if rates is not None:

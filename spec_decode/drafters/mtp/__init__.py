@@ -1,0 +1,1 @@
+"""Multi-token prediction heads of the target's own checkpoint as drafters."""

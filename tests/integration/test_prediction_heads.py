@@ -1,0 +1,381 @@
+"""Heads for multi-token prediction in the target's checkpoint, in engines with tiny models of each layout.
+
+The reference is a second model of the family with one layer in transformers: its layer and its norm are the head's.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from outrider import LoRARequest, SamplingParams
+from outrider.models.checkpoint.loader import read_facts
+from outrider.platform.core.config import EngineArgs
+from outrider.platform.core.errors import InvalidRequestError
+from outrider.platform.core.messages import EngineRequest
+from outrider.platform.core.speculative_config import parse_speculative
+from outrider.platform.engine.engine_core import EngineCore
+from outrider.spec_decode.control import adapters
+from outrider.spec_decode.drafters.factory import draft_kv_bytes_per_token
+
+from ..quantized_files import CASES, write_quantized
+from ..tiny_families import FAMILIES, SIZES, Family, build
+
+HIDDEN, VOCAB = SIZES["hidden_size"], SIZES["vocab_size"]
+
+
+class Layout(NamedTuple):
+    """A family's form of a head."""
+
+    names: dict[str, str]
+    """Its name of each module of the reference."""
+    family: Family
+    changes: Mapping[str, Any] = MappingProxyType({})
+    """Options of a model with the head's layer alone."""
+    chains_normed: bool = False
+    hidden_first: bool = False
+    architecture: str | None = None
+    """Name in config.json, if transformers does not know the model."""
+
+
+def modules(token_norm: str, hidden_norm: str, fc: str, norm: str, layer: str) -> dict[str, str]:
+    return {
+        "token_norm": token_norm, "hidden_norm": hidden_norm, "fc": fc, "model.norm": norm, "model.layers.0": layer
+    }  # fmt: skip
+
+
+APPENDED = modules(*(f"model.layers.3{part}" for part in (".enorm", ".hnorm", ".eh_proj", ".shared_head.norm", "")))
+QWEN = modules("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0")
+ERNIE = modules(
+    *(f"model.mtp_{part}.0" for part in ("emb_norm", "hidden_norm", "linear_proj")), "model.norm", "model.mtp_block.0"
+)
+MIMO = modules(
+    *(f"model.mtp_layers.0.{part}" for part in ("token_layernorm", "hidden_layernorm", "input_proj")),
+    *("model.mtp_layers.0.final_layernorm", "model.mtp_layers.0"),
+)
+FULL = {"layer_types": ["full_attention"]}
+LAYOUTS = {
+    "deepseek3": Layout(APPENDED, FAMILIES["deepseek3"], {"first_k_dense_replace": 0}),
+    "qwen3.5": Layout(QWEN, FAMILIES["qwen3.5"], FULL, chains_normed=True),
+    "qwen3-next": Layout(QWEN, FAMILIES["qwen3-next"], FULL | {"mlp_only_layers": []}, chains_normed=True),
+    "ernie4.5": Layout(ERNIE, FAMILIES["ernie4.5"]),
+    "mimo": Layout(MIMO, FAMILIES["qwen2"], {}, chains_normed=True, hidden_first=True, architecture="MiMoForCausalLM"),
+}
+TIE = 5e-3
+"""Logits that differ by less may change their order: sums are made in another order than transformers'."""
+
+
+class Checkpoint:
+    """A tiny model with a head, in transformers and on disk. `exact`: the next token depends on the last one alone, and
+    the head knows it."""
+
+    def __init__(self, root: Path, layout: Layout, *, exact: bool = False) -> None:
+        self.layout, self.folder = layout, root / "model"
+        family = layout.family
+        self.target = build(family)
+        self.head = build(Family(family.prefix, {**family.config, "num_hidden_layers": 1, **layout.changes}))
+        make_norm, eps = type(self.head.model.norm), self.target.config.rms_norm_eps
+        self.token_norm, self.hidden_norm = make_norm(HIDDEN, eps=eps), make_norm(HIDDEN, eps=eps)
+        self.fc = nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
+        generator = torch.Generator().manual_seed(3)
+        for module in (self.token_norm, self.hidden_norm, self.fc):
+            module.weight.data = 0.3 * torch.randn(module.weight.shape, generator=generator) + (module is not self.fc)
+        if layout.names["model.norm"] == "model.norm":
+            self.head.model.norm = self.target.model.norm
+        if exact:
+            self._make_exact()
+        self.target.save_pretrained(self.folder)
+        self.head.save_pretrained(root / "head")
+        file = self.folder / "model.safetensors"
+        save_file(load_file(file) | self._stored(load_file(root / "head" / file.name)), file, metadata={"format": "pt"})
+        if layout.architecture is not None:
+            config = json.loads((self.folder / "config.json").read_text())
+            config |= {"architectures": [layout.architecture], "model_type": "unknown"}
+            (self.folder / "config.json").write_text(json.dumps(config))
+
+    def _make_exact(self) -> None:
+        for model in (self.target, self.head):
+            for name, parameter in model.named_parameters():
+                if "o_proj" in name or "out_proj" in name or "down_proj" in name:
+                    parameter.data.zero_()
+        self.fc.weight.data = self._joined(torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN))
+        self.token_norm.weight.data.zero_()
+        if not self.token_norm(torch.ones(1, HIDDEN)).any():  # else the weight is added to 1
+            self.token_norm.weight.data.fill_(1.0)
+        self.head.model.norm.weight.data = self.target.model.norm.weight.data.clone()
+
+    def _joined(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        return torch.cat((hidden, embedded) if self.layout.hidden_first else (embedded, hidden), -1)
+
+    def _stored(self, head: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of the head by the family's names, and copies that DeepSeek-V3 stores."""
+        stored = head | {
+            f"{name}.weight": getattr(self, name).weight.data for name in ("token_norm", "hidden_norm", "fc")
+        }
+        found = {}
+        for ours, theirs in self.layout.names.items():
+            found |= {f"{theirs}{name[len(ours) :]}": t for name, t in stored.items() if name.startswith(f"{ours}.")}
+        if self.layout.names is APPENDED:
+            found["model.layers.3.shared_head.head.weight"] = self.target.lm_head.weight.data.clone()
+            found["model.layers.3.embed_tokens.weight"] = self.target.model.embed_tokens.weight.data.clone()
+        return {name: tensor.contiguous() for name, tensor in found.items()}
+
+    @torch.inference_mode()
+    def logits(self, tokens: list[int], drafts: list[int]) -> list[Tensor]:
+        """[V] before each of `drafts`, which follow `tokens`."""
+        read, features = tokens[1:], self.target.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
+        found: list[Tensor] = []
+        outputs: list[Tensor] = []
+        hook = self.head.model.layers[0].register_forward_hook(
+            lambda module, inputs, output: outputs.append(output[0] if isinstance(output, tuple) else output)
+        )
+        for draft in drafts:
+            embedded = self.token_norm(self.target.model.embed_tokens(torch.tensor(read)))
+            x = self.fc(self._joined(embedded, self.hidden_norm(features)))
+            normed = self.head.model(inputs_embeds=x[None]).last_hidden_state[0, -1]
+            found.append(self.target.lm_head(normed))
+            output = normed if self.layout.chains_normed else outputs[-1].view(len(x), -1)[-1]
+            read, features = [*read, draft], torch.cat((features, output[None]))
+        hook.remove()
+        return found
+
+    def misses(self, tokens: list[int], drafts: list[int]) -> int:
+        """Number of drafts that are not the most likely tokens, up to rounding."""
+        return sum(
+            bool(logits[draft] < logits.max() - TIE)
+            for logits, draft in zip(self.logits(tokens, drafts), drafts, strict=True)
+        )
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """checkpoints(layout, exact) -> its checkpoint, made once."""
+    return cache(lambda name, exact=False: Checkpoint(tmp_path_factory.mktemp(name), LAYOUTS[name], exact=exact))
+
+
+@pytest.fixture
+def make_engine():
+    """Engines that are checked and shut down at the end of the test."""
+    engines = []
+
+    def make(folder, **options):
+        values = {"model": str(folder), "dtype": "float32", "max_model_len": 96, "max_num_seqs": 6, "block_size": 8}
+        engines.append(EngineCore(EngineArgs(**(values | options))))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.check_integrity()
+        engine.shutdown()
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.9, seed=3, top_k=20, max_tokens=14, ignore_eos=True)
+PROMPTS = [[5 + (7 * i + n) % 120 for i in range(n)] for n in (3, 9, 17, 33)]
+JOBS = [(prompt, params) for prompt in PROMPTS for params in (GREEDY, SEEDED)]
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
+
+
+def serve(engine: EngineCore, jobs, check: Callable[[Any], None] | None = None) -> list[list[int]]:
+    """Tokens of each (prompt, params, adapter)."""
+    outputs: dict[str, list[int]] = {}
+    for index, (prompt, params, *lora) in enumerate(jobs):
+        outputs[str(index)] = []
+        engine.add_request(EngineRequest(str(index), list(prompt), params, [1], lora=lora[0] if lora else None))
+    while engine.has_work():
+        for delta in engine.step():
+            outputs[delta.request_id] += delta.token_ids
+        for request in engine.scheduler.running if check is not None else ():
+            check(request)
+    return list(outputs.values())
+
+
+def counts(engine: EngineCore) -> tuple[int, int]:
+    """Drafts and accepted drafts."""
+    entries = [entry.counts for entry in engine.stats().speculation]
+    return sum(c.num_draft_tokens for c in entries), sum(c.num_accepted_tokens for c in entries)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_drafts_are_those_of_the_reference_and_change_no_text(checkpoints, make_engine, name):
+    """Twice: the second time prompts come from the prefix cache, with the KV and the hidden states of the head."""
+    checkpoint = checkpoints(name)
+    expected = serve(make_engine(checkpoint.folder), JOBS)
+    engine = make_engine(checkpoint.folder, speculative_config=MTP, max_num_batched_tokens=48)
+    checked: list[int] = []
+
+    def check(request) -> None:
+        drafts = list(request.drafts.token_ids)
+        if request.params.temperature == 0 and drafts and len(checked) < limit:
+            checked.append(len(drafts))
+            assert checkpoint.misses(list(request.tokens), drafts) == 0
+
+    for limit in (12, 24):
+        assert serve(engine, JOBS, check) == expected
+        assert len(checked) == limit
+        assert max(checked) == 3
+    assert engine.stats().prefix_cache_hits > 0
+    drafted, accepted = counts(engine)
+    assert drafted > accepted
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "mimo"])
+def test_a_head_that_knows_the_next_token_is_always_right(monkeypatch, checkpoints, make_engine, name):
+    """By one of vLLM's names, with a fixed number of drafts and with the policy's."""
+    folder, jobs = checkpoints(name, True).folder, [(prompt, GREEDY) for prompt in PROMPTS]
+    expected = serve(make_engine(folder), jobs)
+    engine = make_engine(folder, speculative_config={"method": "qwen3_5_mtp", "num_speculative_tokens": 3})
+    assert serve(engine, jobs) == expected
+    drafted, accepted = counts(engine)
+    assert drafted == accepted > 0
+    monkeypatch.setattr(adapters, "FIRST_TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr(adapters, "TRIAL_SHARE", math.inf)  # it drafts although steps are short
+    engine = make_engine(folder, speculative_config={"method": "mtp"})
+    for _ in range(3):
+        assert serve(engine, jobs) == expected
+    assert counts(engine)[1] > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_gpu_blocks_override": 15, "enable_prefix_caching": False},
+        {"async_scheduling": True, "max_num_batched_tokens": 16},
+        {"num_gpu_blocks_override": 15, "swap_space": 0.01, "preemption_mode": "swap"},
+    ],
+    ids=["preempted", "overlapped", "swapped"],
+)
+def test_scheduling_of_a_hybrid_model_changes_no_text(checkpoints, make_engine, options):
+    folder = checkpoints("qwen3.5").folder
+    expected = serve(make_engine(folder), JOBS)
+    engine = make_engine(folder, speculative_config=MTP, **options)
+    assert serve(engine, JOBS) == expected
+    assert serve(engine, JOBS) == expected
+    assert (engine.stats().num_preemptions > 0) == ("num_gpu_blocks_override" in options)
+    assert counts(engine)[0] > 0
+
+
+def write_adapter(folder: Path, modules: dict[str, tuple[int, int]], size: float) -> dict[str, Tensor]:
+    """A PEFT adapter of rank 4; returns what it adds to the weight of each module."""
+    generator = torch.Generator().manual_seed(4)
+    tensors, deltas = {}, {}
+    for module, (inputs, outputs) in modules.items():
+        a, b = torch.randn(4, inputs, generator=generator), size * torch.randn(outputs, 4, generator=generator)
+        tensors |= {f"base_model.model.{module}.lora_{part}.weight": x for part, x in (("A", a), ("B", b))}
+        deltas[module] = b @ a
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": list(modules)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return deltas
+
+
+def test_an_adapter_brings_draft_weights(checkpoints, make_engine, tmp_path):
+    """The adapter changes the head alone: the target's part is 0."""
+    checkpoint = checkpoints("qwen3.5")
+    write_adapter(tmp_path, {"model.layers.2.self_attn.o_proj": (64, HIDDEN)}, 0.0)
+    own = {"fc": (2 * HIDDEN, HIDDEN), "layers.0.self_attn.q_proj": (HIDDEN, 128)}
+    deltas = write_adapter(tmp_path / "draft" / "mtp", own, 0.1)
+    tuned = copy.deepcopy(checkpoint)
+    tuned.fc.weight.data += deltas["fc"]
+    tuned.head.model.layers[0].self_attn.q_proj.weight.data += deltas["layers.0.self_attn.q_proj"]
+    engine = make_engine(checkpoint.folder, speculative_config=MTP, enable_lora=True, max_lora_rank=4)
+    lora, jobs = LoRARequest("tuned", path=str(tmp_path)), [(prompt, GREEDY) for prompt in PROMPTS]
+    misses = {"own": 0, "other": 0}
+
+    def check(request) -> None:
+        drafts, tokens = list(request.drafts.token_ids), list(request.tokens)
+        own, other = (tuned, checkpoint) if request.lora else (checkpoint, tuned)
+        if drafts and len(tokens) < 20:
+            misses["own"] += own.misses(tokens, drafts)
+            misses["other"] += other.misses(tokens, drafts)
+
+    outputs = serve(engine, [*jobs, *((*job, lora) for job in jobs)], check)
+    assert outputs[: len(jobs)] == outputs[len(jobs) :] == serve(make_engine(checkpoint.folder), jobs)
+    assert misses["own"] == 0 < misses["other"]
+    assert [info.draft for info in engine.adapters.list()] == ["loaded"]
+
+
+def test_the_head_takes_memory_of_the_cache(checkpoints):
+    for name, elements in (("qwen3.5", 2 * 2 * 16), ("deepseek3", 24 + 8)):
+        folder = checkpoints(name).folder
+        num_bytes = draft_kv_bytes_per_token(parse_speculative(MTP), "float32", model_path=folder)
+        assert num_bytes == 4 * (elements + HIDDEN)
+        assert draft_kv_bytes_per_token(parse_speculative(MTP | {"model": str(folder)}), "float32") == num_bytes
+        assert read_facts(folder).kv_bytes_per_token == 4 * elements * (3 if name == "deepseek3" else 1)
+
+
+def test_heads_of_another_folder_and_random_ones(checkpoints, make_engine):
+    checkpoint, other = checkpoints("mimo"), checkpoints("mimo", True)
+    jobs = [(PROMPTS[1], GREEDY)]
+    expected = serve(make_engine(checkpoint.folder), jobs)
+    config = MTP | {"model": str(other.folder)}
+    assert serve(make_engine(checkpoint.folder, speculative_config=config), jobs) == expected
+    engine = make_engine(checkpoint.folder, speculative_config=MTP, load_format="dummy")
+    serve(engine, jobs)
+    assert counts(engine)[0] > 0
+
+
+def test_heads_of_multimodal_checkpoints(checkpoints, make_engine, tmp_path):
+    checkpoint = checkpoints("qwen3.5", True)
+    raw = json.loads((checkpoint.folder / "config.json").read_text())
+    config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": raw, "dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(checkpoint.folder / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): t for name, t in tensors.items()}
+    assert any(name.startswith("mtp.") for name in renamed)
+    save_file(renamed, tmp_path / "model.safetensors")
+    engine = make_engine(tmp_path, speculative_config=MTP)
+    serve(engine, [(prompt, GREEDY) for prompt in PROMPTS])
+    drafted, accepted = counts(engine)
+    assert drafted == accepted > 0
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_heads_of_quantised_checkpoints(checkpoints, make_engine, tmp_path, is_packed):
+    """Formats often leave the head in full precision."""
+    write_quantized(checkpoints("mimo").folder, tmp_path, CASES["fp8-blocks"])
+    if not is_packed:
+        file = tmp_path / "model.safetensors"
+        plain = {name: t for name, t in load_file(tmp_path / "dense" / file.name).items() if "mtp_layers" in name}
+        save_file({name: t for name, t in load_file(file).items() if "mtp_layers" not in name} | plain, file)
+    engine = make_engine(tmp_path, speculative_config=MTP)
+    assert serve(engine, JOBS) == serve(make_engine(tmp_path), JOBS)
+    assert counts(engine)[0] > 0
+
+
+def test_a_checkpoint_without_a_head_is_refused(checkpoints, make_engine, tmp_path):
+    for name, missing in (("qwen3.5", "mtp.fc.weight"), ("deepseek3", "model.layers.3.eh_proj.weight")):
+        checkpoints(name).target.save_pretrained(tmp_path / name)
+        with pytest.raises(InvalidRequestError, match=f"{missing} is missing") as caught:
+            make_engine(tmp_path / name, speculative_config=MTP)
+        assert caught.value.param == "speculative_config"
+    build(Family("Llama", {"vocab_size": 140})).save_pretrained(tmp_path / "llama")
+    with pytest.raises(InvalidRequestError, match="not read from LlamaForCausalLM; served are DeepseekV3ForCausalLM"):
+        make_engine(tmp_path / "llama", speculative_config=MTP)
+    with pytest.raises(InvalidRequestError, match=r"vocab_size of .* is 131, the target's 140"):
+        make_engine(tmp_path / "llama", speculative_config=MTP | {"model": str(checkpoints("qwen3.5").folder)})
+
+
+def test_a_damaged_head_is_refused(checkpoints, make_engine, tmp_path):
+    folder = checkpoints("mimo").folder
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.mtp_layers.0.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    serve(make_engine(tmp_path), [(PROMPTS[0], GREEDY)])  # without the method it is not read
+    folder = checkpoints("ernie4.5").folder
+    serve(make_engine(folder, model_impl="transformers"), [(PROMPTS[0], GREEDY)])
+    with pytest.raises(InvalidRequestError, match=r"missing: model\.layers\.0\.mlp\.up_proj\.weight"):
+        make_engine(tmp_path, speculative_config=MTP)
