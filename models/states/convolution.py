@@ -1,7 +1,4 @@
-"""Causal depthwise convolution over ragged rows, whose first tokens read inputs of their state.
-
-y[t] = sum over j in [0, K) of w[j] · x[t - (K - 1) + j]
-"""
+"""Causal depthwise convolution of a layer; `kernels.short_convolution` has its equation."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.short_convolution import Filters, short_convolution
 from ..layers.weights import WeightSlot
 from .memory import LayerStates, StatePass
 
@@ -24,21 +22,13 @@ class Convolution:
         self._name, self._shape = name, (channels, 1, kernel)
         self._has_bias = bias
         self._dtype, self._device = dtype, device
-        self._taps: tuple[Tensor, ...] = ()
+        self._taps: Tensor | None = None
         self._bias: Tensor | None = None
 
-    def forward(self, x: Tensor, states: StatePass, memory: LayerStates) -> Tensor:
-        """Compute y [T, C] from x [T, C], and write the states of `memory`."""
-        history = memory.conv.index_select(0, states.sources)
-        inputs = torch.cat((history.flatten(0, 1), x))
-        slots, index = states.conv_writes
-        memory.conv[slots] = inputs[index]
-        out: Tensor | None = self._bias
-        for weight, places in zip(self._taps, states.taps, strict=True):
-            product = inputs.index_select(0, places) * weight  # float32, as the weight
-            out = product if out is None else out + product
-        assert out is not None, "a kernel has taps"
-        return out.to(x.dtype)
+    def forward(self, x: Tensor, states: StatePass, memory: LayerStates, *, silu: bool = False) -> Tensor:
+        """Compute y [T, C], and SiLU of it with `silu`, from x [T, C], and write the states of `memory`."""
+        assert self._taps is not None, "the loader left no slot empty"
+        return short_convolution(x, Filters(self._taps, self._bias), states, memory.conv, silu=silu)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names."""
@@ -49,7 +39,7 @@ class Convolution:
 
     def _load(self, tensor: Tensor) -> None:
         weight = tensor.to(self._device, self._dtype).float().squeeze(1)
-        self._taps = tuple(weight.t().contiguous().unbind(0))
+        self._taps = weight.t().contiguous()
 
     def _load_bias(self, tensor: Tensor) -> None:
         self._bias = tensor.to(self._device, self._dtype, copy=True).float()

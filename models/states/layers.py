@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from ...kernels.delta_net import DeltaWeights, Projected, delta_net
 from ..batch import ForwardBatch, LayerKV
 from ..decoder_layer import DecoderLayer, GeneralLayer
 from ..families.state_layers import DeltaNet, Mamba2, ShortConv, StateLayers
 from ..layers.norm import RMSNorm
 from ..layers.weights import WeightSlot
 from .convolution import Convolution
-from .delta_rule import DeltaInputs, delta_rule
 from .mamba_layers import MambaLayer, ParallelMambaLayer
 from .memory import LayerStates, StateSpec
-
-_EPS = 1e-6
-"""Epsilon of the norms of queries and keys in delta nets."""
 
 
 def state_layer(states: StateLayers) -> type[DecoderLayer]:
@@ -65,7 +61,6 @@ class DeltaNetLayer(GeneralLayer):
         assert isinstance(states, DeltaNet), "the config has delta nets"
         self._states = states
         heads, size = states.value_heads, states.value_heads * states.value_dim
-        self._sizes = [states.key_heads * states.key_dim, states.key_heads * states.key_dim, size]
         parts = {"in_proj_qkv": states.channels, "in_proj_z": size, "in_proj_b": heads, "in_proj_a": heads}
         if states.merged:
             parts = {"in_proj_qkvz": states.channels + size, "in_proj_ba": 2 * heads}
@@ -102,24 +97,11 @@ class DeltaNetLayer(GeneralLayer):
         assert kv.recurrent is not None, "delta nets have a recurrent state"
         assert self._rate is not None, "the loader left no slot empty"
         assert self._rate_bias is not None, "the loader left no slot empty"
-        states = self._states
         mixed, gate, beta, decay = self._split(self.qkv.forward(normed, batch))
-        mixed = F.silu(self._convolution.forward(mixed, batch.states, kv))
-        query, key, value = mixed.float().split(self._sizes, 1)
-        shared = states.value_heads // states.key_heads
-        query, key = (
-            _unit(part.unflatten(1, (states.key_heads, -1))).repeat_interleave(shared, 1) for part in (query, key)
-        )
-        inputs = DeltaInputs(
-            query=query * states.key_dim**-0.5,
-            key=key,
-            value=value.unflatten(1, (states.value_heads, -1)),
-            decay=-self._rate * F.softplus(decay.float() + self._rate_bias),
-            beta=beta.sigmoid().float(),
-        )
-        out = delta_rule(inputs, batch.states, kv.recurrent).to(normed.dtype)
-        heads = self._norm_heads(out.contiguous()) * F.silu(gate.float().view(out.shape))
-        return self.o.forward(heads.to(normed.dtype).flatten(1), batch)
+        mixed = self._convolution.forward(mixed, batch.states, kv, silu=True)
+        weights = DeltaWeights(self._rate, self._rate_bias, self._norm_heads.weight, self._states.key_heads)
+        heads = delta_net(Projected(mixed, gate, beta, decay), weights, batch.states, kv.recurrent)
+        return self.o.forward(heads, batch)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """See DecoderLayer."""
@@ -156,8 +138,3 @@ class GatedAttentionLayer(GeneralLayer):
         query, gate = both.unflatten(1, (config.num_heads, 2, -1)).unbind(2)
         attended = self._attend_qkv(torch.cat((query.flatten(1), others), 1), batch, kv)
         return self.o.forward(attended * gate.flatten(1).sigmoid(), batch)
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Vectors x [..., D] of length 1."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPS)

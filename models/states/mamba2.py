@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .memory import CHUNK, Run, StatePass
+from ...kernels.state_plan import CHUNK, Run, StatePlan
 
 
 class ScanInputs(NamedTuple):
@@ -31,7 +31,7 @@ class ScanInputs(NamedTuple):
     """[T, J, N] C"""
 
 
-def scan(inputs: ScanInputs, states: StatePass, memory: Tensor) -> Tensor:
+def scan(inputs: ScanInputs, states: StatePlan, memory: Tensor) -> Tensor:
     """Compute y [T, H, P], and write the states of `memory` [S, H, N, P]."""
     running = memory.index_select(0, states.sources)
     out = torch.empty_like(inputs.value)

@@ -68,7 +68,7 @@ class MambaMixer:
         if self._factors is not None:
             projected = projected * self._factors
         gate, mixed, step = projected.split(self._widths, 1)
-        mixed = F.silu(self._convolution.forward(mixed, batch.states, memory)).float()
+        mixed = self._convolution.forward(mixed, batch.states, memory, silu=True).float()
         parts = states.groups * states.state_dim
         x, key, query = mixed.split([states.size, parts, parts], 1)
         x = x.unflatten(1, (states.heads, -1))

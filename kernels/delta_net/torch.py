@@ -1,24 +1,29 @@
-"""Gated delta rule (Yang, Kautz, Hatamizadeh 2024, "Gated Delta Networks: Improving Mamba2 with Delta Rule").
-
-    S[t] = exp(g[t]) · S[t-1] + k[t] (beta[t] · (v[t] - exp(g[t]) · S[t-1]ᵀ k[t]))ᵀ
-    o[t] = S[t]ᵀ q[t]
+"""Gated delta rule in PyTorch: the reference, and the path of devices without another.
 
 Tokens one by one for runs of one token, else in chunks, whose updates are one triangular system (section 3.3).
-G rows, H heads, L tokens, D elements of a key, V elements of a value; all in float32.
+R rows, H heads, L tokens, D elements of a key, V elements of a value; all in float32.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from .memory import CHUNK, StatePass
+from ..rms_norm import rms_norm
+from ..state_plan import CHUNK, StatePlan
+
+if TYPE_CHECKING:
+    from . import DeltaWeights, Projected
+
+EPS = 1e-6
+"""Epsilon of the norms of queries and keys."""
 
 
 class DeltaInputs(NamedTuple):
-    """Inputs of T tokens, or of [G, H, L] of them."""
+    """Inputs of T tokens, or of [R, H, L] of them."""
 
     query: Tensor
     """[T, H, D] normalised and scaled"""
@@ -32,11 +37,36 @@ class DeltaInputs(NamedTuple):
     """[T, H]"""
 
 
-def delta_rule(inputs: DeltaInputs, states: StatePass, memory: Tensor) -> Tensor:
+def delta_net(inputs: Projected, weights: DeltaWeights, plan: StatePlan, states: Tensor) -> Tensor:
+    """See `kernels.delta_net.delta_net`."""
+    _, heads, key_dim, value_dim = states.shape
+    sizes = [weights.key_heads * key_dim, weights.key_heads * key_dim, heads * value_dim]
+    query, key, value = inputs.mixed.float().split(sizes, 1)
+    shared = heads // weights.key_heads
+    query, key = (
+        _unit(part.unflatten(1, (weights.key_heads, -1))).repeat_interleave(shared, 1) for part in (query, key)
+    )
+    rule = DeltaInputs(
+        query=query * key_dim**-0.5,
+        key=key,
+        value=value.unflatten(1, (heads, -1)),
+        decay=-weights.rate * F.softplus(inputs.decay.float() + weights.rate_bias),
+        beta=inputs.beta.float().sigmoid(),
+    )
+    normed = rms_norm(delta_rule(rule, plan, states), weights.norm)
+    return (normed * F.silu(inputs.gate.float().view(normed.shape))).to(inputs.mixed.dtype).flatten(1)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Vectors x [..., D] of length 1."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
+
+
+def delta_rule(inputs: DeltaInputs, plan: StatePlan, memory: Tensor) -> Tensor:
     """Compute o [T, H, V], and write the states of `memory` [S, H, D, V]."""
-    running = memory.index_select(0, states.sources)
+    running = memory.index_select(0, plan.sources)
     out = torch.empty_like(inputs.value)
-    for stage in states.stages:
+    for stage in plan.stages:
         for run in stage.runs:
             before = running.index_select(0, run.rows)
             if run.tokens.shape[1] == 1:
@@ -63,7 +93,7 @@ def delta_rule(inputs: DeltaInputs, states: StatePass, memory: Tensor) -> Tensor
 
 
 def _step(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Results [G, H, V] of one token for each row, and the states [G, H, D, V] after them."""
+    """Results [R, H, V] of one token for each row, and the states [R, H, D, V] after them."""
     state = state * inputs.decay.exp()[..., None, None]
     known = (state * inputs.key.unsqueeze(-1)).sum(-2)
     delta = (inputs.value - known) * inputs.beta.unsqueeze(-1)
@@ -72,9 +102,9 @@ def _step(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Results [G, H, L, V] of rows with inputs [G, H, L, ...], and the states [G, H, D, V] after them."""
+    """Results [R, H, L, V] of rows with inputs [R, H, L, ...], and the states [R, H, D, V] after them."""
     size = min(CHUNK, inputs.query.shape[2])
-    query, key, value, decay, beta = (part.unflatten(2, (-1, size)) for part in inputs)  # [G, H, chunks, size, ...]
+    query, key, value, decay, beta = (part.unflatten(2, (-1, size)) for part in inputs)  # [R, H, chunks, size, ...]
     total = decay.cumsum(3)
     future = torch.ones(size, size, dtype=torch.bool, device=query.device).triu(1)
     between = (total.unsqueeze(4) - total.unsqueeze(3)).masked_fill(future, -torch.inf).exp()

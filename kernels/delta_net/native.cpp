@@ -1,0 +1,270 @@
+// Gated delta rule over rows that continue states, with its norms and gates; see kernels/delta_net/__init__.py.
+//
+// A part is one head of a row. Its tokens are computed in blocks of N between the states that are written. With the
+// state S before a block, decays c[i] = exp(g[1] + ... + g[i]) and c[i, j] = c[i] / c[j]:
+//
+//     d[i] = beta[i] (v[i] - c[i] S^T k[i] - sum over j < i of c[i, j] (k[i] . k[j]) d[j])
+//     o[i] = c[i] S^T q[i] + sum over j <= i of c[i, j] (q[i] . k[j]) d[j]
+//     S'   = c[N] S + sum over i of c[N, i] k[i] d[i]^T
+//
+// So a block reads its state twice, whatever N is: from memory, and then from the cache. One token is the case N = 1.
+#include <cmath>
+#include <vector>
+
+#include "state_rows.h"
+#include "team.h"
+#include "vector_math.h"
+
+using namespace outrider;
+
+namespace {
+
+constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 15;  // of states read; fewer do not pay for waking threads
+constexpr int MOST = LANES / 2;                     // tokens of a block: their keys and queries fill a vector
+constexpr float EPS = 1e-6f;                        // of the norms of queries and keys
+
+struct Strided {
+    const void* data;
+    int64_t stride;  // elements from one token to the next
+};
+
+struct Call {
+    Strided mixed, gate, beta, decay;
+    const float *rate, *rate_bias, *scale;
+    float* memory;
+    void* out;
+    int64_t key_heads, value_heads, key_dim, value_dim, dtype;
+    float root;
+};
+
+// Memory of a thread for the head that it computes. Rows of `query`, `key`, `delta` and `result` end with zeros.
+struct Scratch {
+    std::vector<float> all;
+    int64_t key_dim = 0, value_dim = 0, width = 0, value_width = 0;  // dimensions, and widths of those rows
+    float *state, *query, *key, *pairs, *delta, *result;
+
+    void resize(int64_t keys, int64_t values) {
+        if (keys == key_dim && values == value_dim) return;
+        key_dim = keys, value_dim = values;
+        width = (keys + LANES - 1) / LANES * LANES, value_width = (values + LANES - 1) / LANES * LANES;
+        all.assign(keys * (values + LANES) + 2 * MOST * (width + value_width), 0.0f);
+        state = all.data();
+        query = state + keys * values;
+        key = query + MOST * width;
+        pairs = key + MOST * width;  // [D][LANES]: k[i][d], and q[i][d] from MOST on
+        delta = pairs + keys * LANES;
+        result = delta + MOST * value_width;
+    }
+};
+
+// Factors of a block's tokens.
+struct Factors {
+    float beta[MOST], total[MOST], rest[MOST];  // total: c[i], rest: c[N, i]
+    float keys[MOST][MOST];                     // beta[i] c[i, j] (k[i] . k[j])
+    float queries[MOST][MOST];                  // c[i, j] (q[i] . k[j])
+    bool streams;  // the state after the block is read by a later pass only
+};
+
+inline float dot(const float* a, const float* b, int64_t width) {
+    Vec result = zeros();
+    for (int64_t i = 0; i < width; i += LANES) result = multiply_add(load(a + i), load(b + i), result);
+    return sum(result);
+}
+
+template <typename E>
+void unit(const E* x, float* y, int64_t size, float scale) {
+    Vec squares = zeros();
+    for (int64_t i = 0; i < size; i += LANES) {
+        const Vec value = load(x + i, size - i);
+        squares = multiply_add(value, value, squares);
+    }
+    scale /= std::sqrt(sum(squares) + EPS);
+    for (int64_t i = 0; i < size; i += LANES) store(y + i, load(x + i, size - i) * scale);
+}
+
+inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+
+template <typename E>
+inline float element(const Strided& part, int64_t token, int64_t i) {
+    return to_float(((const E*)part.data)[token * part.stride + i]);
+}
+
+// Stores past the cache, where the machine can.
+inline void stream(float* p, Vec value) {
+#if OUTRIDER_LANES == 16
+    _mm512_stream_ps(p, (__m512)value);
+#elif OUTRIDER_LANES == 8
+    _mm256_stream_ps(p, (__m256)value);
+#else
+    store(p, value);
+#endif
+}
+
+// W vectors of columns of a state, or with TAIL one of `left` columns.
+template <int N, int W, bool TAIL>
+void columns(const Scratch& s, const Factors& f, const float* state, float* after, int64_t key_dim, int64_t value_dim,
+             int64_t first, int64_t left) {
+    const auto get = [&](const float* p, int w) { return TAIL ? load(p, left) : load(p + w * LANES); };
+    Vec known[N][W] = {}, read[N][W] = {};
+    for (int64_t d = 0; d < key_dim; d++) {
+        const float *row = state + d * value_dim + first, *pairs = s.pairs + d * LANES;
+        for (int w = 0; w < W; w++) {
+            const Vec value = get(row, w);
+            for (int i = 0; i < N; i++) {
+                known[i][w] = multiply_add(all(pairs[i]), value, known[i][w]);
+                read[i][w] = multiply_add(all(pairs[MOST + i]), value, read[i][w]);
+            }
+        }
+    }
+    Vec delta[N][W];
+    for (int i = 0; i < N; i++)
+        for (int w = 0; w < W; w++) {
+            const int64_t at = i * s.value_width + first + w * LANES;
+            Vec d = f.beta[i] * (load(s.delta + at) - f.total[i] * known[i][w]), o = f.total[i] * read[i][w];
+            for (int j = 0; j < i; j++) {
+                d = multiply_add(all(-f.keys[i][j]), delta[j][w], d);
+                o = multiply_add(all(f.queries[i][j]), delta[j][w], o);
+            }
+            delta[i][w] = d;
+            store(s.result + at, multiply_add(all(f.queries[i][i]), d, o));
+        }
+    for (int i = 0; i < N; i++)
+        for (int w = 0; w < W; w++) delta[i][w] *= f.rest[i];
+    for (int64_t d = 0; d < key_dim; d++) {
+        const float *row = state + d * value_dim + first, *pairs = s.pairs + d * LANES;
+        float* target = after + d * value_dim + first;
+        for (int w = 0; w < W; w++) {
+            Vec value = f.total[N - 1] * get(row, w);
+            for (int i = 0; i < N; i++) value = multiply_add(all(pairs[i]), delta[i][w], value);
+            if constexpr (TAIL)
+                store(target, value, left);
+            else if (N == 1 && f.streams)
+                stream(target + w * LANES, value);
+            else
+                store(target + w * LANES, value);
+        }
+    }
+}
+
+// N tokens from `token` on: reads `state` and writes `after`, which may be the same.
+template <typename E, int N>
+void block(const Call& call, Scratch& s, int64_t token, int64_t head, const float* state, float* after,
+           bool streams) {
+    const int64_t key_dim = call.key_dim, value_dim = call.value_dim;
+    const int64_t key_head = head / (call.value_heads / call.key_heads), keys = call.key_heads * key_dim;
+    Factors f;
+    f.streams = streams;
+    float decay[N];
+    for (int i = 0; i < N; i++) {
+        const E* row = (const E*)call.mixed.data + (token + i) * call.mixed.stride;
+        unit(row + key_head * key_dim, s.query + i * s.width, key_dim, 1.0f / std::sqrt((float)key_dim));
+        unit(row + keys + key_head * key_dim, s.key + i * s.width, key_dim, 1.0f);
+        const E* value = row + 2 * keys + head * value_dim;
+        for (int64_t v = 0; v < value_dim; v += LANES)
+            store(s.delta + i * s.value_width + v, load(value + v, value_dim - v));
+        const float a = element<E>(call.decay, token + i, head), b = element<E>(call.beta, token + i, head);
+        decay[i] = std::exp(-call.rate[head] * softplus(a + call.rate_bias[head]));
+        f.beta[i] = 1.0f / (1.0f + std::exp(-b));
+        f.total[i] = (i ? f.total[i - 1] : 1.0f) * decay[i];
+    }
+    for (int i = 0; i < N; i++)
+        for (int64_t d = 0; d < key_dim; d++) {
+            s.pairs[d * LANES + i] = s.key[i * s.width + d];
+            s.pairs[d * LANES + MOST + i] = s.query[i * s.width + d];
+        }
+    Vec products[N] = {};  // of key i with all keys and queries
+    if (N == 1)
+        f.queries[0][0] = dot(s.query, s.key, s.width);
+    else
+        for (int64_t d = 0; d < key_dim; d++) {
+            const float* pairs = s.pairs + d * LANES;
+            const Vec others = load(pairs);
+            for (int i = 0; i < N; i++) products[i] = multiply_add(all(pairs[i]), others, products[i]);
+        }
+    float rest = 1.0f;
+    for (int i = N - 1; i >= 0; i--) {
+        f.rest[i] = rest;
+        rest *= decay[i];
+        float between = 1.0f;
+        for (int j = i; N > 1 && j >= 0; j--) {
+            f.keys[i][j] = f.beta[i] * between * products[j][i];
+            f.queries[i][j] = between * products[j][MOST + i];
+            between *= decay[j];
+        }
+    }
+    constexpr int W = N == 1 ? MOST / 2 : N <= MOST / 2 ? 2 : 1;
+    int64_t first = 0;
+    for (; first + W * LANES <= value_dim; first += W * LANES)
+        columns<N, W, false>(s, f, state, after, key_dim, value_dim, first, 0);
+    for (; first < value_dim; first += LANES)
+        columns<N, 1, true>(s, f, state, after, key_dim, value_dim, first, value_dim - first);
+    for (int i = 0; i < N; i++) {  // the gated norm
+        const float* result = s.result + i * s.value_width;
+        Vec squares = zeros();
+        for (int64_t v = 0; v < value_dim; v += LANES) {
+            const Vec value = load(result + v, value_dim - v);
+            squares = multiply_add(value, value, squares);
+        }
+        const float inverse = 1.0f / std::sqrt(sum(squares) + call.root * call.root);
+        const E* gate = (const E*)call.gate.data + (token + i) * call.gate.stride + head * value_dim;
+        E* out = (E*)call.out + ((token + i) * call.value_heads + head) * value_dim;
+        for (int64_t v = 0; v < value_dim; v += LANES) {
+            const Vec g = load(gate + v, value_dim - v);
+            const Vec normed = load(result + v) * inverse * load(call.scale + v, value_dim - v);
+            store(out + v, normed * g / (1.0f + exponential(-g)), value_dim - v);
+        }
+    }
+}
+
+template <typename E, int N>
+void block_of(int64_t count, const Call& call, Scratch& s, int64_t token, int64_t head, const float* state,
+              float* after, bool streams) {
+    if constexpr (N > 1)
+        if (count < N) return block_of<E, N - 1>(count, call, s, token, head, state, after, streams);
+    block<E, N>(call, s, token, head, state, after, streams);
+}
+
+template <typename E>
+void head_of_row(const Call& call, const StateRows& rows, int64_t row, int64_t head) {
+    const int64_t size = call.key_dim * call.value_dim;
+    const auto slot = [&](int64_t i) { return call.memory + (i * call.value_heads + head) * size; };
+    thread_local Scratch s;
+    s.resize(call.key_dim, call.value_dim);
+    const float* state = slot(rows.sources[row]);
+    const bool aligned = (uintptr_t)call.memory % sizeof(Vec) == 0 && call.value_dim % LANES == 0;
+    const int64_t first = rows.firsts[row], count = rows.firsts[row + 1] - first;
+    int64_t write = rows.write_firsts[row];
+    const int64_t last_write = rows.write_firsts[row + 1];
+    for (int64_t t = 0; t < count;) {
+        const int64_t end = write < last_write ? rows.offsets[write] : count;
+        const int64_t tokens = end - t < MOST ? end - t : MOST;
+        const bool writes = write < last_write && t + tokens == end;
+        float* after = writes ? slot(rows.slots[write]) : s.state;
+        const bool streams = aligned && count == 1 && write + 1 == last_write && after != state;
+        block_of<E, MOST>(tokens, call, s, first + t, head, state, after, streams);
+        state = after;
+        t += tokens;
+        for (bool is_first = true; write < last_write && rows.offsets[write] == t; write++, is_first = false)
+            if (!is_first) std::memcpy(slot(rows.slots[write]), state, size * sizeof(float));
+    }
+#ifdef __AVX2__
+    if (aligned) _mm_sfence();  // before other threads read what was streamed
+#endif
+}
+
+template <typename E>
+void run(const Call& call, const StateRows& rows) {
+    const int64_t work = rows.tokens() * call.value_heads * call.key_dim * call.value_dim;
+    parallel(team_for(work >= MIN_PARALLEL_ELEMENTS), Phase{rows.count * call.value_heads, [&](int64_t part) {
+        head_of_row<E>(call, rows, part / call.value_heads, part % call.value_heads);
+    }});
+}
+
+}  // namespace
+
+// mixed [T, 2 * key_heads * key_dim + value_heads * value_dim], gate [T, value_heads * value_dim], beta and decay
+// [T, value_heads], rate and rate_bias [value_heads], scale [value_dim], memory [S, value_heads, key_dim, value_dim],
+// out [T, value_heads * value_dim] contiguous.
+extern "C" void outrider_delta_net(const Call* call, const int64_t* table, int64_t rows) {
+    call->dtype == FLOAT32 ? run<float>(*call, {table, rows}) : run<bf16>(*call, {table, rows});
+}

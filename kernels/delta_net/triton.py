@@ -1,0 +1,153 @@
+"""Gated delta rule of decodes and verified drafts on GPUs: a program holds some columns of the state of a row's head.
+
+Its tokens follow one another in registers; the state is stored where the plan writes it. The norm needs all columns of
+a token, so a second launch computes it. Longer rows are computed in chunks by PyTorch (`serves`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..compile_case import CompileCase, make_case
+from ..state_plan import StatePlan
+from .torch import EPS
+
+if TYPE_CHECKING:
+    from . import DeltaWeights, Projected
+
+MAX_TOKENS = 32
+"""Longest row of a pass that the kernel serves. A chunk's matrix products are faster for long ones; the bound has not
+been measured on a GPU."""
+_COLUMNS = 16
+"""Columns of a state in a program: 256 rows of them are 32 registers of a thread."""
+
+
+@triton.jit
+def _unit(x, epsilon):
+    return x * tl.rsqrt(tl.sum(x * x, axis=0) + epsilon)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rule(
+    mixed,  # [T, 2 * G * D + H * V]
+    beta,  # [T, H]
+    decay,  # [T, H]
+    rate,  # [H] float32
+    rate_bias,  # [H] float32
+    table,  # StatePlan.table
+    states,  # [S, H, D, V] float32
+    out,  # [T, H, V] float32
+    scale,  # of queries
+    epsilon,
+    num_rows,
+    mixed_stride,
+    beta_stride,
+    decay_stride,
+    heads,
+    key_heads,
+    key_dim,
+    value_dim,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row, head = tl.program_id(0), tl.program_id(1)
+    keys, columns = tl.arange(0, D), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    is_key, is_column = keys < key_dim, columns < value_dim
+    places = keys[:, None] * value_dim + columns[None, :]
+    inside = is_key[:, None] & is_column[None, :]
+    size = key_dim * value_dim
+    first, end = tl.load(table + row), tl.load(table + row + 1)
+    source = tl.load(table + num_rows + 1 + row)
+    write_firsts = table + 2 * num_rows + 1
+    offsets = write_firsts + num_rows + 1
+    slots = offsets + tl.load(write_firsts + num_rows)
+    write, last_write = tl.load(write_firsts + row), tl.load(write_firsts + row + 1)
+    state = tl.load(states + (source * heads + head) * size + places, mask=inside, other=0.0)
+    key_head = head // (heads // key_heads)
+    speed, bias = tl.load(rate + head), tl.load(rate_bias + head)
+    for token in range(first, end):
+        inputs = mixed + token * mixed_stride
+        query = tl.load(inputs + key_head * key_dim + keys, mask=is_key, other=0.0).to(tl.float32)
+        key = tl.load(inputs + (key_heads + key_head) * key_dim + keys, mask=is_key, other=0.0).to(tl.float32)
+        value = inputs + 2 * key_heads * key_dim + head * value_dim + columns
+        value = tl.load(value, mask=is_column, other=0.0).to(tl.float32)
+        query, key = _unit(query, epsilon) * scale, _unit(key, epsilon)
+        rest = tl.load(decay + token * decay_stride + head).to(tl.float32) + bias
+        softplus = tl.where(rest > 20.0, rest, tl.log(1.0 + tl.exp(tl.minimum(rest, 20.0))))
+        state *= tl.exp(-speed * softplus)
+        strength = tl.sigmoid(tl.load(beta + token * beta_stride + head).to(tl.float32))
+        delta = strength * (value - tl.sum(state * key[:, None], axis=0))
+        state += key[:, None] * delta[None, :]
+        result = tl.sum(state * query[:, None], axis=0)
+        tl.store(out + (token * heads + head) * value_dim + columns, result, mask=is_column)
+        while (write < last_write) & (tl.load(offsets + write, mask=write < last_write, other=-1) == token - first + 1):
+            slot = tl.load(slots + write)
+            tl.store(states + (slot * heads + head) * size + places, state, mask=inside)
+            write += 1
+
+
+@triton.jit
+def _gated_norm(
+    x,  # [T, H, V] float32
+    gate,  # [T, H * V]
+    scale,  # [V] float32
+    y,  # [T, H, V]
+    root_square,
+    gate_stride,
+    heads,
+    value_dim,
+    V: tl.constexpr,
+):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = tl.arange(0, V)
+    inside = columns < value_dim
+    place = (token * heads + head) * value_dim + columns
+    value = tl.load(x + place, mask=inside, other=0.0)
+    factors = tl.load(scale + columns, mask=inside, other=0.0)
+    opened = tl.load(gate + token * gate_stride + head * value_dim + columns, mask=inside, other=0.0).to(tl.float32)
+    normed = value * tl.rsqrt(tl.sum(value * value, axis=0) + root_square) * factors
+    tl.store(y + place, (normed * opened * tl.sigmoid(opened)).to(y.dtype.element_ty), mask=inside)
+
+
+def serves(plan: StatePlan, states: Tensor) -> bool:
+    """True when the kernels compute a pass: rows of few tokens, and keys whose states registers hold."""
+    return plan.longest <= MAX_TOKENS and states.shape[2] <= 256 and states.shape[3] <= 1024
+
+
+def delta_net(inputs: Projected, weights: DeltaWeights, plan: StatePlan, states: Tensor) -> Tensor:
+    """See `kernels.delta_net.delta_net`; `serves` must be True."""
+    mixed, gate, beta, decay = (part if part.stride(1) == 1 else part.contiguous() for part in inputs)
+    _, heads, key_dim, value_dim = states.shape
+    results = torch.empty((len(mixed), heads, value_dim), dtype=torch.float32, device=mixed.device)
+    _rule[(plan.num_rows, heads, triton.cdiv(value_dim, _COLUMNS))](
+        *(mixed, beta, decay, weights.rate, weights.rate_bias, plan.table, states, results),
+        *(key_dim**-0.5, EPS, plan.num_rows, mixed.stride(0), beta.stride(0), decay.stride(0)),
+        *(heads, weights.key_heads, key_dim, value_dim),
+        D=triton.next_power_of_2(key_dim),
+        COLUMNS=_COLUMNS,
+    )
+    out = torch.empty((len(mixed), heads * value_dim), dtype=mixed.dtype, device=mixed.device)
+    _gated_norm[(len(mixed), heads)](
+        *(results, gate, weights.norm.scale, out, weights.norm.root_value**2, gate.stride(0), heads, value_dim),
+        V=triton.next_power_of_2(value_dim),
+    )
+    return out
+
+
+def compile_cases() -> list[CompileCase]:
+    """Cases of both kernels: Qwen3.5's sizes, and small ones; each dtype."""
+    cases = []
+    for dtype, size in (("bf16", 128), ("fp16", 64), ("fp32", 128), ("bf16", 256)):
+        types = {
+            **{"mixed beta decay": f"*{dtype}", "rate rate_bias states out": "*fp32", "table": "*i64"},
+            "scale epsilon": "fp32",
+        }
+        cases.append(make_case(f"delta_net {dtype} d{size}", _rule, {"D": size, "COLUMNS": _COLUMNS}, types))
+        types = {"x scale": "*fp32", "gate y": f"*{dtype}", "root_square": "fp32"}
+        cases.append(make_case(f"delta_net norm {dtype} d{size}", _gated_norm, {"V": size}, types))
+    return cases
