@@ -1,5 +1,6 @@
 """Shared test setup: no network, fixed seeds, one torch thread; set before any test module imports a library."""
 
+import atexit
 import gc
 import os
 import random
@@ -136,8 +137,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_unconfigure() -> None:
-    """Else libraries that look for their own leaks at the end find those objects."""
-    gc.unfreeze()
+    """Freeze what is left before pytest collects garbage three times. The interpreter's last collection frees it all:
+    libraries that look for their own leaks at exit would find those objects."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 _FOLDERS: list[list[Path]] = []
