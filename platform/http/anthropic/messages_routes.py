@@ -104,7 +104,7 @@ class Answer:
         self._job = job
         self._body = body
         self._totals = Totals()
-        self._end: dict[str, Any] | None = None  # None: nothing has been told yet
+        self._end: dict[str, Any] | None = None  # None: nothing has been sent yet
 
     def events(self, event: Event) -> Iterator[str]:
         """See StreamWriter."""

@@ -102,7 +102,7 @@ class ChunkWriter:
         self._totals = Totals()
 
     def events(self, event: Event) -> Iterator[str]:
-        """See StreamWriter. Tokens without text, such as half a character or a special one, have a chunk only where
+        """See StreamWriter. Tokens without text, such as half a character or a special one, have a chunk only if
         usage is asked for with every chunk."""
         self._totals.add(event)
         choices = self._encoder.choices(event)
@@ -121,7 +121,7 @@ class ChunkWriter:
         yield f'],"usage":{dumps(self._totals.usage())}}}\n\n' if self._continuous else f"]{self._tail}"
 
     async def last(self) -> Iterator[str]:
-        """See StreamWriter: usage and metrics, where asked for."""
+        """See StreamWriter: usage and metrics, if asked for."""
         extras = {}
         if self._usage:
             extras["usage"] = self._totals.usage()

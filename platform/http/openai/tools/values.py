@@ -25,7 +25,7 @@ PARAMETER = StringForm(
     regex.compile(r"<parameter=(?P<key>[^>\n]+)>"),
     regex.compile(r"</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>))"),
 )
-"""Parameter of `qwen3_coder`: its value ends at the first tag behind which the call goes on or ends."""
+"""Parameter of `qwen3_coder`: its value ends at the first tag after which the call continues or ends."""
 
 
 def tagged_calls(name: str, lexemes: Sequence[Lexeme]) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ def with_types(function: dict[str, Any], properties: Mapping[str, Any]) -> dict[
 
 
 def typed_value(text: str, schema: Any) -> Any:
-    """The value that a text stands for; the text itself where the schema allows no other value that it may be."""
+    """The value that a text stands for; the text itself if the schema allows no other value that it may be."""
     if not isinstance(schema, dict):
         return text
     for value in _listed(schema):
