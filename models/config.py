@@ -332,21 +332,6 @@ def _is_mxfp4(values: Mapping[str, Any], traits: FamilyTraits) -> bool:
     return named and traits.experts is not None and traits.experts.transposed
 
 
-def refuse_quantized(values: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint with quantized weights.
-
-    Raises:
-        UnsupportedModelError: config.json names a method of quantization.
-    """
-    quantization = values.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization
-        raise wrong(
-            "quantization_config",
-            f"({shown(method)}) is not supported: quantized checkpoints are served for native families alone",
-        )
-
-
 def _layer_types(values: Mapping[str, Any], num_layers: int, traits: FamilyTraits) -> list[str]:
     """Kind of attention of each layer: "full_attention" or "sliding_attention"."""
     if traits.window_everywhere:

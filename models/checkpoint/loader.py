@@ -107,19 +107,19 @@ def read_facts(
     )
 
 
-def quantization_of(path: str | Path, config: object) -> str | None:
+def quantization_of(path: str | Path, config: ModelConfig) -> str | None:
     """Method by which the weights in `path` are quantised; None: they are not."""
-    if isinstance(config, DecoderConfig) and config.quantization is not None:
+    if config.quantization is not None:
         return config.quantization.method
     return "gguf" if is_gguf(path) else None
 
 
-def quantization_name(path: str | Path, config: object, rounded: str | None = None) -> str:
+def quantization_name(path: str | Path, config: ModelConfig, rounded: str | None = None) -> str:
     """Text for people about the form of the weights; "": they are not quantised. `rounded`: as `quantization` of
     `load_model`."""
     if rounded is not None:
         return f"{rounded} (rounded while loading)"
-    if isinstance(config, DecoderConfig) and config.quantization is not None:
+    if config.quantization is not None:
         return config.quantization.name
     return quantization_of(path, config) or ""
 
@@ -242,13 +242,13 @@ def _stored_tensors(
     else:
         read = read_weights(path, "model", hint=_NO_WEIGHTS)
         tensors = unpacked({name: tensor for name, tensor in read.items() if name_of(name)}, config.dtype)
-        if isinstance(config, DecoderConfig) and config.quantization is not None:
+        if config.quantization is not None:
             tensors = unpack(
                 tensors,
                 config.quantization,
                 lambda name: _with_prefix(name_of(name) or name, slots) in slots,
                 "model",
-                transposed=config.block is not None and config.block.transposed,
+                transposed=isinstance(config, DecoderConfig) and config.block is not None and config.block.transposed,
             )
         tensors = {name_of(name) or name: tensor for name, tensor in tensors.items()}
     table, head = (f"{name}.weight" for name in (model.embedding.names.table, model.embedding.names.head))

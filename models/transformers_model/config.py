@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.paged_attention import AttentionOptions
+from ..quantization import Format, read_format
 from .experts import find_experts
 from .layers import outer_model
 from .paged_attention import AttentionCall
 from .rotation import replace_rotation
-from .skeleton import build_on_meta, find_architecture, name_of, refused, replace_linears, sizes_of
+from .skeleton import build_on_meta, find_architecture, linears_of, name_of, refused, replace_linears, sizes_of
 
 TOKENS = 3
 """Tokens of the dry pass."""
@@ -56,6 +57,8 @@ class TransformersConfig:
     experts: tuple[str, ...]
     """Modules of experts that compute each token of a pass once, and have a form that we compute."""
     dtype: torch.dtype
+    quantization: Format | None
+    """Format of the weights; None: they are not quantised."""
     batch_invariant: bool = False
     """Always refused when True: transformers' code does not promise it."""
 
@@ -88,6 +91,9 @@ def _describe(raw: str, architecture: str, dtype: torch.dtype) -> TransformersCo
         raise refused(architecture, "its embedding, its head and its hidden states have different sizes")
     if any(isinstance(module, nn.Conv1d) for module in model.modules()):
         raise refused(architecture, "it has convolutions over tokens, whose state is not kept in blocks")
+    quantization = read_format(json.loads(raw))
+    if quantization is not None and not all(type(module) is nn.Linear for module in linears_of(model)):
+        raise refused(architecture, "its linear layers are stored transposed, and its weights are quantised")
     dry = _DryPass(architecture, model)
     dry.run()
     _check_windows(architecture, config, dry.calls)
@@ -109,6 +115,7 @@ def _describe(raw: str, architecture: str, dtype: torch.dtype) -> TransformersCo
         sites=tuple(dry.sites()),
         experts=tuple(name for name, counts in dry.experts.items() if counts == [TOKENS]),
         dtype=dtype,
+        quantization=quantization,
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...platform.core.errors import UnsupportedModelError
-from ..config import named_architectures, refuse_quantized
+from ..config import named_architectures
 from .paged_attention import NAME, register
 
 _LARGEST = 1 << 40
@@ -19,7 +19,7 @@ _MOST_NUMBERS = 1 << 28
 """Most numbers of a table that a model computes when it is made; GPT-J's has 131,072."""
 _NOT_READ = frozenset(
     "auto_map attn_implementation experts_implementation return_dict torchscript "
-    "output_attentions output_hidden_states output_router_logits".split()
+    "output_attentions output_hidden_states output_router_logits quantization_config compression_config".split()
 )
 """Keys of config.json that would choose other code, or change the form of a pass's output."""
 
@@ -48,7 +48,6 @@ def build_on_meta(raw: Mapping[str, Any], architecture: str, dtype: torch.dtype)
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    refuse_quantized(raw)
     _check_sizes(raw, architecture)
     register()
     try:
@@ -57,6 +56,7 @@ def build_on_meta(raw: Mapping[str, Any], architecture: str, dtype: torch.dtype)
         cls = getattr(transformers, architecture)
         if config.is_encoder_decoder:
             raise refused(architecture, "it has an encoder")
+        _without_dynamic_rope(config)
         if getattr(cls, "_is_stateful", False):
             raise refused(architecture, "it has state-space layers, whose state is not kept in blocks")
         with torch.device("meta"):
@@ -70,6 +70,15 @@ def build_on_meta(raw: Mapping[str, Any], architecture: str, dtype: torch.dtype)
         raise refused(architecture, _first_line(error)) from error
     _check_buffers(model, raw, architecture)
     return model.requires_grad_(False)
+
+
+def _without_dynamic_rope(config: Any) -> None:
+    """Make `dynamic` scaling the default: it changes no angle within `max_position_embeddings`, which is the context
+    length, and transformers would look at each pass's positions for it."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *rope.values()):
+        if isinstance(part, dict) and part.get("rope_type") == "dynamic":
+            part["rope_type"] = "default"
 
 
 def _check_buffers(model: Any, raw: Mapping[str, Any], architecture: str) -> None:
@@ -94,12 +103,17 @@ def _check_sizes(raw: Mapping[str, Any], architecture: str) -> None:
             raise refused(architecture, f"config.json: {key:.80} is larger than {_MOST_LAYERS}")
 
 
-def replace_linears(model: nn.Module, make: Callable[[str, nn.Module], nn.Module], keep: object = None) -> None:
-    """Put `make(name, module)` in the place of every plain Linear and Conv1D, except `keep`."""
+def linears_of(model: nn.Module) -> dict[nn.Module, str]:
+    """Plain Linear and Conv1D modules, and their names."""
     from transformers.pytorch_utils import Conv1D
 
-    for name, module in list(model.named_modules()):
-        if type(module) in (nn.Linear, Conv1D) and module is not keep:
+    return {module: name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)}
+
+
+def replace_linears(model: nn.Module, make: Callable[[str, nn.Module], nn.Module], keep: object = None) -> None:
+    """Put `make(name, module)` in the place of every plain Linear and Conv1D, except `keep`."""
+    for module, name in linears_of(model).items():
+        if module is not keep:
             replace(model, name, make(name, module))
 
 

@@ -15,6 +15,7 @@ from outrider.models.demo import demo_adapters, demo_model_path
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine.engine_core import EngineCore
+from outrider.platform.engine.sampling import grammars
 from outrider.platform.engine.sampling.grammar_state import GrammarState
 from outrider.platform.http.openai.tools.choice import tool_choice_of
 from outrider.platform.http.openai.tools.parser import ForcedCalls
@@ -189,6 +190,25 @@ def test_each_request_of_one_grammar_has_its_own_end():
                 ended[delta.request_id] = (delta.token_ids[-1:], delta.finish_reason)
         assert ended.pop(f"{end}") == ([end], "stop")
     engine.shutdown()
+
+
+def test_one_vocabulary_is_made_before_the_first_request(monkeypatch):
+    """It takes 0.5 s for 50,000 tokens, so an engine of a server has it before it is ready; all grammars share it."""
+    made = []
+    make = grammars._vocabulary
+    monkeypatch.setattr(grammars, "_vocabulary", lambda *given: made.append(1) or make(*given))
+    monkeypatch.setattr("outrider.platform.engine.setup.beside_a_server", lambda: True)
+    engine = EngineCore(EngineArgs(max_model_len=64))
+    assert len(made) == 1
+    for index, wanted in enumerate(CONSTRAINTS):
+        given = params(wanted, max_tokens=4)
+        engine.add_request(EngineRequest(f"{index}", [5, 6], given, [70 + index]))
+    num_tokens = 0
+    while engine.has_work():
+        num_tokens += sum(len(delta.token_ids) for delta in engine.step())
+    engine.shutdown()
+    assert num_tokens > len(CONSTRAINTS)
+    assert len(made) == 1
 
 
 def test_tokens_without_a_choice_need_fewer_steps():

@@ -18,6 +18,7 @@ from outrider.models.layers.linear import Linear
 from outrider.platform.core.errors import InvalidRequestError, UnsupportedModelError
 
 from ..family_records import record
+from ..quantized_files import CASES, write_quantized
 
 WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
 SIZES = {
@@ -139,6 +140,35 @@ def test_angles_in_float32_beside_bfloat16(tmp_path, make_engine, run):
     torch.testing.assert_close(
         torch.tensor([entry.logprobs[0] for entry in outcome.logprobs]), wanted, atol=0.1, rtol=0
     )
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("Olmo", "gptq-row"), ("Olmo", "ct-w8a8"), ("Dots1", "ct-fp8"), ("Dots1", "fp8-blocks")]
+)
+def test_quantised_weights(family, kind, tmp_path, make_engine, run):
+    """Experts are dequantised; other layers compute with the packed weights."""
+    model = save(family, tmp_path / "model", **FAMILIES[family])
+    write_quantized(tmp_path / "model", tmp_path / "packed", CASES[kind])
+    dense = type(model).from_pretrained(tmp_path / "packed" / "dense", attn_implementation="eager").eval()
+    jobs = [(prompt, GREEDY) for prompt in PROMPTS]
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    for speculative in (None, drafts):
+        options = {"model": str(tmp_path / "packed"), "model_impl": "transformers", "speculative_config": speculative}
+        engine = make_engine(**options)
+        assert engine.info.quantization.startswith(CASES[kind].config["quant_method"].split("-")[0])
+        for (prompt, _), outcome in zip(jobs, run(engine, jobs), strict=True):
+            if CASES[kind].rounds_inputs:
+                assert len(outcome.token_ids) == GREEDY.max_tokens
+            else:
+                check_text(dense, prompt, outcome)
+
+
+def test_dynamic_rope_is_plain_within_its_context(tmp_path, make_engine, run):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    model = save("Olmo", tmp_path, **FAMILIES["Olmo"], rope_parameters=rope)
+    engine = make_engine(model=str(tmp_path), model_impl="transformers")
+    for prompt, outcome in zip(PROMPTS, run(engine, [(prompt, GREEDY) for prompt in PROMPTS]), strict=True):
+        check_text(model, prompt, outcome)
 
 
 def test_llama_through_transformers_has_native_text_and_drafts(models, make_engine, run, plain_tokens, jobs, greedy):
