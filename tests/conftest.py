@@ -1,5 +1,6 @@
 """Shared test setup: no network, fixed seeds, one torch thread; set before any test module imports a library."""
 
+import atexit
 import gc
 import os
 import random
@@ -87,6 +88,28 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+SERVER_FILES = {f"tests/e2e/test_{name}.py" for name in (
+    "anthropic_client", "beam_search", "bench_serve", "chat_command", "demo_forms", "embeddings", "mixes",
+    "openai_client", "responses", "server_bad_input", "server_life",
+)}  # fmt: skip
+"""Files whose tests use a server of the whole session."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile` that runs SERVER_FILES in one process: every other one would start the same servers."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "servers" if file in SERVER_FILES else file
+
+    return Scheduling(config, log)
+
+
 LONG_FILES = (
     "test_demo_recipe.py",
     "test_graphs_engine.py",
@@ -136,8 +159,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_unconfigure() -> None:
-    """Else libraries that look for their own leaks at the end find those objects."""
-    gc.unfreeze()
+    """Freeze what is left before pytest collects garbage three times. The interpreter's last collection frees it all:
+    libraries that look for their own leaks at exit would find those objects."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 _FOLDERS: list[list[Path]] = []

@@ -9,7 +9,7 @@ from ..core.errors import OutriderError
 
 
 def largest_rank(folder: Path) -> int:
-    """The largest rank of an adapter, its draft weights included. It is 1 where the files do not say: the error comes
+    """The largest rank of an adapter, its draft weights included. It is 1 if the files do not say: the error comes
     when the adapter is loaded."""
     ranks = [1]
     for file in folder.rglob("adapter_config.json"):

@@ -157,7 +157,7 @@ def start_ray(ray: Any, address: str | None) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Refuse a HOST:PORT where nobody listens; Ray itself tries for minutes."""
+    """Refuse a HOST:PORT that does not accept connections; Ray itself tries for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not host or not port.isdecimal():
         return  # "auto", or Ray knows what it means
@@ -165,7 +165,7 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
     except (OSError, OverflowError, UnicodeError) as error:
         raise InvalidRequestError(
-            f"argument --ray-address: nobody listens at {shorten(address)}: {error}", param="ray_address"
+            f"argument --ray-address: nothing listens at {shorten(address)}: {error}", param="ray_address"
         ) from None
 
 
@@ -175,12 +175,12 @@ def _line(error: Exception) -> str:
 
 
 def _is_own(ray_serve: Any, command: str) -> bool:
-    """True where the application that runs is this command's: a later command may have deployed its own."""
+    """True if the running application is this command's: a later command may have deployed its own."""
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
     try:
         return bool(ray_serve.get_app_handle(NAME).command.remote().result(timeout_s=10) == command)
-    except (RayError, RayServeException, TimeoutError):  # it is not there any more, or nobody knows whose it is
+    except (RayError, RayServeException, TimeoutError):  # it is gone, or its owner is unknown
         print(f"the application {NAME} does not answer and is left as it is; `serve shutdown` ends it", file=sys.stderr)
         return False

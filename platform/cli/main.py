@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The interpreter flushes standard output at its end, and needs a file that takes the rest.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print("outrider: error: nobody reads the output any more", file=sys.stderr)
+        print("outrider: error: the reader of the output is gone", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("outrider: interrupted", file=sys.stderr)

@@ -31,7 +31,7 @@ examples:
   outrider serve ./model --speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'
   outrider serve --config options.yaml
 
-vLLM's names of options are taken too, where they mean the same, and underscores for dashes.
+vLLM's names of options are accepted too if they mean the same, and underscores for dashes.
 """
 
 

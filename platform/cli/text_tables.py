@@ -13,7 +13,7 @@ def aligned(
     Args:
         rows: cells by heading, the same headings in each row.
         left: headings of the columns that are aligned to the left.
-        headings: needed where there may be no row.
+        headings: needed if there may be no row.
     """
     names = rows[0] if headings is None else headings
     widths = {name: max(len(name), *(len(row[name]) for row in rows), 0) for name in names}

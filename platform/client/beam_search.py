@@ -96,7 +96,7 @@ class BeamSearch:
 
     def _is_decided(self) -> bool:
         """True when no beam can get better than the `beam_width` best complete sequences. A log-probability only falls;
-        the length that is best for it is the longest, or the present one where the penalty is negative."""
+        the length that is best for it is the longest, or the present one if the penalty is negative."""
         width, penalty = self._params.beam_width, self._params.length_penalty
         if len(self._completed) < width:
             return not self._beams

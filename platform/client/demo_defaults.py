@@ -1,4 +1,4 @@
-"""Options for the embedded demo model, where the user sets none."""
+"""Options for the embedded demo model that the user does not set."""
 
 from __future__ import annotations
 

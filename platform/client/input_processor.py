@@ -54,7 +54,7 @@ class InputProcessor:
     """Makes engine requests for one model."""
 
     def __init__(self, tokenizer: Any, info: EngineInfo, eos_token_ids: Sequence[int]) -> None:
-        """`tokenizer`: None where prompts are token ids and answers have no text."""
+        """`tokenizer`: None if prompts are token ids and answers have no text."""
         self.tokenizer = tokenizer
         # Some models name end tokens that their vocabulary lacks: those can never be said.
         self.eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < info.vocab_size]
@@ -165,7 +165,7 @@ class InputProcessor:
             raise PromptTooLongError.of(limit, num_tokens, param="prompt")
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int, param: str = "prompt") -> list[int]:
-        """Token ids of a text. A long text is tokenized in growing pieces, and refused as soon as its beginning has a
+        """Token ids of a text. A long text is tokenized in growing pieces, and refused as soon as its prefix has a
         quarter more tokens than `most` (a cut changes only the few tokens before it).
 
         Raises:

@@ -337,7 +337,7 @@ class LLM:
         Args:
             folder: where the files are written; None: as the variable OUTRIDER_PROFILE_DIR says, or vLLM's
                 VLLM_TORCH_PROFILER_DIR.
-            prefix: beginning of the files' names.
+            prefix: prefix of the file names.
 
         Raises:
             InvalidRequestError: no folder is named, or it cannot be made.
@@ -374,7 +374,7 @@ class LLM:
         return self.llm_engine.is_sleeping()
 
     def shutdown(self) -> None:
-        """Free the engine's memory, also that of a GPU, whoever holds this object. A further call does nothing;
+        """Free the engine's memory, also on a GPU, even if this object is still in use. A further call does nothing;
         methods that need the engine raise ShuttingDownError."""
         self.llm_engine.shutdown()
 

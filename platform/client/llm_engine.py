@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class LLMEngine:
-    """Takes requests at any time, and computes a step when told to, as vLLM's class of that name. `LLM` is on top of it
+    """Takes requests at any time, and computes a step on request, as vLLM's class of that name. `LLM` is on top of it
     (`LLM.llm_engine`). Not thread-safe.
 
         engine = LLMEngine.from_engine_args(EngineArgs(model="Qwen/Qwen3-0.6B", enable_lora=True))
@@ -155,7 +155,7 @@ class LLMEngine:
 
         Raises:
             OutriderError: a request has failed, which a note of the error names. It is raised by the next call, and the
-                other requests go on.
+                other requests continue.
         """
         if self._errors:
             raise self._errors.popleft()
@@ -340,7 +340,7 @@ class LLMEngine:
 
     def _settle(self) -> None:
         """Once all requests are finished, end the step that is in flight for one of them: it holds KV blocks and the
-        adapter. Its error is nobody's: an engine that is broken raises on the next call."""
+        adapter. Its error is ignored: an engine that is broken raises on the next call."""
         while not len(self.output_processor) and self.engine.has_work():
             try:
                 self.engine.step()

@@ -1,7 +1,7 @@
 """Token deltas of the engine to the outputs users get.
 
 `OutputProcessor` holds the state of every running request. A delta is folded into that state at once; an output is made
-only when somebody takes it. So a consumer that is slow gets one output with all that is new, and no queue can grow.
+only when it is consumed. So a slow consumer gets one output with all that is new, and no queue can grow.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class SequenceState:
         first_token, first_char = (self._taken_tokens, self._taken_chars) if delta else (0, 0)
         logprobs = self.logprobs
         if delta and logprobs is not None:
-            self.logprobs = []  # whoever takes them piece by piece has them
+            self.logprobs = []  # the consumer of the pieces has them
         output = CompletionOutput(
             index=self.index,
             text=detokenizer.text[first_char:num_chars] if detokenizer is not None else "",
@@ -131,7 +131,7 @@ class RequestState:
         self._prompt_token_ids = prepared.prompt.token_ids
         self._prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
         self.pooled: list[float] | None = None
-        """Pooled hidden states of the prompt, where they are wanted."""
+        """Pooled hidden states of the prompt, if requested."""
         self._lora = lora
         self._vocabulary = vocabulary_of(prepared.tokenizer) if prepared.params.detokenize else None
 

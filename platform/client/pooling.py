@@ -119,7 +119,7 @@ def pairs(text_1: Prompt | Sequence[Prompt], text_2: Prompt | Sequence[Prompt]) 
 
 
 def cosine(a: Sequence[float], b: Sequence[float]) -> float:
-    """Cosine of two vectors; 0 where one is zero."""
+    """Cosine of two vectors; 0 if one is zero."""
     lengths = math.hypot(*a) * math.hypot(*b)
     return math.fsum(x * y for x, y in zip(a, b, strict=True)) / (lengths or 1.0)
 

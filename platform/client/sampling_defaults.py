@@ -41,7 +41,7 @@ class SamplingDefaults:
         """Fields of `SamplingParams`; of the model's own file after `read_model`."""
 
     def read_model(self, folder: str) -> None:
-        """Read the file in the model's folder, where no other is chosen.
+        """Read the file in the model's folder, unless another is chosen.
 
         Raises:
             InvalidRequestError: it has a wrong value.

@@ -15,7 +15,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Steps: TypeAlias = Generator[Future[Any], None, T]
-"""Steps of a task: each future that it has to wait for is yielded, and is done when the generator goes on."""
+"""Steps of a task: each future that it has to wait for is yielded, and is done when the generator resumes."""
 
 
 class Task(Generic[T]):

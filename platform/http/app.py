@@ -54,7 +54,7 @@ def create_app(
 ) -> FastAPI:
     """The application in front of `llm`, which need not have started yet; `app.state.serving` is its shared state.
     Whose keys count: the authenticator's, else those of `tenancy`, else those of `config`."""
-    # No pages for the OpenAPI document: FastAPI's run scripts of other sites, beside the console.
+    # No pages for the OpenAPI document: FastAPI's run scripts of other sites, at the console's origin.
     app = FastAPI(title="Outrider", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.serving = Serving(llm, config, tenancy)
     app.state.statistics = Statistics(app.state.serving)
@@ -89,7 +89,7 @@ def _admin_routes(tenancy: Tenancy | None) -> APIRouter:
 
 
 class AnswerCutError(Exception):
-    """An answer failed when its beginning had been sent; the log says why."""
+    """An answer failed after its first bytes were sent; the log says why."""
 
 
 class Authentication:

@@ -119,7 +119,7 @@ class _Batch:
                     tasks.create_task(answer(line))
 
     def _count(self, lines: IO[bytes]) -> int | None:
-        """Number of lines that are not empty; None where the file can be read only once."""
+        """Number of lines that are not empty; None if the file can be read only once."""
         if not lines.seekable():
             return None
         count = sum(1 for _ in numbered(lines, self._parser.max_bytes))
@@ -145,7 +145,7 @@ class _Batch:
         except LineError as error:
             message = f"line {line.number}: {error.message}"
             return error_line(line_id, error.custom_id, "invalid_request", message)
-        except Exception as error:  # one request's: the others go on
+        except Exception as error:  # one request's: the others continue
             logger.exception("line %d has no answer", line.number)
             message = error.message if isinstance(error, OutriderError) else f"{type(error).__name__}: {error}"
             return error_line(line_id, custom_id, "server_error", f"line {line.number}: {message}")

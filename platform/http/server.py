@@ -79,7 +79,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Maker of uvloop's event loops; None, which is asyncio's, where it is not installed."""
+    """Maker of uvloop's event loops; None, which is asyncio's, if it is not installed."""
     try:
         import uvloop
     except ImportError:  # not on Windows

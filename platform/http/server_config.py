@@ -24,7 +24,7 @@ class ServerConfig:
     database: str | None = field(default=None, repr=False)  # there may be a password in it
     """Address of the database of tenants and keys; None: there are no tenants."""
     journal: str | None = None
-    """Folder of the ledger's journal; None: beside a SQLite database, else among the user's state."""
+    """Folder of the ledger's journal; None: next to a SQLite database, else among the user's state."""
     journal_max_bytes: int = 64 << 20
     """Disk that it may take while the database is away; when that is full, new requests are refused."""
     shared_limits: bool = False
@@ -36,11 +36,11 @@ class ServerConfig:
     lora_modules: Mapping[str, str] = field(default_factory=dict)
     """Adapters to register at the start: name -> folder, or another source."""
     lora_draft_paths: Mapping[str, str] = field(default_factory=dict)
-    """Draft weights of `lora_modules`: name -> folder, where one was given."""
+    """Draft weights of `lora_modules`: name -> folder, if one was given."""
     lora_sources: SourceOptions = field(default_factory=SourceOptions)
     """Options of the sources that adapters come from."""
     lora_roots: tuple[str, ...] = ()
-    """Folders that adapters may be loaded from over HTTP, beside those of `lora_sources` and around `lora_modules`."""
+    """Folders that adapters may be loaded from over HTTP, besides those of `lora_sources` and around `lora_modules`."""
     lora_remote: tuple[str, ...] = ()
     """Schemes of other sources from which that is allowed: "hf", "s3", ..."""
     chat_template: str | None = None
@@ -91,8 +91,8 @@ class ServerConfig:
     """Write prompts and answers into the requests' lines."""
     access_log: bool = False
     metrics_prefix: str = "outrider"
-    """"vllm": metrics have vLLM's names beside their own."""
+    """"vllm": metrics have vLLM's names in addition to their own."""
     open_metrics: bool = False
-    """Show /metrics to everybody also where there are tenants, whose names are in it."""
+    """Show /metrics to everybody even if there are tenants, whose names are in it."""
     otlp_endpoint: str | None = None
     """Collector of traces; None: none are made."""

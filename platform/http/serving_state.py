@@ -55,13 +55,13 @@ logger = logging.getLogger(__name__)
 STATS_TIMEOUT = 2.0
 """Seconds that the engine gets for a snapshot of its counts."""
 _LONG_TEXT = 1500
-"""Characters above which a prompt is tokenized in a thread, so that other streams go on: about 2 ms of work."""
+"""Characters above which a prompt is tokenized in a thread, so that other streams continue: about 2 ms of work."""
 _HUGE_TEXT = 50_000
 """Characters whose tokenizing takes tens of megabytes, which are given back to the system at once."""
 _PIECE_CHARS = 50
-"""Characters that a prompt or a message costs beside its own."""
+"""Characters that a prompt or a message costs in addition to its own."""
 MAX_TOKENIZED = 1 << 15
-"""Tokens of a text that `/tokenize` takes, or a whole context where that is more."""
+"""Tokens of a text that `/tokenize` takes, or a whole context if that is more."""
 
 T = TypeVar("T")
 
@@ -325,7 +325,7 @@ def batches_of(request: Request) -> Batches:
 def principal_of(request: Request) -> Principal:
     """The principal of a request to a guarded route."""
     principal = getattr(request.state, PRINCIPAL, None)
-    assert isinstance(principal, Principal), "`Authentication` lets nobody else through"
+    assert isinstance(principal, Principal), "`Authentication` admits no other request"
     return principal
 
 
@@ -340,7 +340,7 @@ def require_admin(request: Request) -> None:
 
 
 def new_request_id(kind: str) -> str:
-    """An id for an answer and the engine: "chatcmpl-…", or "resp_…" where the kind has its own end. Never the client's
+    """An id for an answer and the engine: "chatcmpl-…", or "resp_…" if the kind has its own end. Never the client's
     own, which need not be unique."""
     request_id = f"{kind}{'' if kind.endswith('_') else '-'}{uuid.uuid4().hex}"
     log = current_log()

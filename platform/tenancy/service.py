@@ -90,7 +90,7 @@ async def write_journal(database: Database, folder: Path, max_bytes: int) -> Non
 
 
 def default_journal(database: Database) -> Path:
-    """Journal's folder: beside a SQLite file, else in the user's folder for state, one for each database. One server
+    """Journal's folder: next to a SQLite file, else in the user's folder for state, one for each database. One server
     has it at a time."""
     if database.file is not None:
         return database.file.with_name(database.file.name + ".ledger")

@@ -94,7 +94,8 @@ def _greedy(offers: Sequence[Offer], prices: StepPrices, num_rows: int, most: in
 
     for index in range(len(offers)):
         push(index)
-    total, logs, added = float(num_rows), 0.0, 0.0
+    total, logs, added, drafting = float(num_rows), 0.0, 0.0, 0.0
+    without = prices.step(0)
     none_made = 1.0  # probability that the step has no drafts
     reached: dict[int, int] = {}  # most drafts of a row, by drafter
     best = Plan(list(counts), 1.0, base)
@@ -107,12 +108,13 @@ def _greedy(offers: Sequence[Offer], prices: StepPrices, num_rows: int, most: in
         if counts[index] == 0:
             none_made *= (1.0 - made) ** offer.rows
         counts[index] += 1
-        reached[offer.drafter] = max(reached.get(offer.drafter, 0), counts[index])
+        if counts[index] > reached.get(offer.drafter, 0):
+            reached[offer.drafter] = counts[index]
+            drafting = sum(prices.draft(drafter, count) for drafter, count in reached.items())
         logs += offer.rows * math.log1p(gained / tokens[index])
         tokens[index] += gained
         total += gained * offer.rows
-        seconds = _expected_step(prices.step, added, none_made)
-        seconds += sum(prices.draft(drafter, count) for drafter, count in reached.items())
+        seconds = _expected_step(prices.step, without, added, none_made) + drafting
         grown = math.exp(logs / num_rows) if fair else total / num_rows
         if grown * base / seconds > best.gain:
             best = Plan(list(counts), grown * base / seconds, seconds)
@@ -120,10 +122,11 @@ def _greedy(offers: Sequence[Offer], prices: StepPrices, num_rows: int, most: in
     return best
 
 
-def _expected_step(step: Callable[[float], float], num_drafts: float, none_made: float) -> float:
-    """Expected seconds of a step with `num_drafts` drafts on average, and none with probability `none_made`."""
+def _expected_step(step: Callable[[float], float], without: float, num_drafts: float, none_made: float) -> float:
+    """Expected seconds of a step with `num_drafts` drafts on average, and none, which takes `without`, with probability
+    `none_made`."""
     if none_made == 0.0:
         return step(num_drafts)
     if none_made == 1.0:
-        return step(0)
-    return none_made * step(0) + (1.0 - none_made) * step(num_drafts / (1.0 - none_made))
+        return without
+    return none_made * without + (1.0 - none_made) * step(num_drafts / (1.0 - none_made))

@@ -168,6 +168,32 @@ def server(tethered, servers, tmp_path_factory) -> ServerProcess:
     return servers[-1]
 
 
+TOOLS_TEMPLATE = """{{- bos_token }}{% if tools %}{{ '<|system|>\\n' + tools | tojson + '<|end|>\\n' }}{% endif %}
+{%- for m in messages %}
+    {%- set calls = (m.tool_calls | tojson) if m.tool_calls else '' %}
+    {{- '<|' + ('user' if m.role == 'tool' else m.role) + '|>\\n' + m.content + calls + '<|end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
+KEY = "sk-ant-test"
+
+
+@pytest.fixture(scope="session")
+def tools_server(tethered, servers, tmp_path_factory) -> ServerProcess:
+    """The demo model with a chat template that writes tools and their calls, behind `api_key`."""
+    template = tmp_path_factory.mktemp("tools") / "template.jinja"
+    template.write_text(TOOLS_TEMPLATE)
+    options = ["--api-key", KEY, "--chat-template", str(template), "--speculative-config", FIXED_DRAFTS]
+    servers.append(ServerProcess(*options, tethered=tethered))
+    servers[-1].wait_until_ready()
+    return servers[-1]
+
+
+@pytest.fixture(scope="session")
+def api_key() -> str:
+    """The API key of `tools_server`."""
+    return KEY
+
+
 @pytest.fixture(scope="session")
 def fixed_drafts() -> list[str]:
     """Options for a server that always drafts."""

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-KEY = "sk-ant-test"
 HELLO = [{"role": "user", "content": "Hello! Who are you?"}]
 ORDER = {
     "name": "save_order",
@@ -18,23 +17,13 @@ ORDER = {
 }
 ASK = [{"role": "user", "content": "Anna ordered 3 lamps."}]
 FORCED = {"tools": [ORDER], "tool_choice": {"type": "tool", "name": "save_order"}}
-TEMPLATE = """{{- bos_token }}{% if tools %}{{ '<|system|>\\n' + tools | tojson + '<|end|>\\n' }}{% endif %}
-{%- for m in messages %}
-    {%- set calls = (m.tool_calls | tojson) if m.tool_calls else '' %}
-    {{- '<|' + ('user' if m.role == 'tool' else m.role) + '|>\\n' + m.content + calls + '<|end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
 
 
 @pytest.fixture(scope="module")
-def client(start_server, fixed_drafts, tmp_path_factory):
-    import anthropic  # for a second, which every process that collects tests would take
+def client(tools_server, api_key):
+    import anthropic  # takes a second: not while tests are collected
 
-    template = tmp_path_factory.mktemp("anthropic") / "template.jinja"
-    template.write_text(TEMPLATE)
-    server = start_server("--api-key", KEY, "--chat-template", str(template), *fixed_drafts)
-    yield anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=60)
-    server.stop()
+    return anthropic.Anthropic(base_url=tools_server.url, api_key=api_key, max_retries=0, timeout=60)
 
 
 def create(client, *, messages=HELLO, model="outrider-demo", max_tokens=40, more=None, **fields):

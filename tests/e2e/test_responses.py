@@ -104,31 +104,20 @@ def test_a_client_that_goes_away(client, server):
     server.wait_for(lambda: client.responses.retrieve(name).status == "cancelled")
 
 
-@pytest.fixture(scope="module")
-def smith(start_server, fixed_drafts, tmp_path_factory) -> openai.OpenAI:
-    """A client of a server whose chat template writes tools."""
-    template = tmp_path_factory.mktemp("tools") / "template.jinja"
-    template.write_text(
-        "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% for m in messages %}<{{ m.role }}>"
-        "{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
-        "{% endfor %}\n{% endfor %}"
-    )
-    return start_server("--chat-template", str(template), *fixed_drafts).client()
-
-
 @pytest.mark.parametrize("model", ["outrider-demo", "sql"])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_order"}])
-def test_a_loop_of_tools(smith, model, choice):
+def test_a_loop_of_tools(tools_server, api_key, model, choice):
+    client = tools_server.client(api_key)
     options = {"model": model, "tools": [TOOL], "temperature": 0, "max_output_tokens": 60, "parallel_tool_calls": False}
-    with smith.responses.stream(**options, input="Where is order 5?", tool_choice=choice) as stream:
+    with client.responses.stream(**options, input="Where is order 5?", tool_choice=choice) as stream:
         deltas = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
         first = stream.get_final_response()
     call = first.output[0]
     assert (call.type, call.name, "".join(deltas)) == ("function_call", "get_order", call.arguments)
     assert 0 <= call.parsed_arguments["number"] <= 99
-    whole = smith.responses.create(**options, input="Where is order 5?", tool_choice=choice)
+    whole = client.responses.create(**options, input="Where is order 5?", tool_choice=choice)
     assert whole.output[0].arguments == call.arguments
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "in Lisbon"}
     options |= {"tool_choice": "none"}
-    last = smith.responses.create(**options, input=[output], previous_response_id=first.id)
+    last = client.responses.create(**options, input=[output], previous_response_id=first.id)
     assert last.output[0].type == "message"

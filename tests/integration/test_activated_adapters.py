@@ -37,7 +37,7 @@ def peft_text(models, lora, prompt, count):
 def with_invocation(prompts):
     return [
         [*prompts[3][:37], *INVOCATION, *prompts[1]],  # in the middle of a block
-        [*prompts[3][:32], *INVOCATION, 5],  # where a block begins
+        [*prompts[3][:32], *INVOCATION, 5],  # the start of a block
         [*INVOCATION, *prompts[1], *INVOCATION, 5],  # twice: the last one counts
         [*prompts[1], 7],  # nowhere: the base model answers
     ]

@@ -87,7 +87,7 @@ def test_chats_have_its_template_and_its_tokens(llm, chatml):
     assert max(base.prompt_token_ids) < VOCAB
 
 
-def test_many_adapters_of_one_tokenizer_share_it_and_copies_of_the_models_are_none(tmp_path):
+def test_equal_adapter_tokenizers_are_shared_and_copies_of_the_models_are_ignored(tmp_path):
     base = load_tokenizer(demo_model_path())
     tokenizers = AdapterTokenizers(base, itself)
     for name in ("a", "b"):

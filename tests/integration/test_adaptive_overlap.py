@@ -158,9 +158,7 @@ def pair(request, models, make_engine, plain_engine, monkeypatch):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_spells_without_drafts_overlap_as_without_speculation(
-    models, make_engine, plain_tokens, run, prompts, method, monkeypatch
-):
+def test_steps_without_drafts_overlap(models, make_engine, plain_tokens, run, prompts, method, monkeypatch):
     """Prompts among them; then drafts come as if the drafter had seen all."""
     script = Script(monkeypatch, drafters=[None])
     engine = make(make_engine, models, method)
@@ -227,4 +225,4 @@ def test_choices_of_the_policy(models, make_engine, plain_tokens, run, prompts, 
         assert tokens(run(engine, jobs)) == plain_tokens(jobs)
         pairs = [(before.can_overlap_next, overlaps) for (before, _), (_, overlaps) in itertools.pairwise(plans)]
         assert (False, True) not in pairs
-        assert pairs.count((True, False)) <= len(jobs), "where all rows are about to end"
+        assert pairs.count((True, False)) <= len(jobs), "only when all rows are about to end"

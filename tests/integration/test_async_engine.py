@@ -213,7 +213,7 @@ def test_the_seconds_of_a_step_are_those_of_its_work(make_engine, greedy, prompt
     engine.abort(["a"])
 
 
-def test_the_gap_of_a_step_is_the_time_since_the_work_of_the_one_before(make_engine, greedy, prompts, monkeypatch):
+def test_gap_is_measured_from_the_previous_step(make_engine, greedy, prompts, monkeypatch):
     engine = make_engine(async_scheduling=False)
     clock, results = Clock(), []
     monkeypatch.setattr(device_queue, "time", clock)

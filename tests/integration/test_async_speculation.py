@@ -183,9 +183,7 @@ def test_aborted_requests_do_not_affect_others(models, make_engine, plain_tokens
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_step_is_launched_before_the_host_knows_what_the_one_before_accepted(
-    models, make_engine, run, prompts, greedy, method, monkeypatch
-):
+def test_a_step_launches_before_acceptance_is_known(models, make_engine, run, prompts, greedy, method, monkeypatch):
     """The device is held back until the step after is on its way: a host that waited would hang."""
     engine = make(make_engine, models, method)
     launch, seen, held = engine._runner.launch, [], []

@@ -58,7 +58,7 @@ def options(models, **changed):
 def test_mixed_adapters_speculation_and_caching_give_the_bytes_of_each_alone(
     models, make_engine, run, prompts, tiny_texts, method, k, caching
 ):
-    """First computed, then from the prefix cache, where there is one."""
+    """First computed, then from the prefix cache, if there is one."""
     changed = {"speculative_config": models.speculative(method, k), "enable_prefix_caching": caching}
     engine = make_engine(**options(models, **changed))
     for seed, texts in tiny_texts.items():
@@ -187,7 +187,7 @@ def test_the_demo_says_the_same_alone_and_in_a_batch(make_demo, demo_alone, name
         assert demo.ask(seed, [6, 1, 4]) == [alone[i] for i in (6, 1, 4)]
 
 
-def test_without_it_log_probabilities_depend_on_the_batch(make_demo, monkeypatch):
+def test_log_probabilities_depend_on_the_batch_without_invariance(make_demo, monkeypatch):
     """With PyTorch's attention: the C++ kernel is invariant, and at this model's size the linears may happen to be."""
     monkeypatch.setattr("outrider.models.attention.native.is_native", lambda *_: False)
     demo = make_demo(batch_invariant=False, enable_prefix_caching=False)

@@ -102,7 +102,7 @@ def test_the_best_sequence_is_that_of_transformers(llm, reference, name):
         assert best.cum_logprob == pytest.approx(float(found.sequences_scores[0]), abs=1e-3)
 
 
-def test_beams_share_blocks_and_stop_when_nothing_can_change(llm):
+def test_beams_share_blocks_and_stop_early(llm):
     [prompt], params = [prompt_of(llm, "Anna from Lisbon ordered 3 green lamps " * 6)], BeamSearchParams(4, 100)
     before, generated = llm.stats(), count(llm)
     [output] = llm.beam_search(prompt, params, lora("sql"))

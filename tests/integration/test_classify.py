@@ -245,7 +245,7 @@ def test_wrong_score_matrices_of_adapters_are_named(classifier, llm, tmp_path, e
         llm.classify("a", lora_request=LoRARequest("scored", 2, str(folder)), use_tqdm=False)
 
 
-def test_a_score_matrix_is_refused_where_the_model_has_none(classifier):
+def test_score_matrix_is_refused_for_a_model_without_one(classifier):
     with LLM(**OPTIONS) as llm, pytest.raises(AdapterError, match=r"score.*for a classifier|no linear module"):
         llm.embed("a", lora_request=LoRARequest("scored", 2, classifier.scored), use_tqdm=False)
 

@@ -286,9 +286,7 @@ def test_a_folder_for_each_method(engine_of, bare, drafted, tmp_path):
     assert engine_of().adapters.load(request_of("x", folder)).draft == ""  # for another drafter only: nothing is wrong
 
 
-def test_the_drafter_forgets_a_content_when_nothing_has_it_any_more(
-    engine_of, models, prompts, greedy, monkeypatch, tmp_path
-):
+def test_drafter_forgets_unreferenced_adapter_content(engine_of, models, prompts, greedy, monkeypatch, tmp_path):
     from outrider.spec_decode.drafters.ngram import NgramDrafter
 
     forgotten = []
@@ -367,7 +365,7 @@ def test_draft_weights_for_an_eagle3_head(
     save_file(lora, nested / WEIGHTS)
     (nested / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 3}))
 
-    def jobs(requests):  # greedy: the seeds only tell the requests' drafts apart
+    def jobs(requests):  # greedy: the seeds only distinguish the requests' drafts
         return [(p, greedy.clone(seed=seed), request) for p in prompts for seed, request in enumerate(requests)]
 
     def drafts(path, *requests):

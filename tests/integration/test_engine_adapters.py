@@ -33,9 +33,7 @@ def test_more_adapters_than_fit_take_turns(models, make_engine, run, prompts, gr
     assert sum(info.level == "device" for info in engine.adapters.list()) == 1
 
 
-def test_a_broken_adapter_fails_its_own_requests_and_nothing_else(
-    models, make_engine, run, prompts, greedy, alone, tmp_path
-):
+def test_a_broken_adapter_fails_only_its_own_requests(models, make_engine, run, prompts, greedy, alone, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(models.adapters["a"], broken)
     (broken / "adapter_model.safetensors").write_bytes(b"not safetensors")
@@ -372,7 +370,7 @@ def test_each_row_of_logits_has_its_own_adapter(models, make_engine, run, wide, 
         assert values == pytest.approx(expected, abs=1e-4)
 
 
-def test_without_adapters_on_the_vocabulary_it_costs_nothing(models, make_engine, run, prompts, greedy, wide):
+def test_no_launch_without_vocabulary_adapters(models, make_engine, run, prompts, greedy, wide):
     """No pass over the head or the embeddings has an adapter's product when none of the batch wants one."""
     engine = make_engine(**LORA, max_loras=6)
     embedding, calls = engine._runner._model.embedding, []

@@ -151,9 +151,7 @@ def test_unloading_a_part_while_a_mix_runs(models, make_engine, prompts, greedy,
     assert [info.name for info in engine.adapters.list()] == ["a"]
 
 
-def test_a_mix_that_is_too_large_gets_an_error_and_others_go_on(
-    models, make_engine, run, prompts, greedy, merged_texts
-):
+def test_an_oversized_mix_fails_alone(models, make_engine, run, prompts, greedy, merged_texts):
     engine = make_engine(**LORA, max_loras=1)
     jobs = [(prompts[1], greedy, mixed(models, name)) for name in ("a", "mostly a")]
     good, bad = run(engine, jobs)

@@ -58,7 +58,7 @@ def test_scheduling_never_changes_seeded_text(make_engine, run, prompts, options
     want = [o.token_ids for o in run(make_engine(), [(p, params) for p in prompts])]
     engine = make_engine(**options)
     assert [o.token_ids for o in run(engine, [(p, params) for p in prompts])] == want
-    # and again, now from the prefix cache where there is one
+    # and again, now from the prefix cache if there is one
     again = run(engine, [(p, params) for p in prompts])
     assert [o.token_ids for o in again] == want
     if options.get("enable_prefix_caching", True):

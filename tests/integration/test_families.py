@@ -131,7 +131,7 @@ def test_preemption(make_engine, run, served):
 def test_quantised_weights(make_engine, run, served):
     """Text of weights that were rounded to int8 while they were loaded is that of transformers with the same rounded
     weights, for the base model and for the adapter. Drafts do not change it."""
-    # Where the adapter's file has a copy of the table, that one is not rounded.
+    # If the adapter's file has a copy of the table, that copy is not rounded.
     jobs = served.jobs[::2] if served.saves_embeddings else served.jobs
     speculation = {"method": "ngram", "num_speculative_tokens": 4}
     drafted = run(engine_of(make_engine, served, quantization="int8", speculative_config=speculation), jobs)

@@ -9,7 +9,7 @@ from outrider.models.demo import DEMO_ADAPTER_NAMES, demo_adapters
 from outrider.platform.core.errors import InvalidRequestError
 
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
-# Rounding to fp8 makes a step of 6% of a last bit: bytes are the same where a row's bits do not depend on the batch.
+# Rounding to fp8 makes a step of 6% of a last bit: bytes are the same if a row's bits do not depend on the batch.
 FP8 = {"kv_cache_dtype": "fp8", "batch_invariant": True}
 NAMES = [None, "a", "b", None, "a", "c"]
 

@@ -103,7 +103,7 @@ def test_drafts_and_late_masks_change_no_token(monkeypatch, drafter, share):
 
 
 @pytest.mark.parametrize("attribute", ["max_tokens=4", 'stop=";"'])
-def test_attributes_that_cannot_be_taken_back_are_served_with_drafts(attribute):
+def test_irreversible_attributes_work_with_drafts(attribute):
     text = f'start: "name: " word "!"\nword[{attribute}]: /[a-z]+/'
     params = SamplingParams(temperature=0, max_tokens=30, structured_outputs=StructuredOutputsParams(grammar=text))
     texts = []

@@ -41,8 +41,8 @@ def overflowing(models, tmp_path_factory):
 
 @pytest.mark.parametrize("manner", MANNERS)
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_a_row_that_is_emptied_ends_the_text_where_it_does_without_drafts(models, make_engine, run, method, manner):
-    """Only token 5 is allowed and three in a row are not: two tokens, then the error. Others go on."""
+def test_an_emptied_row_ends_the_text_at_the_same_token(models, make_engine, run, method, manner):
+    """Only token 5 is allowed and three in a row are not: two tokens, then the error. Others continue."""
     hard = {"allowed_token_ids": [5], "bad_words_token_ids": [[5, 5, 5]], "ignore_eos": True}
     params = [
         SamplingParams(max_tokens=8, logprobs=1, **hard, **MANNERS[manner]),
@@ -68,7 +68,7 @@ FORCES = {
 
 
 @pytest.mark.parametrize("field", FORCES)
-def test_each_request_has_its_own_lists_and_not_those_of_the_one_before(plain_engine, run, field):
+def test_token_lists_are_not_shared_between_requests(plain_engine, run, field):
     jobs = [
         ([5, 9], SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, **FORCES[field](token)))
         for token in (101, 102, 102, 101)
@@ -85,7 +85,7 @@ def test_min_tokens_holds_off_each_requests_own_stop_tokens(plain_engine, run):
 
 @pytest.mark.parametrize("place", [1, 2, 3, 4])
 @pytest.mark.parametrize("manner", ["greedy", "seeded"])
-def test_the_result_is_cut_wherever_the_empty_row_lies_among_accepted_drafts(models, make_engine, run, manner, place):
+def test_result_ends_at_an_empty_row_among_accepted_drafts(models, make_engine, run, manner, place):
     """The target drafts for itself, so all drafts are right; nothing may follow the token at `place` of its text."""
     params = SamplingParams(max_tokens=12, ignore_eos=True, **MANNERS[manner])
     prompt = [9, 4, 7, 11, 30]

@@ -49,7 +49,7 @@ def speculative(method, k=5):
 
 
 def probes(secret):
-    """Prompts that end with three tokens of the secret: who knows it goes on with the fourth. None has four of them."""
+    """Prompts that end with three tokens of the secret: a cache hit would add the fourth. None has all four."""
     start = [*secret[:3], 3, 4, *secret[20:23], 5, 3]
     return [[*start, *secret[i : i + 3]] for i in range(4, 60, 4)]
 

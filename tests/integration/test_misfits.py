@@ -43,7 +43,7 @@ def write_config(folder, method, models, **changes):
 
 @pytest.mark.parametrize("adaptive", [True, False])
 @pytest.mark.parametrize("case", MISFITS)
-def test_an_engine_does_not_start_with_a_draft_that_does_not_fit(models, make_engine, tmp_path, case, adaptive):
+def test_engine_start_refuses_a_mismatched_draft(models, make_engine, tmp_path, case, adaptive):
     method, changes, figures = MISFITS[case]
     path = write_config(tmp_path / "misfit", method, models, **changes)
     config = {"method": method, "model": str(path), "num_speculative_tokens": 3, "adaptive": adaptive}

@@ -13,7 +13,7 @@ from outrider.models.demo import demo_model_path
 
 SCRIPT = """
 import os, sys
-os.sched_getaffinity = lambda pid: {0, 1}  # where this test runs there may be one core
+os.sched_getaffinity = lambda pid: {0, 1}  # this machine may have one core
 from outrider import LLM, LoRARequest, SamplingParams
 
 print("script", flush=True)

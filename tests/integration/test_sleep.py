@@ -35,7 +35,7 @@ def test_the_prefix_cache_is_emptied(llm):
 
 
 def test_nothing_is_held_once_all_requests_are_finished():
-    """Where steps overlap, one is in flight when a stop token, or an abort, ends the last request."""
+    """If steps overlap, one is in flight when a stop token, or an abort, ends the last request."""
     with LLM(async_scheduling=True) as llm:
         endless, engine = PARAMS.clone(ignore_eos=True), llm.llm_engine
         tokens = llm.generate(PROMPTS[0], endless, use_tqdm=False)[0].outputs[0].token_ids

@@ -1,4 +1,4 @@
-"""Speculation never changes the text: byte equality, and frequencies where the text is random."""
+"""Speculation never changes the text: byte equality, and frequencies if the text is random."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_drafters_know_masks_and_penalties(models, make_engine, run, prompts, me
         assert seen > 0
 
 
-def test_the_drafter_catches_up_after_a_spell_without_drafts(models, make_engine, run, prompts):
+def test_drafter_catches_up_after_steps_without_drafts(models, make_engine, run, prompts):
     """A prompt computed with speculation off is found in the prefix cache by a request that has it on."""
     engine = make_engine(speculative_config=models.speculative("draft_model", 4))
     params = PARAMS["greedy"]

@@ -9,10 +9,8 @@ from outrider.spec_decode.drafters.eagle.drafter import EagleDrafter
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 
-def test_prompts_of_the_prefix_cache_are_drafted_for_as_if_all_adapters_had_stayed(
-    models, make_engine, run, prompts, monkeypatch
-):
-    """Nobody drafts while the prompts are computed; with one place on the device adapters make way for one another."""
+def test_drafts_after_prefix_cache_hits_equal_those_without_eviction(models, make_engine, run, prompts, monkeypatch):
+    """No drafts are made while prompts are computed; with one slot on the device adapters evict one another."""
     drafted = []
 
     def propose(self, rows, target, of=EagleDrafter.propose):

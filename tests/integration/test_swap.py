@@ -73,7 +73,7 @@ def test_measured_times_and_recompute_give_the_same_tokens_too(models, make_engi
     assert (recomputed.stats().kv_host_hits, recomputed.stats().kv_host_bytes) == (0, 0)
 
 
-def test_nothing_of_a_tenant_or_an_adapters_version_is_found_by_another(models, make_engine, run, prompts, greedy):
+def test_caches_are_isolated_by_tenant_and_adapter_version(models, make_engine, run, prompts, greedy):
     engine = make_engine(**SWAP, **LORA, **TIGHT)
     prompt = (prompts[0] * 12)[:60]
 

@@ -246,8 +246,8 @@ def test_a_config_does_not_choose_code_or_the_form_of_outputs(models, tmp_path, 
 
 
 def test_two_threads_import_transformers(repo_root):
-    """As in a new process, where one reads the config and one the tokenizer: half-made modules came out of it. At the
-    root, where transformers could take the folder `kernels` for an optional library of that name."""
+    """As in a new process, in which one reads the config and one the tokenizer: modules were half imported. At the
+    root, since transformers could take the folder `kernels` for an optional library of that name."""
     code = """if True:
         import sys, torch
         from concurrent.futures import ThreadPoolExecutor
@@ -256,8 +256,8 @@ def test_two_threads_import_transformers(repo_root):
         from outrider.platform.client.engine_factory import import_text_side
         from outrider.platform.core.config import EngineArgs
         sys.setswitchinterval(1e-5)
-        with ThreadPoolExecutor(1) as beside:
-            found = beside.submit(import_text_side, EngineArgs(model="x"))
+        with ThreadPoolExecutor(1) as other:
+            found = other.submit(import_text_side, EngineArgs(model="x"))
             read_facts(demo_model_path(), impl="transformers")
             found.result()
         from transformers import AutoTokenizer, LlamaForCausalLM"""

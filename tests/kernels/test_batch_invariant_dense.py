@@ -137,7 +137,7 @@ class _ByRows:
 def test_a_library_with_other_kernels_for_more_rows(
     monkeypatch: pytest.MonkeyPatch, most: int, sums_pairs: bool, has_tiles: bool
 ) -> None:
-    """As on a processor with tiles, where no other sizes of 16-bit numbers are trusted than one."""
+    """As on a processor with tiles, on which no other sizes of 16-bit numbers are trusted than one."""
     monkeypatch.setattr(kernel, "pack", _ByRows(most, sums_pairs))
     monkeypatch.setattr(kernel, "has_tiles", lambda: has_tiles)
     trusted_sizes.cache_clear()
@@ -157,7 +157,7 @@ def test_a_library_with_other_kernels_for_more_rows(
         trusted_sizes.cache_clear()
 
 
-def test_the_native_product_serves_without_its_tiles_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_product_works_without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gives a row the same bits in any batch, which oneDNN does not promise."""
     monkeypatch.setattr(trial.tiles, "are_granted", lambda: True)
     monkeypatch.setattr(trial.tiles, "prepare", lambda: NOTHING)

@@ -60,7 +60,7 @@ def test_what_is_not_finite_is_noticed(index, bad, served):
 
 
 @pytest.mark.parametrize("implementation", [native, reference], ids=["native", "reference"])
-def test_what_overflows_is_noticed_and_what_only_adds_up_to_it_is_not(implementation):
+def test_overflow_check_ignores_sums_of_finite_values(implementation):
     large = Matrix(torch.tensor([[3.4e38] * 4]))
     assert not converted(implementation.convert, [large], torch.bfloat16)[0]
     assert not converted(implementation.convert, [large._replace(scale=2.0)], torch.float32)[0]

@@ -42,7 +42,7 @@ def source():
     return Counted(torch.tensor([10, 11, 12, 13, 14]))
 
 
-def test_their_number_and_parts_are_known_without_waiting(source):
+def test_counts_and_parts_are_known_without_synchronisation(source):
     ids = DeviceIds(source, [3, 1, 0])
     assert (len(ids), len(ids[:2]), bool(ids[:0])) == (3, 2, False)
     assert list(host_ids(ids)) == [0, 0, 0]
@@ -136,8 +136,8 @@ def test_the_next_tokens_are_written_for_the_step_after(device, kinds):
         assert (out.accepted.tolist(), out.rejected) == ([0, 0, 0], None)
 
 
-def test_the_outcome_on_the_device_is_what_the_host_is_told(device):
-    """Also where a row in the middle offers nothing to choose: the draft before it ends the step."""
+def test_device_outcome_equals_the_hosts(device):
+    """Also if a row in the middle has no candidates: the draft before it ends the step."""
     logits = torch.randn(9, 40)
     best = logits.argmax(dim=1).tolist()
     drafts = [best[:3], [], [best[5], 39 - best[6]], [best[8]]]
@@ -175,7 +175,7 @@ def test_an_outcome_of_some_rows():
     st.sampled_from([1, 4, 16]),
 )
 def test_slots_of_rows_whose_start_is_late(rows, size):
-    """`rows`: where each truly begins, its tokens, and by how much it was planned too far."""
+    """`rows`: true start, tokens and planned overshoot of each."""
     tables = [[100 * b + 7 * i % 50 for i in range(60)] for b in range(len(rows))]
     starts, counts = [start + over for start, _, over in rows], [count for _, count, _ in rows]
     tables = [table[: -(-(start + count) // size)] for table, start, count in zip(tables, starts, counts, strict=True)]
@@ -190,7 +190,7 @@ def test_slots_of_rows_whose_start_is_late(rows, size):
     assert device_slots(tables, true, counts, size, None, 0, torch.device("cpu")).tolist() == want
 
 
-def test_a_row_whose_last_token_is_late_is_sampled_at_its_place():
+def test_a_row_with_a_late_token_is_sampled_at_its_index():
     """The noise and the minimum of tokens go by the sequence's length, which the host knows before the token."""
     params = SamplingParams(seed=3, min_tokens=2, stop_token_ids=list(range(5, 40)))
     known = Request("a", [1, 2, 9, 8], 2, params, seed_key=7)

@@ -76,7 +76,7 @@ def test_experts_of_gpt_oss(rows, num_experts, hidden, inner, top_k, dtype) -> N
 
 
 @pytest.mark.usefixtures("team")
-def test_native_experts_have_the_bits_of_single_products_whatever_is_beside_a_row() -> None:
+def test_native_experts_are_batch_invariant() -> None:
     weights = draw(6, 64, 24, torch.bfloat16)
     linears = [[pack(weight) for weight in part] for part in weights]
     packed = experts.pack(*linears)
@@ -105,7 +105,7 @@ def test_native_routing(dtype: torch.dtype, both: bool) -> None:
     ours, theirs = experts.route(logits, 5, **options), reference.route(logits, 5, **options)
     torch.testing.assert_close(ours.weights, theirs.weights, rtol=1e-2 if both else 1e-5, atol=1e-12)
     chosen = [logits.gather(1, routing.experts)[1:] for routing in (ours, theirs)]
-    assert torch.equal(*chosen)  # where weights are equal either expert may come first, as zeros in the first row
+    assert torch.equal(*chosen)  # if weights are equal either expert may come first, as zeros in the first row
     assert all(len(set(row)) == 5 for row in ours.experts.tolist())
 
 

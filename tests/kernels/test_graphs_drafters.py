@@ -263,7 +263,7 @@ class Gains:
 
 
 @torch.inference_mode()
-def test_rows_are_padded_and_what_cannot_be_replayed_is_left_alone(device: str) -> None:
+def test_rows_are_padded_unless_replay_is_impossible(device: str) -> None:
     graphs = PassGraphs(graph_backend(device), PassLimits(6, 64))
     seen: list[list[tuple[Any, int]]] = []
 

@@ -304,7 +304,7 @@ def test_numbers_of_drafts_that_change_from_step_to_step(
     plain: Callable[[], list[list[int]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Steps overlap, and the host never waits for where rows begin; spells without drafts among them."""
+    """Steps overlap, and the host never waits for the starts of rows; some steps have no drafts."""
     as_on_a_gpu(monkeypatch)
     decisions = itertools.cycle([(2, 1, 2), (1, 2, 2), (0, 0, 0), (0, 0, 0), (2, 2, 0), (2, 2, 1)])
 

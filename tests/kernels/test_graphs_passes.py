@@ -196,7 +196,7 @@ def test_all_shapes_are_captured_before_the_first_pass_and_none_later(make_passe
     assert (graphs.num_captured, graphs.num_replayed, graphs.num_single) == (captured, 5, 1)
 
 
-def test_a_shape_that_there_was_no_time_for_is_served_by_a_larger_one(
+def test_an_uncaptured_shape_uses_a_larger_one(
     make_passes: Callable[..., Passes], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The largest come first."""
@@ -295,7 +295,7 @@ def test_rows_that_begin_earlier_than_planned(
 
 
 @torch.inference_mode()
-def test_rows_of_several_tiles_stand_beside_those_that_begin_earlier(passes: Passes, device: str) -> None:
+def test_rows_of_several_tiles_mix_with_earlier_starts(passes: Passes, device: str) -> None:
     planned = passes.rows((33, 4), (5, 60), (20, 3))
     planned.overshoot = torch.tensor([2, 0, 3], device=device)
     hidden = [

@@ -25,7 +25,7 @@ SHAPES = [(1, 2), (64, 32), (70, 6), (129, 1026), (200, 2050), (17, 96)]
 
 
 def native(weight, bias=None):
-    """The native product, also where another is faster (`linear.trial`)."""
+    """The native product, even if another is faster (`linear.trial`)."""
     return NativeLinear([weight] if isinstance(weight, torch.Tensor) else weight, bias)
 
 

@@ -48,7 +48,7 @@ class TestDefinition:
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("sizes", [(12,), (8, 4)], ids=str)
-def test_a_row_that_overflows_leaves_other_tokens_alone(dtype, sizes):
+def test_a_row_that_overflows_does_not_affect_other_tokens(dtype, sizes):
     y, x, a, b, _ = make(3, 2, 16, sizes, dtype)
     a[1], x[:] = 3e38, 1.0  # the products with row 1 are infinite
     owned = torch.tensor([[True, False], [False, False], [False, True]])

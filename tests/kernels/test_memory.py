@@ -1,4 +1,4 @@
-"""Zeros that take memory only where they are used."""
+"""Zeros that take memory only in the pages that are used."""
 
 import gc
 from pathlib import Path

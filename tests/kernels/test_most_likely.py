@@ -71,7 +71,7 @@ def rows_of(drafts: list[list[int]], **edits: Any) -> list[SampleRow]:
 
 @settings(max_examples=60)
 @given(st.data())
-def test_the_short_way_gives_what_the_general_way_gives(data: st.DataObject) -> None:
+def test_fast_path_equals_the_general_path(data: st.DataObject) -> None:
     token = st.integers(0, 5)
     drafts = data.draw(st.lists(st.lists(token, max_size=3), min_size=1, max_size=4))
     value = st.sampled_from([0.0, 1.0, 2.0, 3.0, -INF, INF, NAN])

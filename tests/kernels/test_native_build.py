@@ -1,4 +1,4 @@
-"""Compiling the native kernels: kept, made again when something changed, and done without where it cannot be."""
+"""Compiling the native kernels: cached, rebuilt after a change, and skipped if it is impossible."""
 
 import logging
 import os

@@ -92,7 +92,7 @@ def test_gumbel_is_its_definition() -> None:
     exponential = -np.log1p(-(bits + 0.5) * 2.0**-32)
     want = -np.log(exponential)
     error = np.abs(gumbel(keys, 1000).numpy() - want)
-    # v is rounded by up to 2^-25 relatively, and dG/dv = exp(E) / E: that matters only where v is near 1, G near -2.5.
+    # v is rounded by up to 2^-25 relatively, and dG/dv = exp(E) / E: that matters only if v is near 1, G near -2.5.
     assert (error < 2e-6 + 2.0**-24 * np.exp(exponential) / exponential * np.minimum(1, exponential)).all()
     assert error[want > 0.0].max() < 1e-6
 
@@ -120,7 +120,7 @@ def test_the_last_bits_of_a_logarithm_do_not_count(h: int) -> None:
         assert float(np.float32((log + units * math.ulp(log)) * NUDGE)) == want
 
 
-def test_fast_noise_is_as_close_as_the_argmax_takes_it_to_be() -> None:
+def test_fast_noise_is_within_its_error_bound() -> None:
     bits = hash_bits(some_keys(20), 100_000)
     error = (_fast_log_exponential(bits) - log_exponential(bits)).abs().max()
     assert 0 < 2 * error < _FAST_ERROR

@@ -253,7 +253,7 @@ def test_split_by_length_keeps_every_row_and_bounds_padding() -> None:
 @pytest.mark.parametrize("name", [*BACKENDS, "invariant"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("left", ["one sign", "both signs"])
-def test_what_an_overflowing_neighbour_left_behind_reaches_nobody(left, dtype, name):
+def test_overflow_values_do_not_leak_to_other_requests(left, dtype, name):
     """Rows of different lengths together: the shorter ones are padded with keys that are not theirs."""
     if name == "native" and dtype == torch.float16:
         pytest.skip("no such kernel")

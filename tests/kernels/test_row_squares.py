@@ -1,4 +1,4 @@
-"""Squared norms of a weight's rows, with the kernel where there is one and without."""
+"""Squared norms of a weight's rows, with the kernel if there is one and without."""
 
 import pytest
 import torch

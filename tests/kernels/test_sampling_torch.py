@@ -164,7 +164,7 @@ def test_top_logprobs_ties_and_zero_mass() -> None:
 
 @pytest.mark.parametrize("bad", [-INF, float("nan"), INF])
 @pytest.mark.parametrize("num_tokens", [11, 997])
-def test_rows_without_a_choice_stay_without_one_and_disturb_nobody(bad: float, num_tokens: int) -> None:
+def test_rows_without_candidates_do_not_affect_others(bad: float, num_tokens: int) -> None:
     logits = torch.randn(3, num_tokens)
     logits[1] = bad
     for top_k, top_p, min_p in ((0, 0.9, 0.0), (5, 1.0, 0.0), (0, 1.0, 0.1), (5, 1e-9, 0.1)):

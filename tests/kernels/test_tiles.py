@@ -1,4 +1,4 @@
-"""Products by AMX tiles, as they are compiled, and the choice between them and oneDNN's. Where the processor has no
+"""Products by AMX tiles, as they are compiled, and the choice between them and oneDNN's. If the processor has no
 tiles a handler computes the instructions that it refuses (tile_trap.cpp); else the same tests run on the real ones."""
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class TestChoice:
             (None, "No such file", False),
         ],
     )
-    def test_what_the_next_child_may_not_find_is_not_kept(self, monkeypatch, tmp_path, ends, reason, is_kept):
+    def test_transient_failures_are_not_cached(self, monkeypatch, tmp_path, ends, reason, is_kept):
         child = tmp_path / "python"
         if ends is not None:
             child.write_text(f"#!/bin/sh\n{ends}\n")
@@ -254,7 +254,7 @@ class TestChoice:
         ("times", "wins"), [({}, True), ({1: 1.2}, False), ({128: 1.2}, False), ({1: 0.5, 128: 1.9}, True)]
     )
     def test_each_shape_is_tried(self, monkeypatch, right, times, wins):
-        """The native product is used where it takes no longer over all numbers of rows; the result is kept."""
+        """The native product is used if it takes no longer over all numbers of rows; the result is kept."""
         asked = []
 
         def seconds(product, x):
@@ -285,7 +285,7 @@ class TestChoice:
             trial.prefers_native(64, 64)
             assert memory.take(64).data_ptr() == before.data_ptr() + 64
 
-    def test_a_shape_of_which_the_product_is_wrong(self, monkeypatch, caplog, right, equal):
+    def test_a_wrong_product_of_a_shape_is_not_used(self, monkeypatch, caplog, right, equal):
         right_product = NativeLinear.__call__
         monkeypatch.setattr(NativeLinear, "__call__", lambda linear, x: right_product(linear, x) + (len(x) > 8))
         assert not trial.prefers_native(70, 66)
@@ -314,7 +314,7 @@ class TestChoice:
         assert found == [False, False]
         assert asked == [(64, 96)]
 
-    def test_what_cannot_be_kept_is_not_timed(self, monkeypatch, caplog, tmp_path):
+    def test_an_uncacheable_choice_is_not_timed(self, monkeypatch, caplog, tmp_path):
         """Processes could find different products faster; the check always has the same result."""
         library = building.library()
         monkeypatch.setattr(tiles, "library", lambda: Moved(library, tmp_path / "missing" / "kernels.so"))
@@ -323,7 +323,7 @@ class TestChoice:
         assert trial.prefers_native(64, 64)
         assert "cannot be stored" in caplog.text
 
-    def test_the_user_has_the_last_word(self, monkeypatch, right):
+    def test_the_environment_variable_overrides_the_choice(self, monkeypatch, right):
         monkeypatch.setattr(trial, "_try", lambda *_: pytest.fail("it is timed"))
         monkeypatch.setenv("OUTRIDER_AMX", "1")
         assert trial.prefers_native(64, 64)
@@ -388,7 +388,7 @@ class Moved:
 
 
 @pytest.mark.parametrize("call", ["outrider_has_tiles", "outrider_permit_tiles"])
-def test_nothing_is_tried_where_there_are_no_tiles(kernels, monkeypatch, tmp_path, call):
+def test_no_trial_without_tiles(kernels, monkeypatch, tmp_path, call):
     """The processor has none, or the system does not grant them, to oneDNN neither."""
     library = Moved(building.library(), tmp_path)
     setattr(library, call, lambda: 0)

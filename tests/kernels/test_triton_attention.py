@@ -191,7 +191,7 @@ def test_tensors_that_are_not_contiguous(device: str) -> None:
     close(got, dense(inputs))
 
 
-def test_what_an_overflowing_neighbour_left_behind_reaches_nobody(device: str) -> None:
+def test_overflow_values_do_not_leak_to_other_requests(device: str) -> None:
     for dtype in (torch.float32, torch.float16):
         inputs = make_inputs([(5, 1), (9, 3), (30, 20)], LLAMA, dtype, device)
         untouched = inputs.kv.k == 6e4

@@ -1,4 +1,4 @@
-"""The Triton backend of attention in a model, where it is the default."""
+"""The Triton backend of attention in a model of which it is the default."""
 
 import pytest
 import torch

@@ -171,7 +171,7 @@ RULES: dict[str, Callable[[QuantizedWeight], QuantizedWeight]] = {
 
 @pytest.mark.parametrize("reason", [*RULES, "device", "dtype"])
 def test_inputs_stay_as_they_are(reason: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the checkpoint, the device, the dtype or the shape says so; as on a CPU."""
+    """If the checkpoint, the device, the dtype or the shape requires it; as on a CPU."""
     weight = RULES.get(reason, lambda weight: weight)(make(0.0))
     dtype = torch.float16 if reason == "dtype" else torch.bfloat16
     if reason == "device":

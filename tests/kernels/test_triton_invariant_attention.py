@@ -111,7 +111,7 @@ def test_tiles_that_keep_a_gpu_busy_have_no_parts() -> None:
 
 
 def test_the_ordinary_kernel_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batches above tell them apart."""
+    """The batches above distinguish them."""
     monkeypatch.setattr("outrider.kernels.paged_attention.triton.WHOLE_KEYS", 0)
     monkeypatch.setattr("outrider.kernels.paged_attention.triton.MIN_SPLIT_KEYS", 64)
     assert differing(Attend(monkeypatch, TritonAttention, torch.float32), None) > 2

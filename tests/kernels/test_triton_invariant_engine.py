@@ -194,9 +194,7 @@ def alone(make_texts: Callable[..., Texts], gpu_path: None, row_products: None) 
     return _alone[0]
 
 
-def test_a_batch_with_drafts_says_the_same_by_invariant_kernels_alone(
-    make_texts: Callable[..., Texts], alone: list[Any], device: str
-) -> None:
+def test_batch_with_drafts_is_invariant(make_texts: Callable[..., Texts], alone: list[Any], device: str) -> None:
     assert len({tuple(tokens) for tokens, _ in alone}) == len(PROMPTS)
     found: dict[str, list[dict[str, Any]]] = {}
     operations: set[str] = set()
@@ -227,7 +225,7 @@ def test_a_batch_in_graphs_says_the_same(
 
 
 @pytest.mark.parametrize("bug", ["attention", "adapters", "products"])
-def test_a_kernel_whose_order_depends_on_the_batch_is_seen(
+def test_batch_dependent_summation_order_is_detected(
     bug: str, make_texts: Callable[..., Texts], alone: list[Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cuda":

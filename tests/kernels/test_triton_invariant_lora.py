@@ -56,5 +56,5 @@ def test_a_token_has_the_same_bits_in_every_step(sizes: list[int], dtype: torch.
 
 
 def test_the_ordinary_path_has_not() -> None:
-    """The steps above tell them apart."""
+    """The steps above distinguish them."""
     assert differing(Pool(40, 1100, [24, 8, 8], torch.float32, "cpu"), invariant=False) > 2

@@ -161,7 +161,7 @@ def test_embeddings(dtype: torch.dtype, device: str) -> None:
     torch.testing.assert_close(y, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-def test_a_token_gets_the_same_bits_whatever_shares_its_step(device: str) -> None:
+def test_token_bits_do_not_depend_on_the_batch(device: str) -> None:
     pool = Pool(30, 600, [40], torch.float32, device)
     x = torch.randn(8, 600, device=device)
     alone, among = torch.zeros(8, 40, device=device), torch.zeros(8, 40, device=device)

@@ -140,7 +140,7 @@ def test_base_tokens_alone_have_no_batch(grouped: None, device: str) -> None:
     assert LoraBatcher(torch.float32, model.device).build(model.rows((None, 4))) is None
 
 
-def test_a_batch_invariant_step_keeps_to_the_paths_that_are(grouped: None, device: str) -> None:
+def test_batch_invariant_step_uses_only_invariant_paths(grouped: None, device: str) -> None:
     model = Model(torch.device(device))
     batch = LoraBatcher(torch.float32, model.device, batch_invariant=True).build(model.rows((b"plain", 2)))
     assert batch.invariant

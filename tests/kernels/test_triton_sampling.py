@@ -75,7 +75,7 @@ def test_noise_is_the_cpus_bit_for_bit(device: str) -> None:
 
 @pytest.mark.parametrize("h", HARD_HASHES)
 def test_hashes_next_to_a_rounding_boundary(device: str, h: int) -> None:
-    """Of all hashes those where a logarithm's last bits come nearest to deciding."""
+    """The hashes for which a logarithm's last bits come nearest to deciding."""
     keys = torch.tensor([key_of_hash(h)])
     bits, values = materialised(keys.to(device), 1)
     assert bits.item() == h
@@ -96,7 +96,7 @@ def test_argmax_of_noise_is_that_of_the_materialised_sum(device: str, num_tokens
     assert got[3] == num_tokens - 1
     assert got[4] == 0
     assert torch.equal(got.cpu(), noise_reference.gumbel_argmax(scores.cpu(), keys.cpu()))
-    assert torch.equal(got.cpu(), gumbel_argmax(scores.cpu(), keys.cpu()))  # C++, where there is a compiler
+    assert torch.equal(got.cpu(), gumbel_argmax(scores.cpu(), keys.cpu()))  # C++, if there is a compiler
 
 
 def test_argmax_with_nan_and_infinity(device: str) -> None:
@@ -110,7 +110,7 @@ def test_argmax_with_nan_and_infinity(device: str) -> None:
 def test_the_bounds_that_skip_tiles_hold(device: str) -> None:
     """No G is above the largest, at the smallest hash, and a skipped tile's sums are far enough below the best."""
     assert defined_noise(torch.tensor([0], dtype=torch.int32))[0] < noise._LARGEST_NOISE.value
-    # Rows where one token leads by a margin around the largest noise: the skip is decided either way.
+    # Rows in which one token leads by a margin around the largest noise: the skip is decided either way.
     for lead in (22.0, 22.8, 23.0, 30.0):
         scores = torch.zeros(4, 3000, device=device)
         scores[:, 10] = lead

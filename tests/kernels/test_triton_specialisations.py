@@ -136,7 +136,7 @@ def _pools(width: int, slices: tuple[int, ...]) -> tuple[torch.Tensor, torch.Ten
     return rows[:, :split].view(64, len(slices), width), rows[:, split:]
 
 
-def test_what_changes_with_a_batch_specialises_no_kernel(keys: list[Keys]) -> None:
+def test_batch_sizes_do_not_specialise_kernels(keys: list[Keys]) -> None:
     """Integers that happen to be 1 or a multiple of 16, and pointers into the middle of a tensor."""
     assert len(keys[0]) >= 16
     for name in keys[0]:

@@ -1,4 +1,4 @@
-"""Verification in Triton against plain torch and against the CPU's rules; in the interpreter where there is no GPU."""
+"""Verification in Triton against plain torch and against the CPU's rules; in the interpreter if there is no GPU."""
 
 import numpy as np
 import pytest
@@ -84,7 +84,7 @@ def test_results_of_chunks_are_gathered_in_pieces(device: str) -> None:
     assert torch.equal(again[1], accepted)
 
 
-def test_padding_rows_and_their_requests_are_left_alone(device: str) -> None:
+def test_padding_rows_are_not_written(device: str) -> None:
     """As in a captured graph: more rows and requests than there are, and more drafts than any request has."""
     logits, q, requests = some_requests(33, 0)
     padded = Requests(
@@ -112,7 +112,7 @@ def test_rows_without_an_allowed_token_do_not_affect_others(device: str, rule: i
     assert accepted[2] == alone[1][2]
 
 
-def test_where_p_minus_q_has_no_positive_part_the_token_is_a_draw_from_p(device: str) -> None:
+def test_empty_residual_samples_from_p(device: str) -> None:
     """Up to rounding that is p = q; here q is made too large everywhere."""
     count = 12
     logits = torch.randn(2 * count, 40)
@@ -166,9 +166,7 @@ def test_rejection_sampling_draws_from_p(device: str) -> None:
     assert (tokens[~right, 1] == -1).all()
 
 
-def test_the_invariant_rule_gives_the_cpus_bytes_whatever_the_drafts(
-    device: str, request: pytest.FixtureRequest
-) -> None:
+def test_invariant_verification_equals_the_cpu(device: str, request: pytest.FixtureRequest) -> None:
     """20 tokens of a tiny language, with good, bad and no drafts, greedy and seeded."""
     table = torch.randn(12, 12) * 2
     texts = {rule: [3] for rule in (Rule.GREEDY, Rule.INVARIANT)}

@@ -157,7 +157,7 @@ def test_a_named_file_replaces_the_shipped_one(tmp_path: Path) -> None:
         find_configs(A100, str(mine / "any-name.json"), shipped)
 
 
-def test_a_file_named_for_a_device_of_another_kind_is_not_its(tmp_path: Path) -> None:
+def test_files_of_other_device_kinds_are_ignored(tmp_path: Path) -> None:
     a_file(A100).write(tmp_path / H200.file_name)
     assert norm_for(H200, None, tmp_path) == RMSNormConfig(1, 1)
 
@@ -204,5 +204,5 @@ def test_every_shipped_file_is_of_its_device() -> None:
         assert read_configs(path).device.file_name == path.name
 
 
-def test_sizes_are_tuned_as_the_power_of_two_that_holds_them() -> None:
+def test_sizes_are_tuned_at_the_next_power_of_two() -> None:
     assert [bucket(n) for n in (0, 1, 2, 3, 64, 65, 128256)] == [1, 1, 2, 4, 64, 128, 131072]

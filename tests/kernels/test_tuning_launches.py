@@ -156,7 +156,7 @@ def changes(base: KernelConfig) -> Iterator[KernelConfig]:
             yield dataclasses.replace(base, **{field.name: small.get(field.name, 2 * value)})
 
 
-def test_shapes_without_a_config_are_launched_as_before(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_without_a_config_use_the_default_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of("act_and_mul")
     spy = Spy(silu._act_and_mul_kernel)
     monkeypatch.setattr(silu, "_act_and_mul_kernel", spy)

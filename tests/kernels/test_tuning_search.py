@@ -73,7 +73,7 @@ def test_the_fastest_is_found_and_every_candidate_was_timed(device: str) -> None
     assert found.refused == {}
 
 
-def test_a_group_begins_from_the_best_of_the_one_before(device: str) -> None:
+def test_search_starts_from_the_previous_groups_best(device: str) -> None:
     def price(config: NoiseArgmaxConfig) -> float:
         return 1.0 - 0.3 * (config.block == 512) - 0.3 * (config.programs == 2048)
 
@@ -214,7 +214,7 @@ def test_a_run_that_was_cut_goes_on(tmp_path: Path, device: str) -> None:
     assert tuned_file(tmp_path, device, Clock(0)) == ([], True)
 
 
-def test_what_was_found_is_in_use_while_others_are_searched(device: str) -> None:
+def test_found_configs_are_used_during_the_search(device: str) -> None:
     norm = RMSNormConfig(4, 16)
     seen: list[KernelConfig] = []
 

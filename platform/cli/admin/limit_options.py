@@ -38,7 +38,7 @@ def add_limit_options(parser: argparse.ArgumentParser, *, change: bool = False) 
         nargs="*",
         default=argparse.SUPPRESS,
         metavar="NAME",
-        help="adapters that may be used beside the base model; with no name: none",
+        help="adapters that may be used in addition to the base model; with no name: none",
     )
     if change:
         group.add_argument(

@@ -23,7 +23,7 @@ from ...core.messages import EngineInfo
 from .bench_options import is_demo
 
 INFLATION_FILE = "inflation.json"
-"""File beside a model, written by `benchmarks/inflate.py`: the model that it was made from."""
+"""File next to a model, written by `benchmarks/inflate.py`: the model that it was made from."""
 RANDOM_WEIGHTS = "random_weights"
 """Key of a model's config.json: true when it was never trained. Written by `benchmarks/lora_models.py`."""
 _FOLDERS = re.compile(r"(?<![^\s=:,])/(?:[^/\s=:,]+/)*(?=[^/\s=:,])")
@@ -61,7 +61,7 @@ def command_line(arguments: list[str]) -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the running checkout, with "+changes" where files differ from it; None outside a checkout."""
+    """The commit of the running checkout, with "+changes" if files differ from it; None outside a checkout."""
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None

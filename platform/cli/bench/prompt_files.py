@@ -60,7 +60,7 @@ def _prompt(line: str) -> Prompt:
 
 
 def encode(tokenizer: Any, content: Any, option: str) -> list[int]:
-    """Token ids of a prompt; a text is a user's turn where the model has a chat template. Errors name
+    """Token ids of a prompt; a text is a user's turn if the model has a chat template. Errors name
     `option`.
 
     Raises:

@@ -31,7 +31,7 @@ class RequestRecord:
     error: str | None = None
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    """The output where its tokens are known: in an engine of this process."""
+    """The output if its tokens are known: in an engine of this process."""
     speculation: SpeculationCounts | None = None
     streamed: bool = True
     """True when all arrivals are known, and not only the first and the last."""
@@ -82,7 +82,7 @@ class Round:
     seconds: float
     requests: list[RequestRecord]
     cpu_seconds: float = 0.0
-    """Processor time of the thread that computes; 0 where a GPU does."""
+    """Processor time of the thread that computes; 0 if a GPU does."""
 
     @classmethod
     def joined(cls, batches: Sequence[Round]) -> Round:

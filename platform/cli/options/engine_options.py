@@ -50,7 +50,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "seed": "seed of requests that bring none",
         "max_logprobs": "most log-probabilities a token that a request may ask for; -1: the whole vocabulary",
         "enforce_eager": "run without captured graphs",
-        "batch_invariant": "compute every row so that, bit for bit, it does not depend on the rows beside it; slower",
+        "batch_invariant": "compute every row so that, bit for bit, it does not depend on the other rows; slower",
         "tensor_parallel_size": "processes, one for each GPU, that compute one model together",
         "distributed_executor_backend": "mp (processes of this machine; the default for several ranks), ray (actors of "
         "a cluster, of one machine or several) or uni (one process)",
@@ -83,7 +83,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "enable_lora": "serve LoRA adapters (the demo model does unless told otherwise)",
         "max_loras": "most distinct adapters that run at once",
         "lora_memory": (
-            "device memory for adapters, such as 512MiB or 2GB; those that nobody runs stay there while it lasts "
+            "device memory for adapters, such as 512MiB or 2GB; unused ones stay there until it is full "
             "(default: room for max-loras of max-lora-rank)"
         ),
         "max_cpu_loras": "adapters kept in host memory",

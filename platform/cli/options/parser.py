@@ -19,13 +19,13 @@ _KEY_OF_JSON = re.compile(r"(?P<flag>--[^.=]+)\.(?P<path>[^=]+)(?:=(?P<value>.*)
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser with these rules beside argparse's:
+    """Parser with these rules in addition to argparse's:
 
     - Underscores stand for dashes in the names of options.
-    - `ALIASES` are taken where the option that they mean exists; a number may follow at once, as in `-O3`.
+    - `ALIASES` are accepted if the option that they mean exists; a number may follow at once, as in `-O3`.
     - A flag may have the value true or false: `--enforce-eager True`, `--enable-chunked-prefill=false`.
     - `--option.key.key value` sets a key of an option whose value is a JSON object.
-    - `--config FILE`, where a parser has it, gives further options; those of the command line win.
+    - `--config FILE`, if a parser has it, gives further options; those of the command line win.
     - An unknown option or command gets a suggestion, and the usage of the command that it was given to.
     """
 

@@ -1,4 +1,4 @@
-"""Options of `outrider serve` beside those of the engine: one table of flags."""
+"""Options of `outrider serve` other than those of the engine: one table of flags."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _Append(argparse.Action):
         setattr(namespace, self.dest, (*getattr(namespace, self.dest), *more))
 
 
-# group -> option -> what argparse is told of it. The default is that of the field of the same name in `ServerConfig`.
+# group -> option -> arguments for argparse. The default is that of the field of the same name in `ServerConfig`.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "server": {
         "host": _option("address to listen on"),
@@ -119,7 +119,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         ),
         "journal": _option(
             "folder for the usage that the database does not have yet, one a server "
-            "(default: beside a SQLite database, else below ~/.local/state/outrider/ledger)",
+            "(default: next to a SQLite database, else below ~/.local/state/outrider/ledger)",
             "PATH",
         ),
         "journal_max_bytes": _option(

@@ -62,7 +62,7 @@ def _count(values: Mapping[str, Any], *names: str) -> int:
 
 
 def _shapes(folder: AdapterFolder) -> dict[str, Any]:
-    """Header of the safetensors file that would be read; empty where there is none."""
+    """Header of the safetensors file that would be read; empty if there is none."""
     for name in WEIGHT_FILES:
         file = folder.open(name)
         if file is None:

@@ -73,7 +73,7 @@ class EngineLoop:
         self._loads: deque[tuple[Call, PendingCall]] = deque()
 
     def run(self) -> None:
-        """Take messages and step until told to stop.
+        """Handle messages and run steps until a stop message.
 
         Raises:
             Exception: a step failed; the engine's state is unknown.
@@ -171,7 +171,7 @@ def _leave_with_parent(stdin: int, parent: int, folder: str) -> None:
 
 
 def serve(config: ProcessConfig) -> int:
-    """Start the engine and serve until told to stop; returns the exit status."""
+    """Start the engine and serve until a stop message; returns the exit status."""
     link = EngineLink(config.folder)
     engine: Engine | None = None
     try:

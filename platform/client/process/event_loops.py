@@ -30,7 +30,7 @@ def in_event_loop() -> bool:
 def run_in(
     loop: asyncio.AbstractEventLoop | None, work: Callable[[], Coroutine[Any, Any, None]]
 ) -> CompletedAwaitable | asyncio.Future[None]:
-    """Run `work` in `loop` (None: in any loop). A caller in that loop goes on meanwhile; for others the work is done on
+    """Run `work` in `loop` (None: in any loop). A caller in that loop is not blocked; for others the work is done on
     return. When the loop is closed nothing is done."""
     if loop is not None and loop.is_closed():
         return CompletedAwaitable()

@@ -89,7 +89,7 @@ class Reply(msgspec.Struct, tag=True):
 
 
 class Dying(msgspec.Struct, tag=True):
-    """The last message of an engine that could not start or cannot go on."""
+    """The last message of an engine that could not start or cannot continue."""
 
     error: ErrorInfo
 
@@ -230,7 +230,7 @@ class ClientLink:
             shutil.rmtree(self.folder)
             self.folder = tempfile.mkdtemp(prefix="outrider-", dir="/tmp")
         # The process's own context, which is never terminated: ending one waits for its sockets, and when the garbage
-        # collector takes a link that nobody has closed, it would wait for ever.
+        # collector frees a link that was not closed, it would wait for ever.
         self._socket: Any = None
         try:
             self._socket = _open(zmq.asyncio.Context.instance(), linger_ms=0)
@@ -243,7 +243,7 @@ class ClientLink:
         """Send a message; never waits.
 
         Raises:
-            EngineDeadError: nobody is connected.
+            EngineDeadError: no engine is connected.
             InvalidRequestError: the message holds a value that cannot be sent, such as an integer above 64 bits.
         """
         try:

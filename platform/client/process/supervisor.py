@@ -48,7 +48,7 @@ class RestartPolicy:
     first_delay: float = 0.5
     max_delay: float = 30.0
     stable_after: float = 60.0
-    """An engine that ran this long counts as healthy: the delay starts from the beginning."""
+    """An engine that ran this long counts as healthy: the restart delay is reset."""
     max_failures: int = 5
     """Failed starts in a row before giving up."""
 
@@ -359,7 +359,7 @@ class Supervisor:
         self.state, self.failure = EngineState.STOPPED, failure
         if not started.done():
             started.set_exception(failure)
-            started.exception()  # nobody may be waiting any more: not worth a warning
+            started.exception()  # no caller may be waiting any more: not worth a warning
         else:
             logger.critical("The engine is given up: %s", failure.message)
 

@@ -16,7 +16,7 @@ MAX_BYTES = 4 << 20
 def adapter_chat_template(lora: LoRA | None) -> str | None:
     """The template in the folder of a localized adapter: chat_template.jinja, else the one in tokenizer_config.json.
 
-    None where there is none, and for a sum of adapters, which was trained with no template.
+    None if there is none, and for a sum of adapters, which was trained with no template.
 
     Raises:
         AdapterError: there is one that cannot be read.

@@ -1,6 +1,6 @@
 """Tokenizers that adapters bring: those with tokens that the model's tokenizer lacks, or calls otherwise.
 
-PEFT's users mostly save a copy of the model's tokenizer beside the adapter. It changes nothing, and the model's serves.
+PEFT's users mostly save a copy of the model's tokenizer with the adapter. It changes nothing, and the model's serves.
 Of another one the vocabulary, the added tokens and the tokens around a text are taken. How a text is normalised, split
 and put together again stays the model's: those are programs, and adapters may be a stranger's.
 """
@@ -52,7 +52,7 @@ class OwnTokenizer(NamedTuple):
 
     tokenizer: Any
     eos_token_ids: frozenset[int]
-    """Tokens that end a sequence by the adapter's files, beside the model's."""
+    """Tokens that end a sequence by the adapter's files, in addition to the model's."""
 
 
 class AdapterTokenizers(Generic[T]):
@@ -73,7 +73,7 @@ class AdapterTokenizers(Generic[T]):
         return min(MAX_BYTES, 2 * own + MAX_ADDED_WORDS * _WORD_BYTES)
 
     def read(self, folder: AdapterFolder) -> T | None:
-        """Return what was made of the tokenizer of an adapter's folder; None where the model's serves. May take a
+        """Return what was made of the tokenizer of an adapter's folder; None if the model's serves. May take a
         second.
 
         Raises:
@@ -146,7 +146,7 @@ def _tokens_of(base: Any) -> tuple[dict[str, int], frozenset[str]]:
 
 
 def _tokenizer(base: Any, content: dict[str, Any], settings: Mapping[str, Any]) -> Any | None:
-    """Make the tokenizer of a tokenizer.json; None where it has the model's tokens."""
+    """Make the tokenizer of a tokenizer.json; None if it has the model's tokens."""
     known, known_added = _tokens_of(base)
     vocab = content["model"]["vocab"]  # {token: id}, or a list of [token, score]
     vocab = dict(vocab) if isinstance(vocab, dict) else {token: index for index, (token, _) in enumerate(vocab)}

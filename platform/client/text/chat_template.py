@@ -23,13 +23,13 @@ from .template_checks import check_texts_arrive, check_tools_are_listed, check_t
 from .template_memory import TemplateMemoryError, template_memory
 
 TEMPLATE_SECONDS = 10.0
-"""Longest time of a template, which may be an adapter's: a program of somebody else. A conversation that fills a long
+"""Longest time of a template, which may be an adapter's: a program of a third party. A conversation that fills a long
 context takes less than one second."""
 _PROBE = "zqprobezq"
 """A text that no template contains."""
 _A_AS_PARTS = [{"type": "text", "text": "a"}]
 _PAD = "\t \t"
-"""White space after the text to be continued; where it is gone, the template trims the end of messages."""
+"""White space after the text to be continued; if it is gone, the template trims the end of messages."""
 
 
 _NULL_CONTENT = (
@@ -155,7 +155,7 @@ class _CallsForm(NamedTuple):
     """How a template reads an assistant's message with calls."""
 
     content: str
-    """Content beside which it writes calls: "any", "empty", or "null" (DeepSeek's templates)."""
+    """Content next to which it writes calls: "any", "empty", or "null" (DeepSeek's templates)."""
     as_text: bool
     """It reads the arguments as JSON text, and not as an object."""
 
@@ -237,7 +237,7 @@ def _probing_user(tokenizer: Any, template: str | None) -> dict[str, Any]:
 
 
 def _render_probe(tokenizer: Any, template: str | None, messages: list[dict[str, Any]]) -> str:
-    """The template's text of the messages, after a system's where it refuses them without; "" where it refuses all."""
+    """The template's text of the messages, after a system's if it refuses them without; "" if it refuses all."""
     systems = [{"role": "system", "content": content} for content in ("a", _A_AS_PARTS)]
     for before in ([], *([system] for system in systems)):
         try:
@@ -255,9 +255,9 @@ def _render_with_fallbacks(
     render: Callable[[list[dict[str, Any]], Any], str], conversation: list[dict[str, Any]], tools: Any
 ) -> str:
     """The text of the conversation. Some templates want ids of calls to be 9 letters or digits; many take one system
-    message, at the beginning, and want users and assistants to take turns, where agents send several of each; others
+    message, at the start, and want users and assistants to take turns, while agents send several of each; others
     want a tool to have a description and parameters. What is refused is tried with such ids, then with neighbours of
-    one role as one message, and then with all system messages at the beginning, each with complete tools too. The error
+    one role as one message, and then with all system messages at the start, each with complete tools too. The error
     is that of the conversation as it is."""
     try:
         return render(conversation, tools)
@@ -306,7 +306,7 @@ def _short_id(call_id: Any) -> str:
 
 
 def _merged(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with neighbours of one role as one message, where they have nothing but content."""
+    """The conversation with neighbours of one role as one message, if they have nothing but content."""
     result: list[dict[str, Any]] = []
     for message in conversation:
         before = result[-1] if result else {}

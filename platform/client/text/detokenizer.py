@@ -36,7 +36,7 @@ class TokenDecoder:
         unspaced: Mapping[int, str] = MappingProxyType({}),
         alone: dict[int, str] | None = None,
     ) -> None:
-        """`unspaced` are special tokens that get no space between them where they follow each other. `alone` is filled
+        """`unspaced` are special tokens that get no space between them when they follow each other. `alone` is filled
         with what `decode` gives for one token."""
         self._decode = decode
         self._alone = {} if alone is None else alone
@@ -165,7 +165,7 @@ class IncrementalDetokenizer:
         return None
 
     def _append(self, new: str) -> None:
-        # Python appends in place to a text that nobody else refers to; else it would copy all of it for each token.
+        # Python appends in place to a text without other references; else it would copy all of it for each token.
         text, self.text = self.text, ""
         text += new
         self.text = text

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 class SharedPrefixes:
-    """Finds the part of a prompt that is the beginning of a declared prefix.
+    """Finds the longest common prefix of a prompt and a declared prefix.
 
     Only whole KV blocks can be shared, so the prefixes are cut into blocks, and these make a tree: a prompt is looked
     up by its first block, then by its second among those that follow it, and so on. That costs one look-up for each

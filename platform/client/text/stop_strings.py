@@ -1,7 +1,7 @@
 """Search for several stop strings at once, character by character (Aho and Corasick, CACM 18(6), 1975).
 
 Its cost is a small constant a character, however many stop strings there are and however long they are. The state after
-a text is the longest end of it that is the beginning of a stop string, whatever pieces the text came in.
+a text is its longest suffix that is a prefix of a stop string, however the text is split into pieces.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Found(NamedTuple):
 
 
 class StopAutomaton(NamedTuple):
-    """The trie of the stop strings; a node stands for a beginning of one of them, node 0 for the empty text."""
+    """The trie of the stop strings; a node stands for a prefix of one of them, node 0 for the empty text."""
 
     children: list[dict[str, int]]
     suffix: list[int]

@@ -26,7 +26,7 @@ MAX_VALUE = 16 << 20
 MAX_TOTAL = 256 << 20
 """Bytes of all values of one rendering together."""
 _NODE_BYTES = 16
-"""Bytes that each element of a list or an object counts beside its text."""
+"""Bytes that each element of a list or an object counts in addition to its text."""
 _MAX_BITS = 1 << 16
 """Bits of the largest integer."""
 _MAX_WIDTH = 10_000
@@ -64,7 +64,7 @@ def _charge(num_bytes: int) -> None:
 
 
 def _size(value: object) -> int:
-    """Bytes of a value, and of its text: each occurrence of a part counts. Stops where the value is too large."""
+    """Bytes of a value, and of its text: each occurrence of a part counts. Stops when the value is too large."""
     total, rest = 0, [value]
     while rest and total <= MAX_VALUE:
         item = rest.pop()

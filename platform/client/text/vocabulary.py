@@ -41,7 +41,7 @@ class Vocabulary:
         self._is_byte_level = "ByteLevel" in kinds
         self._has_byte_tokens = "ByteFallback" in kinds
         self._replaced: list[tuple[str, str]] | None = _replaced(steps) if kinds and kinds <= _PLAIN_DECODERS else None
-        """Characters that stand for others in the vocabulary; None where the pieces cannot be read by themselves."""
+        """Characters that stand for others in the vocabulary; None if the pieces cannot be read by themselves."""
         reads_in_context = not self._is_byte_level and self._replaced is None
         self.strips_first_space = reads_in_context or any(
             (step["type"] == "Strip" and step["start"]) or step.get("prepend_scheme", "never") != "never"
@@ -137,7 +137,7 @@ class TokenTexts:
         """The next position's log-probabilities by token id: the token itself first, then the top ones.
 
         Args:
-            is_shown: False where the token ended the sequence and is not in its text.
+            is_shown: False if the token ended the sequence and is not in its text.
         """
         token_id = position.token_ids[0]
         if is_shown:
@@ -215,7 +215,7 @@ def _special_tokens(tokenizer: Any) -> dict[int, str]:
 
 
 def _decoder_steps(tokenizer: Any) -> list[dict[str, Any]]:
-    """The steps of a Rust tokenizer's decoder; for others as far as their attributes tell."""
+    """The steps of a Rust tokenizer's decoder; for others as far as their attributes allow."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         decoder = backend.decoder

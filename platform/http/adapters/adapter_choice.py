@@ -27,7 +27,7 @@ class ChosenAdapter(NamedTuple):
 
 
 async def discover_adapters(models: ModelView, body: ModelFields) -> None:
-    """Find those of the named adapters that nobody has loaded; call it before `choose_adapter`."""
+    """Find those of the named adapters that are not loaded; call it before `choose_adapter`."""
     log = current_log()
     if log is not None:
         log.model_field = "model" if body.adapters is None else "adapters"

@@ -52,7 +52,7 @@ async def load_adapter(request: Request) -> Response:
 
 
 async def _load(serving: Serving, body: LoadAdapterRequest, tenant: str, max_adapters: int | None) -> None:
-    """Load and store an adapter. `max_adapters` is None where an admin loads, who reads from other folders than a
+    """Load and store an adapter. `max_adapters` is None if an admin loads, who reads from other folders than a
     tenant does."""
     models, policy = serving.models, serving.adapter_policy
     admitted = await policy.admit(body, tenant=None if max_adapters is None else tenant)
@@ -64,14 +64,14 @@ async def _load(serving: Serving, body: LoadAdapterRequest, tenant: str, max_ada
         await policy.check_again(admitted)
         if serving.adapter_sync is not None and stored is not None:
             await serving.adapter_sync.remember(stored, max_adapters)
-    except AdapterError:  # nobody knows what has been read
+    except AdapterError:  # unknown what has been read
         with contextlib.suppress(OutriderError):
             await models.unload(body.lora_name, "abort", tenant=tenant)
             if serving.adapter_sync is not None:
                 await serving.adapter_sync.forget(tenant, body.lora_name)
         raise
     except OutriderError:
-        if not body.load_inplace:  # else those who use it go on, and the next load writes it down
+        if not body.load_inplace:  # else its requests continue, and the next load stores it
             with contextlib.suppress(OutriderError):
                 await models.unload(body.lora_name, tenant=tenant)
         raise

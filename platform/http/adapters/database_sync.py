@@ -150,7 +150,7 @@ class AdapterSync:
 
     async def _load(self, row: StoredAdapter) -> None:
         """Take one adapter. A plain one is read when it is first asked for. One that cannot be loaded is tried again at
-        the next change, and sooner where that is not the adapter's fault."""
+        the next change, and sooner if that is not the adapter's fault."""
         key = (row.tenant, row.name)
         roots = self._roots_of((row.path, row.draft_path), row.tenant)
         request = LoRARequest(row.name, path=row.path, draft_path=row.draft_path, digest=row.digest, roots=roots)

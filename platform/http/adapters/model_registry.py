@@ -55,7 +55,7 @@ class ModelRegistry:
         self.base_names = (*base_names, *aliases)
         self._shown_names = base_names
         self._created: dict[str, int] = dict.fromkeys(base_names, int(time.time()))
-        self._gone: dict[str, None] = {}  # names of adapters that were unloaded, where they could be read as a sum
+        self._gone: dict[str, None] = {}  # names of unloaded adapters that could be read as a sum
         self._roots: dict[str, str] = {}  # where adapters came from, when it was no local folder
         self._found: dict[str, LoRARequest] = {}  # by `discover`
         self._in_directories: dict[str, str] = {}  # name -> folder, as of the last `refresh`
@@ -94,7 +94,7 @@ class ModelRegistry:
     # --- names in requests ---
 
     async def discover(self, names: Iterable[str]) -> None:
-        """Look for adapters that nobody has loaded. One whose folder is gone is no longer known, and leaves the engine.
+        """Look for adapters that are not loaded. One whose folder is gone is no longer known, and leaves the engine.
 
         Raises:
             AdapterError: there is one that may not be read.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .model_registry import ModelRegistry
 
 _OF_OTHERS = ("tier", "rows", "num_running", "num_waiting", "load_seconds")
-"""Fields of a shared adapter's card that would tell a tenant how much others use it."""
+"""Fields of a shared adapter's card that would reveal to a tenant how much others use it."""
 _MAX_COMPARED = 256
 """Adapters among which an error looks for the name that was meant: a few milliseconds."""
 _LONGEST_COMPARED = 64
@@ -30,7 +30,7 @@ class ModelView:
     the tenant's and the key's limits allow. The base model is always allowed, and a tenant's limits say nothing of its
     own adapters.
 
-    An adapter of another tenant does not exist here: looking for it does the same as looking for one that nobody has.
+    An adapter of another tenant does not exist here: a lookup does the same as for a name that is unknown.
     Those who run the server see it as "tenant/name".
     """
 
@@ -48,7 +48,7 @@ class ModelView:
         return self._registry.base_name
 
     def allows(self, name: str) -> bool:
-        """True when the key may use an adapter of this plain name, whoever owns it."""
+        """True when the key may use an adapter of this plain name, whatever its owner."""
         return self._key_names is None or name in self._key_names
 
     def _allows_shared(self, name: str) -> bool:
@@ -117,7 +117,7 @@ class ModelView:
         return found
 
     async def discover(self, model: str | None, parts: Sequence[str] = ()) -> None:
-        """Look for adapters that nobody has loaded, so that `resolve` knows them: all that `model`, maybe a weighted
+        """Look for adapters that are not loaded, so that `resolve` knows them: all that `model`, maybe a weighted
         sum, and the adapters `parts` may name.
 
         Raises:

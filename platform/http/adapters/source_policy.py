@@ -1,7 +1,7 @@
 """Folders and sources from which adapters may be loaded over HTTP.
 
 Those who run the server load from local folders below the allowed roots, and from other sources by their schemes. A
-tenant loads from its own folder alone, the one of its name in a root: what lies beside it is other tenants', and other
+tenant loads from its own folder alone, the one of its name in a root: its neighbours belong to other tenants, and other
 sources would be read with the server's credentials.
 """
 

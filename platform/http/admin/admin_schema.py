@@ -60,7 +60,7 @@ class LimitFields(RequestModel):
     )
     max_context_tokens: Count | None = Field(default=None, description="Prompt and max_tokens of one request")
     max_output_tokens: Count | None = Field(default=None, description="max_tokens of one request")
-    allowed_adapters: AdapterNames | None = Field(default=None, description="Beside the base model")
+    allowed_adapters: AdapterNames | None = Field(default=None, description="In addition to the base model")
     token_budget: CountOrZero | None = Field(default=None, description="Tokens a period")
     budget_period: Period | None = Field(default=None, description="In UTC; null: a month")
 
@@ -141,7 +141,7 @@ class Deleted(BaseModel):
 
 
 class PrefixCreate(RequestModel):
-    """The beginning of prompts whose KV all tenants share from now on: given as one of text, messages and token ids."""
+    """Prompt prefix whose KV all tenants share from now on: given as one of text, messages and token ids."""
 
     name: Slug
     text: Annotated[str, Field(min_length=1)] | None = Field(
@@ -189,7 +189,7 @@ class UsageRow(BaseModel):
 
 
 class AuditRow(BaseModel):
-    """A change that somebody has made."""
+    """A change by an administrator."""
 
     id: int
     changed_at: float

@@ -19,7 +19,7 @@ router = APIRouter(prefix="/prefixes")
 
 @router.post("", status_code=201, openapi_extra=documented(PrefixCreate))
 async def add_prefix(request: Request) -> PrefixView:
-    """Declare a shared beginning of prompts. Its author may then find out that others have sent it, too."""
+    """Declare a shared prompt prefix. Its author may then find out that others have sent it, too."""
     serving = serving_of(request)
     body = await read_body(request, PrefixCreate)
     tokens = await _tokens(serving, body)

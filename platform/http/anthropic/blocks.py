@@ -16,7 +16,7 @@ from ..openai.tools.parser import AnswerParser
 Event = dict[str, Any]
 
 SIGNATURE = "unsigned"
-"""Signature of thinking blocks. Nobody checks it, but clients leave blocks without one out of the next request."""
+"""Signature of thinking blocks. It is not checked, but clients leave blocks without one out of the next request."""
 
 _TEXTS = {
     "content": ("text", "text_delta"),

@@ -26,7 +26,7 @@ _TYPES = {
 
 
 def is_of(scope: Scope) -> bool:
-    """True for a request of Anthropic's API: by its path, or where both APIs have the path, by the header that all of
+    """True for a request of Anthropic's API: by its path, or if both APIs have the path, by the header that all of
     Anthropic's clients send."""
     path = scope["path"]
     if path == MODELS or path.startswith(f"{MODELS}/"):

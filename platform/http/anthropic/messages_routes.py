@@ -103,7 +103,7 @@ class Answer:
         self._blocks = blocks
         self._job = job
         self._body = body
-        self._end: dict[str, Any] | None = None  # None: nothing has been told yet
+        self._end: dict[str, Any] | None = None  # None: nothing has been sent yet
 
     def events(self, event: Event) -> Iterator[str]:
         """See StreamWriter."""

@@ -83,7 +83,7 @@ def chat_request(body: CountTokensRequest) -> ChatCompletionRequest:
         thinks = {"enable_thinking": body.thinking.type != "disabled"}
         fields["chat_template_kwargs"] = thinks | (body.chat_template_kwargs or {})
     last = body.messages[-1] if body.messages else None
-    if isinstance(last, dict) and last.get("role") == "assistant":  # the answer goes on with its text
+    if isinstance(last, dict) and last.get("role") == "assistant":  # the answer continues its text
         fields["continue_final_message"] = True
     if isinstance(body, MessagesRequest):
         names = ("max_tokens", "temperature", "top_p", "top_k", "stream", "seed", "speculative")

@@ -4,7 +4,7 @@
          |             `------> cancelling -> cancelled
          `-> failed
 
-A server that is killed leaves the batch as it was; the next one that runs it goes on from the record and the journal.
+A server that is killed leaves the batch as it was; the next one that runs it continues from the record and the journal.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class BatchRun:
         """Take the batch to its end.
 
         Raises:
-            OSError: the disk is full, or failed; the batch can go on later.
+            OSError: the disk is full, or failed; the batch can continue later.
         """
         record = self._record
         try:
@@ -233,7 +233,7 @@ class BatchRun:
         try:
             response = await sender.send(request, line_id)
             written, is_error = answer_line(line_id, request.custom_id, response), not response.is_success
-        except Exception as error:  # one request's: the others go on
+        except Exception as error:  # one request's: the others continue
             logger.exception("%s: a line has no answer", self._record.id)
             message = f"{type(error).__name__}: {shorten(str(error))}"
             written, is_error = error_line(line_id, request.custom_id, "server_error", message), True

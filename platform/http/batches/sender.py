@@ -69,7 +69,7 @@ class Sender:
         await self._app({**scope, ACTING: _acting.get()}, receive, send)
 
     async def send(self, request: LineRequest, request_id: str) -> httpx.Response:
-        """The answer to a request, once there is one that does not depend on the moment. When one line is told to wait,
+        """The answer to a request, once there is one that does not depend on the moment. When one line has to wait,
         all do."""
         loop = asyncio.get_running_loop()
         tries = waits = deaths = 0

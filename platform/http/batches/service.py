@@ -35,7 +35,7 @@ T = TypeVar("T")
 SCAN_SECONDS = 2.0
 """Seconds between two looks for batches whose server has died."""
 RETRY_SECONDS = 30.0
-"""Seconds after which a batch goes on that an error of the disk has stopped."""
+"""Seconds after which a batch that a disk error has stopped is resumed."""
 SWEEP_SECONDS = 600.0
 """Seconds between two deletions of what has expired."""
 MAX_RUNNING = 32
@@ -232,7 +232,7 @@ class Batches:
                     await self._news.wait()
 
     async def _take(self, batch: OpenBatch, app: ASGIApp) -> None:
-        """Run a batch if nobody does."""
+        """Run a batch unless it runs already."""
         batch_id = batch.batch_id
         if batch_id in self._runs or len(self._runs) >= MAX_RUNNING:
             return
@@ -257,7 +257,7 @@ class Batches:
                 await BatchRun(self, record, batch.folder, app).run()
             self._not_before.pop(batch.batch_id, None)
         except Exception:
-            logger.exception("%s has stopped, and goes on in %g s", batch.batch_id, RETRY_SECONDS)
+            logger.exception("%s has stopped, and resumes in %g s", batch.batch_id, RETRY_SECONDS)
             self._not_before[batch.batch_id] = time.monotonic() + RETRY_SECONDS
         finally:
             os.close(lock)

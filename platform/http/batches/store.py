@@ -4,7 +4,7 @@
     ROOT/owners/<digest>/batches/<batch id>/batch.json     its `BatchRecord`
                                             output.jsonl   answers so far, and
                                             errors.jsonl   errors so far; both become files of the tenant at the end
-                                            cancel         somebody wants it to be cancelled
+                                            cancel         cancellation was requested
                                             lock           held (flock) by the server that runs it
 
 Only the holder of the lock writes the record, after it was made. All calls block.
@@ -164,7 +164,7 @@ class BatchStore:
         return sorted(records, key=lambda record: (record.created_at, record.id), reverse=True)
 
     def request_cancel(self, record: BatchRecord) -> None:
-        """Leave word for whoever runs the batch."""
+        """Leave a request for the server that runs the batch."""
         os.close(open_append(self.folder(record.tenant, record.id) / "cancel"))
 
     def prune(self, tenant: str) -> None:
@@ -173,7 +173,7 @@ class BatchStore:
         for record in ended[MAX_ENDED:]:
             self._remove(self.folder(tenant, record.id))
 
-    # --- for whoever runs them ---
+    # --- for the server that runs them ---
 
     def open_batches(self) -> list[OpenBatch]:
         """Batches that have not ended, of all tenants, the oldest first."""

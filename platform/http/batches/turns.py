@@ -5,7 +5,7 @@ A line runs when all hold:
 - the engine has a free seat, so that no client's request waits behind it;
 - its tenant has a free place, and half of the tenant's places are left to its clients (`max_concurrent_requests`).
 
-Those who wait are let in by their order, and one who may not run yet holds up nobody else.
+Those who wait are let in by their order, and one that may not run yet does not block the others.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Request bodies: read in pieces, bounded before they are parsed, lenient where clients are."""
+"""Request bodies: read in pieces, bounded before they are parsed, lenient in what clients get wrong."""

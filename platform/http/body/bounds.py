@@ -36,7 +36,7 @@ from ...core.text import shorten
 # --- the body as a whole ---
 
 MAX_VALUES = 1 << 18
-"""Values in one body, or four for each token of the context where that is more: a parser makes 10 to 40 million a
+"""Values in one body, or four for each token of the context if that is more: a parser makes 10 to 40 million a
 second, and nothing else is served meanwhile."""
 MAX_STRINGS = 1 << 16
 """Strings in one body, names of fields among them."""
@@ -66,7 +66,7 @@ class Bound(NamedTuple):
     items: int | None = None
     """Entries of a list or object."""
     size: int | None = None
-    """Characters of a text; of a list or object, characters and values at all depths, beside its own `items`."""
+    """Characters of a text; of a list or object, characters and values at all depths, besides its own `items`."""
 
 
 _IDENTIFIER = Bound(size=MAX_SALT_CHARS)
@@ -109,7 +109,7 @@ BOUNDS: Mapping[str, Bound] = {
 """Bounds of the fields, by their names; the same on every route."""
 
 _SMALL_BODY = 16 << 10
-"""Bytes of a body that is too small to hold too much: it is counted only where it has brackets enough to be deep."""
+"""Bytes of a body that is too small to hold too much: it is counted only if it has brackets enough to be deep."""
 _PIECE = 256 << 10
 """Bytes that are counted in one go, a few milliseconds."""
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[]{},'))
@@ -117,7 +117,7 @@ _NESTING = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 
 async def check_shape(raw: bytearray, model: type[BaseModel], max_values: int = MAX_VALUES) -> None:
-    """Count the values, strings and containers in a body, and let the event loop go on in between.
+    """Count the values, strings and containers in a body, and let the event loop run in between.
 
     Raises:
         InvalidRequestError: too many values, strings or containers, or too deep; `param` names the longest field.
@@ -167,7 +167,7 @@ def scan(raw: bytearray, max_values: int) -> Iterator[None]:
 
 
 def _longest_field(raw: bytearray, model: type[BaseModel]) -> str | None:
-    """Name of the model's field that takes most of the body; None where that is none of them."""
+    """Name of the model's field that takes most of the body; None if none of them does."""
     try:
         fields = msgspec.json.decode(raw, type=_raw_fields(model))
     except (msgspec.MsgspecError, RecursionError):

@@ -16,7 +16,7 @@ class Unsupported(NamedTuple):
     no_ops: tuple[Any, ...] = ()
     """Values with which it changes nothing."""
     instead: str = ""
-    """Our field of the same meaning: where it is given too, the foreign one is ignored."""
+    """Our field of the same meaning: if it is given too, the foreign one is ignored."""
     advice: str = "leave it out"
     """Advice in the error."""
 

@@ -1,6 +1,6 @@
 """Request bodies as clients write them -> as the models of `protocol` have them.
 
-A body is walked once, beside its model, before it is validated:
+A body is walked once, along with its model, before it is validated:
 
 - a number or a flag written as a string, and a whole number written as `5.0`, become what the field's type says;
 - a field that would change the answer and is not implemented is refused, unless its value is a no-op;
@@ -201,7 +201,7 @@ class _Walk:
         spellings = _spellings(model)
         letters = _letters(name)
         matches = difflib.get_close_matches(letters, spellings, cutoff=SIMILAR)
-        matches.sort(key=lambda match: match[0] != letters[0])  # few misspell the beginning
+        matches.sort(key=lambda match: match[0] != letters[0])  # few misspell the first letter
         for match in matches[:1]:
             meant = spellings[match]
             if content.get(meant) is None:  # else the client has both, and knows the right one
@@ -213,7 +213,7 @@ class _Walk:
 
 
 def ignore(path: str, *, strict: bool) -> None:
-    """Note a field that is ignored; InvalidRequestError where that is not allowed."""
+    """Record an ignored field; InvalidRequestError if that is not allowed."""
     if strict:
         path = shorten(path)
         raise InvalidRequestError(f"Unsupported field: {path!r}", param=path)
@@ -221,7 +221,7 @@ def ignore(path: str, *, strict: bool) -> None:
 
 
 def _converted(value: Any, scalars: frozenset[type]) -> Any:
-    """The value converted to one of these types, where it is certain which; else unchanged."""
+    """The value converted to one of these types if it is certain which, else unchanged."""
     number = value
     if type(value) is str:
         if bool in scalars and value in _FLAGS:

@@ -56,7 +56,7 @@ async def read_body(request: Request, model: type[ModelT]) -> ModelT:
 
 
 async def read_waiting_body(request: Request, model: type[ModelT]) -> tuple[ModelT, HeldBody]:
-    """Read and validate a body whose memory counts until whoever admits the request closes it, or the request ends."""
+    """Read and validate a body whose memory counts until admission closes it, or the request ends."""
     held = serving_of(request).bodies.body()
     request.scope["state"][HELD_BODY] = held
     return await _read_body(request, model, held), held

@@ -1,7 +1,7 @@
 """Acceptance of adapters with and without draft weights of their own, from the engine's snapshots.
 
 The engine counts by adapter. What has been added between two snapshots is put down to the state that the adapter had
-at the first of them (at the second one, where it was not known before), so that training draft weights and loading an
+at the first of them (at the second one, if it was not known before), so that training draft weights and loading an
 adapter again with them shows what they bring. Counts between two snapshots around such a change go to the old state.
 """
 

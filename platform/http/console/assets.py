@@ -67,7 +67,7 @@ class Asset:
         return cls(content, gzip.compress(content, mtime=0), _TYPES[suffix], etag)
 
     def respond(self, request: Request, cache_control: str) -> Response:
-        """The answer: nothing but headers where the client has it already."""
+        """The answer: nothing but headers if the client has it already."""
         headers = {**_SECURITY, "ETag": self.etag, "Cache-Control": cache_control, "Vary": "Accept-Encoding"}
         known = request.headers.get("if-none-match", "")
         if self.etag in (tag.strip().removeprefix("W/") for tag in known.split(",")):

@@ -26,7 +26,7 @@ _ROUTES = (
 
 @router.get("/", include_in_schema=False, response_model=None)
 async def root(request: Request) -> Response:
-    """A browser goes to the console; a program is told the routes."""
+    """A browser goes to the console; a program gets the routes."""
     if "text/html" in request.headers.get("accept", ""):
         return RedirectResponse("console", 307, {"Vary": "Accept"})  # relative: wherever a proxy has put it
     return JSONResponse({"name": "Outrider", "version": __version__, "routes": _ROUTES}, headers={"Vary": "Accept"})
@@ -56,7 +56,7 @@ async def asset(request: Request, version: str, name: str) -> Response:
 @router.get("/admin/v1/stats", tags=["admin"], response_model=None, responses={200: {"model": Stats}})
 async def stats(
     request: Request,
-    history: Annotated[int, Query(ge=0, le=MAX_HISTORY, description="Seconds before now to tell of, too")] = 0,
+    history: Annotated[int, Query(ge=0, le=MAX_HISTORY, description="Seconds of history to include")] = 0,
 ) -> Response:
     """Statistics of the server: throughput, latencies, queue, memory, adapters, speculation."""
     require_admin(request)

@@ -74,13 +74,13 @@ class Statistics:
             return self._json
         if self._making is None:
             self._making = asyncio.create_task(self._make())
-        # Whoever asks meanwhile waits for the same snapshot, and who leaves does not end it.
+        # Callers meanwhile wait for the same snapshot; one that leaves does not cancel it.
         return await asyncio.shield(self._making)
 
     async def json_with_history(self, seconds: int) -> bytes:
         """`Stats` with the points of the last `seconds`, at most `MAX_HISTORY`."""
         await self.json()
-        # Tens of milliseconds on a busy server, so beside the event loop.
+        # Tens of milliseconds on a busy server, so outside the event loop.
         points = await asyncio.to_thread(self._serving.metrics.recent.points, min(seconds, MAX_HISTORY))
         return self._stats(points, with_history=True).model_dump_json().encode()
 
@@ -222,7 +222,7 @@ class Statistics:
 
 
 def _acceptance(counts: SpeculationCounts) -> Acceptance | None:
-    """None where nothing has been verified."""
+    """None if nothing has been verified."""
     rate, length = counts.acceptance_rate, counts.acceptance_length
     if rate is None or length is None:
         return None

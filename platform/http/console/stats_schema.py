@@ -31,7 +31,7 @@ class ServerFacts(BaseModel):
 
 class Point(BaseModel):
     """One second: rates over the 5 seconds before it, percentiles over the 30 seconds before it, and the engine's
-    gauges. Gauges are null where nobody asked for a snapshot in that second."""
+    gauges. Gauges are null if no snapshot was taken in that second."""
 
     time: int
     """Since the epoch."""
@@ -130,7 +130,7 @@ class TenantFacts(BaseModel):
 
 
 class Stats(BaseModel):
-    """Statistics of one moment; made at most once a second, whoever asks."""
+    """Statistics of one moment; made at most once a second, for all callers."""
 
     time: float
     """Since the epoch."""
@@ -145,4 +145,4 @@ class Stats(BaseModel):
     adapters_left_out: int
     tenants: list[TenantFacts]
     history: list[Point] | None = None
-    """The seconds before, the oldest first, where asked for."""
+    """The seconds before, the oldest first, if asked for."""

@@ -65,7 +65,7 @@ async def upload_file(request: Request) -> Response:
     try:
         record = await _receive(request, batches, upload, boundary)
     finally:
-        batches.threads.submit(upload.close)  # also when the client has gone: nobody waits for it then
+        batches.threads.submit(upload.close)  # also when the client has gone: no caller waits for it then
     return JSONResponse(record.to_json())
 
 
@@ -78,7 +78,7 @@ async def _receive(request: Request, batches: Batches, upload: Upload, boundary:
                 await batches.call(form.feed, chunk)
                 others += len(chunk) - (upload.num_bytes - before)
                 if others > MAX_OVERHEAD:
-                    raise InvalidRequestError(f"The form has more than {MAX_OVERHEAD} bytes beside its file")
+                    raise InvalidRequestError(f"The form has more than {MAX_OVERHEAD} bytes in addition to its file")
     except ClientDisconnect:
         raise ClientDisconnectedError from None
     filename = form.finish()

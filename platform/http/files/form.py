@@ -18,7 +18,7 @@ MAX_FIELD_BYTES = 1024
 MAX_HEADER_BYTES = 4096
 """Bytes of one part's headers."""
 MAX_OVERHEAD = 64 << 10
-"""Bytes of a whole form beside its file: fields, headers, boundaries."""
+"""Bytes of a whole form without its file: fields, headers, boundaries."""
 MAX_FILENAME = 512
 """Characters of a file's name; longer ones are cut."""
 _FILE = "file"

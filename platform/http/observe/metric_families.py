@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MAX_NAMES = 50
 """Adapters that `lora_requests_info` names in one label."""
 _WAITING_REASONS = ("capacity", "adapter_loading", "adapter_rows", "max_loras")
-"""Reasons that are shown even while nobody waits for them."""
+"""Reasons that are shown even while no request waits for them."""
 
 
 class FamilyCollector(Collector):
@@ -197,7 +197,7 @@ def _lora_families(stats: EngineStats, counters: EngineCounters, max_loras: int)
         lora_host_bytes=("Host memory of adapters.", stats.lora_host_bytes),
     )
     evictions = {(level,): counters.lora_evictions.get(level, 0) for level in ("device", "host")}
-    yield _counter("lora_evictions", "Adapters that made way, by the level that they left.", ("level",), evictions)
+    yield _counter("lora_evictions", "Evicted adapters, by the level that they left.", ("level",), evictions)
     yield from _counters(lora_load_failures=("Loads that brought no adapter.", counters.lora_load_failures))
 
 

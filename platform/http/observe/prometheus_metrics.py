@@ -102,7 +102,7 @@ class Metrics:
 
     def __init__(self, vllm_model: str | None = None) -> None:
         """`vllm_model`: the label `model_name` of metrics under vLLM's names, too; None: without these."""
-        disable_created_metrics()  # a time series more for each counter, which nobody asked for
+        disable_created_metrics()  # a time series more for each counter, which is not wanted
         self._registry = registry = CollectorRegistry(auto_describe=False)
         self._shown: Any = registry if vllm_model is None else WithVllmNames(registry, vllm_model)
         labels = ("adapter", "tenant")
@@ -205,7 +205,7 @@ class Metrics:
 
 class WithVllmNames(Collector):
     """All families of a registry, and a copy under vLLM's name of each that vLLM has. The copies have vLLM's labels
-    `model_name` and `engine` beside ours."""
+    `model_name` and `engine` in addition to ours."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._registry = registry

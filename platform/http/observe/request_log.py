@@ -147,7 +147,7 @@ def current_log() -> RequestLog | None:
 
 
 def log_error(kind: str, reason: str | None = None) -> None:
-    """Note that the request is answered with an error of this type; `reason` is more exact, where it is one of a
+    """Note that the request is answered with an error of this type; `reason` is more exact, if it is one of a
     few."""
     log = _current.get()
     if log is not None and not log.error:

@@ -24,7 +24,7 @@ class DatabaseFacts(NamedTuple):
     address: str
     """Address without the password."""
     has_admin_key: bool
-    """True when somebody can administer the server over HTTP."""
+    """True if the server can be administered over HTTP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Startup:
     adapters: Sequence[AdapterInfo]
     config: ServerConfig
     port: int
-    """Port in use, also where 0 was asked for."""
+    """Port in use, also if 0 was asked for."""
     seconds: float
     """Seconds from the command to now."""
     database: DatabaseFacts | None = None
@@ -134,7 +134,7 @@ def _example(startup: Startup) -> str:
 
 
 def _first_steps(database: DatabaseFacts) -> str:
-    """First steps with a database in which nobody may do anything yet."""
+    """First steps with a database without keys."""
     hidden = "***" in database.address
     where = "...  # as the server has it, with the password" if hidden else shlex.quote(database.address)
     return (

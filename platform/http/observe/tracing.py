@@ -118,7 +118,7 @@ def _nanoseconds(log: RequestLog, monotonic: float) -> int:
 
 
 def _attributes(log: RequestLog) -> dict[str, str | int | float]:
-    """Attributes of a span, under OpenTelemetry's own names where there are any. They hold no text of the request or of
+    """Attributes of a span, under OpenTelemetry's own names if there are any. They hold no text of the request or of
     the answer."""
     texts = {
         "http.request.method": log.method,

@@ -86,7 +86,7 @@ class Accepted(Generic[BodyT]):
         *,
         in_thread: bool = False,
     ) -> Response:
-        """Run the job and answer, in chunks where the body asks for a stream.
+        """Run the job and answer, in chunks if the body asks for a stream.
 
         Args:
             kind: the answer's `object`.

@@ -23,7 +23,7 @@ _NOT_WITH_BEAMS = """
 
 
 def beam_params(body: SamplingFields, params: SamplingParams) -> BeamSearchParams | None:
-    """Parameters of the search that a body asks for; None where it asks for none. The job has the final `max_tokens`.
+    """Parameters of the search that a body asks for; None if it asks for none. The job has the final `max_tokens`.
 
     Raises:
         InvalidRequestError: a field that beam search has no use for, or a wrong value.

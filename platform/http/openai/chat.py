@@ -182,5 +182,5 @@ class _ChatChunks:
 
 
 def _with_null(delta: Delta) -> Delta:
-    """The delta, with the content that OpenAI's API writes where a call begins."""
+    """The delta, with the content that OpenAI's API writes when a call begins."""
     return {"content": None, **delta} if "tool_calls" in delta and "id" in delta["tool_calls"][0] else delta

@@ -32,7 +32,7 @@ class ChatJob(NamedTuple):
 
     job: Job
     make_parser: MakeParser | None
-    """Maker of the parsers of the answer's choices; None where it is plain text."""
+    """Maker of the parsers of the answer's choices; None if it is plain text."""
 
     def parser(self) -> AnswerParser:
         """A parser, also of plain text."""
@@ -54,10 +54,10 @@ async def chat_job(
     Args:
         body: the request as a chat; its tools become those that may be called.
         messages: in the form that templates read.
-        prefix: beginning of the job's id.
+        prefix: prefix of the job's id.
         endpoint: route, as the ledger has it.
-        format_field: the request's name of the answer's format, which is ignored where a call is forced.
-        parses_reasoning: take reasoning out of the answer where the model's format is known, though the server does not
+        format_field: the request's name of the answer's format, which is ignored if a call is forced.
+        parses_reasoning: take reasoning out of the answer if the model's format is known, though the server does not
             ask for it.
 
     Raises:
@@ -107,7 +107,7 @@ async def _response_template(
     """Format of the model or of the adapter's chat template, for an answer that may have calls or reasoning.
 
     Raises:
-        InvalidRequestError: nobody knows how the model writes calls.
+        InvalidRequestError: it is unknown how the model writes calls.
     """
     config = serving.config
     name = config.tool_call_parser if choice.tools else config.reasoning_parser

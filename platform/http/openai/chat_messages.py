@@ -66,7 +66,7 @@ class ChatMessage(LenientModel):
 
 def normalize_messages(messages: list[Any]) -> list[dict[str, Any]]:
     """Check `messages`, from which `lenient` has taken unknown fields, and write them as templates read them: role,
-    content and, where given, name, reasoning_content, tool_calls and tool_call_id.
+    content and, if given, name, reasoning_content, tool_calls and tool_call_id.
 
     Raises:
         InvalidRequestError: `param` names the place, such as "messages[0].content[1]".

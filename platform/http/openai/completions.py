@@ -34,7 +34,7 @@ from .protocol import CompletionRequest
 router = APIRouter()
 
 DEFAULT_MAX_TOKENS = 16
-"""Default of `max_tokens`; fewer where the context ends first."""
+"""Default of `max_tokens`; fewer if the context ends first."""
 
 
 @router.post("/v1/completions", response_model=None, openapi_extra=documented(CompletionRequest))

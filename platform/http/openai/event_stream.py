@@ -108,7 +108,7 @@ class ChunkWriter:
         self._job = job
 
     def events(self, event: Event) -> Iterator[str]:
-        """See StreamWriter. Tokens without text, such as half a character or a special one, have a chunk only where
+        """See StreamWriter. Tokens without text, such as half a character or a special one, have a chunk only if
         usage is asked for with every chunk."""
         choices = self._encoder.choices(event)
         for choice in choices:
@@ -126,7 +126,7 @@ class ChunkWriter:
         yield f'],"usage":{dumps(usage_of(self._job))}}}\n\n' if self._continuous else f"]{self._tail}"
 
     async def last(self) -> Iterator[str]:
-        """See StreamWriter: usage and metrics, where asked for."""
+        """See StreamWriter: usage and metrics, if asked for."""
         extras = {}
         if self._usage:
             extras["usage"] = usage_of(self._job)

@@ -40,7 +40,7 @@ async def prepare(serving: Serving, job: Job) -> None:
             range(len(job.prompts)), key=lambda i: -job.prompt_lengths[i]
         ):  # an error names the longest
             if made:
-                await asyncio.sleep(0)  # others go on between the checks of two prompts
+                await asyncio.sleep(0)  # other tasks run between the checks of two prompts
             made[index] = await llm.prepare(
                 job.prompts[index],
                 job.params_of(index, llm.info.max_model_len),
@@ -134,7 +134,7 @@ async def _merge(serving: Serving, job: Job) -> AsyncGenerator[Event]:
         try:
             for stream in streams:
                 tasks.append(asyncio.create_task(pump(stream)))
-                await asyncio.sleep(0)  # others go on between the starts of two prompts
+                await asyncio.sleep(0)  # other tasks run between the starts of two prompts
             running = len(tasks)
             while running:
                 item = await queue.get()

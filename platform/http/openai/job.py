@@ -21,13 +21,13 @@ from ..observe.generations import Counts, Generation
 
 
 class Arrival(NamedTuple):
-    """Arrival of a request: on the wall clock, and at the same moment on one that nobody sets."""
+    """Arrival of a request: wall-clock and monotonic time of the same moment."""
 
     wall: float
     monotonic: float
 
     def at(self, monotonic: float) -> float:
-        """The wall clock's time of a later moment, as if nobody had set it: no request ends before it began."""
+        """Wall-clock time of a later moment, unaffected by changes of the clock: no request ends before it began."""
         return self.wall + (monotonic - self.monotonic)
 
 
@@ -47,11 +47,11 @@ class Job:
     priority: int = 0
     cache_salt: str = ""
     default_max_tokens: int | None = None
-    """Default of `max_tokens`, or fewer where the context ends first. None: as many as fit."""
+    """Default of `max_tokens`, or fewer if the context ends first. None: as many as fit."""
     max_tokens_field: str = "max_tokens"
     """Name of the field in the request."""
     keeps_output: bool = True
-    """False where only the prompt's log-probabilities are wanted: the one generated token is dropped."""
+    """False if only the prompt's log-probabilities are wanted: the one generated token is dropped."""
     beam: BeamSearchParams | None = None
     """Parameters of a beam search; its `max_tokens` are those of `params_of`. None: tokens are sampled."""
     searching: dict[int, int] = field(default_factory=dict)

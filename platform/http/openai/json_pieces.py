@@ -80,7 +80,7 @@ def write(value: Any, encode: Encode = _encode) -> Iterator[str]:
 
 
 async def json_answer(content: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
-    """The response with this JSON: whole where it is small, else sent in pieces."""
+    """The response with this JSON: whole if it is small, else sent in pieces."""
     steps = paused(write(content))
     parts: list[str] = []
     size = 0

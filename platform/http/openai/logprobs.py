@@ -45,7 +45,7 @@ def token_text(token_id: int, entry: Logprob) -> str:
 
 
 def _top(entries: Entries, count: int) -> list[tuple[int, Logprob]]:
-    """The `count` most likely; `entries` may hold the chosen token beside them."""
+    """The `count` most likely; `entries` may hold the chosen token in addition."""
     return sorted(entries.items(), key=lambda item: (item[1].rank, -item[1].logprob))[:count]
 
 

@@ -72,7 +72,7 @@ class TemplateFields(LenientModel):
     """Default: true for a plain prompt, false for messages, whose template writes them."""
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     reasoning_effort: str | None = None
-    """Given to the chat template, where "none" is `enable_thinking` false, too."""
+    """Given to the chat template, in which "none" also means that `enable_thinking` is false."""
 
 
 class AdapterPart(LenientModel):

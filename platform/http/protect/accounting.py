@@ -84,7 +84,7 @@ async def accounted(
 
 async def _admit(serving: Serving, tenancy: Tenancy, job: Job) -> Account:
     """Admit the job, or raise the reason why not; a job that is refused or cancelled leaves nothing behind."""
-    serving.check_ready()  # it may be draining since the job was prepared, and nobody is to wait for a place then
+    serving.check_ready()  # it may be draining since the job was prepared, and no request may wait for a place then
     tenancy.ledger.check()
     limiter = tenancy.limiter
     ticket = await limiter.admit(job.principal, job.demand(), serving.llm.info.max_model_len)

@@ -1,4 +1,4 @@
-"""Requests that the server makes to itself on somebody's behalf: the lines of batches."""
+"""Requests that the server makes to itself on behalf of a client: the lines of batches."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _hang_up(self) -> None:
-        """Tell all requests of this connection that nobody waits for them."""
+        """Notify all requests of this connection that the client is gone."""
         waiting = [cycle for cycle, _ in self.pipeline]
         self.pipeline.clear()
         for cycle in (self._answering, *waiting):
@@ -201,7 +201,7 @@ class Connection(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             # To a protocol that is not spoken here: the request is answered as it is (RFC 9110, 7.8), and what follows
-            # it cannot be told from the other protocol.
+            # it cannot be distinguished from the other protocol.
             if self.cycle is not None:
                 self.cycle.keep_alive = False
         except httptools.HttpParserError as error:
@@ -210,7 +210,7 @@ class Connection(HttpToolsProtocol):
                 reason = _Refusal(HTTPStatus.BAD_REQUEST, "BadRequestError", "This is not a valid HTTP request")
             self._refuse(reason)
         else:
-            # The rest of a header that does not end is the parser's, which tells nothing of it.
+            # The rest of a header that does not end is the parser's, which reports nothing of it.
             if self._in_headers and self._arrived > MAX_URL_BYTES + MAX_HEADER_BYTES + _READ_BYTES:
                 self._refuse(_headers_too_large())
 
@@ -232,7 +232,7 @@ class Connection(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """See httptools."""
         if not self._in_headers:
-            return  # a trailer: taken for a header it would have come past whoever checks headers in front of us
+            return  # a trailer: taken for a header it would have bypassed a proxy that checks headers
         super().on_header(name, value)
         if name.lower() == b"host":
             if self._has_host:  # a proxy in front may have judged by the other one (RFC 9112, 3.2)
@@ -271,7 +271,7 @@ class Connection(HttpToolsProtocol):
         return self._begun and not self._in_headers and self.cycle.response_complete
 
     def _refuse(self, refusal: _Refusal) -> None:
-        """Answer and close; only close where another answer is on its way."""
+        """Answer and close; only close if another answer is being sent."""
         logger.info("refused a request of %s: %s", self.client, refusal)
         answering = self._answering
         if self.pipeline or (answering and answering.response_started and not answering.response_complete):

@@ -90,8 +90,8 @@ def error_body(error: OutriderError) -> dict[str, Any]:
 
 
 def retry_after(error: OutriderError) -> str:
-    """Whole seconds after which trying again makes sense: as long as a limit needs, soon where a queue is full, later
-    where a process starts."""
+    """Whole seconds after which trying again makes sense: as long as a limit needs, soon if a queue is full, later
+    while a process starts."""
     if isinstance(error, RateLimitError):
         return str(max(1, math.ceil(error.retry_after)))
     return "1" if isinstance(error, OverloadedError) else "5"
@@ -125,7 +125,7 @@ def _response(body: dict[str, Any], status: int, headers: Mapping[str, str] | No
 
 
 def internal_error_response() -> Response:
-    """Answer with status 500 that tells nothing about the server's inside."""
+    """Answer with status 500 that reveals nothing about the server's internals."""
     log_error(OutriderError.type)
     return _response(INTERNAL_ERROR, 500)
 

@@ -24,7 +24,7 @@ SECURITY_HEADERS = [
 """Headers of every answer."""
 
 _OTHER_FILES = 256
-"""File descriptors beside connections: adapters, the database, sockets of the engine."""
+"""File descriptors in addition to connections: adapters, the database, sockets of the engine."""
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -54,7 +54,7 @@ def check_origin(request: Request, allowed: Sequence[str] = ()) -> None:
 
 
 def allow_connections(wanted: int) -> int:
-    """Number of the `wanted` connections that the process may have; its limit of open files is raised where it can
+    """Number of the `wanted` connections that the process may have; its limit of open files is raised if it can
     be."""
     try:
         import resource
@@ -70,7 +70,7 @@ def allow_connections(wanted: int) -> int:
         soft = limit
     if soft >= needed:
         return wanted
-    allowed = max(1, (soft - _OTHER_FILES) // 2)  # the other half for those that are told so
+    allowed = max(1, (soft - _OTHER_FILES) // 2)  # the other half for connections that are refused with an answer
     if allowed < wanted:
         logger.warning("open files are limited to %d: at most %d connections, not %d", soft, allowed, wanted)
     return min(wanted, allowed)

@@ -7,7 +7,7 @@ from weakref import WeakValueDictionary
 
 
 class NamedLocks:
-    """A lock for each name; names that nobody holds or waits for take no memory."""
+    """A lock for each name; names without a holder or waiter take no memory."""
 
     def __init__(self) -> None:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()

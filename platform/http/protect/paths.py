@@ -20,7 +20,7 @@ TO_COME = tuple(
     "/v1/videos /v1/moderations /v1/uploads /v1/fine_tuning /v1/assistants /v1/threads "
     "/v1/vector_stores /v1/conversations /v1/containers /v1/evals /v1/realtime /pooling /invocations".split()
 )
-"""Routes of OpenAI's and vLLM's API, with all paths below them, that are answered with 501. A 404 would tell gateways
+"""Routes of OpenAI's and vLLM's API, with all paths below them, that are answered with 501. A 404 would say to gateways
 that the deployment is broken."""
 
 

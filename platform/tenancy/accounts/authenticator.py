@@ -14,7 +14,7 @@ class Authenticator(Protocol):
     """Authenticator of keys. It is called on the event loop for every request, so it never waits."""
 
     def authenticate(self, key: str) -> Principal | None:
-        """The principal of a key, "" where a request brings none; None: it may not enter."""
+        """The principal of a key, "" if a request brings none; None: access is denied."""
 
 
 class StaticKeys:

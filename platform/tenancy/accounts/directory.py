@@ -27,7 +27,7 @@ POLL_SECONDS = 0.5
 """Seconds between reads of the revision: a change made elsewhere, such as a revoked key, counts after this and a
 query."""
 MAX_AGE_SECONDS = 3600.0
-"""Seconds for which the last copy serves while the database is away. Nobody can revoke a key in it meanwhile, but
+"""Seconds for which the last copy serves while the database is away. No key in it can be revoked meanwhile, but
 another server may still reach it."""
 
 
@@ -53,7 +53,7 @@ class Snapshot:
 
 
 class Directory:
-    """An `Authenticator` over the database's keys, beside those given to the server itself.
+    """An `Authenticator` over the database's keys, in addition to those given to the server itself.
 
     Belongs to the event loop, but for what reads the database: that has a thread of its own, so that no long query of
     somebody else keeps a revoked key alive.
@@ -88,12 +88,12 @@ class Directory:
 
     @property
     def has_admin_key(self) -> bool:
-        """True when somebody could administer this server over HTTP."""
+        """True if this server can be administered over HTTP."""
         entries = self._snapshot.entries.values()
         return self._operators is not None or any(e.principal.is_admin and not self._is_expired(e) for e in entries)
 
     def authenticate(self, key: str) -> Principal | None:
-        """See `Authenticator`. A digest tells nothing about the key, so looking it up need not take constant time.
+        """See `Authenticator`. A digest reveals nothing about the key, so looking it up need not take constant time.
 
         Raises:
             DatabaseUnavailableError: what is known is too old to be trusted.

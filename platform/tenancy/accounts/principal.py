@@ -40,11 +40,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     """Prompt and output tokens; a request reserves its prompt and `max_tokens`, and gets back what it did not use."""
     max_concurrent_requests: Bound | None = None
     max_queued_requests: BoundOrZero | None = None
-    """Requests that may wait for one of the concurrent places; None: no bound, where places are bounded."""
+    """Requests that may wait for one of the concurrent places; None: no bound, if places are bounded."""
     max_context_tokens: Bound | None = None
     """Prompt and `max_tokens` of one request."""
     max_output_tokens: Bound | None = None
-    """`max_tokens` of one request, which is lowered to it where the request names none."""
+    """`max_tokens` of one request, which is lowered to it if the request names none."""
     allowed_adapters: AdapterNames | None = None
     """Names of adapters; the base model is always allowed."""
     token_budget: BoundOrZero | None = None

@@ -42,7 +42,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrefix:
-    """The beginning of prompts whose KV all tenants share."""
+    """Prompt prefix whose KV all tenants share."""
 
     name: str
     token_ids: tuple[int, ...] = field(repr=False)

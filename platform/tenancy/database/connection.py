@@ -27,7 +27,7 @@ T = TypeVar("T")
 NUM_THREADS = 4
 """Threads of a database for queries on behalf of requests. The ledger's writer and the directory have their own."""
 POOL_SIZE = 8
-"""Connections: every thread has at most one, so nobody waits for one."""
+"""Connections: every thread has at most one, so no thread waits for one."""
 SQLITE_BUSY_SECONDS = 10.0
 """Seconds that a writer waits for another one."""
 CONNECT_SECONDS = 5
@@ -134,7 +134,7 @@ class Database:
             raise _refused(f"there is no file {file}; `outrider admin database upgrade` makes one")
         if not file.parent.is_dir():
             raise _refused(f"there is no folder {file.parent}")
-        try:  # what it will hold is nobody else's business
+        try:  # its content is private
             os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
         except OSError as error:
             raise _refused(f"cannot make {file}: {error.strerror}") from None
@@ -165,7 +165,7 @@ class Database:
     @contextlib.contextmanager
     def write(self) -> Iterator[Connection]:
         """A transaction, committed at its end; an error inside rolls it back. In SQLite it holds the lock of writers
-        from its beginning, so what it reads stays true.
+        from its start, so what it reads stays true.
 
         Raises:
             DatabaseUnavailableError: the database failed.

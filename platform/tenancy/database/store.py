@@ -39,7 +39,7 @@ MAX_PREFIX_TOKENS = 1 << 20
 MAX_TOKEN_ID = (1 << 31) - 1
 
 RESERVED_NAMES = (DEFAULT_TENANT, OTHER)
-"""Words of the metrics' labels: a tenant of that name could not be told from no tenant, or from many."""
+"""Words of the metrics' labels: a tenant of that name could not be distinguished from no tenant, or from many."""
 
 _SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
@@ -54,7 +54,7 @@ class Store:
         self._actor = actor or Actor()
 
     def by(self, actor: Actor) -> Store:
-        """The store for changes of somebody else."""
+        """The store for changes by another actor."""
         return Store(self._database, self._clock, actor)
 
     def note(self, action: str) -> None:
@@ -157,7 +157,7 @@ class Store:
         return key, made.secret
 
     def list_keys(self, tenant: str | None = None, *, revoked: bool = False) -> list[Key]:
-        """Keys, oldest first; those of one tenant, and the revoked ones, where asked for."""
+        """Keys, oldest first; those of one tenant, and the revoked ones, if asked for."""
         with self._database.read() as connection:
             if tenant is not None:
                 _tenant(connection, tenant)
@@ -205,7 +205,7 @@ class Store:
     # --- shared prefixes ---
 
     def add_prefix(self, name: str, token_ids: Sequence[int]) -> SharedPrefix:
-        """Declare a shared prefix: prompts that begin with these tokens share that beginning's KV among all tenants.
+        """Declare a shared prefix: prompts that begin with these tokens share that prefix's KV among all tenants.
 
         Raises:
             InvalidRequestError: the name or the tokens are no such.

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 1 << 20
 MIN_SEGMENTS = 8
-"""Number of segments that fit the bound: segments are smaller where it is small."""
+"""Number of segments that fit the bound: segments are smaller if it is small."""
 GROWTH_BYTES = 640
 """Bytes by which the last line of a request is at most longer than its first: counts, times, digest, status."""
 
@@ -65,7 +65,7 @@ class Journal:
     """One folder, for one process. Not for several threads, but what `sync` returns may run in any."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        """Open a folder, made where there is none, and read what is in it (`recovered`).
+        """Open a folder, created if there is none, and read what is in it (`recovered`).
 
         Raises:
             InvalidRequestError: it cannot be written, or another server has it.
@@ -257,7 +257,7 @@ class Journal:
         raise JournalError(f"the journal cannot be written: {problem}")
 
     def _make_room(self, num_bytes: int) -> None:
-        """Make sure that the newest segment has so much room beside the reserved bytes."""
+        """Make sure that the newest segment has this much space in addition to the reserved bytes."""
         needed = self._reserved + num_bytes
         if self._segments[-1].free >= needed:
             return
@@ -293,7 +293,7 @@ class Journal:
         return segment
 
     def _compact(self, needed: int) -> None:
-        """Copy the live lines of old segments to the newest, where that frees enough and leaves the room needed. The
+        """Copy the live lines of old segments to the newest, if that frees enough and leaves the room needed. The
         old ones, which may have been promised to be safe, go when the copies are on the disk (`needs_sync`)."""
         newest = self._segments[-1]
         for segment in self._segments[:-1]:
@@ -307,7 +307,7 @@ class Journal:
                     self._append(request_id, state.line, state.reserved)
             except JournalError:
                 return
-            finally:  # several where the newest could not be written
+            finally:  # several if the newest could not be written
                 copies = {id(state.segment): state.segment for _, state in states if state.segment is not segment}
                 segment.copies += [(copy, copy.offset) for copy in copies.values()]
 

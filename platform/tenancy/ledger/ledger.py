@@ -244,7 +244,7 @@ class Ledger:
         return self._next_sync
 
     def _sync_if_needed(self) -> None:
-        """Sync where room in the journal waits for the disk; nobody else waits for it."""
+        """Sync if space in the journal waits for the disk; no other caller waits for it."""
         if self._journal.needs_sync:
             self._sync_soon()
 

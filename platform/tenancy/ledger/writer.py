@@ -71,7 +71,7 @@ class LedgerWriter:
         self._items.put(row)
 
     def ask(self, query: TokenQuery) -> None:
-        """Answer a query once all rows that were put before are written; an error where they cannot be."""
+        """Answer a query once all rows that were put before are written; an error if they cannot be."""
         self._items.put(query)
 
     def stop(self, seconds: float) -> bool:
@@ -89,7 +89,7 @@ class LedgerWriter:
                 self._backlog.extend(new)
                 self._tell(new, DatabaseUnavailableError("The database is away"))
             elif new or (self._backlog and not self._is_away()):
-                # New ones first: somebody waits for them.
+                # New ones first: callers wait for them.
                 rows = new + [self._backlog.popleft() for _ in range(min(len(self._backlog), MAX_BATCH - len(new)))]
                 self._write(rows, num_new=len(new))
             self._answer()
@@ -172,7 +172,7 @@ class LedgerWriter:
         self._call(self._report, rows, error)
 
     def _call(self, function: Callable[..., None], *args: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits any more
             self._loop.call_soon_threadsafe(function, *args)
 
 

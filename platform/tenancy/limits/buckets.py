@@ -89,7 +89,7 @@ class RateBucket:
         return -(-self._debt // self._limit)
 
     def dump(self, now: int) -> list[tuple[int, str]]:
-        """Unpaid part and key of each charge, oldest first. Neighbours that nobody can give back are one entry."""
+        """Unpaid part and key of each charge, oldest first. Adjacent ones that cannot be refunded are one entry."""
         self._pay(now)
         entries: list[tuple[int, str]] = []
         for charge in self._charges:

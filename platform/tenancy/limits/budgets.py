@@ -19,7 +19,7 @@ that ends even longer before the last one is not late, but of a clock that was s
 
 
 def period_of(period: Period, now: float) -> tuple[int, int]:
-    """The beginning and the end of the period that `now` falls into: seconds since the epoch, in UTC. Weeks begin on
+    """Start and end of the period that `now` falls into: seconds since the epoch, in UTC. Weeks begin on
     Monday."""
     time = gmtime(now)
     midnight = timegm((time.tm_year, time.tm_mon, time.tm_mday, 0, 0, 0))

@@ -21,7 +21,7 @@ from .buckets import SECOND
 NUM_THREADS = 2
 """Tenants whose counts are changed at the same time by one server. Each needs one of the database's connections."""
 CHANGE_SECONDS = 5.0
-"""Seconds after which a server goes on without the database."""
+"""Seconds after which a server continues without the database."""
 RETRY_SECONDS = 1.0
 """Seconds for which it does not try again then."""
 LOCK_SECONDS = 0.1
@@ -90,7 +90,7 @@ class CountTable:
             raise DatabaseUnavailableError(f"no answer within {CHANGE_SECONDS:g} s") from None
 
     def _change(self, tenant: str, change: Change) -> bool:
-        """One transaction, in a thread; False where another server has the lock, and nothing has been done."""
+        """One transaction, in a thread; False if another server has the lock, and nothing has been done."""
         with contextlib.suppress(_LockedError), self._database.write() as connection:
             counts, now = self._locked(connection, tenant)
             changed = change(counts, now)

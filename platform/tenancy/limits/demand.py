@@ -21,7 +21,7 @@ class Demand:
     max_tokens: int | None = None
     """`max_tokens` of the request; None: not given. 0: the prompts are only scored."""
     default_max_tokens: int | None = None
-    """Default of `max_tokens`, or fewer where the context ends first; None: as many as fit."""
+    """Default of `max_tokens`, or fewer if the context ends first; None: as many as fit."""
     max_tokens_field: str = "max_tokens"
     """Name of the field in the request."""
 
@@ -41,7 +41,7 @@ def fit(demand: Demand, limits: Sequence[Limits], max_model_len: int, most_token
 
     Args:
         limits: all of which hold.
-        most_tokens: that the whole request should use, where no `max_tokens` is named and a token remains for each
+        most_tokens: that the whole request should use, if no `max_tokens` is named and a token remains for each
             sequence.
 
     Raises:

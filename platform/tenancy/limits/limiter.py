@@ -1,7 +1,7 @@
 """Limits of tenants and keys, enforced before a request reaches the engine.
 
-Everything is counted in memory, where budgets begin with what the ledger says. Servers that count together do the same
-in turns: one takes the counts of all from the database, goes on with them, and brings them back (`shared_counts.py`).
+Everything is counted in memory; budgets start with what the ledger says. Servers that count together do the same
+in turns: one takes the counts of all from the database, continues with them, and writes them back (`shared_counts.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 READ_AGAIN_SECONDS = 60.0
 """Seconds after which a budget's use is read from the ledger again: other servers may write into the same one."""
 QUEUE_RETRY_SECONDS = 1.0
-"""`Retry-After` of a full queue, in seconds: nobody knows how long the requests before take."""
+"""`Retry-After` of a full queue, in seconds: it is unknown how long the requests before take."""
 
 Reason = Literal["requests_per_minute", "tokens_per_minute", "token_budget", "max_queued_requests"]
 """Reason of a refusal: the limit's name, which is the error's `param`."""
@@ -172,7 +172,7 @@ class Limiter:
         ticket = Ticket(principal, demand, max_tokens, scopes)
         waits = self._check(principal, ticket)
         ticket.charge(self._clock.monotonic_ns(), "" if self._turns is None else self._turns.new_key())
-        ticket.claim_places()  # now, and not when the request's task goes on: others may come before that
+        ticket.claim_places()  # now, and not when the request's task resumes: others may come before that
         if waits:
             ticket.waiting.enter_context(self.queue.wait_for_places(ticket.num_sequences))
             for scope in scopes:
@@ -264,7 +264,7 @@ class Limiter:
 
     async def _counted(self, principal: Principal, work: Callable[[], T]) -> T:
         """Do `work`, which waits for nothing, with the counts of all servers; at once where this one counts alone or
-        there are no limits. A ticket that it made for somebody who is cancelled meanwhile is released."""
+        there are no limits. A ticket that it made for a request cancelled meanwhile is released."""
         self._scopes.forget_idle()
         if self._turns is None or not self._scopes.of(principal):
             return work()

@@ -23,11 +23,11 @@ class Claim:
 
 
 class Places:
-    """A bound on how much runs at once. Who finds no room waits, first come first served: nobody overtakes one that
-    needs several places. Belongs to one event loop.
+    """A bound on how much runs at once. Without a free place a request waits, first come first served: none overtakes
+    one that needs several places. Belongs to one event loop.
 
     Servers that count together tell each other what they have taken, and since when their first one waits. Between two
-    looks at that (`is_known` is false) nobody gets a place.
+    looks at that (`is_known` is false) no request gets a place.
     """
 
     __slots__ = ("_limit", "_queue", "first_elsewhere", "is_known", "taken", "taken_elsewhere")
@@ -40,10 +40,10 @@ class Places:
         """False: other servers may have taken places that this one has not heard of."""
         self.taken_elsewhere = 0
         self.first_elsewhere: int | None = None
-        """Time since when somebody waits in another server, in nanoseconds; None: nobody does."""
+        """Time since when a request waits in another server, in nanoseconds; None: none does."""
 
     def set_limit(self, limit: int | None) -> None:
-        """Change the bound; None: there is none. Requests that run go on where there are fewer places now."""
+        """Change the bound; None: there is none. Running requests continue if there are fewer places now."""
         if limit != self._limit:
             self._limit = limit
             self._grant()
@@ -55,7 +55,7 @@ class Places:
 
     @property
     def first_waiting(self) -> int | None:
-        """Time since when the first one in the queue waits; None: nobody does."""
+        """Time since when the first one in the queue waits; None: none does."""
         return self._queue[0].since if self._queue else None
 
     def has_room(self, count: int) -> bool:

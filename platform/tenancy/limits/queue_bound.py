@@ -20,10 +20,10 @@ class Bounds(NamedTuple):
 
 class QueueBound:
     """Counts the sequences that wait: W = P + max(0, E - S), where P wait for places of their tenant or key, E have
-    been handed to the engine and have not ended, and S is the number of its seats. Belongs to one event loop.
+    been passed to the engine and have not ended, and S is the number of its seats. Belongs to one event loop.
 
     W grows when a request comes, and only then is it checked: who gets a place leaves P for E, which adds at most as
-    much to W as it takes away. So nobody who has been let in to wait is refused later. The engine refuses by the same
+    much to W as it takes away. So no request in the queue is refused later. The engine refuses by the same
     rule (E <= S + the bound), and never comes to it here.
     """
 
@@ -39,7 +39,7 @@ class QueueBound:
         return self.num_for_places + max(0, self.num_in_engine - self.bounds().num_seats)
 
     def check(self, count: int, *, for_places: bool = False) -> None:
-        """Refuse `count` more sequences, of which some would have to wait, where too many would.
+        """Refuse `count` more sequences if too many of them would have to wait.
 
         Args:
             for_places: They wait for places first; else they go to the engine at once.

@@ -16,7 +16,7 @@ from .places import Places
 logger = logging.getLogger(__name__)
 
 ReadUsage = Callable[[str, str, float, float], Awaitable[int]]
-"""(tenant, key id or "" for all keys, beginning, end) -> tokens; see `Ledger.tokens_between`."""
+"""(tenant, key id or "" for all keys, start, end) -> tokens; see `Ledger.tokens_between`."""
 Counted = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Does work while the counts of all servers that count together are known and stay as they are; returns its result."""
 
@@ -144,7 +144,7 @@ class Scope:
             await asyncio.shield(self._reading)
 
     def read_in_background(self, read_usage: ReadUsage, clock: Clock, wall: float, counted: Counted) -> None:
-        """Read the budget without waiting; the known value stays where the ledger cannot be read."""
+        """Read the budget without waiting; the known value stays if the ledger cannot be read."""
         if self._reading is None and self.budget is not None:
             reading = self.budget.begin_reading(wall)
             self._reading = asyncio.create_task(self._read(self.budget, reading, read_usage, clock, counted))
@@ -178,7 +178,7 @@ class Scope:
         self._count_elsewhere()
 
     def forget_others(self) -> None:
-        """Go on alone: it cannot be known what other servers do."""
+        """Continue alone: the state of other servers is unknown."""
         self._others = {}
         self._count_elsewhere()
 

@@ -4,8 +4,8 @@
 
 One server at a time has a tenant's turn, and does in it what a server that is alone would do with its own counts. All
 requests that have come since the last turn are in one turn, so the price is two statements for all of them. While the
-database is away each server goes on alone with the counts that it saw last, and brings what it has counted afterwards.
-What is counted in a turn whose commit comes too late counts twice where it has no key: calls that generate nothing, and
+database is away each server continues alone with the counts that it saw last, and adds its own afterwards.
+What is counted in a turn whose commit comes too late counts twice if it has no key: calls that generate nothing, and
 the tokens of requests that have ended, until time has paid for them or the ledger is read again.
 
 A server's share (its running, waiting and reserved) ends by a lease that the server renews, so `kill -9` frees the
@@ -35,7 +35,7 @@ LEASE_SECONDS = 10.0
 POLL_SECONDS = 0.1
 """Seconds between two turns of a tenant whose requests wait for places: another server may leave one."""
 FORGET_SECONDS = 120
-"""Seconds after which the counts of a scope that nobody uses are dropped. Time has paid its buckets in 60 s."""
+"""Seconds after which the counts of an unused scope are dropped. Time has paid its buckets in 60 s."""
 
 
 class CommonClock:
@@ -46,7 +46,7 @@ class CommonClock:
         self._offset = int(own.time() * SECOND) - own.monotonic_ns()
 
     def set(self, now: int) -> None:
-        """Go on from `now`, in nanoseconds since the epoch."""
+        """Continue from `now`, in nanoseconds since the epoch."""
         self._offset = now - self._own.monotonic_ns()
 
     def monotonic_ns(self) -> int:
@@ -165,7 +165,7 @@ class Turns:
         ]
 
     def _dump(self, counts: Counts, scopes: list[Scope], loaded: list[ScopeState], now: int) -> Counts | None:
-        """New counts; None where the work has changed nothing and no lease is to be renewed."""
+        """New counts; None if the work has changed nothing and no lease is to be renewed."""
         until = now + int(self._lease_seconds * SECOND)
         changed = {}
         for scope, before in zip(scopes, loaded, strict=True):
@@ -196,12 +196,12 @@ class Turns:
 
 
 def _unused(now: int) -> list[Any]:
-    """State of a scope that nobody has used."""
+    """State of a scope that was never used."""
     return list(ScopeState(now, [], [], None, {}))
 
 
 def _outcomes(items: list[_Work], scopes: list[Scope]) -> list[tuple[Any, Exception | None]]:
-    """Result or error of each piece of work; afterwards nobody gets a place until the next turn."""
+    """Result or error of each piece of work; afterwards no request gets a place until the next turn."""
     outcomes: list[tuple[Any, Exception | None]] = []
     for item in items:
         try:

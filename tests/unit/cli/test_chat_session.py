@@ -384,4 +384,4 @@ def test_a_closed_pipe_is_one_line(process):
         err = chatting.stderr.read().decode()
         chatting.wait(timeout=60)
     assert chatting.returncode == 1
-    assert err == "outrider: error: nobody reads the output any more\n"
+    assert err == "outrider: error: the reader of the output is gone\n"

@@ -35,5 +35,5 @@ def test_an_address_where_nobody_listens_is_found_before_ray_tries_for_minutes()
         start_ray(SimpleNamespace(init=lambda **options: called.append(options)), f"127.0.0.1:{port}")
         assert [options["address"] for options in called] == [f"127.0.0.1:{port}"]
     for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}"):
-        with pytest.raises(InvalidRequestError, match="argument --ray-address: nobody listens at"):
+        with pytest.raises(InvalidRequestError, match="argument --ray-address: nothing listens at"):
             start_ray(SimpleNamespace(init=None), address)

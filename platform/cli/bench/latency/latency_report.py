@@ -48,7 +48,7 @@ def _profile_lines(profile: dict[str, Any]) -> list[str]:
         f"Where the time of a step goes ({profile['num_steps']} steps, {profile['step_ms']:.3f} ms each)",
         f"{'part':<28}{'ms a step':>11}{'share %':>11}",
         *(f"{p['name']:<28}{p['ms_per_step']:>11.4f}{100 * p['share']:>11.1f}" for p in profile["parts"]),
-        f"beside the steps, in the API's process: {profile['detokenize_ms']:.4f} ms a step to detokenize",
+        f"concurrently with the steps, in the API process: {profile['detokenize_ms']:.4f} ms a step to detokenize",
         *(f"written: {file}" for file in profile["files"]),
     ]
 

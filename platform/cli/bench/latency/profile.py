@@ -69,7 +69,7 @@ def _write_timeline(
 async def _run_batches(
     args: EngineArgs, loras: Sequence[LoRARequest], requests: Requests, batches: Iterator[list[Any]]
 ) -> tuple[float, list[Span]]:
-    """Run batches to warm up and to record; returns the beginning of the recorded ones, and the client's spans."""
+    """Run batches to warm up and to record; returns the start time of the recorded ones, and the client's spans."""
     spans: list[Span] = []
 
     async def generate(prompt: Any, params: Any, lora: LoRARequest | None) -> None:

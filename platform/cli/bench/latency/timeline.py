@@ -33,7 +33,7 @@ def own_seconds(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def summarize(engine: Sequence[Span], client: Sequence[Span]) -> dict[str, Any]:
-    """Mean times of the parts of a step, and of the work beside the steps.
+    """Mean times of the parts of a step, and of the work concurrent with the steps.
 
     The share of a part is relative to the engine's time: its steps, and the IPC between them.
     """

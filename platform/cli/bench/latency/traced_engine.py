@@ -111,7 +111,7 @@ class TimedEngine(AnnotatedEngine):
         return timed
 
     def step(self) -> list[TokenDelta]:
-        """Run a step. The time from the end of one to the beginning of the next is spent on messages (IPC)."""
+        """Run a step. The time from the end of one to the start of the next is spent on messages (IPC)."""
         start = time.perf_counter()
         deltas = self._core.step()
         end = time.perf_counter()

@@ -20,8 +20,8 @@ from ..popularity import POPULARITIES
 
 _DESCRIPTION = """\
 Two parts. Throughput and latency by the number of adapters, by which of them requests ask for, and by how many run at
-once; in the same process, beside an engine that takes no adapters. Then what running requests notice while adapters
-that nobody has read yet stream in. The adapters are random ones, made for the model, unless --lora gives some.
+once; in the same process, alongside an engine without adapters. Then what running requests notice while adapters
+that are not loaded yet stream in. The adapters are random ones, made for the model, unless --lora gives some.
 """
 
 

@@ -138,7 +138,7 @@ class DownloadCache:
                 self._reserved -= size
 
     def _make_room(self, size: int) -> None:
-        """Reserve `size` bytes, evicting what nobody holds, the least recently used first."""
+        """Reserve `size` bytes, evicting entries that are not in use, least recently used first."""
         if size > self.max_bytes:
             raise no_adapter(f"the adapter has {size} bytes; the cache of adapters holds {self.max_bytes}")
         with self._mutex:
@@ -160,7 +160,7 @@ class DownloadCache:
             return [Path(entry.path) for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
 
     def _evict(self, entry: Path) -> bool:
-        """Delete an entry unless somebody holds it."""
+        """Delete an entry unless it is in use."""
         if self._held[entry.name]:
             return False
         try:

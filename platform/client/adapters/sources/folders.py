@@ -68,10 +68,10 @@ class FolderRules(NamedTuple):
         Args:
             path: The folder; what does not exist, or is none, passes, for the engine to say so.
             field: Named by errors.
-            is_found: True when nobody named the path: errors have the folder's name alone.
+            is_found: True if the client did not name the path: errors have the folder's name alone.
 
         Raises:
-            AdapterError: it is, or a file in it is, outside the roots (told without saying whether it exists), of a
+            AdapterError: it is, or a file in it is, outside the roots (reported without saying whether it exists), of a
                 special kind, or too large.
         """
         if "\0" in path or len(path) > MAX_PATH:
@@ -130,7 +130,7 @@ def _state(path: str, status: os.stat_result) -> FileState:
 
 
 class AdapterDirectory:
-    """A folder whose subfolders are adapters by their names: a resolver for names that nobody has loaded.
+    """A folder whose subfolders are adapters by their names: a resolver for names that are not loaded.
 
     New ones are found when they are asked for. A folder without adapter_config.json is none yet: copy that file last.
     """

@@ -16,7 +16,7 @@ class HubResolver:
     """Downloads into the hub's own cache, and takes what is there when the hub cannot be reached."""
 
     def __init__(self, max_bytes: int, *, endpoint: str | None = None, cache_dir: str | None = None) -> None:
-        """`max_bytes` of one adapter. `endpoint`, `cache_dir`: the hub library's own settings where None."""
+        """`max_bytes` of one adapter. `endpoint`, `cache_dir`: None for the hub library's own settings."""
         self._max_bytes = max_bytes
         self._endpoint = endpoint
         self._cache_dir = cache_dir

@@ -13,7 +13,7 @@ from .cache import DownloadCache
 from .resolver import HUB_SCHEME, no_adapter, scheme_of, shown_source, unavailable
 
 _STAMPS = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "updated", "mtime", "created")
-"""Fields with which stores tell one content of a file from the next."""
+"""Fields by which stores distinguish versions of a file's content."""
 _CHUNK = 4 << 20
 _MAX_FILES = 64
 _DRAFT_DEPTH = 2

@@ -29,7 +29,7 @@ class AdapterResolver(Protocol):
         Args:
             name: The adapter's name.
             source: Where the user says it is ("store://sql"); the answer then depends on it alone. None: a request
-                named an adapter that nobody has loaded.
+                named an adapter that is not loaded.
 
         Returns:
             None when this is nothing of this resolver's: the next one is asked.

@@ -17,7 +17,7 @@ from ....core.errors import OutriderError, OverloadedError
 T = TypeVar("T")
 
 _MAX_KEPT = 4096
-"""Answers that are kept; the oldest make way."""
+"""Most cached answers; the oldest are evicted."""
 
 
 class SharedCalls:
@@ -109,5 +109,5 @@ class SharedCalls:
                 del self._calls[key]
                 if seconds > 0:
                     self._keep(key, future, self._clock() + seconds)
-        with contextlib.suppress(InvalidStateError):  # nobody waits any more
+        with contextlib.suppress(InvalidStateError):  # no caller is waiting any more
             settle()

@@ -50,7 +50,7 @@ _MAX_WAITING = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOptions:
-    """Sources of adapters beside the folders that users name."""
+    """Sources of adapters in addition to the folders that users name."""
 
     directories: tuple[str, ...] = ()
     """Folders whose subfolders are adapters, found by name."""
@@ -275,7 +275,7 @@ class AdapterSources:
 
     @dual
     def study(self, what: str, folder: str, read: Callable[[], T]) -> Steps[T]:
-        """The result of `read` as of `look`, where it may take a second: it has a thread of its own."""
+        """The result of `read` as of `look`, in a thread of its own because it may take a second."""
         return (yield from wait_for(self._studies.call((what, folder), read, LOOK_SECONDS, LOOK_SECONDS)))
 
     @dual

@@ -23,7 +23,7 @@ _PARTS = {
     "message": {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
     "reasoning": {"type": "reasoning_text", "text": ""},
 }
-"""The one part of a content at its beginning, by the item's type."""
+"""The first part of a content when the item starts, by the item's type."""
 
 
 class OutputItems:
@@ -105,7 +105,7 @@ class OutputItems:
         return events
 
     def close(self, status: str) -> list[StreamEvent]:
-        """End the open item, where there is one."""
+        """End the open item, if there is one."""
         if self._texts is None:
             return []
         item, text = self.items[-1], "".join(self._texts)

@@ -140,7 +140,7 @@ class ResponsesRequest(DecodingFields):
 
     @property
     def is_stored(self) -> bool:
-        """True where the response can be asked for later."""
+        """True if the response can be retrieved later."""
         return self.store is not False
 
     def check(self) -> None:

@@ -51,7 +51,7 @@ async def create_response(request: Request) -> Response:
 
 
 def _conversation(accepted: Accepted[ResponsesRequest]) -> list[Item]:
-    """Items of the previous response, where one is named, and of the request."""
+    """Items of the previous response, if one is named, and of the request."""
     body, store = accepted.body, accepted.serving.responses
     before: list[Item] = []
     tenant = principal_of(accepted.request).tenant

@@ -17,7 +17,7 @@ MAX_BYTES = 16 << 20
 MAX_TOTAL_BYTES = 256 << 20
 """Bytes of all tenants' responses: above it, the tenant that has most makes place."""
 _OBJECT_BYTES = 64
-"""Bytes that a value takes beside its characters, about."""
+"""Bytes that a value takes in addition to its characters, about."""
 
 
 @dataclass(slots=True)

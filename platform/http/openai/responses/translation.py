@@ -28,7 +28,7 @@ _RENAMED = {
 _IN_ERRORS = re.compile(r"\b(?:" + "|".join(_RENAMED) + r")\b|(?<=\])\.function(?=\.)")
 _IN_TOOLS = re.compile(r"(?<=\btools\[)\d+(?=\])")
 _OFFERED = re.compile(r"custom|image_generation|(?:local_)?shell|apply_patch|namespace|tool_search|web_search(?:_\w+)?")
-"""Types of tools that coding agents write beside their functions, whether or not a server has them."""
+"""Types of tools that coding agents write in addition to their functions, whether or not a server has them."""
 _ENCRYPTED = "reasoning.encrypted_content"
 """Entry of `include` that asks for nothing here: reasoning is given as text, which may be sent back."""
 
@@ -88,7 +88,7 @@ def _type_of(tool: Any) -> Any:
 
 
 def _functions(tools: list[Any], strict: bool) -> list[dict[str, Any]]:
-    """Functions as a chat has them; `tools.choice` checks the rest. Other tools are ignored beside them where agents
+    """Functions as a chat has them; `tools.choice` checks the rest. Other tools are ignored next to them if agents
     write them unasked."""
     places = function_places(tools)
     for index, kind in enumerate(map(_type_of, tools)):
@@ -121,7 +121,7 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
 
 
 def _format(given: dict[str, Any]) -> dict[str, Any]:
-    """`text.format` as a chat's `response_format`, where the schema stands one level deeper."""
+    """`text.format` as a chat's `response_format`, in which the schema is one level deeper."""
     if given.get("type") != "json_schema":
         return given
     return {"type": "json_schema", "json_schema": {name: part for name, part in given.items() if name != "type"}}

@@ -15,7 +15,7 @@ MakeParser = Callable[[], AnswerParser]
 
 
 def parser_maker(choice: ToolChoice, template: dict[str, Any] | None, opened: str) -> MakeParser | None:
-    """Maker of the parsers of a request's choices; None where answers are plain text.
+    """Maker of the parsers of a request's choices; None if answers are plain text.
 
     Args:
         template: Response template of the model's format, when the answer is parsed.

@@ -23,7 +23,7 @@ _OF_TEXT = frozenset("type title description default examples nullable minLength
 """Keywords of a string that stands between tags."""
 _UNIONS = ("anyOf", "oneOf")
 _BESIDE_UNION = frozenset("type title description default examples nullable".split())
-"""Keywords that may stand beside the alternatives of such a string."""
+"""Keywords that may stand next to the alternatives of such a string."""
 _TAG_NAME = r"[^<>\"\n\/~%]+"
 """Name of a property in a tag, which is a part of a reference too."""
 _MAX_REFERENCES = 8

@@ -38,9 +38,9 @@ class CallForm(NamedTuple):
     around: tuple[str, ...] = ()
     """Tokens that may stand between calls."""
     bracket: bool = False
-    """True where one trigger begins a list of calls."""
+    """True if one trigger begins a list of calls."""
     beginning: str = ""
-    """Pattern of all that the parser takes for the beginning of a call, where that is more than the trigger."""
+    """Pattern of all that the parser takes for the start of a call, if that is more than the trigger."""
 
 
 CALL_FORMS = {
@@ -107,7 +107,7 @@ CallRules = Callable[[ToolChoice, Marks], list[str]]
 
 
 def call_rules(name: str | None, marks: Marks) -> CallRules | None:
-    """Maker of a format's rules; None where a grammar cannot hold its calls to their schemas."""
+    """Maker of a format's rules; None if a grammar cannot hold its calls to their schemas."""
     if name == "openai":
         return _harmony if "<|channel|>" in marks.tokens else None
     if name == "pythonic":
@@ -121,7 +121,7 @@ def call_rules(name: str | None, marks: Marks) -> CallRules | None:
 
 
 def begins_as_json(name: str | None) -> bool:
-    """True for a format whose calls begin as JSON may: a lexer cannot tell them from a form's JSON."""
+    """True for a format whose calls begin as JSON may: a lexer cannot distinguish them from a form's JSON."""
     return name in ("llama3_json", "pythonic")
 
 
@@ -177,7 +177,7 @@ def _calls(form: CallForm, arguments: list[str], choice: ToolChoice, marks: Mark
 
 
 def analysis_rule(marks: Marks) -> str:
-    """Rule `analysis`: a message of reasoning, and the beginning of the next one."""
+    """Rule `analysis`: a message of reasoning, and the start of the next one."""
     begin, end = marks.lark("<|channel|>analysis<|message|>"), marks.lark("<|end|><|start|>assistant")
     return f"analysis: {begin} {TEXT} {end}"
 
@@ -203,17 +203,17 @@ def _harmony(choice: ToolChoice, marks: Marks) -> list[str]:
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*([\-.][A-Za-z0-9_]+)*"
 """Name of a function or an argument that transformers' parser reads."""
 _OPEN = rf"\[\s*{_NAME}\s*\("
-"""Beginning of a list of calls."""
+"""Start of a list of calls."""
 
 
 def _pythonic(choice: ToolChoice, marks: Marks) -> list[str]:
-    """The text before the list has no beginning of a call, and nothing follows the list."""
+    """The text before the list has no start of a call, and nothing follows the list."""
     rules, heads, calls = [], [], []
     for index, tool in enumerate(choice.tools):
         function = tool["function"]
         name = re.escape(function["name"])
         rules += _keyword_arguments(index, function)
-        # Two languages at once: up to the name of this function, and no beginning of a call before it.
+        # Two languages at once: up to the name of this function, and no start of a call before it.
         rules.append(rf"head_{index}[lazy]: /(.|\n)*\[{name}\(/ & ~/(.|\n)*{_OPEN}(.|\n)+/")
         heads.append(f'head_{index} args_{index} ")"')
         calls.append(f'{json.dumps(function["name"] + "(")} args_{index} ")"')

@@ -136,7 +136,7 @@ class WholeCalls:
 
         Args:
             begin: The mark before the calls, with white space around it.
-            read: Reads the calls; none where the text is not what the format wants.
+            read: Reads the calls; none if the text is not what the format wants.
             names: Of functions in `begin`.
             is_value: The region is one value in brackets.
             needs_end: Without the mark of its end it has no calls.

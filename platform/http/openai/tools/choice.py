@@ -29,7 +29,7 @@ class ToolChoice(NamedTuple):
     """Tools of a request, checked."""
 
     tools: tuple[dict[str, Any], ...] = ()
-    """Each {"type": "function", "function": {"name", ...}}; none where no tool may be called."""
+    """Each {"type": "function", "function": {"name", ...}}; none if no tool may be called."""
     is_forced: bool = False
     """True: the answer is a call, or several."""
     name: str | None = None
@@ -43,7 +43,7 @@ class ToolChoice(NamedTuple):
         return any(tool["function"].get("strict") for tool in self.tools)
 
     def constraint(self, source: str = "tools") -> StructuredOutputsParams | None:
-        """Form of a forced answer: the arguments of the one tool, or a list of calls; None where nothing is forced."""
+        """Form of a forced answer: the arguments of the one tool, or a list of calls; None if nothing is forced."""
         if not self.is_forced:
             return None
         if self.name is not None:
@@ -147,7 +147,7 @@ _ALIASES = {"any": "required"}
 
 def _allowed(choice: Any) -> tuple[Any, list[str] | None]:
     """The choice without `allowed_tools`, and the names of those tools; None: all of them. The list is in an object of
-    its own in a chat, and beside the type in a response.
+    its own in a chat, and next to the type in a response.
 
     Raises:
         InvalidRequestError: it is not of that form.

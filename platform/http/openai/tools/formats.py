@@ -177,7 +177,7 @@ REASONING_FORMATS = ("deepseek_r1", "qwen3", "granite", *FORMATS)
 
 def format_of(name: str | None, tokenizer: Any, adapter_template: str | None = None) -> dict[str, Any] | None:
     """Response template of a model, the first that there is: by name, guessed from the adapter's chat template, of the
-    tokenizer, guessed from the tokenizer's chat template; None where nothing gives it away."""
+    tokenizer, guessed from the tokenizer's chat template; None if nothing gives it away."""
     if name is not None:
         return FORMATS.get(name, FORMATS["hermes"])
     if (found := _guess(adapter_template)) is not None:

@@ -100,7 +100,7 @@ def _channels(
 
 
 def _reasoning(template: dict[str, Any], opened: str, marks: Marks) -> tuple[str, list[str]]:
-    """Beginning of the rule `start`, and the rules of the reasoning that the model may write first."""
+    """Start of the rule `start`, and the rules of the reasoning that the model may write first."""
     field = template["fields"].get("reasoning_content", {})
     begin, end = field.get("open"), field.get("close")
     if not isinstance(begin, str) or not isinstance(end, str):

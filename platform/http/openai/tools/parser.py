@@ -86,7 +86,7 @@ class _Calls:
         self._scanner, self._reader, self._captures = scanner, reader, {} if captures is None else captures
 
     def read(self, text: str, start: int, *, final: bool) -> tuple[int, bool]:
-        """Read on in a text. Returns where it goes on, and whether the region has ended there.
+        """Read on in a text. Returns the position to continue from, and True if the region has ended there.
 
         Args:
             final: True: no more text follows.

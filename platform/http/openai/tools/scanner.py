@@ -49,7 +49,7 @@ class StringForm(NamedTuple):
     open: Any
     """Pattern of the text before a string."""
     close: Any
-    """Pattern of the text after it; None: that of JSON, where a backslash escapes the next character."""
+    """Pattern of the text after it; None: that of JSON, in which a backslash escapes the next character."""
 
 
 JSON_STRING = StringForm('"', regex.compile('"'), None)

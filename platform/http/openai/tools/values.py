@@ -100,7 +100,7 @@ def with_types(function: dict[str, Any], properties: Mapping[str, Any]) -> dict[
 
 
 def typed_value(text: str, schema: Any) -> Any:
-    """The value that a text stands for; the text itself where the schema allows no other value that it may be."""
+    """The value that a text stands for; the text itself if the schema allows no other value that it may be."""
     if not isinstance(schema, dict):
         return text
     for value in _listed(schema):

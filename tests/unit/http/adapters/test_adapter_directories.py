@@ -1,4 +1,4 @@
-"""Adapters that nobody has loaded: those of --lora-dir, and a plug-in's; and what cards say."""
+"""Adapters that are not loaded: those of --lora-dir and of a plug-in; fields of their cards."""
 
 import shutil
 from pathlib import Path
