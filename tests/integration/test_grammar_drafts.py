@@ -8,8 +8,12 @@ import random
 import pytest
 
 from outrider import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
+from outrider.models.checkpoint.tokenizer import load_tokenizer
 from outrider.models.demo import demo_adapters, demo_model_path
 from outrider.platform.engine.sampling.mask_threads import MaskThreads
+from outrider.spec_decode.training.data import Sample
+from outrider.spec_decode.training.options import TrainOptions
+from outrider.spec_decode.training.run import train_draft
 
 PROMPTS = ["Anna from Lisbon ordered 3 green lamps for 42 euros.", "SELECT name FROM", "a b c a b c a b"]
 DRAFTERS = {
@@ -20,7 +24,12 @@ DRAFTERS = {
     "draft_model": {"method": "draft_model", "model": str(demo_model_path().parent / "draft")},
     "eagle3": {"method": "eagle3", "model": str(demo_model_path().parent / "eagle3"), "num_speculative_tokens": 3},
 }
-ATTRIBUTES = ["", "[lazy]", "[max_tokens=3]", '[stop=";"]', '[suffix=";"]', "[temperature=0.7]", "[capture]"]
+TRAINED = ["eagle", "medusa"]
+"""Methods without a head among the demo's files."""
+ATTRIBUTES = [
+    *("", "[lazy]", "[max_tokens=3]", '[stop=";"]', '[suffix=";"]', "[temperature=0.7]", "[capture]"),
+    *('[stop=";", stop_capture="end"]', '[suffix=";", max_tokens=5]', '[capture="c", lazy]', "[max_tokens=4, lazy]"),
+]
 REGEXES = ["[a-z]+", "[a-c ]{2,9}", "(lamp|green){1,3}", "[0-9]{1,4}", r"\p{L}{1,20}", "Anna( [A-Z][a-z]{1,5})?"]
 
 
@@ -73,6 +82,25 @@ def requests():
 EXPECTED: dict[str, list] = {}
 
 
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    """head(method) -> the `speculative_config` with a head for the demo, trained for some steps on the prompts."""
+    made: dict[str, dict] = {}
+
+    def head(method):
+        if method not in made:
+            folder = tmp_path_factory.mktemp(method)
+            samples = [Sample(load_tokenizer(demo_model_path()).encode(text * 4), 1) for text in PROMPTS]
+            fields = {"steps": 20, "lr": 1e-3, "eval_every": 1000, "batch_tokens": 512, "progress": False}
+            model = str(demo_model_path())
+            options = TrainOptions(method=method, model=model, data="", output=str(folder), dtype="float32", **fields)
+            train_draft(options, samples, samples[:1])
+            made[method] = {"method": method, "model": str(folder), "num_speculative_tokens": 3}
+        return made[method]
+
+    return head
+
+
 def late_at_random(monkeypatch, share: float) -> None:
     """Some jobs do not run in a step, as if the threads had no time for them."""
     rng, run = random.Random(3), MaskThreads.run
@@ -82,8 +110,9 @@ def late_at_random(monkeypatch, share: float) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4])
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_drafts_and_late_masks_change_no_token(monkeypatch, drafter, share):
+@pytest.mark.parametrize("drafter", [*DRAFTERS, *TRAINED])
+def test_drafts_and_late_masks_change_no_token(monkeypatch, head, drafter, share):
+    speculative = head(drafter) if drafter in TRAINED else DRAFTERS[drafter]
     late_at_random(monkeypatch, share)
     with LLM(
         str(demo_model_path()),
@@ -91,7 +120,7 @@ def test_drafts_and_late_masks_change_no_token(monkeypatch, drafter, share):
         max_model_len=256,
         enable_lora=True,
         max_lora_rank=32,
-        speculative_config=DRAFTERS[drafter],
+        speculative_config=speculative,
     ) as llm:
         for name in ("json", "sql"):
             llm.load_lora_adapter(LoRARequest(name, path=str(demo_adapters()[name])))

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from .document import NESTED, NESTED_LISTS, NESTED_MAPS, Document, Probe
-from .numbers import check_exact, rewrite_bounds
+from .numbers import check_exact, rewrite_bounds, rewrite_step
 from .objects import rewrite_pattern_properties, rewrite_property_names
 from .strings import rewrite_format, rewrite_lengths, rewrite_pattern
 from .unions import rewrite_one_of
@@ -72,6 +72,7 @@ def _rewrite(schema: dict[str, Any], document: Document) -> list[str]:
     """Rewrite one schema in place, without those within it; return the keywords that were left out."""
     check_exact(schema)
     rewrite_bounds(schema)
+    rewrite_step(schema)
     ignored = [*rewrite_pattern(schema), *rewrite_lengths(schema, document), *rewrite_format(schema)]
     if is_set(schema):
         del schema["uniqueItems"]

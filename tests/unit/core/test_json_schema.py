@@ -106,6 +106,23 @@ def test_exclusive_and_large_bounds_are_rewritten(schema, wrong, right):
     assert [text for text in right if not accepts(grammar, text)] == []
 
 
+@pytest.mark.parametrize("step", ["0.07", "0.28", "0.56", "0.81", "0.007", "1.15", "12.34", "0.00001"])
+def test_steps_are_read_as_they_are_written(step):
+    """Some are moved by a unit in the last place, or they would be rounded."""
+    exact, digits = Fraction(step), len(step.partition(".")[2])
+    rng = random.Random(step)
+    counts = [0, 1, 2, 3, 10, *(rng.randint(4, 10**6) for _ in range(20))]
+    for kind in ("number", "integer"):
+        schema = {"type": kind, "multipleOf": float(step)}
+        assert CHECKER.check(StructuredOutputsParams(json=schema)) == []
+        grammar = grammar_of(schema)
+        for value in (exact * count + more for count in counts for more in (0, Fraction(1, 10**digits))):
+            is_whole = value.denominator == 1
+            text = str(value) if is_whole else f"{float(value):.{digits}f}"
+            is_right = (value / exact).denominator == 1 and (kind == "number" or is_whole)
+            assert accepts(grammar, text) == is_right, text
+
+
 @pytest.mark.parametrize(
     ("schema", "named"),
     [
@@ -116,6 +133,8 @@ def test_exclusive_and_large_bounds_are_rewritten(schema, wrong, right):
         ('{"const": 1e999}', "const"),
         ('{"minimum": 1e999}', "minimum"),
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 0}, "exclusiveMinimum"),
+        ({"type": "number", "multipleOf": 0.53}, "multipleOf: 0.53 is not served"),
+        ({"type": "number", "multipleOf": 5e-324}, "multipleOf"),
         ({"not": {"type": "string"}}, "not"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
         ({"type": "array", "prefixItems": [{}], "items": {}, "uniqueItems": True}, "uniqueItems"),

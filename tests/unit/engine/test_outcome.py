@@ -87,6 +87,14 @@ def test_steps_are_counted_by_their_drafts():
     assert request.speculation == request.speculation_totals == expected
 
 
+def test_tokens_without_a_choice_are_no_drafters_drafts():
+    request = Request("r", [1, 2], 2, SamplingParams(), seed_key=0, speculation_totals=SpeculationCounts())
+    request.drafts = Drafts([4, 5], forced=True)
+    row = RowPlan(request, 1, 3, 2, samples=True, max_new_drafts=3, is_forced=True)
+    accept(row, RowResult([4, 5, 9], 2), max_model_len=100)
+    assert request.speculation == request.speculation_totals == SpeculationCounts()
+
+
 def test_without_drafts_no_counts_are_returned():
     request = Request("r", [1, 2], 2, SamplingParams(), seed_key=0)
     assert step(request, [], [3], 0).speculation is None

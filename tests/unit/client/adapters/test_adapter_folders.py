@@ -174,9 +174,11 @@ def test_sizes(rules, good):
     (good / "optimizer.pt").write_bytes(b"x" * 5000)
     rules.check(str(good))
     (good / "draft").mkdir()
-    (good / "draft" / WEIGHTS).write_bytes(b"x" * 989)
-    with pytest.raises(AdapterError, match="--max-lora-bytes"):
-        rules.check(str(good))
+    for name in (*TEXT_FILES, f"draft/{WEIGHTS}"):
+        (good / name).write_bytes(b"x" * 989)
+        with pytest.raises(AdapterError, match=rf"{name} .*--max-lora-bytes"):
+            rules.check(str(good))
+        (good / name).unlink()
 
 
 def test_loops_of_links(rules, good):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from outrider.models.checkpoint.tokenizer import load_tokenizer
 from outrider.models.demo import demo_model_path
+from outrider.platform.client.adapters.sources.sources import AdapterSources
 from outrider.platform.client.text.adapter_tokenizers import MAX_ADDED_WORDS, AdapterTokenizers
 from outrider.platform.core.adapter_files import AdapterFolder
 from outrider.platform.core.errors import AdapterError
@@ -83,3 +87,27 @@ def test_too_many_bytes(tokenizers, tmp_path):
 def test_end_tokens_of_a_wrong_type(tokenizers, write, value):
     with pytest.raises(AdapterError, match=r"generation_config\.json: eos_token_id must be a token id"):
         tokenizers.read(write(1, eos_token_id=value))
+
+
+def test_one_that_takes_long_to_read_holds_up_no_other(tokenizers, write, tmp_path, monkeypatch):
+    slow, begun, goes_on, read = write(1), threading.Event(), threading.Event(), AdapterFolder.read
+    other = AdapterFolder(shutil.copytree(tmp_path, tmp_path / "other"))
+
+    def read_slowly(folder, name, most):
+        if folder == slow:
+            begun.set()
+            assert goes_on.wait(60)
+        return read(folder, name, most)
+
+    monkeypatch.setattr(AdapterFolder, "read", read_slowly)
+    sources = AdapterSources()
+    with ThreadPoolExecutor(4) as pool:
+        try:
+            waiting = pool.submit(sources.study("tokenizer", slow.path, lambda: tokenizers.read(slow)).result)
+            assert begun.wait(30)
+            pool.submit(sources.study("tokenizer", "second", lambda: goes_on.wait(60)).result)
+            assert pool.submit(tokenizers.read, other).result(30) is not None
+            assert pool.submit(sources.sampling_defaults(other).result).result(30) == {}
+        finally:
+            goes_on.set()
+        assert waiting.result(30) is not None

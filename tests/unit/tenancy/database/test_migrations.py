@@ -1,5 +1,6 @@
 """Tables come from the migrations alone, once, whoever else is at it."""
 
+import logging
 import subprocess
 import sys
 
@@ -45,6 +46,14 @@ def test_the_migrations_make_the_schema(empty):
     with empty.read() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, metadata) == []
+
+
+def test_an_upgrade_is_one_line_of_the_log(empty, caplog):
+    with caplog.at_level(logging.INFO):
+        upgrade(empty)
+        upgrade(empty)
+    [message] = caplog.messages
+    assert message == f"the database's tables went from revision none to {NEWEST}"
 
 
 def test_a_second_time_changes_nothing(empty):
