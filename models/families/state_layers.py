@@ -40,6 +40,10 @@ class DeltaNames(NamedTuple):
     out: str = "out_proj"
 
 
+QWEN_NAMES = DeltaNames()
+"""Names of Qwen3.5."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNet:
     """Gated delta nets (Yang et al. 2024, "Gated Delta Networks")."""
@@ -56,7 +60,7 @@ class DeltaNet:
     value_dim: int
     merged: bool
     """True: the checkpoint has one projection of queries, keys, values and gates, grouped by key head (Qwen3-Next)."""
-    names: DeltaNames = DeltaNames()
+    names: DeltaNames = QWEN_NAMES
     beta_scale: float = 1.0
     """Factor of the sigmoid of beta."""
     norm_eps: float | None = None
