@@ -6,6 +6,7 @@ import builtins
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from ...platform.core.errors import (
@@ -22,7 +23,7 @@ from ..adapter import DRAFT_LOADED, Adapter, changed_error
 from ..files.folder import AdapterFiles
 from ..tiers.residency import LEAST_URGENT, Residency
 from ..tiers.transfers import ReadDone, Transfers
-from .pending_load import PendingLoad
+from .pending_load import PendingLoad, replaced_error
 from .registry import AdapterRegistry
 from .versions import AdapterVersion, VersionPart
 
@@ -98,10 +99,9 @@ class Catalog:
 
     def _start_load(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> PendingLoad:
         self.wait(0)
-        if not load_inplace:
-            self._check_free(request.name)
-        version = AdapterVersion(request.name, self._files.source(request))
-        return self._start_read(version, load_inplace=load_inplace, pinned=pinned)
+        check = partial(self._check_free, request.name, load_inplace=load_inplace)
+        check()
+        return self._start_read(AdapterVersion(request.name, self._files.source(request)), check, pinned=pinned)
 
     def _start_pin(self, name: str) -> PendingLoad | None:
         self.wait(0)
@@ -109,20 +109,25 @@ class Catalog:
         if version.digest in self._residency.host:
             return None
         again = AdapterVersion(name, version.source, expected=version.expected)
-        return self._start_read(again, load_inplace=True, pinned=True)
+        return self._start_read(again, partial(self._check_unchanged, again), pinned=True)
 
-    def _start_read(self, version: AdapterVersion, *, load_inplace: bool, pinned: bool) -> PendingLoad:
+    def _start_read(self, version: AdapterVersion, check: Callable[[], None], *, pinned: bool) -> PendingLoad:
         def register(adapter: Adapter) -> AdapterVersion:
-            if not load_inplace:
-                self._check_free(version.name)
+            check()
             return self._register(version, adapter, pinned=pinned)
 
         self._loads[version] = pending = PendingLoad(register, self.wait, self.info)
         self._transfers.start_read(version)
         return pending
 
-    def _check_free(self, name: str) -> None:
-        if self._registry.find(name) is not None:
+    def _check_unchanged(self, again: AdapterVersion) -> None:
+        """Refuse (NotFoundError, InvalidUserInputError) to pin what was unloaded or replaced while it was read."""
+        if (current := self._registry.get(again.name)).source != again.source:
+            raise replaced_error(again.name)
+        again.expected = current.expected  # files may have been loaded in place meanwhile
+
+    def _check_free(self, name: str, *, load_inplace: bool = False) -> None:
+        if not load_inplace and self._registry.find(name) is not None:
             raise InvalidUserInputError(f"The lora adapter '{name}' has already been loaded.", param="lora_name")
 
     def load(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> AdapterInfo:
@@ -169,10 +174,7 @@ class Catalog:
         if version.error is not None:
             raise error_from_info(version.error)
         if not version.current:
-            raise InvalidUserInputError(
-                f"a request with another folder has replaced the adapter '{version.name}' meanwhile; try again",
-                param="lora_name",
-            )
+            raise replaced_error(version.name)
         return self.info(version)
 
     def register(self, requests: Sequence[LoRARequest]) -> None:

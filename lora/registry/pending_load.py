@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...platform.core.errors import OutriderError
+from ...platform.core.errors import InvalidUserInputError, OutriderError
 from ...platform.core.messages import AdapterInfo
 from ..adapter import Adapter
 from .versions import AdapterVersion
@@ -46,3 +46,10 @@ class PendingLoad:
     def result(self) -> AdapterInfo:
         """Wait for the registered version and describe it; its rows may still be written."""
         return self._describe(self.version())
+
+
+def replaced_error(name: str) -> InvalidUserInputError:
+    """The error of a call whose adapter was replaced while it waited."""
+    return InvalidUserInputError(
+        f"a request with another folder has replaced the adapter '{name}' meanwhile; try again", param="lora_name"
+    )

@@ -95,12 +95,18 @@ class LoadedAdapters:
 
     async def unload(self, name: str, mode: str = "drain") -> None:
         """Forget an adapter."""
+        # Before the call: a request that the engine gets after it would bring the adapter back.
+        loaded, request = self._loaded.pop(name, None), self.requests.pop(name, None)
         try:
             await self._call("adapters.unload", name=name, mode=mode)
         except NotFoundError:
-            self._forget(name)
             raise
-        self._forget(name)
+        except BaseException:
+            if loaded is not None and request is not None and name not in self._loaded:
+                self._loaded[name], self.requests[name] = loaded, request
+            raise
+        finally:
+            self._release(name)
 
     async def pin(self, name: str) -> AdapterInfo:
         """Keep an adapter on the device."""

@@ -17,6 +17,7 @@ from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import (
     AdapterError,
     ErrorInfo,
+    InvalidRequestError,
     InvalidUserInputError,
     NotFoundError,
     UnsupportedModelError,
@@ -114,6 +115,8 @@ class FakeAdapters:
         if name == "kills-when-unloaded":
             os.kill(os.getpid(), signal.SIGKILL)
         self._get(name)
+        if mode not in ("drain", "abort"):
+            raise InvalidRequestError("mode is drain or abort", param="mode")
         del self.infos[name]
 
     def _get(self, name: str) -> AdapterInfo:

@@ -11,7 +11,13 @@ from outrider.platform.client.async_llm import AsyncLLM
 from outrider.platform.client.llm import LLM
 from outrider.platform.client.process.supervisor import EngineSpec, RestartPolicy
 from outrider.platform.core.config import EngineArgs
-from outrider.platform.core.errors import AdapterError, AdapterSourceError, InvalidUserInputError, NotFoundError
+from outrider.platform.core.errors import (
+    AdapterError,
+    AdapterSourceError,
+    InvalidRequestError,
+    InvalidUserInputError,
+    NotFoundError,
+)
 from outrider.platform.core.lora_request import LoRARequest
 from outrider.platform.core.sampling_params import SamplingParams
 
@@ -195,6 +201,34 @@ def test_an_adapter_that_is_unloaded_while_its_request_waits(spec, sources):
             await load(LoRARequest("a", path="/new"))
             one, mix, brought = [(await anext(llm.run(prepared))).lora_request for prepared in (*named, other)]
             assert [one.path, mix.parts[0].request.path, brought.path] == ["/new", "/new", "/c"]
+
+    asyncio.run(run())
+
+
+def test_a_request_that_comes_during_an_unload(spec, sources):
+    """The engine would get it after the unload."""
+
+    async def run() -> None:
+        async with AsyncLLM.from_spec(spec, sources) as llm:
+            await llm.adapters.load(LoRARequest("a", path="/a"))
+            prepared = await llm.prepare([5], SHORT, lora_request="a")
+            unload = asyncio.create_task(llm.adapters.unload("a"))
+            await asyncio.sleep(0)  # the call is sent
+            with pytest.raises(NotFoundError, match="'a' was unloaded while the request waited"):
+                await anext(llm.run(prepared))
+            await unload
+            assert await llm.adapters.list() == []
+
+    asyncio.run(run())
+
+
+def test_an_unload_that_is_refused(spec, sources):
+    async def run() -> None:
+        async with AsyncLLM.from_spec(spec, sources) as llm:
+            await llm.adapters.load(LoRARequest("a", path="/a"))
+            with pytest.raises(InvalidRequestError, match="mode"):
+                await llm.adapters.unload("a", "bad mode")
+            assert (await anext(llm.run(await llm.prepare([5], SHORT, lora_request="a")))).lora_request.path == "/a"
 
     asyncio.run(run())
 

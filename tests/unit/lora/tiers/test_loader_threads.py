@@ -8,7 +8,7 @@ import pytest
 from outrider.lora.device.sites import AdapterHooks
 from outrider.lora.files.folder import AdapterFiles
 from outrider.lora.tiers.loader_threads import LoaderThreads
-from outrider.platform.core.errors import AdapterError
+from outrider.platform.core.errors import AdapterError, InvalidUserInputError, NotFoundError
 from outrider.platform.core.lora_request import LoRARequest
 
 from ..conftest import make_request, settle
@@ -105,6 +105,33 @@ def test_a_call_for_files_that_cannot_be_read(make_manager, tmp_path):
     with pytest.raises(AdapterError, match="none"):
         load.result()
     assert manager.catalog.list() == []
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "unload", "other folder"])
+def test_a_pin_whose_adapter_is_unloaded_or_replaced_while_its_files_are_read(make_manager, folder, reads, meanwhile):
+    catalog = make_manager(hooks=AdapterHooks(num_readers=2)).catalog
+    old = LoRARequest("a", path=folder("a"))
+    catalog.register([old])
+    pin = catalog.start("pin", {"name": "a"})
+    assert reads.wait_for(1)
+    if meanwhile == "nothing":
+        reads.open.set()
+        assert pin.result().pinned
+        return
+    catalog.unload("a")
+    if meanwhile == "unload":
+        reads.open.set()
+        with pytest.raises(NotFoundError):
+            pin.result()
+        assert catalog.list() == []
+        return
+    catalog.register([LoRARequest("a", path=folder("b"))])
+    reads.open.set()
+    with pytest.raises(InvalidUserInputError, match="replaced"):
+        pin.result()
+    (info,) = catalog.list()
+    assert info.path == folder("b")
+    assert not info.pinned
 
 
 def test_a_call_that_waits_for_files_finishes_reads_that_hold_its_room(make_manager, folder, reads):
