@@ -89,7 +89,7 @@ class DecoderConfig:
     mixers: tuple[str, ...] = ()
     """Kind of each layer that has one part alone: "mamba", "attention", "mlp" or "experts"; (): all have two halves."""
     varied: VariedLayers | None = None
-    """Properties of each layer where they differ; `head_dim` and the like are then the first layer's."""
+    """Properties of each layer if layers differ; `head_dim` and the like are then the first layer's."""
     chunked: ChunkedLayers | None = None
     """Properties of layers that see their chunk of positions alone, and of the others; None: windows slide."""
     gated_attention: bool = False

@@ -166,8 +166,8 @@ class Decoder:
     def _caches(self, batch: ForwardBatch) -> Iterable[Any]:
         """The part of the cache of each layer: its KV, its states, both, or None."""
         if (varied := self.config.varied) is not None:
-            places = {owner: place for place, owner in enumerate(varied.owners)}
-            return [batch.kv[places[source]] for source in varied.kv_sources]
+            indices = {owner: index for index, owner in enumerate(varied.owners)}
+            return [batch.kv[indices[source]] for source in varied.kv_sources]
         if self._parts is None:
             return batch.kv
         kv, memory = iter(batch.kv), iter(batch.memory_of_states() if self.config.states is not None else ())

@@ -1,7 +1,7 @@
 """DeepSeek-V3.2: DeepSeek-V3 whose tokens attend to the `index_topk` best earlier ones, which an indexer chooses.
 
-Within so many tokens the choice is all of them, and attention is DeepSeek-V3's. The context is bounded by that number,
-and the indexer is not loaded.
+In contexts of at most `index_topk` tokens all are chosen, and attention is DeepSeek-V3's. The context is bounded by
+that number, and the indexer is not loaded.
 """
 
 from dataclasses import replace

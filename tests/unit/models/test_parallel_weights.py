@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,7 @@ from outrider.models.quantization.rounding import ROUNDINGS, round_int4
 from ...gguf_files import write_gguf
 from ...quantized_files import CASES, write_quantized
 from ...thread_ranks import logits, on_ranks
-from ...tiny_families import FAMILIES
+from ...tiny_families import FAMILIES, SIZES
 
 # Rounding of W8A8's inputs, which each rank does with the largest input of its own part.
 ROUNDED = 0.1
@@ -62,6 +63,27 @@ def test_heads_of_other_attention_are_divided(family: str, save_tiny: Callable, 
 
 
 GPT = ["gpt2", "bigcode", "opt", "opt-projected", "neox", "falcon", "phi", "stablelm", "starcoder2"]
+
+
+NEWER = [
+    *("llama4", "glm4-moe", "glm4-moe-lite", "minimax-m2", "cohere2", "ministral3", "ernie4.5-moe", "deepseek3.2"),
+]
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("name", NEWER)
+def test_newer_families_are_divided(name: str, quantization: str | None, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    raw = {"architectures": [f"{family.prefix.removesuffix('Text')}ForCausalLM"], **SIZES, **family.config}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+
+    def load(ranks: Ranks | None) -> LanguageModel:
+        options = ModelOptions("native", quantization, ranks)
+        return load_model(tmp_path, "float32", load_format="dummy", seed=3, options=options)
+
+    whole = logits(load(None))
+    for found in on_ranks(2, lambda ranks: logits(load(ranks))):
+        torch.testing.assert_close(found, whole, rtol=0, atol=1e-5 * float(whole.abs().max()))
 
 
 @pytest.mark.slow

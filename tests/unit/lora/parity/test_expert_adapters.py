@@ -169,3 +169,17 @@ def test_what_is_not_served_on_experts_is_refused_and_not_left_out(case, tmp_pat
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {field: True}))
     with pytest.raises(AdapterError, match=message):
         Engine(base, {"each": str(tmp_path)}, {"each": prompts["each"]}).admit(["each"])
+
+
+def test_a_square_parameter_is_read_as_the_others_of_its_file(tmp_path):
+    """PEFT writes those of Llama 4 transposed."""
+    sizes = {"intermediate_size": HIDDEN, "intermediate_size_mlp": 40, "num_local_experts": 4, "head_dim": 12}
+    base = save_base(tmp_path / "base", "Llama4Text", False, interleave_moe_layer_step=1, **sizes)
+    adapter = train(base, 0, r=2, lora_alpha=6, target_modules=["q_proj"], target_parameters=PARAMETERS)
+    adapter.save_pretrained(tmp_path / "adapter")
+    prompts = {"experts": list(range(3, 20))}
+    engine = Engine(base, {"experts": str(tmp_path / "adapter")}, prompts)
+    engine.admit(prompts)
+    expected = peft_logits(base, str(tmp_path / "adapter"), prompts["experts"])
+    torch.testing.assert_close(engine.run(prompts, (1000,))["experts"], expected, atol=1e-4, rtol=0)
+    engine.close()
