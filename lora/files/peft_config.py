@@ -15,7 +15,7 @@ from ...platform.core.sampling_params import quote_for_error
 from ...platform.core.text import shorten
 from .foreign_adapters import is_mlx, peft_fields, tool_hint
 from .patterns import Patterns
-from .peft_fields import check_fields
+from .peft_fields import check_fields, is_vera, lora_fields
 
 _MAX_CONFIG_BYTES = 1 << 20
 _VERSION = re.compile("[0-9]+")
@@ -61,6 +61,8 @@ class PeftConfig:
     """Version of PEFT that wrote the folder; (): none is named, as before 0.18."""
     mlx: bool = False
     """True when mlx-lm wrote the folder."""
+    vera: bool = False
+    """True when the tensors are those of VeRA."""
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -137,6 +139,8 @@ def read_config(folder: AdapterFolder) -> PeftConfig:
     if mlx := is_mlx(config):
         config = peft_fields(config)
     check_fields(config)
+    if vera := is_vera(config):
+        config = lora_fields(config)
     return PeftConfig(
         rank=_positive("r", config.get("r"), integer=True),
         alpha=_positive("lora_alpha", config.get("lora_alpha"), integer=False),
@@ -153,4 +157,5 @@ def read_config(folder: AdapterFolder) -> PeftConfig:
         trainable_tokens=_trainable_tokens(config.get("trainable_token_indices") or {}),
         version=tuple(map(int, _VERSION.findall(str(config.get("peft_version"))[:_MAX_VERSION])))[:2],
         mlx=mlx,
+        vera=vera,
     )

@@ -1,6 +1,6 @@
-"""Fields of PEFT's `LoraConfig`: the served and refused values of each.
+"""Fields of PEFT's `LoraConfig` and `VeraConfig`: the served and refused values of each.
 
-`tests/unit/lora` tests every field against PEFT; the table in docs/guides/adapters.md is generated from this one.
+`tests/unit/lora` tests every field against PEFT; the tables in docs/guides/adapters.md are generated from these.
 """
 
 from __future__ import annotations
@@ -73,12 +73,15 @@ class FieldRule(NamedTuple):
         return bool(self.refused) and self.is_refused(value)
 
 
+_VERA = "VERA"
 _ANY = "any value"
 _KEYS = "any value; the names of the file's tensors say which modules are adapted"
 _TRAINING = "any value; it concerns training"
 
 FIELDS: dict[str, FieldRule] = {
-    "peft_type": FieldRule("`LORA`", "only LORA is", lambda value: value != "LORA"),
+    "peft_type": FieldRule(
+        "`LORA`; `VERA`, with fields of its own", "only LORA and VERA are", lambda value: value not in ("LORA", _VERA)
+    ),
     "task_type": FieldRule(_ANY),
     "auto_mapping": FieldRule(_ANY),
     "peft_version": FieldRule(_ANY),
@@ -152,20 +155,69 @@ FIELDS: dict[str, FieldRule] = {
 }
 
 
+VERA_FIELDS: dict[str, FieldRule] = {
+    "r": FIELDS["r"],
+    "save_projection": FieldRule(
+        "`true`: the file has `vera_A` and `vera_B`",
+        "`false`: save the adapter with save_projection=True",
+        lambda value: value is not None and value is not True,
+    ),
+    "projection_prng_key": FieldRule("any value; only needed without `save_projection`"),
+    "bias": FieldRule(
+        "`none`, `all`, `vera_only`: biases of linear projections",
+        "other values",
+        lambda value: value not in (None, "none", "all", "vera_only"),
+        refused_on="experts",
+    ),
+    "vera_dropout": FieldRule(_TRAINING),
+    "d_initial": FieldRule(_TRAINING),
+    "init_weights": FieldRule(_TRAINING),
+}
+"""Fields of a VeRA adapter in addition to `SHARED_FIELDS`."""
+SHARED_FIELDS = (
+    "peft_type",
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "target_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "modules_to_save",
+    "fan_in_fan_out",
+)
+"""Fields of a VeRA adapter that mean the same as LoRA's."""
+
+
+def is_vera(config: dict[str, Any]) -> bool:
+    """Return whether adapter_config.json is that of a VeRA adapter."""
+    return bool(config.get("peft_type") == _VERA)
+
+
+def lora_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a checked VeRA configuration as those of a LoRA one, whose scale is 1."""
+    bias = "lora_only" if config.get("bias") == "vera_only" else config.get("bias")
+    fields = {name: config[name] for name in SHARED_FIELDS if name in config}
+    return fields | {"peft_type": "LORA", "r": config.get("r"), "lora_alpha": config.get("r"), "bias": bias}
+
+
 def check_fields(config: dict[str, Any]) -> None:
     """Refuse (AdapterError) a configuration with a value that is not served; the message names the field.
 
     Of unknown fields, as newer versions of PEFT write them, those that switch something on are refused: the value true,
     and objects.
     """
-    for name, rule in FIELDS.items():
+    fields = VERA_FIELDS | {name: FIELDS[name] for name in SHARED_FIELDS} if is_vera(config) else FIELDS
+    for name, rule in fields.items():
         if rule.refuses(config.get(name)):
             raise AdapterError(
                 f"{CONFIG_FILE}: {name}={quote_for_error(config.get(name))} is not served ({rule.refused})",
                 param="lora_path",
             )
     for name, value in config.items():
-        if name not in FIELDS and (value is True or (isinstance(value, dict) and value)):
+        if name not in fields and (value is True or (isinstance(value, dict) and value)):
             raise AdapterError(
                 f"{CONFIG_FILE}: {quote_for_error(name)}: {quote_for_error(value)} is not known, and may "
                 "change what the adapter computes; if it concerns training alone, remove it",
@@ -173,8 +225,8 @@ def check_fields(config: dict[str, Any]) -> None:
             )
 
 
-def fields_table() -> str:
-    """Return the table of the documentation."""
+def fields_table(fields: dict[str, FieldRule] = FIELDS) -> str:
+    """Return a table of the documentation."""
     lines = ["| field | served | refused by name |", "|---|---|---|"]
-    lines += [f"| `{name}` | {rule.served or '-'} | {rule.refusals or '-'} |" for name, rule in FIELDS.items()]
+    lines += [f"| `{name}` | {rule.served or '-'} | {rule.refusals or '-'} |" for name, rule in fields.items()]
     return "\n".join(lines) + "\n"

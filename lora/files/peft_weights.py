@@ -35,6 +35,7 @@ from .tensor_keys import (
     group_keys,
 )
 from .towers import without_towers
+from .vera_tensors import vera_tensors
 from .vocabulary import VocabularyReader, resize, saved_keys
 
 
@@ -59,7 +60,7 @@ class WeightsReader:
         """
         config = read_config(folder)
         with open_tensors(folder, self.limits) as file:
-            plan = None if config.mlx else self._plans.find(file.header, config.form)
+            plan = None if config.mlx or config.vera else self._plans.find(file.header, config.form)
             planned = plan and plan.read(file, [config.scale_of(name) for name in plan.configured])
             packed, digest = planned or self._read_unplanned(file, config)
         if config.invocation:
@@ -72,6 +73,7 @@ class WeightsReader:
         known = self.model.shapes
         file, left_out = without_towers(peft_tensors(file) if config.mlx else file)
         file, parameters = split_parameters(file, known, config.version)
+        file = vera_tensors(file, known) if config.vera else file
         found, saved = group_keys(file.shapes, known, self._owner)
         for name, parameter in parameters.items():
             found[name].configured = parameter

@@ -175,7 +175,7 @@ def group_keys(
                 saved[key] = name
             continue
         if match["module"] not in found:
-            found[match["module"]] = _find_module(match["module"], known)
+            found[match["module"]] = find_module(match["module"], known)
             yield_to_steps()
         module = found[match["module"]]
         if module is None or module.name == SCORE:
@@ -247,7 +247,7 @@ def names_of(configured: str) -> Iterator[str]:
                 yield name.replace(new, old, 1)
 
 
-def _find_module(module: str, known: Mapping[str, ModuleShape]) -> FileModule | None:
+def find_module(module: str, known: Mapping[str, ModuleShape]) -> FileModule | None:
     """Find the model's module of a key. PEFT may have wrapped the inner model, or one around it."""
     configured = unwrapped(module)
     for name in names_of(configured):
@@ -264,7 +264,7 @@ def _find_module(module: str, known: Mapping[str, ModuleShape]) -> FileModule | 
 def _saved_module(key: str, known: Mapping[str, ModuleShape]) -> str | AdapterError:
     """Return the embedding or head of a key that is no LoRA weight, or why there is none."""
     match = _SAVED.match(key)
-    module = _find_module(match["module"], known) if match else None
+    module = find_module(match["module"], known) if match else None
     if module is not None and module.shape.is_base is not None:
         return module.name
     return _refused(key, key) or adapter_error(

@@ -53,6 +53,22 @@ def tensors(rank=4, *, seed=0, modules=tuple(SIZES), layers=(0, 1), prefix="base
     return state
 
 
+def vera_state(rank=4, *, seed=0, middle=""):
+    """The state dict of a VeRA adapter on all modules, with PEFT's keys."""
+    generator = torch.Generator().manual_seed(seed)
+    widest_in, widest_out = (max(sizes) for sizes in zip(*SIZES.values(), strict=True))
+    state = {
+        f"base_model.vera_A{middle}": torch.randn(rank, widest_in, generator=generator),
+        f"base_model.vera_B{middle}": torch.randn(widest_out, rank, generator=generator),
+    }
+    for layer in (0, 1):
+        for name, (_, out_features) in SIZES.items():
+            key = f"base_model.model.{module(layer, name)}.vera_lambda"
+            state[f"{key}_d{middle}"] = torch.randn(rank, generator=generator)
+            state[f"{key}_b{middle}"] = torch.randn(out_features, generator=generator)
+    return state
+
+
 def write_adapter(folder: Path, state=None, *, rank=4, seed=0, binary=False, **config) -> str:
     """An adapter's folder; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from ..conftest import tensors, write_adapter
 from ..reader.test_reader import KINDS, draft_weights, magnitudes
 from ..reading import Both, assert_same
 
-UNPLANNED = ("bin", "half", "double", "vocabulary", "only the vocabulary")
+UNPLANNED = ("bin", "half", "double", "vera", "vocabulary", "only the vocabulary")
 PLANNED = {kind: options for kind, options in KINDS.items() if kind not in UNPLANNED} | {
     "bfloat16": {"state": lambda: {key: value.bfloat16() for key, value in tensors().items()}}
 }

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider.platform.core.errors import AdapterError
 
-from .reference import ALL, CONFIG, VOCAB, Engine, peft_logits, save_base, train
+from .reference import ALL, CONFIG, VOCAB, Engine, peft_logits, save_base, train, train_vera
 
 pytestmark = pytest.mark.slow
 
@@ -111,6 +111,8 @@ def case(request, tmp_path_factory):
         convert(paths[name], dtype)
     paths["bin"] = str(folder / "bin")
     train(base, 51, **KINDS["dora-everywhere"]).save_pretrained(paths["bin"], safe_serialization=False)
+    paths["vera"] = str(folder / "vera")
+    train_vera(base, 52, r=6, target_modules=["lm_head", *ALL]).save_pretrained(paths["vera"])
     paths["pissa"] = save_pissa(base, folder)
     names = ["base", *paths, "base-2"]
     prompts = {name: torch.randint(3, VOCAB, (5 + 9 * i % 37,)).tolist() for i, name in enumerate(names)}
@@ -237,7 +239,6 @@ def test_parts_of_an_activated_adapter_that_peft_applies_to_all_tokens_are_refus
     [
         ("IA3", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
         ("AdaLora", {"target_modules": ["q_proj"], "total_step": 10}),
-        ("Vera", {"target_modules": ["o_proj"]}),
         ("LoHa", {"target_modules": ["q_proj"]}),
         ("LoKr", {"target_modules": ["q_proj"]}),
         ("PromptTuning", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 2}),

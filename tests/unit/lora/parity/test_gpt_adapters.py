@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from .reference import VOCAB, Engine, peft_logits, save_base, train
+from .reference import VOCAB, Engine, peft_logits, save_base, train, train_vera
 
 pytestmark = pytest.mark.slow
 
@@ -57,8 +57,10 @@ def case(request, tmp_path_factory):
     paths = {name: str(folder / name) for name in adapters}
     for seed, (name, options) in enumerate(adapters.items()):
         train(base, seed, **options).save_pretrained(paths[name])
+    paths["vera"] = str(folder / "vera")
+    train_vera(base, 0, r=4, target_modules=projections).save_pretrained(paths["vera"])
     generator = torch.Generator().manual_seed(3)
-    names = ["base", *adapters]
+    names = ["base", *paths]
     prompts = {
         name: torch.randint(3, VOCAB, (7 + 4 * i,), generator=generator).tolist() for i, name in enumerate(names)
     }
