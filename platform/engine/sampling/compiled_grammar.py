@@ -13,7 +13,7 @@ from .mask_threads import consume_without_gil
 
 _CALL_SECONDS = 0.05
 """Time allowed for one token or one mask, which usually takes 1 ms. An ambiguous grammar needs longer with each token,
-up to minutes; a busy or suspended process makes some calls slow, never most."""
+up to minutes; other work of the process makes some calls slow, never most."""
 _MAX_COUNTED = 1.0
 """Most seconds by which one call counts."""
 _MAX_EXCESS = 2.0
