@@ -39,6 +39,7 @@ ACTIVATIONS = {
 """Activation of a gated MLP by its names in `hidden_act`."""
 _OF_FAMILY = (
     *("qk_norm_wide", "sinks", "gated_attention", "names", "norms", "norm_offset"),
+    *("state_norms", "aliases"),
     *("merged_qkv", "merged_gate_up", "plain_mlp"),
 )
 """Fields of a DecoderConfig that the family's traits have too."""
@@ -104,6 +105,10 @@ class DecoderConfig:
     layer_ropes: tuple[RopeConfig, ...] = ()
     """Rotation of each layer where they differ; (): all have `rope`."""
     norms: NormNames = PRE_NORMS
+    state_norms: NormNames | None = None
+    """Norms of layers with a recurrent state, which then have none of queries and keys; None: as the others."""
+    aliases: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Module of a layer for each other name that checkpoints have for a norm."""
     norm_offset: float = 0.0
     """Number that is added to the stored weights of norms."""
     hidden_act: str = "silu"
@@ -146,6 +151,8 @@ class DecoderConfig:
 
     def of_layer(self, index: int) -> DecoderConfig:
         """Config of one layer."""
+        if self.state_norms is not None and self.states is not None and index in self.states.layers:
+            return replace(self, norms=self.state_norms, qk_norm_wide=False)
         if (varied := self.varied) is None:
             return self
         return replace(

@@ -173,6 +173,14 @@ class GeneralLayer(DecoderLayer):
             slots[f"{self._theirs}.self_attn.sinks"] = WeightSlot((heads,), self._load_sinks, 1.0)
         return slots
 
+    def renamed_slots(self) -> dict[str, RenamedSlot]:
+        """See DecoderLayer."""
+        renamed, slots = super().renamed_slots(), self.weight_slots() if self._config.aliases else {}
+        for other, name in self._config.aliases.items():
+            if (usual := f"{self._theirs}.{name}.weight") in slots:
+                renamed[f"{self._theirs}.{other}.weight"] = RenamedSlot(slots[usual], (usual,))
+        return renamed
+
     def _load_sinks(self, tensor: Tensor) -> None:
         if self.sink_part is not None:
             tensor = tensor[self.sink_part[1]]

@@ -96,6 +96,8 @@ DELTA = {
     **{"num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"]},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 10},
 }
+# transformers saves the filters of queries, keys and values as three equal parts, so they have equal sizes here.
+OLMO_HYBRID = {**DELTA, "linear_key_head_dim": 20}
 _DELTA_TARGETS = [*ATTENTION, *GATED, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 GEMMA4 = {
     **{"head_dim": 16, "global_head_dim": 24, "sliding_window": 9, "num_hidden_layers": 5, "num_kv_shared_layers": 2},
@@ -185,6 +187,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo2": Family("Olmo2"),
     "olmo3": Family("Olmo3", {"num_hidden_layers": 4, "sliding_window": 9, "rope_parameters": _OLMO3_ROPE}),
+    "olmo-hybrid": Family("OlmoHybrid", OLMO_HYBRID, [*ATTENTION, *GATED, "g_proj", "b_proj", "a_proj"]),
     "exaone4": Family("Exaone4", {"num_hidden_layers": 4, "sliding_window": 9}),
     "ernie4.5": Family("Ernie4_5", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": True}, SCALED),
     "seed-oss": Family("SeedOss", {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}),

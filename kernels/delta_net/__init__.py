@@ -2,7 +2,7 @@
 norms before it and the gated norm after it.
 
     q[t], k[t] = unit(query[t]) / sqrt(D), unit(key[t])                 unit(x) = x / sqrt(|x|² + 1e-6)
-    g[t] = -rate · softplus(decay[t] + rate_bias), b[t] = sigmoid(beta[t])
+    g[t] = -rate · softplus(decay[t] + rate_bias), b[t] = beta_scale · sigmoid(beta[t])
     S[t] = exp(g[t]) · S[t-1] + k[t] (b[t] · (v[t] - exp(g[t]) · S[t-1]ᵀ k[t]))ᵀ
     o[t] = norm(S[t]ᵀ q[t]) · silu(gate[t])
 
@@ -48,6 +48,8 @@ class DeltaWeights(NamedTuple):
     norm: NormWeight
     """Of V elements."""
     key_heads: int
+    beta_scale: float = 1.0
+    """Largest b[t]. Above 1, a state may change its sign along a key (Grazzi et al. 2024)."""
 
 
 def delta_net(inputs: Projected, weights: DeltaWeights, plan: StatePlan, states: Tensor) -> Tensor:

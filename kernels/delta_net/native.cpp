@@ -34,7 +34,7 @@ struct Call {
     float* memory;
     void* out;
     int64_t key_heads, value_heads, key_dim, value_dim, dtype;
-    float root;
+    float root, beta_scale;
 };
 
 // Memory of a thread for the head that it computes. Rows of `query`, `key`, `delta` and `result` end with zeros.
@@ -164,7 +164,7 @@ void block(const Call& call, Scratch& s, int64_t token, int64_t head, const floa
             store(s.delta + i * s.value_width + v, load(value + v, value_dim - v));
         const float a = element<E>(call.decay, token + i, head), b = element<E>(call.beta, token + i, head);
         decay[i] = std::exp(-call.rate[head] * softplus(a + call.rate_bias[head]));
-        f.beta[i] = 1.0f / (1.0f + std::exp(-b));
+        f.beta[i] = call.beta_scale / (1.0f + std::exp(-b));
         f.total[i] = (i ? f.total[i - 1] : 1.0f) * decay[i];
     }
     for (int i = 0; i < N; i++)

@@ -27,7 +27,7 @@ class _Call(ctypes.Structure):
         *((name, _Strided) for name in ("mixed", "gate", "beta", "decay")),
         *((name, ctypes.c_void_p) for name in ("rate", "rate_bias", "scale", "memory", "out")),
         *((name, ctypes.c_int64) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "dtype")),
-        ("root", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("root", "beta_scale")),
     )
 
 
@@ -50,7 +50,8 @@ def delta_net(inputs: Projected, weights: DeltaWeights, plan: StatePlan, states:
     call = _Call(
         *(_Strided(part.data_ptr(), part.stride(0)) for part in parts),
         *(tensor.data_ptr() for tensor in (weights.rate, weights.rate_bias, weights.norm.scale, states, out)),
-        *(weights.key_heads, heads, key_dim, value_dim, DTYPES[dtype], weights.norm.root_value),
+        *(weights.key_heads, heads, key_dim, value_dim, DTYPES[dtype]),
+        *(weights.norm.root_value, weights.beta_scale),
     )
     releases = plan.num_tokens * states[0].numel() >= RELEASING_WORK
     kernels[releases](ctypes.addressof(call), plan.table.data_ptr(), plan.num_rows)

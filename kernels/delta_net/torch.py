@@ -51,7 +51,7 @@ def delta_net(inputs: Projected, weights: DeltaWeights, plan: StatePlan, states:
         key=key,
         value=value.unflatten(1, (heads, -1)),
         decay=-weights.rate * F.softplus(inputs.decay.float() + weights.rate_bias),
-        beta=inputs.beta.float().sigmoid(),
+        beta=inputs.beta.float().sigmoid() * weights.beta_scale,
     )
     normed = rms_norm(delta_rule(rule, plan, states), weights.norm)
     return (normed * F.silu(inputs.gate.float().view(normed.shape))).to(inputs.mixed.dtype).flatten(1)

@@ -33,7 +33,7 @@ def _unit(x, epsilon):
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _rule(
+def _rule_kernel(
     mixed,  # [T, 2 * G * D + H * V]
     beta,  # [T, H]
     decay,  # [T, H]
@@ -44,6 +44,7 @@ def _rule(
     out,  # [T, H, V] float32
     scale,  # of queries
     epsilon,
+    beta_scale,
     num_rows,
     mixed_stride,
     beta_stride,
@@ -80,7 +81,7 @@ def _rule(
         rest = tl.load(decay + token * decay_stride + head).to(tl.float32) + bias
         softplus = tl.where(rest > 20.0, rest, tl.log(1.0 + tl.exp(tl.minimum(rest, 20.0))))
         state *= tl.exp(-speed * softplus)
-        strength = tl.sigmoid(tl.load(beta + token * beta_stride + head).to(tl.float32))
+        strength = beta_scale * tl.sigmoid(tl.load(beta + token * beta_stride + head).to(tl.float32))
         delta = strength * (value - tl.sum(state * key[:, None], axis=0))
         state += key[:, None] * delta[None, :]
         result = tl.sum(state * query[:, None], axis=0)
@@ -92,7 +93,7 @@ def _rule(
 
 
 @triton.jit
-def _gated_norm(
+def _gated_norm_kernel(
     x,  # [T, H, V] float32
     gate,  # [T, H * V]
     scale,  # [V] float32
@@ -124,15 +125,15 @@ def delta_net(inputs: Projected, weights: DeltaWeights, plan: StatePlan, states:
     mixed, gate, beta, decay = (part if part.stride(1) == 1 else part.contiguous() for part in inputs)
     _, heads, key_dim, value_dim = states.shape
     results = torch.empty((len(mixed), heads, value_dim), dtype=torch.float32, device=mixed.device)
-    _rule[(plan.num_rows, heads, triton.cdiv(value_dim, _COLUMNS))](
+    _rule_kernel[(plan.num_rows, heads, triton.cdiv(value_dim, _COLUMNS))](
         *(mixed, beta, decay, weights.rate, weights.rate_bias, plan.table, states, results),
-        *(key_dim**-0.5, EPS, plan.num_rows, mixed.stride(0), beta.stride(0), decay.stride(0)),
+        *(key_dim**-0.5, EPS, weights.beta_scale, plan.num_rows, mixed.stride(0), beta.stride(0), decay.stride(0)),
         *(heads, weights.key_heads, key_dim, value_dim),
         D=triton.next_power_of_2(key_dim),
         COLUMNS=_COLUMNS,
     )
     out = torch.empty((len(mixed), heads * value_dim), dtype=mixed.dtype, device=mixed.device)
-    _gated_norm[(len(mixed), heads)](
+    _gated_norm_kernel[(len(mixed), heads)](
         *(results, gate, weights.norm.scale, out, weights.norm.root_value**2, gate.stride(0), heads, value_dim),
         V=triton.next_power_of_2(value_dim),
     )
@@ -145,9 +146,9 @@ def compile_cases() -> list[CompileCase]:
     for dtype, size in (("bf16", 128), ("fp16", 64), ("fp32", 128), ("bf16", 256)):
         types = {
             **{"mixed beta decay": f"*{dtype}", "rate rate_bias states out": "*fp32", "table": "*i64"},
-            "scale epsilon": "fp32",
+            "scale epsilon beta_scale": "fp32",
         }
-        cases.append(make_case(f"delta_net {dtype} d{size}", _rule, {"D": size, "COLUMNS": _COLUMNS}, types))
+        cases.append(make_case(f"delta_net {dtype} d{size}", _rule_kernel, {"D": size, "COLUMNS": _COLUMNS}, types))
         types = {"x scale": "*fp32", "gate y": f"*{dtype}", "root_square": "fp32"}
-        cases.append(make_case(f"delta_net norm {dtype} d{size}", _gated_norm, {"V": size}, types))
+        cases.append(make_case(f"delta_net norm {dtype} d{size}", _gated_norm_kernel, {"V": size}, types))
     return cases

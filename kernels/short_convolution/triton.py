@@ -34,7 +34,7 @@ def _input(x, history, offset, first, columns, inside, x_stride, channels, K: tl
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _convolve(
+def _convolve_kernel(
     x,  # [T, C]
     taps,  # [K, C] float32
     bias,  # [C] float32
@@ -69,7 +69,7 @@ def _convolve(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _write(
+def _write_kernel(
     x,  # [T, C]
     histories,  # [B, K - 1, C], contiguous
     table,  # StatePlan.table
@@ -104,7 +104,7 @@ def short_convolution(x: Tensor, filters: Filters, plan: StatePlan, states: Tens
     kernel, channels = filters.taps.shape
     histories = states.index_select(0, plan.sources)
     blocks = triton.cdiv(channels, _BLOCK)
-    _convolve[(plan.num_rows, triton.cdiv(plan.longest, _TOKENS), blocks)](
+    _convolve_kernel[(plan.num_rows, triton.cdiv(plan.longest, _TOKENS), blocks)](
         *(x, filters.taps, filters.taps if filters.bias is None else filters.bias, histories, plan.table, y),
         *(plan.num_rows, x.stride(0), channels),
         K=kernel,
@@ -113,7 +113,7 @@ def short_convolution(x: Tensor, filters: Filters, plan: StatePlan, states: Tens
         HAS_BIAS=filters.bias is not None,
         SILU=silu,
     )
-    _write[(plan.num_rows, blocks)](
+    _write_kernel[(plan.num_rows, blocks)](
         *(x, histories, plan.table, states, plan.num_rows, x.stride(0), channels), K=kernel, BLOCK=_BLOCK
     )
     return y
@@ -126,7 +126,7 @@ def compile_cases() -> list[CompileCase]:
         types = {"x histories y": f"*{dtype}", "taps bias": "*fp32", "table": "*i64"}
         constants = {"K": kernel, "BLOCK": _BLOCK}
         flags = {"TOKENS": _TOKENS, "HAS_BIAS": has_bias, "SILU": silu}
-        cases.append(make_case(f"short_convolution {dtype} k{kernel}", _convolve, constants | flags, types))
+        cases.append(make_case(f"short_convolution {dtype} k{kernel}", _convolve_kernel, constants | flags, types))
         types = {"x histories states": f"*{dtype}", "table": "*i64"}
-        cases.append(make_case(f"short_convolution write {dtype} k{kernel}", _write, constants, types))
+        cases.append(make_case(f"short_convolution write {dtype} k{kernel}", _write_kernel, constants, types))
     return cases

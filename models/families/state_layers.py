@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..config_values import positive, shown, wrong
 
@@ -27,6 +27,23 @@ class ShortConv:
         return None
 
 
+class DeltaNames(NamedTuple):
+    """Names of a delta net's modules in the checkpoint."""
+
+    qkv: tuple[str, ...] = ("in_proj_qkv",)
+    """Projection of queries, keys and values, or one of each."""
+    gates: tuple[str, str, str] = ("in_proj_z", "in_proj_b", "in_proj_a")
+    """Projections of the gate, of beta and of the decay."""
+    convolutions: tuple[str, ...] = ("conv1d",)
+    """One for each of `qkv`."""
+    norm: str = "norm"
+    out: str = "out_proj"
+
+
+QWEN_NAMES = DeltaNames()
+"""Names of Qwen3.5."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNet:
     """Gated delta nets (Yang et al. 2024, "Gated Delta Networks")."""
@@ -43,6 +60,11 @@ class DeltaNet:
     value_dim: int
     merged: bool
     """True: the checkpoint has one projection of queries, keys, values and gates, grouped by key head (Qwen3-Next)."""
+    names: DeltaNames = QWEN_NAMES
+    beta_scale: float = 1.0
+    """Factor of the sigmoid of beta."""
+    norm_eps: float | None = None
+    """Epsilon of the gated norm; None: that of all norms."""
 
     @property
     def channels(self) -> int:
@@ -128,7 +150,7 @@ def state_layers(values: Mapping[str, Any], name: str, fallback: list[str], *, h
 
 
 def delta_net(values: Mapping[str, Any], *, merged: bool) -> DeltaNet:
-    """Gated delta nets of Qwen3-Next (`merged`) and Qwen3.5.
+    """Gated delta nets of Qwen3-Next (`merged`), Qwen3.5 and OLMo Hybrid.
 
     Raises:
         UnsupportedModelError: a wrong value.

@@ -118,8 +118,10 @@ class FamilyTraits:
     qk_norm: bool | str = False
     """See `DecoderConfig`; a text is the key that decides."""
     qk_norm_wide: bool = False
-    """See `DecoderConfig`, as for the next five."""
+    """See `DecoderConfig`, as for the next seven."""
     norms: NormNames = PRE_NORMS
+    state_norms: NormNames | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
     norm_offset: float = 0.0
     merged_qkv: bool = False
     merged_gate_up: bool = False

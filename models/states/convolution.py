@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +18,10 @@ class Convolution:
     """Weights of a convolution with one filter for each channel; sums are made in float32."""
 
     def __init__(
-        self, name: str, channels: int, kernel: int, *, bias: bool, dtype: torch.dtype, device: torch.device, **_: Any
+        self, parts: Mapping[str, int], kernel: int, *, bias: bool, dtype: torch.dtype, device: torch.device, **_: Any
     ) -> None:
-        """`name`: of the module in the checkpoint."""
-        self._name, self._shape = name, (channels, 1, kernel)
+        """`parts`: modules in the checkpoint, and the channels of each; one module if there is a `bias`."""
+        self._parts, self._kernel = parts, kernel
         self._has_bias = bias
         self._dtype, self._device = dtype, device
         self._taps: Tensor | None = None
@@ -32,14 +34,20 @@ class Convolution:
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names."""
-        slots = {f"{self._name}.weight": WeightSlot(self._shape, self._load, self._shape[2] ** -0.5)}
-        if self._has_bias:
-            slots[f"{self._name}.bias"] = WeightSlot(self._shape[:1], self._load_bias, 0.02)
+        slots, first = {}, 0
+        for name, channels in self._parts.items():
+            shape = (channels, 1, self._kernel)
+            slots[f"{name}.weight"] = WeightSlot(shape, partial(self._load, first), self._kernel**-0.5)
+            if self._has_bias:
+                slots[f"{name}.bias"] = WeightSlot((channels,), self._load_bias, 0.02)
+            first += channels
         return slots
 
-    def _load(self, tensor: Tensor) -> None:
-        weight = tensor.to(self._device, self._dtype).float().squeeze(1)
-        self._taps = weight.t().contiguous()
+    def _load(self, first: int, tensor: Tensor) -> None:
+        if self._taps is None:
+            self._taps = torch.empty(self._kernel, sum(self._parts.values()), device=self._device)
+        weight = tensor.to(self._device, self._dtype).squeeze(1)
+        self._taps[:, first : first + len(weight)] = weight.t()
 
     def _load_bias(self, tensor: Tensor) -> None:
         self._bias = tensor.to(self._device, self._dtype, copy=True).float()

@@ -39,8 +39,8 @@ class ShortConvLayer(GeneralLayer):
         size = states.channels
         self.qkv = self._linear("conv_in", {"conv.in_proj": 3 * size}, config.hidden_size, bias=states.bias)
         self.o = self._linear("conv_out", {"conv.out_proj": config.hidden_size}, size, bias=states.bias)
-        name = f"{self._theirs}.conv.conv"
-        self._convolution = Convolution(name, size, states.kernel, bias=states.bias, **self._common)
+        parts = {f"{self._theirs}.conv.conv": size}
+        self._convolution = Convolution(parts, states.kernel, bias=states.bias, **self._common)
 
     def _mix(self, normed: Tensor, batch: ForwardBatch, kv: LayerKV | LayerStates) -> Tensor:
         assert isinstance(kv, LayerStates), "the layer has states"
@@ -54,26 +54,26 @@ class ShortConvLayer(GeneralLayer):
 
 
 class DeltaNetLayer(GeneralLayer):
-    """Layer of Qwen3-Next and Qwen3.5: a gated delta net in place of attention."""
+    """Layer of Qwen3-Next, Qwen3.5 and OLMo Hybrid: a gated delta net in place of attention."""
 
     def _make_projections(self) -> None:
         config, states = self._config, self._config.states
         assert isinstance(states, DeltaNet), "the config has delta nets"
-        self._states = states
+        self._states, names = states, states.names
         heads, size = states.value_heads, states.value_heads * states.value_dim
-        parts = {"in_proj_qkv": states.channels, "in_proj_z": size, "in_proj_b": heads, "in_proj_a": heads}
+        keys = states.key_heads * states.key_dim
+        widths = [states.channels] if len(names.qkv) == 1 else [keys, keys, size]
+        parts = dict(zip((*names.qkv, *names.gates), (*widths, size, heads, heads), strict=True))
         if states.merged:
             parts = {"in_proj_qkvz": states.channels + size, "in_proj_ba": 2 * heads}
         inputs = {f"linear_attn.{name}": rows for name, rows in parts.items()}
         self.qkv = self._linear("delta_in", inputs, config.hidden_size, bias=False)
-        self.o = self._linear("delta_out", {"linear_attn.out_proj": config.hidden_size}, size, bias=False)
+        self.o = self._linear("delta_out", {f"linear_attn.{names.out}": config.hidden_size}, size, bias=False)
         self._module = f"{self._theirs}.linear_attn"
-        self._convolution = Convolution(
-            f"{self._module}.conv1d", states.channels, states.kernel, bias=False, **self._common
-        )
-        self._norm_heads = RMSNorm(
-            [f"{self._module}.norm.weight"], states.value_dim, config.rms_norm_eps, **self._common
-        )
+        filters = {f"{self._module}.{name}": width for name, width in zip(names.convolutions, widths, strict=True)}
+        self._convolution = Convolution(filters, states.kernel, bias=False, **self._common)
+        eps = config.rms_norm_eps if states.norm_eps is None else states.norm_eps
+        self._norm_heads = RMSNorm([f"{self._module}.{names.norm}.weight"], states.value_dim, eps, **self._common)
         self._rate: Tensor | None = None
         self._rate_bias: Tensor | None = None
 
@@ -99,7 +99,8 @@ class DeltaNetLayer(GeneralLayer):
         assert self._rate_bias is not None, "the loader left no slot empty"
         mixed, gate, beta, decay = self._split(self.qkv.forward(normed, batch))
         mixed = self._convolution.forward(mixed, batch.states, kv, silu=True)
-        weights = DeltaWeights(self._rate, self._rate_bias, self._norm_heads.weight, self._states.key_heads)
+        norm, states = self._norm_heads.weight, self._states
+        weights = DeltaWeights(self._rate, self._rate_bias, norm, states.key_heads, states.beta_scale)
         heads = delta_net(Projected(mixed, gate, beta, decay), weights, batch.states, kv.recurrent)
         return self.o.forward(heads, batch)
 

@@ -48,9 +48,8 @@ class MambaMixer:
         self._widths = [size, states.channels, states.heads]
         self.inputs = linear("mamba_in", {f"{module}.in_proj": sum(self._widths)}, hidden, bias=states.in_bias)
         self.out = linear("mamba_out", {f"{module}.out_proj": hidden}, size, bias=states.out_bias)
-        self._convolution = Convolution(
-            f"{self._module}.conv1d", states.channels, states.kernel, bias=states.conv_bias, **common
-        )
+        filters = {f"{self._module}.conv1d": states.channels}
+        self._convolution = Convolution(filters, states.kernel, bias=states.conv_bias, **common)
         self._vectors: dict[str, Tensor] = {}
         self._factors: Tensor | None = None
         if set(states.part_factors) != {1.0}:

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from outrider.kernels.graphs import Captured, Work
 from outrider.models import attention, decoder
+from outrider.models.attention import grouped
 from outrider.models.attention.torch import TorchAttention
 from outrider.models.attention.triton import TritonAttention
 from outrider.models.batch import ForwardBatch, LayerKV, SequenceRows, allocate_kv, build_batch
@@ -98,7 +99,7 @@ class Passes:
 @pytest.fixture
 def make_passes(device: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Passes]:
     """Passes that are not captured yet."""
-    monkeypatch.setattr(decoder, "make_attention", lambda spec, *, batch_invariant: TritonAttention(spec, num_splits=1))
+    monkeypatch.setattr(grouped, "make_attention", lambda spec, *, batch_invariant: TritonAttention(spec, num_splits=1))
     without_native_kernels(monkeypatch)
     return functools.partial(Passes, device)
 

@@ -19,6 +19,7 @@ from outrider.lora.device.layout import LoraWeights
 from outrider.lora.device.pool import RowPool
 from outrider.lora.device.sites import AdapterSites
 from outrider.models import decoder
+from outrider.models.attention import grouped
 from outrider.models.attention.triton import TritonAttention
 from outrider.models.batch import SequenceRows, allocate_kv, build_batch
 from outrider.models.config import DecoderConfig
@@ -113,7 +114,7 @@ def launches(device: str, monkeypatch: pytest.MonkeyPatch) -> Launches:
     for module in (act_and_mul, rms_norm):
         monkeypatch.setattr(module, "use_triton", lambda x: True)
     monkeypatch.setattr(decoder, "adds_residuals", lambda device: True)
-    monkeypatch.setattr(decoder, "make_attention", lambda spec, *, batch_invariant: TritonAttention(spec))
+    monkeypatch.setattr(grouped, "make_attention", lambda spec, *, batch_invariant: TritonAttention(spec))
     monkeypatch.setattr(linear, "_prepacks", lambda weight: False)
     without_native_kernels(monkeypatch)
     return Launches(monkeypatch)

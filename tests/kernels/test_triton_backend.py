@@ -7,7 +7,7 @@ import transformers
 pytest.importorskip("triton")
 
 from outrider.models import decoder
-from outrider.models.attention import AttentionSpec, best_backend
+from outrider.models.attention import AttentionSpec, best_backend, grouped
 from outrider.models.attention.torch import InvariantAttention, TorchAttention
 from outrider.models.attention.triton import TritonAttention, TritonInvariantAttention
 from outrider.models.batch import SequenceRows, allocate_kv, build_batch
@@ -56,7 +56,7 @@ def check(config: DecoderConfig, device: str, monkeypatch: pytest.MonkeyPatch) -
     results = []
     for backend in (TorchAttention, TritonAttention):
         monkeypatch.setattr(decoder, "adds_residuals", lambda device, backend=backend: backend is TritonAttention)
-        monkeypatch.setattr(decoder, "make_attention", lambda spec, *, batch_invariant, backend=backend: backend(spec))
+        monkeypatch.setattr(grouped, "make_attention", lambda spec, *, batch_invariant, backend=backend: backend(spec))
         model = decoder.Decoder(config, device)
         for index, slot in enumerate(model.weight_slots().values()):
             generator = torch.Generator().manual_seed(index)

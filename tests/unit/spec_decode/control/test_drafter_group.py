@@ -1,5 +1,7 @@
 """Several drafters behind the contract of one, built from a configuration."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from outrider.platform.core.request import Drafts, Request
@@ -8,6 +10,9 @@ from outrider.platform.core.speculative_config import parse_speculative
 from outrider.spec_decode.control.drafter_group import DrafterGroup
 from outrider.spec_decode.control.factory import make_speculation
 from outrider.spec_decode.drafters.base import Drafter, DraftRow, Proposal, TargetOutput
+
+WITHOUT_TARGET = SimpleNamespace(model_path=None)
+"""Context of drafters that need no target."""
 
 
 class Noting(Drafter):
@@ -58,16 +63,16 @@ def test_all_watch_and_all_forget(drafters):
     assert drafters[0].calls == drafters[1].calls == [("watch", 1), ("forget", b"a")]
 
 
+def speculation(**config):
+    return make_speculation(parse_speculative({"method": "ngram", **config}), WITHOUT_TARGET)
+
+
 def test_a_fixed_number_has_no_policy():
-    assert make_speculation(None, None).policy is None
-    assert make_speculation(parse_speculative({"method": "ngram", "num_speculative_tokens": 3}), None).policy is None
+    assert make_speculation(None, WITHOUT_TARGET).policy is None
+    assert speculation(num_speculative_tokens=3).policy is None
 
 
 def test_adaptive_prompt_lookup_may_make_sixteen_drafts():
     """The policy gets them, and chooses as many as are useful."""
-    policy = make_speculation(parse_speculative({"method": "ngram"}), None).policy
-    assert (0, 16) in policy.choices
-    policy = make_speculation(
-        parse_speculative({"method": "ngram", "adaptive": True, "num_speculative_tokens": 5}), None
-    )
-    assert max(policy.policy.choices) == (0, 5)
+    assert (0, 16) in speculation().policy.choices
+    assert max(speculation(adaptive=True, num_speculative_tokens=5).policy.choices) == (0, 5)
