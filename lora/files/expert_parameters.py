@@ -69,7 +69,7 @@ def split_parameters(
                 f"base mismatch: {a} {list(file.shapes[a])} and {b} {list(file.shapes[b])} fit no parameter of the "
                 "experts"
             )
-        if fit.is_square and not fit.inputs_first and not turned and version < _TRANSPOSES:
+        if fit.is_square and not turned and version < _TRANSPOSES:
             raise adapter_error(
                 f"{keys[0]}: PEFT before 0.19 wrote experts' square parameters transposed; save the adapter "
                 "again with a newer one (peft_version in adapter_config.json)"
@@ -89,9 +89,7 @@ class _Fit(NamedTuple):
     is_turned: bool
     """True: they fit the transposed delta."""
     is_square: bool
-    """True: they fit either."""
-    inputs_first: bool
-    """True: the model has [E, in, out], which a PEFT before 0.19 expects."""
+    """True: they fit either. One merged projection is that of a model with [E, in, out], for every PEFT."""
 
 
 def _fit(holder: Mapping[str, list[str]], known: Mapping[str, ModuleShape], given: tuple[int, int]) -> _Fit | None:
@@ -106,7 +104,7 @@ def _fit(holder: Mapping[str, list[str]], known: Mapping[str, ModuleShape], give
     for turned in (False, True) if has_gate else (False,):  # without gates either parameter fits the other one turned
         for parameter, projections, sizes, inner in parameters:
             if given == (inner[::-1] if turned else inner):
-                return _Fit(parameter, projections, sizes, turned, given[0] == given[1], len(gate_up) == 1)
+                return _Fit(parameter, projections, sizes, turned, given[0] == given[1] and len(gate_up) > 1)
     return None
 
 
