@@ -117,7 +117,7 @@ class ConstraintChecker:
             process.stdin.write(pack(json.dumps(asdict(params)).encode()))
             process.stdin.flush()
             answer = read(process.stdout)
-        except (BrokenPipeError, EOFError):  # the process was ended, maybe while it wrote
+        except (OSError, EOFError):  # the process was ended, maybe while it wrote
             pass
         finally:
             watch.cancel()
