@@ -5,7 +5,7 @@ T tokens, B rows, K kernel of a convolution, W states that the pass writes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -127,6 +127,29 @@ class StatePlan:
         """Stages of the pass, in their order: the tokens of a row are divided where a state is written."""
         cuts = [sorted({offset for offset, _ in writes}) for writes in self._writes]
         return [self._stage(index, cuts) for index in range(max(map(len, cuts)))]
+
+    def compute(
+        self, memory: Tensor, out: Tensor, compute_run: Callable[[Run, Tensor], tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """Compute all runs in their order, and write the states of `memory` [S, ...].
+
+        Args:
+            memory: States in their slots.
+            out: [T, ...] filled with the results and returned.
+            compute_run: Function from a run and the states [G, ...] before it to the results [G, L, ...] and the states
+                after it.
+        """
+        running = memory.index_select(0, self.sources)
+        for stage in self.stages:
+            for run in stage.runs:
+                result, after = compute_run(run, running.index_select(0, run.rows))
+                if run.is_padding is None:
+                    out[run.tokens] = result
+                else:
+                    out[run.tokens[~run.is_padding]] = result[~run.is_padding]
+                running.index_copy_(0, run.rows, after)
+            memory[stage.slots] = running.index_select(0, stage.written_rows)
+        return out
 
     def _stage(self, index: int, cuts: Sequence[Sequence[int]]) -> Stage:
         groups: dict[int, list[tuple[int, int, int]]] = {}

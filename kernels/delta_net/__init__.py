@@ -46,7 +46,7 @@ class DeltaWeights(NamedTuple):
     rate_bias: Tensor
     """[H] float32"""
     norm: NormWeight
-    """Of V elements."""
+    """Weights of the norm of each head's result, [V]."""
     key_heads: int
     beta_scale: float = 1.0
     """Largest b[t]. Above 1, a state may change its sign along a key (Grazzi et al. 2024)."""

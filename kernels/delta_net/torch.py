@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..rms_norm import rms_norm
-from ..state_plan import CHUNK, StatePlan
+from ..state_plan import CHUNK, Run, StatePlan
 
 if TYPE_CHECKING:
     from . import DeltaWeights, Projected
@@ -64,32 +64,21 @@ def _unit(x: Tensor) -> Tensor:
 
 def delta_rule(inputs: DeltaInputs, plan: StatePlan, memory: Tensor) -> Tensor:
     """Compute o [T, H, V], and write the states of `memory` [S, H, D, V]."""
-    running = memory.index_select(0, plan.sources)
-    out = torch.empty_like(inputs.value)
-    for stage in plan.stages:
-        for run in stage.runs:
-            before = running.index_select(0, run.rows)
-            if run.tokens.shape[1] == 1:
-                tokens = run.tokens[:, 0]
-                result, after = _step(DeltaInputs(*(part.index_select(0, tokens) for part in inputs)), before)
-                out.index_copy_(0, tokens, result)
-            else:
-                gathered = DeltaInputs(*(part[run.tokens].transpose(1, 2) for part in inputs))
-                if run.is_padding is not None:  # neither decays the state nor adds to it
-                    is_padding = run.is_padding.unsqueeze(1)
-                    gathered = gathered._replace(
-                        decay=gathered.decay.masked_fill(is_padding, 0.0),
-                        beta=gathered.beta.masked_fill(is_padding, 0.0),
-                    )
-                result, after = _chunks(gathered, before)
-                result = result.transpose(1, 2)
-                if run.is_padding is None:
-                    out[run.tokens] = result
-                else:
-                    out[run.tokens[~run.is_padding]] = result[~run.is_padding]
-            running.index_copy_(0, run.rows, after)
-        memory[stage.slots] = running.index_select(0, stage.written_rows)
-    return out
+    return plan.compute(memory, torch.empty_like(inputs.value), lambda run, before: _run(inputs, run, before))
+
+
+def _run(inputs: DeltaInputs, run: Run, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Results [R, L, H, V] of a run, and the states after it; see `StatePlan.compute`."""
+    if run.tokens.shape[1] == 1:
+        result, after = _step(DeltaInputs(*(part.index_select(0, run.tokens[:, 0]) for part in inputs)), state)
+        return result.unsqueeze(1), after
+    gathered = DeltaInputs(*(part[run.tokens].transpose(1, 2) for part in inputs))
+    if run.is_padding is not None:  # neither decays the state nor adds to it
+        is_padding = run.is_padding.unsqueeze(1)
+        decay, beta = (part.masked_fill(is_padding, 0.0) for part in (gathered.decay, gathered.beta))
+        gathered = gathered._replace(decay=decay, beta=beta)
+    result, after = _chunks(gathered, state)
+    return result.transpose(1, 2), after
 
 
 def _step(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,20 +33,12 @@ class ScanInputs(NamedTuple):
 
 def scan(inputs: ScanInputs, states: StatePlan, memory: Tensor) -> Tensor:
     """Compute y [T, H, P], and write the states of `memory` [S, H, N, P]."""
-    running = memory.index_select(0, states.sources)
-    out = torch.empty_like(inputs.value)
-    for stage in states.stages:
-        for run in stage.runs:
-            before = running.index_select(0, run.rows)
-            compute = _step if run.tokens.shape[1] == 1 else _chunks
-            result, after = compute(_gathered(inputs, run), before)
-            if run.is_padding is None:
-                out[run.tokens] = result
-            else:
-                out[run.tokens[~run.is_padding]] = result[~run.is_padding]
-            running.index_copy_(0, run.rows, after)
-        memory[stage.slots] = running.index_select(0, stage.written_rows)
-    return out
+
+    def compute_run(run: Run, before: Tensor) -> tuple[Tensor, Tensor]:
+        compute = _step if run.tokens.shape[1] == 1 else _chunks
+        return compute(_gathered(inputs, run), before)
+
+    return states.compute(memory, torch.empty_like(inputs.value), compute_run)
 
 
 def _gathered(inputs: ScanInputs, run: Run) -> ScanInputs:

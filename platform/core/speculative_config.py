@@ -16,7 +16,7 @@ METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp")
 MODEL_METHODS = ("draft_model", "eagle", "eagle3", "medusa", "mtp")
 """Methods that load weights from `model`."""
 IN_TARGET_METHODS = ("mtp",)
-"""Those of them whose weights are in the target's checkpoint if no `model` is given."""
+"""Methods that load weights from the target's checkpoint if no `model` is given."""
 _LOOKUP_MAX = 5
 REJECTION_METHODS = ("standard", "invariant", "synthetic")
 
