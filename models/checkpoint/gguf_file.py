@@ -48,6 +48,7 @@ _KEYS = {
     "final_logit_softcapping": "final_logit_softcapping",
     "expert_used_count": "num_experts_per_tok",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.freq_base_swa": "rope_local_base_freq",
 }
 # Keys of config.json's `rope_parameters` by those of a GGUF file.
 _SCALING_KEYS = {
@@ -84,7 +85,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         if "rope.dimension_count" in values:
             if family.neighbours_rotated:
                 config.setdefault("head_dim", values["rope.dimension_count"])
-            head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+            head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
             config["partial_rotary_factor"] = values["rope.dimension_count"] / head_dim
         pattern = values.get("attention.sliding_window_pattern")
         if isinstance(pattern, list):
