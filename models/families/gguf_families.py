@@ -207,9 +207,7 @@ GGUF_FAMILIES = {
     "ernie4_5-moe": GgufFamily("Ernie4_5_MoeForCausalLM", facts=_ernie4_5_moe),
     "exaone4": GgufFamily("Exaone4ForCausalLM"),
     "falcon": GgufFamily("FalconForCausalLM", facts=_falcon),
-    "falcon-h1": GgufFamily(
-        "FalconH1ForCausalLM", facts=gguf_states.falcon_h1, renames=(_TIME_STEP,), folded=True
-    ),
+    "falcon-h1": GgufFamily("FalconH1ForCausalLM", facts=gguf_states.falcon_h1, renames=(_TIME_STEP,), folded=True),
     "gemma2": GgufFamily("Gemma2ForCausalLM", facts=_gemma(46)),
     "gemma3": GgufFamily("Gemma3ForCausalLM", facts=_gemma(62)),
     "gemma3n": GgufFamily("Gemma3nForCausalLM", facts=gguf_varied.gemma3n),
@@ -230,8 +228,12 @@ GGUF_FAMILIES = {
     "mamba2": GgufFamily("Mamba2ForCausalLM", facts=gguf_states.mamba2, renames=(_BACKBONE, _TIME_STEP)),
     "minimax-m2": GgufFamily("MiniMaxM2ForCausalLM"),
     "mistral3": GgufFamily("Ministral3ForCausalLM", neighbours_rotated=True, facts=_mistral3),  # Mistral Small 3 too
-    "nemotron_h": GgufFamily("NemotronHForCausalLM", facts=gguf_states.nemotron_h, renames=_NEMOTRON, neighbours_rotated=True),
-    "nemotron_h_moe": GgufFamily("NemotronHForCausalLM", facts=gguf_states.nemotron_h, renames=_NEMOTRON, neighbours_rotated=True),
+    "nemotron_h": GgufFamily(
+        "NemotronHForCausalLM", facts=gguf_states.nemotron_h, renames=_NEMOTRON, neighbours_rotated=True
+    ),
+    "nemotron_h_moe": GgufFamily(
+        "NemotronHForCausalLM", facts=gguf_states.nemotron_h, renames=_NEMOTRON, neighbours_rotated=True
+    ),
     "olmo2": GgufFamily("Olmo2ForCausalLM", facts=_olmo2),  # OLMo 3 too
     "olmoe": GgufFamily("OlmoeForCausalLM"),
     "phi2": GgufFamily("PhiForCausalLM"),

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType as Type
-from safetensors.torch import save_file
 
 from outrider.models.checkpoint.loader import load_model
 
@@ -67,6 +64,8 @@ def test_a_file_gives_the_logits_of_its_folder(name: str, tmp_path: Path, logits
     folder, theirs = saved(name, tmp_path / "model")
     write_gguf(folder, tmp_path / "m.gguf")
     found = logits(tmp_path / "m.gguf")
-    torch.testing.assert_close(found, logits(folder), rtol=1e-4, atol=1e-4)  # w + 1 - 1, log(exp(a)), products of factors
+    torch.testing.assert_close(
+        found, logits(folder), rtol=1e-4, atol=1e-4
+    )  # w + 1 - 1, log(exp(a)), products of factors
     with torch.inference_mode():
         torch.testing.assert_close(found, theirs(torch.tensor([TOKENS])).logits[0], rtol=1e-3, atol=2e-3)
