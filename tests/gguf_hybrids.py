@@ -115,8 +115,6 @@ def tiled(layout: Callable[[str, Tensor, Config], Parts], dim: int = 0) -> Calla
         heads, keys = config["linear_num_value_heads"], config["linear_num_key_heads"]
         before = 2 * keys * config["linear_key_head_dim"] if "qkv" in full or "conv1d" in full else 0
         turned = tensor.transpose(0, dim)
-        parts, join = layout(full, tensor, config)
-        ((name, _),) = parts.items()
         moved = torch.cat((turned[:before], tile(turned[before:], heads, keys))).transpose(0, dim)
         parts, join = layout(full, moved, config)
 
@@ -127,9 +125,6 @@ def tiled(layout: Callable[[str, Tensor, Config], Parts], dim: int = 0) -> Calla
         return parts, back
 
     return change
-
-
-STACKS: dict[str, list[Tensor]] = {}
 
 
 def scaled(name: str, factor: Callable[[Tensor, Config], Tensor | float]) -> Callable[[str, Tensor, Config], Parts]:

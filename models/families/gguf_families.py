@@ -190,6 +190,9 @@ def _deepseek(values: Values, tensors: Tensors) -> Facts:
 _TIME_STEP = (r"\.dt_bias$", ".dt_proj.bias")
 _BACKBONE = (r"^model\.(?!.*\.mixer\.experts\.)", "backbone.")
 _NEMOTRON = (_BACKBONE, (r"\.mixer\.experts\.", ".mlp.experts."), _TIME_STEP)
+_NEMOTRON_H = GgufFamily(
+    "NemotronHForCausalLM", facts=gguf_states.nemotron_h, renames=_NEMOTRON, neighbours_rotated=True
+)
 _GRANITE = (
     (r"\.block_sparse_moe\.experts\.", ".mlp.experts."),
     (r"\.block_sparse_moe\.router\.", ".block_sparse_moe.router.layer."),

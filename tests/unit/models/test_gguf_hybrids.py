@@ -1,4 +1,5 @@
-"""GGUF files of models with recurrent states, of Gemma 3n and 4, and of Llama 4: each gives the logits of its folder."""
+"""GGUF files of models with recurrent states, of Gemma 3n and 4, and of Llama 4: a file gives the logits of the folder
+that it was made of."""
 
 from __future__ import annotations
 
@@ -33,12 +34,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nemotron_h_moe": (
         "nemotron-h",
-        {"layers_block_type": ["mamba", "moe", "attention", "mamba"], "time_step_min": 0.001, "n_group": 1, "topk_group": 1},
+        {
+            **{"layers_block_type": ["mamba", "moe", "attention", "mamba"], "time_step_min": 0.001},
+            **{"n_group": 1, "topk_group": 1},
+        },
     ),
     "gemma3n": ("gemma3n", {"vocab_size_per_layer_input": 131}),
     "gemma4": ("gemma4", {}),
     "gemma4-experts": ("gemma4-experts", {}),
-    "llama4": ("llama4", {"no_rope_layer_interval": 4, "attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}),
+    "llama4": (
+        "llama4",
+        {"no_rope_layer_interval": 4, "attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
+    ),
 }  # fmt: skip
 
 
