@@ -96,6 +96,7 @@ def write_gguf(
         else:
             writer.add_tensor(name_of(full, name, config), values, raw_dtype=kind)
         rounded = torch.from_numpy(np.array(gguf.dequantize(values, kind))).reshape(tensor.shape)
+        rounded = rounded - 1 if is_raised(name, full) else rounded
         held[full] = halves(rounded, rotated) if rotated else rounded
     for (full, kind), parts in experts.items():
         stacked = np.stack([parts[index] for index in range(len(parts))])
@@ -124,10 +125,15 @@ def name_of(full: str, name: str, config: dict[str, Any]) -> str:
     return table.get_name(full, (".weight", ".bias"))
 
 
+def is_raised(name: str, full: str) -> bool:
+    """True for the weights of norms that the model adds 1 to: the file has the sum."""
+    is_norm = full.endswith("norm.weight") and not full.endswith("linear_attn.norm.weight")
+    return is_norm and name in ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
+
+
 def changed(name: str, full: str, tensor: Tensor) -> Tensor:
     """Tensor with the converter's changes, those of q and k apart."""
-    is_norm = full.endswith("norm.weight") and not full.endswith("linear_attn.norm.weight")
-    if is_norm and name in ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe"):
+    if is_raised(name, full):
         return tensor + 1
     if name == "gpt2" and full.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
         return tensor.t().contiguous()

@@ -36,8 +36,6 @@ class GgufFamily:
     A result that begins with "blk." is the file's own name."""
     tiled: bool = False
     """True: value heads of a delta net are in the order of their indexes within a key head; ours are by key head."""
-    folded: bool = False
-    """True: factors of the model's config.json are in the weights, and those of an adapter are not known."""
 
 
 def _gemma(layers_of_largest: int) -> Callable[[Values, Tensors], Facts]:
@@ -210,7 +208,7 @@ GGUF_FAMILIES = {
     "ernie4_5-moe": GgufFamily("Ernie4_5_MoeForCausalLM", facts=_ernie4_5_moe),
     "exaone4": GgufFamily("Exaone4ForCausalLM"),
     "falcon": GgufFamily("FalconForCausalLM", facts=_falcon),
-    "falcon-h1": GgufFamily("FalconH1ForCausalLM", facts=gguf_states.falcon_h1, renames=(_TIME_STEP,), folded=True),
+    "falcon-h1": GgufFamily("FalconH1ForCausalLM", facts=gguf_states.falcon_h1, renames=(_TIME_STEP,)),
     "gemma2": GgufFamily("Gemma2ForCausalLM", facts=_gemma(46)),
     "gemma3": GgufFamily("Gemma3ForCausalLM", facts=_gemma(62)),
     "gemma3n": GgufFamily("Gemma3nForCausalLM", facts=gguf_varied.gemma3n),

@@ -12,6 +12,8 @@ Values = Mapping[str, Any]
 Facts = dict[str, Any]
 """Keys of a config.json."""
 
+FOLDED = "factors_in_weights"
+"""Key in place of factors that are in the weights."""
 _LENGTH = 1 << 18
 """Context length of Mamba-2 in tokens, as without a GGUF file: llama.cpp's converter writes an arbitrary number."""
 
@@ -110,6 +112,7 @@ def granite_hybrid(values: Values, tensors: Mapping[str, Any]) -> Facts:
 def falcon_h1(values: Values, tensors: Mapping[str, Any]) -> Facts:
     """Falcon-H1, whose factors are in the weights."""
     return _mixers(values, tensors) | {
+        FOLDED: True,
         "mamba_d_ssm": values["ssm.inner_size"],
         "mamba_rms_norm": has_tensor(tensors, "ssm_norm.weight"),
         "mamba_norm_before_gate": False,
