@@ -38,6 +38,8 @@ NAMES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "MixtralFor
 NEIGHBOURS = {"llama", "granite", "smollm3", "mistral3", "granitehybrid", "nemotron_h", "nemotron_h_moe"}
 EXPERT = re.compile(r"(?<=\.experts|jections)\.(\d+)(?=\.)")
 """Number of an expert, or of a matrix of Gemma 3n's streams."""
+HEAD = re.compile(r"\.(enorm|hnorm|eh_proj|shared_head\.\w+|(?<=\d\.)embed_tokens)\.weight$")
+"""Modules of a head for multi-token prediction."""
 Chosen = Callable[[str], Type]
 
 
@@ -110,6 +112,8 @@ def write_gguf(
 
 def name_of(full: str, name: str, config: dict[str, Any]) -> str:
     """Name of a tensor in the file."""
+    if (head := HEAD.search(full)) is not None:
+        return f"blk.{full.split('.')[2]}.nextn.{head[1].replace('.', '_')}.weight"
     full = full.replace("model.layers", "layers") if ".block_sparse_moe.experts." in full else full
     full = full.replace(".block_sparse_moe.experts.", ".feed_forward.experts.")
     if ".feed_forward.experts." in full and name != "llama4":
