@@ -154,9 +154,7 @@ def read_gguf_head(path: Path, names: Iterable[str], config: DecoderConfig, inde
         return found if set(modules) <= set(found) else {}
 
 
-def _source(
-    path: Path, config: DecoderConfig, without: Iterable[int], num_layers: int | None = None
-) -> GgufTensors:
+def _source(path: Path, config: DecoderConfig, without: Iterable[int], num_layers: int | None = None) -> GgufTensors:
     """Tensors of a file but those of the blocks `without`, and those that are parts of the config."""
     import gguf
 

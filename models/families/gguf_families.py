@@ -262,6 +262,8 @@ GPT2_SPLITS_WITHOUT_DIGITS = {"smollm", "starcoder", "refact", "command-r", "cod
 """Splits as GPT-2's after each digit was split off."""
 GPT4_SPLITS = {"chatglm-bpe": 3, "glm4": 3, "stablelm2": 1}
 """Splits as GPT-4's, and the most digits that stay together."""
+QWEN35_SPLITS = {"qwen35"}
+"""Splits as Qwen3.5's: Qwen2's, but marks belong to words."""
 DEEPSEEK_SPLITS = {"deepseek-v3"}
 """Splits as DeepSeek-V3's."""
 FALCON_SPLITS = {"falcon"}

@@ -439,7 +439,12 @@ def with_head_as_layer(folder: Path, other: Path) -> Path:
     """Copy of a checkpoint that numbers its head as a layer after the others, as llama.cpp's converter does."""
     config = json.loads((folder / "config.json").read_text())
     count = config["num_hidden_layers"]
-    parts = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
+    parts = {
+        "fc": "eh_proj",
+        "pre_fc_norm_embedding": "enorm",
+        "pre_fc_norm_hidden": "hnorm",
+        "norm": "shared_head.norm",
+    }
     tensors = {}
     for full, tensor in load_file(folder / "model.safetensors").items():
         name = full.replace("mtp.layers.0.", f"model.layers.{count}.")
