@@ -1,7 +1,7 @@
 """Heads for multi-token prediction inside a model's checkpoint (DeepSeek-V3, DeepSeek-AI 2024, section 2.2).
 
-A head has one layer of its family, or two if each has one part alone (Nemotron-H). It reads the embedding e of a token, and the model's hidden state h after the final
-norm, one position before it:
+A head has one layer of its family, or two if each has one part alone (Nemotron-H). It reads the embedding e of a token,
+and the model's hidden state h after the final norm, one position before it:
 
     x = layer(projection([token_norm(e); hidden_norm(h)]));  logits = the model's head(norm(x))
 """

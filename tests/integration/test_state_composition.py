@@ -23,8 +23,8 @@ from outrider.platform.core.messages import EngineRequest
 from outrider.platform.core.state_size import ring_size
 from outrider.platform.engine.engine_core import EngineCore
 
+from ..prediction_checkpoints import LAYOUTS, Checkpoint
 from ..tiny_families import FAMILIES, SIZES, build
-from .test_prediction_heads import LAYOUTS, Checkpoint
 
 FACTOR = int(os.environ.get("OUTRIDER_TEST_STATE_SEEDS", "1"))
 SEEDS = {"lfm2": 6, "qwen3.5": 3, "qwen3-next": 1, "falcon-h1": 1, "mamba2": 1}

@@ -56,8 +56,10 @@ class MtpHead:
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Every tensor that the head needs, by its canonical name."""
         slots = self._fc.weight_slots()
-        for part in (*self._layers, *self._norms):
-            slots |= part.weight_slots()
+        for layer in self._layers:
+            slots |= layer.weight_slots()
+        for norm in self._norms:
+            slots |= norm.weight_slots()
         return slots
 
     def renamed_slots(self) -> dict[str, RenamedSlot]:
