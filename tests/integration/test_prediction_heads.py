@@ -102,7 +102,7 @@ def test_drafts_are_those_of_the_reference_and_change_no_text(checkpoints, make_
     assert drafted > accepted
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "mimo"])
+@pytest.mark.parametrize("name", ["qwen3.5", "mimo", "nemotron-h", "ernie4.5-moe"])
 def test_a_head_that_knows_the_next_token_is_always_right(monkeypatch, checkpoints, make_engine, name):
     """By one of vLLM's names, with a fixed number of drafts and with the policy's."""
     folder, jobs = checkpoints(name, True).folder, [(prompt, GREEDY) for prompt in PROMPTS]
