@@ -112,15 +112,13 @@ class QuantizedWeight:
 
     def has_form_of(self, other: QuantizedWeight) -> bool:
         """True if `cat` may join the two."""
-        fields = "bits", "group", "levels", "input_bits", "float8_scale", "coarse_inputs"
-        if any(getattr(self, name) is not getattr(other, name) for name in ("order",)):
+        fields = "bits", "group", "input_bits", "float8_scale", "coarse_inputs"
+        if any(getattr(self, name) != getattr(other, name) for name in fields) or self.shape[1] != other.shape[1]:
             return False
-        for name in fields:
-            own, others = getattr(self, name), getattr(other, name)
-            same = torch.equal(own, others) if isinstance(own, Tensor) and isinstance(others, Tensor) else own == others
-            if not same:
-                return False
-        return self.shape[1] == other.shape[1] and (self.offsets is None) == (other.offsets is None)
+        if self.order is not None or other.order is not None or (self.offsets is None) != (other.offsets is None):
+            return False
+        own, others = self.levels, other.levels
+        return own is others or (own is not None and others is not None and torch.equal(own, others))
 
     @staticmethod
     def cat(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
