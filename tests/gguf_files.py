@@ -118,11 +118,8 @@ def name_of(full: str, name: str, config: dict[str, Any]) -> str:
     full = full.replace(".block_sparse_moe.experts.", ".feed_forward.experts.")
     if ".feed_forward.experts." in full and name != "llama4":
         full = full.removeprefix("model.")
-    full = (
-        full.replace(".mixer.experts.", ".mlp.experts.").replace("backbone.layers", "model.layers")
-        if (".mixer.experts." in full)
-        else full
-    )
+    if ".mixer.experts." in full:
+        full = full.replace(".mixer.experts.", ".mlp.experts.").replace("backbone.", "model.")
     full = full.replace("correction_bias", "correction.bias").replace(".expert_bias", ".expert_bias.bias")
     architecture = next(key for key, theirs in gguf.MODEL_ARCH_NAMES.items() if theirs == name)
     table = gguf.get_tensor_name_map(architecture, config.get("num_hidden_layers") or config["n_layer"])
